@@ -15,7 +15,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.support.child_processes import run_python
-from tests.support.expert_functions import LOADING_MEMORY, SIZES, write_mixture
+from tests.support.expert_functions import LOADING_MEMORY, SIZES, adapted_errors, write_mixture
 from tpu_kit.config.loader import load_config
 from tpu_kit.config.schema import LoraConfig, ModelConfig
 from tpu_kit.hardware import host
@@ -66,6 +66,9 @@ def test_all_families_with_and_without_the_kernel(interpret: bool) -> None:
 def test_widths_that_are_no_multiples_of_128_are_padded() -> None:
     found = errors('["gpt_oss", "mixtral"], True, 16, ("random", "int"), hidden_size=288, intermediate_size=160')
     assert max(found.values()) < 2e-6, found
+    # 72 groups of 16 inputs become 80 in the scales.
+    found = errors('["gpt_oss"], True, 16, ("int4",), hidden_size=1152')
+    assert len(found) == 1 and max(found.values()) < 1e-6, found
 
 
 def build(kind: str, **changes: object) -> AutoModelForCausalLM:
@@ -79,33 +82,57 @@ def build(kind: str, **changes: object) -> AutoModelForCausalLM:
 
 @pytest.mark.parametrize(
     ("kind", "wanted"),
-    [("qwen3_moe", ATTENTION), ("mixtral", ATTENTION), ("glm4_moe", ATTENTION), ("gpt_oss", ATTENTION),
-     ("ernie4_5_moe", ATTENTION), ("qwen3_5_moe_text", {"gate_proj", "up_proj", "down_proj"})],
+    [("qwen3_moe", ()), ("mixtral", ()), ("gpt_oss", ()), ("glm4_moe", ("mlp", "shared_experts")),
+     ("ernie4_5_moe", ("mlp", "shared_experts")), ("qwen2_moe", ("shared_expert",)),
+     ("qwen3_5_moe_text", ("shared_expert",))],
 )  # fmt: skip
-def test_all_linear_means_neither_experts_nor_routers(kind: str, wanted: set[str]) -> None:
+def test_all_linear_means_neither_experts_nor_routers(kind: str, wanted: tuple[str, ...]) -> None:
     """PEFT reads the names of shared experts and dense MLPs as those of experts in the families of Qwen2-MoE."""
     adapted = models.adapt(build(kind), LoraConfig(r=2), "fp32")
     names = {name.rpartition(".lora_A")[0] for name in models.trainable_parameters(adapted) if "lora_A" in name}
     assert not any(".experts" in name or name.endswith("gate") or "router" in name for name in names)
-    assert {name.rpartition(".")[2] for name in names} >= wanted
+    assert len(names) >= (8 if kind != "qwen3_5_moe_text" else 4)
+    found = {name.split(".")[-2] for name in names if name.endswith(("gate_proj", "up_proj", "down_proj"))}
+    assert found == set(wanted)
 
 
-def test_targets_that_peft_takes_for_experts_and_noise_in_a_router_are_refused() -> None:
-    targets = LoraConfig(r=2, targets=["q_proj", "up_proj"])
-    with pytest.raises(ValueError, match=r"lora\.targets: of glm4_moe, PEFT takes up_proj for its experts and router"):
-        models.adapt(build("glm4_moe"), targets, "fp32")
+def test_targets_of_dense_layers_are_not_those_of_experts_and_noise_in_a_router_is_refused() -> None:
+    adapted = models.adapt(build("glm4_moe"), LoraConfig(r=2, targets=["q_proj", "up_proj"]), "fp32")
+    assert adapted.peft_config["default"].target_modules == {"q_proj"}
+    assert adapted.peft_config["default"].target_parameters == ["mlp.up_proj.weight", "shared_experts.up_proj.weight"]
     with pytest.raises(ValueError, match=r"router_jitter_noise=0\.1: .* set it to 0"):
         models.adapt(build("mixtral", router_jitter_noise=0.1), LoraConfig(r=2), "fp32")
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "int8", "int4"])
-def test_a_plan_has_the_tensors_of_the_model(dtype: str) -> None:
+def test_adapters_of_experts_are_those_of_peft() -> None:
+    found = adapted_errors(["gpt_oss", "qwen2_moe"], "cpu")
+    assert len(found) == 7 and max(found.values()) < 1e-5, found
+
+
+@needs_xla
+@pytest.mark.slow
+def test_adapters_of_experts_are_those_of_peft_on_xla() -> None:
+    script = 'from tests.support.expert_functions import adapted_errors\nadapted_errors(["qwen2_moe", "gpt_oss"])'
+    found = json.loads(run_python(script, env=QUICK).stdout.splitlines()[-1])
+    assert len(found) == 7 and max(found.values()) < 1e-5, found
+
+
+def test_adapters_of_experts_need_experts() -> None:
+    with pytest.raises(ValueError, match=r"lora\.experts=2: Qwen3ForCausalLM has no experts; set it to 0"):
+        models.adapt(build("qwen3"), LoraConfig(r=2, experts=2), "fp32")
+    with pytest.raises(ValueError, match=r"lora\.dropout: 0\.1 is not for adapters of experts; remove it"):
+        load_config(None, {"lora.experts": 2, "lora.dropout": 0.1})
+
+
+@pytest.mark.parametrize(("dtype", "rank"), [("bf16", 0), ("int8", 2), ("int4", 2)])
+def test_a_plan_has_the_tensors_of_the_model(dtype: str, rank: int) -> None:
     model = build("qwen3_moe")
     shape = shape_of(model, "tiny")
     (mixture,) = shape.kinds[0].experts
     assert (mixture.count, mixture.chosen, shape.parameters) == (8, 3, model.num_parameters())
     assert shape.active_weights == shape.linear_weights - 2 * 5 * mixture.weights
-    config = load_config(None, {"base_dtype": dtype, "lora.r": 2} | ({"quant_group": 16} if dtype == "int4" else {}))
+    group = {"quant_group": 16} if dtype == "int4" else {}
+    config = load_config(None, {"base_dtype": dtype, "lora.r": 2, "lora.experts": rank, **group})
     if scheme := Scheme.of(config.model):
         replace_layers(model, scheme)
     adapted = models.adapt(model, config.lora, dtype)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -79,6 +80,34 @@ def test_training_and_answers_are_those_of_the_cpu(world: Path, tmp_path: Path, 
         ours, said = seen(run(world, kind, tmp_path / way, **WAYS[way]))
         torch.testing.assert_close(ours, losses, rtol=0, atol=2e-6)
         assert said == answers, way
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+def test_adapters_of_experts_train_are_resumed_answer_and_are_merged(
+    world: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "sentencepiece", ModuleType("sentencepiece"))
+    sys.modules["sentencepiece"].__spec__ = ModuleSpec("sentencepiece", None)
+    own = {"lora.experts": 2, "save_steps": 1}
+    losses, answers = seen(run(world, kind, tmp_path / "cpu", num_replicas=1, batch_size=4, **own))
+    mesh = run(world, kind, tmp_path / "mesh", **WAYS["fsdp"], **own)
+    ours, said = seen(mesh)
+    torch.testing.assert_close(ours, losses, rtol=0, atol=2e-6)
+    assert said == answers
+    with safe_open(mesh.output_path / "adapter" / "adapter_model.safetensors", "pt") as file:
+        before = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no mapping
+    shapes = {
+        name.partition("experts.")[2]: tuple(one.shape) for name, one in before.items() if "0.mlp.experts" in name
+    }
+    assert len(shapes) == 4 and shapes["lora_A.weight"] == (16, 32) and shapes["lora_B.weight"] == (64, 16)
+    export(mesh.output_path, "merged", tmp_path / "merged", dtype="fp32")  # which compares it with the tuned model
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(world / kind, dtype=torch.float32)
+    tuned = PeftModel.from_pretrained(base, str(mesh.output_path / "adapter"))
+    ids = torch.arange(1, 25)[None]
+    torch.testing.assert_close(merged(input_ids=ids).logits, tuned(input_ids=ids).logits, rtol=0, atol=1e-5)
+    again = run(world, kind, tmp_path / "mesh", **WAYS["fsdp"], **own, max_steps=4)
+    assert len(seen(again)[0]) == 4 and torch.equal(seen(again)[0][:3], ours)
 
 
 def test_merged_weights_have_the_names_of_the_family_and_gguf_is_refused(

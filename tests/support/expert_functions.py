@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import importlib
 import json
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,7 @@ def error(ours: torch.Tensor, expected: torch.Tensor) -> float:
 def ours_of(plain: Any, scheme: Any = None) -> Any:
     """Returns a copy that the kit computes, with integers if there is a scheme."""
     from tpu_kit.models import experts
+    from tpu_kit.models.quantization import rounded
 
     ours = copy.deepcopy(plain)
     ours.config = copy.deepcopy(plain.config)
@@ -74,9 +76,8 @@ def ours_of(plain: Any, scheme: Any = None) -> Any:
         weights = {name: getattr(ours, name) for name in experts.names_of(ours)}
         experts.replace(ours, scheme)
         for name, weight in weights.items():
-            stored = zip(*map(scheme.quantize, weight), strict=True)
-            for end, parts in zip(("", "_scale"), stored, strict=True):
-                setattr(ours, name + end, torch.stack(parts))
+            for end, stack in zip(("", "_scale"), rounded(scheme, weight), strict=True):
+                setattr(ours, name + end, stack)
     return ours
 
 
@@ -104,6 +105,60 @@ def main(kinds: Sequence[str], interpret: bool, group: int, cases: tuple[str, ..
             expected = computed(reference, "cpu", given)
             found[f"{kind} {case}"] = max(map(error, computed(ours, device, given), expected))
     print(json.dumps(found))
+
+
+def adapted_errors(kinds: Sequence[str], kind_of_device: str = "xla-cpu") -> dict[str, float]:
+    """Prints and returns the largest relative errors of logits and gradients of tiny models with adapters of all kinds.
+
+    The kit's on XLA:CPU or the CPU, and PEFT's with transformers' eager experts, with the adapter as the kit saves it.
+    """
+    from peft import PeftModel
+    from safetensors.torch import save_file
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    from tpu_kit.config.loader import LoraConfig, load_config
+    from tpu_kit.models import causal_lm
+    from tpu_kit.training.adapter_files import adapter_settings, adapter_tensors
+
+    device, found = torch.device("cpu"), {}
+    if kind_of_device == "xla-cpu":
+        import torch_xla
+
+        device = torch_xla.device()
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+             "vocab_size": 64, "hidden_size": 160, "moe_intermediate_size": 144, "intermediate_size": 144,
+             "shared_expert_intermediate_size": 32}  # fmt: skip
+    for kind in kinds:
+        torch.manual_seed(0)
+        config = CONFIG_MAPPING[kind](**SIZES | sizes)
+        base = AutoModelForCausalLM.from_config(config, dtype=torch.float32, experts_implementation="eager")
+        ours: Any = causal_lm.adapt(copy.deepcopy(base), LoraConfig(r=4, alpha=6.0, experts=2), "fp32").train()
+        for name, weight in causal_lm.trainable_parameters(ours).items():
+            torch.nn.init.normal_(weight, std=0.2 if "lora_B" in name else 0.1)
+        with tempfile.TemporaryDirectory() as folder:
+            trained = {name: one.detach().clone() for name, one in causal_lm.trainable_parameters(ours).items()}
+            save_file(adapter_tensors(ours, trained), f"{folder}/adapter_model.safetensors")
+            settings = adapter_settings(ours, load_config(None, {"model.name": "some/model"}))
+            Path(folder, "adapter_config.json").write_text(json.dumps(settings))
+            reference = PeftModel.from_pretrained(base, folder, is_trainable=True)
+        ids = torch.randint(64, (2, 24))
+        upstream = torch.randn(2, 24, 64)
+        expected = reference(input_ids=ids).logits
+        (expected * upstream).sum().backward()
+        wanted = {name: one.grad for name, one in reference.named_parameters() if one.requires_grad}
+        causal_lm.use_attention(ours, "sdpa", kind_of_device)
+        ours = causal_lm.to_device(ours, device)
+        logits = causal_lm.logits(ours, {"input_ids": ids.to(device)})
+        (logits * upstream.to(device)).sum().backward()
+        gradients = {name: one.grad.cpu() for name, one in causal_lm.trainable_parameters(ours).items()}
+        assert gradients.keys() == wanted.keys(), gradients.keys() ^ wanted.keys()
+        found[f"{kind} logits"] = error(logits.detach().cpu(), expected.detach())
+        for part, count in (("experts", 8), ("self_attn", 16), ("shared_expert", 12)):
+            errors = {name: error(gradients[name], wanted[name]) for name in wanted if f".{part}." in name}
+            assert len(errors) in (count, 0), list(errors)
+            found |= {f"{kind} {part}": max(errors.values())} if errors else {}
+    print(json.dumps(found))
+    return found
 
 
 def write_mixture(kind: str, folder: Path, **sizes: Any) -> Path:

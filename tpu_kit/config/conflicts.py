@@ -40,6 +40,9 @@ def conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
         if lora.dora:
             text = f"reads base weights that model.base_dtype={model.base_dtype} has rounded; remove it"
             yield "lora.dora model.base_dtype", text
+    if lora.experts and (lora.dropout or lora.dora):
+        name = "dora" if lora.dora else "dropout"
+        yield f"lora.{name} lora.experts", "is not for adapters of experts; remove it, or set lora.experts=0"
     try:
         check_roles(data.columns or {}, data.format)
     except ValueError as error:
@@ -80,7 +83,7 @@ def _without_effect(config: TrainConfig) -> Iterator[tuple[str, str]]:
          "has no effect on the embedded model; remove it or set model.name"),
         ("int4" not in (model.base_dtype, distill.teacher_dtype), "model", "quant_group", "model.base_dtype",
          "is of model.base_dtype=int4; remove it or set that"),
-        (config.lora.r == 0, "lora", "dropout targets rslora dora init adapter", "lora.r",
+        (config.lora.r == 0, "lora", "experts dropout targets rslora dora init adapter", "lora.r",
          "needs adapters, and lora.r=0 has none; remove it or set lora.r=16"),
         (optim.optimizer == "adafactor", "optim", "beta1 beta2 eps", "optim.optimizer",
          "is AdamW's, and optim.optimizer=adafactor has none; remove it"),

@@ -59,6 +59,9 @@ class LoraConfig:
     )
     alpha: float = knob(32.0, "The adapters are scaled by alpha / r (rslora: alpha / sqrt(r)).", above=0)
     dropout: float = knob(0.0, "Dropout on the adapters' input.", at_least=0, below=1)
+    experts: int = knob(
+        0, "Rank of each expert's own adapters, scaled as the others; 0 for none.", at_least=0, at_most=1024
+    )
     targets: str | tuple[str, ...] = knob("all-linear", "all-linear, or the name endings of the layers to adapt.")
     rslora: bool = knob(False, "Scale by alpha / sqrt(r).")
     dora: bool = knob(False, "Train a magnitude beside the direction (DoRA).")

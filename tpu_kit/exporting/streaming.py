@@ -49,11 +49,13 @@ class StreamedModel:
 
     def __init__(self, model: torch.nn.Module, files: Mapping[str, Path], names: Mapping[int, str]) -> None:
         self.model, self.merging, self._files = model, False, files
-        self._adapted: dict[int, Any] = {
-            id(part.get_base_layer()): part  # type: ignore[operator]  # of PEFT
-            for part in model.modules()
-            if hasattr(part, "get_delta_weight")
-        }
+        self._adapted: dict[tuple[int, str], Any] = {}
+        units: dict[int, torch.nn.Module] = {}  # PEFT's wrapper of a base layer, or of experts the outermost of several
+        for part in model.modules():
+            if hasattr(part, "get_delta_weight"):
+                base = id(part.get_base_layer())  # type: ignore[operator]  # of PEFT
+                self._adapted[base, str(getattr(part, "parameter_name", "weight"))] = part
+                units.setdefault(base, part)
         self._slots: dict[str, _Slot] = {}
         parents = {id(child): part for part in model.modules() for child in part.children()}
         for part in model.modules():
@@ -64,7 +66,7 @@ class StreamedModel:
             ]
             if slots:
                 self._slots |= {slot.name: slot for slot in slots}
-                unit = self._adapted.get(id(part), part)  # DoRA uses the weight outside the base layer, too
+                unit = units.get(id(part), part)  # DoRA uses the weight outside the base layer, too
                 # Layers with a state read the weight of their short convolution, and do not call it.
                 unit = parents[id(part)] if isinstance(part, torch.nn.Conv1d) else unit
                 unit.register_forward_pre_hook(lambda _, __, mine=slots: self._load(mine))
@@ -76,13 +78,13 @@ class StreamedModel:
         for module, leaf, name in slots:
             with safe_open(self._files[name], framework="pt") as file:
                 module._parameters[leaf] = _parameter(file.get_tensor(name).float())
-            if self.merging and leaf == "weight" and (adapted := self._adapted.get(id(module))):
+            if self.merging and (adapted := self._adapted.get((id(module), leaf))):
                 adapted.merge()  # which does not copy the weight
 
     def _drop(self, slots: list[_Slot]) -> None:
         for module, leaf, _ in slots:
             module._parameters[leaf] = _parameter(module.get_parameter(leaf).to("meta"))
-            if (adapted := self._adapted.get(id(module))) is not None:
+            if (adapted := self._adapted.get((id(module), leaf))) is not None:
                 adapted.merged_adapters.clear()
 
     def save(self, folder: Path, dtype: torch.dtype) -> None:

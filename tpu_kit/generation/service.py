@@ -419,12 +419,12 @@ def _read_adapter(folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
 def _with_adapter(
     model: torch.nn.Module, folder: Path, settings: Any, tensors: dict[str, torch.Tensor], name: str
 ) -> torch.nn.Module:
-    from peft import get_peft_model, set_peft_model_state_dict
+    from peft import set_peft_model_state_dict
 
     refusal = f"the adapter in {folder} was trained on another base model than {name}"
     advice = f"set model.name to its own base (it says {settings.base_model_name_or_path})"
     try:
-        adapted: torch.nn.Module = get_peft_model(model, settings)
+        adapted = experts.with_adapters(model, settings)
         result = set_peft_model_state_dict(adapted, tensors)
     except (ValueError, RuntimeError, KeyError) as error:
         reason = " ".join(str(error).split())[:400]

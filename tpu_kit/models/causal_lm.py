@@ -123,23 +123,31 @@ def adapt(model: PreTrainedModel, lora: LoraConfig, base_dtype: str, seed: int =
         )
     if lora.r:
         from peft import LoraConfig as PeftLoraConfig
-        from peft import get_peft_model
 
+        own = experts.parameters_of(model) if lora.experts else []
+        if lora.experts and not own:
+            raise ValueError(f"lora.experts={lora.experts}: {type(model).__name__} has no experts; set it to 0")
+        targets, parameters = _targets(model, lora), list[str]()
+        if isinstance(targets, list):
+            targets, parameters = experts.targets_for_peft(model, targets)
         excluded = others, experts.routers_of(model), WITHOUT_ADAPTER.get(model.config.model_type, ())
         settings = PeftLoraConfig(
             r=lora.r,
             lora_alpha=lora.alpha,
             lora_dropout=lora.dropout,
-            target_modules=_targets(model, lora),
+            target_modules=targets,
             exclude_modules=[name for names in excluded for name in names] or None,
             use_rslora=lora.rslora,
             use_dora=lora.dora,
             init_lora_weights=True if lora.init == "default" else lora.init,
+            target_parameters=own + parameters or None,
+            rank_pattern=dict.fromkeys(own, lora.experts),
+            alpha_pattern=dict.fromkeys(own, lora.alpha * lora.experts / lora.r),
             task_type="CAUSAL_LM",
         )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            adapted = get_peft_model(model, settings, autocast_adapter_dtype=True)
+            adapted = experts.with_adapters(model, settings)
     adapted._tpu_kit_compute_dtype = _DTYPES[base_dtype]  # type: ignore[assignment]  # mypy expects a tensor or a module
     return adapted
 
@@ -180,23 +188,17 @@ def _targets(model: PreTrainedModel, lora: LoraConfig) -> str | list[str]:
         )
     linear = [name for name, part in modules.items() if isinstance(part, torch.nn.Linear | Conv1D) and part not in ends]
     check_targets(lora, linear, type(model).__name__)
-    if taken := set(wanted) - experts.kept_by_peft(model, wanted):
-        raise ValueError(
-            f"lora.targets: of {model.config.model_type}, PEFT takes {', '.join(sorted(taken))} for its experts and "
-            "router, which are not trained: leave them out, or use all-linear"
-        )
     return wanted
 
 
 def _beside_experts(model: PreTrainedModel) -> list[str]:
     """Lists what all-linear means in a mixture of experts: attention, dense and shared MLPs; empty for other models.
 
-    PEFT's own all-linear adds experts and routers, and reads some names of MLPs as those of experts: it can adapt
-    no MLP of such a family.
+    PEFT's own all-linear adds experts and routers.
     """
     if not any(True for _ in experts.modules_of(model)):
         return []
-    return sorted(experts.kept_by_peft(model, {name.rpartition(".")[2] for name in linear_layers(model)}))
+    return sorted({name.rpartition(".")[2] for name in linear_layers(model)})
 
 
 def base_model(model: torch.nn.Module) -> PreTrainedModel:

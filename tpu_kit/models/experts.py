@@ -5,13 +5,14 @@ transformers' own function. Router, shared experts and gates stay the model's co
 
 A frozen module of experts has its weights as (E, O, I), gates before ups, and widths that are multiples of 128
 (`prepare`). In this form weights may be integers, as `quantization` stores a linear layer's, with an E in front; their
-scales are buffers of the same name with "_scale".
+scales are buffers of the same name with "_scale", those of int4 with more groups (`architecture.scale_groups`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import warnings
 from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ import torch
 
 from tpu_kit.distributed.mesh import active_mesh
 from tpu_kit.models import attention, partition
-from tpu_kit.models.architecture import tile_rows
+from tpu_kit.models.architecture import scale_groups, tile_rows
 from tpu_kit.xla import grouped, pallas
 from tpu_kit.xla.grouped import Layout, Tiles
 
@@ -94,8 +95,12 @@ def routers_of(model: torch.nn.Module) -> set[str]:
     }  # fmt: skip
 
 
-def kept_by_peft(model: Any, names: Iterable[str]) -> set[str]:
-    """Returns the target modules that PEFT does not replace by parameters of experts."""
+def targets_for_peft(model: Any, names: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Returns how PEFT names linear layers of a mixture that end in `names`: target_modules and target_parameters.
+
+    In the families of Qwen2-MoE and Mixtral PEFT reads some names as those of experts. It adapts the linear layers of
+    these names, such as shared experts', as parameters.
+    """
     from peft import LoraConfig as PeftLoraConfig
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
@@ -105,7 +110,10 @@ def kept_by_peft(model: Any, names: Iterable[str]) -> set[str]:
         with contextlib.suppress(ValueError):  # it wants some names of experts together
             convert_peft_config_for_transformers(settings, model, None)
             kept |= set(settings.target_modules or ())
-    return kept
+    left = tuple(f".{name}" for name in set(names) - kept)
+    linears = {path for path, part in model.named_modules() if isinstance(part, torch.nn.Linear)} - routers_of(model)
+    others = {".".join(path.split(".")[-2:]) for path in linears if left and f".{path}".endswith(left)}
+    return sorted(kept), sorted(f"{path}.weight" for path in others)
 
 
 def experts_forward(
@@ -172,6 +180,11 @@ def _linear(
     else:
         floats = stored[0] if scale is None else _dequantized(self, name, rows.dtype)
         output = torch.bmm(_by_tile(rows, tiles), _of_tile(floats, at).to(rows.dtype).mT).flatten(0, 1)
+    if (low := _low_rank(self, name, rows.dtype)) is not None:
+        # A product with zeros and ones selects the experts' matrices, so their gradients are products, too.
+        chosen = (at.expert[:, None] == torch.arange(tiles.experts, device=rows.device)).to(rows.dtype)
+        down, up = ((chosen @ part.flatten(1)).unflatten(1, part.shape[1:]) for part in low)
+        output = output + torch.bmm(torch.bmm(_by_tile(rows, tiles), down.mT), up).flatten(0, 1)
     if self.has_bias:
         bias = _of_tile(getattr(self, f"{name}_bias"), at).to(output.dtype)[:, None]
         bias = bias if weight is None else bias * _by_tile(weight.to(output.dtype), tiles)
@@ -220,6 +233,91 @@ class _Product(torch.autograd.Function):
         return rows, *[None] * (1 + len(given))
 
 
+# ------------------------------------------------------------------------------------------------------ the adapters
+
+
+def parameters_of(model: torch.nn.Module) -> list[str]:
+    """Returns the endings of the names of all experts' weights, as PEFT's `target_parameters` takes them."""
+    return sorted({f"{path.rpartition('.')[2]}.{name}" for path, part in modules_of(model) for name in names_of(part)})
+
+
+def with_adapters(model: Any, settings: Any) -> torch.nn.Module:
+    """Adds the adapters that PEFT's settings ask for, also of parameters (`target_parameters`): a `PeftModel`.
+
+    PEFT sees experts with the shapes of their files, and its names and layout of adapters stay. Where experts have the
+    form of the module's docstring, `experts_forward` and not PEFT computes with the adapters: PEFT would add their
+    product to the weights of all experts. Linear layers that are named as parameters (`targets_for_peft`) get adapters
+    as others do, which have the same tensors.
+    """
+    from peft import get_peft_model
+
+    modules, parameters = settings.target_modules, settings.target_parameters
+    linears = {name.removesuffix(".weight") for name in parameters or () if name.endswith(".weight")}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match any targeted module")
+        for _, part in list(modules_of(model)) if parameters else ():
+            if hasattr(part, "form"):
+                stack.enter_context(_as_in_files(part))
+        if linears:
+            settings.target_modules = {*modules, *linears}
+            settings.target_parameters = [name for name in parameters if not name.endswith(".weight")] or None
+            stack.callback(setattr, model.config, "model_type", model.config.model_type)
+            model.config.model_type = "without names of experts"  # for PEFT
+        adapted: torch.nn.Module = get_peft_model(model, settings, autocast_adapter_dtype=True)
+    settings.target_modules, settings.target_parameters = modules, parameters
+    for part in adapted.modules():
+        if hasattr(part, "parameter_name"):
+            part.__class__ = _wrapper(type(part))  # type: ignore[arg-type]  # a class is hashable
+            part.get_base_layer().__dict__.setdefault("adapters", {})[part.parameter_name] = part  # type: ignore[operator]
+    return adapted
+
+
+@contextlib.contextmanager
+def _as_in_files(experts: Any) -> Iterator[None]:
+    """Gives an experts module parameters of the shapes of its files, without memory, while it is open."""
+    kept = [(held, name, held.pop(name)) for name in names_of(experts)
+            for held in (experts._parameters, experts._buffers) if name in held]  # fmt: skip
+    turned = experts.is_transposed
+    experts.is_transposed = experts.form.turned
+    for _, name, weight in kept:
+        shape = experts.form.sizes[name]
+        empty = torch.zeros((), device=weight.device).expand(shape)
+        experts._parameters[name] = torch.nn.Parameter(empty, requires_grad=False)
+    try:
+        yield
+    finally:
+        experts.is_transposed = turned
+        for held, name, weight in kept:
+            del experts._parameters[name]
+            held[name] = weight.requires_grad_(False)  # as PEFT did with the parameters that it saw
+
+
+@cache
+def _wrapper(kind: Any) -> Any:
+    """Returns the class of PEFT's wrapper of a weight of experts that leaves prepared experts to `experts_forward`."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if hasattr(self.get_base_layer(), "form"):
+            return self.base_layer(*args, **kwargs)
+        return kind.forward(self, *args, **kwargs)
+
+    return type(kind.__name__, (kind,), {"forward": forward})
+
+
+def _low_rank(self: Any, name: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Returns (E, r, I) and (E, r, O) of a weight's adapter in the prepared form, the second scaled; None without."""
+    wrapper = self.__dict__.get("adapters", {}).get(name)
+    if wrapper is None or wrapper.disable_adapters:
+        return None
+    (active,) = wrapper.active_adapters
+    down = wrapper.lora_A[active].weight.to(dtype).unflatten(0, (self.num_experts, -1))
+    up = wrapper.lora_B[active].weight.to(dtype).unflatten(1, (-1, self.num_experts)).permute(2, 1, 0)
+    columns = self.form.pads[name == names_of(self)[1]]
+    up = shaped(self, f"{name}_bias", up.flatten(0, 1)).unflatten(0, up.shape[:2])
+    return torch.nn.functional.pad(down, (0, columns)), up * wrapper.scaling[active]
+
+
 # -------------------------------------------------------------------------------------------------- the stored weights
 
 
@@ -246,7 +344,23 @@ def names_of(experts: Any) -> list[str]:
 def _dequantized(self: Any, name: str, dtype: torch.dtype) -> torch.Tensor:
     """Makes floats (E, O, I) of integers."""
     stored = zip(getattr(self, name), getattr(self, f"{name}_scale"), strict=True)
-    return torch.stack([torch.cat(self.scheme.parts(*each, dtype), 1) for each in stored])
+    return torch.stack([floats_of(self.scheme, *each, dtype) for each in stored])
+
+
+def floats_of(scheme: Any, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Makes floats (O, I) of the integers of an expert."""
+    if scheme.bits == 4:
+        scale = scale.unflatten(1, (2, -1))[:, :, : len(weight) // scheme.group].flatten(1, 2)
+    return torch.cat(scheme.parts(weight, scale, dtype), 1)
+
+
+def quantize(scheme: Any, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rounds the weight (O, I) of an expert: its integers and scales, of int4 with `architecture.scale_groups`."""
+    integers, scale = scheme.quantize(weight)
+    if scheme.bits == 4:
+        more = (scale_groups(weight.shape[1], scheme.group) - scale.shape[1]) // 2
+        scale = torch.nn.functional.pad(scale.unflatten(1, (2, -1)), (0, 0, 0, more)).flatten(1, 2)
+    return integers, scale
 
 
 def _plain(self: Any, hidden_states: torch.Tensor) -> Any:
@@ -258,6 +372,9 @@ def _plain(self: Any, hidden_states: torch.Tensor) -> Any:
     floats = {name: getattr(self, name) for name in names_of(self)}
     if hasattr(self, "scheme"):
         floats = {name: _dequantized(self, name, dtype) for name in floats}
+    for name in floats:
+        if (low := _low_rank(self, name, dtype)) is not None:
+            floats[name] = floats[name].to(dtype) + (low[1].mT @ low[0]).to(dtype)
     first, last = floats
     # Attributes of the instance come before parameters and buffers of the same name.
     alike.__dict__ |= {first: floats[first][..., : hidden_states.shape[1]]}
@@ -278,12 +395,14 @@ class _Form(NamedTuple):
         parted: from interleaved gates and ups.
         halves: of the first product: gates and ups.
         pads: zeros that the hidden size and the inner size get.
+        sizes: the shape of each weight in files, by name.
     """
 
     turned: bool
     parted: bool
     halves: int
     pads: tuple[int, int]
+    sizes: dict[str, torch.Size]
 
 
 def prepare(experts: Any) -> None:
@@ -298,7 +417,8 @@ def prepare(experts: Any) -> None:
     turned, parted = experts.is_transposed, not experts.is_concatenated
     sizes = getattr(experts, last).shape[1:][:: -1 if turned else 1]
     hidden, inner = (-size % _LANES if size > _LANES else 0 for size in sizes)
-    experts.form = _Form(turned, parted, 2 if experts.has_gate else 1, (hidden, inner))
+    shapes = {name: getattr(experts, name).shape for name in names_of(experts)}
+    experts.form = _Form(turned, parted, 2 if experts.has_gate else 1, (hidden, inner), shapes)
     experts.padding, experts.interleaves = hidden, parted
     if not any((hidden, inner, turned, parted)):
         return
@@ -315,7 +435,7 @@ def shaped_names(experts: Any) -> list[str]:
 
 def shaped(experts: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Brings a weight or bias of this name, of any number of experts, from the form of files to the prepared one."""
-    turned, parted, halves, (hidden, inner) = experts.form
+    turned, parted, halves, (hidden, inner), _ = experts.form
     is_last = name.removesuffix("_bias") == names_of(experts)[1]
     rows, columns, halves = (hidden, inner, 1) if is_last else (inner, hidden, halves)
     tensor = tensor.mT if turned and tensor.ndim == 3 else tensor
@@ -330,6 +450,9 @@ def replace(experts: Any, scheme: Any) -> None:
     for name in names_of(experts):
         weight = getattr(experts, name)
         stored = scheme.stored(*weight.shape[1:])
+        if scheme.bits == 4:
+            groups = scale_groups(weight.shape[2], scheme.group)
+            stored["scale"] = ((2, groups, weight.shape[1]), stored["scale"][1])
         delattr(experts, name)
         for end, (shape, dtype) in zip(("", "_scale"), stored.values(), strict=True):
             empty = torch.empty((len(weight), *shape), dtype=dtype, device=weight.device)

@@ -226,7 +226,7 @@ def _undo(config: ModelConfig, dtype: torch.dtype | Literal["auto"], method: str
 
 
 _METHOD = "tpu_kit"  # in config.json, where other methods have their names
-_VERSION = 2  # of what is stored; another one is quantised anew
+_VERSION = 3  # of what is stored; another one is quantised anew
 _FILE_BYTES = GIB
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -312,7 +312,7 @@ class _Reading:
             raise ValueError(f"{name} has the shape {tuple(tensor.shape)}, which does not fit config.json")
         if self.errors is not None and shaped:
             weight = shaped(tensor[:1])[0].float()
-            difference = torch.cat(self.scheme.parts(found[0][0], found[1][0], torch.float32), 1) - weight
+            difference = experts.floats_of(self.scheme, found[0][0], found[1][0], torch.float32) - weight
             self.errors.append(float(difference.norm() / weight.norm()))
         return self._kept(name, {f"{path}.{leaf}": one for leaf, one in zip(leaves, found, strict=True)})
 

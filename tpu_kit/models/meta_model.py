@@ -11,7 +11,7 @@ import math
 import sys
 import tempfile
 import warnings
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -113,10 +113,6 @@ def shape_of(model: PreTrainedModel, name: str) -> Shape:
         equal, kinds, order = _layers(decoder)
     except Exception as error:  # for sizes that do not fit together a model's code may raise anything
         raise ValueError(f"model.name={name}: {type(decoder).__name__} does not run: {brief(error)}") from error
-    if any(kind.experts for kind in kinds):
-        leaves = {one.path.rpartition(".")[2] for kind in kinds for one in kind.linears}
-        targeted = experts.kept_by_peft(model, leaves)
-        kinds = [_targeted(kind, targeted) for kind in kinds]
     list_name, layers = layer_calls.layers_of(decoder)
     paths = {id(part): path for path, part in model.named_modules()}
     inside = {id(param) for param in layers.parameters()}
@@ -134,11 +130,6 @@ def shape_of(model: PreTrainedModel, name: str) -> Shape:
         ),
         kinds=tuple(kinds), order=tuple(order), equal=tuple(equal), sees_all=attention.sees_all(model),
     )  # fmt: skip
-
-
-def _targeted(kind: Layer, leaves: set[str]) -> Layer:
-    linears = (replace(one, targeted=one.path.rpartition(".")[2] in leaves) for one in kind.linears)
-    return replace(kind, linears=tuple(linears))
 
 
 def _experts(path: str, part: Any, chosen: int) -> Experts:

@@ -287,7 +287,9 @@ def rounded(scheme: Scheme, weight: torch.Tensor, shaped: Callable[[torch.Tensor
     """
     if weight.ndim == 2:
         return [*scheme.quantize(weight)]
-    return stacked(len(weight), (scheme.quantize((shaped(part) if shaped else part)[0]) for part in weight.split(1)))
+    return stacked(
+        len(weight), (experts.quantize(scheme, (shaped(part) if shaped else part)[0]) for part in weight.split(1))
+    )
 
 
 def stacked(count: int, parts: Iterable[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from tpu_kit.config.loader import LoraConfig, ModelConfig, TrainConfig
 from tpu_kit.config.mesh import Mesh
-from tpu_kit.models.architecture import Linear, Shape
+from tpu_kit.models.architecture import Experts, Linear, Shape, scale_groups
 from tpu_kit.models.shape_cache import read_shape
 from tpu_kit.models.sharding_rules import Embedding, Placed, Tensor, place, spec_of
 
@@ -97,13 +97,29 @@ def _model_tensors(shape: Shape, lora: LoraConfig, stored: _Stored, scanned: boo
             for name, sizes in kind.others
         ]
         for each in kind.experts:
-            for one in each.linears:
-                names = [f"{start}{path}.{each.path}.{one.path}{end}" for end in ("", "_scale", "_bias")]
-                tensors += _weight_tensors(names, one, (*stack, each.count), scanned, stored, whole)
+            tensors += _expert_tensors(f"{start}{path}.{each.path}", each, stack, lora, stored)
         for one in kind.linears:
             share = sum(shape.has_adapter(lora, layer, one) for layer in layers) / len(layers)
             tensors += _linear_tensors(f"{start}{path}.{one.path}", one, stack, share, lora, stored)
     return tuple(tensors)
+
+
+def _expert_tensors(
+    path: str, mixture: Experts, stack: tuple[int, ...], lora: LoraConfig, stored: _Stored
+) -> list[Tensor]:
+    """Returns the tensors of a layer's experts; PEFT's wrappers of their weights are nested, the first one within."""
+    base, stacked = path + ".base_layer" * (len(mixture.linears) if lora.experts else 0), bool(stack)
+    tensors: list[Tensor] = []
+    for number, one in enumerate(mixture.linears, 1):
+        names = [f"{base}.{one.path}{end}" for end in ("", "_scale", "_bias")]
+        tensors += _weight_tensors(names, one, (*stack, mixture.count), stacked, stored, not lora.r, True)
+        wrapper, rank = path + ".base_layer" * (len(mixture.linears) - number), lora.experts * mixture.count
+        sizes = {"lora_A": (rank, one.inputs), "lora_B": (one.outputs, rank)}  # by 2 % less where experts are padded
+        tensors += [
+            Tensor(f"{wrapper}.{name}.default.weight", (*stack, *each), 4, stacked, False, True)
+            for name, each in sizes.items() if rank
+        ]  # fmt: skip
+    return tensors
 
 
 def _linear_tensors(
@@ -127,7 +143,8 @@ def _linear_tensors(
 
 
 def _weight_tensors(
-    names: Sequence[str], one: Linear, stack: tuple[int, ...], stacked: bool, stored: _Stored, trained: bool
+    names: Sequence[str], one: Linear, stack: tuple[int, ...], stacked: bool, stored: _Stored, trained: bool,
+    experts: bool = False,
 ) -> list[Tensor]:  # fmt: skip
     """Returns weight, scales and bias of a linear layer, or of a product of experts, under these names."""
 
@@ -137,7 +154,8 @@ def _weight_tensors(
     if stored.dtype == "int8":
         tensors = [tensor(0, (one.outputs, one.inputs), 1), tensor(1, (one.outputs,), 2)]
     elif stored.dtype == "int4":
-        steps = tensor(1, (2, one.inputs // stored.group, one.outputs), 2)
+        groups = scale_groups(one.inputs, stored.group) if experts else one.inputs // stored.group
+        steps = tensor(1, (2, groups, one.outputs), 2)
         tensors = [tensor(0, (one.inputs // 2, one.outputs), 1, True), steps]
     else:
         tensors = [tensor(0, (one.outputs, one.inputs), stored.size)]

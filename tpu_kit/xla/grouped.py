@@ -209,7 +209,7 @@ class _Blocks:
         self.inner, self.outer, self.size = inner, outer, size
         self.grid = (self.halves, -(-outer // size), expert.shape[0])
         self.decoded = (size, self.across) if self.by_rows else (self.across * (2 if tiles.bits == 4 else 1), size)
-        self.scale = None if scale is None else self._shaped(scale)
+        self.scale: Any = None if scale is None else self._shaped(scale)
 
     def _shaped(self, scale: Any) -> Any:
         if self.tiles.bits == 8:
@@ -227,7 +227,7 @@ class _Blocks:
         def spec(shape: Any, place: Any) -> Any:
             return pl.BlockSpec(shape, lambda h, n, m, expert, used: (expert[used_tile(m, used)], *place(h, n)))
 
-        bits, back, size = self.tiles.bits, self.tiles.back, self.size
+        bits, back, size, scale = self.tiles.bits, self.tiles.back, self.size, self.scale
         found = [pl.BlockSpec((self.tiles.rows, self.inner), lambda h, n, m, expert, used: (used_tile(m, used), 0))]
         if self.by_rows:
             found.append(spec((None, size, self.across), lambda h, n: (n, 0)))
@@ -236,21 +236,20 @@ class _Blocks:
         if bits == 8:
             found.append(spec((None, 1, self.inner if back else size), lambda h, n: (0, 0 if back else n)))
         elif bits == 4 and back:
-            groups = size // self.tiles.group
+            groups = scale.shape[3] if size == self.outer else size // self.tiles.group
             found.append(spec((None, 2, None, groups, self.across), lambda h, n: (0, h, n, 0)))
         elif bits == 4:
-            found.append(spec((None, 2, self.inner // self.tiles.group, size), lambda h, n: (0, 0, n)))
+            found.append(spec((None, 2, scale.shape[2], size), lambda h, n: (0, 0, n)))
         return found
 
     def decode(self, half: Any, weight: Any, scale: Any, floats: Any) -> None:
         """Makes floats of a block of integers; int8 without its scales."""
         import jax.numpy as jnp
 
-        def group(shift: Any, start: int, to: int) -> None:
+        def group(shift: Any, start: int, to: int, line: int) -> None:
             """int4: the inputs from `start` on that share a scale, of the half that `shift` selects."""
             codes = weight[start : start + self.tiles.group, :].astype(jnp.int32)
             values = ((codes >> shift) & 15).astype(jnp.float32)
-            line = to // self.tiles.group
             step, offset = (scale[kind, line : line + 1, :].astype(jnp.float32) for kind in (0, 1))
             floats[to : to + self.tiles.group, :] = (values * step + offset).astype(self.dtype)
 
@@ -260,12 +259,12 @@ class _Blocks:
                 part = weight[start : min(start + _ROWS_AT_ONCE, lines), :].astype(jnp.int32).astype(jnp.float32)
                 floats[start : start + part.shape[0], :] = part.astype(self.dtype)
             return
-        for start in range(0, lines, self.tiles.group):
+        for number, start in enumerate(range(0, lines, self.tiles.group)):
             if self.tiles.back:
-                group(4 * half, start, start)
+                group(4 * half, start, start, number)
             else:
-                group(0, start, start)
-                group(4, start, lines + start)
+                group(0, start, start, number)
+                group(4, start, lines + start, scale.shape[1] // 2 + number)
 
     def kernel(self, expert: Any, used: Any, rows: Any, weight: Any, *refs: Any) -> None:
         """Computes a block of the result for a tile; the tiles after the used ones are zero."""
