@@ -88,11 +88,9 @@ def drawn() -> list[dict[str, Any]]:
         devices = mesh_size(mesh[0].partition("=")[2]) if mesh else 1
         one = {"model": name, "layers": shapes[name].layers, "topology": where, "replicas": devices,
                "settings": settings}  # fmt: skip
-        if "quant_group=64" in settings and any(linear.inputs % 128 for linear in shapes[name].linears):
-            continue
         try:
             fits = estimated(one, Path()).total_bytes < 0.9 * find_slice(where, devices).limit
-        except ValueError:  # rows longer than the model's
+        except ValueError:  # rows longer than the model's, or groups that do not divide its inputs
             continue
         if fits and one not in found:
             found.append(one)

@@ -468,6 +468,10 @@ def test_the_report(small: Path, large: Path, capsys: pytest.CaptureFixture[str]
         ),
         (["num_replicas=1000"], "launch.num_replicas=1000: v5e has 256 devices; use 1 to that many"),
         (["max_length=65536"], "data.max_length=65536 is longer than the 32768 positions"),
+        (
+            ["base_dtype=int4", "quant_group=128"],
+            "model.quant_group=128 does not divide half of the inputs of q_",
+        ),
         (["model.name=./nowhere"], "there is no such folder"),
         (["model.name=/nowhere"], "there is no such folder"),
     ],

@@ -422,6 +422,12 @@ class Shape:
         ]
         check_targets(lora, paths, self.family)
 
+    def undivided(self, group: int) -> list[str]:
+        """Returns the linear layers, with their inputs, of which half are no multiple of a group of int4 weights."""
+        linears = [*self.linears, *(one for kind in self.kinds for each in kind.experts for one in each.linears)]
+        sizes = {one.path.rpartition(".")[2]: one.inputs for one in linears if one.inputs % (2 * group)}
+        return [f"{name} ({inputs})" for name, inputs in sizes.items()]
+
     def adapted(self, lora: LoraConfig, kind: Layer) -> list[Linear]:
         """Returns the linear layers of a kind that have adapters in at least one layer."""
         layers = [layer for layer, number in enumerate(self.order) if self.kinds[number] == kind]

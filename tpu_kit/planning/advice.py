@@ -179,7 +179,6 @@ def _changes(config: TrainConfig, shape: Shape) -> Iterator[tuple[str, Any, str]
     optim, model, lora, learns = config.optim, config.model, config.lora, config.on_policy
     lengths = [(length < config.data.max_length, "data.max_length", length, "shorter rows")
                for length in (2048, 1024, 512, 256)]  # fmt: skip
-    groups = all(one.inputs // 2 % model.quant_group == 0 for one in shape.linears)
     changes: list[tuple[Any, str, Any, str]] = [
         (model.attention != "auto", "model.attention", "auto", "no slower"),
         (optim.loss_chunk > 256, "optim.loss_chunk", 256, "no slower"),
@@ -198,7 +197,7 @@ def _changes(config: TrainConfig, shape: Shape) -> Iterator[tuple[str, Any, str]
         # Without adapters all weights are trained.
         (lora.r and model.base_dtype in ("bf16", "fp32"), "model.base_dtype", "int8",
          "base weights in int8, products in bf16"),
-        (lora.r and model.base_dtype != "int4" and groups, "model.base_dtype", "int4",
+        (lora.r and model.base_dtype != "int4" and not shape.undivided(model.quant_group), "model.base_dtype", "int4",
          "base weights in int4, products in bf16"),
         *lengths[2:],
     ]  # fmt: skip

@@ -74,7 +74,6 @@ class Memory:
         code_bytes: the program.
         moment: the moment of the peak: "start", "loss", "backward" or "update".
         trained: number of trained parameters.
-        scanned: whether layers run as a loop.
         programs: the "step", or those of a run that samples, whose largest peak this is.
     """
 
@@ -84,7 +83,6 @@ class Memory:
     code_bytes: int
     moment: str
     trained: int
-    scanned: bool
     programs: tuple[ProgramPeak, ...]
 
     @property
@@ -115,13 +113,20 @@ def estimate(
         mesh: the devices over which the model is sharded; None for replicas.
 
     Raises:
-        ValueError: as `shape_cache.read_shape` and `batch_arithmetic`; a sequence longer than the model's positions.
+        ValueError: as `shape_cache.read_shape` and `batch_arithmetic`; a sequence longer than the model's positions; or
+            groups of int4 that do not divide the inputs of a linear layer.
     """
     shape = shape or read_shape(config.model)
     if config.data.max_length > shape.positions:
         raise ValueError(
             f"data.max_length={config.data.max_length} is longer than the {shape.positions} positions of the model; "
             f"set it to {shape.positions} or less"
+        )
+    model = config.model
+    if config.lora.r and model.base_dtype == "int4" and (wrong := shape.undivided(model.quant_group)):
+        raise ValueError(
+            f"model.quant_group={model.quant_group} does not divide half of the inputs of {', '.join(wrong)}: set a "
+            "smaller one, or model.base_dtype=int8"
         )
     kind = _Rounds if config.on_policy else _Step
     return kind(config, shape, num_replicas, chip, mesh).memory()
@@ -211,7 +216,7 @@ class _Step:
         moment = ", ".join(filter(None, [most.name if self.config.on_policy else "", most.moment]))
         return Memory(
             parts, sum(held.values()), sum(most.temporaries.values()), codes, moment, self.alive.trained,
-            self.alive.scanned, programs,
+            programs,
         )  # fmt: skip
 
     def programs(self) -> Iterator[ProgramPeak]:

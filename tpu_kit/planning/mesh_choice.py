@@ -133,8 +133,7 @@ def largest_models(where: TargetSlice) -> list[dict[str, object]]:
             values = {"model.name": name, "base_dtype": dtype, "max_length": 1024, "batch_size": 1}
             config = load_config(None, {**values, "mesh": str(mesh)} if on.mesh else values)
             limit = on.limit * (1 - reserve(config))
-            group = config.model.quant_group
-            if dtype == "int4" and any(one.inputs // 2 % group for one in shape.linears):
+            if dtype == "int4" and shape.undivided(config.model.quant_group):
                 continue
 
             def peak(rows: int, config: TrainConfig = config, shape: Shape = shape) -> int:
