@@ -253,12 +253,12 @@ def test_parameters_are_those_of_transformers(family: str, tmp_path: Path) -> No
     assert trained == trained_count(shape, config)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int4"])
-def test_integers_are_counted_as_they_are_stored(dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("settings", [["base_dtype=int8"], ["base_dtype=int4", "quant_group=64"]])
+def test_integers_are_counted_as_they_are_stored(settings: list[str], tmp_path: Path) -> None:
     from tpu_kit.models.quantization import Scheme
 
     model = write_config(tmp_path / "model", QWEN2_500M)
-    config = load_config(None, [f"model.name={model}", f"base_dtype={dtype}"])
+    config = load_config(None, [f"model.name={model}", *settings])
     shape, scheme = read_shape(config.model), Scheme.of(config.model)
     assert scheme is not None
     (layer_kind,) = shape.kinds
