@@ -111,10 +111,11 @@ def test_adapters_of_experts_are_those_of_peft() -> None:
 
 @needs_xla
 @pytest.mark.slow
-def test_adapters_of_experts_are_those_of_peft_on_xla() -> None:
-    script = 'from tests.support.expert_functions import adapted_errors\nadapted_errors(["qwen2_moe", "gpt_oss"])'
-    found = json.loads(run_python(script, env=QUICK).stdout.splitlines()[-1])
-    assert len(found) == 7 and max(found.values()) < 1e-5, found
+@pytest.mark.parametrize(("kind", "count"), [("qwen2_moe", 4), ("gpt_oss", 3)])
+def test_adapters_of_experts_are_those_of_peft_on_xla(kind: str, count: int) -> None:
+    script = f"from tests.support.expert_functions import adapted_errors\nadapted_errors(['{kind}'])"
+    found = json.loads(run_python(script, env=QUICK, timeout=900).stdout.splitlines()[-1])
+    assert len(found) == count and max(found.values()) < 1e-5, found
 
 
 def test_adapters_of_experts_need_experts() -> None:

@@ -180,15 +180,16 @@ def _linear(
     else:
         floats = stored[0] if scale is None else _dequantized(self, name, rows.dtype)
         output = torch.bmm(_by_tile(rows, tiles), _of_tile(floats, at).to(rows.dtype).mT).flatten(0, 1)
+    # Products with zeros and ones select what experts have: so gradients are products, too, and the compiler writes no
+    # broadcast of biases to memory.
+    chosen = (at.expert[:, None] == torch.arange(tiles.experts, device=rows.device)).to(rows.dtype)
     if (low := _low_rank(self, name, rows.dtype)) is not None:
-        # A product with zeros and ones selects the experts' matrices, so their gradients are products, too.
-        chosen = (at.expert[:, None] == torch.arange(tiles.experts, device=rows.device)).to(rows.dtype)
         down, up = ((chosen @ part.flatten(1)).unflatten(1, part.shape[1:]) for part in low)
         output = output + torch.bmm(torch.bmm(_by_tile(rows, tiles), down.mT), up).flatten(0, 1)
     if self.has_bias:
-        bias = _of_tile(getattr(self, f"{name}_bias"), at).to(output.dtype)[:, None]
-        bias = bias if weight is None else bias * _by_tile(weight.to(output.dtype), tiles)
-        output = (_by_tile(output, tiles) + bias).flatten(0, 1)
+        of_row = chosen[:, None].expand(-1, tiles.rows, -1).flatten(0, 1)
+        of_row = of_row if weight is None else of_row * weight.to(output.dtype)
+        output = output + of_row @ getattr(self, f"{name}_bias").to(output.dtype)
     return output
 
 

@@ -76,7 +76,7 @@ def gathered_early(tensors: Mapping[str, torch.Tensor], alone: bool = True) -> l
     These are the floats of a layer's first products, and experts of a layer that is `alone` in its turn. Integers of
     other layers are a half or a quarter of the bytes, which the compiler hides as they are. In a turn of two layers
     (gpt-oss-20b in int8) it hides fewer bytes of experts, if the first layer's are gathered early: 14.1 of 40.2 GiB
-    instead of 22.1 of 38.6.
+    instead of 22.1 of 38.6, with broadcast biases.
     """
     groups: dict[torch.Size | str, list[str]] = {}
     if active_mesh().fsdp == 1 or in_place.get():
