@@ -61,7 +61,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "arcee": ("arcee", DEPTH),
     "lfm2": ("lfm2", {"full_attn_idxs": [2], **DEPTH}),
     "gpt_oss": ("gpt_oss", DEPTH),
-    "qwen3_5": ("qwen3_5_text", DEPTH),
+    "qwen3_5": ("qwen3_5_text", {"num_hidden_layers": 6, "full_attention_interval": 3}),  # a loop within a loop
     "qwen3_next": ("qwen3_next", {"mlp_only_layers": [0, 1, 2, 3], **DEPTH}),
     "granitemoehybrid": ("granitemoehybrid", {"layer_types": MAMBA, "num_local_experts": 0, **DEPTH}),
     "bamba": ("bamba", {"attn_layer_indices": [2], **DEPTH}),

@@ -215,7 +215,7 @@ def test_gradients_of_adapters_are_kept_as_they_are_computed_without_a_differenc
     torch.manual_seed(7)
     _, found = loss_and_gradients(model, packed())
     assert (torch.bfloat16 in kinds) == ("dora" not in lora)
-    monkeypatch.setattr(layer_scan, "_cast_once", lambda layer: set())
+    monkeypatch.setattr(layer_scan, "cast_once", lambda layer: set())
     torch.manual_seed(7)
     _, expected = loss_and_gradients(plain, packed())
     for name, gradient in expected.items():
@@ -277,8 +277,9 @@ def test_recomputed_layers_draw_what_they_drew_before(
     assert loss_and_gradients(plain, packed())[0] != pytest.approx(loss, rel=1e-4)
 
 
-def test_layers_sites_and_tiles_draw_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = built("gemma2", LoraConfig(r=4, dropout=0.5))
+@pytest.mark.parametrize(("family", "layers"), [("gemma2", 4), ("gemma3", 8)])
+def test_layers_sites_and_tiles_draw_apart(monkeypatch: pytest.MonkeyPatch, family: str, layers: int) -> None:
+    model = built(family, LoraConfig(r=4, dropout=0.5))
     layer_scan.stack(decoder_of(model), 7)
     seen: list[tuple[int, int]] = []
     masked = SeededDropout.forward
@@ -291,7 +292,7 @@ def test_layers_sites_and_tiles_draw_apart(monkeypatch: pytest.MonkeyPatch) -> N
     with torch.no_grad():
         SupervisedObjective(OPTIM)(model, packed())
     tiles = tiles_of(40, 7)
-    assert len(seen) == 4 * (4 + 3 * tiles)  # four layers, four projections of attention and three of each tile
+    assert len(seen) == layers * (4 + 3 * tiles)  # four projections of attention and three of each tile
     assert len(set(seen)) == len(seen)
 
 
@@ -377,7 +378,7 @@ def test_layers_are_loops_on_xla_and_where_they_are_asked_for() -> None:
         assert (found is not None) == isinstance(decoder.layers, layer_scan.ScannedLayers) == (text is not None)
         assert text is None or str(found) == text
     decoder = decoder_of(built("gemma4", LoraConfig(r=4)))
-    assert str(layer_scan.stack(decoder)) == "2 x 4 and 2 x 2 in loops, 2 one by one"
+    assert str(layer_scan.stack(decoder)) == "2 x (3 + 1) and 2 x 2 in loops, 2 one by one"
 
 
 def test_a_setting_that_holds_the_place_of_a_layer_makes_no_layer_different() -> None:

@@ -82,8 +82,8 @@ class Cache(LayerCache):
         self.step = where if isinstance(where, Step) else None
         self.lengths = where.lengths if isinstance(where, Prompts) else None
         self.buffers: dict[tuple[int, str], Buffer] = {}
-        self._place: torch.Tensor | None = None  # of the present turn in the stacks, () int64
-        self._turns = 1
+        self._place: torch.Tensor | None = None  # of the present layer in its stack, () int64
+        self._count = 1  # of the layers in its stack
         self._masks: dict[int | None, torch.Tensor] = {}
         self._states: dict[int, torch.Tensor] = {}  # that layers got, and may have changed in place
 
@@ -115,7 +115,7 @@ class Cache(LayerCache):
         """Stores keys and values and returns those to attend to; called by the layers of transformers."""
         if not self.stacks:
             for name, new in (("keys", key), ("values", value)):
-                self.buffers[layer, name] = Buffer(self._turns, new.shape[1], None, new.shape[3])
+                self.buffers[layer, name] = Buffer(self._count, new.shape[1], None, new.shape[3])
             return key, value
         slot = self.step.slot if self.step else None
         pair = [self._write(layer, name, new, slot) for name, new in (("keys", key), ("values", value))]
@@ -128,7 +128,7 @@ class Cache(LayerCache):
         """Stores the last inputs of a convolution, and returns (B, D, n) inputs, the new ones (B, D, S) last."""
         past, rows = conv_kernel_size - 1, new.transpose(1, 2)[:, None]
         if not self.stacks:
-            self.buffers[layer, "tail"] = Buffer(self._turns, 1, past, new.shape[1])
+            self.buffers[layer, "tail"] = Buffer(self._count, 1, past, new.shape[1])
             return new
         if self.step:
             rows = torch.cat([self._read(layer, "tail").to(new.dtype), rows], 2)
@@ -160,7 +160,7 @@ class Cache(LayerCache):
                 self._write(layer, "state", state)
             else:
                 _, heads, keys, values = state.shape
-                self.buffers[layer, "state"] = Buffer(self._turns, heads, keys, values, torch.float32)
+                self.buffers[layer, "state"] = Buffer(self._count, heads, keys, values, torch.float32)
         self._states.clear()
 
     def mask(self, window: int | None) -> torch.Tensor:
@@ -177,23 +177,20 @@ class Cache(LayerCache):
         return self._masks[window]
 
     def begin(self) -> Tensors:
-        """See `LayerCache`; the carry is the turn, the decode step or the lengths, and all stacks."""
-        if not self.stacks:
-            return []
-        return [torch.zeros((), dtype=torch.int64, device=self.tensors[0].device), *(self._where or ()), *self.tensors]
+        """See `LayerCache`; the carry is the decode step or the lengths, and all stacks."""
+        return [*(self._where or ()), *self.tensors] if self.stacks else []
 
-    def turn(self, carried: Tensors, turns: int) -> Cache:
+    def of_layer(self, carried: Tensors, place: torch.Tensor | None, count: int) -> Cache:
         """See `LayerCache`."""
         where = self._where
-        mine = self.of(carried, type(where)(*carried[1 : 1 + len(where)]) if where else None)
-        mine.buffers, mine._turns = self.buffers, turns
-        mine._place = carried[0] if carried else None
+        mine = self.of(carried, type(where)(*carried[: len(where)]) if where else None)
+        mine.buffers, mine._place, mine._count = self.buffers, place if carried else None, count
         return mine
 
     def end(self) -> Tensors:
         """See `LayerCache`."""
         self.store_states()
-        return [] if self._place is None else [self._place + 1, *(self._where or ()), *self.tensors]
+        return self.begin()
 
     def update_all(self, carried: Sequence[torch.Tensor]) -> None:
         """See `LayerCache`; the stacks are the last of the tensors, or all of them."""

@@ -58,6 +58,14 @@ class SeededDropout(torch.nn.Module):
         return _Dropout.apply(values, self.seed, self.p, self.site)
 
 
+def seed_dropouts(layers: torch.nn.Module) -> None:
+    """Replaces the dropouts of layers by seeded ones, in place."""
+    dropouts = [(name, one) for name, one in layers.named_modules() if isinstance(one, torch.nn.Dropout) and one.p > 0]
+    for site, (name, dropout) in enumerate(dropouts):
+        owner, _, leaf = name.rpartition(".")
+        setattr(layers.get_submodule(owner), leaf, SeededDropout(dropout.p, site))
+
+
 class _Dropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, seed: torch.Tensor, p: float, site: int) -> torch.Tensor:
@@ -249,6 +257,18 @@ def chunk_mlp(mlp: torch.nn.Module, tokens: int) -> None:
 def is_tiled(mlp: torch.nn.Module) -> bool:
     """Whether `chunk_mlp` was applied to an MLP, whose gradients are then sums over tiles."""
     return isinstance(mlp, _Tiled)
+
+
+def cast_once(layer: torch.nn.Module) -> set[str]:
+    """Returns the adapters' weights whose gradient is of one bf16 product: not of DoRA, nor summed over tiles."""
+    sums = [f"{name}." for name, part in layer.named_modules() if is_tiled(part)]
+    if any("lora_magnitude" in name for name, _ in layer.named_parameters()):
+        return set()
+    return {
+        f"{name}.weight"
+        for name, part in layer.named_modules()
+        if type(part) is torch.nn.Linear and "lora_" in name and not name.startswith(tuple(sums))
+    }
 
 
 def tiles_of(tokens: int, most: int) -> int:

@@ -6,6 +6,7 @@ of some models of the hub, to plan them without a network, and before access is 
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -139,6 +140,11 @@ def spans(keys: Sequence[Any]) -> list[tuple[int, int]]:
         found.append((period, turns))
         end -= period * turns
     return found[::-1]
+
+
+def neighbours(keys: Sequence[Any]) -> list[int]:
+    """Divides a block into loops over equal neighbours; returns the number of items of each."""
+    return [len(list(group)) for _, group in itertools.groupby(keys)]
 
 
 @dataclass(frozen=True)
@@ -387,6 +393,12 @@ class Shape:
         """(layers of a block, turns) of each loop over layers."""
         return spans(self.equal)
 
+    @cached_property
+    def blocks(self) -> list[list[int]]:
+        """For each run the equal neighbours of its block; the program has one layer for them."""
+        ends = itertools.accumulate(period * turns for period, turns in self.runs)
+        return [neighbours(self.equal[end - period : end]) for (period, _), end in zip(self.runs, ends, strict=True)]
+
     def mesh_problems(self, mesh: Mesh) -> list[str]:
         """Returns a text for each number of attention heads that the model axis of a mesh does not divide."""
         return list(dict.fromkeys(text for kind in self.kinds for text in mesh.problems(kind.heads, kind.kv_heads)))
@@ -397,10 +409,11 @@ class Shape:
             yield from ((f"{self.layers_path}.{number}", [number]) for number in range(self.layers))
             return
         start = 0
-        for run, (period, turns) in enumerate(self.runs):
-            for offset in range(period):
-                layers = [start + offset + turn * period for turn in range(turns)]
-                yield f"{self.layers_path}.runs.{run}.layers.{offset}", layers
+        for run, ((period, turns), block) in enumerate(zip(self.runs, self.blocks, strict=True)):
+            for stack, (count, end) in enumerate(zip(block, itertools.accumulate(block), strict=True)):
+                blocks = range(start, start + period * turns, period)
+                layers = [first + offset for first in blocks for offset in range(end - count, end)]
+                yield f"{self.layers_path}.runs.{run}.layers.{stack}", layers
             start += period * turns
 
     def has_adapter(self, lora: LoraConfig, layer: int | None, linear: Linear) -> bool:

@@ -39,12 +39,18 @@ class LayerCache(ABC):
         """Returns the tensors that a loop carries, at its first turn."""
 
     @abstractmethod
-    def turn(self, carried: Tensors, turns: int) -> LayerCache:
-        """Returns the cache that the layers of one turn get, with the tensors that the loop carries."""
+    def of_layer(self, carried: Tensors, place: torch.Tensor | None, count: int) -> LayerCache:
+        """Returns the cache that a layer gets, of the tensors that the loop carries.
+
+        Args:
+            carried: these tensors.
+            place: of the layer in a stack of equal ones, () int64; None if nothing is carried.
+            count: of these layers.
+        """
 
     @abstractmethod
     def end(self) -> Tensors:
-        """Returns the tensors that a loop carries after the turn of this cache."""
+        """Returns the tensors that a loop carries after the layer of this cache."""
 
     @abstractmethod
     def update_all(self, carried: Tensors) -> None:

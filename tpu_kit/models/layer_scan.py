@@ -7,25 +7,25 @@ stacks.
 
 `stack` replaces the model's list of layers by `ScannedLayers`; embedding, masks, rotary angles and the final norm stay
 the model's own code. When the decoder iterates over its layers, placeholders record the arguments of each call, and the
-last one runs the layers. Blocks of equal layers become loops, and the other layers are runs of one turn. A tensor that
-several layers get is a constant of the loop; a tensor that only one layer gets is stacked. Tensors that a layer leaves
-in a mapping for later layers (Gemma 4 shares keys and values) are outputs of its run and constants of the later runs.
+last one runs the layers. Blocks of equal layers become loops, equal neighbours within a block become a loop within its
+turn, and the other layers are runs of one turn. A tensor that several layers get is a constant of the loop; a tensor
+that only one layer gets is stacked. Tensors that a layer leaves in a mapping for later layers (Gemma 4 shares keys and
+values) are outputs of its run and constants of the later runs.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-from collections.abc import Iterator, Mapping, Sequence
+import copy
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tpu_kit.config.loader import OptimConfig
-from tpu_kit.distributed.mesh import active_mesh
 from tpu_kit.models import activation_checkpointing, architecture, partition
-from tpu_kit.models.activation_checkpointing import SeededDropout, autocast_now, chunk_mlp, is_tiled, mix
+from tpu_kit.models.activation_checkpointing import SeededDropout, autocast_now, cast_once, chunk_mlp, mix
 from tpu_kit.models.layer_calls import (
     Call,
     CannotScanError,
@@ -36,7 +36,7 @@ from tpu_kit.models.layer_calls import (
     layers_of,
     tensors_of,
 )
-from tpu_kit.xla.scan import Body, Tensors, after, scan, slice_at
+from tpu_kit.xla.scan import Tensors, after, scan, slice_at
 
 
 class ScannedLayers(Placeholders):
@@ -54,7 +54,7 @@ class ScannedLayers(Placeholders):
         self.runs, self.in_order = torch.nn.ModuleList(runs), runs
 
     def __str__(self) -> str:
-        loops = [f"{run.turns} x {run.period}" for run in self.in_order if run.turns > 1]
+        loops = [f"{run.turns} x {run.text}" for run in self.in_order if run.turns > 1]
         single = sum(run.turns == 1 for run in self.in_order)
         parts = [f"{' and '.join(loops)} in {'loops' if len(loops) > 1 else 'a loop'}"] if loops else []
         return ", ".join(parts + ([f"{single} one by one"] if single else []))
@@ -77,22 +77,29 @@ class ScannedLayers(Placeholders):
         found, start = {}, 0
         for number, run in enumerate(self.in_order):
             end = start + run.count
-            for offset in range(run.period):
-                names = [f"{place}." for place in range(start + offset, end, run.period)]
-                found[f"runs.{number}.layers.{offset}."] = names
+            for stack, offsets in enumerate(run.offsets):
+                turns = range(start, end, run.period)
+                found[f"runs.{number}.layers.{stack}."] = [f"{turn + offset}." for turn in turns for offset in offsets]
             start = end
         return found
 
 
 class Run(torch.nn.Module):
-    """A block of `period` layers that repeats `turns` times, with weights (turns, ...)."""
+    """A block of `period` layers that repeats `turns` times, with a stack of weights for each different neighbour.
 
-    def __init__(self, layers: list[torch.nn.Module], turns: int, keeps: bool = False) -> None:
-        """Takes the layers of one block, with stacked weights and seeded dropouts; `keeps` as in `stack`."""
+    Attributes:
+        layers: one for each stack, with weights (turns x equal neighbours, ...).
+        offsets: for each of them the places in the block.
+    """
+
+    def __init__(self, layers: torch.nn.ModuleList, neighbours: Sequence[int], turns: int, keeps: bool = False) -> None:
+        """Takes layers with stacked weights and seeded dropouts, and how many equal neighbours each stands for."""
         super().__init__()
-        self.turns, self.period, self.keeps, self.count = turns, len(layers), keeps, turns * len(layers)
-        self.layers = torch.nn.ModuleList(layers)
-        self.draws = any(isinstance(part, SeededDropout) for part in self.modules())
+        ends = list(itertools.accumulate(neighbours))
+        self.offsets = [range(end - count, end) for count, end in zip(neighbours, ends, strict=True)]
+        self.turns, self.period, self.keeps, self.count = turns, ends[-1], keeps, turns * ends[-1]
+        self.text = f"({' + '.join(map(str, neighbours))})" if self.period > len(layers) else str(self.period)
+        self.layers = layers
 
     def forward(
         self, hidden: torch.Tensor, calls: list[Call], shared: Mapping[Any, Any]
@@ -100,9 +107,6 @@ class Run(torch.nn.Module):
         """Returns the hidden states after all layers, and what they left in the mapping; for `calls` see `_Block`."""
         block = _Block(self, calls, shared)
         inputs = [tensor for named in block.named for tensor in named.values()]
-        if self.draws and self.training:
-            turns = torch.arange(self.turns, device=hidden.device, dtype=torch.int32)
-            inputs.append(mix(_draw(hidden.device) + turns * 0x61C88647))
         if torch.is_grad_enabled():
             hidden, *written = _Scanned.apply(block, hidden, *block.constants, *inputs)
         else:
@@ -112,6 +116,9 @@ class Run(torch.nn.Module):
             if block.cache:
                 block.cache.update_all(carry[1 + len(block.constants) :])
         return hidden, tree_unflatten(written, block.written) if written else {}
+
+
+_SEED = -1  # in place of the place of an argument: the seeds of a layer's dropouts
 
 
 def _draw(device: torch.device) -> torch.Tensor:  # from its generator: masks differ between steps and replicas
@@ -127,26 +134,35 @@ class _Block:
         shared: what earlier layers left in the mapping.
 
     Attributes:
-        named: for each layer of the block, its stacks: weights by name, and its own arguments by place in its call.
+        named: for each of the run's layers, its stacks: weights by name, and its own arguments by place in its call.
         constants: the other tensors that the layers get.
         cache: of generation, whose tensors the carry ends with.
         summed: the places of the constants that need a gradient, which is a sum over the layers.
     """
 
     def __init__(self, run: Run, calls: list[Call], shared: Mapping[Any, Any]) -> None:
-        self.layers, self.keeps, self.turns, self.calls = run.layers, run.keeps, run.turns, calls[: run.period]
-        self.cache = self.calls[0].cache
-        self.kept: list[int] = []  # number of results that each layer saves, known after a forward pass
+        self.layers, self.keeps, self.turns, self.cache = run.layers, run.keeps, run.turns, calls[0].cache
+        self.parts = range(len(run.layers))  # the layers of this loop
+        self.count = [len(offsets) for offsets in run.offsets]  # equal neighbours that each stands for
+        self.stacked = [run.turns * count for count in self.count]  # layers of each stack
+        self.kept = [0] * len(run.layers)  # number of results that each layer saves, known after a forward pass
         self.written: Any = None  # structure of what the layers leave in the mapping, likewise
         self.writes = 0  # number of tensors in it
         self.named: list[dict[Any, torch.Tensor]] = [tensors_of(layer) for layer in run.layers]
-        for offset, first in enumerate(self.calls):
-            turns = calls[offset :: run.period]
+        self.seeds = [[name for name, part in layer.named_modules() if isinstance(part, SeededDropout)]
+                      for layer in run.layers]  # fmt: skip
+        self.calls = [calls[offsets[0]] for offsets in run.offsets]
+        drawn = _draw(next(run.parameters()).device) if run.training and any(self.seeds) else None
+        for named, first, offsets, seeds in zip(self.named, self.calls, run.offsets, self.seeds, strict=True):
+            turns = [calls[turn + offset] for turn in range(0, run.count, run.period) for offset in offsets]
             assert all(call.key() == first.key() for call in turns), "layers of one run are called alike"
             for place in range(len(first.tensors)):
                 each = [call.tensors[place] for call in turns]
                 if any(tensor is not each[0] for tensor in each):
-                    self.named[offset][place] = torch.stack([_as_number(tensor) for tensor in each])
+                    named[place] = torch.stack([_as_number(tensor) for tensor in each])
+            if drawn is not None and seeds:
+                every = torch.arange(len(turns), device=drawn.device, dtype=torch.int32)
+                named[_SEED] = mix(drawn + every * 0x61C88647)
         left, self.shared_spec = tree_flatten(dict(shared))
         common = [tensor for call, named in zip(self.calls, self.named, strict=True)
                   for place, tensor in enumerate(call.tensors) if place not in named]  # fmt: skip
@@ -158,120 +174,169 @@ class _Block:
         self.summed = [place for place, tensor in enumerate(constants) if tensor.requires_grad]
         self.names = [list(named) for named in self.named]
         self.trained = [[name for name, tensor in named.items() if tensor.requires_grad] for named in self.named]
-        self.seeds = [[name for name, part in layer.named_modules() if isinstance(part, SeededDropout)]
-                      for layer in run.layers]  # fmt: skip
-        self.cast = [_cast_once(layer) for layer in run.layers]
+        self.cast = [cast_once(layer) for layer in run.layers]
 
     def loop(
-        self, body: Body, carry: Tensors, inputs: Sequence[torch.Tensor], kept: Sequence[torch.Tensor] | None = None
-    ) -> tuple[Tensors, Tensors]:
+        self, body: Callable[..., tuple[Tensors, Tensors]], carry: Tensors, inputs: Sequence[torch.Tensor],
+        kept: Sequence[torch.Tensor] | None = None, first: torch.Tensor | None = None,
+    ) -> tuple[Tensors, Tensors]:  # fmt: skip
         """Runs `scan` over the layers' tensors, or backward over what the forward loop kept and the layers' tensors.
 
         On a mesh each turn also gathers the weights of the first products of the next turn, which the carry passes on.
         In their own turn no earlier product would hide their collectives.
-        """
-        reverse, kept, turns = kept is not None, list(kept or ()), inputs[0].shape[0]
-        slices = {name: tensor[0] for name, tensor in self.named[0].items() if isinstance(name, str)}
-        alone, looped = len(self.layers) == 1, inputs[0].device.type == "xla" and turns > 1
-        groups = partition.gathered_early(slices, alone) if looped else []
-        if not groups:
-            return scan(body, carry, [*kept, *inputs], reverse=reverse)
-        places = [[self.names[0].index(name) for name in names] for names in groups]
-        early = [place for group in places for place in group]
-        rest = [tensor for place, tensor in enumerate(inputs) if place not in early]
-        ends = len(carry), len(carry) + len(groups)
 
-        def gather(parts: Tensors) -> Tensors:
-            following = iter(parts)
-            return [partition.gather_alike(names[0], [next(following) for _ in names]) for names in groups]
+        Args:
+            body: of a turn.
+            carry: at the start.
+            inputs: the stacks of `named`.
+            kept: what the forward loop returned, for a backward loop.
+            first: of an inner loop, its first place in the stacks.
+        """
+        reverse, inner, kept = kept is not None, first is not None, list(kept or ())
+        names, whole, groups = self.names[self.parts[0]], self._whole(reverse, inner), self._gathered_early(inputs)
+        if not (groups or any(whole) or self.cache):
+            return scan(body, carry, [*kept, *inputs], reverse=reverse)
+        stacks = [*kept, *inputs]
+        for one in range(0 if inner else len(kept)):
+            stacks[one] = stacks[one].flatten(0, 1) if whole[one] else stacks[one]  # outputs of an inner loop
+        early = [len(kept) + names.index(name) for group in groups for name in group]
+        held = [one for one, passed in enumerate(whole) if passed or one in early]
+        ends = len(carry), len(carry) + len(groups)
+        last = self.layers[self.parts[-1]] if self.count[self.parts[-1]] == 1 else None  # of an inner loop
+
+        def gather(passed: Tensors, place: torch.Tensor, before: Tensors) -> Tensors:
+            found = dict(zip(held, passed, strict=True))
+            parts = iter(after(before, [slice_at(found[one], place) for one in early]))
+            return [partition.gather_alike(group[0], [next(parts) for _ in group]) for group in groups]
 
         def turn(state: Tensors, given: Tensors) -> tuple[Tensors, Tensors]:
-            now, ready, stacks = state[: ends[0]], state[ends[0] : ends[1]], state[ends[1] :]
-            weights = dict(zip(early, (weight for group in ready for weight in group), strict=True))
-            others = iter(given[len(kept) : -1])
-            own = [weights[place] if place in weights else next(others) for place in range(len(inputs))]
-            with self._last_product(now[0]) as before:
-                now, outputs = body(now, [*given[: len(kept)], *own])
-            following = gather(after(before, [slice_at(stack, given[-1]) for stack in stacks]))
-            return [*now, *following, *stacks], outputs
+            now, ready, passed = state[: ends[0]], state[ends[0] : ends[1]], state[ends[1] :]
+            *others, place, following = given
+            rest = iter(others)
+            own = {one: slice_at(stack, place) if inner else stack for one, stack in zip(held, passed, strict=True)}
+            own |= dict(zip(early, (weight for group in ready for weight in group), strict=True))
+            slices = [own[one] if one in own else next(rest) for one in range(len(stacks))]
+            with partition.last_product(last, now[0]) as before:
+                now, outputs = body(now, slices, place)
+            return [*now, *(gather(passed, following, before) if groups else ()), *passed], outputs
 
-        stacks = [inputs[place] for place in early]
-        first = gather([stack[-1 if reverse else 0] for stack in stacks])
-        following = (torch.arange(turns, device=carry[0].device) + (-1 if reverse else 1)).clamp(0, turns - 1)
-        carry, outputs = scan(turn, [*carry, *first, *stacks], [*kept, *rest, following], reverse=reverse)
+        places = torch.arange(self.turns, device=carry[0].device)
+        following = (places + (-1 if reverse else 1)).clamp(0, self.turns - 1)
+        if first is not None:
+            places, following = places + first, following + first
+        passed, scanned = [stacks[one] for one in held], [one for place, one in enumerate(stacks) if place not in held]
+        ready = gather(passed, places[-1 if reverse else 0], []) if groups else []
+        carry, outputs = scan(turn, [*carry, *ready, *passed], [*scanned, places, following], reverse=reverse)
         return carry[: ends[0]], outputs
 
-    @contextlib.contextmanager
-    def _last_product(self, hidden: torch.Tensor) -> Iterator[Tensors]:
-        """Collects the input of the block's last product, unless an MLP in tiles computes it in a loop of its own.
+    def _gathered_early(self, inputs: Sequence[torch.Tensor]) -> list[list[str]]:
+        """The weights of the first layer that a loop gathers in the turn before; those of an inner loop are its own."""
+        part = self.parts[0]
+        if inputs[0].device.type != "xla" or self.turns == 1 or self.count[part] > 1:
+            return []
+        stacks = dict(zip(self.names[part], inputs, strict=False))
+        slices = {name: stack[0] for name, stack in stacks.items() if isinstance(name, str)}
+        return partition.gathered_early(slices, alone=len(self.parts) == 1)
 
-        What is gathered for the next turn depends on it. Otherwise the compiler gathers at the start of the turn, in
-        place of what the turn itself needs.
-        """
-        found: Tensors = []
+    def _whole(self, reverse: bool, inner: bool) -> list[bool]:
+        """Tells of each tensor that `loop` takes whether the carry passes it on whole, for an inner loop."""
+        nested = {part: inner or self.count[part] > 1 for part in self.parts}
+        found = [one for part, one in nested.items() for _ in self.names[part]]
+        if not reverse:
+            return found
+        results = [one for part, one in nested.items() for _ in range(self.kept[part])]
+        return [*nested.values(), *results, *[False] * self.writes, *found]
 
-        def collect(_: torch.nn.Module, given: tuple[torch.Tensor, ...]) -> None:
-            if given[0].shape[:-1] == hidden.shape[:-1]:
-                found.append(given[0].detach())
+    def _neighbours(self, part: int) -> _Block:
+        """Returns the loop over the equal neighbours that one of the run's layers stands for."""
+        block = copy.copy(self)
+        block.parts, block.turns, block.count = range(part, part + 1), self.count[part], [1] * len(self.count)
+        return block
 
-        last = layer = self.layers[-1]
-        for name, part in layer.named_modules():
-            if "lora_" not in name and getattr(part, "out_features", None) == hidden.shape[-1]:
-                last = part
-        with last.register_forward_pre_hook(collect):
-            yield found
-
-    def forward(self, carry: Tensors, slices: Tensors) -> tuple[Tensors, Tensors]:
+    def forward(self, carry: Tensors, slices: Tensors, place: torch.Tensor | None = None) -> tuple[Tensors, Tensors]:
         """Returns the states after the block; outputs those before each layer, the saved results, and what is left."""
         hidden, constants, state = carry[0], carry[1 : 1 + len(self.constants)], carry[1 + len(self.constants) :]
-        cache = self.cache.turn(state, self.turns) if self.cache else None
-        before, kept = [], []
+        before, results = [], []
         left: dict[Any, Any] = {}
-        for index, tensors in enumerate(self._by_layer(slices)):
-            before.append(hidden)
-            with activation_checkpointing.recording(self.keeps) as found:
-                hidden, written = self._layer(index, hidden, constants, tensors, cache)
-            left |= written
-            kept.append(found)
-        self.kept = [len(found) for found in kept]
+        for part, tensors in self._by_layer(slices):
+            if self.count[part] > 1:
+                assert place is not None, "a loop with an inner one tells the turn"
+                block = self._neighbours(part)
+                found: Tensors
+                (hidden, *rest), found = block.loop(
+                    block.forward, [hidden, *constants, *state], list(tensors.values()), first=place * self.count[part]
+                )
+                state = rest[len(constants) :]
+                before.append(found.pop(0))
+            else:
+                before.append(hidden)
+                cache = self.cache.of_layer(state, place, self.stacked[part]) if self.cache else None
+                with activation_checkpointing.recording(self.keeps) as found:
+                    hidden, written = self._layer(part, hidden, constants, tensors, cache)
+                state = cache.end() if cache else []
+                left |= written
+            self.kept[part] = len(found)
+            results += found
         leaves, self.written = tree_flatten(left)
         self.writes = len(leaves)
-        state = cache.end() if cache else []
-        return [hidden, *constants, *state], [*before, *(tensor for found in kept for tensor in found), *leaves]
+        return [hidden, *constants, *state], [*before, *results, *leaves]
 
-    def forward_alone(self, carry: Tensors, slices: Tensors) -> tuple[Tensors, Tensors]:
+    def forward_alone(
+        self, carry: Tensors, slices: Tensors, place: torch.Tensor | None = None
+    ) -> tuple[Tensors, Tensors]:
         """As `forward`, without the outputs that only a backward pass needs."""
-        carry, outputs = self.forward(carry, slices)
+        carry, outputs = self.forward(carry, slices, place)
         return carry, outputs[len(outputs) - self.writes :]
 
-    def backward(self, carry: Tensors, slices: Tensors) -> tuple[Tensors, Tensors]:
+    def backward(self, carry: Tensors, slices: Tensors, place: torch.Tensor | None = None) -> tuple[Tensors, Tensors]:
         """Returns the gradient before the block, and sums for the constants; outputs the gradients of the slices.
 
         It recomputes each layer after the backward pass of the next layer has ended. Otherwise XLA might recompute all
         layers of the block at once, and take the recomputation of a run of one turn for its forward pass.
         """
-        gradient, constants, sums = carry[0], carry[1 : 1 + len(self.constants)], carry[1 + len(self.constants) :]
-        count, rest = len(self.layers), iter(slices)
-        before, gradients = [next(rest) for _ in self.layers], [[]] * count  # type: ignore[var-annotated]  # lists of tensors
-        kept = [[next(rest) for _ in range(number)] for number in self.kept]
+        gradient, shared = carry[0], carry[1:]
+        rest = iter(slices)
+        before = [next(rest) for _ in self.parts]
+        kept = [[next(rest) for _ in range(self.kept[part])] for part in self.parts]
         upstream = [next(rest) for _ in range(self.writes)]
+        gradients: list[Tensors] = []
         done = [gradient] if self.turns == 1 else []
-        for index, tensors in reversed(list(enumerate(self._by_layer(list(rest))))):
-            first, *results = after(done, [before[index], *kept[index]])
-            with torch.enable_grad(), activation_checkpointing.recording(self.keeps, results):
-                hidden = first.detach().requires_grad_()
-                trained = {name: self._leaf(index, name, tensors[name]) for name in self.trained[index]}
-                shared = {place: constants[place].detach().requires_grad_() for place in self.summed}
-                given = [shared.get(place, constant) for place, constant in enumerate(constants)]
-                output, written = self._layer(index, hidden, given, {**tensors, **trained})
-                gradient, *found = torch.autograd.grad(
-                    [output, *tree_flatten(written)[0]], [hidden, *trained.values(), *shared.values()],
-                    [gradient, *upstream], allow_unused=True, materialize_grads=True,
+        layers = list(zip(self._by_layer(list(rest)), before, kept, strict=True))
+        for (part, tensors), hidden, results in reversed(layers):
+            if self.count[part] > 1:
+                assert place is not None, "a loop with an inner one tells the turn"
+                block = self._neighbours(part)
+                (gradient, *shared), found = block.loop(
+                    block.backward, [gradient, *shared], list(tensors.values()), [hidden, *results],
+                    place * self.count[part],
                 )  # fmt: skip
-            gradients[index] = found[: len(trained)]
-            sums = [total + part for total, part in zip(sums, found[len(trained) :], strict=True)]
+            else:
+                hidden, *results = after(done, [hidden, *results])
+                (gradient, *shared), found = self._layer_backward(
+                    part, [gradient, *shared], upstream, hidden, results, tensors
+                )
+            gradients.insert(0, found)
             done = [gradient, *found]
-        return [gradient, *constants, *sums], [part for found in gradients for part in found]
+        return [gradient, *shared], [part for found in gradients for part in found]
+
+    def _layer_backward(
+        self, part: int, carry: Tensors, upstream: Tensors, hidden: torch.Tensor, results: Tensors,
+        tensors: dict[str | int, torch.Tensor],
+    ) -> tuple[Tensors, Tensors]:  # fmt: skip
+        """As `backward` for one layer, of the states before it, its saved results and its tensors."""
+        gradient, constants, sums = carry[0], carry[1 : 1 + len(self.constants)], carry[1 + len(self.constants) :]
+        with torch.enable_grad(), activation_checkpointing.recording(self.keeps, results):
+            hidden = hidden.detach().requires_grad_()
+            trained = {name: self._leaf(part, name, tensors[name]) for name in self.trained[part]}
+            shared = {place: constants[place].detach().requires_grad_() for place in self.summed}
+            given = [shared.get(place, constant) for place, constant in enumerate(constants)]
+            output, written = self._layer(part, hidden, given, {**tensors, **trained})
+            gradient, *found = torch.autograd.grad(
+                [output, *tree_flatten(written)[0]], [hidden, *trained.values(), *shared.values()],
+                [gradient, *upstream], allow_unused=True, materialize_grads=True,
+            )  # fmt: skip
+        sums = [total + one for total, one in zip(sums, found[len(trained) :], strict=True)]
+        return [gradient, *constants, *sums], found[: len(trained)]
 
     def _leaf(self, index: int, name: str | int, tensor: torch.Tensor) -> torch.Tensor:
         """Makes a leaf of a trained tensor.
@@ -284,14 +349,10 @@ class _Block:
             tensor = tensor.to(torch.get_autocast_dtype(kind))
         return tensor.detach().requires_grad_()
 
-    def _by_layer(self, slices: Tensors) -> list[dict[str | int, torch.Tensor]]:
-        """Returns the slices by layer and name; the last slice, if there is one more, seeds all dropouts."""
+    def _by_layer(self, slices: Tensors) -> list[tuple[int, dict[str | int, torch.Tensor]]]:
+        """Returns each layer's place in the run, and the slices by name."""
         rest = iter(slices)
-        found = [{name: next(rest) for name in names} for names in self.names]
-        for seed in rest:
-            for tensors, modules in zip(found, self.seeds, strict=True):
-                tensors |= {f"{module}.seed": seed for module in modules}
-        return found
+        return [(part, {name: next(rest) for name in self.names[part]}) for part in self.parts]
 
     def _layer(
         self,
@@ -313,6 +374,7 @@ class _Block:
         kind = hidden.device.type
         product = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         weights = {name: tensor for name, tensor in given.items() if isinstance(name, str)}
+        weights |= {f"{module}.seed": given[_SEED] for module in self.seeds[index] if _SEED in given}
         weights, hidden = partition.gather_layer(weights, hidden.shape[-1], product), partition.by_rows(hidden)
         args, kwargs = call.arguments(arguments, mapping, cache)
         output = hidden_states_of(
@@ -328,18 +390,6 @@ class _Block:
 def _as_number(tensor: torch.Tensor) -> torch.Tensor:
     """Returns booleans, which the carry of a loop cannot have, as bytes."""
     return tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor
-
-
-def _cast_once(layer: torch.nn.Module) -> set[str]:
-    """Returns the adapters' weights whose gradient is of one bf16 product: not of DoRA, nor summed over tiles."""
-    sums = [f"{name}." for name, part in layer.named_modules() if is_tiled(part)]
-    if any("lora_magnitude" in name for name, _ in layer.named_parameters()):
-        return set()
-    return {
-        f"{name}.weight"
-        for name, part in layer.named_modules()
-        if type(part) is torch.nn.Linear and "lora_" in name and not name.startswith(tuple(sums))
-    }
 
 
 class _Scanned(torch.autograd.Function):
@@ -368,7 +418,7 @@ class _Scanned(torch.autograd.Function):
             )
         gradients = iter([*carry[1 + count :], *found])
         turned = (
-            next(gradients).to(own.dtype) if own_is_trained else None
+            next(gradients).reshape(own.shape).to(own.dtype) if own_is_trained else None
             for own, own_is_trained in zip(saved, ctx.trained, strict=False)
         )
         return (None, carry[0], *turned)
@@ -425,8 +475,8 @@ def stack(decoder: Any, tile: int | None = None, keeps: bool = False, apart: boo
     equal, pairs = equal_layers(decoder, name, layers, range(len(layers)) if apart else parts)
     runs, start = [], 0
     for period, turns in architecture.spans(equal):
-        ends = range(start, start + period * turns, period)
-        runs.append(_run([list(layers[end : end + period]) for end in ends], keeps))
+        neighbours = architecture.neighbours(equal[start : start + period])
+        runs.append(_run(list(layers[start : start + period * turns]), neighbours, turns, keeps))
         start += period * turns
     scanned = ScannedLayers(runs, cuts, pairs).train(decoder.training)
     if tile is not None:
@@ -438,50 +488,19 @@ def stack(decoder: Any, tile: int | None = None, keeps: bool = False, apart: boo
     return scanned
 
 
-def _run(blocks: list[list[torch.nn.Module]], keeps: bool) -> Run:
-    """Makes a run of equal blocks; moves the weights of all blocks into the first."""
-    for offset, layer in enumerate(blocks[0]):
-        _stack_into(layer, [block[offset] for block in blocks[1:]])
-    layers = torch.nn.ModuleList(blocks[0])
-    dropouts = [(name, one) for name, one in layers.named_modules() if isinstance(one, torch.nn.Dropout) and one.p > 0]
-    for site, (name, dropout) in enumerate(dropouts):
-        owner, _, leaf = name.rpartition(".")
-        setattr(layers.get_submodule(owner), leaf, SeededDropout(dropout.p, site))
+def _run(layers: list[torch.nn.Module], neighbours: Sequence[int], turns: int, keeps: bool) -> Run:
+    """Makes a run of equal blocks; moves the weights of equal layers into the first of them."""
+    blocks = [layers[start : start + len(layers) // turns] for start in range(0, len(layers), len(layers) // turns)]
+    ends = itertools.accumulate(neighbours)
+    alike = [[layer for block in blocks for layer in block[end - count : end]]
+             for count, end in zip(neighbours, ends, strict=True)]  # fmt: skip
+    for first, *others in alike:
+        partition.stack_layers(first, others, list(tensors_of(first)))
+    firsts = torch.nn.ModuleList(first for first, *_ in alike)
+    activation_checkpointing.seed_dropouts(firsts)
     if keeps:
-        activation_checkpointing.keep_products(layers)
-    return Run(blocks[0], len(blocks), keeps)
-
-
-def _stack_into(layer: torch.nn.Module, others: list[torch.nn.Module]) -> None:
-    """Replaces each tensor of a layer by the stack, (G, ...), of all layers' tensors, and frees those.
-
-    It frees each tensor after its copy, so that the host never has both the stack and all its parts. For a mesh the
-    stack is a tensor on "meta" that names its parts: `partition.to_mesh` copies those to the devices' shards.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
-    for name in list(tensors_of(layer)):
-        owner, _, leaf = name.rpartition(".")
-        modules = [each.get_submodule(owner) for each in (layer, *others)]
-        first = getattr(layer.get_submodule(owner), leaf)
-        later = active_mesh().size > 1 and first.device.type == "cpu"
-        device = "meta" if later else first.device
-        stacked = torch.empty((len(modules), *first.shape), dtype=first.dtype, device=device)
-        parts = []
-        for place, module in enumerate(modules):
-            part = getattr(module, leaf).detach()
-            if later:
-                parts.append(part)
-            else:
-                stacked[place] = part
-            del part
-            setattr(module, leaf, None)
-        if trim is not None:
-            trim(0)  # glibc does not return pieces below 32 MiB to the system by itself
-        if isinstance(first, torch.nn.Parameter):
-            stacked = torch.nn.Parameter(stacked, requires_grad=first.requires_grad)
-        if later:
-            partition.PARTS[stacked] = parts
-        setattr(modules[0], leaf, stacked)
+        activation_checkpointing.keep_products(firsts)
+    return Run(firsts, neighbours, turns, keeps)
 
 
 def keep_after(decoder: Any, layer: int) -> None:

@@ -7,6 +7,7 @@ over "model", which shards the matrix product itself.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
@@ -98,6 +99,30 @@ def gather_alike(name: str, tensors: list[torch.Tensor]) -> torch.Tensor:
     return constrain(constrain(torch.stack(tensors), spec), gathered(spec))
 
 
+@contextlib.contextmanager
+def last_product(layer: torch.nn.Module | None, hidden: torch.Tensor) -> Iterator[list[torch.Tensor]]:
+    """Collects the input of a layer's last product, unless an MLP in tiles computes it in a loop of its own.
+
+    What is gathered for the next turn depends on it. Otherwise the compiler gathers at the start of the turn, in
+    place of what the turn itself needs.
+    """
+    found: list[torch.Tensor] = []
+
+    def collect(_: torch.nn.Module, given: tuple[torch.Tensor, ...]) -> None:
+        if given[0].shape[:-1] == hidden.shape[:-1]:
+            found.append(given[0].detach())
+
+    if layer is None:
+        yield found
+        return
+    last = layer
+    for name, part in layer.named_modules():
+        if "lora_" not in name and getattr(part, "out_features", None) == hidden.shape[-1]:
+            last = part
+    with last.register_forward_pre_hook(collect):
+        yield found
+
+
 def by_rows(tensor: torch.Tensor) -> torch.Tensor:
     """Shards hidden states or labels, (B, ...), by rows; see also `in_place`."""
     return tensor if in_place.get() else constrain(tensor, (BATCH, *[None] * (tensor.ndim - 1)))
@@ -144,6 +169,38 @@ def move(tensor: torch.Tensor, device: torch.device, spec: Spec | None = None, c
         return tensor.to(device, copy=copy)
     spec = spec or (None,) * tensor.ndim
     return put(tensor, spec) if tensor.device.type == "cpu" else constrain(tensor.clone(), spec)
+
+
+def stack_layers(layer: torch.nn.Module, others: list[torch.nn.Module], names: Iterable[str]) -> None:
+    """Replaces each tensor of a layer, of these names, by the stack, (G, ...), of all layers', and frees those.
+
+    It frees each tensor after its copy, so that the host never has both the stack and all its parts. For a mesh the
+    stack is a tensor on "meta" that names its parts: `to_mesh` copies those to the devices' shards.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
+    for name in names:
+        owner, _, leaf = name.rpartition(".")
+        modules = [each.get_submodule(owner) for each in (layer, *others)]
+        first = getattr(layer.get_submodule(owner), leaf)
+        later = active_mesh().size > 1 and first.device.type == "cpu"
+        device = "meta" if later else first.device
+        stacked = torch.empty((len(modules), *first.shape), dtype=first.dtype, device=device)
+        parts = []
+        for place, module in enumerate(modules):
+            part = getattr(module, leaf).detach()
+            if later:
+                parts.append(part)
+            else:
+                stacked[place] = part
+            del part
+            setattr(module, leaf, None)
+        if trim is not None:
+            trim(0)  # glibc does not return pieces below 32 MiB to the system by itself
+        if isinstance(first, torch.nn.Parameter):
+            stacked = torch.nn.Parameter(stacked, requires_grad=first.requires_grad)
+        if later:
+            PARTS[stacked] = parts
+        setattr(modules[0], leaf, stacked)
 
 
 def to_mesh(model: torch.nn.Module, stacks: Iterable[str]) -> torch.nn.Module:

@@ -121,7 +121,7 @@ class PeakActivationModel:
         self.tile = min(optim.mlp_tile or self.tokens, self.tokens) if tiles else self.tokens
         self.tiles = -(-self.tokens // self.tile)
         self.tiled = self.tiles > 1
-        self.block = max(period for period, _ in shape.runs) if self.scanned else 1
+        self.block = max(map(len, shape.blocks)) if self.scanned else 1
         self.tensors = model_tensors(whole_shape or shape, config, scanned=self.scanned)
         self.parts = shards(self.tensors, mesh, (whole_shape or shape).embedding)
         self.trained = sum(math.prod(one.shape) for one in self.tensors if one.trained)
@@ -235,14 +235,17 @@ class PeakActivationModel:
     # ------------------------------------------------------------------------------------------------ lasting tensors
 
     def saved(self) -> float:
-        """Saved activations: the input of every layer, L T H c (`layer_scan._Scanned`, or torch_xla's checkpoint).
+        """Saved activations: the input of every layer, L T H c (`layer_scan`, or torch_xla's checkpoint).
 
         They are counted for one pass of gradient accumulation: `scan.after` delays the next pass until it has ended.
+        What a loop over equal neighbours saves is copied when it has ended.
 
         With remat=none they are all that the backward pass of a layer reads: the MLP's `Layer.gates`, `kept`, the
         output of attention, and the inputs of both halves, also normed.
         """
-        return sum(count * self._saved_by(kind) for kind, count in self.shape.counted)
+        inner = max((count for block in self.shape.blocks for count in block if count > 1), default=0)
+        copied = inner * max(map(self._saved_by, self.shape.kinds)) if self.scanned else 0.0
+        return sum(count * self._saved_by(kind) for kind, count in self.shape.counted) + copied
 
     def _saved_by(self, kind: Layer) -> float:
         if self.again:

@@ -204,7 +204,7 @@ class _Step:
         tiles = self.alive.tiles + twice  # the first products twice
         more = max(0, tiles - 2) if self.alive.tiles <= FEW_TILES else 0
         layer = LOOP_CODE + TILE_CODE * more + INT4_CODE * (self.config.model.base_dtype == "int4")
-        return layer * sum(period for period, _ in self.shape.runs) * passes
+        return layer * sum(map(len, self.shape.blocks)) * passes
 
     def memory(self) -> Memory:
         """The estimate, of the program with the largest peak."""
@@ -251,7 +251,7 @@ class _Rounds(_Step):
             sizes = {part: math.ceil(size) for part, size in temporaries.items() if size}
             return ProgramPeak(name, arguments, more.pop("results", 0), sizes, code, beside, **more)
 
-        cached, code = {cache: samples}, LEAST_CODE + LAYER_CODE * sum(period for period, _ in self.shape.runs)
+        cached, code = {cache: samples}, LEAST_CODE + LAYER_CODE * sum(map(len, self.shape.blocks))
         yield made("prefill", (*model, "prompt_cache"), self.prefill(rollout.prompts, rollout.widths[-1]), code)
         if rollout.copies:
             yield made("samples", ("prompt_cache",), {"cache_copy": prompts}, 0, results=samples)
