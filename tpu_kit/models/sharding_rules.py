@@ -145,6 +145,12 @@ def _stays_whole(name: str) -> bool:
     return leaf in ("gate", "router") or ".router." in name or ".objective." in name
 
 
+def _is_convolution(tensor: Tensor) -> bool:
+    """Whether it is a depthwise convolution's, (channels, 1, taps), of which each layer has few."""
+    sizes = tensor.shape[tensor.stacked :]
+    return len(sizes) == 3 and sizes[1] == 1
+
+
 def cache_spec(mesh: Mesh, shape: Sequence[int]) -> Spec:
     """The sharding of keys and values (B, heads, S, D), and of queries, in generation.
 
@@ -200,6 +206,7 @@ def place(mesh: Mesh, tensors: Iterable[Tensor], embedding: Embedding) -> list[P
     missed = [
         tensor for tensor, spec in zip(tensors, specs, strict=True)
         if not any(spec) and len(tensor.shape) - tensor.stacked > 1 and math.prod(tensor.shape) > most
+        and not _is_convolution(tensor)
         and _chosen(tensor.name, mesh.rules) is None and not is_small(tensor.name) and not _stays_whole(tensor.name)
     ]  # fmt: skip
     if missed and mesh.shards(_ROWS[0]) > 1:
