@@ -53,6 +53,8 @@ def in_effect(given: Any, value: Any) -> bool:
         text = given.partition("#")[0].strip()
         if value is None:
             return text in ("", "~", "null", "Null", "NULL")
+        if isinstance(value, tuple):
+            return (text,) == tuple(f"- {item}" for item in value)
         if isinstance(value, bool):
             return text.lower() in (("true", "yes", "on") if value else ("false", "no", "off"))
         return isinstance(value, int | float) and float(text) == value
@@ -207,7 +209,7 @@ def test_a_malformed_file_is_refused(content: str | bytes, said: str, tmp_path: 
 
 TOKEN = "hf_" + "Ab1" * 12
 FOREIGN = [
-    "fp16: true", "load_in_4bit: true", "adapter: qlora", "deepspeed: zero3.json", "val_set_size: 0.05", "rl: dpo",
+    "fp16: true", "load_in_4bit: true", "adapter: qlora", "deepspeed: zero3.json", "evals_per_epoch: 4", "rl: dpo",
     "optim: sgd", "lr_scheduler: rex", "eval_strategy: epoch", "datasets: [{path: a, type: alpaca}]", "hub_token: abc",
 ]  # fmt: skip
 BROKEN = [

@@ -266,7 +266,8 @@ def with_adapters(model: Any, settings: Any) -> torch.nn.Module:
             stack.callback(setattr, model.config, "model_type", model.config.model_type)
             model.config.model_type = "without names of experts"  # for PEFT
         adapted: torch.nn.Module = get_peft_model(model, settings, autocast_adapter_dtype=True)
-    settings.target_modules, settings.target_parameters = modules, parameters
+    if linears:  # else PEFT has put the names of layers in the place of all-linear
+        settings.target_modules, settings.target_parameters = modules, parameters
     for part in adapted.modules():
         if hasattr(part, "parameter_name"):
             part.__class__ = _wrapper(type(part))  # type: ignore[arg-type]  # a class is hashable

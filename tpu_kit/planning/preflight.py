@@ -5,6 +5,7 @@ The predictions come from the formula. If it does not cover a configuration, a m
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 
 from tpu_kit.checkpointing.manager import scan
@@ -19,7 +20,7 @@ from tpu_kit.hardware.machine import Machine
 from tpu_kit.models.architecture import Shape
 from tpu_kit.models.shape_cache import read_shape
 from tpu_kit.planning.compile_check import CompilerUnavailable, compile_programs
-from tpu_kit.planning.cost import StepTime, predict_time
+from tpu_kit.planning.cost import StepTime, predict_time, work
 from tpu_kit.planning.memory_estimate import Memory, estimate, reserve
 from tpu_kit.planning.mesh_choice import check_mesh, placed
 from tpu_kit.planning.planner import batches, best_batch
@@ -64,11 +65,17 @@ class Preflight:
 
     def duration(self, updates: int) -> str:
         """Describes how many minutes so many updates take, and how that is known."""
-        if self.time is None:
+        besides = "compiling, evaluation and checkpoints come on top"
+        if self.time is not None:
+            how = "by roofline, not measured" if self.time.measured is None else "as measured on this machine"
+            return f"about {updates * self.time.seconds / 60:,.1f} minutes {how}; {besides}"
+        room = self.room
+        learns = self.config.on_policy  # from as many tokens as the model writes
+        if room is None or self.shape is None or learns or room.device_type not in ("cpu", "xla-cpu"):
             return "not known before the first updates"
-        how = "by roofline, not measured" if self.time.measured is None else "as measured on this machine"
-        minutes = updates * self.time.seconds / 60
-        return f"about {minutes:,.1f} minutes {how}; compiling, evaluation and checkpoints come on top"
+        done = work(room.seen(self.config), self.shape, batch_arithmetic(self.config, room.replicas))
+        minutes = updates * room.replicas * done.flops / _host_rate() / 60
+        return f"at least {minutes:,.1f} minutes by the present speed of this CPU's matrix products; {besides}"
 
     def __str__(self) -> str:
         return "\n".join([*self._table(), *(f"plan             {note}" for note in self.notes)])
@@ -196,6 +203,19 @@ def _rounding(config: TrainConfig, shape: Shape | None) -> list[str]:
     cache = f"; {config.model.quant_cache} keeps them for the next" if config.model.quant_cache else ""
     text = f"model.base_dtype={config.model.base_dtype}: the first start rounds the weights, {minutes:.0f} minutes"
     return [f"{text} of one core{cache}"] if minutes >= 1 else []
+
+
+def _host_rate() -> float:
+    """Measures the FLOP/s of an fp32 matrix product on this CPU, in a tenth of a second; training reaches less."""
+    import torch
+
+    factor = torch.ones(512, 512)
+    factor @ factor
+    count, start = 0, time.perf_counter()
+    while (seconds := time.perf_counter() - start) < 0.1:
+        factor @ factor
+        count += 1
+    return count * 2 * 512**3 / seconds
 
 
 def _compiled(config: TrainConfig, room: MemoryBudget | None) -> str:
