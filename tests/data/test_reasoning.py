@@ -254,6 +254,9 @@ def test_tags_of_a_data_set_become_those_of_the_model() -> None:
     assert documents(CHATML, {"messages": chat(1, "content")}, **custom)[0][1] == [
         f"[THINK]\n{WORDS[0]}\n[/THINK]\nAnswer 0.<|im_end|>"
     ]
+    gemma = "<|channel>thought\nr\n<channel|>a"
+    row["messages"][1] = {"role": "assistant", "content": gemma}
+    assert documents(CHATML, row)[0][1] == ["<think>\nr\n</think>\na<|im_end|>"]
     own = DataConfig(think_open="<|begin_of_thought|>", think_close="<|end_of_thought|>")
     assert with_own_tags(text, own) == text and reasoning_of(text, own) == "r"
 

@@ -154,10 +154,15 @@ def test_a_family_that_carries_a_state_along_the_row_is_refused_only_for_packed_
     ],
     ids=["stablelm"],
 )
-def test_a_family_that_the_kit_cannot_generate_with_is_refused_by_name(config, reason):
+def test_a_family_that_the_kit_cannot_generate_with_is_refused_by_name(config, reason, monkeypatch, tmp_path):
     with pytest.raises(ValueError) as refusal:
         check_generation(config)
     text = str(refusal.value)
+    monkeypatch.setattr(reference_check, "newer_transformers", lambda: ". Install a newer one")
+    with pytest.raises(ValueError, match=r"eval_generate_rows=0\. Install a newer one$"):
+        check_generation(config)
+    with pytest.raises(ValueError, match=r"Set model\.attention=sdpa\. Install a newer one$"):
+        check_training(run(tmp_path, config), "tpu")
     assert text.startswith(f"the kit cannot generate with {config.model_type}: ") and reason in text
     assert text.endswith("to train it set tracking.generate_rows=0 and tracking.eval_generate_rows=0")
 

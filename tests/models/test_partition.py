@@ -77,6 +77,7 @@ def test_what_a_layer_needs_first_is_gathered_early(tmp_path: Path, family: str)
 def test_a_large_tensor_that_no_rule_matches_is_named(tmp_path: Path) -> None:
     model = make(tmp_path, "llama")
     model.register_parameter("strange", torch.nn.Parameter(torch.empty(1024, 32, 32, device="meta")))
+    model.register_parameter("convolution", torch.nn.Parameter(torch.empty(2**16, 1, 4, device="meta")))  # stays whole
     with use_mesh(Mesh(fsdp=4)), pytest.raises(ValueError, match="fsdp=4: strange would not be sharded: no"):
         partition.check_rules(model, stacked_prefixes(model))
     with use_mesh(resolve_mesh("fsdp=4", 4, {"strange": "fsdp"})):

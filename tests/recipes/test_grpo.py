@@ -80,7 +80,19 @@ def test_a_run_that_is_interrupted_ends_as_the_undisturbed_one(
     packed, pack = list[list[int]](), rollout.pack
     monkeypatch.setattr(rollout, "pack", lambda *given: packed.append([each.row for each in given[0]]) or pack(*given))
     settings = {"num_iterations": iterations, "steps_per_generation": parts, "epsilon": 0.1}
-    grpo(run_of(tmp_path / "whole", **settings))
+    rows, after = list[list[int]](), rollout.Rollouts.after
+
+    def watched(updates: rollout.Rollouts, *given: Any) -> Any:
+        for update, tokens, batches in after(updates, *given):
+            ids = {int(batch["input_ids"].sum()) for batch in batches}
+            rows.append([*updates.source_rows(update), *ids])
+            yield update, tokens, batches
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rollout.Rollouts, "after", watched)
+        grpo(run_of(tmp_path / "whole", **settings))
+    assert (rows[0] != rows[1]) is (iterations == 1) and rows[1] != rows[2]
+    assert rows[0][:2] == sorted(set(packed[0])) and rows[-1][:2] == sorted(set(packed[-1]))
     assert [len(set(rows)) for rows in packed] == [2] * (4 // iterations)  # prompts of an update
     assert len({row for rows in packed for row in rows}) == 2 * len(packed), "updates learn from different prompts"
     grpo(run_of(tmp_path / "parts", max_steps=3, **settings))

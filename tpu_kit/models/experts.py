@@ -271,7 +271,7 @@ def with_adapters(model: Any, settings: Any) -> torch.nn.Module:
     for part in adapted.modules():
         if hasattr(part, "parameter_name"):
             part.__class__ = _wrapper(type(part))  # type: ignore[arg-type]  # a class is hashable
-            part.get_base_layer().__dict__.setdefault("adapters", {})[part.parameter_name] = part  # type: ignore[operator]
+            part.get_base_layer().__dict__.setdefault("adapters", {})[part.parameter_name] = part  # type: ignore[operator]  # of PEFT
     return adapted
 
 
