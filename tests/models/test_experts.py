@@ -61,6 +61,35 @@ def test_all_families_with_and_without_the_kernel(interpret: bool) -> None:
     assert len(found) == 4 * len(FAMILIES) and max(found.values()) < 1e-6, found
 
 
+AGAINST_MEGABLOX = """
+import json
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
+from tpu_kit.xla import grouped
+
+draw, found = np.random.default_rng(0), []
+sizes = jnp.array([48, 0, 16, 64], jnp.int32)
+expert, used = jnp.array([0, 0, 0, 2, 3, 3, 3, 3, 3, 3], jnp.int32), jnp.array([8], jnp.int32)
+for back in (False, True):
+    rows = jnp.asarray(draw.normal(size=(160, 384 if back else 256)), jnp.float32)
+    weight = jnp.asarray(draw.normal(size=(4, 384, 256)), jnp.float32)
+    tiles = grouped.Tiles(4, 16, back=back, interpret=True)
+    (ours,) = grouped._product(tiles, rows, expert, used, weight)
+    theirs = gmm(rows[:128], weight, sizes, tiling=(16, 128, 128), transpose_rhs=not back, interpret=True)
+    assert not ours[128:].any()
+    found.append(float(jnp.linalg.norm(ours[:128] - theirs) / jnp.linalg.norm(theirs)))
+print(json.dumps(found))
+"""
+
+
+@needs_xla
+@pytest.mark.slow
+def test_the_kernel_gives_the_numbers_of_megablox() -> None:
+    found = json.loads(run_python(AGAINST_MEGABLOX, env=QUICK).stdout.splitlines()[-1])
+    assert len(found) == 2 and max(found) < 1e-6, found
+
+
 @needs_xla
 @pytest.mark.slow
 def test_widths_that_are_no_multiples_of_128_are_padded() -> None:

@@ -1,0 +1,112 @@
+"""The kernel of a mixture's experts beside megablox, JAX's own: `python -m tests.benchmarks.experts`.
+
+Compiles one product of a block of Qwen3-30B-A3B for a v5e: 65,536 pairs of a token and an expert, forwards and with the
+transposed weights, as the gradient needs it. The kit's kernel gets rows in whole tiles, megablox without padding, with
+the best of the tilings tried; it has no integers, so they become bf16 before it. Bytes are those that the compiler
+counts, with the kernels' own estimates in them. It compiles at low effort, so it may leave conversions unfused.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from typing import Any
+
+from tests.support.tpu_program import ENVIRONMENT, compile_graph
+
+EXPERTS, HIDDEN, INNER, PAIRS, GROUP = 128, 2048, 768, 65_536, 128
+TILINGS = ((128, 2048, 768), (256, 2048, 512), (256, 1024, 768), (512, 2048, 768), (512, 768, 2048), (128, 128, 128))
+
+
+def weights(bits: int) -> list[tuple[tuple[int, ...], Any]]:
+    """Returns shapes and dtypes of the weights (O, I) of gates and ups, and of their scales."""
+    import torch
+
+    outer, inner = 2 * INNER, HIDDEN
+    if bits == 16:
+        return [((EXPERTS, outer, inner), torch.bfloat16)]
+    if bits == 8:
+        return [((EXPERTS, outer, inner), torch.int8), ((EXPERTS, outer), torch.float32)]
+    scale = (EXPERTS, 2, inner // GROUP, outer)
+    return [((EXPERTS, inner // 2, outer), torch.uint8), (scale, torch.bfloat16)]
+
+
+def floats(bits: int, weight: Any, *scale: Any) -> Any:
+    """Makes bf16 (E, O, I) of integers, as `models.quantization` stores them."""
+    import jax.numpy as jnp
+
+    if bits == 16:
+        return weight
+    if bits == 8:
+        return (weight.astype(jnp.float32) * scale[0][..., None]).astype(jnp.bfloat16)
+    codes = jnp.concatenate([weight & 15, weight >> 4], axis=1).astype(jnp.float32)
+    step, offset = (jnp.repeat(scale[0][:, kind].astype(jnp.float32), GROUP, axis=1) for kind in (0, 1))
+    return (codes * step + offset).astype(jnp.bfloat16).swapaxes(1, 2)
+
+
+def ours(bits: int, back: bool) -> functools.partial[Any]:
+    """Returns the product by the kit's kernel."""
+    from tpu_kit.models.architecture import tile_rows
+    from tpu_kit.xla import grouped
+
+    tiles = grouped.Tiles(EXPERTS, tile_rows(PAIRS, EXPERTS), bits=bits, group=GROUP if bits == 4 else 0, back=back)
+    return functools.partial(grouped._product, tiles)
+
+
+def megablox(settings: tuple[Any, ...], rows: Any, sizes: Any, *stored: Any) -> tuple[Any]:
+    """Computes the product by megablox; settings: bits of the weights, whether they are transposed, tiling."""
+    import jax.numpy as jnp
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
+
+    bits, back, tiling = settings
+    return (gmm(rows, floats(bits, *stored), sizes, jnp.bfloat16, tiling, transpose_rhs=not back),)
+
+
+def compiled(product: functools.partial[Any], bits: int, back: bool) -> tuple[float, float, float]:
+    """Returns GB moved, GiB of temporaries, and the compiler's seconds."""
+    import torch
+
+    from tpu_kit.models.architecture import tile_rows
+    from tpu_kit.xla.pallas import call
+    from tpu_kit.xla.program import placeholder
+
+    rows, groups = PAIRS, [((EXPERTS,), torch.int32)]
+    if product.func is not megablox:
+        size = tile_rows(PAIRS, EXPERTS)
+        count = (PAIRS + EXPERTS * (size - 1)) // size
+        rows, groups = count * size, [((count,), torch.int32), ((1,), torch.int32)]
+    given = [((rows, 2 * INNER if back else HIDDEN), torch.bfloat16), *groups, *weights(bits)]
+    tensors = [placeholder(shape, dtype) for shape, dtype in given]
+    start = time.monotonic()
+    done = compile_graph(call(product, tensors, (), (), "tpu"))
+    cost, memory = done.cost_analysis(), done.get_compiled_memory_stats()
+    cost = cost[0] if isinstance(cost, list) else cost
+    return cost["bytes accessed"] / 1e9, memory.temp_size_in_bytes / 2**30, time.monotonic() - start
+
+
+def main() -> None:
+    """Prints the table."""
+    os.environ |= ENVIRONMENT
+    print(
+        "| weights | product | kernel | GB moved | GiB of temporaries | compile seconds |\n|---|---|---|---:|---:|---:|"
+    )
+    for bits in (16, 8, 4):
+        for back in (False, True):
+            rows = [("tpu_kit", compiled(ours(bits, back), bits, back))]
+            tried = []
+            for tiling in TILINGS:
+                product = functools.partial(megablox, (bits, back, tiling))
+                try:
+                    tried.append((f"megablox {tiling}", compiled(product, bits, back)))
+                except Exception as error:  # a tiling that takes more vector memory than there is
+                    if "vmem" not in str(error).lower():
+                        raise
+            rows.append(min(tried, key=lambda row: row[1][0]))
+            for name, (moved, temporary, seconds) in rows:
+                kind, way = {16: "bf16", 8: "int8", 4: "int4"}[bits], "transposed" if back else "forwards"
+                print(f"| {kind} | {way} | {name} | {moved:.2f} | {temporary:.2f} | {seconds:.0f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
