@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from tpu_kit.config.loader import TrainConfig, batch_arithmetic
 from tpu_kit.config.mesh import Mesh
 from tpu_kit.hardware.chips import Chip
-from tpu_kit.models.architecture import ALONE, FEW_TILES, Layer, Linear, Shape
+from tpu_kit.models.architecture import ALONE, FEW_TILES, Experts, Layer, Linear, Shape
 from tpu_kit.models.sharding_rules import Tensor
 from tpu_kit.planning.argument_memory import LANES, model_tensors, padded, shards, teacher_shape
 
@@ -163,7 +163,9 @@ class PeakActivationModel:
         if self.kernel == "sdpa" and self.again:
             lasting["mask"] = max(map(self.scores, kinds))  # a bias of the scores' shape, made once for all layers
         if self.scanned:  # the stack that the first loop fills is allocated before it
-            yield Moment("start", {**lasting, "layer": self.in_hbm(self.table())}, 0)
+            table = self.in_hbm(self.table())  # of bf16 it is read before
+            both = {"saved_activations": max(saved, table)} if self.stream == 2 else {"layer": table}
+            yield Moment("start", lasting | both, 0)
         before = gradients if self.passes > 1 else 0.0
         chunk, rest = self.loss()
         # The many stacks of a block lie between others: no chunk fits there before they are filled.
@@ -389,11 +391,7 @@ class PeakActivationModel:
         fine-tuning adds the MLP's gradients in fp32, before they go into their stacks.
         """
         arrays = 2 * kind.gates - 1
-        wide = (
-            self.spilt(arrays * self.wide(self.tile, kind))
-            if self.tiled
-            else (arrays - 1) * self.wide(self.tokens, kind)
-        )
+        wide = self.spilt(arrays * self.wide(self.tile, kind)) if self.tiled else self.untiled(kind)
         if 1 < self.tiles <= FEW_TILES and not self.whole:
             wide = max(wide, LEFT_BY_TILES * (self.tiles - 1) * self.wide(self.tile, kind))
         layer = self.states(self.at_hand + self.block - 1) + self.slices(kind) + wide + self.experts(kind)
@@ -401,18 +399,25 @@ class PeakActivationModel:
         sums = self.lanes(kind) if self.kernel == "splash" and not self.keeps else 0.0
         return layer, self.kept(kind) + sums + self.normed(kind)
 
-    def experts(self, kind: Layer) -> float:
-        """The rows of a mixture of experts in its backward pass, and its weights as stored, cut out of their stacks.
+    def untiled(self, kind: Layer) -> float:
+        """The arrays of an MLP that is not tiled: 2 `gates`, of which two lie in the vector memory beside a third."""
+        wide, held = self.wide(self.tokens, kind), 2
+        if wide and self.scanned and not self.keeps:
+            held = max(0, min(2, int(self.on_chip // wide) - 1))
+        return (2 * kind.gates - held) * wide
 
-        Of the R rows there are inputs and their gradient, 2 R H c, and gates with ups and their
-        gradient, 2 R O c.
+    def experts(self, kind: Layer) -> float:
+        """The rows of a mixture of experts in its backward pass, and the weights that are cut out of their stacks.
+
+        Of the R rows there are inputs and their gradient, 2 R H c, and gates with ups and their gradient, 2 R O c.
         """
-        found, dtype = 0.0, "bf16" if self.whole else self.config.model.base_dtype
-        for each in kind.experts:
-            wide = 2 * (each.linears[0].inputs + each.linears[0].outputs)
-            found += each.rows(self.tokens) * wide * self.compute
-            found += each.count * each.weights * {"int8": 1.0, "int4": 0.5}.get(dtype, self.compute)
-        return found
+        wide = sum(one.rows(self.tokens) * (one.linears[0].inputs + one.linears[0].outputs) for one in kind.experts)
+        return 2.0 * wide * self.compute + sum(map(self.expert_weights, kind.experts))
+
+    def expert_weights(self, mixture: Experts) -> float:
+        """Bytes of the weights of a layer's experts, as stored."""
+        dtype = "bf16" if self.whole else self.config.model.base_dtype
+        return mixture.count * mixture.weights * {"int8": 1.0, "int4": 0.5}.get(dtype, self.compute)
 
     def at_attention(self, kind: Layer) -> tuple[float, float]:
         """The recomputed layer during the backward pass of its attention: (layer, attention).

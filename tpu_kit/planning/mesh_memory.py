@@ -13,7 +13,7 @@ from dataclasses import replace
 from tpu_kit.config.loader import TrainConfig
 from tpu_kit.config.mesh import Mesh
 from tpu_kit.hardware.chips import Chip
-from tpu_kit.models.architecture import Layer, Shape
+from tpu_kit.models.architecture import Experts, Layer, Shape, scale_groups
 from tpu_kit.models.sharding_rules import FIRST, is_column
 from tpu_kit.planning.activation_memory import PeakActivationModel, elements, largest
 from tpu_kit.planning.argument_memory import is_matrix, padded, teacher_shape
@@ -102,6 +102,14 @@ class MeshActivationModel(PeakActivationModel):
         _, attention = super().at_mlp(kind)
         layer = self.states(self.at_hand + self.block - 1) + self.slices(kind) + WIDE * self.wide(self.tile, kind)
         return layer + self.experts(kind) + self.whole * 2.0 * elements(kind.mlp_linears), attention
+
+    def expert_weights(self, mixture: Experts) -> float:
+        """As without a mesh; in int4 with scales, and of all layers of a turn, which begins with their gathers."""
+        group, weights = self.config.model.quant_group, super().expert_weights(mixture)
+        if self.whole or self.config.model.base_dtype != "int4":
+            return weights
+        scales = sum(scale_groups(one.inputs, group) * one.outputs for one in mixture.linears)
+        return self.block * (weights + 4.0 * mixture.count * scales)
 
     def slices(self, kind: Layer) -> float:
         """The weights of a layer, gathered over fsdp, and q, k and v of the next one, if they are frozen floats.
