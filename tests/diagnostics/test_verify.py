@@ -9,6 +9,7 @@ import contextlib
 import io
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -321,6 +322,24 @@ def test_the_compiler_is_asked_about_the_step_that_is_measured(home: Path) -> No
     contact._steps_taken["embedded, 2 x 128 tokens"] = {"seconds": 1.0, "peak_bytes": 10 * 2**20}
     (figures,) = contact._memory().values()
     assert figures["measured"] == 10 * 2**20 and 2**20 < figures["predicted"] < 100 * 2**20
+
+
+def test_what_is_measured_on_a_gpu_is_kept_for_its_kind(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (program := home / "nvidia-smi").write_text('#!/bin/sh\necho "NVIDIA H100 80GB HBM3, 81559"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(home), prepend=":")
+    monkeypatch.setattr(runtime, "_gpus", lambda: 1)
+
+    def run(self: verify._Checks) -> Iterator[Record]:
+        self.measured = replace(self.measured, time=2.0)
+        yield self._measure("Memory", self._memory, MEMORY_RATIOS, "the compiler's figure")
+
+    monkeypatch.setattr(verify._Checks, "run", run)
+    config = load_config(None, ["device_type=cuda"])
+    (record,) = verify.verify(config, home / "report.json")
+    assert record.found == "not measured: no compiler tells the memory of a GPU's step"
+    room = runtime.device_memory_budget(config)
+    assert room is not None and (room.calibration.device, room.calibration.time) == ("h100", 2.0)
 
 
 def test_no_device_is_one_failure(home: Path) -> None:

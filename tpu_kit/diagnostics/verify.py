@@ -115,7 +115,9 @@ def verify(
     except (ValueError, ImportError, OSError) as error:
         yield Record("Verify", "failure", str(error), "python -m tpu_kit doctor")
         return
-    measured = calibration.begin(calibration.device_of(backend.device_type, at), path)
+    room = runtime.device_memory_budget(config, at) if backend.device_type == "cuda" else None
+    device = room.chip.name if room and room.chip else calibration.device_of(backend.device_type, at)
+    measured = calibration.begin(device, path)
     try:
         _write_report(path, backend, measured, records)
     except OSError as error:
@@ -201,7 +203,7 @@ class _Checks:
                 return
 
     def _shapes(self) -> list[TrainConfig]:
-        shapes = _SHAPES if self._backend.device_type == "tpu" else _SMALL
+        shapes = _SHAPES if self._backend.device_type in ("tpu", "cuda") else _SMALL
         return [with_shipped_shape(self._config(one=True, **shape)) for shape in shapes]
 
     def _step(self, config: TrainConfig) -> dict[str, float | None]:
@@ -212,6 +214,8 @@ class _Checks:
 
     def _memory(self) -> dict[str, dict[str, float]]:
         ratios = {}
+        if self._backend.device_type == "cuda":
+            raise NotMeasured("no compiler tells the memory of a GPU's step")
         for config in self._shapes():
             measured = self._step(config)["peak_bytes"]
             if measured is None:

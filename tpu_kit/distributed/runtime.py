@@ -271,7 +271,7 @@ def _gpu_budget(replicas: int, at: Machine) -> MemoryBudget | None:
     where = None
     with contextlib.suppress(ValueError):  # no chip that the kit knows
         if (kind := chips.chip(name)).bf16_flops is not None:
-            where = TargetSlice(kind, name, replicas, replicas, None, size, GPU_FREE)
+            where = TargetSlice(kind, name, replicas, replicas, None, size, GPU_FREE, load(kind.name))
     return MemoryBudget(name, "cuda", replicas, size, GPU_FREE, where)
 
 

@@ -170,7 +170,7 @@ def _torch_replica(
         if device_type == "cuda":
             torch.cuda.set_device(device)
         else:
-            torch.set_num_threads(max(1, (os.cpu_count() or 1) // replicas))
+            torch.set_num_threads(max(1, torch.get_num_threads() // replicas))  # as OMP_NUM_THREADS says, or all
         if world_size > 1:
             alone = hosts.count == 1
             address = ("127.0.0.1", port) if alone else hosts.address

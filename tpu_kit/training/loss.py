@@ -6,6 +6,7 @@ softmax(logits) - target. Each chunk leaves one number and a (chunk, H) gradient
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -206,6 +207,12 @@ def head_outputs(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
     return constrain(F.linear(hidden, weight, bias), ("data", ("model", "fsdp")))
 
 
+@functools.cache
+def _fused() -> Callable[..., Any]:
+    """Compiles a `ChunkLoss` on a GPU, where each of its operations would write (chunk, V) numbers in fp32."""
+    return torch.compile(lambda function, *arguments: function(*arguments), dynamic=False)
+
+
 class _Chunked(torch.autograd.Function):
     """Sums the loss over chunks; computes gradients in the forward pass and scales them in the backward pass."""
 
@@ -238,7 +245,7 @@ class _Chunked(torch.autograd.Function):
         def body(carry: Tensors, chunk_inputs: Tensors) -> tuple[Tensors, Tensors]:
             states, *others = chunk_inputs
             logits = head_outputs(states, carry[1], None if bias is None else carry[2])
-            added, slope = function(logits, others, carry[first_constant:first_gradient], any(wanted))
+            added, slope = compute(logits, others, carry[first_constant:first_gradient], any(wanted))
             new = [carry[0] + torch.stack(added), *carry[1:]]
             if slope is None:
                 return new, []
@@ -248,6 +255,7 @@ class _Chunked(torch.autograd.Function):
                 new[-1] = carry[-1] + slope.float().sum(0)
             return new, [slope @ carry[1]] if to_hidden else []
 
+        compute = functools.partial(_fused(), function) if hidden.is_cuda and any(wanted) else function
         chunks = hidden.shape[0] // chunk
         rows = [tensor.detach().reshape(chunks, chunk, *tensor.shape[1:]) for tensor in (hidden, *inputs)]
         carry, outputs = scan(body, carry, rows)  # a loop: unrolled, all chunks would be in memory at once

@@ -65,7 +65,9 @@ def prepare_model(
     if (teacher := getattr(model, "teacher", None)) is not None:
         models.prepare_frozen(teacher, config, rt.device_type)
     models.to_device(model, rt.local_device)
-    if rt.device_type == "cuda" and config.launch.torch_compile and scanned is None:
+    if rt.device_type == "cuda":  # the loss is compiled too
+        torch.compiler.set_stance("default" if config.launch.torch_compile else "force_eager")
+    if rt.device_type == "cuda" and scanned is None:
         for layer in layers_of(model.get_decoder())[1]:  # type: ignore[operator]  # alike, so it compiles once; mypy takes get_decoder for a tensor
             layer.compile(dynamic=False)
     return TrainState(model, rt.local_device, config.optim, saved, extra_sums)
