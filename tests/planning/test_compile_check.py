@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +114,7 @@ def test_a_second_call_compiles_nothing(eight: Compiled, tiny: Path, cache: Path
     known = compile_step(other, "v5e:2x4", num_replicas=8, progress=False, cache_dir=cache)
     assert known == replace(eight, cached=True)
     assert len(list(cache.glob("plan-*.json"))) == 2 and len(list(cache.glob("[0-9a-f]*.json"))) == 1
-    assert Compiled.from_dict(json.loads(json.dumps(eight.to_dict()))) == eight
+    assert Compiled.from_dict(json.loads(json.dumps(asdict(eight)))) == eight
 
 
 @pytest.mark.slow

@@ -435,16 +435,31 @@ class Shape:
         ]
         check_targets(lora, paths, self.family)
 
-    def undivided(self, group: int) -> list[str]:
-        """Returns the linear layers, with their inputs, of which half are no multiple of a group of int4 weights."""
+    @property
+    def widths(self) -> list[tuple[str, int]]:
+        """Names and inputs of its linear layers and products of experts, for `check_groups`."""
         linears = [*self.linears, *(one for kind in self.kinds for each in kind.experts for one in each.linears)]
-        sizes = {one.path.rpartition(".")[2]: one.inputs for one in linears if one.inputs % (2 * group)}
-        return [f"{name} ({inputs})" for name, inputs in sizes.items()]
+        return [(one.path.rpartition(".")[2], one.inputs) for one in linears]
 
     def adapted(self, lora: LoraConfig, kind: Layer) -> list[Linear]:
         """Returns the linear layers of a kind that have adapters in at least one layer."""
         layers = [layer for layer, number in enumerate(self.order) if self.kinds[number] == kind]
         return [one for one in kind.linears if any(self.has_adapter(lora, layer, one) for layer in layers)]
+
+
+def undivided(widths: Iterable[tuple[str, int]], group: int) -> list[str]:
+    """Returns the linear layers, with their inputs, of which half are no multiple of a group of int4 weights."""
+    return list(dict.fromkeys(f"{name} ({width})" for name, width in widths if width % (2 * group)))
+
+
+def check_groups(widths: Sequence[tuple[str, int]], group: int) -> None:
+    """Raises ValueError for layers that are `undivided`."""
+    if wrong := undivided(widths, group):
+        fitting = [size for size in (256, 128, 64, 32, 16) if not undivided(widths, size)]
+        advice = f"set it to {fitting[0]}" if fitting else "use model.base_dtype=int8"
+        raise ValueError(
+            f"model.quant_group={group} does not divide half of the inputs of {', '.join(wrong)}: {advice}"
+        )
 
 
 def check_targets(lora: LoraConfig, paths: Sequence[str], model: str) -> None:

@@ -32,6 +32,7 @@ import torch
 
 from tpu_kit.distributed.mesh import active_mesh
 from tpu_kit.models import experts
+from tpu_kit.models.architecture import check_groups
 from tpu_kit.xla.scan import after
 
 if TYPE_CHECKING:
@@ -231,25 +232,16 @@ def replace_layers(model: PreTrainedModel, scheme: Scheme) -> None:
     for part in mixtures.values():
         experts.prepare(part)
     if scheme.bits == 4:
-        widths = {name.rpartition(".")[2]: layer.in_features for name, layer in layers.items()}
+        widths = [(name.rpartition(".")[2], layer.in_features) for name, layer in layers.items()]
         stacks = [(name, part) for part in mixtures.values() for name in experts.names_of(part)]
-        _check_groups(widths | {f"experts.{name}": getattr(part, name).shape[2] for name, part in stacks}, scheme.group)
+        widths += [(f"experts.{name}", getattr(part, name).shape[2]) for name, part in stacks]
+        check_groups(widths, scheme.group)
     for part in mixtures.values():
         experts.replace(part, scheme)
     for name, layer in layers.items():
         with layer.weight.device:
             quantized = QuantizedLinear(layer.in_features, layer.out_features, scheme, layer.bias)
         model.set_submodule(name, quantized.train(layer.training))
-
-
-def _check_groups(widths: dict[str, int], group: int) -> None:
-    wrong = [f"{name} ({width})" for name, width in widths.items() if width % (2 * group)]
-    if wrong:
-        fitting = [size for size in (256, 128, 64, 32, 16) if not any(width % (2 * size) for width in widths.values())]
-        advice = f"set it to {fitting[0]}" if fitting else "use model.base_dtype=int8"
-        raise ValueError(
-            f"model.quant_group={group} does not divide half of the inputs of {', '.join(wrong)}: {advice}"
-        )
 
 
 def places(model: PreTrainedModel) -> dict[str, tuple[torch.nn.Module, list[str]]]:

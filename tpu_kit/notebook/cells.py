@@ -461,12 +461,10 @@ def _bars(plan: Plan) -> Figure:
     settings = [*over[1::-1], *fitting[9::-1]]
     names, texts = [], []
     for setting in settings:
-        batch = batch_arithmetic(setting.config, setting.replicas)
-        passes = f"{batch.batch_size} rows x {batch.gradient_accumulation} passes"
+        passes = f"{setting.update.batch_size} rows x {setting.update.gradient_accumulation} passes"
         names.append(f"{passes}, remat={setting.config.optim.remat}")
-        rate = batch.tokens_per_update / setting.time.seconds
         pick = f": {mark}" if setting.config == plan.config else ""
-        texts.append(f"{setting.peak / GIB:.1f} GiB, {rate:,.0f} tokens/s{pick}")
+        texts.append(f"{setting.peak / GIB:.1f} GiB, {setting.speed:,.0f} tokens/s{pick}")
     figure, (axes,) = new_figure(10, 1.7 + 0.36 * max(3, len(settings)))
     axes.bar_label(axes.barh(range(len(settings)), [setting.peak / GIB for setting in settings]), texts, padding=3)
     axes.set_yticks(range(len(settings)), names)

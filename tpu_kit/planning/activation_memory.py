@@ -1,7 +1,5 @@
 """Derives the temporaries of a training step on a TPU: which tensors are alive at each moment, and their bytes.
 
-`PeakActivationModel.moments` lists the moments that can be the peak, and `reported` selects the largest.
-
 Letters: T = B S tokens (batch size, length) in a pass, H hidden size, I intermediate size, V vocabulary, L layers, n
 and m query and key-value heads of size d (padded: D), P trained parameters, c bytes of the compute dtype. The lifetimes
 were read from libtpu 0.0.21; tests/recorded_memory.json has the compiler's figures, to which the constants are fitted.
@@ -47,7 +45,7 @@ LEFT_BY_TILES = 0.5
 
 
 def objective_beside(config: TrainConfig) -> Objective | None:
-    """Returns the objective, which says what it adds; None for supervised learning and a teacher's, without torch."""
+    """Returns the objective, which says what it adds; None for supervised learning and a teacher's."""
     if config.optim.objective == "supervised":
         return None
     from tpu_kit.training.objectives import objective_of
@@ -67,13 +65,7 @@ def largest(linears: Sequence[Linear]) -> int:
 
 @dataclass(frozen=True)
 class Moment:
-    """The tensors alive at one moment.
-
-    Attributes:
-        name: "start", "forward", "loss", "backward" or "update".
-        parts: bytes by part.
-        carried: bytes that a loop receives or fills, which the compiler does not see.
-    """
+    """The bytes alive at one moment, by part; of them `carried` that a loop receives or fills, and so are not seen."""
 
     name: str
     parts: dict[str, float]
@@ -88,13 +80,8 @@ class Moment:
 class PeakActivationModel:
     """The terms of the peak, one method each.
 
-    Args:
-        config: the run.
-        shape: of the model as one device's products see it.
-        num_replicas: number of shards of the batch.
-        chip: the TPU; without it the vector memory of v5e is assumed.
-        mesh: the devices over which the model is sharded; None for replicas.
-        whole_shape: of the whole model, on a mesh.
+    `shape` is that of the model as one device's products see it, `whole_shape` on a mesh that of the whole model, and
+    `num_replicas` the number of shards of the batch.
     """
 
     def __init__(
@@ -123,7 +110,8 @@ class PeakActivationModel:
         self.tiled = self.tiles > 1
         self.block = max(map(len, shape.blocks)) if self.scanned else 1
         self.tensors = model_tensors(whole_shape or shape, config, scanned=self.scanned)
-        self.parts = shards(self.tensors, mesh, (whole_shape or shape).embedding)
+        parts = shards(self.tensors, mesh, (whole_shape or shape).embedding)
+        self.sharded = list(zip(self.tensors, parts, strict=True))
         self.trained = sum(math.prod(one.shape) for one in self.tensors if one.trained)
         self.groups = self.update_groups()
         self.objective = objective_beside(config)
@@ -131,7 +119,7 @@ class PeakActivationModel:
 
     def of_trained(self) -> list[tuple[Tensor, tuple[int, ...]]]:
         """The trained tensors, and the parts of them that a device has."""
-        return [pair for pair in zip(self.tensors, self.parts, strict=True) if pair[0].trained]
+        return [pair for pair in self.sharded if pair[0].trained]
 
     def update_groups(self) -> list[list[tuple[int, ...]]]:
         """Groups the trained tensors as they are updated: the small ones together, each large one alone."""
@@ -140,11 +128,7 @@ class PeakActivationModel:
         return [small, *large] if small else large
 
     def reported(self, *, update: bool | None = None) -> tuple[Moment, float]:
-        """The moment of the peak, and the bytes that the compiler reports beyond it.
-
-        Args:
-            update: of an update that is two programs, whether it is that of the update; None for one program.
-        """
+        """The moment of the peak, and the bytes reported beyond it; of one of two programs, whether of the `update`."""
         moments = [one for one in self.moments() if update is None or update == (one.name == "update")]
         most = max(moments, key=lambda moment: moment.heap)
         if not self.scanned and most.name != "update":
@@ -199,8 +183,6 @@ class PeakActivationModel:
         """Bytes of the fp32 tensor in which a group is updated: a large one in its own shape, or a vector of all."""
         return padded(group[0], 4, free=True) if len(group) == 1 else padded((sum(map(math.prod, group)),), 4)
 
-    # -------------------------------------------------------------------------------------------------------- arrays
-
     def hidden(self, count: float = 1) -> float:
         """`count` arrays of (T, H): in the compute dtype, or in fp32 in full fine-tuning."""
         return count * padded((self.tokens, self.shape.hidden), self.stream, free=True)
@@ -234,16 +216,11 @@ class PeakActivationModel:
         """One number for each query and head, repeated in every lane: (B, n, S, 128) fp32."""
         return padded((self.rows * kind.heads, self.length, LANES), 4)
 
-    # ------------------------------------------------------------------------------------------------ lasting tensors
-
     def saved(self) -> float:
-        """Saved activations: the input of every layer, L T H c (`layer_scan`, or torch_xla's checkpoint).
+        """Saved activations of one pass: the input of every layer, L T H c (`layer_scan`, or torch_xla's checkpoint).
 
-        They are counted for one pass of gradient accumulation: `scan.after` delays the next pass until it has ended.
-        What a loop over equal neighbours saves is copied when it has ended.
-
-        With remat=none they are all that the backward pass of a layer reads: the MLP's `Layer.gates`, `kept`, the
-        output of attention, and the inputs of both halves, also normed.
+        What a loop over equal neighbours saves is copied when it has ended. With remat=none they are all that the
+        backward pass of a layer reads: the MLP's `gates`, `kept`, the output of attention, both halves' inputs.
         """
         inner = max((count for block in self.shape.blocks for count in block if count > 1), default=0)
         copied = inner * max(map(self._saved_by, self.shape.kinds)) if self.scanned else 0.0
@@ -258,8 +235,7 @@ class PeakActivationModel:
     def results(self, kind: Layer) -> float:
         """The results of a layer that remat=outputs keeps: of its linear layers, T times their outputs, and attention.
 
-        The result of the MLP is kept only if a norm follows: otherwise it is added to the stream, and its gradient does
-        not need it. Attention keeps its output, T n d c, and with splash the log of sums, 4 T n.
+        The gradient needs the result of the MLP only if a norm follows. Splash keeps the log of sums, 4 T n.
         """
         last = () if kind.norm_follows else kind.mlp_linears[-1:]
         saved = sum(
@@ -285,14 +261,13 @@ class PeakActivationModel:
         """Copies of stacks that are made before the loop.
 
         Autocast copies trained weights, 2 P in bf16. The compiler copies fp32 weights, as a TPU's products take bf16,
-        and stacks whose axes are exchanged as arguments because that pads less (`padded`; H = 576 of SmolLM2; a bf16
-        copy of fp32 weights gets the right layout at once). The copied embedding stays until the last pass has read it,
-        in full fine-tuning until it is updated.
+        and stacks whose axes are exchanged as arguments because that pads less (`padded`; H = 576 of SmolLM2). The
+        copied embedding stays until the last pass has read it, in full fine-tuning until it is updated.
         """
         table = self.table() if self.passes > 1 or self.whole else 0.0
         every = self.whole or self.compute == 4
         stacks = 2.0 * sum(
-            math.prod(part) for one, part in zip(self.tensors, self.parts, strict=True)
+            math.prod(part) for one, part in self.sharded
             if (every and self.in_layers(one)) or (one.trained and not self.whole)
         )  # fmt: skip
         return stacks * (self.scanned or not every) + table + (0.0 if every else self.relaid())
@@ -325,10 +300,9 @@ class PeakActivationModel:
         return table * (1 + 2 * (optim.optimizer == "adamw") + bool(optim.ema_decay)) + more
 
     def updates(self) -> Iterator[tuple[float, float]]:
-        """The moments of the update: bytes of the remaining gradients, and of its results.
+        """The moments of the update: bytes of the remaining gradients, and of the results of the largest stack.
 
-        The results are those of the largest stack before they are copied into the arguments, with AdamW also both
-        moments; an embedding is updated in place.
+        They are copied into the arguments, with AdamW also both moments; an embedding is updated in place.
         """
         large, optimizer = [group for group in self.groups if len(group) == 1], self.config.optim.optimizer
         largest = max((self.group_bytes(group) for group in large if len(group[0]) == 3), default=0)
@@ -440,9 +414,7 @@ class PeakActivationModel:
         return 4.0 * self.tokens * (kind.heads + kind.kv_heads) * kind.head_dim if kind.norms_heads else 0.0
 
     def slices(self, kind: Layer) -> float:
-        """Weights cut out of their stacks: the MLP's, as stored, for a loop over tiles.
-
-        Few tiles are not a loop (`tiles`), but if a norm follows, each weight is read twice for all tiles.
+        """Weights cut out of their stacks: the MLP's, as stored, for a loop over tiles, or if a norm reads them twice.
 
         int8 becomes bf16 in the product, but attention's weights are cut out before. int4 is unpacked before: at a time
         both halves of a matrix of the MLP in fp32, one also in bf16, and as much of attention.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +13,7 @@ from tpu_kit.config.mesh import Mesh
 from tpu_kit.config.schema import MOST_ROWS
 from tpu_kit.hardware.chips import CHIPS, GIB
 from tpu_kit.hardware.slices import TargetSlice
-from tpu_kit.models.architecture import Shape
+from tpu_kit.models.architecture import Shape, undivided
 from tpu_kit.planning.memory_estimate import estimate, estimate_on, reserve
 from tpu_kit.planning.rollouts import whole_prompts
 
@@ -24,11 +25,9 @@ class MemoryOption:
     """A change that takes less memory.
 
     Attributes:
-        change: as on the command line, such as "optim.loss_chunk=128".
-        harm: its cost.
+        change: as on the command line, such as "optim.loss_chunk=128"; and its cost, `harm`.
         anew: whether a run that has begun cannot continue with it.
-        peak_bytes: the peak with this change and all before it.
-        fits: whether that peak fits.
+        peak_bytes: the peak with this change and all before it; and whether that `fits`.
     """
 
     change: str
@@ -40,14 +39,14 @@ class MemoryOption:
 
 @dataclass(frozen=True)
 class Advice:
-    """What to change if a run does not fit, and the largest settings that fit.
+    """What to change if a run does not fit, and the largest settings that fit, one by one; 0 for none.
 
     Attributes:
-        knobs: if nothing fits, changes in the order of least harm, each added to those before; empty if it fits.
-        smallest_slice: if nothing fits, the cheapest slice on which the unchanged run fits.
-        largest_batch: rows of a replica in a pass that fit, 0 for none.
-        longest_sequence: tokens of a row that fit with these rows, a multiple of 128; 0 for none.
-        largest_rank: the largest rank that fits, None without adapters.
+        knobs: if it does not fit, changes in the order of least harm, each added to those before.
+        smallest_slice: if it does not fit, the cheapest slice on which the unchanged run fits.
+        largest_batch: rows of a replica in a pass.
+        longest_sequence: tokens of a row, a multiple of 128.
+        largest_rank: None without adapters.
     """
 
     knobs: tuple[MemoryOption, ...]
@@ -68,13 +67,12 @@ class Advice:
 
 @dataclass(frozen=True)
 class Inference:
-    """The memory of generation on one device.
+    """The memory of generation on one device, for one row.
 
     Attributes:
         weight_bytes: base weights and adapters.
-        cache_bytes_per_token: keys and values of a token of one row, over all layers.
-        longest_context: tokens of one row, prompt and reply together, whose cache fits beside the weights; at most the
-            model's positions. While a prompt is read, its scores come on top.
+        cache_bytes_per_token: keys and values of a token, over all layers.
+        longest_context: tokens of prompt and reply, at most the model's positions, whose cache fits beside the weights.
     """
 
     weight_bytes: int
@@ -85,9 +83,7 @@ class Inference:
 def inference(config: TrainConfig, shape: Shape, limit: float) -> Inference:
     """Estimates generation in `limit` bytes: weights in the dtype of frozen ones, a cache in the compute dtype."""
     frozen = config if config.lora.r else replace(config, lora=LoraConfig(), data=replace(config.data, max_length=128))
-    parts = estimate(
-        replace(frozen, optim=replace(frozen.optim, batch_size=1, global_batch_size=None)), shape=shape
-    ).parts
+    parts = estimate(with_rows(frozen, 1), shape=shape).parts
     weights = parts["base_weights"] + (parts["adapters"] if config.lora.r else 0)
     element = 4 if config.model.base_dtype == "fp32" else 2
     each = 2 * element * sum(count * kind.cached_heads * kind.head_dim for kind, count in shape.counted)
@@ -95,15 +91,7 @@ def inference(config: TrainConfig, shape: Shape, limit: float) -> Inference:
 
 
 def advise(config: TrainConfig, shape: Shape, where: TargetSlice, limit: float, fits: bool) -> Advice:
-    """Finds the largest settings that fit, and what to change if the run does not.
-
-    Args:
-        config: the run, its batch size a number.
-        shape: of its model.
-        where: its chip and its data-parallel replicas.
-        limit: bytes of a device that it may take.
-        fits: whether the run fits.
-    """
+    """Finds the largest settings within `limit` bytes of a device, and what to change if the run does not fit."""
 
     def peak(changed: TrainConfig) -> int:
         return estimate_on(changed, shape, where).total_bytes
@@ -128,22 +116,20 @@ def advise(config: TrainConfig, shape: Shape, where: TargetSlice, limit: float, 
 
 def largest(fits: Callable[[int], bool], most: int) -> int:
     """Bisects for the largest number from 1 to `most` that fits; all below it must fit. 0 if 1 does not."""
-    low, high = 0, 1
-    while high <= most and fits(high):
-        low, high = high, high * 2
-    high = min(high, most + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return bisect_left(range(1, most + 1), True, key=lambda number: not fits(number))
+
+
+def with_rows(config: TrainConfig, rows: int, **changes: Any) -> TrainConfig:
+    """The run with so many rows in a pass, which determine those of an update if no changes of `optim` say them."""
+    values = {"global_batch_size": None, **changes, "batch_size": rows}
+    return replace(config, optim=replace(config.optim, **values))
 
 
 def _with(config: TrainConfig, name: str, value: Any) -> TrainConfig:
     section, _, leaf = name.partition(".")
-    changes = {leaf: value}
-    if leaf == "batch_size":  # it determines the rows of an update
-        changes["global_batch_size"] = None
-    return replace(config, **{section: replace(getattr(config, section), **changes)})
+    if leaf == "batch_size":
+        return with_rows(config, value)
+    return replace(config, **{section: replace(getattr(config, section), **{leaf: value})})
 
 
 def _knobs(
@@ -152,9 +138,8 @@ def _knobs(
     """The changes that help, each added to those before, until the run fits."""
     now, before = config, peak(config)
     for name, value, harm in _changes(config, shape):
-        rows = now.optim.batch_size
         if name in ("optim.batch_size", "rl.prompts_per_update"):
-            rows = rows if name == "optim.batch_size" else now.rl.prompts_per_update
+            rows = now[name]
             assert isinstance(rows, int)
             value = largest(lambda n: peak(_with(now, name, n)) <= limit, rows - 1) or 1  # noqa: B023  called at once
             each = whole_prompts(now, replicas) if name == "rl.prompts_per_update" else 1
@@ -177,6 +162,7 @@ def _knobs(
 def _changes(config: TrainConfig, shape: Shape) -> Iterator[tuple[str, Any, str]]:
     """Names, values and harms of the changes that may help, in the order of least harm."""
     optim, model, lora, learns = config.optim, config.model, config.lora, config.on_policy
+    uneven = undivided(shape.widths, model.quant_group)
     lengths = [(length < config.data.max_length, "data.max_length", length, "shorter rows")
                for length in (2048, 1024, 512, 256)]  # fmt: skip
     changes: list[tuple[Any, str, Any, str]] = [
@@ -197,7 +183,7 @@ def _changes(config: TrainConfig, shape: Shape) -> Iterator[tuple[str, Any, str]
         # Without adapters all weights are trained.
         (lora.r and model.base_dtype in ("bf16", "fp32"), "model.base_dtype", "int8",
          "base weights in int8, products in bf16"),
-        (lora.r and model.base_dtype != "int4" and not shape.undivided(model.quant_group), "model.base_dtype", "int4",
+        (lora.r and model.base_dtype != "int4" and not uneven, "model.base_dtype", "int4",
          "base weights in int4, products in bf16"),
         *lengths[2:],
     ]  # fmt: skip
@@ -213,14 +199,13 @@ def _smallest_slice(config: TrainConfig, shape: Shape, where: TargetSlice, peak:
         if chip.accelerator_prefix is None or chip.usable_hbm_bytes is None:
             continue
         limit = chip.usable_hbm_bytes * (1 - free)
+        alone = where.mesh is None and peak <= limit
         for count in chip.slice_sizes:
             devices = count * chip.devices_per_chip
-            alone = where.mesh is None and peak <= limit
             if not alone:
-                mesh = Mesh(fsdp=devices)
                 if devices == 1 or not can_shard(config):
                     continue
-                if estimate(each, shape=shape, chip=chip, mesh=mesh).total_bytes > limit:
+                if estimate(each, shape=shape, chip=chip, mesh=Mesh(fsdp=devices)).total_bytes > limit:
                     continue
             price = chip.price.on_demand * count if chip.price else float("inf")
             name = chip.slice_name(count) + ("" if alone else f" with mesh=fsdp={devices}")

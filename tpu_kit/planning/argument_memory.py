@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import cache, lru_cache
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache, partial
 from itertools import permutations
-from typing import NamedTuple
 
 from tpu_kit.config.loader import LoraConfig, ModelConfig, TrainConfig
 from tpu_kit.config.mesh import Mesh
@@ -39,127 +38,107 @@ def padded(shape: Sequence[int], size: float, *, free: bool = False) -> int:
     if len(shape) == 1:
         return math.ceil(-(-shape[0] // VECTOR) * VECTOR * size)
 
-    def lay(rows: int, lanes: int) -> int:
+    def laid(*axes: int) -> int:
+        *rest, rows, lanes = axes
         tile = min(ROWS, 1 << (rows - 1).bit_length())
-        return -(-rows // tile) * tile * -(-lanes // LANES) * LANES
+        return math.prod(rest) * -(-rows // tile) * tile * -(-lanes // LANES) * LANES
 
-    if not free:
-        return math.ceil(math.prod(shape[:-2]) * lay(*shape[-2:]) * size)
-    last = shape[-3:] if len(shape) > 3 else shape[-2:]
-    rest = math.prod(shape[: -len(last)])
-    least = min(math.prod(order[:-2]) * lay(*order[-2:]) for order in permutations(last))
-    return math.ceil(rest * least * size)
+    last = shape[-3:] if free and len(shape) > 3 else shape[-2:]
+    least = min(laid(*order) for order in (permutations(last) if free else [last]))
+    return math.ceil(math.prod(shape[: -len(last)]) * least * size)
 
 
-class _Stored(NamedTuple):
-    """How the base weights are stored: bytes of an element, the dtype, and the inputs of a group of int4."""
+@dataclass(frozen=True)
+class _Stack:
+    """A stack of layers, and how its tensors are stored: bytes of an element, dtype, and inputs of a group of int4."""
 
+    lora: LoraConfig
     size: int
     dtype: str
     group: int
+    axes: tuple[int, ...] = ()
+    """(layers,) of a stack; () of a single layer."""
+
+    def tensor(self, name: str, sizes: Sequence[int], size: float, *, packed: bool = False, trained: bool) -> Tensor:
+        return Tensor(name, (*self.axes, *sizes), size, bool(self.axes), packed, trained)
+
+    def linear(self, path: str, one: Linear, share: float) -> list[Tensor]:
+        """The tensors of a linear layer; `share` is the share of the stacked layers that have adapters."""
+        base, lora = f"{path}.base_layer" if share else path, self.lora
+        tensors = self.weight([f"{base}.{leaf}" for leaf in ("weight", "scale", "bias")], one)
+        if share:
+            adapters: dict[str, tuple[int, ...]] = {"lora_A": (lora.r, one.inputs), "lora_B": (one.outputs, lora.r)}
+            adapters |= {"lora_magnitude_vector": (one.outputs,)} if lora.dora else {}
+            some = replace(self, axes=tuple(max(1, round(size * share)) for size in self.axes))
+            tensors += [
+                some.tensor(f"{path}.{name}.default.weight", sizes, 4, trained=True) for name, sizes in adapters.items()
+            ]
+        return tensors
+
+    def experts(self, path: str, mixture: Experts) -> list[Tensor]:
+        """The tensors of a layer's experts; PEFT's wrappers of their weights are nested, the first one within."""
+        rank = self.lora.experts * mixture.count
+        base, each = path + ".base_layer" * (len(mixture.linears) if rank else 0), (*self.axes, mixture.count)
+        tensors: list[Tensor] = []
+        for number, one in enumerate(mixture.linears, 1):
+            names = [f"{base}.{one.path}{end}" for end in ("", "_scale", "_bias")]
+            tensors += [
+                replace(tensor, stacked=bool(self.axes)) for tensor in replace(self, axes=each).weight(names, one, True)
+            ]
+            wrapper = path + ".base_layer" * (len(mixture.linears) - number)
+            sizes = {"lora_A": (rank, one.inputs), "lora_B": (one.outputs, rank)}  # by 2 % less where they are padded
+            tensors += [
+                self.tensor(f"{wrapper}.{name}.default.weight", each, 4, trained=True)
+                for name, each in sizes.items() if rank
+            ]  # fmt: skip
+        return tensors
+
+    def weight(self, names: Sequence[str], one: Linear, experts: bool = False) -> list[Tensor]:
+        """Weight, scales and bias of a linear layer, or of a product of experts, under these names."""
+        make, (name, scale, bias) = partial(self.tensor, trained=not self.lora.r), names
+        if self.dtype == "int8":
+            tensors = [make(name, (one.outputs, one.inputs), 1), make(scale, (one.outputs,), 2)]
+        elif self.dtype == "int4":
+            groups = scale_groups(one.inputs, self.group) if experts else one.inputs // self.group
+            packed = make(name, (one.inputs // 2, one.outputs), 1, packed=True)
+            tensors = [packed, make(scale, (2, groups, one.outputs), 2)]
+        else:
+            tensors = [make(name, (one.outputs, one.inputs), self.size)]
+        return tensors + ([make(bias, (one.outputs,), self.size)] if one.bias else [])
 
 
 def model_tensors(shape: Shape, config: TrainConfig, *, scanned: bool = True) -> tuple[Tensor, ...]:
-    """Returns all parameters and buffers of a run's model, under their names in it.
+    """Returns all parameters and buffers of a run's model, by name; those of a loop stacked, if `scanned`.
 
     Weights are fp32 where they are trained, else in model.base_dtype, adapters fp32. int8 has a scale for each output
     of a linear layer; int4 has two weights in a byte, and a step and an offset for each group of inputs. Scales and
     all other weights are bf16 then.
-
-    Args:
-        shape: of the model.
-        config: the run.
-        scanned: whether the layers of a loop are stacked.
     """
     dtype = config.model.base_dtype if config.lora.r else "fp32"
-    stored = _Stored(4 if dtype == "fp32" else 2, dtype, config.model.quant_group)
-    return _model_tensors(shape, config.lora, stored, scanned)
+    size = 4 if dtype == "fp32" else 2
+    return _model_tensors(shape, _Stack(config.lora, size, dtype, config.model.quant_group), scanned)
 
 
 @lru_cache(64)  # a plan estimates many settings of one model
-def _model_tensors(shape: Shape, lora: LoraConfig, stored: _Stored, scanned: bool) -> tuple[Tensor, ...]:
+def _model_tensors(shape: Shape, alone: _Stack, scanned: bool) -> tuple[Tensor, ...]:
+    lora = alone.lora
     shape.check_targets(lora)
     start, whole = "base_model.model." if lora.r else "", not lora.r
-    quantized = {f"{one.path}.weight" for one in shape.linears_outside} | {
-        f"{one.path}.bias" for one in shape.linears_outside
-    }
-    tensors = [
-        Tensor(start + name, sizes, stored.size, trained=whole)
-        for name, sizes in shape.outside if name not in quantized
-    ]  # fmt: skip
+    quantized = {f"{one.path}.{leaf}" for one in shape.linears_outside for leaf in ("weight", "bias")}
+    outside = [(name, sizes) for name, sizes in shape.outside if name not in quantized]
+    tensors = [alone.tensor(start + name, sizes, alone.size, trained=whole) for name, sizes in outside]
     for one in shape.linears_outside:
-        share = float(shape.has_adapter(lora, None, one))
-        tensors += _linear_tensors(start + one.path, one, (), share, lora, stored)
+        tensors += alone.linear(start + one.path, one, float(shape.has_adapter(lora, None, one)))
     for path, layers in shape.stacks(scanned=scanned):
-        kind, stack = shape.kinds[shape.order[layers[0]]], (len(layers),) if scanned else ()
-        tensors += [
-            Tensor(f"{start}{path}.{name}", (*stack, *sizes), stored.size, scanned, trained=whole)
-            for name, sizes in kind.others
-        ]
+        kind, stack = shape.kinds[shape.order[layers[0]]], replace(alone, axes=(len(layers),) if scanned else ())
+        place = f"{start}{path}"
+        tensors += [stack.tensor(f"{place}.{name}", sizes, stack.size, trained=whole) for name, sizes in kind.others]
         for each in kind.experts:
-            tensors += _expert_tensors(f"{start}{path}.{each.path}", each, stack, lora, stored)
+            tensors += stack.experts(f"{place}.{each.path}", each)
         for one in kind.linears:
             share = sum(shape.has_adapter(lora, layer, one) for layer in layers) / len(layers)
-            tensors += _linear_tensors(f"{start}{path}.{one.path}", one, stack, share, lora, stored)
+            tensors += stack.linear(f"{place}.{one.path}", one, share)
     return tuple(tensors)
-
-
-def _expert_tensors(
-    path: str, mixture: Experts, stack: tuple[int, ...], lora: LoraConfig, stored: _Stored
-) -> list[Tensor]:
-    """Returns the tensors of a layer's experts; PEFT's wrappers of their weights are nested, the first one within."""
-    base, stacked = path + ".base_layer" * (len(mixture.linears) if lora.experts else 0), bool(stack)
-    tensors: list[Tensor] = []
-    for number, one in enumerate(mixture.linears, 1):
-        names = [f"{base}.{one.path}{end}" for end in ("", "_scale", "_bias")]
-        tensors += _weight_tensors(names, one, (*stack, mixture.count), stacked, stored, not lora.r, True)
-        wrapper, rank = path + ".base_layer" * (len(mixture.linears) - number), lora.experts * mixture.count
-        sizes = {"lora_A": (rank, one.inputs), "lora_B": (one.outputs, rank)}  # by 2 % less where experts are padded
-        tensors += [
-            Tensor(f"{wrapper}.{name}.default.weight", (*stack, *each), 4, stacked, False, True)
-            for name, each in sizes.items() if rank
-        ]  # fmt: skip
-    return tensors
-
-
-def _linear_tensors(
-    path: str, one: Linear, stack: tuple[int, ...], share: float, lora: LoraConfig, stored: _Stored
-) -> list[Tensor]:
-    """Returns the tensors of a linear layer; `share` is the share of the stacked layers that have adapters."""
-    base, stacked = f"{path}.base_layer" if share else path, bool(stack)
-    names = [f"{base}.{leaf}" for leaf in ("weight", "scale", "bias")]
-    tensors = _weight_tensors(names, one, stack, stacked, stored, not lora.r)
-    if share:
-        some = tuple(max(1, round(size * share)) for size in stack)
-        adapters: dict[str, tuple[int, ...]] = {
-            "lora_A.default.weight": (lora.r, one.inputs),
-            "lora_B.default.weight": (one.outputs, lora.r),
-        }
-        adapters |= {"lora_magnitude_vector.default.weight": (one.outputs,)} if lora.dora else {}
-        tensors += [
-            Tensor(f"{path}.{name}", (*some, *sizes), 4, stacked, False, True) for name, sizes in adapters.items()
-        ]
-    return tensors
-
-
-def _weight_tensors(
-    names: Sequence[str], one: Linear, stack: tuple[int, ...], stacked: bool, stored: _Stored, trained: bool,
-    experts: bool = False,
-) -> list[Tensor]:  # fmt: skip
-    """Returns weight, scales and bias of a linear layer, or of a product of experts, under these names."""
-
-    def tensor(number: int, sizes: Sequence[int], size: float, packed: bool = False) -> Tensor:
-        return Tensor(names[number], (*stack, *sizes), size, stacked, packed, trained)
-
-    if stored.dtype == "int8":
-        tensors = [tensor(0, (one.outputs, one.inputs), 1), tensor(1, (one.outputs,), 2)]
-    elif stored.dtype == "int4":
-        groups = scale_groups(one.inputs, stored.group) if experts else one.inputs // stored.group
-        steps = tensor(1, (2, groups, one.outputs), 2)
-        tensors = [tensor(0, (one.inputs // 2, one.outputs), 1, True), steps]
-    else:
-        tensors = [tensor(0, (one.outputs, one.inputs), stored.size)]
-    return tensors + ([tensor(2, (one.outputs,), stored.size)] if one.bias else [])
 
 
 def is_matrix(tensor: Tensor) -> bool:
@@ -193,11 +172,7 @@ def teacher_tensors(config: TrainConfig) -> list[Tensor]:
 
 
 def table(shape: Shape, config: TrainConfig, mesh: Mesh) -> list[Placed]:
-    """Returns the table of a model's tensors on a mesh, largest shard first.
-
-    Raises:
-        ValueError: as `sharding_rules.place`.
-    """
+    """As `sharding_rules.place` for a run's model."""
     return place(mesh, model_tensors(shape, config), shape.embedding)
 
 

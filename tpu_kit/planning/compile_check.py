@@ -1,9 +1,8 @@
 """Compiles the training step with the real TPU compiler, on any machine, to tell exactly whether it fits.
 
-libtpu has a compile-only client, reached through jaxlib, that compiles for a TPU that is not there. The step is traced
-without weights and compiled in a child process, because the caller must not import torch_xla, and a compile can only be
-stopped by ending its process. The child opens no chip and takes no lock, so it may run beside a training run. The
-compiler's answers are kept on disk.
+The step is traced without weights and compiled by the compile-only client of libtpu in a child process: the caller must
+not import torch_xla, and only the end of its process stops a compile. The child opens no chip and takes no lock, so it
+may run beside a training run. Answers are kept on disk.
 """
 
 from __future__ import annotations
@@ -62,29 +61,19 @@ class Compiled:
     """The TPU compiler's figures of a step. Bytes are of one device; a figure is None where the step does not fit.
 
     Attributes:
-        topology: the slice it was compiled for, such as "v5e:2x4".
-        fits: whether the step runs: it compiled, and its total is within the limit.
-        limit_bytes: the most that a program can have of a device's memory.
-        argument_bytes: weights, state and batch.
-        output_bytes: the new state.
+        topology: such as "v5e:2x4".
+        fits: whether it compiled, and its total is within `limit_bytes`, the most that a program can have.
         aliased_bytes: the part of the outputs that is written over arguments.
         temporary_bytes: buffers that live only during the step, at its peak.
         code_bytes: the program.
-        total_bytes: arguments + (outputs - aliased) + temporaries + code; if the step did not compile, what the
-            compiler's error says, without outputs.
-        flops: floating point operations of a step on one device, each trip of a loop counted; of splash attention,
-            which reports none, by formula.
+        total_bytes: arguments + (outputs - aliased) + temporaries + code; or what the compiler's error says.
+        flops: each trip of a loop counted; of splash attention, which reports none, by formula.
         bytes_accessed: bytes that its instructions read and write in any memory, by the compiler.
-        hbm_bytes: bytes that they read from HBM and write to it. Each fusion of an asynchronous collective counts its
-            buffers.
-        collectives: by kind.
+        hbm_bytes: bytes that they read from HBM and write to it.
         operations: what each operation of the model costs.
         out_of_memory: the compiler's error, if the step does not fit.
-        trace_seconds: time to trace the step.
-        compile_seconds: time to compile it.
-        libtpu: version of the compiler.
         program: a hash of the program.
-        cached: whether nothing was compiled, because the answer was on disk.
+        cached: whether the answer was on disk.
     """
 
     topology: str
@@ -113,13 +102,9 @@ class Compiled:
         moved = tuple(replace(one, synchronous=one.moved) for one in self.collectives)
         return Work(self.flops or 0.0, self.hbm_bytes or 0.0, 0.0, moved)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON; `from_dict` reads them."""
-        return asdict(self)
-
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Compiled:
-        """Reads what `to_dict` returned."""
+        """Reads the result of `asdict`."""
         kinds: dict[str, type] = {"collectives": Collective, "operations": Operation}
         lists = {name: tuple(kind(**one) for one in values.get(name, ())) for name, kind in kinds.items()}
         return Compiled(**{**values, **lists})
@@ -171,19 +156,15 @@ def compile_step(
 
     Args:
         config: the run. Its model may be a folder with nothing but a config.json; no weight is read or made.
-        chip: a chip's name ("v5e"), which takes the smallest slice with room for the replicas, or a topology
-            ("v5e:2x4").
+        chip: a topology ("v5e:2x4"), or a chip ("v5e"): the smallest slice with room for the replicas.
         num_replicas: data-parallel replicas, one per device; their all-reduce is in the program.
         effort: "full" for the exact figures; "low" is some 6 times quicker, and its temporaries differ by 1.5 to 8 %,
             mostly down.
         progress: whether to print each phase with its time to stderr.
         cache_dir: folder of the answers; ~/.cache/tpu_kit/compiled by default.
-        time_limit: seconds after which the compile is ended.
+        time_limit: seconds after which the compile is ended, as an interrupt (Ctrl-C) ends it.
         generation: the values of `trace.GenerationProgram` to compile that instead of the step.
         part: of an update that is two programs: "accumulate" or "apply".
-
-    Returns:
-        The compiler's figures. An interrupt (Ctrl-C) ends the compile: nothing continues in the background.
 
     Raises:
         CompilerUnavailable: libtpu or a package that drives it is not installed, or not in a known version.
@@ -218,10 +199,7 @@ def compile_step(
 def compile_programs(
     config: TrainConfig, topology: str | None, num_devices: int, **options: Any
 ) -> dict[str, Compiled]:
-    """Compiles the programs of a run, by name: its "step", or those of a run that samples.
-
-    Arguments and errors are those of `compile_step`; None for a slice for which the compiler has no topology.
-    """
+    """As `compile_step` for each program of a run, by name; `topology` is None where the compiler has none."""
     if topology is None:
         raise CompilerUnavailable("the compiler has no topology for this slice")
     asked: dict[str, dict[str, Any]] = {"step": {}}
@@ -294,9 +272,6 @@ def check_available() -> str:
     return found
 
 
-# -------------------------------------------------------------------------------------------------------- the child
-
-
 def _in_child(request: dict[str, Any], progress: bool, time_limit: float | None) -> dict[str, Any]:
     """Runs this module in a process and returns its answer; the process ends with the call, whatever happens."""
     start = time.monotonic()
@@ -355,10 +330,7 @@ def _compile(request: dict[str, Any], show: Callable[[str], None]) -> dict[str, 
         program = trace_generation(config, devices, GenerationProgram(**wanted))
     else:
         program = trace_step(config, devices, request["part"])
-    traced = {
-        "program": fingerprint(program),
-        "trace_seconds": time.monotonic() - start,
-    }
+    traced = {"program": fingerprint(program), "trace_seconds": time.monotonic() - start}
     known = Path(request["known"], f"{traced['program']}-{request['suffix']}.json")
     if known.is_file():
         return traced | {"known": str(known)}
@@ -427,7 +399,7 @@ def _write(path: Path, compiled: Compiled) -> None:
     """Keeps an answer; if the folder cannot be written to, the next call compiles again."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        atomic.write_text(path, json.dumps(compiled.to_dict()), shared=True)
+        atomic.write_text(path, json.dumps(asdict(compiled)), shared=True)
     except OSError:
         pass
 

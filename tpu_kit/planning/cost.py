@@ -36,8 +36,7 @@ ICI_EFFICIENCY = 0.7
 DCN_EFFICIENCY = 0.7
 """Share of the data center network's bandwidth that an all-reduce between slices reaches: an assumption."""
 GATHERS = 2
-"""Times that a pass gathers a layer's weights on a mesh: in the forward pass, and in the backward pass, whose
-recomputation uses the same ones."""
+"""Times that a pass gathers a layer's weights on a mesh: in the forward and in the backward pass."""
 SYNCHRONOUS_GATHERS = 0.1
 """Share of the gathered weights that the compiler does not overlap with computation: 0.004 to 0.46."""
 MODEL_REDUCES = 10
@@ -87,10 +86,8 @@ class Collective:
 
     def repeated(self, times: int) -> Collective:
         """The same in as many runs of their program."""
-        return replace(
-            self, count=times * self.count, moved=times * self.moved, synchronous=times * self.synchronous,
-            bytes=times * self.bytes,
-        )  # fmt: skip
+        more = {name: times * getattr(self, name) for name in ("count", "moved", "synchronous", "bytes")}
+        return replace(self, **more)
 
 
 @dataclass(frozen=True)
@@ -102,17 +99,24 @@ class Work:
 
     flops: float
     traffic: float
-    reduced: float
+    reduced: float = 0.0
     collectives: tuple[Collective, ...] = ()
+
+    def __add__(self, more: Work) -> Work:
+        collectives = (*self.collectives, *more.collectives)
+        return Work(self.flops + more.flops, self.traffic + more.traffic, self.reduced + more.reduced, collectives)
+
+    def repeated(self, times: float) -> Work:
+        """The FLOPs and the traffic of as many runs."""
+        return replace(self, flops=times * self.flops, traffic=times * self.traffic)
 
 
 @dataclass(frozen=True)
 class StepTime:
     """Seconds of a step by cause: the larger of `compute` and `memory`, plus the others.
 
-    On a mesh, `all_reduce` is the part of all collectives that computation does not hide. `rollout` is an update's part
-    of the rollout that it learns from. `measured` is the factor that `verify` measured on this machine; None where it
-    was not measured.
+    `all_reduce` is the part of the collectives that computation does not hide, `rollout` an update's part of it,
+    `measured` the factor that `verify` measured on this machine, if it did.
     """
 
     compute: float
@@ -146,14 +150,15 @@ def work(config: TrainConfig, shape: Shape, plan: BatchPlan, mesh: Mesh | None =
     if mesh is None:
         return _work(config, shape, plan)
     own = per_device(shape, mesh)
-    done, moved = _work(config, own, plan), predicted_collectives(config, shape, plan, mesh, slices)
+    moved = predicted_collectives(config, shape, plan, mesh, slices)
     gathered = sum(one.moved for one in moved if one.kind.startswith("all-gather"))
     elsewhere = UPDATE_TRAFFIC * 4.0 * trained_count(own, config) * (1 - 1 / mesh.fsdp)
-    flops = done.flops
+    spread = 0.0
     if config.model.base_dtype == "int4":  # steps and offsets are spread by products, for forward and backward pass
         spread = sum(count * one.inputs**2 * one.outputs for kind, count in own.counted for one in kind.linears)
-        flops += plan.gradient_accumulation * 4 * spread / config.model.quant_group
-    return Work(flops, done.traffic - elsewhere + GATHERED_TRAFFIC * gathered, 0.0, tuple(moved))
+        spread *= plan.gradient_accumulation * 4 / config.model.quant_group
+    more = Work(spread, GATHERED_TRAFFIC * gathered - elsewhere, 0.0, tuple(moved))
+    return replace(_work(config, own, plan) + more, reduced=0.0)
 
 
 def _work(config: TrainConfig, shape: Shape, plan: BatchPlan) -> Work:
@@ -161,9 +166,8 @@ def _work(config: TrainConfig, shape: Shape, plan: BatchPlan) -> Work:
 
     A matrix product of N weights takes 2 N FLOPs a token, its gradient to the input as many, to the weight as many
     where that is trained. remat=full adds the forward pass of the layers, without the last product of the MLP, whose
-    result is needed only if a norm follows (then a tiled MLP is computed twice: for that norm, and tile by tile for its
-    own gradient). Attention takes 4 S n d a token forward, and 2.5 times that backward (five products for two); a
-    kernel leaves out the half that the causal mask hides.
+    result only a norm would need (then a tiled MLP is computed twice). Attention takes 4 S n d a token forward, and 2.5
+    times that backward (five products for two); a kernel leaves out the half that the causal mask hides.
     """
     tokens, length, lora = plan.batch_size * config.data.max_length, config.data.max_length, config.lora
     compute = 4 if config.model.base_dtype == "fp32" else 2
@@ -190,24 +194,19 @@ def _work(config: TrainConfig, shape: Shape, plan: BatchPlan) -> Work:
     read = weights * (2 + again) * WEIGHT_BYTES[config.model.base_dtype]
     traffic = TRAFFIC * _ends(shape) * tokens * compute + read + 2 * chunks * head * compute
     traffic += STATE_TRAFFIC * states * tokens
-    passes = plan.gradient_accumulation
     if config.model.attention == "sdpa":
         heads = sum(count * kind.heads for kind, count in shape.counted)
         traffic += SCORES_TRAFFIC * tokens * length * heads * compute
+    done = Work(flops, traffic)
     if config.teacher is not None and (teacher := teacher_shape(config)) is not None:
-        more = _forward(teacher, config.teacher.base_dtype, tokens, length, chunks, seen)
-        flops, traffic = flops + more.flops, traffic + more.traffic
-    objective = objective_beside(config)
-    if objective and not objective.trains_model:
-        base = _forward(shape, config.model.base_dtype, tokens, length, chunks, seen)
-        flops, traffic = base.flops + 2 * tokens * head, base.traffic + chunks * head * compute
-    if objective:
-        added = objective.cost(tokens, shape.hidden)
-        flops += tokens * (2 * added.output_products * head + 6 * added.params)
-        traffic += added.output_products * chunks * head * compute
-        more = _forward(shape, config.model.base_dtype, tokens, length, chunks, seen)
-        flops, traffic = flops + added.forwards * more.flops, traffic + added.forwards * more.traffic
-    return Work(passes * flops, passes * traffic + UPDATE_TRAFFIC * 4.0 * trained, 4.0 * trained)
+        done += _forward(teacher, config.teacher.base_dtype, tokens, length, chunks, seen)
+    if objective := objective_beside(config):
+        added, logits = objective.cost(tokens, shape.hidden), Work(2 * tokens * head, chunks * head * compute)
+        forward = _forward(shape, config.model.base_dtype, tokens, length, chunks, seen)
+        done = done if objective.trains_model else forward + logits
+        done += logits.repeated(added.output_products) + forward.repeated(added.forwards)
+        done += Work(6 * tokens * added.params, 0.0)
+    return done.repeated(plan.gradient_accumulation) + Work(0.0, UPDATE_TRAFFIC * 4.0 * trained, 4.0 * trained)
 
 
 def predicted_collectives(
@@ -215,8 +214,8 @@ def predicted_collectives(
 ) -> list[Collective]:
     """The collectives of an update on a mesh: those of `weight_collectives`, and those of activations.
 
-    The rows of the embedding are exchanged. For the loss, the hidden states of a chunk are gathered over fsdp, and
-    their gradient is reduce-scattered. Over model, activations of (T, H) are all-reduced.
+    The rows of the embedding are exchanged. The loss gathers hidden states over fsdp and reduce-scatters their
+    gradient. Over model, activations of (T, H) are all-reduced.
     """
     passes, tokens = plan.gradient_accumulation, plan.batch_size * config.data.max_length
     states = float(tokens * shape.hidden * (4 if config.model.base_dtype == "fp32" else 2))
@@ -244,9 +243,9 @@ def weight_collectives(
 ) -> Iterator[Collective]:
     """The collectives of weights and gradients, whose bytes do not depend on the number of tokens.
 
-    A layer's tensors are gathered over fsdp in the forward and in the backward pass, as they are stored; trained ones
-    in bf16. The gradient of each trained matrix is reduce-scattered in bf16 in each pass, an MLP's for each tile
-    of its tokens, and all-reduced over data in bf16 in each pass: within each slice, then between the slices.
+    A layer's tensors are gathered over fsdp as they are stored, trained ones in bf16. In each pass the gradient of a
+    trained matrix is reduce-scattered in bf16, an MLP's for each tile of its tokens, and all-reduced over data: within
+    each slice, then between the slices.
     """
     gathered, scattered, summed, gathers, matrices = 0.0, 0.0, 0.0, 0, 0
     for tensor in model_tensors(shape, config):
@@ -289,7 +288,7 @@ def _forward(shape: Shape, dtype: str, tokens: int, length: int, chunks: int, se
     head, compute = shape.vocabulary * shape.hidden, 4 if dtype == "fp32" else 2
     flops = 2 * tokens * (shape.active_weights + _scores(shape, length) * seen + head * bool(chunks))
     traffic = TRAFFIC / 3 * _ends(shape) * tokens * compute + shape.linear_weights * WEIGHT_BYTES[dtype]
-    return Work(flops, traffic + chunks * head * compute, 0.0)
+    return Work(flops, traffic + chunks * head * compute)
 
 
 def _scores(shape: Shape, length: int) -> float:
@@ -312,7 +311,6 @@ def step_time(done: Work, chip: Chip, num_replicas: int, measured: float | None 
 
     The all-reduce is a ring: 2 (R - 1) / R of the bytes, over half of the interconnect (it counts both directions). On
     a mesh, the synchronous part of the collectives is exposed, and of the rest what takes longer than the computation.
-    Products of fp32 run at the bf16 peak, as the compiler rounds their inputs to bf16.
 
     Raises:
         ValueError: the chip's speed is not known.
@@ -341,7 +339,7 @@ def compiled_time(config: TrainConfig, shape: Shape, where: TargetSlice, compile
 
     Splash attention reports no FLOPs, so the formula's count of a program may be larger.
     """
-    works, update = predicted_work(config, shape, where), Work(0.0, 0.0, 0.0)
+    works, update = predicted_work(config, shape, where), Work(0.0, 0.0)
     if any(one.flops is None for one in compiled.values()):  # it does not fit
         return _time(config, where, works)
     passes = update_plan(config, where.replicas).gradient_accumulation
@@ -351,9 +349,8 @@ def compiled_time(config: TrainConfig, shape: Shape, where: TargetSlice, compile
             works[name] = replace(done, flops=max(done.flops, works[name].flops))
             continue
         times = passes if name == "accumulate" else 1
-        flops, traffic = update.flops + times * (one.flops or 0.0), update.traffic + times * (one.bytes_accessed or 0.0)
-        moved = [each.repeated(times) for each in one.collectives if where.mesh]
-        update = Work(flops, traffic, 0.0, (*update.collectives, *moved))
+        moved = tuple(each.repeated(times) for each in one.collectives if where.mesh)
+        update += Work(times * (one.flops or 0.0), times * (one.bytes_accessed or 0.0), 0.0, moved)
     own = works[UPDATE]
     works[UPDATE] = replace(update, flops=max(update.flops, own.flops), reduced=own.reduced)
     return _time(config, where, works)
@@ -377,8 +374,7 @@ def predicted_work(config: TrainConfig, shape: Shape, where: TargetSlice) -> dic
     """The work on one device of an update, and of each program of a rollout, with its prompts at their widest.
 
     A decode step reads the weights, all slots of the cache, and the logits several times. On a mesh each device
-    multiplies with its part of the weights; the inputs of attention, of its output, of the MLP and of its output are
-    gathered, and the logits. A TPU computes whole multiples of `rollouts.WHOLE_ROWS` rows.
+    multiplies with its part of the weights; the inputs of products and the logits are gathered.
     """
     plan = update_plan(config, where.replicas)
     update = {UPDATE: work(config, shape, plan, where.mesh, where.slices)}
@@ -407,15 +403,15 @@ def predicted_work(config: TrainConfig, shape: Shape, where: TargetSlice) -> dic
         sent = block * rows * size * (each + shape.vocabulary) * (parts - 1) / parts
         moved.append(exposed("all-gather of activations", block * (4 * shape.layers + 1), sent))
     found = update | {
-        "prefill": Work(read.flops / parts, read.traffic / parts, 0.0),
-        "samples": Work(0.0, COPY_TRAFFIC * cache * rollout.copies, 0.0),
+        "prefill": read.repeated(1 / parts),
+        "samples": Work(0.0, COPY_TRAFFIC * cache * rollout.copies),
         "decode": Work(block * flops, block * traffic, 0.0, tuple(moved)),
-    }  # fmt: skip
+    }
     if config.optim.objective == "policy" and config.rl.updates_per_rollout > 1:
-        tokens, passes = plan.batch_size * config.data.max_length, plan.gradient_accumulation
+        tokens = plan.batch_size * config.data.max_length
         chunks = -(-tokens // config.optim.loss_chunk)
         before = _forward(shape, config.model.base_dtype, tokens, config.data.max_length, chunks, seen)
-        found["before"] = Work(passes * before.flops / mesh.model, passes * before.traffic / mesh.model, 0.0)
+        found["before"] = before.repeated(plan.gradient_accumulation / mesh.model)
     return found
 
 

@@ -1,13 +1,7 @@
-"""Estimates the memory of a training step from the model's config.json.
-
-It needs no weights, no compiler and no torch, and takes less than a second.
-
-    from tpu_kit.planning.memory_estimate import estimate
-    print(estimate(config))
+"""Estimates the memory of a training step from the model's config.json, without weights, compiler and torch.
 
 A step needs arguments (weights, state, batch) + temporaries + code; donated state is written in place, so it counts
-once. The temporaries are taken at the moment when most are alive: at the "start", in the "loss", the "backward" pass or
-the "update"; `activation_memory` derives them. This module derives the arguments and the code.
+once. `activation_memory` derives the temporaries, this module the arguments and the code.
 """
 
 from __future__ import annotations
@@ -22,17 +16,12 @@ from tpu_kit.config.loader import TrainConfig
 from tpu_kit.config.mesh import Mesh
 from tpu_kit.hardware.chips import GIB, Chip
 from tpu_kit.hardware.slices import TargetSlice
-from tpu_kit.models.architecture import FEW_TILES, Shape
+from tpu_kit.models.architecture import FEW_TILES, Shape, check_groups
 from tpu_kit.models.shape_cache import read_shape
 from tpu_kit.planning.activation_memory import PeakActivationModel
 from tpu_kit.planning.argument_memory import is_matrix, padded, shards, teacher_shape, teacher_tensors
 from tpu_kit.planning.mesh_memory import MeshActivationModel
-from tpu_kit.planning.rollouts import (
-    ProgramPeak,
-    cache_bytes,
-    rollout_of,
-    update_plan,
-)
+from tpu_kit.planning.rollouts import ProgramPeak, cache_bytes, rollout_of, update_plan
 
 LOOP_CODE = 26 * 2**20
 """Code of a program of loops for each layer in it (one, or those of a block) and each pass: 20 to 31 MiB."""
@@ -66,9 +55,7 @@ class Memory:
     """The memory of a step on one device.
 
     Attributes:
-        parts: bytes by name at the peak: base_weights, teacher_weights, adapters, optimizer, ema, batch,
-            objective, objective_saved, saved_activations, mask, gradients, weight_copies, layer, attention,
-            loss_chunk, teacher, all_reduce, update, heap, code.
+        parts: bytes by name at the peak.
         argument_bytes: weights, state and batch.
         temporary_bytes: buffers that live only within the step.
         code_bytes: the program.
@@ -96,13 +83,9 @@ class Memory:
 
 
 def estimate(
-    config: TrainConfig,
-    *,
-    num_replicas: int = 1,
-    shape: Shape | None = None,
-    chip: Chip | None = None,
+    config: TrainConfig, *, num_replicas: int = 1, shape: Shape | None = None, chip: Chip | None = None,
     mesh: Mesh | None = None,
-) -> Memory:
+) -> Memory:  # fmt: skip
     """Estimates the memory of a training step on a TPU.
 
     Args:
@@ -122,12 +105,8 @@ def estimate(
             f"data.max_length={config.data.max_length} is longer than the {shape.positions} positions of the model; "
             f"set it to {shape.positions} or less"
         )
-    model = config.model
-    if config.lora.r and model.base_dtype == "int4" and (wrong := shape.undivided(model.quant_group)):
-        raise ValueError(
-            f"model.quant_group={model.quant_group} does not divide half of the inputs of {', '.join(wrong)}: set a "
-            "smaller one, or model.base_dtype=int8"
-        )
+    if config.lora.r and config.model.base_dtype == "int4":
+        check_groups(shape.widths, config.model.quant_group)
     kind = _Rounds if config.on_policy else _Step
     return kind(config, shape, num_replicas, chip, mesh).memory()
 
@@ -143,15 +122,11 @@ class _Step:
     def __init__(
         self, config: TrainConfig, shape: Shape, num_replicas: int, chip: Chip | None, mesh: Mesh | None
     ) -> None:
-        self.config, self.shape = config, shape
-        self.alive = (
-            PeakActivationModel(config, shape, num_replicas, chip)
-            if mesh is None
-            else MeshActivationModel(config, shape, mesh, chip)
-        )
-        self.mesh, self.replicas = mesh, num_replicas
-
-    # ------------------------------------------------------------------------------------------------------ arguments
+        self.config, self.shape, self.mesh, self.replicas = config, shape, mesh, num_replicas
+        if mesh is None:
+            self.alive = PeakActivationModel(config, shape, num_replicas, chip)
+        else:
+            self.alive = MeshActivationModel(config, shape, mesh, chip)
 
     def arguments(self) -> dict[str, int]:
         """The buffers before the step: weights, adapters, optimizer, average, batches; of a mesh a device's shards.
@@ -160,9 +135,8 @@ class _Step:
         Adafactor a number for each row and column. A batch is three int64 and one int32 array of (B, S) for each pass.
         """
         alive, config = self.alive, self.config
-        every = list(zip(alive.tensors, alive.parts, strict=True))
-        sizes = {one.name: padded(part, one.size, free=True) for one, part in every}
-        adapters = sum(sizes[one.name] for one in alive.tensors if one.trained) if config.lora.r else 0
+        every = sum(padded(part, one.size, free=True) for one, part in alive.sharded)
+        adapters = sum(padded(part, one.size, free=True) for one, part in alive.of_trained()) if config.lora.r else 0
         teacher, state = teacher_tensors(config), sum(map(alive.group_bytes, alive.groups))
         shape = teacher_shape(config)
         parts = shards(teacher, self.mesh, shape.embedding) if shape else []
@@ -173,7 +147,7 @@ class _Step:
             columns += [(width, 4) for width, _ in alive.objective.columns.values()]
         rows = sum(padded((alive.rows, alive.length * width), size) for width, size in columns)
         return {
-            "base_weights": sum(sizes.values()) - adapters,
+            "base_weights": every - adapters,
             "teacher_weights": sum(padded(part, one.size, free=True) for one, part in zip(teacher, parts, strict=True)),
             "adapters": adapters,
             "optimizer": 2 * state if config.optim.optimizer == "adamw" else self._factored(),
@@ -184,14 +158,11 @@ class _Step:
 
     def _factored(self) -> int:
         """Adafactor's numbers of rows and columns, which each device of a mesh holds whole."""
-        size, vectors = 0, 0
-        for one, part in zip(self.alive.tensors, self.alive.parts, strict=True):
-            if one.trained and is_matrix(one):
-                shape = one.shape
-                size += padded((math.prod(shape[:-1]),), 4) + padded((math.prod(shape) // shape[-2],), 4)
-            elif one.trained:
-                vectors += math.prod(part)
-        return size + padded((vectors,), 4)
+        pairs = self.alive.of_trained()
+        matrices = [one.shape for one, _ in pairs if is_matrix(one)]
+        sizes = [count for shape in matrices for count in (math.prod(shape[:-1]), math.prod(shape) // shape[-2])]
+        sizes.append(sum(math.prod(part) for one, part in pairs if not is_matrix(one)))
+        return sum(padded((count,), 4) for count in sizes)
 
     def code(self) -> int:
         """The program's own size; see `LOOP_CODE`."""
@@ -212,12 +183,9 @@ class _Step:
         codes = sum(one.code for one in programs)
         most = max(programs, key=lambda one: one.total - one.code)
         held = {**most.beside, **most.arguments, **({"sample_cache": most.results} if most.results else {})}
-        parts = {**held, **most.temporaries, "code": codes}
+        parts, temporaries = {**held, **most.temporaries, "code": codes}, sum(most.temporaries.values())
         moment = ", ".join(filter(None, [most.name if self.config.on_policy else "", most.moment]))
-        return Memory(
-            parts, sum(held.values()), sum(most.temporaries.values()), codes, moment, self.alive.trained,
-            programs,
-        )  # fmt: skip
+        return Memory(parts, sum(held.values()), temporaries, codes, moment, self.alive.trained, programs)
 
     def programs(self) -> Iterator[ProgramPeak]:
         """The only program."""
@@ -264,8 +232,7 @@ class _Rounds(_Step):
         moment, beyond = self.alive.reported(update=True)
         parts = {**moment.parts, "gradients": 0.0, "heap": max(0.0, beyond - moment.parts["gradients"])}
         if mesh is None and self.replicas > 1:  # before and after the all-reduce, which takes them as they are written
-            pairs = zip(self.alive.tensors, self.alive.parts, strict=True)
-            parts["all_reduce"] += 2.0 * sum(padded(part, 4) for one, part in pairs if one.trained)
+            parts["all_reduce"] += 2.0 * sum(padded(part, 4) for _, part in self.alive.of_trained())
         yield made("apply", (*trained, *state), parts, SMALLEST_CODE, also=sent)
 
     def prefill(self, rows: int, width: int) -> dict[str, float]:
@@ -295,5 +262,4 @@ class _Rounds(_Step):
 
     def gradient_buffer(self) -> int:
         """The buffer of the gradients, fp32, in the parameters' own shapes."""
-        pairs = zip(self.alive.tensors, self.alive.parts, strict=True)
-        return sum(padded(part, 4, free=True) for one, part in pairs if one.trained)
+        return sum(padded(part, 4, free=True) for _, part in self.alive.of_trained())

@@ -9,9 +9,9 @@ from tpu_kit.config.loader import ConfigError, ModelConfig, TrainConfig, load_co
 from tpu_kit.config.mesh import Mesh, resolve_mesh
 from tpu_kit.hardware.chips import GIB
 from tpu_kit.hardware.slices import TargetSlice
-from tpu_kit.models.architecture import Shape, shipped_shapes
+from tpu_kit.models.architecture import Shape, shipped_shapes, undivided
 from tpu_kit.models.shape_cache import read_shapes
-from tpu_kit.planning.advice import can_shard, largest
+from tpu_kit.planning.advice import can_shard, largest, with_rows
 from tpu_kit.planning.argument_memory import table
 from tpu_kit.planning.cost import StepTime, predict_time, step_time
 from tpu_kit.planning.memory_estimate import estimate_on, reserve
@@ -32,7 +32,7 @@ def placed(
         config: the run.
         shape: of its model.
         where: the slice, with a replica on each device.
-        one_row: whether one row of a device is enough; so too with optim.batch_size=auto.
+        one_row: whether one row of a device is enough, as it is with optim.batch_size=auto.
 
     Raises:
         ConfigError: the mesh does not divide the attention heads, or the slices do not divide its data axis.
@@ -58,9 +58,9 @@ def placed(
     asked, text = f"launch.mesh={launch.mesh or 'null'}", f"{peak / GIB:.2f} of {where.limit / GIB:.2f} GiB"
     if peak <= limit and where.hosts == 1:
         return config, where, f"{asked}: a replica on each of the {devices} devices, which takes {text}"
-    if where.hosts > 1 and not can_shard(config):
-        raise ValueError(f"{where.name}: several hosts are trained by a mesh, and this run cannot be sharded")
     if not can_shard(config):
+        if where.hosts > 1:
+            raise ValueError(f"{where.name}: several hosts are trained by a mesh, and this run cannot be sharded")
         return config, where, f"{asked}: replicas, which take {text}; this run cannot be sharded over a mesh"
     found = list(_meshes(config, shape, where, rows))
     chosen, on, least, step = next((one for one in found if one[2] <= limit), found[-1])
@@ -89,7 +89,7 @@ def _meshes(
 
 def _predicted(config: TrainConfig, shape: Shape, where: TargetSlice, rows: int) -> tuple[int, StepTime]:
     if config.optim.batch_size != rows:
-        config = replace(config, optim=replace(config.optim, batch_size=rows, global_batch_size=None))
+        config = with_rows(config, rows)
     return estimate_on(config, shape, where).total_bytes, predict_time(config, shape, where)
 
 
@@ -120,8 +120,7 @@ def largest_models(where: TargetSlice) -> list[dict[str, object]]:
     """The largest shipped model that a LoRA of r=16 trains on a slice, sharded over all devices, for each base dtype.
 
     Returns:
-        Rows of a table: the base dtype, the model, the memory of a device with one row of 1,024 tokens, and the most
-        rows of a device that fit.
+        Rows of a table, with the memory of a device for one row of 1,024 tokens, and the most rows that fit.
     """
     mesh = Mesh(fsdp=where.replicas)
     on = where.sharded(mesh) if where.replicas > 1 else where
@@ -133,11 +132,11 @@ def largest_models(where: TargetSlice) -> list[dict[str, object]]:
             values = {"model.name": name, "base_dtype": dtype, "max_length": 1024, "batch_size": 1}
             config = load_config(None, {**values, "mesh": str(mesh)} if on.mesh else values)
             limit = on.limit * (1 - reserve(config))
-            if dtype == "int4" and shape.undivided(config.model.quant_group):
+            if dtype == "int4" and undivided(shape.widths, config.model.quant_group):
                 continue
 
             def peak(rows: int, config: TrainConfig = config, shape: Shape = shape) -> int:
-                return estimate_on(replace(config, optim=replace(config.optim, batch_size=rows)), shape, on).total_bytes
+                return estimate_on(with_rows(config, rows), shape, on).total_bytes
 
             if most := largest(lambda rows: peak(rows) <= limit, 4096):  # noqa: B023  called at once
                 size = f"{peak(1) / GIB:.2f} of {on.limit / GIB:.2f}"
@@ -149,11 +148,9 @@ def largest_models(where: TargetSlice) -> list[dict[str, object]]:
 
 @dataclass(frozen=True)
 class Answering:
-    """The TPU compiler's figures of generation on a mesh.
+    """The TPU compiler's figures of generation on a mesh, for so many prompts, padded to `width` tokens.
 
     Attributes:
-        rows: prompts of a batch.
-        width: tokens to which they are padded.
         slots: length of the key/value cache.
         peak_bytes: of one device, the larger one of prefill and decoding.
         fits: whether both fit.
@@ -171,14 +168,7 @@ class Answering:
 def compile_answering(
     config: TrainConfig, where: TargetSlice, *, rows: int = 16, width: int = 256, slots: int = 1280
 ) -> Answering:
-    """Compiles the programs of generation on a slice with a mesh.
-
-    Args:
-        config: the run.
-        where: the slice.
-        rows: prompts of a batch.
-        width: tokens to which they are padded.
-        slots: length of the key/value cache.
+    """Compiles the programs of generation on a slice with a mesh; for the sizes see `Answering`.
 
     Raises:
         CompilerUnavailable: the compiler cannot run here.

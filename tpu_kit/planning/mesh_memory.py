@@ -1,8 +1,7 @@
 """The memory of a training step that is sharded over a mesh: the shard of each tensor, and the temporaries of a device.
 
-Arguments are the shards of the model's tensors by the rules of `models.sharding_rules`, their moments and a shard of
-the batch. The temporaries are those of `activation_memory` for the device's rows and its part of the model axis, with
-the weights of a layer gathered over fsdp, and gradients in shards.
+The temporaries are those of `activation_memory` for the device's rows and its part of the model axis, with the weights
+of a layer gathered over fsdp, and gradients in shards.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from dataclasses import replace
 from tpu_kit.config.loader import TrainConfig
 from tpu_kit.config.mesh import Mesh
 from tpu_kit.hardware.chips import Chip
-from tpu_kit.models.architecture import Experts, Layer, Shape, scale_groups
+from tpu_kit.models.architecture import Experts, Layer, Linear, Shape, scale_groups
 from tpu_kit.models.sharding_rules import FIRST, is_column
 from tpu_kit.planning.activation_memory import PeakActivationModel, elements, largest
 from tpu_kit.planning.argument_memory import is_matrix, padded, teacher_shape
@@ -26,20 +25,20 @@ INT4_MATRICES = (9, 3)
 
 def per_device(shape: Shape, mesh: Mesh) -> Shape:
     """The model as the products of one device see it: its part of the heads, the MLP's columns and the vocabulary."""
-    if mesh.model == 1:
-        return shape
     parts = mesh.model
-    kinds = []
-    for kind in shape.kinds:
-        linears = tuple(
-            replace(one, outputs=one.outputs // parts)
-            if is_column(one.path, one.outputs, one.inputs, shape.hidden)
-            else replace(one, inputs=one.inputs // parts)
-            for one in kind.linears
-        )
-        heads, kv_heads = kind.heads // parts, max(1, kind.kv_heads // parts)
-        kinds.append(replace(kind, linears=linears, heads=heads, kv_heads=kv_heads))
-    return replace(shape, kinds=tuple(kinds), vocabulary=-(-shape.vocabulary // parts))
+    if parts == 1:
+        return shape
+
+    def part(one: Linear) -> Linear:
+        side = "outputs" if is_column(one.path, one.outputs, one.inputs, shape.hidden) else "inputs"
+        return replace(one, **{side: getattr(one, side) // parts})
+
+    kinds = tuple(
+        replace(kind, linears=tuple(map(part, kind.linears)), heads=kind.heads // parts,
+                kv_heads=max(1, kind.kv_heads // parts))
+        for kind in shape.kinds
+    )  # fmt: skip
+    return replace(shape, kinds=kinds, vocabulary=-(-shape.vocabulary // parts))
 
 
 class MeshActivationModel(PeakActivationModel):
@@ -54,8 +53,6 @@ class MeshActivationModel(PeakActivationModel):
         """Each matrix's shard alone, and all vectors together."""
         vectors = [part for one, part in self.of_trained() if not is_matrix(one)]
         return [*([vectors] if vectors else []), *([part] for one, part in self.of_trained() if is_matrix(one))]
-
-    # ------------------------------------------------------------------------------------------ terms in shards
 
     def head_gradient(self) -> float:
         """None: the output layer's gradient is in shards, and small."""

@@ -1,8 +1,7 @@
 """Checks the objective of a run before its launch: the teacher that fits the model, the user's own loss.
 
-The user's loss runs twice on PyTorch's "meta" device, which has shapes and no values. So an operation that reads a
-value, or whose shape depends on values, fails there, and its line is known. What both calls did must be equal, because
-XLA compiles a program for each sequence of operations and shapes.
+The user's loss runs twice on PyTorch's "meta" device, where an operation that reads a value, or whose shape depends on
+values, fails. Both calls must do the same, because XLA compiles a program for each sequence of operations and shapes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Proposes the next setting that fits when memory runs out.
-
-The proposed settings keep the rows of each update. So they do the same training, and the run resumes from its
-checkpoint.
-"""
+"""Proposes the next setting that fits when memory runs out: of the same training, so that the run can resume."""
 
 from __future__ import annotations
 
@@ -50,12 +46,7 @@ class OutOfMemory(LaunchError):
 
 
 def out_of_memory(error: BaseException, outlook: Preflight) -> OutOfMemory | None:
-    """Makes the error to raise instead of one about memory; None for any other error.
-
-    Args:
-        error: of the launch.
-        outlook: the predictions for the run.
-    """
+    """Makes the error to raise instead of one of the launch about memory; None for any other error."""
     text = str(error) if isinstance(error, LaunchError) else f"{type(error).__name__}: {error}"
     device, host = _DEVICE.search(text), _HOST.search(text)
     if _KERNEL in text or not (device or host):
@@ -85,21 +76,16 @@ def suggestion(outlook: Preflight) -> str:
     if outlook.fits is not False:
         return ""
     overrides, why = next_setting(outlook)
-    if not overrides:
-        return f"warning: it may run out of memory. {_NO_MORE}"
     pairs = " ".join(f"{name}={value}" for name, value in overrides.items())
-    return f"warning: it may run out of memory. The same training takes less with {pairs}. {why}"
+    more = f"The same training takes less with {pairs}. {why}" if overrides else _NO_MORE
+    return f"warning: it may run out of memory. {more}"
 
 
 def next_setting(outlook: Preflight, used: int | None = None) -> tuple[dict[str, Any], str]:
     """Chooses the parameters to change, by name, and describes the prediction; no parameters if none helps.
 
     It takes the fastest setting that fits if the device's speed is known, else the first of `_candidates`; if none is
-    predicted to fit, the one that takes least.
-
-    Args:
-        outlook: the run that failed.
-        used: bytes that it took, if known: they correct the predictions.
+    predicted to fit, the one that takes least. `used` bytes, if they are known, correct the predictions.
     """
     config, room, memory = outlook.config, outlook.room, outlook.memory
     replicas = room.replicas if room else config.launch.num_replicas or 1

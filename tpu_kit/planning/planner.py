@@ -1,8 +1,8 @@
 """Plans a run for TPUs: which settings fit a chip, which are fastest, how long the run takes and what it costs.
 
-A batch size or remat that the user set is kept. For those that the user left open, the planner selects the setting with
-the most tokens per second among those that leave a reserve of memory, by formula. With `exact`, the TPU compiler
-compiles the selected setting, and a smaller one if that does not fit.
+A batch size or remat that the user set is kept. Of those left open the planner takes the setting with the most tokens
+per second that leaves a reserve of memory, by formula. With `exact`, the TPU compiler compiles it, and a smaller one if
+that does not fit.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from functools import partial
 from typing import Any, Literal
 
 from tpu_kit.config.conflicts import check_remat
-from tpu_kit.config.loader import TrainConfig, as_trained, batch_arithmetic
+from tpu_kit.config.loader import BatchPlan, TrainConfig, as_trained, batch_arithmetic
 from tpu_kit.config.mesh import mesh_size
 from tpu_kit.config.schema import MOST_ROWS
 from tpu_kit.hardware.slices import TargetSlice, find_slice
 from tpu_kit.models.architecture import Shape
 from tpu_kit.models.shape_cache import read_shape
 from tpu_kit.models.sharding_rules import Placed
-from tpu_kit.planning.advice import Advice, Inference, advise, inference, largest
+from tpu_kit.planning.advice import Advice, Inference, advise, inference, largest, with_rows
 from tpu_kit.planning.argument_memory import table
 from tpu_kit.planning.compile_check import Compiled, CompilerUnavailable, compile_programs
 from tpu_kit.planning.cost import Collective, StepTime, compiled_time, predict_time, predicted_collectives
@@ -49,12 +49,17 @@ _COMPILED = (
 
 @dataclass(frozen=True)
 class Setting:
-    """One candidate configuration, with its peak (bytes) and time by formula."""
+    """One candidate configuration, with its update, and its peak (bytes) and time by formula."""
 
     config: TrainConfig
-    replicas: int
+    update: BatchPlan
     peak: int
     time: StepTime
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second."""
+        return self.update.tokens_per_update / self.time.seconds
 
 
 @dataclass(frozen=True)
@@ -66,20 +71,17 @@ class Plan:
         config: the run with the picked settings.
         settings: all candidates, fastest first.
         fits: whether the pick leaves the reserve.
-        peak_bytes: the pick's peak on one device.
-        parts: bytes of the peak by name.
+        peak_bytes: the pick's peak on one device, of which `parts` has the bytes by name.
         source: of the memory figures, "formula" or "compiler".
-        time: of a step; None where the formula does not know the model and it does not fit.
-        run: time and cost of the run; None likewise.
+        time: of a step.
+        run: time and cost of the run.
         checkpoint_bytes: size of a checkpoint.
         advice: the largest batch, sequence and rank that fit; and what to change if nothing fits.
-        inference: the longest context for generation.
-        updates: number of updates; None where it is not known.
-        unknown: why it is not known; empty otherwise.
+        inference: the longest context for generation; None on a mesh.
+        updates: number of updates; None where it is not known, for the reason `unknown`.
         compiled: the compiler's figures of each program, with `exact`.
         answering: the compiler's figures of generation, with `exact` on a mesh.
-        note: changes that the user did not ask for: another attention, or the formula instead of the compiler; and why
-            there is a mesh or none.
+        note: changes that the user did not ask for, and why there is a mesh or none.
         tensors: where each of the model's tensors lies on the mesh; empty without one.
         collectives: those of a step on the mesh.
         programs: the "step", or those of a run that samples, by formula.
@@ -92,10 +94,10 @@ class Plan:
     peak_bytes: int
     parts: dict[str, int]
     source: str
-    time: StepTime | None
-    run: TimePlan | None
-    checkpoint_bytes: int | None
-    advice: Advice | None
+    time: StepTime
+    run: TimePlan
+    checkpoint_bytes: int
+    advice: Advice
     inference: Inference | None = None
     updates: int | None = None
     unknown: str = ""
@@ -113,9 +115,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """The object of `plan --json`."""
-        batch = update_plan(self.config, self.where.replicas)
-        seconds = self.time.seconds if self.time else None
-        run = self.run
+        batch, run = update_plan(self.config, self.where.replicas), self.run
         values: dict[str, Any] = {
             "chip": self.where.chip.name, "chips": self.where.chips, "replicas": self.where.replicas,
             "slice": self.where.name, "mesh": str(self.where.mesh) if self.where.mesh else None,
@@ -123,20 +123,18 @@ class Plan:
             "global_batch_size": batch.global_batch_size, "fits": self.fits,
             "peak_bytes": self.peak_bytes, "limit_bytes": self.where.limit, "parts": self.parts, "source": self.source,
             "batch_size": batch.batch_size, "gradient_accumulation": batch.gradient_accumulation,
-            "remat": self.config.optim.remat, "step_seconds": seconds,
-            "tokens_per_second": batch.tokens_per_update / seconds if seconds else None,
-            "run_hours": run.run_hours if run else None,
-            "cost": {"on_demand": run.on_demand if run else None, "spot": run.spot if run else None},
-            "updates": self.updates, "checkpoint_bytes": self.checkpoint_bytes,
-            "checkpoint_interval_seconds": run.save_interval_seconds if run else None,
-            "sessions": run.sessions if run else {}, "advice": asdict(self.advice) if self.advice else None,
+            "remat": self.config.optim.remat, "step_seconds": self.time.seconds,
+            "tokens_per_second": batch.tokens_per_update / self.time.seconds, "run_hours": run.run_hours,
+            "cost": {"on_demand": run.on_demand, "spot": run.spot}, "updates": self.updates,
+            "checkpoint_bytes": self.checkpoint_bytes, "checkpoint_interval_seconds": run.save_interval_seconds,
+            "sessions": run.sessions, "advice": asdict(self.advice),
             "inference": asdict(self.inference) if self.inference else None,
         }  # fmt: skip
         if step := self.compiled.get("step"):
             values |= {name: getattr(step, name) for name in _COMPILED}
         if self.config.on_policy:
             rows = program_rows(self.programs, self.compiled)
-            values |= {"rollout_seconds": self.time.rollout if self.time else None, "programs": rows}
+            values |= {"rollout_seconds": self.time.rollout, "programs": rows}
         return values | ({"answering": asdict(self.answering)} if self.answering else {})
 
 
@@ -144,8 +142,7 @@ def plan(config: TrainConfig, chips: Sequence[str] = ("v5e",), exact: bool = Fal
     """Makes a plan for each chip.
 
     Args:
-        config: the run, with `launch.num_replicas`, and the rows of an update in `optim.global_batch_size`; one of
-            `grpo` if it sets a parameter of `rl`.
+        config: the run; one of `grpo` if it sets a parameter of `rl`.
         chips: names as `slices.find_slice` takes them.
         exact: whether to run the TPU compiler, which takes some minutes for each chip.
 
@@ -179,10 +176,10 @@ def _joined(*notes: str) -> str:
 
 
 def best_batch(config: TrainConfig, where: TargetSlice, exact: bool = False, rows: Rows | None = None) -> Plan:
-    """Chooses the batch for `optim.batch_size=auto`: the fastest that fits.
+    """Chooses the batch for `optim.batch_size=auto`: the fastest that fits; only the batch changes.
 
     Args:
-        config: the run; only its batch changes.
+        config: the run.
         where: the slice.
         exact: whether the TPU compiler verifies the formula's pick.
         rows: of the data, where they were counted; see `LEAST_UPDATES`.
@@ -190,12 +187,12 @@ def best_batch(config: TrainConfig, where: TargetSlice, exact: bool = False, row
     Raises:
         ValueError: as `plan`; or not one row fits, with what to change.
     """
-    optim = replace(config.optim, batch_size="auto")
+    optim, rows = replace(config.optim, batch_size="auto"), rows or Rows(None)
     config = replace(config, optim=optim, sources=dict(config.sources) | {"optim.remat": "code"})
     shape = read_shape(config.model)
-    best = by_formula(config, shape, where, rows or Rows(None))
+    best = by_formula(config, shape, where, rows)
     if exact:
-        best = verified(best, shape, rows or Rows(None))
+        best = verified(best, shape, rows)
     if not best.fits:
         passes = batch_arithmetic(best.config, where.replicas).gradient_accumulation
         several = f" in each of the {passes:,} passes of an update" if passes > 1 else ""
@@ -209,13 +206,7 @@ def best_batch(config: TrainConfig, where: TargetSlice, exact: bool = False, row
 def batches(
     config: TrainConfig, replicas: int, rows: Rows, most: Callable[[], int]
 ) -> Iterator[tuple[int, int | None]]:
-    """Candidates (rows per replica in a pass, rows per update).
-
-    Args:
-        config: the run.
-        replicas: number of replicas.
-        rows: of the data, where they were counted; see `LEAST_UPDATES`.
-        most: returns the number of rows that fit.
+    """Candidates (rows per replica in a pass, rows per update); `most` returns the number of rows that fit.
 
     Raises:
         ValueError: the rows of an update cannot be split over the replicas.
@@ -239,15 +230,17 @@ def batches(
 
 
 def _settings(config: TrainConfig, shape: Shape, where: TargetSlice, known: Rows) -> list[Setting]:
-    found = []
-    remats: tuple[Literal["full", "outputs", "none"], ...] = ("full", "outputs")
-    if where.mesh is not None:
-        remats = ("full",)
+    found, limit = [], where.limit * (1 - max(where.free, reserve(config)))
+    remats: tuple[Literal["full", "outputs", "none"], ...] = ("full", "outputs") if where.mesh is None else ("full",)
     if "optim.remat" in config.sources:
         remats = (config.optim.remat,)
     for remat in remats:
         base = replace(config, optim=replace(config.optim, remat=remat))
-        most = partial(_most, base, shape, where)
+
+        def fits(rows: int, base: TrainConfig = base) -> bool:
+            return estimate_on(with_rows(base, rows), shape, where).total_bytes <= limit
+
+        most = partial(largest, fits, min(MOST_ROWS, MOST_TOKENS // config.data.max_length))
         for rows, whole in batches(base, where.replicas, known, most):
             if rows * config.data.max_length >= MOST_TOKENS:
                 raise ValueError(
@@ -255,65 +248,41 @@ def _settings(config: TrainConfig, shape: Shape, where: TargetSlice, known: Rows
                     "more is beyond any chip; give the rows of one replica in one pass, such as 8"
                 )
             passes = config.optim.gradient_accumulation if whole is None else 1
-            optim = replace(base.optim, batch_size=rows, global_batch_size=whole, gradient_accumulation=passes)
-            one = replace(base, optim=optim)
+            one = with_rows(base, rows, global_batch_size=whole, gradient_accumulation=passes)
             peak = estimate_on(one, shape, where).total_bytes
-            found.append(Setting(one, where.replicas, peak, predict_time(one, shape, where)))
+            found.append(Setting(one, update_plan(one, where.replicas), peak, predict_time(one, shape, where)))
     return found
-
-
-def _most(config: TrainConfig, shape: Shape, where: TargetSlice) -> int:
-    """The largest number of rows whose peak leaves the reserve; 0 if one row does not."""
-    limit = where.limit * (1 - max(where.free, reserve(config)))
-
-    def fits(rows: int) -> bool:
-        optim = replace(config.optim, batch_size=rows, global_batch_size=None)
-        one = replace(config, optim=optim)
-        return estimate_on(one, shape, where).total_bytes <= limit
-
-    return largest(fits, min(MOST_ROWS, MOST_TOKENS // config.data.max_length))
-
-
-def _speed(setting: Setting) -> float:
-    """Tokens a second."""
-    return update_plan(setting.config, setting.replicas).tokens_per_update / setting.time.seconds
-
-
-def _ease(setting: Setting) -> tuple[int, int]:
-    return update_plan(setting.config, setting.replicas).gradient_accumulation, setting.peak
 
 
 def by_formula(config: TrainConfig, shape: Shape, where: TargetSlice, rows: Rows) -> Plan:
     """Makes the plan for one slice by formula."""
     config, notes = where.calibration.apply(config)
-    settings = sorted(_settings(config, shape, where, rows), key=lambda one: (-_speed(one), one.peak))
-    limit = where.limit * (1 - max(where.free, reserve(config)))
+    settings = sorted(_settings(config, shape, where, rows), key=lambda one: (-one.speed, one.peak))
+    limit, mesh = where.limit * (1 - max(where.free, reserve(config))), where.mesh
     fitting = [one for one in settings if one.peak <= limit]
-    near = [one for one in fitting if _speed(one) > (1 - TIE) * _speed(fitting[0])]
-    picked = min(near, key=_ease) if near else min(settings, key=lambda one: one.peak)
+    near = [one for one in fitting if one.speed > (1 - TIE) * fitting[0].speed]
+    picked = min(near or settings, key=lambda one: (one.update.gradient_accumulation * bool(near), one.peak))
     memory = estimate_on(picked.config, shape, where)
     state = memory.parts.get("optimizer", 0) + memory.parts.get("ema", 0)
-    held = state * (where.mesh.fsdp * where.mesh.model if where.mesh else 1) + 4 * memory.trained
-    updates, unknown = count_updates(picked.config, where.replicas, rows)
-    mesh, batch = where.mesh, update_plan(picked.config, where.replicas)
+    held = state * (mesh.fsdp * mesh.model if mesh else 1) + 4 * memory.trained
+    updates = count_updates(picked.config, where.replicas, rows)
+    moved = predicted_collectives(picked.config, shape, picked.update, mesh, where.slices) if mesh else ()
     return Plan(
-        tensors=tuple(table(shape, picked.config, mesh)) if mesh else (),
-        collectives=tuple(predicted_collectives(picked.config, shape, batch, mesh, where.slices)) if mesh else (),
         where=where, config=picked.config, settings=tuple(settings), fits=bool(fitting), peak_bytes=memory.total_bytes,
         parts=dict(memory.parts), source="formula", time=picked.time, checkpoint_bytes=held,
-        run=time_plan(where.chip, where.chips, where.name, picked.time.seconds, updates, held),
+        run=time_plan(where.chip, where.chips, where.name, picked.time.seconds, updates.count, held),
         advice=advise(picked.config, shape, where, limit, bool(fitting)),
         note=_joined(*notes, *where.calibration.notes),
-        inference=None if where.mesh else inference(config, shape, where.limit * (1 - RESERVE)),
-        updates=updates, unknown=unknown, programs=memory.programs,
+        inference=None if mesh else inference(config, shape, where.limit * (1 - RESERVE)),
+        updates=updates.count, unknown=updates.reason, programs=memory.programs, collectives=tuple(moved),
+        tensors=tuple(table(shape, picked.config, mesh)) if mesh else (),
     )  # fmt: skip
 
 
 def verified(found: Plan, shape: Shape, rows: Rows) -> Plan:
     """Compiles the pick; if it does not fit, finds the next smaller setting that does.
 
-    Mostly this is one compile, as the formula is near the compiler. Of a run that samples, a smaller batch changes only
-    "accumulate".
+    Of a run that samples, a smaller batch changes only "accumulate".
     """
     below = sorted((one for one in found.settings if one.peak < found.peak_bytes), key=lambda one: -one.peak)
     answers = list[_Answer]()
@@ -353,7 +322,7 @@ def _with(found: Plan, answer: _Answer, shape: Shape, rows: Rows) -> Plan:
     """The plan with the compiler's figures; the setting may differ from the formula's pick."""
     where, config, compiled, memory = found.where, answer.config, answer.compiled, answer.memory
     time, peak = compiled_time(config, shape, where, compiled), answer.peaks[answer.largest]
-    updates, unknown = count_updates(config, where.replicas, rows)
+    updates = count_updates(config, where.replicas, rows)
     # The formula tells what else would fit, corrected by the compiler's figure for the pick.
     held, limit = memory.argument_bytes, where.limit * (1 - EXACT_RESERVE)
     room = held + (limit - held) * (memory.total_bytes - held) / max(1, peak - held)
@@ -364,19 +333,18 @@ def _with(found: Plan, answer: _Answer, shape: Shape, rows: Rows) -> Plan:
         found, config=config, programs=memory.programs, compiled=compiled, source="compiler", fits=answer.fits,
         peak_bytes=peak, parts={**beside, **_parts(compiled[answer.largest]), "code": codes}, time=time,
         collectives=step.collectives if step and step.fits and where.mesh else found.collectives,
-        updates=updates, unknown=unknown, advice=advise(config, shape, where, room, answer.fits),
-        run=time_plan(where.chip, where.chips, where.name, time.seconds, updates, found.checkpoint_bytes or 0.0),
+        updates=updates.count, unknown=updates.reason, advice=advise(config, shape, where, room, answer.fits),
+        run=time_plan(where.chip, where.chips, where.name, time.seconds, updates.count, found.checkpoint_bytes),
     )  # fmt: skip
 
 
 def with_largest_batch(found: Plan) -> Plan:
     """Sets `advice.largest_batch` to the largest batch that was compiled and fits.
 
-    It compiles the formula's largest batch, then the batch at which the line through that and the pick meets the limit,
-    as near the limit a few per cent decide.
+    It compiles the formula's largest batch, then that at which the line through both meets the limit.
     """
     picked, where, config = found.config.optim.batch_size, found.where, found.config
-    if "step" not in found.compiled or found.advice is None:
+    if "step" not in found.compiled:
         return found
     assert isinstance(picked, int)
     limit, guess = where.limit * (1 - EXACT_RESERVE), found.advice.largest_batch
@@ -384,8 +352,8 @@ def with_largest_batch(found: Plan) -> Plan:
     for _ in range(2):
         if guess < 1 or guess in totals:
             break
-        larger = replace(config, optim=replace(config.optim, batch_size=guess, global_batch_size=None))
-        totals[guess] = compile_programs(larger, where.topology, where.devices)["step"].total_bytes
+        larger = compile_programs(with_rows(config, guess), where.topology, where.devices)
+        totals[guess] = larger["step"].total_bytes
         each = max(1.0, (totals[guess] - totals[picked]) / (guess - picked))
         guess = min(picked + int((limit - totals[picked]) // each), MOST_TOKENS // config.data.max_length)
     most = max((rows for rows, total in totals.items() if total <= limit), default=0)

@@ -33,14 +33,14 @@ ROUNDED_PER_SECOND = {"int8": 500e6, "int4": 45e6}
 
 @dataclass(frozen=True)
 class Preflight:
-    """The predictions for a run before it starts.
+    """The predictions for a run before it starts; None where they are not known.
 
     Attributes:
         config: the run, with a number for every "auto" that the launch needs.
-        room: the memory of a replica; None where the machine does not tell.
-        shape: of the model; None where the formula does not know it.
-        memory: of a step, by formula; None likewise.
-        time: of a step, by roofline; None where the device's speed is not known.
+        room: the memory of a replica.
+        shape: of the model.
+        memory: of a step, by formula.
+        time: of a step, by roofline.
         notes: what was chosen, and what is not known.
     """
 
@@ -117,14 +117,13 @@ def check_before_launch(
 
     Args:
         config: the run.
-        exact: whether the TPU compiler verifies the batch size that `auto` chooses.
+        exact: whether the TPU compiler verifies the batch size.
         at: the machine; this one by default.
         rows: packed rows of the training data; None where they are not known yet.
         hosts: of the run.
 
     Raises:
-        ConfigError: the batch cannot be split over the replicas, the rows do not fill one, or the attention asked
-            for is not for this chip.
+        ConfigError: the batch cannot be split over the replicas, or the rows do not fill one.
         ValueError: as `runtime.detect` and `check_remat`; `optim.batch_size=auto` cannot be chosen.
     """
     check_remat(config, detect(config.launch, at, hosts).device_type)
@@ -154,16 +153,16 @@ def check_before_launch(
     notes += _rounding(config, shape)
     if room is not None and room.device_type == "tpu":
         notes += warnings_of(config, 1 if config.launch.mesh else room.replicas)
-    if room is None or shape is None:
-        return Preflight(config, room, shape, notes=(*notes, *([f"memory not known: {problem}"] if problem else [])))
-    try:
-        memory = estimate_in(config, shape, room)
-    except ValueError as error:  # the run raises it too
-        return Preflight(config, room, shape, notes=(*notes, f"memory not known: {error}"))
-    time = None
-    if room.where is not None:
-        time = predict_time(room.seen(config), shape, room.where)
-    return Preflight(config, room, shape, memory, time, tuple(notes))
+    outlook = Preflight(config, room, shape, notes=tuple(notes))
+    if room is not None and shape is not None:
+        try:
+            memory = estimate_in(config, shape, room)
+        except ValueError as error:  # the run raises it too
+            problem = str(error)
+        else:
+            time = predict_time(room.seen(config), shape, room.where) if room.where else None
+            outlook = replace(outlook, memory=memory, time=time)
+    return replace(outlook, notes=(*notes, f"memory not known: {problem}")) if problem else outlook
 
 
 def _placed(
@@ -258,30 +257,24 @@ def _settle_batch(
     A resumed run keeps the rows of an update, and the rows of a pass where they still divide them.
     """
     optim = config.optim
-    before = _before(config)
-    if before is not None:
+    if before := _before(config):
         rows, whole = before
-        if config.on_policy:  # its passes hold what was sampled
-            return replace(config, optim=replace(optim, batch_size=rows)), _as_before(rows)
-        optim = replace(optim, global_batch_size=optim.global_batch_size or whole, gradient_accumulation=1)
-        if whole == optim.global_batch_size and whole % (rows * room.replicas) == 0:
-            config = replace(config, optim=replace(optim, batch_size=rows))
-            return config, _as_before(rows)
+        if not config.on_policy:  # else its passes hold what was sampled
+            optim = replace(optim, global_batch_size=optim.global_batch_size or whole, gradient_accumulation=1)
+        if config.on_policy or (whole == optim.global_batch_size and whole % (rows * room.replicas) == 0):
+            why = f"optim.batch_size={rows}, as in the run that this one resumes"
+            return replace(config, optim=replace(optim, batch_size=rows)), why
         config = replace(config, optim=optim)
     known = Rows(count)
     if room.where is not None:
         found = best_batch(room.seen(config), room.where, exact, known)
         assert isinstance(found.config.optim.batch_size, int)
-        rows, source = found.config.optim.batch_size, found.source
-        why = f"the fastest that leaves {found.free:.0%} of {room.limit / GIB:.2f} GiB, by {source}"
+        rows = found.config.optim.batch_size
+        why = f"the fastest that leaves {found.free:.0%} of {room.limit / GIB:.2f} GiB, by {found.source}"
     else:
         rows = _host_rows(config, room, shape, known)
         why = f"the most that leaves {room.free:.0%} of {room.limit / GIB:.2f} GiB, and {MOST_ROWS} at most"
     return replace(config, optim=replace(config.optim, batch_size=rows)), f"optim.batch_size=auto is {rows}: {why}"
-
-
-def _as_before(rows: int) -> str:
-    return f"optim.batch_size={rows}, as in the run that this one resumes"
 
 
 def _before(config: TrainConfig) -> tuple[int, int] | None:
@@ -305,8 +298,8 @@ def _host_rows(config: TrainConfig, room: MemoryBudget, shape: Shape, known: Row
         ValueError: not one row fits.
     """
     auto = replace(config, optim=replace(config.optim, batch_size="auto"))
-    choices = [rows for rows, _ in batches(auto, room.replicas, known, lambda: MOST_ROWS)]
-    runs = {rows: replace(config, optim=replace(config.optim, batch_size=rows)) for rows in choices}
+    runs = {rows: replace(config, optim=replace(config.optim, batch_size=rows))
+            for rows, _ in batches(auto, room.replicas, known, lambda: MOST_ROWS)}  # fmt: skip
     limit = room.limit * (1 - room.free)
     fitting = [rows for rows, one in runs.items() if estimate_in(one, shape, room).total_bytes <= limit]
     if not fitting:
@@ -323,10 +316,9 @@ def predicted_bytes(config: TrainConfig, rt: Runtime) -> int | None:
     """Estimates the peak memory of a device by formula, bytes; None off TPU and GPU, and for unknown models."""
     if rt.device_type not in ("tpu", "cuda"):
         return None
+    launch = config.launch
     try:
-        mesh = (
-            resolve_mesh(config.launch.mesh, rt.num_devices, config.launch.mesh_rules) if config.launch.mesh else None
-        )
+        mesh = resolve_mesh(launch.mesh, rt.num_devices, launch.mesh_rules) if launch.mesh else None
         return estimate(seen_on(rt.device_type, config), num_replicas=rt.world_size, mesh=mesh).total_bytes
     except ValueError:
         return None

@@ -9,7 +9,7 @@ from tpu_kit.config.loader import TrainConfig, batch_arithmetic
 from tpu_kit.hardware.chips import GIB, MIB
 from tpu_kit.planning.cost import factors, link_seconds
 from tpu_kit.planning.planner import Plan
-from tpu_kit.planning.rollouts import program_count, program_rows, rollout_of, update_plan
+from tpu_kit.planning.rollouts import program_count, program_rows, rollout_of
 from tpu_kit.planning.run_cost import RESTART_SECONDS, SPOT_HOURS_BETWEEN_INTERRUPTIONS
 
 MOST_SETTINGS = 8
@@ -44,7 +44,7 @@ def report(config: TrainConfig, plans: Sequence[Plan]) -> str:
 
 
 def _measured(plans: Sequence[Plan]) -> str:
-    names = [one.where.name for one in plans if one.time and one.time.measured is not None]
+    names = [one.where.name for one in plans if one.time.measured is not None]
     return f", of {', '.join(names)} times what was measured on this machine" if names else " and was not measured"
 
 
@@ -64,41 +64,30 @@ def _details(one: Plan) -> list[str]:
             f"  peak {one.peak_bytes / GIB:.2f} GiB predicted, {known.memory * one.peak_bytes / GIB:.2f} as measured on"
             f" this machine, of {one.where.bytes / GIB:.2f}"
         )
-    if one.time is not None and one.time.measured is not None:
+    if one.time.measured is not None:
         lines.append(f"  step {one.time.predicted:.3f} s predicted, {one.time.seconds:.3f} as measured on this machine")
     for setting in one.settings[:MOST_SETTINGS] if len(one.settings) > 1 else ():
-        optim = setting.config.optim
-        lines.append(
-            f"  batch_size={optim.batch_size} remat={optim.remat}: {setting.peak / GIB:.2f} GiB, "
-            f"{setting.time.seconds:.3f} s"
-        )
-    if run := one.run:
-        lines.append(
-            f"  on spot save every {run.save_interval_seconds / 60:.0f} min ({run.save_steps} updates): sqrt(2 x "
-            f"{run.save_seconds:.1f} s a checkpoint x {SPOT_HOURS_BETWEEN_INTERRUPTIONS:g} h between interruptions), "
-            "Young 1974; the mean time is an assumption"
-        )
-        lines += [f"  {sentence}" for sentence in run.sessions.values()]
+        text = f"batch_size={setting.config.optim.batch_size} remat={setting.config.optim.remat}"
+        lines.append(f"  {text}: {setting.peak / GIB:.2f} GiB, {setting.time.seconds:.3f} s")
+    lines.append(
+        f"  on spot save every {one.run.save_interval_seconds / 60:.0f} min ({one.run.save_steps} updates): sqrt(2 x "
+        f"{one.run.save_seconds:.1f} s a checkpoint x {SPOT_HOURS_BETWEEN_INTERRUPTIONS:g} h between interruptions), "
+        "Young 1974; the mean time is an assumption"
+    )
+    lines += [f"  {sentence}" for sentence in one.run.sessions.values()]
     took = f"{RESTART_SECONDS / 60:g} min until the first new step are an assumption"
     if made := one.compiled.values():
         took = f"{sum(each.trace_seconds + each.compile_seconds for each in made) / 60:.1f} min on this machine"
     lines.append(f"  each start compiles the {'programs' if one.config.on_policy else 'step'}: {took}")
     if one.updates is not None:
         lines.append(f"  {one.updates:,} updates")
-    if one.checkpoint_bytes is not None:
-        lines.append(f"  checkpoint {one.checkpoint_bytes / MIB:,.0f} MiB")
-    if one.advice is not None:
-        lines += limits(one)
-    return lines
+    return [*lines, f"  checkpoint {one.checkpoint_bytes / MIB:,.0f} MiB", *limits(one)]
 
 
 def rollout_lines(one: Plan) -> list[str]:
     """The programs of a run that samples, a device's memory in each, and the time of a rollout and of an update."""
     replicas = 1 if one.where.mesh else one.where.replicas
-    rollout, passes = (
-        rollout_of(one.config, replicas),
-        update_plan(one.config, one.where.replicas).gradient_accumulation,
-    )
+    rollout, passes = rollout_of(one.config, replicas), one.to_dict()["gradient_accumulation"]
     made, names = program_rows(one.programs, one.compiled), ("formula_bytes", "compiler_bytes")
     rows: list[dict[str, object]] = [
         {"program": row["program"], **{f"GiB by {name[:-6]}": _number(row[name] and row[name] / GIB) for name in names},
@@ -107,20 +96,16 @@ def rollout_lines(one: Plan) -> list[str]:
     ]  # fmt: skip
     count = program_count(one.config, replicas)
     each = ", ".join(f"{number} {name}" for name, number in count.items() if number)
-    lines = [
+    repeats = one.config.rl.updates_per_rollout
+    share = f" (for {repeats} updates)" if repeats > 1 else ""
+    return [
         *tables.to_text(rows, ">").splitlines(), f"up to {sum(count.values())} programs: {each}",
         f"a rollout of {'the mesh' if one.where.mesh else 'a replica'} reads {rollout.prompts} prompts of up to "
         f"{rollout.widths[-1]} tokens and decodes {rollout.samples} completions of up to {rollout.tokens}, in a cache "
         f"of {rollout.slots:,} slots",
+        f"with all of them at their longest: rollout {one.time.rollout * repeats:.2f} s{share}, update "
+        f"{one.time.predicted - one.time.rollout:.2f} s in {passes} passes",
     ]  # fmt: skip
-    if one.time is not None:
-        repeats = one.config.rl.updates_per_rollout
-        share = f" (for {repeats} updates)" if repeats > 1 else ""
-        lines.append(
-            f"with all of them at their longest: rollout {one.time.rollout * repeats:.2f} s{share}, update "
-            f"{one.time.predicted - one.time.rollout:.2f} s in {passes} passes"
-        )
-    return lines
 
 
 def tensor_rows(one: Plan, least: int = 0) -> list[dict[str, object]]:
@@ -151,21 +136,17 @@ def mesh_lines(one: Plan) -> list[str]:
     """The devices of the mesh, and its collectives against computation; nothing without a mesh."""
     if one.where.mesh is None:
         return []
-    lines = [f"mesh {one.where.mesh}: devices {one.where.mesh.layout()}; rows divided by {one.where.replicas}"]
-    if one.time is not None:
-        links, busy = link_seconds(one.collectives, one.where.chip), max(one.time.compute, one.time.memory)
-        share = one.time.all_reduce / one.time.predicted
-        lines.append(
-            f"collectives take {links:.2f} s of the links and computation {busy:.2f} s; {one.time.all_reduce:.2f} s of "
-            f"them are not hidden, {share:.0%} of a step"
-        )
-    return lines
+    links, busy = link_seconds(one.collectives, one.where.chip), max(one.time.compute, one.time.memory)
+    return [
+        f"mesh {one.where.mesh}: devices {one.where.mesh.layout()}; rows divided by {one.where.replicas}",
+        f"collectives take {links:.2f} s of the links and computation {busy:.2f} s; {one.time.all_reduce:.2f} s of "
+        f"them are not hidden, {one.time.all_reduce / one.time.predicted:.0%} of a step",
+    ]
 
 
 def limits(one: Plan) -> list[str]:
     """The largest settings for training and generation on a slice; and what to change if the run does not fit."""
     lines, advice = [], one.advice
-    assert advice is not None
     if not one.fits:
         lines.append("  does not fit; in the order of least harm, each on top of those before:")
         lines += [f"    {text}" for text in str(advice).split("; ")]
@@ -175,9 +156,8 @@ def limits(one: Plan) -> list[str]:
         f"{advice.longest_sequence}{rank}"
     )
     if answers := one.answering:
-        token = (
-            "" if answers.token_seconds is None else f"; a token of each takes {1000 * answers.token_seconds:.1f} ms"
-        )
+        seconds = answers.token_seconds
+        token = "" if seconds is None else f"; a token of each takes {1000 * seconds:.1f} ms"
         lines.append(
             f"  answering {answers.rows} prompts of {answers.width} tokens in a cache of {answers.slots:,} "
             f"{'fits' if answers.fits else 'does not fit'}: {answers.peak_bytes / GIB:.2f} of "
@@ -200,32 +180,29 @@ def pick(plans: Sequence[Plan]) -> Plan:
     fitting = [one for one in plans if one.fits]
     if not fitting:
         return min(plans, key=lambda one: one.peak_bytes / one.where.limit)
-    return min(fitting, key=lambda one: (_dollars(one) or float("inf"), one.time.seconds if one.time else float("inf")))
+    return min(fitting, key=lambda one: (_dollars(one) or float("inf"), one.time.seconds))
 
 
 def why(plans: Sequence[Plan]) -> str:
     """Explains the plan that `pick` takes, with its limits."""
     best = pick(plans)
+    run = best.run
     if not best.fits:
         return "\n".join([f"Nothing fits as it is; nearest is {best.where.name}.", *limits(best)])
     left = (best.where.limit - best.peak_bytes) / GIB
     lines = [f"{best.where.name}: {best.peak_bytes / GIB:.2f} of {best.where.limit / GIB:.2f} GiB, {left:.2f} left."]
-    if best.run is not None and best.run.on_demand is not None:
-        lines.append(
-            f"The cheapest that fits: {best.run.run_hours:.3g} hours, ${best.run.on_demand:.2f} on demand"
-            + ("." if best.run.spot is None else f", ${best.run.spot:.2f} on spot, interruptions included.")
-        )
-        fastest = min((one for one in plans if one.fits), key=_hours)
-        if fastest is not best and fastest.run and fastest.run.run_hours is not None:
+    if run.on_demand is not None:
+        spot = "" if run.spot is None else f", ${run.spot:.2f} on spot, interruptions included"
+        lines.append(f"The cheapest that fits: {run.run_hours:.3g} hours, ${run.on_demand:.2f} on demand{spot}.")
+        fastest = min((one for one in plans if one.fits), key=lambda one: one.run.run_hours or float("inf"))
+        if fastest is not best and fastest.run.run_hours is not None:
             cost = _number(fastest.run.on_demand)
             lines.append(f"The fastest is {fastest.where.name}: {fastest.run.run_hours:.3g} hours, ${cost} on demand.")
-    elif best.run is not None and best.run.run_hours is not None:
-        lines.append(f"It takes {best.run.run_hours:.3g} hours; its price is not known.")
+    elif run.run_hours is not None:
+        lines.append(f"It takes {run.run_hours:.3g} hours; its price is not known.")
     elif best.unknown:
         lines.append(f"No hours and no cost, as the number of updates is not known: {best.unknown}.")
-    if best.run is not None:
-        lines += best.run.sessions.values()
-        lines.append(f"On spot save every {best.run.save_interval_seconds / 60:.0f} minutes.")
+    lines += [*run.sessions.values(), f"On spot save every {run.save_interval_seconds / 60:.0f} minutes."]
     return "\n".join([*lines, *(line.strip() for line in limits(best))])
 
 
@@ -236,18 +213,14 @@ def next_parameters(plan: Plan) -> str:
         "name": plan.config.model.name, "max_length": plan.config.data.max_length, "batch_size": optim.batch_size,
         "global_batch_size": None if plan.config.on_policy else batch.global_batch_size,  # its passes are free
         "mesh": str(plan.where.mesh) if plan.where.mesh else None, "remat": optim.remat, "max_steps": optim.max_steps,
-        "save_minutes": max(1, round(run.save_interval_seconds / 60)) if run else None,
+        "save_minutes": max(1, round(run.save_interval_seconds / 60)),
     }  # fmt: skip
     return "\n".join(f"{name} = {value!r}" for name, value in values.items() if value is not None)
 
 
-def _hours(one: Plan) -> float:
-    return (one.run.run_hours if one.run else None) or float("inf")
-
-
 def _dollars(one: Plan) -> float | None:
     """Dollars of the run or, where its length is not known, of a million tokens."""
-    if one.run is not None and one.run.on_demand is not None:
+    if one.run.on_demand is not None:
         return one.run.on_demand
     price, rate = one.where.chip.price, one.to_dict()["tokens_per_second"]
-    return None if price is None or not rate else price.on_demand * one.where.chips / 3600 / rate * 1e6
+    return price and price.on_demand * one.where.chips / 3600 / rate * 1e6

@@ -1,8 +1,7 @@
 """The rollouts of `grpo` and `distill.on_policy` on one device: the shapes of their programs, and their memory.
 
 A rollout reads its prompts at once (prefill), copies their keys and values for each sample, and decodes a block of
-tokens a program until every row has ended. Weights, optimizer state and the buffer of the gradients are there all the
-time, and so is the cache of the prompts; that of the samples ends with the rollout.
+tokens a program until every row has ended.
 """
 
 from __future__ import annotations
@@ -146,14 +145,12 @@ def program_rows(programs: Sequence[ProgramPeak], made: Mapping[str, Compiled]) 
     The code of all programs is there all the time.
     """
     codes, compiled = sum(one.code for one in programs), sum(one.code_bytes or 0 for one in made.values())
-    rows: list[dict[str, Any]] = []
-    for one in programs:
-        row = {"program": one.name, "formula_bytes": one.total - one.code + codes, "compiler_bytes": None}
-        if found := made.get(one.name):
-            beside = sum(one.beside.values()) + compiled - (found.code_bytes or 0)
-            row["compiler_bytes"] = found.total_bytes + beside
-        rows.append(row)
-    return rows
+    exact = {name: one.total_bytes - (one.code_bytes or 0) + compiled for name, one in made.items()}
+    return [
+        {"program": one.name, "formula_bytes": one.total - one.code + codes,
+         "compiler_bytes": exact[one.name] + sum(one.beside.values()) if one.name in exact else None}
+        for one in programs
+    ]  # fmt: skip
 
 
 def program_count(config: TrainConfig, replicas: int) -> dict[str, int]:

@@ -35,7 +35,7 @@ RESTART_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class Rows:
-    """Number of packed rows of the training data, or of prompts; None where it is not known, with the reason."""
+    """Number of packed rows, of prompts or of updates; None where it is not known, with the reason."""
 
     count: int | None
     reason: str = ""
@@ -64,18 +64,12 @@ def count_rows(config: TrainConfig) -> Rows:
         return Rows(None, str(error))
 
 
-def count_updates(config: TrainConfig, replicas: int, rows: Rows) -> tuple[int | None, str]:
-    """Counts the updates of a run; None with the reason where the number is not known.
-
-    Args:
-        config: the run, its batch size a number.
-        replicas: number of replicas.
-        rows: of `count_rows`; not used with `optim.max_steps`.
-    """
+def count_updates(config: TrainConfig, replicas: int, rows: Rows) -> Rows:
+    """Counts the updates of a run, its batch size a number, from its rows; not used with `optim.max_steps`."""
     if config.optim.max_steps is not None:
-        return config.optim.max_steps, ""
+        return Rows(config.optim.max_steps)
     if rows.count is None:
-        return None, rows.reason
+        return rows
     from tpu_kit.data.batching import updates
 
     each, repeats = batch_arithmetic(config, replicas), 1
@@ -83,9 +77,9 @@ def count_updates(config: TrainConfig, replicas: int, rows: Rows) -> tuple[int |
         prompts, repeats = config.rl.prompts_per_rollout, config.rl.updates_per_rollout
         each = BatchPlan(prompts, 1, 1, prompts, 0)
     try:
-        return repeats * sum(1 for _ in updates(rows.count, each, config.optim)), ""
+        return Rows(repeats * sum(1 for _ in updates(rows.count, each, config.optim)))
     except ValueError as error:
-        return None, str(error)
+        return Rows(None, str(error))
 
 
 def _costly(config: TrainConfig) -> str:
@@ -125,15 +119,14 @@ def _has_tokenizer(config: TrainConfig) -> bool:
 
 @dataclass(frozen=True)
 class TimePlan:
-    """The time of a run.
+    """The time of a run, and its cost.
 
     Attributes:
         run_hours: of training alone; None if the number of updates is not known.
         on_demand: dollars; None without a price or hours.
         spot: dollars, interruptions and checkpoints included; None likewise.
         save_seconds: time of one checkpoint.
-        save_interval_seconds: time between checkpoints that loses least on spot.
-        save_steps: the same in updates.
+        save_interval_seconds: time between checkpoints that loses least on spot; `save_steps` is it in updates.
         sessions: by service that offers this slice free of charge, a sentence on the number of sessions.
     """
 
@@ -149,47 +142,32 @@ class TimePlan:
 def time_plan(
     chip: Chip, chips: int, slice_name: str, step_seconds: float, updates: int | None, checkpoint_bytes: float
 ) -> TimePlan:
-    """Plans the time of a run.
+    """Plans the time of a run: `updates` of `step_seconds` on so many paid `chips`, with checkpoints of so many bytes.
 
     The interval between checkpoints, sqrt(2 x checkpoint time x mean time between failures), is that of J. W. Young, "A
     first order approximation to the optimum checkpoint interval", CACM 17(9), 1974: of an interval t the share cost / t
     is spent saving, and a failure loses half of it, t / (2 M).
-
-    Args:
-        chip: the chip.
-        chips: number of chips that are paid for.
-        slice_name: the slice's name, such as "v5litepod-8".
-        step_seconds: time of an update.
-        updates: number of updates, None if not known.
-        checkpoint_bytes: size of a checkpoint.
     """
     save = SAVE_SECONDS + checkpoint_bytes / SAVE_BYTES_PER_SECOND
     failures = SPOT_HOURS_BETWEEN_INTERRUPTIONS * 3600
     interval = math.sqrt(2 * save * failures)
     lost = save / interval + interval / (2 * failures) + RESTART_SECONDS / failures
-    hours, price = None if updates is None else updates * step_seconds / 3600, chip.price
-    paid = None if hours is None or price is None else hours * chips
-    return TimePlan(
-        run_hours=hours,
-        on_demand=None if paid is None or price is None else paid * price.on_demand,
-        spot=None if paid is None or price is None or price.spot is None else paid * (1 + lost) * price.spot,
-        save_seconds=save,
-        save_interval_seconds=interval,
-        save_steps=max(1, round(interval / step_seconds)),
-        sessions={
-            service: _sessions(service, hours, checkpoint_bytes)
-            for service, names in FREE_SLICES.items()
-            if slice_name in names and hours is not None
-        },
-    )
+    hours, on_demand, spot, sessions = None, None, None, {}
+    if updates is not None:
+        hours = updates * step_seconds / 3600
+        free = [service for service, names in FREE_SLICES.items() if slice_name in names]
+        sessions = {service: _sessions(service, hours, checkpoint_bytes) for service in free}
+        if chip.price is not None:
+            on_demand = hours * chips * chip.price.on_demand
+            spot = chip.price.spot and hours * chips * (1 + lost) * chip.price.spot
+    return TimePlan(hours, on_demand, spot, save, interval, max(1, round(interval / step_seconds)), sessions)
 
 
 def _sessions(service: str, hours: float, checkpoint_bytes: float) -> str:
     if service != "Kaggle":
         return f"{hours:.1f} h on {service}, which may end a session at any time: save often"
     count, weeks = math.ceil(hours / KAGGLE_HOURS_PER_SESSION), math.ceil(hours / KAGGLE_HOURS_PER_WEEK)
-    minutes = KAGGLE_HOURS_PER_SESSION * 60 - 20
-    too_large = ""
+    minutes, too_large = KAGGLE_HOURS_PER_SESSION * 60 - 20, ""
     if 2 * checkpoint_bytes > KAGGLE_OUTPUT_BYTES:  # there are two while one takes the other's place
         too_large = (
             f"; /kaggle/working keeps {KAGGLE_OUTPUT_BYTES / 1e9:.0f} GB, and two checkpoints take "

@@ -51,11 +51,41 @@ def trace_step(config: TrainConfig, num_replicas: int, part: UpdatePart | None =
         part: of an update that is two programs.
 
     Raises:
-        ValueError: the model cannot be built from its configuration or with these adapters, or has fewer positions
-            than data.max_length.
+        ValueError: as `empty_model`; or the adapters do not fit the model.
     """
     with _mesh_of(config, num_replicas) as (replicas, shards):
-        return _trace(config, replicas, shards, part)
+        plan = batch_arithmetic(config, replicas * shards)
+        model, state, objective = _prepared(config, replicas)
+        replica = _TracedReplica(0, replicas, program.device())
+        inputs = fill(model, state)
+        name_operations(model)
+        split = SplitStep(model, state, objective, config.optim, replica) if part else None
+        rows, length = plan.batch_size * shards, config.data.max_length
+        columns = {name: (1, dtype) for name, dtype in ROW.items()} | dict(objective.columns)
+        if config.optim.objective == "policy" and attention.sees_all(model):
+            columns |= {"prefix_ids": (1, torch.int32)}
+        batches = [
+            {name: placeholder((rows, length * width), dtype) for name, (width, dtype) in columns.items()}
+            for _ in range(plan.gradient_accumulation)
+        ]
+        control = placeholder((3,), torch.float32)
+        inputs |= {"control": control, **(split.tensors() if split else {})}
+        specs = _specs(model, state) | {f"batch.{name}": (BATCH, None) for name in columns}
+        before = [(tensor, tensor_number(tensor)) for tensor in _kept(state, split)]
+        names = {tensor_number(tensor): name for name, tensor in inputs.items()}
+        names |= {tensor_number(tensor): f"batch.{name}" for batch in batches for name, tensor in batch.items()}
+        with attention.lowering_for_tpu():
+            if split is None:
+                train_step(model, state, batches, control, objective, config.optim, replica)
+            elif part == "accumulate":
+                split.accumulate(batches[0])
+            else:
+                split.apply(control)
+            # As torch_xla does at a cut: a tensor that was changed in place donates its old buffer to the new value.
+            unchanged = {number for tensor, number in before if is_input(tensor, number)}
+            replaced = {number for _, number in before} - unchanged
+            outputs = [tensor for tensor in _kept(state, split) if tensor_number(tensor) not in unchanged]
+            return lower(outputs, replaced, names, specs)
 
 
 @contextlib.contextmanager
@@ -80,42 +110,6 @@ def _prepared(config: TrainConfig, num_replicas: int) -> tuple[PreTrainedModel, 
             return model, prepare_model(model, config, replica, extra_sums=len(objective.extra)), objective
 
 
-def _trace(config: TrainConfig, num_replicas: int, shards: int, part: UpdatePart | None) -> Program:
-    """As `trace_step`, in the mesh of this process; rows are those of `shards` replicas."""
-    plan = batch_arithmetic(config, num_replicas * shards)
-    model, state, objective = _prepared(config, num_replicas)
-    replica = _TracedReplica(0, num_replicas, program.device())
-    inputs = fill(model, state)
-    name_operations(model)
-    split = SplitStep(model, state, objective, config.optim, replica) if part else None
-    rows, length = plan.batch_size * shards, config.data.max_length
-    columns = {name: (1, dtype) for name, dtype in ROW.items()} | dict(objective.columns)
-    if config.optim.objective == "policy" and attention.sees_all(model):
-        columns |= {"prefix_ids": (1, torch.int32)}
-    batches = [
-        {name: placeholder((rows, length * width), dtype) for name, (width, dtype) in columns.items()}
-        for _ in range(plan.gradient_accumulation)
-    ]
-    control = placeholder((3,), torch.float32)
-    inputs |= {"control": control, **(split.tensors() if split else {})}
-    specs = _specs(model, state) | {f"batch.{name}": (BATCH, None) for name in columns}
-    before = [(tensor, tensor_number(tensor)) for tensor in _kept(state, split)]
-    names = {tensor_number(tensor): name for name, tensor in inputs.items()}
-    names |= {tensor_number(tensor): f"batch.{name}" for batch in batches for name, tensor in batch.items()}
-    with attention.lowering_for_tpu():
-        if split is None:
-            train_step(model, state, batches, control, objective, config.optim, replica)
-        elif part == "accumulate":
-            split.accumulate(batches[0])
-        else:
-            split.apply(control)
-        # As torch_xla does at a cut: a tensor that was changed in place donates its old buffer to the new value.
-        unchanged = {number for tensor, number in before if is_input(tensor, number)}
-        replaced = {number for _, number in before} - unchanged
-        outputs = [tensor for tensor in _kept(state, split) if tensor_number(tensor) not in unchanged]
-        return lower(outputs, replaced, names, specs)
-
-
 def _specs(model: PreTrainedModel, state: TrainState) -> dict[str, Spec]:
     """Returns the sharding of the tensors of a model, its state and the buffer of its gradients, by name."""
     embedding, stacks = embedding_of(model), tuple(stacked_prefixes(model))
@@ -129,14 +123,9 @@ def _specs(model: PreTrainedModel, state: TrainState) -> dict[str, Spec]:
 
 @dataclass(frozen=True)
 class GenerationProgram:
-    """A program of `generation.decoder`, to trace.
+    """A program of `generation.decoder`, to trace; `rows` are padded to `width` tokens in a cache of `slots`.
 
-    Attributes:
-        part: "prefill", "samples", which copies each prompt's cache for its samples, or "decode" for `BLOCK` steps.
-        rows: of the batch, padding included.
-        width: tokens to which prompts are padded.
-        slots: length of the key/value cache.
-        samples: of each prompt, which "samples" makes.
+    "samples" copies each prompt's cache for its samples, and "decode" makes `BLOCK` steps.
     """
 
     part: Literal["prefill", "samples", "decode"]
@@ -147,68 +136,61 @@ class GenerationProgram:
 
 
 def trace_generation(config: TrainConfig, num_devices: int, wanted: GenerationProgram) -> Program:
-    """Traces a program of generation with sampling, for one device, or for a mesh of `num_devices`.
+    """As `trace_step` for a program of generation with sampling, for one device, or for a mesh of `num_devices`.
 
     Of a run that samples the model is the one in training, else one that was loaded to generate.
-
-    Raises:
-        ValueError: as `trace_step`.
     """
     with _mesh_of(config, num_devices):
-        return _trace_generation(config, wanted)
-
-
-def _trace_generation(config: TrainConfig, wanted: GenerationProgram) -> Program:
-    """As `trace_generation`, in the mesh of this process; the decoder runs as on a TPU, over placeholders."""
-    sampling = Sampling(max(1, wanted.slots - wanted.width), temperature=0.7, top_p=0.9)
-    if config.on_policy:
-        model, state, _ = _prepared(config, 1)
-        specs, sampling = _specs(model, state), replace(sampling, top_p=1.0)
-        inputs = fill(model, state)
-    else:
-        with torch.device("meta"):
-            model = models.adapt(empty_model(config), config.lora, config.model.base_dtype)
-            models.cast(model.eval(), models.compute_dtype(model))
-        inputs = fill(model)
-        embedding = embedding_of(model)
-        specs = {name: spec_of(name, tensor, embedding) for name, tensor in inputs.items()}
-    replica = _TracedReplica(0, 1, program.device())
-    decoder = Decoder(model, replica, BLOCK, wanted.slots)
-    ids, lengths = torch.zeros(wanted.rows, wanted.width, dtype=torch.int64), torch.full((wanted.rows,), wanted.width)
-    batch = Batch(ids, lengths, ids[:, 0])
-    with decoder.ready(), attention.lowering_for_tpu():
-        cache = decoder.prompt_cache(wanted.rows)
-        buffers = cache.tensors
-        names = {f"cache.{number}": tensor for number, tensor in enumerate(buffers)}
-        specs |= {name: stack_spec(tensor.shape) for name, tensor in names.items()}
-        numbers = {tensor_number(tensor): name for name, tensor in (inputs | names).items()}
-        replaced = {tensor_number(tensor) for tensor in buffers}
-        if wanted.part == "prefill":
-            decoder.prefill(batch, 1, BLOCK)
-            return lower(buffers, replaced, numbers, specs)
-        if wanted.part == "samples":
-            prompts = torch.arange(wanted.rows).repeat_interleave(wanted.samples)
-            return lower(decoder.copy_prompts(cache, prompts).tensors, set(), numbers, specs)
-        uniforms = torch.zeros(sampling.max_new_tokens, wanted.rows)
-        ended = [False] * wanted.rows
-        inputs_of_steps = decoder.begin(batch, 1, ended, uniforms, sampling.knobs(decoder.vocabulary), None)
-        decoder.decode(sampling.kind, inputs_of_steps, cache, BLOCK)
-        return lower([*replica.read, *inputs_of_steps.carried, *buffers], replaced, numbers, specs)
+        sampling = Sampling(max(1, wanted.slots - wanted.width), temperature=0.7, top_p=0.9)
+        if config.on_policy:
+            model, state, _ = _prepared(config, 1)
+            specs, sampling = _specs(model, state), replace(sampling, top_p=1.0)
+            inputs = fill(model, state)
+        else:
+            with torch.device("meta"):
+                model = models.adapt(empty_model(config), config.lora, config.model.base_dtype)
+                models.cast(model.eval(), models.compute_dtype(model))
+            inputs = fill(model)
+            embedding = embedding_of(model)
+            specs = {name: spec_of(name, tensor, embedding) for name, tensor in inputs.items()}
+        replica = _TracedReplica(0, 1, program.device())
+        decoder = Decoder(model, replica, BLOCK, wanted.slots)
+        ids, lengths = (
+            torch.zeros(wanted.rows, wanted.width, dtype=torch.int64),
+            torch.full((wanted.rows,), wanted.width),
+        )
+        batch = Batch(ids, lengths, ids[:, 0])
+        with decoder.ready(), attention.lowering_for_tpu():
+            cache = decoder.prompt_cache(wanted.rows)
+            buffers = cache.tensors
+            names = {f"cache.{number}": tensor for number, tensor in enumerate(buffers)}
+            specs |= {name: stack_spec(tensor.shape) for name, tensor in names.items()}
+            numbers = {tensor_number(tensor): name for name, tensor in (inputs | names).items()}
+            replaced = {tensor_number(tensor) for tensor in buffers}
+            if wanted.part == "prefill":
+                decoder.prefill(batch, 1, BLOCK)
+                return lower(buffers, replaced, numbers, specs)
+            if wanted.part == "samples":
+                prompts = torch.arange(wanted.rows).repeat_interleave(wanted.samples)
+                return lower(decoder.copy_prompts(cache, prompts).tensors, set(), numbers, specs)
+            uniforms = torch.zeros(sampling.max_new_tokens, wanted.rows)
+            ended = [False] * wanted.rows
+            inputs_of_steps = decoder.begin(batch, 1, ended, uniforms, sampling.knobs(decoder.vocabulary), None)
+            decoder.decode(sampling.kind, inputs_of_steps, cache, BLOCK)
+            return lower([*replica.read, *inputs_of_steps.carried, *buffers], replaced, numbers, specs)
 
 
 class _TracedReplica(TpuRuntime):
     """A replica whose tensors are placeholders; nothing is computed."""
 
     def to_device(self, batches: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
-        """Placeholders of the same shapes."""
         return [{k: placeholder(tuple(v.shape), v.dtype) for k, v in batch.items()} for batch in batches]
 
     def sync(self) -> None:
         """Does nothing: `lower` takes the graph."""
 
     def to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Keeps what would be read; returns zeros."""
-        self.read = list(tensors)
+        self.read = list(tensors)  # what would be read
         return [torch.zeros(tensor.shape) for tensor in tensors]
 
 
@@ -248,12 +230,6 @@ def fill(model: torch.nn.Module, state: TrainState | None = None) -> dict[str, t
             made[id(tensor)] = tensor, new
         return made[id(tensor)][1]
 
-    for path, module in model.named_modules():
-        for held in (module._parameters, module._buffers):
-            for name, tensor in held.items():
-                if tensor is not None:
-                    held[name] = swap(tensor, f"{path}.{name}")
-
     def swap_all(held: dict[str, Any], start: str = "") -> None:
         for name, value in held.items():
             if isinstance(value, torch.Tensor):
@@ -261,6 +237,9 @@ def fill(model: torch.nn.Module, state: TrainState | None = None) -> dict[str, t
             elif isinstance(value, dict):
                 swap_all(value, f"{start}{name}.")
 
+    for path, module in model.named_modules():
+        swap_all(module._parameters, f"{path}.")
+        swap_all(module._buffers, f"{path}.")
     swap_all(vars(state) if state else {})
     return inputs
 
