@@ -15,6 +15,7 @@ from transformers import GraniteMoeHybridConfig
 from transformers.models.granitemoehybrid import modeling_granitemoehybrid as granite
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
 
+from tpu_kit.generation.kv_cache import Cache
 from tpu_kit.models import linear_attention
 
 Tensors = list[torch.Tensor]
@@ -165,6 +166,7 @@ PARAMETERS = {
     "torch_chunk_gated_delta_rule": "query, key, value, g, beta, ",
     "mamba2_chunk_scan": "hidden_states, dt, A, B, C, chunk_size, D, dt_bias, initial_states, dt_softplus, dt_limit, ",
     "causal_conv1d_fn": "hidden_states, weight, bias, activation, kwargs",
+    "mamba2_selective_state_update": "state, hidden_states, dt, A, B, C, D, dt_bias, dt_softplus, z, kwargs",
 }
 
 
@@ -172,7 +174,11 @@ PARAMETERS = {
     ("family", "function"),
     [
         *((family, "torch_chunk_gated_delta_rule") for family in ("qwen3_5", "qwen3_next")),
-        *((family, "mamba2_chunk_scan") for family in ("granitemoehybrid", "bamba", "falcon_h1", "nemotron_h")),
+        *(
+            (family, function)
+            for family in ("granitemoehybrid", "bamba", "falcon_h1", "nemotron_h")
+            for function in ("mamba2_chunk_scan", "mamba2_selective_state_update")
+        ),
         ("lfm2", "causal_conv1d_fn"),
     ],
 )
@@ -201,3 +207,22 @@ def test_without_segments_transformers_own_function_runs():
     assert torch.allclose(
         model(input_ids=ids, use_cache=False, segment_ids=torch.ones_like(ids)).logits, before, atol=1e-5
     )
+
+
+def test_a_decode_step_keeps_the_limits_of_the_time_step():
+    """transformers' own leaves them out, and 0.1 is above most of these steps."""
+    hidden, dt, key, query = noise(2, 4, 8), noise(2, 4) - 3, noise(2, 1, 6), noise(2, 1, 6, seed=1)
+    rates, skip, bias = -noise(4).exp(), noise(4, seed=1), noise(4, seed=2)
+    rows = [one[:, None] for one in (hidden, dt)], [one[:, None] for one in (key, query)]
+    settings = {"chunk_size": 4, "D": skip, "dt_bias": bias, "dt_softplus": True, "dt_limit": (0.1, float("inf"))}
+    expected, last = OWN["mamba"](*rows[0], rates, *rows[1], return_final_states=True, **settings)
+    cache, state = Cache({}), torch.zeros(2, 4, 8, 6)
+    cache.time_limits = settings["dt_limit"]
+    wide = [one[..., None].expand(*one.shape, 8) for one in (dt, rates, skip, bias)]
+    found = linear_attention._mamba2_step(
+        getattr(granite.mamba2_selective_state_update, "_tpu_kit_replaces", granite.mamba2_selective_state_update),
+        state, hidden, wide[0], wide[1][..., None].expand(4, 8, 6), key, query, wide[2], dt_bias=wide[3],
+        dt_softplus=True, cache=cache,
+    )  # fmt: skip
+    torch.testing.assert_close(found, expected[:, 0])
+    torch.testing.assert_close(state, last)

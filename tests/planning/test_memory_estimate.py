@@ -72,7 +72,9 @@ def of(folder: Path, shape: dict[str, Any], *settings: str, **changes: Any) -> M
 # ---------------------------------------------------------------------------------------------- against the compiler
 
 
-MISSED = (  # steps that the formula misses, and was not mended for; the first two were held out
+MISSED = (  # steps that the formula misses, and was not mended for; all but the last were held out
+    "google/gemma-4-12B-it-48 v5e:1x1 base_dtype=int8 batch_size=1",
+    "Qwen/Qwen3.5-9B-32 v5e:2x4 mesh=fsdp=8 batch_size=2",
     "gemma3-1b-26 v5p:2x2x1 lora.r=0 optimizer=adafactor batch_size=4",
     "qwen3-32b-64 v5e:2x4 mesh=fsdp=8 batch_size=1 max_length=4096 mlp_tile=null",
     "llama-1b-4 v5e:1x1 batch_size=8 max_length=1024 mlp_tile=2048",

@@ -187,6 +187,7 @@ TRAFFIC_OFF = (  # steps recorded for their memory, of whose traffic the rooflin
     "gemma2-2b-26 v6e:1x1 batch_size=4 max_length=512 lora.targets=[q_proj,v_proj]",
     "llama-8b-32 v5e:1x1 base_dtype=int4 quant_group=64 batch_size=1",
     "mistral-7b-32 v5p:2x2x1 base_dtype=int4 batch_size=2",
+    "HuggingFaceTB/SmolLM3-3B-36 v5e:1x1 batch_size=4",
 )
 
 
@@ -492,7 +493,8 @@ PUBLISHED = {
     "google/gemma-2-27b": 27227128320, "google/gemma-2-2b-it": 2614341888, "google/gemma-2-9b": 9241705984,
     "google/gemma-3-1b-it": 999885952, "google/gemma-3-270m": 268098176, "HuggingFaceTB/SmolLM-135M": 134515008,
     "google/gemma-4-E2B": 4628569344,  # without the towers, whose 450 million the page counts, too
-    "HuggingFaceTB/SmolLM3-3B": 3075098624,
+    "google/gemma-4-12B": 11907350272,  # without the embedders of images and sound: 11959730176 with them
+    "allenai/Olmo-3-7B-Instruct": 7298011136, "HuggingFaceTB/SmolLM3-3B": 3075098624,
     "HuggingFaceTB/SmolLM2-1.7B": 1711376384, "HuggingFaceTB/SmolLM2-360M": 361821120,
     "meta-llama/Llama-2-13b-hf": 13015864320, "meta-llama/Llama-2-70b-hf": 68976648192,
     "meta-llama/Llama-2-7b-hf": 6738415616, "meta-llama/Llama-3.1-8B": 8030261248,

@@ -17,7 +17,7 @@ from tpu_kit.config.loader import TrainConfig
 from tpu_kit.distributed import runtime
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.generation.generator import Generator
-from tpu_kit.generation.reference_check import differences
+from tpu_kit.generation.reference_check import _adapted_copy, differences
 from tpu_kit.models import causal_lm as models
 from tpu_kit.models import layer_scan
 from tpu_kit.models.layer_calls import layers_of
@@ -208,9 +208,9 @@ def _refused(device: torch.device) -> str:
     return ""
 
 
-def with_and_without_loop(config: TrainConfig) -> list[tuple[str, float]]:
-    """The largest of `reference_check.differences` with layers one by one (not on a mesh) and in loops."""
-    rt, found = runtime.current(), []
+def with_and_without_loop(config: TrainConfig) -> dict[str, Any]:
+    """The largest `differences` with layers one by one (not on a mesh) and in loops, and what `recompiles` counts."""
+    rt, found = runtime.current(), dict[str, Any]()
     model = read_config(config.model)
     assert model is not None
     for turn in range(rt.world_size):  # the replicas are threads, which share one random state
@@ -218,9 +218,30 @@ def with_and_without_loop(config: TrainConfig) -> list[tuple[str, float]]:
             if turn == rt.rank:
                 optim = replace(config.optim, scan_layers=scan_layers)
                 each = differences(replace(config, optim=optim), model, rt.device_type, rt.local_device)
-                found.append(max(each.items(), key=lambda item: item[1]))
+                found[scan_layers] = max(each.items(), key=lambda item: item[1])
         rt.barrier()
-    return found
+    return {**found, "recompiles": recompiles(config, model, rt)}
+
+
+def recompiles(config: TrainConfig, model: Any, rt: Runtime) -> int:
+    """How many programs are compiled after the second update of a narrow copy in loops, of other documents each."""
+    optim = replace(OPTIM, scan_layers="on")
+    with training_functions._generator:
+        copy = _adapted_copy(config, model)
+        state = prepare_model(copy, replace(config, optim=optim), rt)
+    rt.sync()
+    counts = []
+    for number in range(1, 5):
+        batch = rows(2, 37, number)
+        second = (torch.arange(37) >= 7 * number).long().expand(2, 37)
+        batch["segment_ids"], batch["position_ids"] = 1 + second, batch["position_ids"] - 7 * number * second
+        scalars = control(1e-3, number, float(number > 1)).to(rt.local_device)
+        train_step(copy, state, [training_functions._sent(rt, batch)], scalars, SupervisedObjective(optim), optim, rt)
+        rt.sync()
+        _finish(rt)
+        counts.append(rt.counters()["compiles"])
+        rt.barrier()
+    return counts[-1] - counts[1]
 
 
 def _given(device: torch.device) -> torch.Tensor:

@@ -167,6 +167,8 @@ class Decoder:
         linear_attention.register(models.base_model(model))
         self._model, self._rt, self.block, self._slots = model, rt, block, slots
         self._causal = models.base_model(model)
+        limits = (getattr(part, "time_step_limit", None) for part in self._causal.modules())
+        self._time_limits = next((one for one in limits if one is not None), None)
         # The matrix products of a trained model may have another dtype than its weights; see causal_lm.py.
         self._dtype: torch.dtype = getattr(model, _COMPUTE, None) or self._causal.dtype
         self._programs: dict[Any, Traced] = {}
@@ -335,6 +337,7 @@ class Decoder:
         lengths, width, uniforms, knobs, ends = constant
         seen = [occurred[0].scatter(1, token[:, None], 1.0)] if occurred else []
         slots = Cache(cache.stacks, Step(lengths, width, step))
+        slots.time_limits = self._time_limits
         position = (lengths + step)[:, None]
         output = self._causal(input_ids=token[:, None], position_ids=position, **self._with(slots))
         slots.store_states()

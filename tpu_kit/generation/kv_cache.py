@@ -199,6 +199,7 @@ class Cache(LayerCache):
     def of(self, tensors: Sequence[torch.Tensor], where: Step | Prompts | None = None) -> Cache:
         """Returns a cache with other stacks, as for `update_all`."""
         other = Cache(dict(self.stacks), where)
+        other.time_limits = self.time_limits
         other.update_all(tensors)
         return other
 

@@ -5,9 +5,10 @@ The decoder runs once on a row of two tokens with placeholders in its list of la
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,9 +31,11 @@ class LayerCache(ABC):
 
     Attributes:
         lengths: (B,) of the prompts of a prefill, which are padded at the end; None in a decode step.
+        time_limits: the least and the largest time step of Mamba 2's layers, if they have any.
     """
 
     lengths: torch.Tensor | None = None
+    time_limits: tuple[float, float] | None = None
 
     @abstractmethod
     def begin(self) -> Tensors:
@@ -129,13 +132,16 @@ def _is_whole(hidden: torch.Tensor, before: torch.Tensor) -> bool:
 class Placeholders(torch.nn.Module):
     """A list of layers that gives a decoder functions in place of the layers, and records their calls.
 
+    A function has the settings of its layer, by which a decoder may choose a layer's arguments.
+
     Attributes:
         pairs: whether the decoder takes the hidden states out of a pair that a layer returns.
     """
 
-    def __init__(self, count: int, pairs: bool = False) -> None:
+    def __init__(self, layers: Iterable[torch.nn.Module], pairs: bool) -> None:
         super().__init__()
-        self.count, self.pairs = count, pairs
+        self._attributes = [{key: value for key, value in vars(layer).items() if _plain(value)} for layer in layers]
+        self.count, self.pairs = len(self._attributes), pairs
 
     def __len__(self) -> int:
         return self.count
@@ -157,7 +163,10 @@ class Placeholders(torch.nn.Module):
             results[:] = [self._visit(hidden, calls)]
             return (results[0], None) if self.pairs else results[0]
 
-        return iter([visit] * self.count)
+        functions = [functools.partial(visit) for _ in range(self.count)]
+        for function, attributes in zip(functions, self._attributes, strict=True):
+            vars(function).update(attributes)
+        return iter(functions)
 
     def _visit(self, hidden: torch.Tensor, calls: list[Call]) -> torch.Tensor:
         """Returns what the layer of the last call returns to the decoder."""
@@ -168,7 +177,7 @@ class _Probe(Placeholders):
     """Records the call of each layer, and whether the layer writes into a mapping, for which it runs the layer."""
 
     def __init__(self, layers: torch.nn.ModuleList, pairs: bool) -> None:
-        super().__init__(len(layers), pairs)
+        super().__init__(layers, pairs)
         self.given = list(layers)
         self.calls: list[Call] = []
         self.writers: set[int] = set()

@@ -47,8 +47,8 @@ class ScannedLayers(Placeholders):
         kept: the states after them, of the last forward pass outside of generation, until `kept_states` takes them.
     """
 
-    def __init__(self, runs: list[Run], kept_after: Sequence[int], pairs: bool) -> None:
-        super().__init__(sum(run.count for run in runs), pairs)
+    def __init__(self, layers: torch.nn.ModuleList, runs: list[Run], kept_after: Sequence[int], pairs: bool) -> None:
+        super().__init__(layers, pairs)
         self.kept_after = tuple(kept_after)
         self.kept: dict[int, torch.Tensor] = {}
         self.runs, self.in_order = torch.nn.ModuleList(runs), runs
@@ -478,7 +478,7 @@ def stack(decoder: Any, tile: int | None = None, keeps: bool = False, apart: boo
         neighbours = architecture.neighbours(equal[start : start + period])
         runs.append(_run(list(layers[start : start + period * turns]), neighbours, turns, keeps))
         start += period * turns
-    scanned = ScannedLayers(runs, cuts, pairs).train(decoder.training)
+    scanned = ScannedLayers(layers, runs, cuts, pairs).train(decoder.training)
     if tile is not None:
         for layer in (layer for run in runs for layer in run.layers):
             mlp = getattr(layer, "mlp", None)

@@ -435,6 +435,19 @@ def _mamba2(
     return (output, state) if options.get("return_final_states") else output
 
 
+def _mamba2_step(
+    own: Any, *tensors: torch.Tensor, dt_bias: torch.Tensor | None = None, dt_softplus: bool = False,
+    cache: LayerCache | None = None, **options: Any,
+) -> Any:  # fmt: skip
+    """Limits the time step as in a prefill, which transformers' layers leave out in a decode step."""
+    if cache is not None and cache.time_limits is not None:
+        state, hidden, dt, *rest = tensors
+        dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
+        dt = (F.softplus(dt) if dt_softplus else dt).clamp(*cache.time_limits)
+        tensors, dt_bias, dt_softplus = (state, hidden, dt, *rest), None, False
+    return own(*tensors, dt_bias=dt_bias, dt_softplus=dt_softplus, **options)
+
+
 def _conv(
     own: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None,
     activation: str | None = None, segment_ids: torch.Tensor | None = None, **options: Any,
@@ -447,4 +460,5 @@ def _conv(
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "torch_chunk_gated_delta_rule": _delta, "mamba2_chunk_scan": _mamba2, "causal_conv1d_fn": _conv,
+    "mamba2_selective_state_update": _mamba2_step,
 }  # fmt: skip

@@ -183,7 +183,7 @@ class _FirstLayers(layer_calls.Placeholders):
     """Runs the first of equal layers, and records what it calls."""
 
     def __init__(self, layers: torch.nn.ModuleList, equal: list[int], pairs: bool) -> None:
-        super().__init__(len(layers), pairs)
+        super().__init__(layers, pairs)
         self.given, self.equal, self.kinds = list(layers), equal, dict[int, Layer]()
 
     def _visit(self, hidden: torch.Tensor, calls: list[layer_calls.Call]) -> torch.Tensor:
