@@ -407,6 +407,18 @@ def test_offline(archive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         pass
 
 
+def test_the_converter_is_asked_to_expect_no_layers_that_transformers_leaves_out(tmp_path: Path) -> None:
+    """Qwen3.5 has them; for other families the converter refuses the option. A refusal is told in one line."""
+    script, target = tmp_path / "convert_hf_to_gguf.py", tmp_path / "m.gguf"
+    refuses = "import sys; '--no-mtp' in sys.argv and sys.exit('--mtp / --no-nextn are not supported for Llama')\n"
+    script.write_text(refuses + f"open({str(target)!r}, 'w').write(' '.join(sys.argv[1:]))")
+    formats.convert_model(tmp_path, target, "f16", tmp_path)
+    assert target.read_text() == f"{tmp_path} --outfile {target} --outtype f16"
+    script.write_text("raise AssertionError")
+    with pytest.raises(ValueError, match=r"converter refuses the model: [^\n]*raise AssertionError[^\n]*$"):
+        formats.convert_model(tmp_path, target, "f16", tmp_path)
+
+
 def test_dora_has_no_place_in_gguf(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text('{"use_dora": true}')
     with pytest.raises(ValueError, match="export the merged model"):

@@ -344,7 +344,13 @@ def convert_model(folder: Path, target: Path, outtype: str, tools: Path) -> None
     Raises:
         ValueError: llama.cpp's converter refuses the model or its tokenizer.
     """
-    _run([str(tools / "convert_hf_to_gguf.py"), str(folder), "--outfile", str(target), "--outtype", outtype], target)
+    command = [str(tools / "convert_hf_to_gguf.py"), str(folder), "--outfile", str(target), "--outtype", outtype]
+    try:  # transformers leaves out the layers that predict further tokens, and the converter would expect them
+        _run([*command, "--no-mtp"], target)
+    except ValueError as error:
+        if "--no-nextn are not supported for" not in str(error):
+            raise
+        _run(command, target)
 
 
 def convert_adapter(adapter: Path, base: Path, target: Path, tools: Path) -> None:
@@ -377,4 +383,4 @@ def _run(arguments: list[str], target: Path) -> None:
             "tokens than in training. Use format=merged (transformers) or format=vllm"
         )
     if done.status or not target.is_file():
-        raise ValueError(f"llama.cpp's converter refuses the model: {done.last_lines(4)}")
+        raise ValueError(f"llama.cpp's converter refuses the model: {' '.join(done.last_lines(4).split())}")
