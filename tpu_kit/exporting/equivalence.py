@@ -195,7 +195,8 @@ def _in_child(job: dict[str, Any]) -> Any:
         except TimeoutError as error:
             raise ValueError(f"the export cannot be read in a new process: {error}") from None
         if done.status or not result.is_file():
-            raise ValueError(f"the export cannot be read in a new process ({done.how}): {done.last_lines(6)}")
+            said = " ".join(done.last_lines(6).split())
+            raise ValueError(f"the export cannot be read in a new process ({done.how}): {said}")
         return torch.load(result)
 
 
