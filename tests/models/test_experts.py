@@ -61,6 +61,36 @@ def test_all_families_with_and_without_the_kernel(interpret: bool) -> None:
     assert len(found) == 4 * len(FAMILIES) and max(found.values()) < 1e-6, found
 
 
+LOWERED_AT_ONCE = """
+import threading
+from concurrent.futures import ThreadPoolExecutor
+import torch, torch_xla
+from tpu_kit.xla import grouped
+from tpu_kit.xla.program import placeholder
+
+meeting, computations, add = threading.Barrier(4), [], torch_xla._XLAC._xla_user_computation
+
+def record(name, tensors, computation):
+    computations.append(computation)
+    return add(name, tensors, computation)
+
+def trace(index):
+    meeting.wait()
+    grouped.layout(grouped.Tiles(8, 16, kernel=False), index)
+
+torch_xla._XLAC._xla_user_computation = record
+with ThreadPoolExecutor(4) as pool:
+    list(pool.map(trace, [placeholder((64, 2), torch.int64) for _ in range(4)]))
+print(len(computations), len(set(map(id, computations))))
+"""
+
+
+@needs_xla
+def test_replicas_that_trace_at_once_get_the_same_computation() -> None:
+    """The ids in two lowerings differ, and with them the replicas' programs, which then wait for each other."""
+    assert run_python(LOWERED_AT_ONCE, env=QUICK).stdout.split() == ["4", "1"]
+
+
 AGAINST_MEGABLOX = """
 import json
 import jax.numpy as jnp

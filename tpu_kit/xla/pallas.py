@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -25,6 +26,9 @@ _STATIC = (
     "save_residuals", "mask_value", "is_mqa", "block_sizes", "residual_checkpoint_name", "mask_function",
     "attn_logits_soft_cap", "interpret",
 )  # fmt: skip
+# Replicas on XLA:CPU are threads. Two lowerings of one function differ in ids, so that the replicas' programs would
+# differ and their collectives wait for each other for ever.
+_LOWERING = threading.Lock()
 
 PER_HEAD: Spec = (BATCH, "model", None, None)
 """Of (B, heads, S, D) in training."""
@@ -176,9 +180,9 @@ def call(
     shapes = tuple((tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for tensor in tensors)
     static = (function.func, function.args, shapes, inputs, outputs, platform, active_mesh())
     name = f"xla::{function.func.__name__.strip('_')}"
-    results: list[torch.Tensor] = torch_xla._XLAC._xla_user_computation(
-        name, list(tensors), requires_jax(_lowered)(*static)
-    )
+    with _LOWERING:
+        computation = requires_jax(_lowered)(*static)
+    results: list[torch.Tensor] = torch_xla._XLAC._xla_user_computation(name, list(tensors), computation)
     return results
 
 
