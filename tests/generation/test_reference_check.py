@@ -147,6 +147,7 @@ def test_a_family_that_carries_a_state_along_the_row_is_refused_only_for_packed_
         check_training(run(tmp_path, CARRIES_STATE[family], "packing=false", "tracking.generate_rows=8"), "cpu")
 
 
+@xla
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
