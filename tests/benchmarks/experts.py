@@ -1,5 +1,8 @@
 """The kernel of a mixture's experts beside megablox, JAX's own: `python -m tests.benchmarks.experts`.
 
+With --families, instead, the experts of each family of transformers that has them in its registry, on XLA:CPU against
+transformers' eager code: the largest relative error of output and gradients in fp32, each family in its own process.
+
 Compiles one product of a block of Qwen3-30B-A3B for a v5e: 65,536 pairs of a token and an expert, forwards and with the
 transposed weights, as the gradient needs it. The kit's kernel gets rows in whole tiles, megablox without padding, with
 the best of the tilings tried; it has no integers, so they become bf16 before it. Bytes are those that the compiler
@@ -8,11 +11,21 @@ counts, with the kernels' own estimates in them. It compiles at low effort, so i
 
 from __future__ import annotations
 
+import copy
 import functools
+import importlib
+import inspect
 import os
+import re
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
+import transformers
+
+from tests.support import expert_functions
+from tests.support.child_processes import QUICK_XLA_FLAGS, run_python
 from tests.support.tpu_program import ENVIRONMENT, compile_graph
 
 EXPERTS, HIDDEN, INNER, PAIRS, GROUP = 128, 2048, 768, 65_536, 128
@@ -85,8 +98,54 @@ def compiled(product: functools.partial[Any], bits: int, back: bool) -> tuple[fl
     return cost["bytes accessed"] / 1e9, memory.temp_size_in_bytes / 2**30, time.monotonic() - start
 
 
+def family(name: str) -> None:
+    """Prints a line for each experts module of a family."""
+    import torch
+    import torch_xla
+
+    device = torch_xla.device()
+    code = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    source = inspect.getsource(code)
+    for kind in re.findall(r"@use_experts_implementation.*\nclass (\w+)", source):
+        try:
+            experts = vars(code)[kind]
+            settings = inspect.signature(experts.__init__, eval_str=True).parameters["config"].annotation
+            missing = settings is inspect.Parameter.empty
+            config = transformers.CONFIG_MAPPING[name]().get_text_config() if missing else settings()
+            for key, value in expert_functions.SIZES.items():
+                setattr(config, key, [value, value] if isinstance(getattr(config, key, None), list) else value)
+            config._experts_implementation = "eager"
+            torch.manual_seed(0)
+            plain = experts(config)
+            for parameter in plain.parameters():
+                torch.nn.init.normal_(parameter, std=0.2)
+            ours = expert_functions.ours_of(plain.requires_grad_(False))
+            weights, index = expert_functions.routing(40, False)
+            hidden, upstream = torch.randn(2, 40, plain.down_proj.shape[1 + plain.is_transposed])
+            given = hidden, weights, index, upstream
+            expected = expert_functions.computed(copy.deepcopy(plain), "cpu", given)
+            found = map(expert_functions.error, expert_functions.computed(ours, device, given), expected)
+            print(f"| {name} | {kind} | {max(found):.1e} |", flush=True)
+        except Exception as error:
+            print(f"| {name} | {kind} | refused: {' '.join(str(error).split())} |", flush=True)
+
+
+def families() -> None:
+    """Prints the lines of all families."""
+    folder = Path(transformers.__file__).parent / "models"
+    files = sorted(folder.glob("*/modeling_*.py"))
+    for file in files:
+        if "@use_experts_implementation" in file.read_text():
+            script = f"from tests.benchmarks.experts import family\nfamily({file.parent.name!r})"
+            done = run_python(script, env={"PJRT_DEVICE": "CPU", "XLA_FLAGS": QUICK_XLA_FLAGS})
+            print("".join(line + "\n" for line in done.stdout.splitlines() if line.startswith("|")), end="", flush=True)
+
+
 def main() -> None:
     """Prints the table."""
+    if sys.argv[1:] == ["--families"]:
+        families()
+        return
     os.environ |= ENVIRONMENT
     print(
         "| weights | product | kernel | GB moved | GiB of temporaries | compile seconds |\n|---|---|---|---:|---:|---:|"
