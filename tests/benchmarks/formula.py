@@ -140,8 +140,8 @@ two shardings at once. Of the shipped mixtures of experts the formula says 14.12
 </details>
 
 `python -m tests.benchmarks.formula --draw` draws {DRAWN} configurations with a fixed seed over models, slices, lengths,
-rows and settings, and compiles them. These are compiled so far, smallest first. The formula was corrected for the two
-of SmolLM-360M, which it had missed by -10.4 and -12.8 %, and for no other.
+rows and settings, and compiles them. The formula was corrected for the two of SmolLM-360M and SmolLM2-360M, which it
+had missed by -10.4 and -12.8 %, and for no other.
 
 <details><summary>drawn: {of_drawn}</summary>
 
