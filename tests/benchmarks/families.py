@@ -117,7 +117,8 @@ def main() -> None:
                 process.join()
                 text = f"CRASHED with {process.exitcode}"
         else:
-            os.killpg(process.pid, signal.SIGKILL)  # type: ignore[arg-type]  # it has started
+            assert process.pid is not None  # it has started
+            os.killpg(process.pid, signal.SIGKILL)
         process.join()
         print(f"| `{family}` | {text} | {time.monotonic() - begun:.0f} s", flush=True)
 

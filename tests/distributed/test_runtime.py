@@ -180,7 +180,10 @@ def test_no_replica_here() -> None:
 @pytest.mark.parametrize(
     ("device_type", "replicas"), [pytest.param("xla-cpu", 4, marks=needs_xla), ("cpu", 2), ("cpu", 1)]
 )
-def test_collectives_on_real_replicas(device_type: str, replicas: int, tmp_path: Path, quick_xla: None) -> None:
+def test_collectives_on_real_replicas(
+    device_type: str, replicas: int, tmp_path: Path, quick_xla: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     config = load_config(
         overrides=[f"launch.device_type={device_type}", f"launch.num_replicas={replicas}", f"output_dir={tmp_path}"]
     )
@@ -188,6 +191,8 @@ def test_collectives_on_real_replicas(device_type: str, replicas: int, tmp_path:
     ranks = range(replicas)
     expected = [[sum(r + 1.0 for r in ranks), sum(10.0 * r for r in ranks)], [[0.5 * replicas] * 3] * 2]
     assert result["values"] == expected
+    if (device_type, replicas) == ("cpu", 2):
+        assert result["threads"] == 1  # of four cores each would take two
     assert result["all"] == [repr(expected)] * replicas
     assert (result["rank"], result["world_size"], result["is_xla"]) == (0, replicas, device_type == "xla-cpu")
     assert result["device"] == ("xla:0" if device_type == "xla-cpu" else "cpu")

@@ -56,6 +56,7 @@ def sums(config: TrainConfig) -> dict[str, Any]:
         "values": values, "all": [(marks(config) / f"values-{rank}").read_text() for rank in range(rt.world_size)],
         "rank": rt.rank, "world_size": rt.world_size, "device": str(rt.local_device), "is_xla": rt.is_xla,
         "counters": rt.counters(), "pid": os.getpid(), "limit": _limit(),
+        "threads": torch.get_num_threads(),
     }  # fmt: skip
 
 

@@ -213,9 +213,9 @@ class _Checks:
         return self._steps_taken[name]
 
     def _memory(self) -> dict[str, dict[str, float]]:
-        ratios = {}
         if self._backend.device_type == "cuda":
             raise NotMeasured("no compiler tells the memory of a GPU's step")
+        ratios = {}
         for config in self._shapes():
             measured = self._step(config)["peak_bytes"]
             if measured is None:

@@ -268,10 +268,11 @@ def with_adapters(model: Any, settings: Any) -> torch.nn.Module:
         adapted: torch.nn.Module = get_peft_model(model, settings, autocast_adapter_dtype=True)
     if linears:  # else PEFT has put the names of layers in the place of all-linear
         settings.target_modules, settings.target_parameters = modules, parameters
-    for part in adapted.modules():
+    parts: Iterable[Any] = adapted.modules()
+    for part in parts:
         if hasattr(part, "parameter_name"):
             part.__class__ = _wrapper(type(part))  # type: ignore[arg-type]  # a class is hashable
-            part.get_base_layer().__dict__.setdefault("adapters", {})[part.parameter_name] = part  # type: ignore[operator]  # of PEFT
+            part.get_base_layer().__dict__.setdefault("adapters", {})[part.parameter_name] = part
     return adapted
 
 

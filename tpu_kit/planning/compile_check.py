@@ -61,19 +61,29 @@ class Compiled:
     """The TPU compiler's figures of a step. Bytes are of one device; a figure is None where the step does not fit.
 
     Attributes:
-        topology: such as "v5e:2x4".
-        fits: whether it compiled, and its total is within `limit_bytes`, the most that a program can have.
+        topology: the slice it was compiled for, such as "v5e:2x4".
+        fits: whether the step runs: it compiled, and its total is within the limit.
+        limit_bytes: the most that a program can have of a device's memory.
+        argument_bytes: weights, state and batch.
+        output_bytes: the new state.
         aliased_bytes: the part of the outputs that is written over arguments.
         temporary_bytes: buffers that live only during the step, at its peak.
         code_bytes: the program.
-        total_bytes: arguments + (outputs - aliased) + temporaries + code; or what the compiler's error says.
-        flops: each trip of a loop counted; of splash attention, which reports none, by formula.
+        total_bytes: arguments + (outputs - aliased) + temporaries + code; if the step did not compile, what the
+            compiler's error says, without outputs.
+        flops: floating point operations of a step on one device, each trip of a loop counted; of splash attention,
+            which reports none, by formula.
         bytes_accessed: bytes that its instructions read and write in any memory, by the compiler.
-        hbm_bytes: bytes that they read from HBM and write to it.
+        hbm_bytes: bytes that they read from HBM and write to it. Each fusion of an asynchronous collective counts its
+            buffers.
+        collectives: by kind.
         operations: what each operation of the model costs.
         out_of_memory: the compiler's error, if the step does not fit.
+        trace_seconds: seconds to trace the step.
+        compile_seconds: seconds to compile it.
+        libtpu: version of the compiler.
         program: a hash of the program.
-        cached: whether the answer was on disk.
+        cached: whether nothing was compiled, because the answer was on disk.
     """
 
     topology: str

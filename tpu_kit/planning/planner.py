@@ -28,7 +28,7 @@ from tpu_kit.planning.cost import Collective, StepTime, compiled_time, predict_t
 from tpu_kit.planning.memory_estimate import RESERVE, Memory, estimate_on, reserve
 from tpu_kit.planning.mesh_choice import Answering, compile_answering, placed
 from tpu_kit.planning.rollouts import ProgramPeak, program_rows, update_plan, warnings_of
-from tpu_kit.planning.run_cost import Rows, TimePlan, count_rows, count_updates, time_plan
+from tpu_kit.planning.run_cost import Count, TimePlan, count_rows, count_updates, time_plan
 
 TIE = 0.02
 """Settings whose speeds differ by less count as equally fast: the one with fewest passes is picked, as it compiles
@@ -159,7 +159,7 @@ def plan(config: TrainConfig, chips: Sequence[str] = ("v5e",), exact: bool = Fal
         size = mesh_size(launch.mesh)
         places = [find_slice(name, None if re.search(r"[-_:]\d", name) else size) for name in chips]
     shape = read_shape(config.model)
-    rows = Rows(None) if config.optim.max_steps else count_rows(config)
+    rows = Count(None) if config.optim.max_steps else count_rows(config)
     found = []
     for where in places:
         chosen, on, note = placed(config, shape, where, one_row="optim.batch_size" not in config.sources)
@@ -175,7 +175,7 @@ def _joined(*notes: str) -> str:
     return "; ".join(filter(None, notes))
 
 
-def best_batch(config: TrainConfig, where: TargetSlice, exact: bool = False, rows: Rows | None = None) -> Plan:
+def best_batch(config: TrainConfig, where: TargetSlice, exact: bool = False, rows: Count | None = None) -> Plan:
     """Chooses the batch for `optim.batch_size=auto`: the fastest that fits; only the batch changes.
 
     Args:
@@ -187,7 +187,7 @@ def best_batch(config: TrainConfig, where: TargetSlice, exact: bool = False, row
     Raises:
         ValueError: as `plan`; or not one row fits, with what to change.
     """
-    optim, rows = replace(config.optim, batch_size="auto"), rows or Rows(None)
+    optim, rows = replace(config.optim, batch_size="auto"), rows or Count(None)
     config = replace(config, optim=optim, sources=dict(config.sources) | {"optim.remat": "code"})
     shape = read_shape(config.model)
     best = by_formula(config, shape, where, rows)
@@ -204,7 +204,7 @@ def best_batch(config: TrainConfig, where: TargetSlice, exact: bool = False, row
 
 
 def batches(
-    config: TrainConfig, replicas: int, rows: Rows, most: Callable[[], int]
+    config: TrainConfig, replicas: int, rows: Count, most: Callable[[], int]
 ) -> Iterator[tuple[int, int | None]]:
     """Candidates (rows per replica in a pass, rows per update); `most` returns the number of rows that fit.
 
@@ -229,7 +229,7 @@ def batches(
     yield from ((n, whole) for n in range(1, min(each, max(1, most())) + 1) if each % n == 0)
 
 
-def _settings(config: TrainConfig, shape: Shape, where: TargetSlice, known: Rows) -> list[Setting]:
+def _settings(config: TrainConfig, shape: Shape, where: TargetSlice, known: Count) -> list[Setting]:
     found, limit = [], where.limit * (1 - max(where.free, reserve(config)))
     remats: tuple[Literal["full", "outputs", "none"], ...] = ("full", "outputs") if where.mesh is None else ("full",)
     if "optim.remat" in config.sources:
@@ -254,14 +254,17 @@ def _settings(config: TrainConfig, shape: Shape, where: TargetSlice, known: Rows
     return found
 
 
-def by_formula(config: TrainConfig, shape: Shape, where: TargetSlice, rows: Rows) -> Plan:
+def by_formula(config: TrainConfig, shape: Shape, where: TargetSlice, rows: Count) -> Plan:
     """Makes the plan for one slice by formula."""
     config, notes = where.calibration.apply(config)
     settings = sorted(_settings(config, shape, where, rows), key=lambda one: (-one.speed, one.peak))
     limit, mesh = where.limit * (1 - max(where.free, reserve(config))), where.mesh
     fitting = [one for one in settings if one.peak <= limit]
     near = [one for one in fitting if one.speed > (1 - TIE) * fitting[0].speed]
-    picked = min(near or settings, key=lambda one: (one.update.gradient_accumulation * bool(near), one.peak))
+    if near:
+        picked = min(near, key=lambda one: (one.update.gradient_accumulation, one.peak))
+    else:
+        picked = min(settings, key=lambda one: one.peak)
     memory = estimate_on(picked.config, shape, where)
     state = memory.parts.get("optimizer", 0) + memory.parts.get("ema", 0)
     held = state * (mesh.fsdp * mesh.model if mesh else 1) + 4 * memory.trained
@@ -279,7 +282,7 @@ def by_formula(config: TrainConfig, shape: Shape, where: TargetSlice, rows: Rows
     )  # fmt: skip
 
 
-def verified(found: Plan, shape: Shape, rows: Rows) -> Plan:
+def verified(found: Plan, shape: Shape, rows: Count) -> Plan:
     """Compiles the pick; if it does not fit, finds the next smaller setting that does.
 
     Of a run that samples, a smaller batch changes only "accumulate".
@@ -318,7 +321,7 @@ class _Answer:
         return _Answer(config, memory, compiled, peaks, most, fits)
 
 
-def _with(found: Plan, answer: _Answer, shape: Shape, rows: Rows) -> Plan:
+def _with(found: Plan, answer: _Answer, shape: Shape, rows: Count) -> Plan:
     """The plan with the compiler's figures; the setting may differ from the formula's pick."""
     where, config, compiled, memory = found.where, answer.config, answer.compiled, answer.memory
     time, peak = compiled_time(config, shape, where, compiled), answer.peaks[answer.largest]

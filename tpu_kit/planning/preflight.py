@@ -25,7 +25,7 @@ from tpu_kit.planning.memory_estimate import Memory, estimate, reserve
 from tpu_kit.planning.mesh_choice import check_mesh, placed
 from tpu_kit.planning.planner import batches, best_batch
 from tpu_kit.planning.rollouts import program_rows, update_plan, warnings_of
-from tpu_kit.planning.run_cost import Rows
+from tpu_kit.planning.run_cost import Count
 
 ROUNDED_PER_SECOND = {"int8": 500e6, "int4": 45e6}
 """Weights that one core of a server's CPU rounds in a second (measured: 584e6 and 49e6, groups of 128)."""
@@ -117,7 +117,7 @@ def check_before_launch(
 
     Args:
         config: the run.
-        exact: whether the TPU compiler verifies the batch size.
+        exact: whether the TPU compiler verifies the batch size, given or chosen by `auto`.
         at: the machine; this one by default.
         rows: packed rows of the training data; None where they are not known yet.
         hosts: of the run.
@@ -265,7 +265,7 @@ def _settle_batch(
             why = f"optim.batch_size={rows}, as in the run that this one resumes"
             return replace(config, optim=replace(optim, batch_size=rows)), why
         config = replace(config, optim=optim)
-    known = Rows(count)
+    known = Count(count)
     if room.where is not None:
         found = best_batch(room.seen(config), room.where, exact, known)
         assert isinstance(found.config.optim.batch_size, int)
@@ -291,7 +291,7 @@ def _before(config: TrainConfig) -> tuple[int, int] | None:
     return (rows, found[-1].document("state")["global_batch_size"]) if isinstance(rows, int) else None
 
 
-def _host_rows(config: TrainConfig, room: MemoryBudget, shape: Shape, known: Rows) -> int:
+def _host_rows(config: TrainConfig, room: MemoryBudget, shape: Shape, known: Count) -> int:
     """The largest number of rows that fits and divides an update; without a given update, a power of two.
 
     Raises:

@@ -9,7 +9,7 @@ from tpu_kit.config.loader import TrainConfig, batch_arithmetic
 from tpu_kit.hardware.chips import GIB, MIB
 from tpu_kit.planning.cost import factors, link_seconds
 from tpu_kit.planning.planner import Plan
-from tpu_kit.planning.rollouts import program_count, program_rows, rollout_of
+from tpu_kit.planning.rollouts import program_count, program_rows, rollout_of, update_plan
 from tpu_kit.planning.run_cost import RESTART_SECONDS, SPOT_HOURS_BETWEEN_INTERRUPTIONS
 
 MOST_SETTINGS = 8
@@ -87,7 +87,8 @@ def _details(one: Plan) -> list[str]:
 def rollout_lines(one: Plan) -> list[str]:
     """The programs of a run that samples, a device's memory in each, and the time of a rollout and of an update."""
     replicas = 1 if one.where.mesh else one.where.replicas
-    rollout, passes = rollout_of(one.config, replicas), one.to_dict()["gradient_accumulation"]
+    rollout = rollout_of(one.config, replicas)
+    passes = update_plan(one.config, one.where.replicas).gradient_accumulation
     made, names = program_rows(one.programs, one.compiled), ("formula_bytes", "compiler_bytes")
     rows: list[dict[str, object]] = [
         {"program": row["program"], **{f"GiB by {name[:-6]}": _number(row[name] and row[name] / GIB) for name in names},

@@ -34,21 +34,21 @@ RESTART_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Number of packed rows, of prompts or of updates; None where it is not known, with the reason."""
+class Count:
+    """A number of packed rows, prompts or updates; None where it is not known, with the reason."""
 
     count: int | None
     reason: str = ""
 
 
-def count_rows(config: TrainConfig) -> Rows:
+def count_rows(config: TrainConfig) -> Count:
     """Counts the packed rows of a run with `prepare.prepare`, as the run itself does, where that is cheap."""
     if config.data.source == "synthetic":
         from tpu_kit.data.sources import synthetic_rows
 
-        return Rows(synthetic_rows(config.data.split))
+        return Count(synthetic_rows(config.data.split))
     if reason := _costly(config):
-        return Rows(None, reason)
+        return Count(None, reason)
     # Here, because they load torch, transformers and datasets.
     from tpu_kit.data.prepare import prepare
     from tpu_kit.models.causal_lm import load_tokenizer
@@ -59,15 +59,15 @@ def count_rows(config: TrainConfig) -> Rows:
     most = config.rl.longest_prompt(data.max_length) if config.on_policy else None
     try:
         prepared = prepare(data, load_tokenizer(config.model), max_prompt=most)
-        return Rows(len(prepared.tasks.numbers) if prepared.tasks else len(prepared.train))
+        return Count(len(prepared.tasks.numbers) if prepared.tasks else len(prepared.train))
     except ValueError as error:  # the run raises it too
-        return Rows(None, str(error))
+        return Count(None, str(error))
 
 
-def count_updates(config: TrainConfig, replicas: int, rows: Rows) -> Rows:
+def count_updates(config: TrainConfig, replicas: int, rows: Count) -> Count:
     """Counts the updates of a run, its batch size a number, from its rows; not used with `optim.max_steps`."""
     if config.optim.max_steps is not None:
-        return Rows(config.optim.max_steps)
+        return Count(config.optim.max_steps)
     if rows.count is None:
         return rows
     from tpu_kit.data.batching import updates
@@ -77,9 +77,9 @@ def count_updates(config: TrainConfig, replicas: int, rows: Rows) -> Rows:
         prompts, repeats = config.rl.prompts_per_rollout, config.rl.updates_per_rollout
         each = BatchPlan(prompts, 1, 1, prompts, 0)
     try:
-        return Rows(repeats * sum(1 for _ in updates(rows.count, each, config.optim)))
+        return Count(repeats * sum(1 for _ in updates(rows.count, each, config.optim)))
     except ValueError as error:
-        return Rows(None, str(error))
+        return Count(None, str(error))
 
 
 def _costly(config: TrainConfig) -> str:

@@ -123,9 +123,14 @@ def _specs(model: PreTrainedModel, state: TrainState) -> dict[str, Spec]:
 
 @dataclass(frozen=True)
 class GenerationProgram:
-    """A program of `generation.decoder`, to trace; `rows` are padded to `width` tokens in a cache of `slots`.
+    """A program of `generation.decoder`, to trace.
 
-    "samples" copies each prompt's cache for its samples, and "decode" makes `BLOCK` steps.
+    Attributes:
+        part: "prefill", "samples", which copies each prompt's cache for its samples, or "decode" for `BLOCK` steps.
+        rows: of the batch, padding included.
+        width: tokens to which prompts are padded.
+        slots: length of the key/value cache.
+        samples: of each prompt, which "samples" makes.
     """
 
     part: Literal["prefill", "samples", "decode"]
