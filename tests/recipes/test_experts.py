@@ -90,7 +90,7 @@ def test_thirty_updates_are_those_of_the_cpu(world: Path, tmp_path: Path, kind: 
     assert losses[-5:].mean() < losses[:5].mean() - 0.1
     for way in ("replicas", "fsdp of four"):
         ours, _ = seen(run(world, kind, tmp_path / way, **WAYS[way], **long))
-        # Where two experts of a token are almost equal, another order of a sum chooses the other one.
+        # Another order of sums is enough: on the CPU, four passes in place of one move a loss by 8e-5.
         torch.testing.assert_close(ours, losses, rtol=5e-5, atol=0)
 
 
