@@ -407,6 +407,11 @@ def test_offline(archive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         pass
 
 
+def test_an_export_that_a_new_process_cannot_read_is_told_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^the export cannot be read in a new process \(.+\): [^\n]+\Z"):
+        equivalence.reload(tmp_path / "none", [[1, 2]])
+
+
 def test_the_converter_is_asked_to_expect_no_layers_that_transformers_leaves_out(tmp_path: Path) -> None:
     """Qwen3.5 has them; for other families the converter refuses the option. A refusal is told in one line."""
     script, target = tmp_path / "convert_hf_to_gguf.py", tmp_path / "m.gguf"
@@ -414,6 +419,9 @@ def test_the_converter_is_asked_to_expect_no_layers_that_transformers_leaves_out
     script.write_text(refuses + f"open({str(target)!r}, 'w').write(' '.join(sys.argv[1:]))")
     formats.convert_model(tmp_path, target, "f16", tmp_path)
     assert target.read_text() == f"{tmp_path} --outfile {target} --outtype f16"
+    script.write_text(f"import sys; open({str(target)!r}, 'w').write(sys.argv[-1])")
+    formats.convert_model(tmp_path, target, "f16", tmp_path)
+    assert target.read_text() == "--no-mtp"
     script.write_text("raise AssertionError")
     with pytest.raises(ValueError, match=r"converter refuses the model: [^\n]*raise AssertionError[^\n]*$"):
         formats.convert_model(tmp_path, target, "f16", tmp_path)

@@ -30,6 +30,7 @@ from transformers import (
     MambaConfig,
     MiniMaxConfig,
     MistralConfig,
+    NemotronHConfig,
     OlmoHybridConfig,
     OPTConfig,
     Phi3Config,
@@ -187,6 +188,15 @@ SHARED = Gemma4TextConfig(num_hidden_layers=6, layer_types=["sliding_attention",
 @pytest.mark.parametrize("config", [DeepseekV3Config(**DEPTH), SHARED], ids=["deepseek_v3", "gemma4"])
 def test_the_sizes_of_keys_and_values_may_differ_between_them_and_between_layers(config):
     check_generation(config)
+
+
+def test_a_decoder_that_tells_its_layers_apart_runs_in_a_loop_and_its_decode_steps_keep_the_limits_of_time_steps():
+    """Nemotron-H reads a setting of each layer; transformers' own decode steps leave the least time step out."""
+    config = NemotronHConfig(layers_block_type=["mamba", "attention"] * 2)
+    check_generation(config)
+    loop = load_config(None, {"model.name": "embedded", "lora.r": 4, "remat": "full", "scan_layers": "on"})
+    found = reference_check.differences(loop, config, "cpu", torch.device("cpu"))
+    assert max(found.values()) < 1e-4, found
 
 
 @xla
