@@ -109,14 +109,15 @@ def family(name: str) -> None:
     for kind in re.findall(r"@use_experts_implementation.*\nclass (\w+)", source):
         try:
             experts = vars(code)[kind]
-            settings = inspect.signature(experts.__init__, eval_str=True).parameters["config"].annotation
+            parameters = inspect.signature(experts.__init__, eval_str=True).parameters
+            settings = parameters["config"].annotation
             missing = settings is inspect.Parameter.empty
-            config = transformers.CONFIG_MAPPING[name]().get_text_config() if missing else settings()
+            config = (transformers.CONFIG_MAPPING[name] if missing else settings)().get_text_config()
             for key, value in expert_functions.SIZES.items():
                 setattr(config, key, [value, value] if isinstance(getattr(config, key, None), list) else value)
             config._experts_implementation = "eager"
             torch.manual_seed(0)
-            plain = experts(config)
+            plain = experts(config, **{key: size for key, size in expert_functions.SIZES.items() if key in parameters})
             for parameter in plain.parameters():
                 torch.nn.init.normal_(parameter, std=0.2)
             ours = expert_functions.ours_of(plain.requires_grad_(False))
