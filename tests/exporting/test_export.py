@@ -19,6 +19,7 @@ from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.support.expert_functions import write_mixture
 from tests.support.generation_functions import make
 from tpu_kit.assets.embedded import model_dir
 from tpu_kit.cli import main
@@ -152,6 +153,19 @@ def test_adapter(shared: Path, tmp_path: Path) -> None:
     assert check.largest < 1e-4
     assert check.positions >= 32
     assert "PEFT, on the base: largest difference of logits" in str(done)
+
+
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [("qwen3_moe", """--enable-mixed-moe-lora-format --lora-modules '{"name": "my-run", "path": "%s", "is_3d_"""),
+     ("nemotron_h", "vLLM takes no adapters of experts without gates in PEFT's layout: export format=vllm")],
+)  # fmt: skip
+def test_an_adapter_of_experts_says_how_vllm_serves_it(tmp_path: Path, kind: str, told: str) -> None:
+    base = write_mixture(kind, tmp_path / "base", intermediate_size=32, vocab_size=512)
+    make_run(tmp_path, str(base), **{"lora.r": 4, "lora.experts": 2})
+    out = tmp_path / "adapter of experts"
+    assert told.replace("%s", str(out)) in str(export(tmp_path, "adapter", out))
 
 
 @pytest.mark.usefixtures("in_process")

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from tests.exporting.test_export import make_run
 from tests.support.child_processes import run_python
 from tests.support.expert_functions import LOADING_MEMORY, SIZES, adapted_errors, write_mixture
 from tpu_kit.config.loader import load_config
@@ -175,6 +177,51 @@ def test_adapters_of_experts_are_those_of_peft_on_xla(kind: str, count: int) -> 
     script = f"from tests.support.expert_functions import adapted_errors\nadapted_errors(['{kind}'])"
     found = json.loads(run_python(script, env=QUICK, timeout=900).stdout.splitlines()[-1])
     assert len(found) == count and max(found.values()) < 1e-5, found
+
+
+def added_by_vllm(folder: Path, count: int, interleaved: bool) -> dict[str, list[torch.Tensor]]:
+    """By module of `count` experts, what vLLM adds to the weights of gates, ups and downs, each (E, O, I).
+
+    The rule is that of vLLM 0.33.0 with enable_mixed_moe_lora_format and is_3d_lora_weight, in its lora/lora_model.py,
+    lora/peft_helper.py (`get_rank_and_scaling`) and lora/model_manager.py (`_convert_3d_to_2d_moe_lora`): A is (E r, I)
+    and B (O, r E); "experts.base_layer" is gates and ups, which are the even and the odd outputs of gpt-oss, and halves
+    of others'; "experts" is downs; a pattern with the last parts of the parameter's name gives rank and alpha.
+    """
+    settings, added = json.loads((folder / "adapter_config.json").read_text()), {}
+    tensors = {name.removeprefix("base_model.model."): one
+               for name, one in load_file(folder / "adapter_model.safetensors").items()}  # fmt: skip
+
+    def product(module: str, parameter: str) -> torch.Tensor:
+        down, up = (tensors[f"{module}.lora_{part}.weight"] for part in "AB")
+        (rank, alpha) = (
+            next((value for end, value in settings[f"{kind}_pattern"].items() if f".{parameter}".endswith(f".{end}")))
+            for kind in ("rank", "alpha")
+        )
+        scale = alpha / (rank**0.5 if settings["use_rslora"] else rank)
+        return scale * up.reshape(len(up), -1, count).permute(2, 0, 1) @ down.reshape(count, -1, down.shape[-1])
+
+    for module in {name.partition(".lora_A")[0] for name in tensors if name.endswith("experts.lora_A.weight")}:
+        both = product(f"{module}.base_layer", f"{module}.gate_up_proj")
+        halves = (both[:, ::2], both[:, 1::2]) if interleaved else both.chunk(2, 1)
+        added[module] = [*halves, product(module, f"{module}.down_proj")]
+    return added
+
+
+@pytest.mark.parametrize(("kind", "rslora"), [("qwen3_moe", True), ("gpt_oss", False)])
+def test_vllm_reads_adapters_of_experts_as_peft_does(kind: str, rslora: bool, tmp_path: Path) -> None:
+    folder, lora = write_mixture(kind, tmp_path / "base", intermediate_size=32), {"lora.r": 4, "lora.rslora": rslora}
+    config = make_run(tmp_path, str(folder), **lora, **{"lora.experts": 2})
+    base = load_base(config.model, torch.float32)
+    plain = {name: weight.clone() for name, weight in base.state_dict().items()}
+    merged = PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload().state_dict()
+    added = added_by_vllm(tmp_path / "adapter", 8, kind == "gpt_oss")
+    assert len(added) == 2
+    for module, (gates, ups, downs) in added.items():
+        both, down = (merged[f"{module}.{name}_proj"] - plain[f"{module}.{name}_proj"] for name in ("gate_up", "down"))
+        both, down = (both.mT, down.mT) if kind == "gpt_oss" else (both, down)
+        halves = (both[:, ::2], both[:, 1::2]) if kind == "gpt_oss" else both.chunk(2, 1)
+        for ours, theirs in zip((*halves, down), (gates, ups, downs), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 def test_adapters_of_experts_need_experts() -> None:

@@ -166,7 +166,10 @@ def write_mixture(kind: str, folder: Path, **sizes: Any) -> Path:
     from safetensors.torch import save_file
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+    from tests.support.tiny_tokenizer import tiny_tokenizer
+
     torch.manual_seed(0)
+    tiny_tokenizer().save_pretrained(folder)
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 64}
     sizes = {"num_hidden_layers": 2, "moe_intermediate_size": sizes["intermediate_size"]} | heads | sizes
     config = CONFIG_MAPPING[kind](**SIZES | sizes)

@@ -113,11 +113,24 @@ def adapter(work: Work) -> Parts:
     check = _accept(compare(work.tuned, exported, work.effect, "fp32", "PEFT, on the base"))
     unnamed = f"the base model {Path(model.name).name} has no name on the hub: give base=owner/name to share this"
     notes = [] if work.base_id else [unnamed]
+    if work.config.lora.experts:
+        notes.append(_adapters_of_experts_in_vllm(work))
     use = (
         "```python\nfrom peft import AutoPeftModelForCausalLM\n"
         f'model = AutoPeftModelForCausalLM.from_pretrained("{HERE}")\n```'
     )
     return "a LoRA adapter", [check], notes, use
+
+
+def _adapters_of_experts_in_vllm(work: Work) -> str:
+    """Says how vLLM 0.33 serves PEFT's layout of adapters of experts, which it splits into those of gates and ups."""
+    if not all(part.has_gate for _, part in experts.modules_of(work.model)):
+        return "vLLM takes no adapters of experts without gates in PEFT's layout: export format=vllm"
+    name = json.dumps({"name": work.name, "path": HERE, "is_3d_lora_weight": True})
+    return (
+        f"vLLM, which was not run, serves it on its base with --enable-lora --enable-mixed-moe-lora-format "
+        f"--lora-modules '{name}'; format=vllm needs none of these"
+    )
 
 
 def _merge(work: Work) -> Check:
