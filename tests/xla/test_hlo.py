@@ -111,10 +111,30 @@ COLLECTIVES = """HloModule step
   ROOT %all-gather.2 = bf16[16,128]{1,0} all-gather(%shard.2), channel_id=2, replica_groups=[1,8]<=[8], dimensions={0}
 }
 
+%turn (p: (s32[], bf16[2,128])) -> (s32[], bf16[2,128]) {
+  %p = (s32[], bf16[2,128]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  %x = bf16[2,128]{1,0} get-tuple-element(%p), index=1
+  %beside = bf16[16,128]{1,0} fusion(%x), kind=kCustom, calls=%async_collective_fusion.2
+  ROOT %t = (s32[], bf16[2,128]{1,0}) tuple(%next, %x)
+}
+
+%condition (c: (s32[], bf16[2,128])) -> pred[] {
+  %c = (s32[], bf16[2,128]{1,0}) parameter(0)
+  %c.i = s32[] get-tuple-element(%c), index=0
+  %four = s32[] constant(4)
+  ROOT %less = pred[] compare(%c.i, %four), direction=LT
+}
+
 ENTRY %main (w: bf16[2,128], v: bf16[2,128]) -> bf16[2,128] {
   %w = bf16[2,128]{1,0} parameter(0)
   %v = bf16[2,128]{1,0} parameter(1)
+  %nil = s32[] constant(0)
+  %begin = (s32[], bf16[2,128]{1,0}) tuple(%nil, %v)
   %start = bf16[16,128]{1,0} fusion(%w), kind=kCustom, calls=%async_collective_fusion.1
+  %loop = (s32[], bf16[2,128]{1,0}) while(%begin), condition=%condition, body=%turn
   %done = bf16[16,128]{1,0} fusion(%w), kind=kCustom, calls=%async_collective_fusion.2
   %at-once = bf16[16,128]{1,0} all-gather(%v), channel_id=3, replica_groups=[2,4]<=[8], dimensions={0}
   ROOT %scattered = bf16[2,128]{1,0} fusion(%done), kind=kCustom, calls=%all-reduce-scatter.1
@@ -123,7 +143,8 @@ ENTRY %main (w: bf16[2,128], v: bf16[2,128]) -> bf16[2,128] {
 
 
 def test_collectives_in_fusions_are_counted_once_and_a_reduce_scatter_is_one() -> None:
-    """An asynchronous gather is in each fusion of its chain; a device sends (g - 1) / g of its result."""
+    """An asynchronous gather is in each fusion of its chain, also in a loop; a device sends (g - 1) / g of its result."""
+    assert Module(COLLECTIVES).trips == {"loop": 4}
     whole, eighth = 16 * 128 * 2, 16 * 128 * 2 / 8
     scattered = 7 * eighth
     assert [tuple(row.values()) for row in Module(COLLECTIVES).collectives()] == [

@@ -153,8 +153,9 @@ class Module:
         receives the result. These are rows of their own.
         """
         rows: dict[str, dict[str, Any]] = {}
-        for name, times in self.runs.items():
-            for kind, size, moved, waited in self._transfers(name, set()):
+        chains = set[str]()
+        for name, times in self.runs.items():  # a caller before its loops, through which its chains may go
+            for kind, size, moved, waited in self._transfers(name, chains):
                 row = rows.setdefault(kind, {"kind": kind, "count": 0, "bytes": 0, "moved": 0.0, "synchronous": 0.0,
                                              "over_dcn": kind.endswith("between slices")})  # fmt: skip
                 for field, value in (("count", 1), ("bytes", size), ("moved", moved), ("synchronous", waited)):
@@ -165,7 +166,8 @@ class Module:
         """Yields (kind, bytes of the result, bytes that a device sends one way in a ring, synchronous part of them).
 
         The compiler writes an asynchronous collective as a chain of fusions that compute beside it. Each of them
-        contains the collective, so a chain counts once, by its channel. A reduce-scatter is a fusion of an all-reduce
+        contains the collective, also in a loop that runs between its start and its end, so a chain counts once, by its
+        channel, where it starts. A reduce-scatter is a fusion of an all-reduce
         and a slice, named all-reduce-scatter; it is synchronous.
         """
         scatters = computation.startswith("all-reduce-scatter")
