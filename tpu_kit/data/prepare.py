@@ -300,7 +300,7 @@ def _pack(tokens: Tokenized, chosen: np.ndarray, **counts: int) -> tuple[PackedD
             f"{chosen.sum()} rows; the shortest has {tokens.full_lengths[chosen].min()} tokens; raise it"
         )
     selected = documents.select(used)
-    pad_id = tokens.encoder.tokenizer.pad_token_id or 0
+    pad_id = tokens.encoder.tokenizer.pad_token_id or 0  # any id: padding has segment 0 and no label
     packed = PackedDataset(selected, config.max_length, packing=config.packing, pad_id=pad_id)
     return packed, DataReport(
         source=tokens.source,

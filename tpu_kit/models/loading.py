@@ -40,9 +40,7 @@ _UNDONE_IN_LOADING = ("fp8", "mxfp4", "mxfp8")
 
 
 def load_tokenizer(config: ModelConfig, adapter: str | Path | None = None) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer that belongs to the model; a missing pad token becomes the end-of-text token.
-
-    Padding carries segment 0 and no label, so which id fills it does not matter.
+    """Loads the tokenizer that belongs to the model.
 
     Args:
         config: the model.
@@ -62,7 +60,7 @@ def load_tokenizer(config: ModelConfig, adapter: str | Path | None = None) -> Pr
     if config.gguf_file and not (Path(name) / "tokenizer_config.json").is_file():
         options["gguf_file"] = config.gguf_file
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, **options)
+        return AutoTokenizer.from_pretrained(name, **options)
     except (OSError, ValueError, TypeError, KeyError) as error:
         if Path(name).is_dir():
             raise ValueError(
@@ -70,9 +68,6 @@ def load_tokenizer(config: ModelConfig, adapter: str | Path | None = None) -> Pr
                 "Copy the tokenizer's files of the original model into it (tokenizer.json, tokenizer_config.json)"
             ) from error
         raise ValueError(unreachable(config, error)) from error
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
 
 
 def load_base(config: ModelConfig, dtype: torch.dtype | Literal["auto"]) -> PreTrainedModel:
