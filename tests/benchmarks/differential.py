@@ -61,11 +61,11 @@ RUNS: dict[str, str] = {
     "xla": "device_type=xla-cpu num_replicas=2 base_dtype=fp32",
     "xla-full": "device_type=xla-cpu num_replicas=2 base_dtype=fp32 lora.r=0 learning_rate=1e-3 remat=full",
     "xla-int8": "device_type=xla-cpu num_replicas=2 scan_layers=off base_dtype=int8 ema_decay=0.9 "
-                "gradient_accumulation=2",
+    "gradient_accumulation=2",
     "xla-loop": "device_type=xla-cpu num_replicas=2 scan_layers=on remat=full lora.dropout=0.1",
     "fsdp": "device_type=xla-cpu mesh=fsdp=2 remat=full",
     "fsdp-full": "device_type=xla-cpu mesh=fsdp=2 base_dtype=fp32 remat=full lora.r=0 learning_rate=1e-3 "
-                 "optimizer=adafactor",
+    "optimizer=adafactor",
     "data-fsdp": "device_type=xla-cpu mesh=data=2,fsdp=2 remat=full base_dtype=int8",
 }
 

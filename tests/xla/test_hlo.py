@@ -143,7 +143,7 @@ ENTRY %main (w: bf16[2,128], v: bf16[2,128]) -> bf16[2,128] {
 
 
 def test_collectives_in_fusions_are_counted_once_and_a_reduce_scatter_is_one() -> None:
-    """An asynchronous gather is in each fusion of its chain, also in a loop; a device sends (g - 1) / g of its result."""
+    """A gather is in each fusion of its chain, also in a loop; a device sends (g - 1) / g of its result."""
     assert Module(COLLECTIVES).trips == {"loop": 4}
     whole, eighth = 16 * 128 * 2, 16 * 128 * 2 / 8
     scattered = 7 * eighth
