@@ -310,23 +310,13 @@ class _Prompts(_Adapter):
     truncate: bool = knob(False, "Cut off the beginning of a prompt that is too long.")
 
     def __post_init__(self) -> None:
-        prompts = [*self.prompt, *(_read_prompts(self.prompts) if self.prompts else [])]
+        from tpu_kit.generation.prompts import read_prompts
+
+        prompts = [*self.prompt, *(read_prompts(self.prompts) if self.prompts else [])]
         if not prompts and not sys.stdin.isatty():
             raise ValueError('prompt: there is none; give prompt="..." or prompts=FILE')
         chats = [[{"role": "user", "content": each}] if isinstance(each, str) else each for each in prompts]
         self.asked = chats if self.chat else prompts
-
-
-def _read_prompts(file: str) -> list[Any]:
-    try:
-        lines = [line for line in Path(file).read_text().splitlines() if line.strip()]
-        rows = [json.loads(line) for line in lines] if file.endswith(".jsonl") else lines
-        return [row if isinstance(row, str) else row.get("messages") or row["prompt"] for row in rows]
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise ValueError(
-            f"prompts={file} cannot be read ({type(error).__name__}: {error}); give a text file, or JSON lines with "
-            "prompt or messages"
-        ) from error
 
 
 @command(

@@ -29,7 +29,7 @@ from tpu_kit.planning.planner import Plan, plan
 from tpu_kit.planning.preflight import check_before_launch
 from tpu_kit.planning.report import report
 from tpu_kit.planning.rollouts import cache_bytes, program_rows, rollout_of, update_plan
-from tpu_kit.training.rollout import Sampled, pack
+from tpu_kit.training.policy import Sampled, pack
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, the TPU compiler")
 SIZES = ["max_length=1024", "max_prompt_length=256", "max_completion_length=512", "max_steps=100"]

@@ -15,7 +15,7 @@ from tpu_kit.config.loader import TrainConfig, load_config
 from tpu_kit.models import causal_lm as models
 from tpu_kit.models.layer_scan import scan_layers
 from tpu_kit.training.distillation import DistillationObjective, divergence
-from tpu_kit.training.rollout import Sampled, pack
+from tpu_kit.training.policy import Sampled, pack
 
 WIDTH = 16
 

@@ -20,14 +20,7 @@ from tpu_kit.config.choices import (
     layer_pairs,
 )
 from tpu_kit.config.conflicts import conflicts
-from tpu_kit.config.fields import (
-    ConfigError,
-    ConfigField,
-    knob,
-    knobs_of,
-    nest,
-    show,
-)
+from tpu_kit.config.fields import ConfigError, ConfigField, knob, knobs_of, nest, show
 from tpu_kit.config.mesh import parse_rules
 from tpu_kit.config.other_trainers import advice
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from tpu_kit.config.loader import DataConfig
@@ -186,6 +187,23 @@ def split_reasoning(text: str, data: DataConfig, opened: bool = False) -> tuple[
     before, _, after = reasoning.partition(data.think_open)
     reasoning = after if data.think_open in reasoning and (not opened or not before.strip()) else reasoning
     return reasoning.strip(), answer.strip() if close else ""
+
+
+def read_prompts(file: str) -> list[Prompt]:
+    """Reads a file of questions: a text in each line, or JSON lines with a prompt or messages.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    try:
+        lines = [line for line in Path(file).read_text().splitlines() if line.strip()]
+        rows = [json.loads(line) for line in lines] if file.endswith(".jsonl") else lines
+        return [row if isinstance(row, str) else row.get("messages") or row["prompt"] for row in rows]
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"prompts={file} cannot be read ({type(error).__name__}: {error}); give a text file, or JSON lines with "
+            "prompt or messages"
+        ) from error
 
 
 def to_json(completions: Sequence[Completion]) -> str:

@@ -1,4 +1,4 @@
-"""The loss of reinforcement learning: the clipped surrogate of GRPO and its variants, on packed rows.
+"""The loss of reinforcement learning: the clipped surrogate of GRPO and its variants, on packed completions.
 
 The names are those of TRL's `GRPOTrainer`, whose loss and gradients these are, with one difference: sums are over the
 whole update, so the loss depends on neither the rows of a pass nor the number of replicas (and bnpo equals dapo).
@@ -6,12 +6,16 @@ whole update, so the loss depends on neither the rows of a pass nor the number o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from tpu_kit.config.loader import ModelConfig, TrainConfig
+from tpu_kit.data.batching import Documents, PackedDataset
 from tpu_kit.models import causal_lm as models
 from tpu_kit.training.loss import IGNORE, Likelihood, chunked, rows_in_chunks, shift_labels, token_logprobs
 from tpu_kit.training.objectives import Cost, Objective, Sums
@@ -140,3 +144,129 @@ def sum_by_document(values: torch.Tensor, segments: torch.Tensor) -> torch.Tenso
     """Returns at each position of packed rows (B, S) the sum over the positions of its document."""
     same = segments[:, :, None] == segments[:, None, :]
     return torch.where(same, values[:, None, :], 0.0).sum(-1)
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A completion of a prompt.
+
+    Attributes:
+        row: number of the data set row.
+        prompt: token ids.
+        tokens: ids of the completion, with the one that ended it.
+        logprobs: of the tokens when they were sampled, in nats.
+        advantage: how much better it is than its group; 0 without rewards.
+        learns: whether its tokens carry loss.
+    """
+
+    row: int
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    advantage: float
+    learns: bool = True
+
+
+def pack(
+    sampled: Sequence[Sampled], config: TrainConfig, pad_id: int = 0, share_prompts: bool = False
+) -> PackedDataset | None:
+    """Packs completions behind their prompts into rows of `data.max_length` with the columns of the objective.
+
+    Completions that change nothing are left out with `rl.drop_zero_advantage`, and their part of the divisor is spread
+    over the others. Returns None if none is left.
+
+    With `share_prompts` the completions of a prompt in a row follow one copy of it. Each is a document whose prefix is
+    the prompt without its last token; this token, which predicts the first one of the completion, begins the document.
+    """
+    rl, scored = config.rl, config.distill.on_policy  # by a teacher, which has something to say of each
+    kept = [each for each in sampled if ((each.advantage or scored) and each.learns) or not rl.drops_flat_groups]
+    if not kept:
+        return None
+    groups = _in_one_row(kept, config.data.max_length) if share_prompts else [[each] for each in kept]
+
+    def before(number: Any) -> Callable[[int, Sampled], Any]:
+        return lambda n, each: [number] * (len(each.prompt) - 1)
+
+    def predicted(of: Callable[[Sampled], Sequence[float]]) -> Callable[[int, Sampled], Any]:
+        """Puts the numbers of a completion's tokens at the positions that predict them."""
+        return lambda n, each: [*of(each), 0.0]
+
+    ids = _laid_out(groups, lambda n, each: each.prompt[:-1], lambda n, each: [each.prompt[-1], *each.tokens])
+    documents = Documents(
+        ids.astype(np.int32),
+        _laid_out(groups, before(False), lambda n, each: [False, *[each.learns] * len(each.tokens)]),
+        np.array([len(group[0].prompt) - 1 + sum(1 + len(each.tokens) for each in group) for group in groups]),
+        np.array([group[0].row for group in groups]),
+    )
+    rows = PackedDataset(documents, config.data.max_length, packing=config.data.packing, pad_id=pad_id)
+    if scored:
+        return rows
+    whole = sum(_weight(each, config) for each in sampled) / max(1e-9, sum(_weight(each, config) for each in kept))
+    values: dict[str, Callable[[Sampled], Sequence[float]]] = {
+        "advantages": lambda each: [each.advantage] * len(each.tokens),
+        "share": lambda each: [1 / len(each.tokens)] * len(each.tokens),
+        "weight": lambda each: [whole * _weight(each, config) / len(each.tokens)] * len(each.tokens),
+        "sampler_logps": lambda each: each.logprobs,
+    }
+    if config.rl.entropy_coef:  # the mean over the tokens that learn, whatever the divisor
+        learning = max(1, sum(each.learns * len(each.tokens) for each in sampled))
+        each_token = config.rl.entropy_coef * sum(_weight(each, config) for each in sampled) / learning
+        values["bonus"] = lambda each: [each_token * each.learns] * len(each.tokens)
+    columns = {name: _laid_out(groups, before(0.0), predicted(of)).astype(np.float32) for name, of in values.items()}
+    columns |= _prefix_columns(groups) if share_prompts else {}
+    rows.columns = {name: rows.column(column) for name, column in columns.items()}
+    return rows
+
+
+def _laid_out(
+    groups: Sequence[Sequence[Sampled]],
+    of_prompt: Callable[[int, Sampled], Any],
+    of_sample: Callable[[int, Sampled], Any],
+) -> np.ndarray:
+    """Joins the numbers of each group: of its prompt without the last token, and of its completions' documents."""
+    parts = ([of_prompt(n, group[0]), *(of_sample(n, each) for each in group)] for n, group in enumerate(groups))
+    return np.array([number for group in parts for part in group for number in part])
+
+
+def _prefix_columns(groups: Sequence[Sequence[Sampled]]) -> dict[str, np.ndarray]:
+    """The columns by which the completions of a group see its prompt; see `attention.inputs`."""
+    numbers = itertools.count(1)
+
+    def alike(number: Callable[[int], int]) -> np.ndarray:
+        """Joins one number for each prompt and each document."""
+        return _laid_out(
+            groups,
+            lambda n, each: [number(n + 1)] * (len(each.prompt) - 1),
+            lambda n, each: [number(-n - 1)] * (1 + len(each.tokens)),
+        ).astype(np.int32)
+
+    positions = _laid_out(
+        groups,
+        lambda n, each: range(len(each.prompt) - 1),
+        lambda n, each: range(len(each.prompt) - 1, len(each.prompt) + len(each.tokens)),
+    )
+    return {"position_ids": positions, "prefix_ids": alike(int), "segment_ids": alike(lambda _: next(numbers))}
+
+
+def _in_one_row(sampled: Sequence[Sampled], length: int) -> list[list[Sampled]]:
+    """Groups neighbours with one prompt so that some groups together fill a row of `length` tokens."""
+    groups, free = list[list[Sampled]](), 0
+    for each in sampled:
+        size = 1 + len(each.tokens)
+        if groups and each.prompt == groups[-1][-1].prompt and size <= free:
+            groups[-1].append(each)
+        else:
+            size += len(each.prompt) - 1
+            free = free if size <= free else length
+            groups.append([each])
+        free -= size
+    return groups
+
+
+def _weight(sampled: Sampled, config: TrainConfig) -> float:
+    """Returns a completion's part of the divisor of the loss."""
+    if config.rl.loss_type == "grpo":
+        return 1.0
+    return float(
+        config.rl.max_completion_length if config.rl.loss_type == "dr_grpo" else sampled.learns * len(sampled.tokens)
+    )
