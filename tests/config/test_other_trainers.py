@@ -185,6 +185,7 @@ def test_absent_keys_have_the_defaults_of_the_trainer(read: Any) -> None:
         ("datasets: [{path: a, split: 'train[:20%]'}]", {"data.split": "train[:20%]"}),
         ("train_sampling_strategy: sequential", {"data.shuffle": False}),
         ("use_cpu: true", {"launch.device_type": "cpu"}),
+        ("use_cpu: false", {"launch.device_type": "auto"}),
         ("report_to: [wandb, tensorboard]", {"tracking.wandb": "online", "tracking.tensorboard": True}),
         ("base_model: a/b\nwandb_project: mine", {"tracking.wandb": "online", "tracking.wandb_project": "mine"}),
         ("wandb_project: mine", {"tracking.wandb": "off", "tracking.wandb_project": "mine"}),
@@ -219,6 +220,7 @@ def test_adamw_of_small_moments_is_adamw_for_adapters_alone(write: Any, name: st
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
+        ("torch_dtype: float64", "torch_dtype: 'float64' has no counterpart here; it may be bfloat16, torch.bfloat16, "),
         ("save_strategy: epoch", "save_strategy: 'epoch' has no counterpart here; set checkpoint.save_steps"),
         ("eval_strategy: epoch", "set optim.eval_steps, the updates between evaluations"),
         ("eval_strategy: steps", "set optim.eval_steps, the updates between evaluations"),
@@ -248,6 +250,14 @@ def test_adamw_of_small_moments_is_adamw_for_adapters_alone(write: Any, name: st
 def test_what_has_no_counterpart_is_refused_by_name(write: Any, text: str, problem: str) -> None:
     (found,) = problems(write(text))
     assert problem in found and "\n" not in found
+
+
+def test_a_file_of_accelerate_is_refused_in_one_line(write: Any) -> None:
+    path = write("compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nnum_processes: 8\nmixed_precision: bf16\n")
+    with pytest.raises(ConfigError) as error:
+        load_config(path)
+    (problem,) = error.value.problems
+    assert problem.startswith("compute_environment: this is a file of accelerate") and "launch.mesh=fsdp=-1" in problem
 
 
 def test_no_note_and_no_problem_shows_a_secret(write: Any) -> None:

@@ -57,6 +57,9 @@ class Translation:
         """Adds a value of the file by the rule for it."""
         hidden = is_secret_name(key) and not re.search("(bos|eos|pad|unk)_token$", key)
         assignment = f"{key}={'(hidden)' if hidden else show(value)}"
+        if not rule and key not in NAMES:
+            choices = chain.from_iterable(each.get("choices", ()) for each in _rules_of(key))
+            rule = {"refused": f"it may be {', '.join(choices)}"}
         if "ignored" in rule:
             self.notes.append(f"{assignment} is ignored: {rule['ignored']}")
         elif "refused" in rule and _text(value) in _OFF and not rule.get("off"):
@@ -74,6 +77,8 @@ class Translation:
 
 def translate(values: Mapping[str, Any], ours: Collection[str]) -> Translation:
     """Translates the values of a file; `ours` are the kit's names, with and without their sections."""
+    for key in _TABLES["not_trainers"].keys() & values.keys():
+        return Translation("", problems=[f"{key}: {_TABLES['not_trainers'][key]}"])
     trainers: dict[str, dict[str, Any]] = _TABLES["trainers"]
     trainer = next((name for name, table in trainers.items() if values.get(table["model"]) is not None), "")
     flat = dict(_flat(values))
