@@ -220,7 +220,7 @@ def test_adamw_of_small_moments_is_adamw_for_adapters_alone(write: Any, name: st
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("torch_dtype: float64", "torch_dtype: 'float64' has no counterpart here; it may be bfloat16, torch.bfloat16, "),
+        ("torch_dtype: float64", "torch_dtype: 'float64' has no counterpart here; it may be bfloat16, torch.bfloat16"),
         ("save_strategy: epoch", "save_strategy: 'epoch' has no counterpart here; set checkpoint.save_steps"),
         ("eval_strategy: epoch", "set optim.eval_steps, the updates between evaluations"),
         ("eval_strategy: steps", "set optim.eval_steps, the updates between evaluations"),
@@ -253,7 +253,7 @@ def test_what_has_no_counterpart_is_refused_by_name(write: Any, text: str, probl
 
 
 def test_a_file_of_accelerate_is_refused_in_one_line(write: Any) -> None:
-    path = write("compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nnum_processes: 8\nmixed_precision: bf16\n")
+    path = write("compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nnum_processes: 8\n")
     with pytest.raises(ConfigError) as error:
         load_config(path)
     (problem,) = error.value.problems
