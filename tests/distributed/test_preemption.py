@@ -31,7 +31,7 @@ from tests.support.child_processes import run_python
 from tpu_kit.distributed import preemption
 from tpu_kit.distributed.backends import CpuRuntime
 from tpu_kit.distributed.launch import LaunchError, launch
-from tpu_kit.distributed.preemption import Notices, PreemptionGuard, StopFlag, watch_metadata
+from tpu_kit.distributed.preemption import Notices, PreemptionGuard, StopFlag, launch_folder, watch_metadata
 
 __all__ = ["environment"]  # a fixture
 INLINE = "launch.num_replicas=1"
@@ -112,31 +112,31 @@ from tpu_kit.distributed.preemption import StopFlag
 from tpu_kit.distributed.runtime import Runtime
 
 for round in range(15):
-    with StopFlag.create() as flag:
-        preemption.join(flag)
-        ends = []
-        for rank in range(4):
-            reading, writing = os.pipe()
-            ends.append(reading)
-            if os.fork():
-                os.close(writing)
-                continue
-            chance = random.Random(f"{round} {rank}")
-            with PreemptionGuard(CpuRuntime(rank, 4, None)) as agreement:
-                step = 1
-                while agreement.should_run(step):
-                    step += 1
-                    if chance.random() < 0.001:
-                        time.sleep(chance.random() * 0.02)
-            os.write(writing, str(step - 1).encode())
-            os._exit(0)
-        time.sleep(random.Random(round).random() * 0.05)
-        flag.stop("enough")
-        lasts = {os.read(end, 100) for end in ends}
-        assert len(lasts) == 1 and lasts != {b"0"}, lasts
-        for end in ends:
-            os.wait()
-            os.close(end)
+    flag = StopFlag()
+    preemption.join(flag)
+    ends = []
+    for rank in range(4):
+        reading, writing = os.pipe()
+        ends.append(reading)
+        if os.fork():
+            os.close(writing)
+            continue
+        chance = random.Random(f"{round} {rank}")
+        with PreemptionGuard(CpuRuntime(rank, 4, None)) as agreement:
+            step = 1
+            while agreement.should_run(step):
+                step += 1
+                if chance.random() < 0.001:
+                    time.sleep(chance.random() * 0.02)
+        os.write(writing, str(step - 1).encode())
+        os._exit(0)
+    time.sleep(random.Random(round).random() * 0.05)
+    flag.stop("enough")
+    lasts = {os.read(end, 100) for end in ends}
+    assert len(lasts) == 1 and lasts != {b"0"}, lasts
+    for end in ends:
+        os.wait()
+        os.close(end)
 """
 
 
@@ -480,11 +480,9 @@ def test_no_cloud(kind: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capt
     assert capfd.readouterr() == ("", "")
 
 
-def test_flag_in_memory(tmp_path: Path) -> None:
-    with StopFlag.create() as flag:
-        path = Path(flag.path)
-        assert path.parent == Path("/dev/shm") or not os.access("/dev/shm", os.W_OK)
-        other = StopFlag(flag.path)
+def test_flag_in_memory() -> None:
+    with launch_folder() as folder:
+        assert Path(folder).parent == Path("/dev/shm") or not os.access("/dev/shm", os.W_OK)
+        flag, other = StopFlag(Path(folder)), StopFlag(Path(folder))
         flag.stop("é" * 2000)
         assert other.may_start(0, 0) and not other.may_start(0, 1) and 300 < len(other.reason) < 2000
-    assert not path.exists()

@@ -2,10 +2,10 @@
 
     calling process              launcher (worker.py)            replicas (worker.py)
     (a kernel; touches      -->  a session of its own; gets  -->  TPU: processes of xmp.spawn
-    no device) launch.py     fn and config through stdin      xla-cpu: threads of the launcher (cpu_simulation.py)
+    no device) launch.py     fn and config through stdin      xla-cpu: threads of a process (cpu_simulation.py)
          ^                                                        CUDA, several CPUs: processes of torch.distributed
          |                                                             |
-         +-- text of rank 0 (stdout, stderr), a socket of messages ----+
+         +-- text of rank 0 (stdout, stderr), reports in a folder -----+
 
 If the calling process ends for any reason, the launcher and all replicas end. One CPU replica runs in the calling
 process. preemption.py stops a launch early, after the training loop has saved.
@@ -21,20 +21,15 @@ import codecs
 import contextlib
 import os
 import pickle
-import queue
 import re
-import secrets
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import tomllib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -43,14 +38,15 @@ from tpu_kit.distributed import cpu_simulation, preemption, runtime
 from tpu_kit.distributed.child_process import end_name
 from tpu_kit.distributed.hosts import ONE, interface
 from tpu_kit.distributed.meeting import HostError, Meeting
-from tpu_kit.distributed.preemption import Notices, StopFlag
+from tpu_kit.distributed.preemption import Notices, StopFlag, launch_folder
 from tpu_kit.distributed.runtime import Backend
-from tpu_kit.distributed.worker import LAUNCHER, processes
+from tpu_kit.distributed.worker import LAUNCHER, Report
 from tpu_kit.hardware.host import check_disk, check_memory
 from tpu_kit.hardware.machine import Machine, check_holder, check_process, preset_per_process
 
 T = TypeVar("T")
 
+_LOOK = 0.1  # seconds between two looks for reports
 _BEAT = 1.0  # seconds between two readings of the processor time
 _SETTLE = 1.0  # seconds in which the causes and consequences of one failure are reported
 _GRACE = 10.0  # seconds that replicas get to end after being asked to
@@ -74,7 +70,7 @@ class LaunchError(RuntimeError):
     """A replica failed, died or hung.
 
     Attributes:
-        rank: the replica that failed first; None where it was the process that holds them all.
+        rank: the replica that failed first; None where it was a process with several, or none.
         traceback: of that replica; empty where it left none.
     """
 
@@ -130,16 +126,15 @@ class Steps:
 
 
 class Supervisor:
-    """The calling process's side of one launch; the arguments are those of `launch`."""
+    """The calling process's side of one launch; `folder` is the launch's, the other arguments are those of `launch`."""
 
     def __init__(
-        self, backend: Backend, hang_timeout: float, time_limit: float | None = None, meeting: Meeting | None = None
-    ) -> None:
-        self._backend, self._meeting = backend, meeting
+        self, backend: Backend, folder: Path, hang_timeout: float, time_limit: float | None = None,
+        meeting: Meeting | None = None,
+    ) -> None:  # fmt: skip
+        self._backend, self._folder, self._meeting = backend, folder, meeting
         self._hang_timeout, self._time_limit = hang_timeout, time_limit
-        self._messages: queue.Queue[tuple[int, str, Any]] = queue.Queue()
-        self._pids: dict[int, int] = {}
-        self._results: dict[int, bytes] = {}  # by rank
+        self._reports: dict[str, Report] = {}  # by the file's name
         self._last_active = time.monotonic()
         self._stderr = ""  # the last 16,384 characters
 
@@ -152,51 +147,38 @@ class Supervisor:
 
         Raises as `launch`.
         """
-        key = secrets.token_bytes(32)
-        with (
-            tempfile.TemporaryDirectory(prefix="tpu_kit-") as folder,
-            Listener(f"{folder}/messages", family="AF_UNIX", authkey=key, backlog=256) as listener,
-        ):
-            threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
-            path = [str(Path(__file__).parents[2]), *filter(None, sys.path)]
-            settings = {
-                "PYTHONPATH": os.pathsep.join(dict.fromkeys(path)), "PYTHONUNBUFFERED": "1",
-                "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",  # torch-tpu, where it is installed, would open the TPU
-            }  # fmt: skip
-            process = subprocess.Popen(
-                [sys.executable, "-m", "tpu_kit.distributed.worker"],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-                env=_environment(self._backend) | settings,
-            )  # fmt: skip
-            streams = self._stream(process.stdout, sys.stdout), self._stream(process.stderr, sys.stderr)
-            try:
-                assert process.stdin is not None
-                with contextlib.suppress(BrokenPipeError):  # it has died; `_result` reports how
-                    task = f"{folder}/messages", key, notices.flag.path, self._backend, self._hang_timeout, payload
-                    pickle.dump(task, process.stdin)
-                    process.stdin.flush()
-                return self._result(process, notices.flag)
-            finally:
-                # A function that does not handle preemption gets a SIGTERM, which it may handle; then it is killed.
-                asked = isinstance(sys.exc_info()[1], KeyboardInterrupt | SystemExit) and not notices.at_once
-                _end(process, signal.SIGTERM if asked else signal.SIGKILL)
-                for stream in streams:
-                    stream.join(5)
+        path = [str(Path(__file__).parents[2]), *filter(None, sys.path)]
+        settings = {
+            "PYTHONPATH": os.pathsep.join(dict.fromkeys(path)), "PYTHONUNBUFFERED": "1",
+            "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",  # torch-tpu, where it is installed, would open the TPU
+        }  # fmt: skip
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tpu_kit.distributed.worker"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+            env=_environment(self._backend) | settings,
+        )  # fmt: skip
+        streams = self._stream(process.stdout, sys.stdout), self._stream(process.stderr, sys.stderr)
+        try:
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # it has died; `_result` reports how
+                pickle.dump((str(self._folder), self._backend, self._hang_timeout, payload), process.stdin)
+                process.stdin.flush()
+            return self._result(process, notices.flag)
+        finally:
+            # A function that does not handle preemption gets a SIGTERM, which it may handle; then it is killed.
+            asked = isinstance(sys.exc_info()[1], KeyboardInterrupt | SystemExit) and not notices.at_once
+            _end(process, signal.SIGTERM if asked else signal.SIGKILL)
+            for stream in streams:
+                stream.join(5)
 
-    def _accept(self, listener: Listener) -> None:
-        while True:
-            try:
-                connection = listener.accept()
-            except (EOFError, AuthenticationError, ConnectionError):  # a replica that died while it connected
-                continue
-            except OSError:  # closed: the launch is over
-                return
-            threading.Thread(target=self._receive, args=(connection,), daemon=True).start()
+    def _read(self) -> None:
+        for path in sorted(self._folder.glob("[0-9]*")):
+            if path.name not in self._reports:
+                self._reports[path.name] = Report.read(path)
 
-    def _receive(self, connection: Connection) -> None:
-        with contextlib.suppress(EOFError, OSError):
-            while True:
-                self._messages.put(connection.recv())
+    def _values(self, kind: str) -> dict[int, Any]:
+        """By rank, what reports of a kind say."""
+        return {report.rank: report.value for report in self._reports.values() if report.kind == kind}
 
     def _stream(self, source: IO[bytes] | None, target: IO[str]) -> threading.Thread:
         assert source is not None
@@ -219,7 +201,6 @@ class Supervisor:
 
     def _result(self, process: subprocess.Popen[bytes], flag: StopFlag) -> Any:
         ticks: dict[int, int] = {}
-        gone: dict[int, float] = {}  # process id -> when it ended with status 0
         started = checked = time.monotonic()
         steps, first, meeting = Steps(self._hang_timeout), self._backend.first_rank, self._meeting
         while True:
@@ -240,78 +221,61 @@ class Supervisor:
                     raise self._hung(process, f"{silent}: no output, no processor time used")
                 if self._time_limit is not None and checked - started > self._time_limit:
                     raise self._hung(process, f"not done after the time limit of {self._time_limit:g} s")
-                ranks = [rank for rank, pid in self._pids.items() if pid in computing]
+                ranks = [rank for rank, pid in self._values("started").items() if pid in computing]
                 if spinning := steps.check(flag.steps(), ranks, checked):
                     spinning_ranks, text = spinning
                     raise self._hung(process, text, spinning_ranks[0])
-            try:
-                rank, kind, value = self._messages.get(timeout=0.2)
-            except queue.Empty:
-                for pid, at in gone.items():
-                    if time.monotonic() - at > _SETTLE and not self._is_done(pid):
-                        raise self._failed(LAUNCHER, "ended", (pid, 0)) from None
-                if process.poll() is None:
-                    continue
-                time.sleep(0.2)  # for the last messages
-                if not self._messages.empty():
-                    continue
-                if process.returncode == 0 and first in self._results:
-                    return pickle.loads(self._results[first])
-                raise self._died(process) from None
-            if kind == "started":
-                self._pids[rank], count = value
-                if len(self._pids.keys() - {LAUNCHER}) == count:  # all replicas have opened it
-                    flag.hide()
-            elif kind == "done":
-                self._results[rank] = value
-            elif kind == "ended" and value[1] == 0:  # no failure if its "done" message came or still comes
-                gone[value[0]] = time.monotonic()
-            else:
-                raise self._failed(rank, kind, value)
+            over = process.poll() is not None  # before the reading: a process reports before it ends
+            self._read()
+            if self._failures():
+                raise self._failed()
+            if over:
+                if process.returncode == 0 and first in (results := self._values("done")):
+                    return pickle.loads(results[first])
+                raise self._died(process)
+            time.sleep(_LOOK)
 
-    def _failed(self, *event: Any) -> LaunchError | ValueError:
+    def _failures(self) -> list[Report]:
+        """The reports of failures, of causes first; without the end of a process whose own report says more."""
+        reports, pids = self._reports.values(), self._values("started")
+        explained = {pids.get(report.rank) for report in reports if report.kind in ("error", "refused")}
+
+        def is_failure(report: Report) -> bool:
+            if report.kind != "ended":
+                return report.kind in ("error", "refused")
+            pid, status = report.value
+            return pid not in explained and (status != 0 or not self._is_done(pid))
+
+        return sorted(filter(is_failure, reports), key=lambda report: (_grade(report), report.at))
+
+    def _failed(self) -> LaunchError | ValueError:
         """Finds what failed first among the reports of the next moment, many of which are its consequences."""
-        events: list[Any] = [event]
-        until = time.monotonic() + _SETTLE
-        while (left := until - time.monotonic()) > 0:
-            with contextlib.suppress(queue.Empty):
-                events.append(self._messages.get(timeout=left))
-        for rank, kind, value in events:
-            if kind == "started":
-                self._pids[rank], _ = value
-            elif kind == "done":
-                self._results[rank] = value
-        events = [e for e in events if e[1] in ("error", "refused", "ended")]
-        events = [e for e in events if e[1] != "ended" or e[2][1] or not self._is_done(e[2][0])] or [event]
-        explained = {self._pids.get(rank) for rank, kind, _ in events if kind in ("error", "refused")}
-        events = [e for e in events if e[1] != "ended" or e[2][0] not in explained]  # its own report says more
-        events = [e for e in events if not self._is_consequence(*e)] or events
-        rank, kind, value = events[0]
-        if kind == "refused":
-            return ValueError(value)
-        if kind == "ended":
-            ends = dict(value for _, kind, value in events if kind == "ended")  # process id -> status
-            text = "\n".join(self._end_of(*end) for end in ends.items()) + self._last_words()
-            return LaunchError(text, next(iter(self._ranks(value[0])), None))
-        ranks: dict[str, list[int]] = {}  # by text: all replicas often fail with the same one
-        for other, kind, text in events:
-            if kind == "error":
-                ranks.setdefault(text, []).append(other)
-        texts = [f"{_names(who)} failed:\n{text.rstrip()}" for text, who in ranks.items()]
-        texts += filter(None, [advice(value)])
-        return LaunchError("\n\n".join(texts), None if rank == LAUNCHER else rank, value)
+        time.sleep(_SETTLE)
+        self._read()
+        failures = self._failures()
+        failures = [report for report in failures if _grade(report) < 2] or failures
+        first = failures[0]
+        if first.kind == "refused":
+            return ValueError(first.value)
+        if first.kind == "ended":
+            ends = [report.value for report in failures if report.kind == "ended"]
+            text = "\n".join(self._end_of(*end) for end in ends) + self._last_words()
+            ranks = self._ranks(first.value[0])
+            return LaunchError(text, ranks[0] if len(ranks) == 1 else None)
+        errors: dict[str, list[int]] = {}  # by text: all replicas often fail with the same one
+        for report in failures:
+            if report.kind == "error":
+                errors.setdefault(report.value, []).append(report.rank)
+        texts = [f"{_names(who)} failed:\n{text.rstrip()}" for text, who in errors.items()]
+        texts += filter(None, [advice(first.value)])
+        return LaunchError("\n\n".join(texts), None if first.rank == LAUNCHER else first.rank, first.value)
 
     def _ranks(self, pid: int) -> list[int]:
-        return [rank for rank, process in self._pids.items() if process == pid and rank != LAUNCHER]
+        return [rank for rank, process in self._values("started").items() if process == pid]
 
     def _is_done(self, pid: int) -> bool:
         """Whether all replicas of a process have reported "done"; true for a process without replicas."""
-        return all(rank in self._results for rank in self._ranks(pid))
-
-    def _is_consequence(self, rank: int, kind: str, value: Any) -> bool:
-        if kind == "ended":  # by the launcher, because another replica failed
-            return value[1] == -signal.SIGTERM
-        return rank == LAUNCHER or _lost_a_peer(value)
+        return self._values("done").keys() >= set(self._ranks(pid))
 
     def _end_of(self, pid: int, status: int) -> str:
         ranks = self._ranks(pid)
@@ -323,13 +287,12 @@ class Supervisor:
         return "\n".join(["\n\nThe last lines on stderr:", *last]) if last else ""
 
     def _died(self, process: subprocess.Popen[bytes]) -> LaunchError:
-        does = "holds all" if self._backend.device_type == "xla-cpu" else "starts the"
-        text = f"the process that {does} replicas ({process.pid}) {_how(process.returncode)}"
+        text = f"the process that starts the replicas ({process.pid}) {_how(process.returncode)}"
         return LaunchError(text + self._last_words())
 
     def _hung(self, process: subprocess.Popen[bytes], text: str, rank: int | None = None) -> LaunchError | HostError:
         stacks: dict[str, str] = {}
-        for pid in dict.fromkeys([*self._pids.values(), process.pid]):
+        for pid in dict.fromkeys([*self._values("started").values(), process.pid]):
             self._stderr = ""
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)  # faulthandler prints all stacks, even of threads without the GIL
@@ -339,6 +302,18 @@ class Supervisor:
         if self._meeting is not None:
             return self._meeting.hang(stacks)
         return LaunchError(f"{text}. The replicas were ended; what each thread was doing is printed above", rank)
+
+
+def _grade(report: Report) -> int:
+    """Grades a failure: 0 for a process that a signal has ended, 1 for another cause, 2 for a consequence.
+
+    The launcher ends the other replicas by SIGTERM. SIGABRT is no cause before others: XLA and NCCL end a process by it
+    that has lost its peers.
+    """
+    if report.kind == "ended":
+        _, status = report.value
+        return 2 if status == -signal.SIGTERM else int(status >= 0 or status == -signal.SIGABRT)
+    return 2 if report.rank == LAUNCHER or _lost_a_peer(report.value) else 1
 
 
 def _names(ranks: list[int]) -> str:
@@ -356,7 +331,13 @@ def _how(status: int) -> str:
 
 def _ticks(session: int) -> dict[int, int]:
     """Processor time of each process of a session, in clock ticks: all threads, user and system."""
-    return {pid: int(stat[11]) + int(stat[12]) for pid, stat in processes() if int(stat[3]) == session}
+    times = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            stat = path.read_text().rpartition(")")[2].split()  # from the third field of proc_pid_stat(5) on
+            if int(stat[3]) == session:
+                times[int(path.parent.name)] = int(stat[11]) + int(stat[12])
+    return times
 
 
 def _end(process: subprocess.Popen[bytes], first: signal.Signals) -> None:
@@ -440,14 +421,14 @@ def launch(
     hosts = meeting.hosts if meeting else ONE
     backend = runtime.detect(config.launch if sharded else replace(config.launch, mesh=None), hosts=hosts)
     _announce(f"tpu_kit: {backend}")
-    notices = Notices(config.checkpoint.budget_minutes, meeting)
+    budget = config.checkpoint.budget_minutes
     if backend.device_type == "cpu" and backend.num_replicas == 1 and time_limit is None and meeting is None:
-        return _inline(fn, config, notices)
+        return _inline(fn, config, Notices(budget))
     payload = _payload(fn, config)
     _check_host(backend, config)
-    with notices:
+    with launch_folder() as name, Notices(budget, meeting, folder := Path(name)) as notices:
         try:
-            return Supervisor(backend, config.launch.hang_timeout, time_limit, meeting).run(payload, notices)
+            return Supervisor(backend, folder, config.launch.hang_timeout, time_limit, meeting).run(payload, notices)
         except LaunchError as error:
             if meeting is None or not _lost_a_peer(error.traceback):
                 raise
@@ -460,7 +441,6 @@ def _inline(fn: Callable[[TrainConfig], T], config: TrainConfig, notices: Notice
     from tpu_kit.distributed.backends import CpuRuntime
 
     with notices:
-        notices.flag.hide()
         preemption.join(notices.flag)
         runtime.enter(CpuRuntime(0, 1, torch.device("cpu")))
         try:

@@ -68,34 +68,32 @@ class _Cells(ctypes.Structure):
     )  # fmt: skip
 
 
+def launch_folder() -> tempfile.TemporaryDirectory[str]:
+    """Makes the folder of the files through which the processes of a launch talk; a context manager that removes it.
+
+    It is in memory where it can be: a write to a disk could wait, or find no room.
+    """
+    memory = "/dev/shm"
+    folder = memory if os.access(memory, os.W_OK | os.X_OK) else None
+    return tempfile.TemporaryDirectory(prefix="tpu_kit-", dir=folder)
+
+
 class StopFlag:
     """The shared memory of a host's replicas, which call `may_start`, `pause`, `leave`, `ask`, and the calling process.
 
-    It is a file that `StopFlag.create` made.
+    Args:
+        folder: of the launch, whose file it is; None for this process and those that it forks.
     """
 
-    def __init__(self, path: str) -> None:
-        self.path = path
-        with open(path, "r+b") as file:
-            self._cells = _Cells.from_buffer(mmap.mmap(file.fileno(), ctypes.sizeof(_Cells)))
-
-    @classmethod
-    @contextlib.contextmanager
-    def create(cls) -> Iterator[StopFlag]:
-        """Makes a new flag, and removes it at the end."""
-        memory = "/dev/shm"  # a write to a disk could wait
-        folder = memory if os.access(memory, os.W_OK | os.X_OK) else None
-        descriptor, path = tempfile.mkstemp(prefix="tpu_kit-", dir=folder)
-        try:
-            os.truncate(descriptor, ctypes.sizeof(_Cells))
-            os.close(descriptor)
-            yield cls(path)
-        finally:
-            Path(path).unlink(missing_ok=True)
-
-    def hide(self) -> None:
-        """Removes the file's name, once all processes have opened it: a caller that is killed later leaves no file."""
-        Path(self.path).unlink(missing_ok=True)
+    def __init__(self, folder: Path | None = None) -> None:
+        size = ctypes.sizeof(_Cells)
+        if folder is None:
+            memory = mmap.mmap(-1, size)
+        else:
+            with open(folder / "flag", "a+b") as file:
+                file.truncate(size)
+                memory = mmap.mmap(file.fileno(), size)
+        self._cells = _Cells.from_buffer(memory)
 
     def may_start(self, rank: int, step: int) -> bool:
         """Records that a replica starts a step and returns True, unless the step is past the limit.
@@ -290,17 +288,17 @@ class Notices:
     Args:
         budget: minutes from now after which the run is to end; None for no such limit.
         meeting: of several hosts, which stop together.
+        folder: of the launch; None where the replica runs in this process.
 
     Attributes:
         flag: what the replicas read.
         at_once: whether a second signal has ended the launch: it waits for nothing any more.
     """
 
-    flag: StopFlag
     _stack: contextlib.ExitStack
 
-    def __init__(self, budget: float | None = None, meeting: Meeting | None = None) -> None:
-        self.at_once, self._meeting = False, meeting
+    def __init__(self, budget: float | None = None, meeting: Meeting | None = None, folder: Path | None = None) -> None:
+        self.at_once, self._meeting, self.flag = False, meeting, StopFlag(folder)
         self._budget, self._started = budget, time.monotonic()
         self._signalled, self._closed = False, threading.Event()
         self._notices: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # a signal's handler may put into it
@@ -308,7 +306,6 @@ class Notices:
 
     def __enter__(self) -> Notices:
         with contextlib.ExitStack() as stack:
-            self.flag = stack.enter_context(StopFlag.create())
             thread = threading.Thread(target=self._serve, name="tpu_kit notices", daemon=True)
             thread.start()
             stack.callback(thread.join, 5)

@@ -1,14 +1,14 @@
 """The other processes of a launch: `python -m tpu_kit.distributed.worker` is the launcher, which starts the replicas.
 
-Each of them sends the calling process (launch.py) messages `(rank, kind, value)`:
+Each of them leaves files in the launch's folder, reports to the calling process (launch.py):
 
-- started: its process id, and how many replicas this host has,
+- started: its process id,
 - done: of the first replica of this host, the pickled result,
 - error: the traceback; of an error of files or the network that the kit itself raised, the text,
 - refused: the text of an error in the user's input,
 - ended: of the launcher, the id and the status of a process that has ended.
 
-Notices go the other way, through a flag (preemption.py).
+Notices go the other way, through a flag in that folder (preemption.py).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import io
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import socket
 import sys
@@ -27,9 +28,10 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from multiprocessing.connection import Client
+from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tpu_kit.distributed import cpu_simulation, preemption, runtime
 from tpu_kit.distributed.preemption import StopFlag
@@ -38,19 +40,34 @@ from tpu_kit.distributed.runtime import Backend, Runtime
 LAUNCHER = -1  # the launcher's number among the ranks
 _PR_SET_PDEATHSIG = 1
 _LIMIT = timedelta(days=1)  # of a collective: the calling process judges what hangs
+_LOOK = 0.2  # seconds between two looks at the replicas' processes
 
 
-class _Reporter:
-    """The connection of a replica, or of the launcher, to the calling process."""
+class Report(NamedTuple):
+    """What a process of a launch has told."""
 
-    def __init__(self, rank: int, address: str, key: bytes, replicas: int | None = None) -> None:
-        self._rank, self._lock = rank, threading.Lock()
-        self._connection = Client(address, family="AF_UNIX", authkey=key)
-        self.send("started", (os.getpid(), replicas))
+    at: int  # nanoseconds of the clock that all processes of a machine share
+    rank: int
+    kind: str
+    value: Any
 
-    def send(self, kind: str, value: Any) -> None:
-        with self._lock, contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            self._connection.send((self._rank, kind, value))
+    @classmethod
+    def read(cls, path: Path) -> Report:
+        """Reads a report that `write` has left."""
+        at, rank, kind = path.name.split(".")
+        return cls(int(at), int(rank), kind, pickle.loads(path.read_bytes()))
+
+
+def write(folder: str, rank: int, kind: str, value: Any) -> None:
+    """Leaves a report in the launch's folder, whole or not at all; names of later reports sort after earlier ones."""
+    path = Path(folder, f"{time.monotonic_ns():020}.{rank}.{kind}")
+    part = path.with_name(f"part-{path.name}")
+    try:
+        part.write_bytes(pickle.dumps(value))
+        part.rename(path)
+    except OSError:
+        part.unlink(missing_ok=True)  # or there would be no room to report that there is none
+        raise
 
 
 class _ResultPickler(pickle.Pickler):
@@ -74,20 +91,20 @@ def _pickled(name: str, result: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _replica(rank: int, replicas: int, make: Callable[[], Runtime], address: str, key: bytes, payload: bytes) -> None:
-    """Runs fn in one of this host's replicas and reports how it ended."""
-    reporter = _Reporter(rank, address, key, replicas)
+def _replica(rank: int, first: bool, make: Callable[[], Runtime], folder: str, payload: bytes) -> None:
+    """Runs fn in a replica, perhaps the first of this host, and reports how it ended."""
+    write(folder, rank, "started", os.getpid())
     try:
         runtime.enter(make())
         fn, config = pickle.loads(payload)
         result = fn(config)
-        reporter.send("done", _pickled(getattr(fn, "__qualname__", repr(fn)), result) if rank % replicas == 0 else None)
+        write(folder, rank, "done", _pickled(getattr(fn, "__qualname__", repr(fn)), result) if first else None)
     except BaseException as error:
         if _is_from_the_kit(error, ValueError):
-            reporter.send("refused", str(error))
+            write(folder, rank, "refused", str(error))
         else:
             known = _is_from_the_kit(error, OSError)
-            reporter.send("error", f"{error}\n" if known else traceback.format_exc())
+            write(folder, rank, "error", f"{error}\n" if known else traceback.format_exc())
         raise SystemExit(1) from None  # prints nothing: the caller prints the error
 
 
@@ -100,7 +117,7 @@ def _is_from_the_kit(error: BaseException, kind: type[Exception]) -> bool:
     return isinstance(error, kind) and raised_in.startswith("tpu_kit.") and not plain
 
 
-def _xla_replica(_index: int, address: str, key: bytes, flag: str, payload: bytes, backend: Backend) -> None:
+def _xla_replica(_index: int, folder: str, payload: bytes, backend: Backend) -> None:
     """Runs a replica in a TPU's process (or a thread of it), or in a thread of the rehearsal."""
     import torch_xla
     import torch_xla.runtime as xr
@@ -114,22 +131,27 @@ def _xla_replica(_index: int, address: str, key: bytes, flag: str, payload: byte
         return kind(rank, xr.world_size(), torch_xla.device())
 
     if backend.device_type == "tpu":
-        _prepare(flag)
+        _prepare(folder)
         _quiet(threads=xr.process_index() == 0)
-    _replica(rank, xr.local_device_count(), make, address, key, payload)
+    _replica(rank, rank % xr.local_device_count() == 0, make, folder, payload)
     # All replicas take the same steps: a replica that still waits for this one would wait for ever.
     cpu_simulation.end(f"rank {rank} has returned, and will not come to another step")
 
 
-def _mesh_process(address: str, key: bytes, flag: str, payload: bytes, backend: Backend) -> None:
+def _rehearsal(folder: str, payload: bytes, backend: Backend, hang_timeout: float) -> None:
+    """Runs the process that holds the replicas of XLA:CPU, which are threads."""
+    _prepare(folder)
+    preemption.catch_sigterm()
+    _quiet(threads=True)
+    with _exit_at_once():
+        cpu_simulation.run(lambda: _xla_replica(0, folder, payload, backend), backend.num_replicas or 1, hang_timeout)
+
+
+def _mesh_process(folder: str, payload: bytes, backend: Backend) -> None:
     """Runs the process that drives the devices of a mesh, on several hosts those of this one."""
-    _prepare(flag)
+    _prepare(folder)
     assert backend.mesh is not None
     mesh = backend.mesh
-    from tqdm.std import tqdm  # type: ignore[import-untyped]  # tqdm ships no types
-
-    # tqdm's own lock has a semaphore, which Python reports as leaked when this process ends by `os._exit`.
-    tqdm.set_lock(threading.RLock())
 
     def make() -> Runtime:
         import torch_xla
@@ -142,21 +164,30 @@ def _mesh_process(address: str, key: bytes, flag: str, payload: bytes, backend: 
             _connect("gloo", backend.hosts.address, backend.hosts.index, backend.hosts.count)
         return MeshRuntime(backend.device_type, mesh, torch_xla.device(), backend.hosts)
 
+    with _exit_at_once():
+        _replica(backend.first_rank, True, make, folder, payload)
+
+
+@contextlib.contextmanager
+def _exit_at_once() -> Iterator[None]:
+    """Ends this process after the body, without waiting for threads of the XLA runtime."""
+    from tqdm.std import tqdm  # type: ignore[import-untyped]  # tqdm ships no types
+
+    # tqdm's own lock has a semaphore, which Python reports as leaked when a process ends by `os._exit`.
+    tqdm.set_lock(threading.RLock())
     status = 0
     try:
-        _replica(backend.first_rank, 1, make, address, key, payload)
+        yield
     except SystemExit:
         status = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # without waiting for threads of the XLA runtime
+    os._exit(status)
 
 
-def _torch_replica(
-    local_rank: int, address: str, key: bytes, flag: str, payload: bytes, backend: Backend, port: int
-) -> None:
+def _torch_replica(local_rank: int, folder: str, payload: bytes, backend: Backend, port: int) -> None:
     """Runs a replica in a GPU's process, or in one of several CPU processes."""
-    _prepare(flag)
+    _prepare(folder)
     import torch
     import torch.distributed as dist
 
@@ -179,7 +210,7 @@ def _torch_replica(
         return (CudaRuntime if device_type == "cuda" else CpuRuntime)(rank, world_size, device, hosts.count)
 
     _quiet(threads=local_rank == 0)
-    _replica(rank, replicas, make, address, key, payload)
+    _replica(rank, local_rank == 0, make, folder, payload)
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -235,100 +266,92 @@ def _no_stdout() -> Iterator[None]:
         os.close(nothing)
 
 
-def _prepare(flag: str) -> StopFlag:
-    """Makes this process print its stacks on SIGUSR1 and at a crash, and end with its parent; opens the flag."""
+def _prepare(folder: str) -> None:
+    """Makes a replica's process print its stacks, and end with the launcher; opens the flag."""
+    _show_stacks()
+    if sys.platform == "linux":  # the kernel does it, also while a thread holds the GIL
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    preemption.join(StopFlag(Path(folder)))
+
+
+def _show_stacks() -> None:
+    """Makes this process print its stacks at a crash, and on SIGUSR1, which the caller sends to processes that hang."""
     import faulthandler
 
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)  # the caller sends it to processes that hang
-    if sys.platform == "linux":
-        # The kernel does it, also while a thread holds the GIL. `_die_with_caller` ends the grandchildren too.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    stop_flag = StopFlag(flag)
-    preemption.join(stop_flag)
-    return stop_flag
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
 
 
-def _die_with_caller(flag: str) -> None:
-    """Ends this session's processes when stdin closes, which the caller holds until it ends."""
+def _die_with_caller(folder: str) -> None:
+    """Ends this session's processes when stdin closes, which the caller holds until it ends, by SIGKILL perhaps."""
     while sys.stdin.buffer.read(4096):
         pass
-    Path(flag).unlink(missing_ok=True)  # left by a killed caller, if not all had opened it
+    shutil.rmtree(folder, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
 
 
-def _watch_children(reporter: _Reporter) -> None:
-    """Reports each child process that ends; a thread waits for each, so that their order does not matter."""
-    watched: set[int] = set()
-    pause = 0.2  # all replicas are started soon; later checks are rare, or they would count as a sign of life
+def _watch_children(folder: str, over: threading.Event) -> None:
+    """Reports how each child process has ended, until `over`; their order does not matter."""
+    children: set[BaseProcess] = set()
     while True:
-        for pid in {pid for pid, stat in processes() if int(stat[1]) == os.getpid()} - watched:
-            watched.add(pid)
-            threading.Thread(target=_report_end, args=(reporter, pid), daemon=True).start()
-        time.sleep(pause)
-        pause = min(1.2 * pause, 10.0)
-
-
-def processes() -> Iterator[tuple[int, list[str]]]:
-    """The id and the fields from the third on (proc_pid_stat(5)) of all processes, also of ended, unreaped ones."""
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it ended meanwhile
-            yield int(path.parent.name), path.read_text().rpartition(")")[2].split()
-
-
-def _report_end(reporter: _Reporter, pid: int) -> None:
-    with contextlib.suppress(ChildProcessError):
-        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # leaves its status to the code that started it
-        if ended is not None:
-            signalled = ended.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
-            reporter.send("ended", (pid, -ended.si_status if signalled else ended.si_status))
+        last = over.wait(_LOOK)
+        children |= set(multiprocessing.active_children())
+        for child in [child for child in children if child.exitcode is not None]:
+            children.remove(child)
+            write(folder, LAUNCHER, "ended", (child.pid, child.exitcode))
+        if last:
+            return
 
 
 def main() -> None:
     """Starts the replicas and waits until they end: the launcher."""
-    address, key, flag, backend, hang_timeout, payload = pickle.load(sys.stdin.buffer)
-    stop_flag = _prepare(flag)
-    threading.Thread(target=_die_with_caller, args=(flag,), daemon=True).start()
-    reporter = _Reporter(LAUNCHER, address, key)
-    arguments = (address, key, flag, payload, backend)
-    rehearsal = backend.device_type == "xla-cpu" and backend.mesh is None
-    if rehearsal:
-        preemption.catch_sigterm()
-    else:
-        # The replicas get a SIGTERM too, and decide how to end. (They would inherit SIG_IGN.)
-        signal.signal(signal.SIGTERM, stop_flag.ask)
-        threading.Thread(target=_watch_children, args=(reporter,), daemon=True).start()
+    folder, backend, hang_timeout, payload = pickle.load(sys.stdin.buffer)
+    _show_stacks()
+    # The replicas get a SIGTERM too, and decide how to end. (They would inherit SIG_IGN.)
+    signal.signal(signal.SIGTERM, StopFlag(Path(folder)).ask)
+    over = threading.Event()
+    watcher = threading.Thread(target=_watch_children, args=(folder, over))
+    watcher.start()
+    threading.Thread(target=_die_with_caller, args=(folder,), daemon=True).start()
     status = 0
     try:
-        if rehearsal:
-            _quiet(threads=True)
-            cpu_simulation.run(lambda: _xla_replica(0, *arguments), backend.num_replicas, hang_timeout)
-        elif backend.device_type == "tpu" and backend.mesh is None:
+        if backend.device_type == "tpu" and backend.mesh is None:
             import torch_xla.distributed.xla_multiprocessing as xmp
 
-            xmp.spawn(_xla_replica, args=arguments, nprocs=backend.num_replicas)
+            xmp.spawn(_xla_replica, args=(folder, payload, backend), nprocs=backend.num_replicas)
         else:
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                port = free.getsockname()[1]
-            spawn = multiprocessing.get_context("spawn")
-            if backend.mesh is not None:
-                replicas = [spawn.Process(target=_mesh_process, args=arguments)]
-            else:
-                ranks = range(backend.num_replicas or 1)
-                replicas = [spawn.Process(target=_torch_replica, args=(rank, *arguments, port)) for rank in ranks]
-            for replica in replicas:
-                replica.start()
-            for replica in replicas:  # their order does not matter: if one fails, the caller ends the others
-                replica.join()
-            status = int(any(replica.exitcode for replica in replicas))
+            status = _run(_processes(folder, payload, backend, hang_timeout))
     except Exception:
-        reporter.send("error", traceback.format_exc())
+        write(folder, LAUNCHER, "error", traceback.format_exc())
         traceback.print_exc()
         status = 1
+    over.set()
+    watcher.join()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # without waiting for threads of the XLA runtime and the one that reads stdin
+    os._exit(status)  # without waiting for the thread that reads stdin
+
+
+def _processes(folder: str, payload: bytes, backend: Backend, hang_timeout: float) -> list[SpawnProcess]:
+    """The processes of this host's replicas, elsewhere than on a TPU's chips."""
+    spawn, arguments = multiprocessing.get_context("spawn"), (folder, payload, backend)
+    if backend.mesh is not None:
+        return [spawn.Process(target=_mesh_process, args=arguments)]
+    if backend.device_type == "xla-cpu":
+        return [spawn.Process(target=_rehearsal, args=(*arguments, hang_timeout))]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = range(backend.num_replicas or 1)
+    return [spawn.Process(target=_torch_replica, args=(rank, *arguments, port)) for rank in ranks]
+
+
+def _run(replicas: list[SpawnProcess]) -> int:
+    for replica in replicas:
+        replica.start()
+    for replica in replicas:  # their order does not matter: if one fails, the caller ends the others
+        replica.join()
+    return int(any(replica.exitcode for replica in replicas))
 
 
 if __name__ == "__main__":
