@@ -158,7 +158,7 @@ def test_failure_in_the_background_is_raised_once(folder: Path, monkeypatch: pyt
     with CheckpointManager(folder, keep=2) as store:
         save(store, 1)
         with monkeypatch.context() as broken:
-            broken.setattr(local_store, "digest", lambda path: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
+            broken.setattr(local_store, "file_digest", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
             store.save(2, tensors(2), {}, {})
             assert store._last is not None and store._last.exception() is not None
         later: dict[str, Callable[[], None]] = {
@@ -187,7 +187,7 @@ def test_error_of_the_caller_is_raised_too(folder: Path) -> None:
 def test_failure_does_not_hide_the_error_on_its_way(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(local_store, "digest", lambda path: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
+    monkeypatch.setattr(local_store, "file_digest", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
     with pytest.raises(KeyError, match="mine"), CheckpointManager(folder, keep=1) as store:
         store.save(1, tensors(1), {}, {})
         raise KeyError("mine")
@@ -196,7 +196,7 @@ def test_failure_does_not_hide_the_error_on_its_way(
 
 
 def test_failure_of_the_last_one_is_raised_at_the_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_store, "digest", lambda path: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
+    monkeypatch.setattr(local_store, "file_digest", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
     with pytest.raises(OSError, match="step 1 could not be written"), CheckpointManager(folder, keep=1) as store:
         store.save(1, tensors(1), {}, {})
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from tests.support.training_functions import OPTIM, tiny
-from tpu_kit.checkpointing import local_store
 from tpu_kit.checkpointing import parts as parts_module
+from tpu_kit.checkpointing.local_store import FolderStore
 from tpu_kit.checkpointing.manager import CheckpointManager, HostParts, scan
 from tpu_kit.config.loader import load_config
 from tpu_kit.config.mesh import Mesh, Spec
@@ -152,7 +152,7 @@ def test_a_lost_host_leaves_the_previous_checkpoint(place: Path | str, monkeypat
 
 
 def test_a_part_that_cannot_be_written_ends_the_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_store, "_save", lambda *_: (_ for _ in ()).throw(OSError(28, "no room")))
+    monkeypatch.setattr(FolderStore, "_save", lambda *_: (_ for _ in ()).throw(OSError(28, "no room")))
     with pytest.raises(OSError, match=r"training-0\.json"), CheckpointManager(tmp_path, keep=1) as manager:
         parts = HostParts(tmp_path, 0, 2, 7, lambda *_: None)
         manager.save(1, {}, {"layout": {}}, {}, attempt=parts.save(1, {"x@": torch.zeros(())}))
@@ -170,7 +170,7 @@ def test_older_checkpoints_make_room_for_the_parts(
         state, specs = example("adamw")
         for step in (1, 2):
             save(tmp_path, 2, step, step, state, specs)
-        size, write = scan(tmp_path)[0][0].size, local_store.write_part
+        size, write = scan(tmp_path)[0][0].size, FolderStore.write_part
 
         def free() -> int:
             return 2 * size + size // 20 - sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
@@ -181,7 +181,7 @@ def test_older_checkpoints_make_room_for_the_parts(
             write(*given)
 
         monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free()))
-        monkeypatch.setattr(local_store, "write_part", limited)
+        monkeypatch.setattr(FolderStore, "write_part", limited)
         save(tmp_path, 2, 3, 3, state, specs)
     assert [found.step for found in scan(tmp_path, verify=True)[0]] == [2, 3]
     assert "is full: the checkpoint of step 1 makes room for step 3" in capsys.readouterr().err

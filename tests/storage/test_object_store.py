@@ -59,13 +59,13 @@ def test_a_manifest_that_names_files_outside_of_its_checkpoint_is_damaged(
         manager.save(1, {"x": {"a": torch.zeros(3)}}, {}, {})
         manager.wait()
         (good,) = manager.complete()
-        file = str(good.handle).removeprefix(f"{place}/") if bucketed else Path(good.path) / "manifest.json"
-        content = ObjectFolder(str(place)).read(file) if bucketed else file.read_bytes()
+        file = f"{good.folder}/manifest.json"
+        content = good.source.read(file)
         about = unseal(content, file, place)
         evil = seal(about | {"files": about["files"] | {name: {"bytes": 4, "sha256": "0", "md5": "0"}}}).encode()
-        ObjectFolder(str(place)).write(file, evil) if bucketed else file.write_bytes(evil)
-        good, damaged = scan(place, verify=True)
-        assert not good and damaged[0].reason.endswith("no run has written that") and repr(name) in damaged[0].reason
+        good.source.write(file, evil)
+        found, damaged = scan(place, verify=True)
+        assert not found and damaged[0].reason.endswith("no run has written that") and repr(name) in damaged[0].reason
         assert manager.newest() is None
 
 

@@ -68,8 +68,7 @@ def check(place: Path | str, tell: Callable[[int], None]) -> None:
         complete = store.complete()
     if is_url(place):
         objects = ObjectFolder(str(place)).list()
-        known = {f"{one.prefix}/{name}" for one in complete for name in one.files}  # type: ignore[attr-defined]  # of a bucket
-        known |= {one.marker for one in complete}  # type: ignore[attr-defined]  # likewise
+        known = {f"{one.folder}/{name}" for one in complete for name in (*one.files, "manifest.json")}
         left = {name for name in objects if name not in known and not name.startswith("owner-")}
     else:
         left = {path.name for path in Path(place).iterdir() if path.name != ".lock" and path.name[:5] != "step-"}

@@ -15,8 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import tpu_kit.checkpointing.gcs_store
-import tpu_kit.checkpointing.local_store
+from tpu_kit.checkpointing import local_store
 
 FILE_OPERATIONS = ("fsync", "mkdir", "rename", "replace", "unlink", "rmdir", "open")
 _count = 0
@@ -33,8 +32,7 @@ def arm(die_at: int, torn: bool = False) -> None:
         setattr(os, name, _dying(getattr(os, name), die_at, torn))
     for name in ("write_bytes", "write_text"):
         setattr(Path, name, _dying(getattr(Path, name), die_at, torn, _half_content))
-    for store in (tpu_kit.checkpointing.local_store, tpu_kit.checkpointing.gcs_store):
-        store.save_file = _dying(store.save_file, die_at, torn, _half_file)  # type: ignore[attr-defined]
+    local_store.save_file = _dying(local_store.save_file, die_at, torn, _half_file)  # type: ignore[attr-defined]
     gcsfs = sys.modules.get("gcsfs.core")
     if gcsfs is not None:
         request = gcsfs.GCSFileSystem._request

@@ -14,7 +14,7 @@ import signal
 import sys
 from typing import Any
 
-from tpu_kit.checkpointing import gcs_store, local_store
+from tpu_kit.checkpointing.local_store import FolderStore
 from tpu_kit.config.loader import TrainConfig, load_config
 from tpu_kit.distributed import runtime, worker
 from tpu_kit.distributed.backends import MeshRuntime
@@ -40,15 +40,14 @@ def fine_tune(config: TrainConfig) -> Any:
     host = SimulatedHost(base.device_type, base.mesh, base.local_device, hosts)
     host.devices = DEVICES[count][index]
     runtime.enter(host)
-    for store in (gcs_store, local_store):
-        write = store.write_part
+    write = FolderStore.write_part
 
-        def dies(*given: Any, write: Any = write) -> None:
-            if [given[1]] == step:
-                os.kill(os.getpid(), signal.SIGKILL)
-            write(*given)
+    def dies(*given: Any) -> None:
+        if [given[1]] == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(*given)
 
-        store.write_part = dies
+    FolderStore.write_part = dies  # type: ignore[method-assign]
     return sft.fine_tune(config)
 
 

@@ -1,11 +1,13 @@
-"""Stores checkpoints in a folder of this machine: each is written to a temporary folder next to it, then renamed.
+"""Commits checkpoints in a folder of this machine, in steps that `gcs_store` shares.
+
+The files of an attempt to save a step, and the parts of several hosts, are written under its random name, then the
+manifest. Then one atomic operation makes the checkpoint valid: here a rename.
 
 <output_dir>/checkpoints/
   step-00000400/             a complete checkpoint; only its manifest counts, not its name
     adapter_model.safetensors, state.json, ...
-    manifest.json            see tpu_kit.checkpointing.manifest; written last
-  .step-00000412.part/       being written, or left by a process that was killed
-  .step-00000412.3f9a1c07b2de.part/  the parts of several hosts; see tpu_kit.checkpointing.parts
+    manifest.json            see tpu_kit.checkpointing.manifest
+  .step-00000412.3f9a1c07b2de.part/  an attempt, or what is left of it where its process was killed
   .step-00000412.old/        for a moment, while the same step is saved again
   step-00000300.corrupt/     set aside by `CheckpointManager.newest`
   .lock                      held by the one process that writes here; names its host and PID
@@ -13,16 +15,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
+import hashlib
 import json
+import re
+import secrets
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
@@ -31,78 +36,121 @@ from tpu_kit.checkpointing.manifest import (
     CORRUPT,
     MANIFEST,
     Checkpoint,
+    DamagedError,
+    Rejected,
     Tensors,
-    digest,
+    file_digest,
     holder_name,
     in_use,
+    read_checkpoint,
     seal,
 )
 from tpu_kit.checkpointing.parts import Attempt
 from tpu_kit.storage import atomic
 from tpu_kit.storage.atomic import OLD, PART
+from tpu_kit.storage.local_folder import LocalFolder
+from tpu_kit.storage.object_store import ObjectFolder
 
 _NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.ENOLCK}  # some network and FUSE folders
 
+Listing = dict[str, tuple[int, str]]
+Entry = dict[str, Any]
+"""Size and digest of a file, in a manifest."""
+
 
 class FolderStore:
-    """The checkpoints of a run in a folder, for the one process that writes them.
+    """The checkpoints of a run. All processes may read and write parts; the one within `writing` changes the rest."""
 
-    Raises:
-        ValueError: another process writes there.
-        OSError: it cannot be written to.
-    """
+    files: LocalFolder | ObjectFolder
+    attempt_name = f".step-{{step:08d}}.{{name}}{PART}"
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
-        self._lock, alone = lock(folder / ".lock", folder)
-        try:
+    def __init__(self, place: Path) -> None:
+        self.folder, self.files = place, LocalFolder(place)
+
+    def scan(self, verify: bool = False) -> tuple[list[Checkpoint], list[Rejected]]:
+        """See `manager.scan`. The writer may change the place during a look: two must agree on damage."""
+        damaged: list[Rejected] = []
+        while True:
+            good, now = self._look(verify)
+            if now == damaged:
+                return good, damaged
+            damaged = now
+
+    def _look(self, verify: bool) -> tuple[list[Checkpoint], list[Rejected]]:
+        listing, folders = self._snapshot()
+        manifests = self.files.read_all(f"{folder}/{MANIFEST}" for folder in folders)
+        found: dict[int, Checkpoint] = {}
+        rejected = []
+        for folder in folders:
+            try:
+                checkpoint = read_checkpoint(self.files, folder, manifests.get(f"{folder}/{MANIFEST}"))
+                checkpoint.check(listing)
+                if verify:
+                    checkpoint.verify()
+                found[checkpoint.step] = checkpoint
+            except DamagedError as error:
+                rejected.append(Rejected(self.files.place(folder), str(error)))
+        return [found[step] for step in sorted(found)], rejected
+
+    def write_part(self, step: int, attempt: str, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """Writes the part `name` of one of several hosts, then its receipt; see `parts`."""
+        folder = self.attempt_name.format(step=step, name=attempt)
+        entry = self._put_tensors(f"{folder}/{name}.safetensors", tensors)
+        self._put(f"{folder}/{name}.json", json.dumps(entry))
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Makes this process the writer, and removes the leftovers of killed ones.
+
+        Raises:
+            ValueError: another process writes there.
+            OSError: the place cannot be written to; the text says what to do.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with lock(self.folder / ".lock", self.folder) as alone:
             if alone:  # the writers of leftovers are dead
                 self._clean()
-        except BaseException:
-            self._lock.close()
-            raise
-
-    def close(self) -> None:
-        """Releases the folder for another process."""
-        self._lock.close()
+            yield
 
     def write(
         self, about: Mapping[str, Any], tensors: Tensors, texts: Mapping[str, str], attempt: Attempt | None = None
     ) -> None:
-        """Writes files, then manifest, then name, each durable before the next; see `BucketStore.write`."""
-        place = self.folder / f"step-{about['step']:08d}"
-        with atomic.replacing(place, durable=True) as part:
-            part.mkdir()
-            files = {}
-            if attempt is not None:
-                come = _parts(self.folder, about["step"], attempt.name)
-                files = attempt.receipts(lambda: {path.name: path.read_bytes() for path in come.glob("*.json")})
-                for name in files:
-                    (come / name).rename(part / name)
-                shutil.rmtree(come, ignore_errors=True)
+        """Writes the files, then the manifest, then commits the checkpoint in place of one of the same step.
+
+        Args:
+            about: the manifest without its files.
+            tensors: by name of the file.
+            texts: by name of the file.
+            attempt: of several hosts, whose parts become files of the checkpoint.
+
+        Raises:
+            ValueError: another process has become the writer in the meantime.
+            OSError: the place, or the temporary folder of this machine, cannot be written to.
+        """
+        step, name = about["step"], attempt.name if attempt else secrets.token_hex(6)
+        folder = self.attempt_name.format(step=step, name=name)
+        with self._commit(folder, step, shared=attempt is not None):
+            entries = attempt.receipts(lambda: self._receipts(folder)) if attempt else {}
             for name, group in tensors.items():
-                files |= _save(part / f"{name}.safetensors", group)
+                entries[f"{name}.safetensors"] = self._put_tensors(f"{folder}/{name}.safetensors", group)
             for name, text in texts.items():
-                (part / name).write_bytes(text.encode())
-                files |= _entry(part / name)
-            (part / MANIFEST).write_text(seal({**about, "files": files}))
-            atomic.sync(part / MANIFEST)
+                entries[name] = self._put(f"{folder}/{name}", text)
+            self._put(f"{folder}/{MANIFEST}", seal({**about, "files": entries}))
 
     def discard(self, checkpoint: Checkpoint) -> None:
         """Deletes a checkpoint; if killed in between, it leaves none that looks damaged. Raises OSError."""
-        self._remove(Path(checkpoint.path))
+        self._remove(self.folder / checkpoint.folder)
 
-    def set_aside(self, path: Path | str) -> str:
+    def set_aside(self, folder: str) -> str:
         """Renames a checkpoint so that no scan finds it; returns its new name."""
-        aside = Path(f"{path}{CORRUPT}")
+        aside = self.folder / f"{folder}{CORRUPT}"
         if aside.exists():
-            aside = Path(f"{path}.{time.time_ns()}{CORRUPT}")
-        Path(path).rename(aside)
+            aside = self.folder / f"{folder}.{time.time_ns()}{CORRUPT}"
+        (self.folder / folder).rename(aside)
         return aside.name
 
     def restart(self) -> None:
-        """Moves all checkpoints to `<folder>.previous`, whose content it deletes."""
+        """Moves all checkpoints to `<place>.previous`, whose content it deletes."""
         previous = self.folder.with_name(self.folder.name + ".previous")
         entries = [path for path in self.folder.iterdir() if path.is_dir()]
         if entries:
@@ -112,6 +160,51 @@ class FolderStore:
                 path.rename(previous / path.name)
             atomic.sync(self.folder)
 
+    def _snapshot(self) -> tuple[Listing, list[str]]:
+        """Lists all files, and the folders of the checkpoints that count; of one step the last one counts."""
+        listing = self.files.list()
+        # Hidden names come first, so that a step's new checkpoint hides the old one that it is about to replace.
+        folders = sorted({name.partition("/")[0] for name in listing if "/" in name})
+        counted = [name for name in folders if name.startswith("step-") or f"{name}/{MANIFEST}" in listing]
+        return listing, [name for name in counted if not name.endswith((PART, CORRUPT))]
+
+    @contextmanager
+    def _commit(self, folder: str, step: int, shared: bool) -> Iterator[None]:
+        """Makes the attempt in a folder the checkpoint of a step, if the block raises nothing."""
+        part = self.folder / folder
+        part.mkdir(exist_ok=True)
+        try:
+            yield
+            with atomic.replacing(self.folder / f"step-{step:08d}", durable=True) as new:
+                part.rename(new)
+        except BaseException:
+            if not shared:  # else other hosts may still write there
+                shutil.rmtree(part, ignore_errors=True)
+            raise
+
+    def _put_tensors(self, name: str, tensors: Mapping[str, Tensor]) -> Entry:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        entry = self._save(path, tensors)
+        with suppress(OSError):  # safetensors writes with mode 600; some folders allow no chmod
+            path.chmod(path.parent.stat().st_mode & 0o666)
+        atomic.sync(path)
+        return entry
+
+    def _save(self, path: Path, tensors: Mapping[str, Tensor]) -> Entry:
+        save_file({key: value.contiguous() for key, value in tensors.items()}, path, metadata={"format": "pt"})
+        kind = self.files.digest_kind
+        return {"bytes": path.stat().st_size, kind: file_digest(path, kind)}
+
+    def _put(self, name: str, text: str) -> Entry:
+        self.files.write(name, content := text.encode())
+        kind = self.files.digest_kind
+        return {"bytes": len(content), kind: hashlib.new(kind, content).hexdigest()}
+
+    def _receipts(self, folder: str) -> dict[str, bytes]:
+        receipts = (name for name in self.files.list(folder) if re.fullmatch(r"training-\d+\.json", Path(name).name))
+        return {Path(name).name: text for name, text in self.files.read_all(receipts).items()}
+
     def _remove(self, path: Path) -> None:
         gone = path.with_name(f".{path.name.lstrip('.')}.gone{PART}")
         shutil.rmtree(gone, ignore_errors=True)
@@ -119,7 +212,6 @@ class FolderStore:
         shutil.rmtree(gone)
 
     def _clean(self) -> None:
-        """Removes the leftovers of killed writers."""
         for path in self.folder.glob(f".*{PART}"):
             shutil.rmtree(path)
         for path in self.folder.glob(f".*{OLD}"):
@@ -130,55 +222,27 @@ class FolderStore:
                 path.rename(place)
 
 
-def write_part(folder: Path, step: int, attempt: str, name: str, tensors: Mapping[str, Tensor]) -> None:
-    """Writes the part `name` of one of several hosts, then its receipt; see `parts`."""
-    part = _parts(folder, step, attempt)
-    part.mkdir(parents=True, exist_ok=True)
-    entry = _save(part / f"{name}.safetensors", tensors)
-    with atomic.replacing(part / f"{name}.json", durable=True) as receipt:
-        receipt.write_text(json.dumps(entry[f"{name}.safetensors"]))
-        atomic.sync(receipt)
-
-
-def _parts(folder: Path, step: int, attempt: str) -> Path:
-    return folder / f".step-{step:08d}.{attempt}{PART}"
-
-
-def _save(path: Path, group: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
-    """Writes tensors; returns the entry of the manifest."""
-    save_file({key: value.contiguous() for key, value in group.items()}, path, metadata={"format": "pt"})
-    with contextlib.suppress(OSError):  # safetensors writes with mode 600; some folders allow no chmod
-        path.chmod(path.parent.stat().st_mode & 0o666)
-    return _entry(path)
-
-
-def _entry(path: Path) -> dict[str, dict[str, Any]]:
-    """Makes a file durable; returns its entry of the manifest."""
-    atomic.sync(path)
-    return {path.name: {"bytes": path.stat().st_size, "sha256": digest(path)}}
-
-
-def lock(path: Path, place: Path | str) -> tuple[TextIO, bool]:
-    """Locks a file until it is closed or this process dies; (file, False) if the file system has no locks.
+@contextmanager
+def lock(path: Path, place: Path | str) -> Iterator[bool]:
+    """Locks a file; yields False if its file system has no locks. The lock ends with this process, too.
 
     Raises:
         ValueError: another process holds it, and writes to the place.
     """
-    file = path.open("a+")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        file.seek(0)
-        holder = file.read().strip() or "another process"
-        file.close()
-        raise in_use(place, holder) from error
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            file.close()
-            raise
-        print(f"warning: {path.parent} has no file locks: make sure that only one run writes there", file=sys.stderr)
-        return file, False
-    file.truncate(0)
-    file.write(f"{holder_name()}\n")
-    file.flush()
-    return file, True
+    with path.open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            raise in_use(place, file.read().strip() or "another process") from error
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            text = f"warning: {path.parent} has no file locks: make sure that only one run writes there"
+            print(text, file=sys.stderr)
+            yield False
+            return
+        file.truncate(0)
+        file.write(f"{holder_name()}\n")
+        file.flush()
+        yield True

@@ -10,6 +10,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,7 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import Tensor
 
-from tpu_kit.checkpointing import gcs_store, local_store
-from tpu_kit.checkpointing.gcs_store import BucketStore, scan_bucket
+from tpu_kit.checkpointing.gcs_store import BucketStore
 from tpu_kit.checkpointing.local_store import FolderStore
 from tpu_kit.checkpointing.manifest import (
     FORMAT,
@@ -30,7 +30,6 @@ from tpu_kit.checkpointing.manifest import (
     best_of,
     error_number,
     holder_name,
-    scan_folder,
 )
 from tpu_kit.checkpointing.parts import Attempt, BackgroundWriter
 from tpu_kit.config.loader import ConfigError
@@ -67,9 +66,10 @@ class CheckpointManager(BackgroundWriter):
         super().__init__()
         self.rejected: list[Rejected] = []  # set aside by `newest`
         self._durable: int | None = None  # the step of the newest checkpoint that was written or verified
-        self._store: FolderStore | BucketStore
+        self._held = ExitStack()
         try:
-            self._store = BucketStore(str(place)) if is_url(place) else FolderStore(Path(place))
+            self._store = open_store(place)
+            self._held.enter_context(self._store.writing())
         except OSError as error:
             why, local = error.strerror, f" ({error.strerror}): set output_dir to a folder that can"
             raise ValueError(f"{place} cannot be written to{f': {why}' if is_url(place) else local}") from error
@@ -79,7 +79,7 @@ class CheckpointManager(BackgroundWriter):
         try:
             super().close()
         finally:
-            self._store.close()
+            self._held.close()
 
     def complete(self) -> list[Checkpoint]:
         """All checkpoints with a valid manifest and files of the right size, the smallest step first."""
@@ -101,7 +101,7 @@ class CheckpointManager(BackgroundWriter):
             try:
                 checkpoint.verify()
             except DamagedError as error:
-                self._set_aside(Rejected(checkpoint.handle, str(error)))
+                self._set_aside(Rejected(checkpoint.path, str(error)))
             else:
                 self._durable = checkpoint.step
                 return checkpoint
@@ -117,7 +117,7 @@ class CheckpointManager(BackgroundWriter):
         self.wait()
         for checkpoint in self.complete():
             if checkpoint.step >= step:
-                aside = self._store.set_aside(checkpoint.handle)
+                aside = self._store.set_aside(checkpoint.folder)
                 _warn(f"the checkpoint of step {checkpoint.step} is set aside as {aside}: the training diverged")
 
     def save(
@@ -182,7 +182,7 @@ class CheckpointManager(BackgroundWriter):
             _warn(f"{checkpoint.path} could not be deleted ({error.strerror})")
 
     def _set_aside(self, rejected: Rejected) -> None:
-        aside = self._store.set_aside(rejected.path)
+        aside = self._store.set_aside(str(rejected.path).removeprefix(f"{self.place}/"))
         self.rejected.append(rejected)
         _warn(f"{rejected.reason}; the checkpoint is set aside as {aside}")
 
@@ -208,7 +208,7 @@ class CheckpointManager(BackgroundWriter):
         code = error_number(error)
         last = f"The checkpoint of step {self._durable} stays good" if self._durable else "There is no earlier one"
         text = f"the checkpoint of step {step} could not be written to {self.place}"
-        if isinstance(self._store, BucketStore) or getattr(error, "errno", code) is None:  # not of the disk
+        if is_url(self.place) or getattr(error, "errno", code) is None:  # not of the disk
             return OSError(code, f"{text}: {getattr(error, 'strerror', None) or error}. {last}")
         room = "delete something there or lower checkpoint.keep, or " if code in (errno.ENOSPC, errno.EDQUOT) else ""
         advice = f"It needs {needed:,} bytes: {room}set output_dir to another disk"
@@ -230,8 +230,8 @@ class HostParts(BackgroundWriter):
         self, place: Path | str, host: int, hosts: int, token: int, make_room: Callable[[int, int], None]
     ) -> None:
         super().__init__()
-        self._make_room = make_room
-        self._place, self._host, self._hosts, self._token, self._saves = place, host, hosts, token, 0
+        self._store, self._make_room = open_store(place), make_room
+        self._host, self._hosts, self._token, self._saves = host, hosts, token, 0
 
     def save(self, step: int, tensors: Mapping[str, Tensor]) -> Attempt:
         """Starts to write this host's part of a step, of CPU tensors; raises OSError if the previous one failed.
@@ -243,13 +243,17 @@ class HostParts(BackgroundWriter):
         self._saves += 1
         text = f"{self._token} {step} {self._saves}"
         name, part = hashlib.blake2b(text.encode(), digest_size=6).hexdigest(), f"training-{self._host}"
-        write: Callable[..., None] = gcs_store.write_part if is_url(self._place) else local_store.write_part
-        self._start(lambda: write(self._place, step, name, part, tensors))
+        self._start(lambda: self._store.write_part(step, name, part, tensors))
         return Attempt(name, self._hosts, lambda: self._failed)
 
 
 def _warn(text: str) -> None:
     print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+def open_store(place: Path | str) -> FolderStore:
+    """The store of the checkpoints in a folder or at a URL."""
+    return BucketStore(str(place)) if is_url(place) else FolderStore(Path(place))
 
 
 def scan(place: Path | str, *, verify: bool = False) -> tuple[list[Checkpoint], list[Rejected]]:
@@ -263,7 +267,7 @@ def scan(place: Path | str, *, verify: bool = False) -> tuple[list[Checkpoint], 
         ValueError: one has a format that this tpu_kit does not read.
         OSError: an object store cannot be read.
     """
-    return scan_bucket(str(place)) if is_url(place) else scan_folder(Path(place), verify=verify)
+    return open_store(place).scan(verify)
 
 
 def report(run: str, verify: bool = False, as_json: bool = False) -> int:

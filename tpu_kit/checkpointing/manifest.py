@@ -14,19 +14,23 @@ import os
 import re
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
 from torch import Tensor
 
-from tpu_kit.storage.atomic import PART
-from tpu_kit.storage.object_store import leads_out
+from tpu_kit.hardware.chips import MIB
+from tpu_kit.storage.local_folder import LocalFolder
+from tpu_kit.storage.object_store import ObjectFolder, leads_out
 
 MANIFEST = "manifest.json"
 FORMAT = 3
 CORRUPT = ".corrupt"  # suffix of a checkpoint that is set aside
+_READ_BYTES = 16 * MIB  # of a request
 
 
 Tensors = Mapping[str, Mapping[str, Tensor]]
@@ -43,7 +47,7 @@ class DamagedError(ValueError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One complete checkpoint."""
+    """One complete checkpoint. Its files are read into memory, block by block."""
 
     step: int  # updates done
     path: Path | str  # its folder or URL, for users
@@ -51,48 +55,97 @@ class Checkpoint:
     metrics: dict[str, float]  # of `CheckpointManager.save`
     best: bool  # whether it was the best of its run when it was saved; see `best_of`
     files: dict[str, tuple[int, str]]  # name to (bytes, digest), without the manifest
+    source: LocalFolder | ObjectFolder = field(repr=False, compare=False)  # the folder of the run's checkpoints
+    folder: str  # its name there
 
     @property
     def size(self) -> int:
         """Bytes of all its files without the manifest."""
         return sum(size for size, _ in self.files.values())
 
-    @property
-    def handle(self) -> Path | str:
-        """What is renamed to set it aside: its folder, or the URL of its marker."""
-        return self.path
+    def check(self, listing: Mapping[str, tuple[int, str]]) -> None:
+        """Raises DamagedError at the first file that is missing or has another size or digest in `source.list`."""
+        for name, (size, digest) in self.files.items():
+            if f"{self.folder}/{name}" not in listing:
+                raise DamagedError(f"{self._place(name)} is missing")
+            size_now, digest_now = listing[f"{self.folder}/{name}"]
+            if size_now != size:
+                raise DamagedError(f"{self._place(name)} has {size_now:,} bytes, and had {size:,} when it was written")
+            if digest_now not in ("", digest):
+                raise self._changed(name)
 
-    def tensors(self, name: str, select: Select | None = None) -> dict[str, Tensor]:
-        """Reads CPU tensors of `<name>.safetensors`, by default all; see `document` for the errors."""
-        self._check_file(f"{name}.safetensors")
-        with safe_open(Path(self.path, f"{name}.safetensors"), framework="pt") as file:
-            # They are mapped from the file: copies outlive a checkpoint that is deleted later.
-            return {key: file.get_tensor(key).clone() for key in filter(select, file.keys())}
+    def verify(self, *names: str) -> None:
+        """Checks the content of all files, or of some; raises DamagedError at the first that has changed."""
+        self.check(self.source.list(self.folder))
+        if isinstance(self.source, LocalFolder):  # an object store lists its digests
+            for name in names or self.files:
+                if file_digest(Path(self.path, name), self.source.digest_kind) != self.files[name][1]:
+                    raise self._changed(name)
 
     def document(self, name: str) -> Any:
         """Reads `<name>.json`; raises DamagedError, and ValueError if there is no such file."""
-        return json.loads(self._text(f"{name}.json"))
+        self._open(file := f"{name}.json")
+        content = self._read(file)
+        if hashlib.new(self.source.digest_kind, content).hexdigest() != self.files[file][1]:
+            raise self._changed(file)
+        return json.loads(content)
 
-    def _text(self, name: str) -> str:
-        self._check_file(name)
-        return Path(self.path, name).read_bytes().decode()
+    def tensors(self, name: str, select: Select | None = None) -> dict[str, Tensor]:
+        """Reads CPU tensors of `<name>.safetensors`, by default all; see `document` for the errors."""
+        self._open(file := f"{name}.safetensors")
+        if select is not None:  # else the digest of what is read is compared
+            self.verify(file)
+        content, found = hashlib.new(self.source.digest_kind), dict[str, Tensor]()
+        begin, block = 0, b""  # the last block that was read, and where it begins
 
-    def verify(self) -> None:
-        """Checks the content of all files; raises DamagedError at the first that has changed."""
-        for name in self.files:
-            self._check_file(name)
+        def read(start: int, end: int) -> bytes:
+            nonlocal begin, block
+            if not begin <= start <= end <= begin + len(block):
+                begin, block = start, self._read(file, start, max(end, start + _READ_BYTES))
+            content.update(part := block[start - begin : end - begin])
+            return part
 
-    def _check_file(self, name: str) -> None:
-        """Raises DamagedError if the content of a file has changed."""
-        self._check_name(name)
-        _check_sizes(self)
-        path = Path(self.path, name)
-        if digest(path) != self.files[name][1]:
-            raise DamagedError(f"{path} is not what was written: its SHA-256 is another")
+        try:
+            length = int.from_bytes(read(0, 8), "little")
+            header = json.loads(read(8, min(8 + length, self.files[file][0])))
+            header.pop("__metadata__", None)
+            no_numbers = {key: {**entry, "shape": [0], "data_offsets": [0, 0]} for key, entry in header.items()}
+            text = json.dumps(no_numbers).encode()
+            types = load(len(text).to_bytes(8, "little") + text)
+            for key, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+                if select is None or select(key):
+                    found[key] = torch.empty(entry["shape"], dtype=types[key].dtype)
+                    room = found[key].view(-1).view(torch.uint8).numpy().data
+                    start, end = (8 + length + offset for offset in entry["data_offsets"])
+                    for at in range(start, end, _READ_BYTES):
+                        upto = min(at + _READ_BYTES, end)
+                        room[at - start : upto - start] = read(at, upto)
+        except DamagedError:  # it is missing
+            raise
+        except (KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
+            raise self._changed(file) from error
+        if select is None and content.hexdigest() != self.files[file][1]:
+            raise self._changed(file)
+        return found
 
-    def _check_name(self, name: str) -> None:
+    def _open(self, name: str) -> None:
+        """Raises ValueError if there is no such file, and DamagedError if one of all files is not as it was."""
         if name not in self.files:
             raise ValueError(f"{self.path} holds no {name}; it holds {', '.join(sorted(self.files))}")
+        self.check(self.source.list(self.folder))
+
+    def _read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
+        try:
+            return self.source.read(f"{self.folder}/{name}", start, end)
+        except FileNotFoundError as error:
+            raise DamagedError(f"{self._place(name)} is missing") from error
+
+    def _place(self, name: str) -> Path | str:
+        return self.source.place(f"{self.folder}/{name}")
+
+    def _changed(self, name: str) -> DamagedError:
+        kind = {"sha256": "SHA-256", "md5": "MD5"}[self.source.digest_kind]
+        return DamagedError(f"{self._place(name)} is not what was written: its {kind} is another")
 
 
 @dataclass(frozen=True)
@@ -118,45 +171,16 @@ def best_of(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
     return next((checkpoint for checkpoint in reversed(checkpoints) if checkpoint.best), None)
 
 
-def scan_folder(folder: Path, *, verify: bool = False) -> tuple[list[Checkpoint], list[Rejected]]:
-    """`checkpointing.manager.scan` of a folder."""
-    found: dict[int, Checkpoint] = {}
-    rejected = []
-    # Hidden names come first, so that a step's new checkpoint hides the old one that it is about to replace.
-    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        if not path.is_dir() or path.suffix in (PART, CORRUPT):
-            continue
-        if not (path / MANIFEST).exists() and not path.name.startswith("step-"):
-            continue  # no checkpoint
-        try:
-            checkpoint = _read(path)
-            if verify:
-                checkpoint.verify()
-            found[checkpoint.step] = checkpoint
-        except DamagedError as error:
-            if path.exists():  # else the writer has just deleted it
-                rejected.append(Rejected(path, str(error)))
-    return [found[step] for step in sorted(found)], rejected
-
-
-def _read(path: Path) -> Checkpoint:
-    """Reads a checkpoint's manifest, and checks the sizes of its files."""
-    try:
-        text = (path / MANIFEST).read_bytes()
-    except FileNotFoundError as error:
-        raise DamagedError(f"{path / MANIFEST} is missing") from error
-    checkpoint = Checkpoint(path=path, **fields_of(unseal(text, path / MANIFEST, path)))
-    _check_sizes(checkpoint)
-    return checkpoint
-
-
-def _check_sizes(checkpoint: Checkpoint) -> None:
-    """Raises DamagedError at the first file that is missing, short or long; reads none of them."""
-    for name, (size, _) in checkpoint.files.items():
-        path = Path(checkpoint.path, name)
-        if not path.exists():
-            raise DamagedError(f"{path} is missing")
-        check_size(path, path.stat().st_size, size)
+def read_checkpoint(source: LocalFolder | ObjectFolder, folder: str, text: bytes | None) -> Checkpoint:
+    """Makes a checkpoint from the text of its manifest; raises as `unseal`."""
+    place = source.place(f"{folder}/{MANIFEST}")
+    if text is None:
+        raise DamagedError(f"{place} is missing")
+    manifest = unseal(text, place, source.place(folder))
+    entries = manifest["files"].items()
+    files = {name: (entry["bytes"], entry[source.digest_kind]) for name, entry in entries}
+    about = {name: manifest[name] for name in ("step", "created", "metrics", "best")}
+    return Checkpoint(path=source.place(folder), files=files, source=source, folder=folder, **about)
 
 
 def unseal(text: bytes, file: Path | str, place: Path | str) -> dict[str, Any]:
@@ -178,21 +202,9 @@ def unseal(text: bytes, file: Path | str, place: Path | str) -> dict[str, Any]:
             f"{place} has format {manifest['format']}, and this tpu_kit reads {FORMAT}: use the tpu_kit that wrote it, "
             "or set another output_dir"
         )
-    if bad := next(filter(leads_out, [manifest.get("folder", ""), *manifest["files"]]), None):
+    if bad := next(filter(leads_out, manifest["files"]), None):
         raise DamagedError(f"{file} names {bad!r}, which is outside of {place}: no run has written that")
     return manifest
-
-
-def fields_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a `Checkpoint` that its manifest holds."""
-    files = {name: (entry["bytes"], entry.get("md5") or entry["sha256"]) for name, entry in manifest["files"].items()}
-    return {"files": files} | {name: manifest[name] for name in ("step", "created", "metrics", "best")}
-
-
-def check_size(path: Path | str, now: int, then: int) -> None:
-    """Raises DamagedError if a file's size is not what it was."""
-    if now != then:
-        raise DamagedError(f"{path} has {now:,} bytes, and had {then:,} when it was written")
 
 
 def seal(manifest: Mapping[str, Any]) -> str:
@@ -204,7 +216,7 @@ def _seal(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-def digest(path: Path, kind: str = "sha256") -> str:
+def file_digest(path: Path, kind: str) -> str:
     """A digest of a file's content, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, kind).hexdigest()

@@ -49,6 +49,8 @@ class ObjectFolder:
         ValueError: the package for the scheme is missing, or the URL names no bucket.
     """
 
+    digest_kind = "md5"
+
     def __init__(self, url: str) -> None:
         scheme, _, path = url.partition("://")
         self.url = f"{scheme}://{path.rstrip('/')}"
@@ -64,14 +66,15 @@ class ObjectFolder:
         """The URL of an object."""
         return f"{self.url}/{name}"
 
-    def list(self) -> dict[str, tuple[int, str]]:
-        """Lists all objects: name to (bytes, MD5); raises OSError if a name leads out of the folder of a copy.
+    def list(self, folder: str = "") -> dict[str, tuple[int, str]]:
+        """Lists all objects, of one folder below if asked: name to (bytes, MD5).
 
-        The store computes the MD5; it is empty for objects that were composed of several.
+        The store computes the MD5; it is empty for objects that were composed of several. Raises OSError if a name
+        leads out of the folder of a copy.
         """
         with self._explained():
             try:
-                found = self._files.find(self._root, detail=True)
+                found = self._files.find(f"{self._root}/{folder}".rstrip("/"), detail=True)
             except FileNotFoundError:
                 if self._files.exists(self.bucket):
                     return {}
@@ -86,7 +89,7 @@ class ObjectFolder:
             raise OSError(errno.EINVAL, f"{text}: {advice}")
         return {name: about for name, about in objects.items() if not f"/{name}".endswith("/")}  # which marks a folder
 
-    def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
+    def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
         """An object's content, or a range of it, cut off where the object ends."""
         with self._explained(name):
             return bytes(self._files.cat_file(f"{self._root}/{name}", start=start, end=end))
@@ -108,7 +111,8 @@ class ObjectFolder:
             with self._explained():
                 self._files.pipe_file(f"{self._root}/{name}", content, mode="create")
         except FileExistsError:
-            if self.read(name) != content:  # else an answer was lost, and gcsfs has sent the request again
+            # Where it is this one's, an answer was lost, and gcsfs has sent the request again.
+            if self.read_all([name]).get(name) != content:
                 raise
 
     def write(self, name: str, content: bytes) -> None:
