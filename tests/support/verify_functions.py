@@ -104,6 +104,12 @@ def wrong_tokens(config: TrainConfig) -> Any:
     return smoke_test.compare_tokens(config)
 
 
+def lost_checkpoint(config: TrainConfig) -> dict[str, Any]:
+    """A small run that finds no checkpoint, and prints what is not for the table."""
+    print("the checkpoint is damaged")
+    return {"first_loss": 3.0, "last_loss": 2.0, "size": 0, "resumed": 0, "updates": 8, "tokens": 32}
+
+
 def no_steps(config: TrainConfig) -> None:
     """A step that does not run, in a process that prints what it should not."""
     print(f"the token is {os.environ['HF_TOKEN']}", flush=True)

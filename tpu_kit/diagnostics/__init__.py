@@ -1,5 +1,5 @@
-"""Whether a machine works: installation, doctor, and a smoke test of a whole run.
+"""Whether a machine works: installation, doctor, and what its devices compute, up to a small run.
 
-Offers `install.ensure`, `doctor.diagnose` and `smoke_test`.
+Offers `install.ensure`, `doctor.diagnose` and `verify.verify`.
 Must not be needed by a run.
 """

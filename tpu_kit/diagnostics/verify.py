@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any
 
 from tpu_kit.config.fields import hide_secrets
 from tpu_kit.config.loader import TrainConfig, batch_arithmetic, load_config
@@ -34,8 +34,6 @@ from tpu_kit.models.shape_cache import read_shape
 from tpu_kit.planning.compile_check import compile_step, with_shipped_shape
 from tpu_kit.planning.cost import step_time, work
 from tpu_kit.storage import atomic
-
-T = TypeVar("T")
 
 REPORT = "verify-report.json"
 SECONDS: Mapping[str, float] = {"tpu": 600.0}
@@ -63,13 +61,6 @@ _RUN = {
     "split": "train[:1000]", "max_length": 128, "batch_size": 2, "warmup_steps": 1, "logging_steps": 1,
     "save_steps": _FIRST, "eval_rows": 0, "eval_steps": None, "generate_rows": 0, "r": 8,
 }  # fmt: skip
-
-
-@contextlib.contextmanager
-def _captured(output: TextIO) -> Iterator[None]:
-    """Sends what this process prints into `output`."""
-    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-        yield
 
 
 def _brief(error: Exception) -> str:
@@ -162,6 +153,10 @@ class _Checks:
         )  # fmt: skip
         yield self._measure("Memory", self._memory, MEMORY_RATIOS, "the compiler's figure")
         yield self._measure("Step time", self._time, TIME_RATIOS, "the roofline")
+        yield self._check(
+            "Small run", partial(small_run, self._config()), _judge_run,
+            f"the loss falls, and it goes on from the checkpoint of step {_FIRST}", limited=False,
+        )  # fmt: skip
 
     def _config(self, one: bool = False, **settings: Any) -> TrainConfig:
         """A run of the embedded model, without kernels or loops that have failed."""
@@ -248,18 +243,19 @@ class _Checks:
 
     def _check(
         self, name: str, run: Callable[[], Any], judge: Callable[[Any], Verdict], tolerance: str,
-        action: str = "",
+        action: str = "", limited: bool = True,
     ) -> Record:  # fmt: skip
         """Runs a check and judges its figures, or records its error.
 
         `action` describes what the kit does after a failure, which is then a warning; without it it is a failure.
+        `limited` tells whether its launches have the time limit.
         """
-        self._announce(f"{name}: {self._limit:.0f} s at most for each launch")
+        self._announce(f"{name}: {self._limit:.0f} s at most for each launch" if limited else name)
         output, start, figures = io.StringIO(), time.monotonic(), {}
         failed: Status = "warning" if action else "failure"
         status, error = failed, ""
         try:
-            with _captured(output):
+            with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
                 figures = run()
             good, found = judge(figures)
             status = "ok" if good else failed
@@ -278,6 +274,37 @@ class _Checks:
 def _name(config: TrainConfig) -> str:
     rows, length = config.optim.batch_size, config.data.max_length
     return f"{Path(config.model.name).name}, {rows} x {length} tokens"
+
+
+def small_run(config: TrainConfig) -> dict[str, Any]:
+    """Trains the embedded model on the devices of `config.launch`: a checkpoint, a resume, and a reply of the adapter.
+
+    Returns:
+        first_loss and last_loss, nats a token; updates; size of the checkpoint, bytes, 0 where it is damaged or of
+        another step than the first training's last; resumed, the step from which the second one went on; tokens of the
+        reply.
+    """
+    from tpu_kit.checkpointing import manager
+    from tpu_kit.generation.service import Sampling, generate
+    from tpu_kit.recipes.sft import train
+    from tpu_kit.training.metrics import read_metrics
+
+    with tempfile.TemporaryDirectory(prefix="tpu_kit-") as folder:
+        small = load_config("embedded-cot", {**_RUN, "output_dir": folder, "max_steps": _FIRST})
+        small = replace(small, launch=config.launch)
+        longer = replace(small, optim=replace(small.optim, max_steps=_THEN))
+        train(small)
+        checkpoints, damaged = manager.scan(small.checkpoints_place, verify=True)
+        whole = not damaged and checkpoints and checkpoints[-1].step == _FIRST
+        result = train(longer)
+        metrics = read_metrics(folder)
+        prompt = [{"role": "user", "content": _QUESTION}]
+        (reply,) = generate(longer, [prompt], Sampling(max_new_tokens=32), adapter_dir=result.adapter_dir)
+    return {
+        "first_loss": metrics[0]["loss"], "last_loss": metrics[-1]["loss"], "updates": result.step,
+        "size": checkpoints[-1].size if whole else 0, "resumed": metrics[-1]["resumed_from"],
+        "tokens": len(reply.tokens),
+    }  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------------------- verdicts
@@ -321,6 +348,15 @@ def _judge_tokens(figures: Mapping[str, float]) -> Verdict:
     return figures["tokens"] > 0 and figures["gap"] <= GAP_TOLERANCE, text.format(**figures)
 
 
+def _judge_run(figures: Mapping[str, Any]) -> Verdict:
+    good = figures["size"] > 0 and figures["resumed"] == _FIRST and figures["last_loss"] < figures["first_loss"]
+    text = (
+        "loss {first_loss:.2f} -> {last_loss:.2f}; a checkpoint of {size:,} bytes, each file as its manifest says; it "
+        "went on from step {resumed} to {updates}; {tokens} tokens with the adapter"
+    )
+    return good, text.format(**figures)
+
+
 def compare(measured: float, predicted: float) -> dict[str, float]:
     """A measured figure, the predicted one, and their ratio."""
     return {"measured": measured, "predicted": predicted, "ratio": measured / predicted}
@@ -359,58 +395,3 @@ def report(config: TrainConfig, file: str = REPORT) -> int:
         records.append(record)
     print(f"report: {Path(file).absolute()}")
     return int(any(record.status in ("warning", "failure") for record in records))
-
-
-# ------------------------------------------------------------------------------------------------------ a small run
-
-
-def rehearse(config: TrainConfig) -> Iterator[Check]:
-    """Runs a small training with a checkpoint, a resume and a generation on the devices of `config.launch`.
-
-    Yields a row for each, until one fails.
-    """
-    from tpu_kit.checkpointing import manager
-    from tpu_kit.generation.service import Sampling, generate
-    from tpu_kit.recipes.sft import train
-    from tpu_kit.training.metrics import read_metrics
-
-    with tempfile.TemporaryDirectory(prefix="tpu_kit-") as folder:
-        small = load_config("embedded-cot", {**_RUN, "output_dir": folder, "max_steps": _FIRST})
-        small = replace(small, launch=config.launch)
-        longer = replace(small, optim=replace(small.optim, max_steps=_THEN))
-        try:
-            seconds, result = _timed(lambda: train(small))
-            losses = [record["loss"] for record in read_metrics(folder)]
-            text = f"{result.step} updates in {seconds:.0f} s, loss {losses[0]:.2f} -> {losses[-1]:.2f}"
-            if compiles := result.metrics.get("compiles"):
-                text += f", {compiles:.0f} programs compiled, as at each start"
-            yield Check("Training", "ok" if losses[-1] < losses[0] else "warning", text)
-
-            checkpoints, damaged = manager.scan(small.checkpoints_place, verify=True)
-            if damaged or not checkpoints or checkpoints[-1].step != _FIRST:
-                yield Check("Checkpoint", "failure", f"there is no whole one of step {_FIRST}", "check the disk")
-                return
-            text = f"step {checkpoints[-1].step}, {checkpoints[-1].size / 1e6:.1f} MB, every file as its manifest says"
-            yield Check("Checkpoint", "ok", text)
-
-            seconds, result = _timed(lambda: train(longer))
-            resumed = read_metrics(folder)[-1]["resumed_from"]
-            text = f"went on from step {resumed} to {result.step} in {seconds:.0f} s"
-            yield Check("Resume", "ok" if resumed == _FIRST else "failure", text)
-
-            prompt = [{"role": "user", "content": _QUESTION}]
-            sampling = Sampling(max_new_tokens=32)
-            seconds, (reply,) = _timed(lambda: generate(longer, [prompt], sampling, adapter_dir=result.adapter_dir))
-            yield Check("Generation", "ok", f"{len(reply.tokens)} tokens with the adapter, in {seconds:.0f} s in all")
-        except (RuntimeError, ValueError, OSError) as error:
-            where = f"device_type={config.launch.device_type}"
-            fix = f"python -m tpu_kit train embedded-cot max_steps={_FIRST} {where} shows all of it"
-            yield Check("Rehearsal", "failure", _brief(error), fix)
-
-
-def _timed(run: Callable[[], T]) -> tuple[float, T]:
-    """Runs a function without its output; returns the seconds and its result."""
-    start = time.monotonic()
-    with _captured(io.StringIO()):
-        result = run()
-    return time.monotonic() - start, result
