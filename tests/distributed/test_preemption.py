@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import re
 import signal
 import socket
@@ -18,6 +19,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.distributed.test_launch import (
+    THREE,
+    Killer,
     config_for,
     environment,
     eventually,
@@ -102,6 +105,30 @@ def test_ranks_that_are_far_apart(device_type: str, tmp_path: Path) -> None:
     at = marked(tmp_path, "stepping-0")[0]
     assert 40 <= step <= 40 + (time.time() - at) / 0.002
     assert not (tmp_path / "out" / "stepping-1").exists() or marked(tmp_path, "stepping-1")[0] > at
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("device_type", "rounds"), [("cpu", 60), pytest.param("xla-cpu", 20, marks=needs_xla)])
+def test_kills_and_notices_at_random_moments_of_the_steps(device_type: str, rounds: int, tmp_path: Path) -> None:
+    """A killed replica is named, not those that lose it; after a notice all have taken the same steps."""
+    chance = random.Random(rounds)
+    for number in range(rounds):
+        folder, victim, delay = tmp_path / str(number), chance.randrange(3), chance.random()
+        config = config_for(folder, device_type, *THREE)
+        if chance.random() < 0.4:
+            after(
+                lambda at=folder: marked(at, "stepping-0"), lambda s=delay: time.sleep(s), this_process(signal.SIGTERM)
+            )
+            assert assert_agreed(launch(replica_functions.agreed_steps, config), 3, "^SIGTERM received$") >= 3
+        else:
+            killer = Killer(folder, f"stepping-{victim}", signal.SIGKILL, after=lambda s=delay: time.sleep(s))
+            with pytest.raises(LaunchError) as caught:
+                launch(replica_functions.agreed_steps, config)
+            who = f"rank {victim}" if device_type == "cpu" else "ranks 0, 1, 2"
+            assert str(caught.value).startswith(f"{who} (process {killer.pid}) was ended by SIGKILL"), number
+            assert caught.value.rank == (victim if device_type == "cpu" else None)
+        print(f"round {number} as it should be")
 
 
 HAMMER = """
