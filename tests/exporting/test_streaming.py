@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.exporting.test_export import in_process, make_run
 from tests.support.child_processes import run_python
+from tests.support.expert_functions import write_fp8, write_mixture
 from tests.support.generation_functions import MIXED, QUICK_FAMILIES, make
 from tests.support.quantize_functions import write_model
 from tpu_kit.config.loader import ModelConfig
@@ -21,6 +23,7 @@ from tpu_kit.exporting.equivalence import logits
 from tpu_kit.exporting.export import export
 from tpu_kit.exporting.streaming import stream
 from tpu_kit.generation.service import load_for_generation
+from tpu_kit.models.loading import load_base
 
 __all__ = ["in_process"]  # a fixture
 MEMORY = """
@@ -75,6 +78,41 @@ def test_a_merge_is_peft_s_bit_for_bit_in_the_files_of_the_base(
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in loaded.state_dict().items())
 
 
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize(
+    ("kind", "experts", "stored"),
+    [("qwen3_moe", 2, "7.gate_proj.weight"), ("gpt_oss", 2, "gate_up_proj"), ("glm4_moe", 0, "7.up_proj.weight")],
+)
+def test_experts_are_merged_and_written_as_the_family_s_files_have_them(
+    tmp_path: Path, kind: str, experts: int, stored: str
+) -> None:
+    """The files of Qwen3-MoE and GLM-4 have each expert's matrices, those of gpt-oss MXFP4."""
+    base = write_mixture(kind, tmp_path / "base", shards="40KB", intermediate_size=32, vocab_size=512)
+    config = make_run(tmp_path / "run", str(base), **{"lora.r": 4, "lora.experts": experts})
+    assert stream(config.model, tmp_path / "run" / "adapter") is not None
+    done = export(tmp_path / "run", "merged", tmp_path / "merged", dtype="fp32")
+    assert kind == "gpt_oss" or sum(name.endswith(".safetensors") for name in done.files) > 2
+    found = weights(tmp_path / "merged")
+    assert f"model.layers.1.mlp.experts.{stored}" in found
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    assert not hasattr(merged.config, "quantization_config")
+    plain = load_base(config.model, torch.float32).float()  # transformers 5.15 makes bf16 of MXFP4
+    tuned = PeftModel.from_pretrained(plain, tmp_path / "run" / "adapter")
+    for ours, theirs in zip(*(logits(model, [[*range(5, 60)]]) for model in (merged, tuned)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+def test_fp8_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 64}
+    config = ModelConfig(name=str(write_fp8(write_mixture("qwen3_moe", tmp_path, **sizes))), base_dtype="fp32")
+    streamed, whole = stream(config), load_base(config, torch.float32).float()
+    assert streamed is not None
+    streamed.save(tmp_path / "merged", torch.float32)
+    assert torch.equal(logits(streamed.model, [[*range(40)]])[0], logits(whole, [[*range(40)]])[0])
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert all(torch.equal(tensor, whole.state_dict()[name]) for name, tensor in merged.state_dict().items())
+
+
 @pytest.mark.parametrize("family", QUICK_FAMILIES)
 def test_a_family_says_the_same_from_its_files(tmp_path: Path, family: str) -> None:
     model = make(family)
@@ -116,3 +154,21 @@ def test_a_merge_takes_the_memory_of_two_layers_and_one_weight(tmp_path: Path) -
     print(f"{most} bytes; two layers {2 * layer}, the largest weight {largest}, the adapter {adapter}")
     assert most < 2 * layer + largest + adapter
     assert 2 * layer + largest + adapter < 0.25 * 4 * sum(tensor.numel() for tensor in found.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+def test_a_merge_of_experts_takes_the_memory_of_a_layer_s_twice(tmp_path: Path, kind: str) -> None:
+    sizes = {"hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 8}
+    base = write_mixture(kind, tmp_path / "base", shards="30MB", vocab_size=512, **sizes)
+    small = write_mixture(kind, tmp_path / "small", intermediate_size=32, vocab_size=512)
+    for folder, run in ((base, "run"), (small, "first")):
+        make_run(tmp_path / run, str(folder), **{"lora.experts": 2})
+    env = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+    runs = (base, tmp_path / "run" / "adapter", tmp_path / "out", small, tmp_path / "first" / "adapter")
+    done = run_python(["-c", MEMORY, *map(str, runs)], env=env)
+    most = int(next(line for line in done.stdout.splitlines() if line.startswith("figures")).split()[1])
+    layer = 8 * 3 * 512 * 512 * 4  # its experts in fp32
+    adapter = sum(tensor.nbytes for tensor in weights(tmp_path / "run" / "adapter").values())
+    print(f"{most} bytes; the experts of a layer {layer}, the adapter {adapter}")
+    assert most < 2.5 * layer + adapter < 0.5 * 8 * layer

@@ -161,7 +161,7 @@ def adapted_errors(kinds: Sequence[str], kind_of_device: str = "xla-cpu") -> dic
     return found
 
 
-def write_mixture(kind: str, folder: Path, **sizes: Any) -> Path:
+def write_mixture(kind: str, folder: Path, *, shards: str = "1GB", **sizes: Any) -> Path:
     """A random model in bf16, of two layers; the experts of gpt-oss in MXFP4 as its published files have them."""
     from safetensors.torch import save_file
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
@@ -171,10 +171,11 @@ def write_mixture(kind: str, folder: Path, **sizes: Any) -> Path:
     torch.manual_seed(0)
     tiny_tokenizer().save_pretrained(folder)
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 64}
-    sizes = {"num_hidden_layers": 2, "moe_intermediate_size": sizes["intermediate_size"]} | heads | sizes
+    layers = {"num_hidden_layers": 2, "first_k_dense_replace": 1}
+    sizes = layers | {"moe_intermediate_size": sizes["intermediate_size"]} | heads | sizes
     config = CONFIG_MAPPING[kind](**SIZES | sizes)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, max_shard_size=shards if kind != "gpt_oss" else "1GB")
     if kind != "gpt_oss":
         return folder
     tensors = {}
@@ -189,6 +190,24 @@ def write_mixture(kind: str, folder: Path, **sizes: Any) -> Path:
     config.quantization_config = {"quant_method": "mxfp4"}
     config.save_pretrained(folder)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def write_fp8(folder: Path) -> Path:
+    """Turns a model's folder into one with weights in fp8 and a scale for each block of 128 x 128, as published."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("proj.weight")]:
+        weight = tensors[name].float()
+        blocks = weight.unflatten(0, (-1, 128)).unflatten(2, (-1, 128))
+        scale = blocks.abs().amax((1, 3)) / 448
+        rounded = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
+        tensors |= {name: rounded.reshape(weight.shape), f"{name}_scale_inv": scale}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    settings = json.loads((folder / "config.json").read_text())
+    method = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    (folder / "config.json").write_text(json.dumps(settings | {"quantization_config": method}))
     return folder
 
 

@@ -7,8 +7,8 @@ Adapters are small, and are loaded. PEFT itself merges each weight.
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
-import math
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,14 +20,26 @@ from tpu_kit.config.loader import ModelConfig
 from tpu_kit.generation.service import ADAPTER_FILES, attach_adapter, is_whole
 from tpu_kit.models import causal_lm as models
 from tpu_kit.models.architecture import locate
-from tpu_kit.models.loading import quantized_by
+from tpu_kit.models.loading import UNDONE_IN_LOADING, quantized_by
 
 _INDEX = "model.safetensors.index.json"
 _TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
+class _Source(NamedTuple):
+    """What the files have for a weight of the model.
+
+    Attributes:
+        conversion: transformers', which makes the weight of several tensors; None if it is the only tensor.
+        names: of the tensors, each with its pattern in the conversion.
+    """
+
+    conversion: Any
+    names: list[tuple[str, str | None]]
+
+
 class _Slot(NamedTuple):
-    """A parameter of a module, `module._parameters[leaf]`, and its weight's name in the files."""
+    """A parameter of a module, `module._parameters[leaf]`, and its name in the model without adapters."""
 
     module: torch.nn.Module
     leaf: str
@@ -39,16 +51,26 @@ class StreamedModel:
 
     Args:
         model: of transformers or PEFT; its base weights are on the meta device.
-        files: the file of each base weight, by name.
-        names: by the id of each of the model's base weights, its name in `files`.
+        plain: the same without adapters, whose weights stay on the meta device.
+        files: the file of each tensor, by name.
+        sources: what they have for the weights of `plain`, by name.
+        names: by the id of each of the base weights and buffers of `model`, its name in `plain`.
 
     Attributes:
         model: runs like any other.
         merging: whether adapters are merged into the weights as these are read.
     """
 
-    def __init__(self, model: torch.nn.Module, files: Mapping[str, Path], names: Mapping[int, str]) -> None:
-        self.model, self.merging, self._files = model, False, files
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        plain: Any,
+        files: Mapping[str, Path],
+        sources: Mapping[str, _Source],
+        names: Mapping[int, str],
+    ) -> None:
+        self.model, self.merging, self._plain = model, False, plain
+        self._files, self._sources = files, sources
         self._adapted: dict[tuple[int, str], Any] = {}
         units: dict[int, torch.nn.Module] = {}  # PEFT's wrapper of a base layer, or of experts the outermost of several
         for part in model.modules():
@@ -57,6 +79,9 @@ class StreamedModel:
                 self._adapted[base, str(getattr(part, "parameter_name", "weight"))] = part
                 units.setdefault(base, part)
         self._slots: dict[str, _Slot] = {}
+        self._buffers = {names[id(buffer)]: buffer for buffer in model.buffers() if id(buffer) in names}
+        for name, buffer in self._buffers.items():
+            buffer.copy_(self._read(name))
         parents = {id(child): part for part in model.modules() for child in part.children()}
         for part in model.modules():
             slots = [
@@ -72,12 +97,24 @@ class StreamedModel:
                 unit.register_forward_pre_hook(lambda _, __, mine=slots: self._load(mine))
                 unit.register_forward_hook(lambda _, __, ___, mine=slots: self._drop(mine))
 
-    def _load(self, slots: list[_Slot]) -> None:
+    def _read(self, name: str) -> torch.Tensor:
+        """Reads a weight in fp32, by its name in the model without adapters."""
         from safetensors import safe_open
 
+        conversion, names = copy.deepcopy(self._sources[name])
+        opened = {path: safe_open(path, framework="pt") for path in {self._files[source] for source, _ in names}}
+        tensors = [opened[self._files[source]].get_tensor(source) for source, _ in names]
+        if conversion is None:
+            return tensors[0].float()
+        for (source, pattern), tensor in zip(names, tensors, strict=True):
+            conversion.add_tensor(name, source, pattern, tensor)
+        del tensors  # the conversion frees each as soon as it can
+        (made,) = conversion.convert(name, model=self._plain, config=self._plain.config).values()
+        return (made[0] if isinstance(made, list) else made).float()
+
+    def _load(self, slots: list[_Slot]) -> None:
         for module, leaf, name in slots:
-            with safe_open(self._files[name], framework="pt") as file:
-                module._parameters[leaf] = _parameter(file.get_tensor(name).float())
+            module._parameters[leaf] = _parameter(self._read(name))
             if self.merging and (adapted := self._adapted.get((id(module), leaf))):
                 adapted.merge()  # which does not copy the weight
 
@@ -88,40 +125,54 @@ class StreamedModel:
                 adapted.merged_adapters.clear()
 
     def save(self, folder: Path, dtype: torch.dtype) -> None:
-        """Writes the settings, and one after the other the weights, merged if `merging`, to files of the same names."""
+        """Writes the settings, and one after the other the weights, merged if `merging`, to files of the same names.
+
+        A weight has the names and shapes with which transformers saves it, as experts one by one.
+        """
         causal: Any = models.base_model(self.model)
         causal.config.architectures = [type(causal).__name__]
         causal.config.save_pretrained(folder)
         causal.generation_config.save_pretrained(folder)
         files: dict[str, list[str]] = {}
-        for name, path in sorted(self._files.items()):
-            files.setdefault(path.name, []).append(name)
-        sizes = [self._write_file(folder / file, names, dtype) for file, names in files.items()]
+        for name, source in self._sources.items():
+            files.setdefault(self._files[source.names[0][0]].name, []).append(name)
+        headers = {file: self._write_file(folder / file, names, dtype) for file, names in sorted(files.items())}
         if len(files) > 1:
-            weight_map = {name: file for file, names in files.items() for name in names}
+            sizes = [max(each["data_offsets"][1] for each in header.values()) for header in headers.values()]
+            weight_map = {name: file for file, header in headers.items() for name in header}
             index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
             (folder / _INDEX).write_text(json.dumps(index, indent=2))
 
-    def _write_file(self, path: Path, names: list[str], dtype: torch.dtype) -> int:
-        """Writes the length of a JSON header in 8 bytes, the header, and the values; returns bytes of the values."""
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    def _write_file(self, path: Path, names: list[str], dtype: torch.dtype) -> dict[str, Any]:
+        """Writes the length of a JSON header in 8 bytes, the header, and the values; returns the header's tensors."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        header: dict[str, Any] = {}
         end = 0
         for name in names:
-            module, leaf, _ = self._slots[name]
-            shape = list(module.get_parameter(leaf).shape)
-            start, end = end, end + math.prod(shape) * dtype.itemsize
-            header[name] = {"dtype": _TYPES[dtype], "shape": shape, "data_offsets": [start, end]}
-        text = json.dumps(header).encode()
+            weight = self._buffers[name].to("meta") if name in self._buffers else self._now(name).to(dtype)
+            for stored, tensor in revert_weight_conversion(self._plain, {name: weight}).items():
+                start, end = end, end + tensor.nbytes
+                shape = list(tensor.shape)
+                header[stored] = {"dtype": _TYPES[tensor.dtype], "shape": shape, "data_offsets": [start, end]}
+        text = json.dumps({"__metadata__": {"format": "pt"}} | header).encode()
         text += b" " * (-len(text) % 8)
         with path.open("wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
-            for slot in (self._slots[name] for name in names):
-                self._load([slot])
-                weight = slot.module.get_parameter(slot.leaf).detach().to(dtype).contiguous()
-                self._drop([slot])
-                file.write(weight.flatten().view(torch.uint8).numpy().data)
-                del weight  # before the next one is read
-        return end
+            for name in names:
+                if name in self._buffers:
+                    weight = self._buffers[name]
+                else:
+                    self._load([self._slots[name]])
+                    weight = self._now(name).detach().to(dtype)
+                    self._drop([self._slots[name]])
+                for tensor in revert_weight_conversion(self._plain, {name: weight}).values():
+                    file.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+                del weight, tensor  # before the next one is read
+        return header
+
+    def _now(self, name: str) -> torch.Tensor:
+        return self._slots[name].module.get_parameter(self._slots[name].leaf)
 
 
 def _parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
@@ -145,29 +196,42 @@ def stream(config: ModelConfig, adapter: Path | None = None) -> StreamedModel | 
     try:
         files = _weights(folder)
         settings = AutoConfig.from_pretrained(folder)
+        quantizer = _quantizer(settings)
         with init_empty_weights():
             model: Any = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
         model.tie_weights()
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # loading says what is wrong
         return None
-    if (names := _names(model, files)) is None:
+    if (sources := _sources(model, files, quantizer)) is None:
         return None
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     model.name_or_path = model.config.name_or_path = str(folder)
-    used = {name: files[name] for name in names.values()}
+    plain = copy.deepcopy(model)
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+    names = {id(tensor): name for name, tensor in tensors if name in sources}
     if adapter is not None and not is_whole(adapter):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*copying from a non-meta parameter")
             model = attach_adapter(model, adapter, config.name)
         _fill_adapter(model, adapter)
-    return StreamedModel(model.eval(), used, names)
+    return StreamedModel(model.eval(), plain, files, sources, names)
+
+
+def _quantizer(settings: Any) -> Any:
+    """Returns what undoes the files' quantisation, of which the settings then say nothing; None for plain weights."""
+    from transformers.quantizers import AutoHfQuantizer
+
+    if (given := getattr(settings, "quantization_config", None)) is None:
+        return None
+    del settings.quantization_config
+    return AutoHfQuantizer.from_config({**given, "dequantize": True}, pre_quantized=True)
 
 
 def _folder(config: ModelConfig) -> Path | None:
     from huggingface_hub import snapshot_download
 
-    if config.gguf_file or config.trust_remote_code or quantized_by(config):
+    if config.gguf_file or config.trust_remote_code or quantized_by(config) not in (None, *UNDONE_IN_LOADING):
         return None
     name, wanted = locate(config), ["*.json", "*.safetensors"]
     with contextlib.suppress(OSError, ValueError):  # loading says what is wrong
@@ -187,15 +251,29 @@ def _weights(folder: Path) -> dict[str, Path]:
         return dict.fromkeys(file.keys(), folder / "model.safetensors")
 
 
-def _names(model: torch.nn.Module, files: Mapping[str, Path]) -> dict[int, str] | None:
-    """By the id of each weight its name in the files; None if the two do not fit."""
-    aliases: dict[int, list[str]] = {}
-    for name, weight in model.named_parameters(remove_duplicate=False):
-        aliases.setdefault(id(weight), []).append(name)
-    stored = {number: next((name for name in names if name in files), "") for number, names in aliases.items()}
-    known = {name for names in aliases.values() for name in names}
-    unknown = [name for name in files if name not in known and not name.endswith("rotary_emb.inv_freq")]  # of old files
-    return None if not all(stored.values()) or unknown or set(model.state_dict()) - known else stored
+def _sources(model: Any, files: Mapping[str, Path], quantizer: Any) -> dict[str, _Source] | None:
+    """By the name of each weight what the files have for it, by transformers' rules; None if the two do not fit."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
+
+    rules, weights = get_model_conversion_mapping(model, hf_quantizer=quantizer), model.state_dict()
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    renamings = [rule for rule in rules if not isinstance(rule, WeightConverter)]
+    by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    found: dict[str, _Source] = {}
+    for name in sorted(files, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, weights)
+        if target in weights:
+            conversion = None if pattern is None else by_pattern[pattern]
+            found.setdefault(target, _Source(conversion, [])).names.append((name, pattern))
+        elif not name.endswith("rotary_emb.inv_freq"):  # of old files
+            return None
+    tied: dict[int, list[str]] = {}
+    for name, weight in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]:
+        if name in weights:
+            tied.setdefault(id(weight), []).append(name)
+    first = [next((name for name in names if name in found), "") for names in tied.values()]
+    return {name: found[name] for name in first} if all(first) else None
 
 
 def _fill_adapter(model: torch.nn.Module, folder: Path) -> None:

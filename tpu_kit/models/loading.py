@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from tpu_kit.config.loader import ModelConfig
 
-_UNDONE_IN_LOADING = ("fp8", "mxfp4", "mxfp8")
+UNDONE_IN_LOADING = ("fp8", "mxfp4", "mxfp8")
 """Methods that transformers undoes as it loads, on any machine."""
 
 
@@ -81,7 +81,7 @@ def load_base(config: ModelConfig, dtype: torch.dtype | Literal["auto"]) -> PreT
     """
     options: dict[str, Any] = {"gguf_file": config.gguf_file} if config.gguf_file else {}
     method = None if config.gguf_file else quantized_by(config)
-    if method in _UNDONE_IN_LOADING and (settings := read_config(config)) is not None:
+    if method in UNDONE_IN_LOADING and (settings := read_config(config)) is not None:
         settings.quantization_config["dequantize"] = True
         options["config"] = settings
     elif method:
