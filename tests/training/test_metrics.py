@@ -362,9 +362,24 @@ def test_flops_of_an_8b_model_in_int4() -> None:
     assert formula == pytest.approx(4 * matrices + 12 * 32 * 4096 * 2048, rel=1e-3)
 
 
-def test_no_flops_of_a_mixture_of_experts() -> None:
-    from transformers import MixtralConfig, MixtralForCausalLM
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+def test_flops_of_a_mixture_are_those_of_the_experts_that_a_token_is_sent_to(kind: str) -> None:
+    """Padding does not count, from 144 to 256, nor do experts that are not chosen: three of eight are."""
+    from tests.models.test_experts import build
+    from tpu_kit.models import causal_lm as models
+    from tpu_kit.models.layer_scan import stack
 
-    shape = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    model = MixtralForCausalLM(MixtralConfig(**shape, num_attention_heads=2, num_key_value_heads=2))
-    assert model_flops_per_token(model, 128) is None
+    sizes = {"hidden_size": 160, "intermediate_size": 144, "moe_intermediate_size": 144}
+    plain: Any = build(kind, **sizes).requires_grad_(False)
+    left_out = sum(one.numel() for name, one in plain.named_parameters() if ".experts" in name and one.ndim == 2)
+    experts, left_out = 2 * 8 * 3 * 160 * 144, left_out + 64 * 160  # biases of experts, the embedding
+    expected = 4 * (plain.num_parameters() - left_out - experts * 5 / 8) + 12 * 2 * 64 * 32
+    assert model_flops_per_token(plain, 32) == expected
+    plain = build(kind, **sizes)
+    adapted = models.adapt(plain, LoraConfig(r=4, experts=2), "fp32")
+    trained = {name: one.numel() for name, one in models.trainable_parameters(adapted).items()}
+    trained_experts = sum(size for name, size in trained.items() if ".experts" in name)
+    found = model_flops_per_token(adapted, 32)
+    assert found == expected + 6 * (sum(trained.values()) - trained_experts * 5 / 8)
+    stack(adapted.get_decoder())  # as on a TPU
+    assert model_flops_per_token(adapted, 32) == found

@@ -76,34 +76,51 @@ def peak_memory(rt: Runtime, predicted: int | None = None) -> dict[str, float]:
     return values
 
 
+_CHOSEN = ("num_experts_per_tok", "top_k_experts")  # in a configuration: the experts of a token
+
+
 def model_flops_per_token(model: Any, sequence_length: int) -> int | None:
     """Computes the FLOPs of one token in training, forward and backward, for MFU, of a transformers or PEFT model.
 
     A matrix multiplication costs 2 FLOPs per parameter and token forward, 2 for the gradient of its input and, if it is
     trained, 2 for that of its weight (Kaplan et al. 2020, section 2.1). Attention costs 4 * layers * width * length
     forward and twice that backward, over the whole row (Chowdhery et al. 2022, PaLM, appendix B). Recomputation does
-    not count. Quantised weights count as the numbers that they encode.
+    not count. Quantised weights count as the numbers that they encode. Of a layer's experts and their adapters
+    those count that a token is sent to.
 
-    Returns None for a mixture of experts, which uses only a part of its parameters for each token.
+    Returns None for a mixture of experts whose configuration does not say how many these are.
     """
     from torch.nn import Embedding
 
+    from tpu_kit.models import experts
     from tpu_kit.models.quantization import QuantizedLinear
 
     config = model.config.get_text_config()
-    if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
-        return None
     decoder, head = model.get_decoder(), model.get_output_embeddings()
-    parts = list(decoder.modules())
+    parts, mixtures = list(decoder.modules()), dict(experts.modules_of(decoder))
+    chosen = next((count for name in _CHOSEN if (count := getattr(config, name, None))), None)
+    if mixtures and chosen is None:
+        return None
     tables = {part.weight for part in parts if isinstance(part, Embedding)}
-    counts = {False: sum(part.count for part in parts if isinstance(part, QuantizedLinear)), True: 0}
-    for parameter in {*decoder.parameters()} - tables | {*head.parameters()}:  # a tied table is the head's matrix
-        counts[parameter.requires_grad] += parameter.numel()
+    counts = {False: sum(part.count for part in parts if isinstance(part, QuantizedLinear)), True: 0.0}
+    shares = dict[str, float]()
+    for path, part in mixtures.items():
+        share = shares[f"{path.partition('.base_layer')[0]}."] = chosen / part.num_experts  # PEFT wraps them
+        for name in experts.names_of(part):
+            weight = getattr(part, name)  # which may have the layers of a loop, padding, or two numbers in a byte
+            size = part.form.sizes[name] if hasattr(part, "form") else weight.shape[-3:]
+            counts[weight.requires_grad] += share * size.numel() * (weight.numel() // math.prod(weight.shape[-3:]))
+        tables |= {getattr(part, name) for name in experts.shaped_names(part)}
+    named = {parameter: name for name, parameter in [*decoder.named_parameters(), *head.named_parameters()]}
+    for parameter, name in named.items():
+        if parameter not in tables or parameter is head.weight:  # a tied table is the head's matrix
+            share = next((share for path, share in shares.items() if name.startswith(path)), 1.0)
+            counts[parameter.requires_grad] += share * parameter.numel()
     # transformers refuses to tell the size of a head where layers differ in it; older versions have no list of them.
     layers = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
     width = sum(one.num_attention_heads * (getattr(one, "head_dim", None) or one.hidden_size // one.num_attention_heads)
                 for one in layers)  # fmt: skip
-    return 4 * counts[False] + 6 * counts[True] + 12 * width * sequence_length
+    return round(4 * counts[False] + 6 * counts[True] + 12 * width * sequence_length)
 
 
 def check_tracking(config: TrainConfig, at: Machine | None = None) -> None:
