@@ -104,7 +104,7 @@ BRANCHES: dict[str, tuple[int, str, str]] = {
     "worker": (1, NEVER, "the start of a process for each chip by `xmp.spawn`"),
     "worker._xla_replica": (1, NEVER, "the start of a process for each chip by `xmp.spawn`"),
     "worker._xla_replica.make": (1, NEVER, "the start of a process for each chip by `xmp.spawn`"),
-    "worker.main": (1, NEVER, "the start of a process for each chip by `xmp.spawn`"),
+    "worker._processes": (1, NEVER, "the start of a process for each chip by `xmp.spawn`"),
     "oom_recovery.out_of_memory": (1, RECORDED, "test_oom_recovery"),
     "runtime.device_memory_budget": (2, RECORDED, "test_preflight"),
     "runtime.seen_on": (1, RECORDED, "test_preflight"),

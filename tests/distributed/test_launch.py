@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import errno
 import functools
 import os
 import re
@@ -14,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import nbclient
 import nbformat
@@ -24,10 +25,11 @@ from tests.support import replica_functions
 from tests.support.child_processes import PYTHONPATH, QUICK_XLA_FLAGS, child_environment
 from tpu_kit.config.loader import TrainConfig, load_config
 from tpu_kit.distributed import launch as launch_module
+from tpu_kit.distributed import worker
 from tpu_kit.distributed.launch import LaunchError, Supervisor, launch
 from tpu_kit.distributed.preemption import launch_folder
 from tpu_kit.distributed.runtime import Backend
-from tpu_kit.distributed.worker import LAUNCHER, write
+from tpu_kit.distributed.worker import LAUNCHER, Report, write
 from tpu_kit.hardware import host
 from tpu_kit.hardware.machine import Check, Machine
 
@@ -329,6 +331,36 @@ def test_a_replica_that_dies_after_another_one_has_ended_well(tmp_path: Path) ->
     with pytest.raises(LaunchError, match=r"^rank 2 \(process \d+\) was ended by SIGKILL"):
         launch(replica_functions.end_well_in_rank_1, config_for(tmp_path, "cpu", *THREE, "launch.hang_timeout=20"))
     assert time.time() - killer.at < AT_MOST
+
+
+def test_the_end_of_a_replica_is_told_however_early_it_was(tmp_path: Path) -> None:
+    class Ended:  # and reaped, so that it is none of the active children
+        pid, exitcode = 101, -9
+
+    over, replicas = threading.Event(), cast(Any, [Ended()])
+    over.set()
+    worker._watch_children(str(tmp_path), replicas, over)
+    (report,) = map(Report.read, tmp_path.iterdir())
+    assert report[1:] == (LAUNCHER, "ended", (101, -9))
+
+
+@needs_xla
+def test_packages_that_do_not_load_are_told_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch_xla.py").write_text("raise ImportError('_XLAC.so: undefined symbol: _ZN5torch4lazy13MetricFn')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    told = r"(?s)^rank 0 failed:\nTraceback.*undefined symbol: .*\n\n-> torch and torch_xla do not match: "
+    with pytest.raises(LaunchError, match=told):
+        launch(replica_functions.return_rank, config_for(tmp_path, "xla-cpu"))
+
+
+def test_a_report_that_finds_no_room_leaves_some_for_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr(Path, "rename", full)
+        write(str(tmp_path), 0, "done", b"much")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow

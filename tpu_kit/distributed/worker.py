@@ -26,7 +26,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.context import SpawnProcess
 from multiprocessing.process import BaseProcess
@@ -143,7 +143,8 @@ def _rehearsal(folder: str, payload: bytes, backend: Backend, hang_timeout: floa
     _prepare(folder)
     preemption.catch_sigterm()
     _quiet(threads=True)
-    with _exit_at_once():
+    write(folder, 0, "started", os.getpid())  # before torch_xla is loaded, which may fail
+    with _exit_at_once(folder, 0):
         cpu_simulation.run(lambda: _xla_replica(0, folder, payload, backend), backend.num_replicas or 1, hang_timeout)
 
 
@@ -164,13 +165,13 @@ def _mesh_process(folder: str, payload: bytes, backend: Backend) -> None:
             _connect("gloo", backend.hosts.address, backend.hosts.index, backend.hosts.count)
         return MeshRuntime(backend.device_type, mesh, torch_xla.device(), backend.hosts)
 
-    with _exit_at_once():
+    with _exit_at_once(folder, backend.first_rank):
         _replica(backend.first_rank, True, make, folder, payload)
 
 
 @contextlib.contextmanager
-def _exit_at_once() -> Iterator[None]:
-    """Ends this process after the body, without waiting for threads of the XLA runtime."""
+def _exit_at_once(folder: str, rank: int) -> Iterator[None]:
+    """Reports an error of the body, then ends this process without waiting for threads, such as the XLA runtime's."""
     from tqdm.std import tqdm  # type: ignore[import-untyped]  # tqdm ships no types
 
     # tqdm's own lock has a semaphore, which Python reports as leaked when a process ends by `os._exit`.
@@ -179,6 +180,9 @@ def _exit_at_once() -> Iterator[None]:
     try:
         yield
     except SystemExit:
+        status = 1
+    except Exception:
+        write(folder, rank, "error", traceback.format_exc())
         status = 1
     sys.stdout.flush()
     sys.stderr.flush()
@@ -290,14 +294,14 @@ def _die_with_caller(folder: str) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _watch_children(folder: str, over: threading.Event) -> None:
-    """Reports how each child process has ended, until `over`; their order does not matter."""
-    children: set[BaseProcess] = set()
+def _watch_children(folder: str, replicas: Sequence[BaseProcess], over: threading.Event) -> None:
+    """Reports how each of the replicas and other child processes has ended, until `over`, in any order."""
+    children, told = set(replicas), set[BaseProcess]()
     while True:
         last = over.wait(_LOOK)
-        children |= set(multiprocessing.active_children())
-        for child in [child for child in children if child.exitcode is not None]:
-            children.remove(child)
+        children |= set(multiprocessing.active_children())  # those of xmp.spawn
+        for child in [child for child in children - told if child.exitcode is not None]:
+            told.add(child)
             write(folder, LAUNCHER, "ended", (child.pid, child.exitcode))
         if last:
             return
@@ -309,34 +313,32 @@ def main() -> None:
     _show_stacks()
     # The replicas get a SIGTERM too, and decide how to end. (They would inherit SIG_IGN.)
     signal.signal(signal.SIGTERM, StopFlag(Path(folder)).ask)
-    over = threading.Event()
-    watcher = threading.Thread(target=_watch_children, args=(folder, over))
-    watcher.start()
     threading.Thread(target=_die_with_caller, args=(folder,), daemon=True).start()
-    status = 0
-    try:
-        if backend.device_type == "tpu" and backend.mesh is None:
-            import torch_xla.distributed.xla_multiprocessing as xmp
+    replicas, over = _processes(folder, payload, backend, hang_timeout), threading.Event()
+    watcher = threading.Thread(target=_watch_children, args=(folder, replicas, over))
+    watcher.start()
+    with _exit_at_once(folder, LAUNCHER):
+        try:
+            if not replicas:
+                import torch_xla.distributed.xla_multiprocessing as xmp
 
-            xmp.spawn(_xla_replica, args=(folder, payload, backend), nprocs=backend.num_replicas)
-        else:
-            status = _run(_processes(folder, payload, backend, hang_timeout))
-    except Exception:
-        write(folder, LAUNCHER, "error", traceback.format_exc())
-        traceback.print_exc()
-        status = 1
-    over.set()
-    watcher.join()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)  # without waiting for the thread that reads stdin
+                xmp.spawn(_xla_replica, args=(folder, payload, backend), nprocs=backend.num_replicas)
+            for replica in replicas:
+                replica.start()
+            for replica in replicas:  # their order does not matter: if one fails, the caller ends the others
+                replica.join()
+        finally:
+            over.set()
+            watcher.join()
 
 
 def _processes(folder: str, payload: bytes, backend: Backend, hang_timeout: float) -> list[SpawnProcess]:
-    """The processes of this host's replicas, elsewhere than on a TPU's chips."""
+    """The processes of this host's replicas; none on a TPU's chips, where xmp.spawn makes them."""
     spawn, arguments = multiprocessing.get_context("spawn"), (folder, payload, backend)
     if backend.mesh is not None:
         return [spawn.Process(target=_mesh_process, args=arguments)]
+    if backend.device_type == "tpu":
+        return []
     if backend.device_type == "xla-cpu":
         return [spawn.Process(target=_rehearsal, args=(*arguments, hang_timeout))]
     with socket.socket() as free:
@@ -344,14 +346,6 @@ def _processes(folder: str, payload: bytes, backend: Backend, hang_timeout: floa
         port = free.getsockname()[1]
     ranks = range(backend.num_replicas or 1)
     return [spawn.Process(target=_torch_replica, args=(rank, *arguments, port)) for rank in ranks]
-
-
-def _run(replicas: list[SpawnProcess]) -> int:
-    for replica in replicas:
-        replica.start()
-    for replica in replicas:  # their order does not matter: if one fails, the caller ends the others
-        replica.join()
-    return int(any(replica.exitcode for replica in replicas))
 
 
 if __name__ == "__main__":
