@@ -8,11 +8,13 @@ import random
 import re
 import signal
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -507,9 +509,12 @@ def test_no_cloud(kind: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capt
     assert capfd.readouterr() == ("", "")
 
 
-def test_flag_in_memory() -> None:
+@pytest.mark.parametrize("room", [2**31, 2**26])
+def test_flag_in_memory_that_has_room(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preemption.shutil, "disk_usage", lambda _: SimpleNamespace(free=room))
+    in_memory = room > 2**30 and os.access("/dev/shm", os.W_OK)
     with launch_folder() as folder:
-        assert Path(folder).parent == Path("/dev/shm") or not os.access("/dev/shm", os.W_OK)
+        assert Path(folder).parent == Path("/dev/shm" if in_memory else tempfile.gettempdir())
         flag, other = StopFlag(Path(folder)), StopFlag(Path(folder))
         flag.stop("é" * 2000)
         assert other.may_start(0, 0) and not other.may_start(0, 1) and 300 < len(other.reason) < 2000

@@ -20,6 +20,7 @@ import mmap
 import os
 import queue
 import re
+import shutil
 import signal
 import sys
 import tempfile
@@ -41,6 +42,7 @@ _AWAY, _PAUSED, _STEPPING = 0, 1, 2  # states of a replica; "away": it does not 
 _DECIDING = -1  # a limit
 # A replica that read no limit has written its step before; that write is visible to all processes long before this.
 _SETTLE = 0.05  # seconds
+_RESULTS = 2**30  # bytes that results of replicas may take
 
 # Keys below computeMetadata/v1/instance/, the values that end a run, and where cloud.google.com documents them. TPU
 # VMs, also those of queued resources, are Compute Engine machines and have no key of their own for this.
@@ -71,11 +73,12 @@ class _Cells(ctypes.Structure):
 def launch_folder() -> tempfile.TemporaryDirectory[str]:
     """Makes the folder of the files through which the processes of a launch talk; a context manager that removes it.
 
-    It is in memory where it can be: a write to a disk could wait, or find no room.
+    It is in memory, where a write never waits for a disk nor finds it full, if there is room for results: a container
+    often has 64 MiB.
     """
     memory = "/dev/shm"
-    folder = memory if os.access(memory, os.W_OK | os.X_OK) else None
-    return tempfile.TemporaryDirectory(prefix="tpu_kit-", dir=folder)
+    has_room = os.access(memory, os.W_OK | os.X_OK) and shutil.disk_usage(memory).free > _RESULTS
+    return tempfile.TemporaryDirectory(prefix="tpu_kit-", dir=memory if has_room else None)
 
 
 class StopFlag:
