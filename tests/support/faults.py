@@ -55,14 +55,17 @@ def _dying(
     def call(*arguments: Any, **named: Any) -> Any:
         if not _next(die_at):
             return function(*arguments, **named)
-        if torn:
-            if half is None:
-                function(*arguments, **named)
-            else:
-                half(function, *arguments, **named)
-        _die()
+        try:
+            if torn:
+                (half or _whole)(function, *arguments, **named)
+        finally:  # an operation may fail, such as to make a folder that is there
+            _die()
 
     return call
+
+
+def _whole(function: Callable[..., Any], *arguments: Any, **named: Any) -> None:
+    function(*arguments, **named)
 
 
 def _half_content(write: Callable[..., Any], path: Path, content: Any, **named: Any) -> None:

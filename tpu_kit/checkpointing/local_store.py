@@ -89,7 +89,7 @@ class FolderStore:
                     checkpoint.verify()
                 found[checkpoint.step] = checkpoint
             except DamagedError as error:
-                rejected.append(Rejected(self.files.place(folder), str(error)))
+                rejected.append(Rejected(folder, self.files.place(folder), str(error)))
         return [found[step] for step in sorted(found)], rejected
 
     def write_part(self, step: int, attempt: str, name: str, tensors: Mapping[str, Tensor]) -> None:

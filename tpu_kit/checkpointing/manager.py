@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +82,7 @@ class CheckpointManager(BackgroundWriter):
 
     def complete(self) -> list[Checkpoint]:
         """All checkpoints with a valid manifest and files of the right size, the smallest step first."""
-        return scan(self.place)[0]
+        return self._store.scan()[0]
 
     def newest(self) -> Checkpoint | None:
         """Checks the checkpoints from the largest step down; returns the first that is not damaged, or None.
@@ -94,14 +93,14 @@ class CheckpointManager(BackgroundWriter):
             ValueError: one has a format that this tpu_kit does not read.
             OSError: the place cannot be read; nothing is set aside then.
         """
-        complete, damaged = scan(self.place)
+        complete, damaged = self._store.scan()
         for rejected in damaged:
             self._set_aside(rejected)
         for checkpoint in reversed(complete):
             try:
                 checkpoint.verify()
             except DamagedError as error:
-                self._set_aside(Rejected(checkpoint.path, str(error)))
+                self._set_aside(Rejected(checkpoint.folder, checkpoint.path, str(error)))
             else:
                 self._durable = checkpoint.step
                 return checkpoint
@@ -182,7 +181,7 @@ class CheckpointManager(BackgroundWriter):
             _warn(f"{checkpoint.path} could not be deleted ({error.strerror})")
 
     def _set_aside(self, rejected: Rejected) -> None:
-        aside = self._store.set_aside(str(rejected.path).removeprefix(f"{self.place}/"))
+        aside = self._store.set_aside(rejected.folder)
         self.rejected.append(rejected)
         _warn(f"{rejected.reason}; the checkpoint is set aside as {aside}")
 
@@ -300,7 +299,8 @@ def report(run: str, verify: bool = False, as_json: bool = False) -> int:
             | {"best": found is best, "path": str(found.path), "bytes": found.size, "age_seconds": ages[found.step]}
             for found in good
         ]
-        print(json.dumps({"complete": complete, "damaged": [asdict(one) for one in damaged]}, indent=1, default=str))
+        rejected = [{"path": str(one.path), "reason": one.reason} for one in damaged]
+        print(json.dumps({"complete": complete, "damaged": rejected}, indent=1))
         return int(bool(damaged))
     for found in good:
         state = ("verified" if verify else "complete") + ", best" * (found is best)

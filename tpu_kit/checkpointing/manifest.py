@@ -152,6 +152,7 @@ class Checkpoint:
 class Rejected:
     """A damaged checkpoint, and the reason."""
 
+    folder: str  # see `Checkpoint`
     path: Path | str
     reason: str
 

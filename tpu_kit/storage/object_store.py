@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from tpu_kit.hardware.chips import MIB
-from tpu_kit.storage import atomic
 
 # A request ends without an answer for SILENT_SECONDS, or after REQUEST_SECONDS; gcsfs tries 6 times.
 # Files are uploaded in parts, small enough for a slow connection.
@@ -133,10 +132,10 @@ class ObjectFolder:
                     raise
 
     def get(self, name: str, file: Path) -> None:
-        """Downloads an object; the file appears only when it is complete."""
+        """Downloads an object."""
         try:
-            with atomic.replacing(file, shared=True) as part, self._explained(name):
-                self._files.get_file(f"{self._root}/{name}", str(part))
+            with self._explained(name):
+                self._files.get_file(f"{self._root}/{name}", str(file))
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
