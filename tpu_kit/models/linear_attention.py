@@ -221,7 +221,7 @@ def _over_chunks(
         return tensor.unflatten(1, (-1, CHUNK)).transpose(0, 1)
 
     segments = chunks(segment_ids.to(torch.int32))
-    before = torch.cat([segments[:1, :, 0], segments[:-1, :, -1]])
+    before = torch.cat([segments[:1, :, 0], segments[:, :, -1]])[:-1]  # XLA has no empty slice of one row's one chunk
     state = torch.zeros(batch, *sizes, device=segment_ids.device)
     output, last = _Chunks.apply(step, dtype, state, *map(chunks, tensors), segments, before)
     return output.transpose(0, 1).flatten(1, 2)[:, :length], last
