@@ -11,6 +11,7 @@ import argparse
 import importlib
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -41,8 +42,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         args = parse(texts)
         return args.function(args)
-    except SystemExit:  # --help or --version
-        return OK
+    except SystemExit as end:
+        if args is None:  # --help or --version
+            return OK
+        killed = end.code == 128 + signal.SIGTERM
+        print("ended by SIGTERM" if killed else f"ended by sys.exit({end.code!r}) of its code", file=sys.stderr)
+        return 128 + signal.SIGTERM if killed else FAILED
     except ConfigError as error:
         print(error, file=sys.stderr)
         return BAD_USAGE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
 from typing import Any
 
 import pytest
@@ -86,6 +87,7 @@ def test_none_of_all_functions_is_no_judgement():
         (lambda completions: [1.0], r"failed for 3 completions together.*returned 1 rewards for 3 completions; return"),
         (lambda completions: [1.0, 2.0, math.inf][-len(completions) :], "infinite reward"),
         (lambda completions, absent: [1.0] * 3, "missing 1 required positional argument: 'absent'"),
+        (lambda completions: sys.exit(0), "SystemExit: 0"),
         (lambda completions: ["good"] * len(completions), "could not convert string to float: 'good'"),
     ],
 )  # fmt: skip

@@ -128,6 +128,7 @@ def test_a_users_function_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "my_rules_of_a_test.py").write_text(
         "def even(row, answer):\n    return int(answer) % 2 == 0\nkind = 3\n"
     )
+    (tmp_path / "my_script_of_a_test.py").write_text("import sys\nsys.exit(0)\n")
     monkeypatch.syspath_prepend(tmp_path)
     rule = verifier_named("my_rules_of_a_test:even")
     assert callable(rule)
@@ -137,6 +138,7 @@ def test_a_users_function_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ("my_rules_of_a_test:odd", "tracking.verifier=my_rules_of_a_test:odd: it cannot be imported"),
         ("my_rules_of_a_test:kind", "it is a int, not a function"),
         ("no_such_module_of_a_test:f", "it cannot be imported"),
+        ("my_script_of_a_test:f", "it cannot be imported (SystemExit: 0); name a function as module:function"),
         (
             "exakt",
             "'exakt' names no rule; use auto, exact, numeric, choice, math, reasoning_gym, regex:PATTERN or module:",

@@ -641,10 +641,13 @@ def test_the_command_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_all_that_is_wrong_with_a_command_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text('"a"\n\n{"prompt": 3}\n')
     for arguments, parts in (
         (["n=two", "chat=maybe", "top_p=2", f"prompts={tmp_path}/none.txt"],
          ["n: 'two' is not a whole number", "chat: 'maybe' is not true or false", "top_p=2.0 must be above 0",
-          "cannot be read (FileNotFoundError"]),
+          "none.txt cannot be read ("]),
+        (["prompts=" + str(lines)], ["line 3: '{\"prompt\": 3}' is no prompt; write {\"prompt\": \"...\"} or"]),
         (["prompt=a", "n=0", "rows=-1"],
          ["n: 0 is out of range; give a number at least 1", "rows: -1 is out of range"]),
         ([], ['prompt: there is none; give prompt="..." or prompts=FILE']),

@@ -137,6 +137,13 @@ def test_papermill_reads_the_parameters(path: Path) -> None:
 
 
 @each_notebook
+def test_parameters_are_checked_before_anything_trains(path: Path) -> None:
+    code = "\n".join(cell.source for cell in cells_of(path))
+    if trains := re.search(r"\b(train|distill|grpo)\(", code):
+        assert 0 < code.find("globals()") < trains.start(), "a wrong parameter is told after hours"
+
+
+@each_notebook
 def test_first_cell_says_what_to_expect(path: Path) -> None:
     first = nbformat.read(path, as_version=4).cells[0]
     assert first.cell_type == "markdown" and first.source.startswith("# ")

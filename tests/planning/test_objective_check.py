@@ -47,7 +47,10 @@ def test_what_a_tpu_cannot_run_is_told_with_its_line(name: str, line: str, text:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("missing", "it cannot be imported (module 'tests.support.own_objectives' has no attribute 'missing')"),
+        (
+            "missing",
+            "it cannot be imported (AttributeError: module 'tests.support.own_objectives' has no attribute 'missing')",
+        ),
         ("alone", "is not called with these arguments; write (model, batch)"),
         ("a_tensor", "returned a Tensor; return Sums(loss, weight) of tpu_kit.training.objectives"),
         ("detached", "returned a loss without a gradient to the model; do not detach it"),

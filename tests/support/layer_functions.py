@@ -191,7 +191,10 @@ def own_decoder(config: TrainConfig) -> dict[str, Any]:
     generator = Generator(model, load_tokenizer(config.model), rt, max_prompt=16, max_new_tokens=8)
     replies = [one.tokens for one in generator.generate([[5, 6, 7], [8, 9]])]
     refused = _refused(rt.local_device) if rt.is_xla and config.launch.mesh is None else ""
-    return {"layers": layers, "loss": loss / tokens, "replies": replies, "refused": refused}
+    with refusing():
+        table = torch.zeros(2, 2, device=rt.local_device)
+        table[0].add_(1)
+    return {"layers": layers, "loss": loss / tokens, "replies": replies, "refused": refused, "table": table.tolist()}
 
 
 def _refused(device: torch.device) -> str:

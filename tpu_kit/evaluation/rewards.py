@@ -161,18 +161,18 @@ class Rewards:
             given = {key: value for key, value in given.items() if key in {each.name for each in wanted}}
         try:
             return _called(function, given, len(attempts))
-        except Exception as error:  # a user's function may raise anything
+        except (Exception, SystemExit) as error:  # a user's function may raise anything
             raise ValueError(f"the reward {name} {self._blame(function, given, len(attempts), error)}") from error
 
     @staticmethod
-    def _blame(function: RewardFunction, given: Mapping[str, Any], count: int, error: Exception) -> str:
+    def _blame(function: RewardFunction, given: Mapping[str, Any], count: int, error: BaseException) -> str:
         """Finds the completion that a function fails for, by calling it for each alone."""
         shared = {"trainer_state", "log_metric"}
         for number in range(count):
             alone = {name: value if name in shared else value[number : number + 1] for name, value in given.items()}
             try:
                 _called(function, alone, 1)
-            except Exception as again:
+            except (Exception, SystemExit) as again:
                 shown = {name: value[0] for name, value in alone.items() if name not in shared | {"completion_ids"}}
                 return f"failed for {str(shown)[:300]}: {type(again).__name__}: {again}"
         return f"failed for {count} completions together, and for none alone: {type(error).__name__}: {error}"

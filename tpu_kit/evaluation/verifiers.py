@@ -90,8 +90,9 @@ def imported(name: str) -> Callable[..., Any]:
     module, _, function = name.partition(":")
     try:
         target: Callable[..., Any] = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"it cannot be imported ({error}); name a function as module:function") from error
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
+        text = f"{type(error).__name__}: {error}".strip(": ")
+        raise ValueError(f"it cannot be imported ({text}); name a function as module:function") from error
     if not callable(target):
         raise ValueError(f"it is a {type(target).__name__}, not a function")
     return target
@@ -122,7 +123,7 @@ def judge(row: Mapping[str, Any], text: str, config: DataConfig, verifier: str |
         if score is not None and not isinstance(score, (bool, int, float)):
             raise TypeError(f"it returned {score!r}; return True, False, a number up to 1, or None")
         return Verdict(None if score is None else float(score) == 1.0)
-    except Exception as error:  # a user's function may raise anything; the other rows are still judged
+    except (Exception, SystemExit) as error:  # a user's function may raise anything; the other rows are still judged
         return Verdict(None, f"{type(error).__name__}: {error}".strip())
 
 

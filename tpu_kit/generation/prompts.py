@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from tpu_kit.config.fields import show
 from tpu_kit.config.loader import DataConfig
 from tpu_kit.data.chat_encoding import Encoder, default_stop, plain_prompt
 from tpu_kit.data.columns import Layout
@@ -193,17 +194,27 @@ def read_prompts(file: str) -> list[Prompt]:
     """Reads a file of questions: a text in each line, or JSON lines with a prompt or messages.
 
     Raises:
-        ValueError: it cannot be read.
+        ValueError: it cannot be read, or a line has neither.
     """
     try:
-        lines = [line for line in Path(file).read_text().splitlines() if line.strip()]
-        rows = [json.loads(line) for line in lines] if file.endswith(".jsonl") else lines
-        return [row if isinstance(row, str) else row.get("messages") or row["prompt"] for row in rows]
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise ValueError(
-            f"prompts={file} cannot be read ({type(error).__name__}: {error}); give a text file, or JSON lines with "
-            "prompt or messages"
-        ) from error
+        lines = Path(file).read_text().splitlines()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"prompts={file} cannot be read ({error}); give a text file, or JSON lines") from error
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    return [_prompt(f"prompts={file}: line {number}", line) if file.endswith(".jsonl") else line
+            for number, line in numbered]  # fmt: skip
+
+
+def _prompt(place: str, line: str) -> Prompt:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        row = None
+    prompt = (row.get("messages") or row.get("prompt")) if isinstance(row, dict) else row
+    chat = isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt)
+    if not prompt or not (chat or isinstance(prompt, str)):
+        raise ValueError(f'{place}: {show(line)} is no prompt; write {{"prompt": "..."}} or {{"messages": [...]}}')
+    return prompt
 
 
 def to_json(completions: Sequence[Completion]) -> str:

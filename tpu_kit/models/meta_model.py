@@ -72,8 +72,9 @@ def _settings(config: ModelConfig) -> Any:
     leave_out_towers(settings)
     # transformers replaces missing sizes by its defaults, which would silently plan another model.
     text, given = settings.get_text_config(), given.get("text_config", given)
+    known = text.to_dict()  # not what a family computes, such as the number of layers of a list of them, or has not
     names = {name: getattr(text, "attribute_map", {}).get(name, name) for name in _SIZES}
-    missing = [own for name, own in names.items() if name not in given and own not in given]
+    missing = [own for name, own in names.items() if own in known and name not in given and own not in given]
     if missing:
         raise ValueError(
             f"model.name={config.name}: its config.json lacks {', '.join(missing)}; take the whole file of the "

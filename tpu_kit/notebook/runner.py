@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import signal
 import sys
@@ -25,6 +26,7 @@ from tpu_kit.notebook.kernel import check_names
 from tpu_kit.recipes.sft import RESULT_TYPE
 
 OK, FAILED, PREEMPTED = 0, 1, 75
+_SAME = 1.0  # seconds
 _WIDTH = 70  # characters of a cell's first line
 
 
@@ -89,16 +91,20 @@ class _Job:
     """Runs notebooks, and passes signals on to the kernel.
 
     The first signal interrupts the kernel as its stop button does, so that training saves and returns, and no further
-    cell runs; the second one kills the kernel.
+    cell runs; the second one kills the kernel. A repetition within `_SAME` seconds is the same signal: `timeout`
+    signals its child and then the group of its child.
     """
 
     def __init__(self) -> None:
-        self.signals = 0
+        self.signals, self.last = 0, -math.inf
         self.kernel: Any = None
 
     def stop(self, number: int, frame: FrameType | None) -> None:
         """Handles SIGINT and SIGTERM."""
-        self.signals += 1
+        now, before = time.monotonic(), self.last
+        if now - before < _SAME:
+            return
+        self.signals, self.last = self.signals + 1, now
         then = "the run saves and ends; a second signal ends it at once" if self.signals == 1 else "it is ended now"
         print(f"\n   told to stop: {then}", file=sys.stderr, flush=True)
         if self.kernel is not None:

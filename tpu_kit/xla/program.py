@@ -5,11 +5,12 @@ The compiler is the compile-only client of libtpu, called through jaxlib.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -148,12 +149,16 @@ class refusing(TorchDispatchMode):
     It would copy their inputs to the host and compute there. Within a trace tensors have no values, and torch_xla ends
     the process. Traced with this mode, a program has other source lines, and is compiled again without it.
 
+    Below a mode, torch leaves out functionalization, which torch_xla gives to each new tensor: without it, a write into
+    a view of one is lost. So it is switched on again where no input has it.
+
     Raises:
         ValueError: there is such an operation; the text names it and the line of Python that calls it.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not _has_kernel(func.name()) and any(_on_xla(one) for one in tree_flatten((args, kwargs))[0]):
+        makes = not any(_on_xla(one) for one in tree_flatten((args, kwargs))[0])
+        if not makes and not _has_kernel(func.name()):
             frame: FrameType | None = sys._getframe(1)
             while frame is not None and frame.f_code.co_filename.startswith(str(Path(torch.__file__).parent)):
                 frame = frame.f_back
@@ -161,7 +166,19 @@ class refusing(TorchDispatchMode):
             raise ValueError(
                 f"XLA has no {func.name()}, which {place} calls; use launch.device_type=cuda or cpu, or another model"
             )
-        return func(*args, **(kwargs or {}))
+        with _functionalized() if makes else contextlib.nullcontext():
+            return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _functionalized() -> Iterator[None]:
+    key = torch._C.DispatchKey.Functionalize
+    before = torch._C._dispatch_tls_is_dispatch_key_excluded(key)
+    torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+    try:
+        yield
+    finally:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(key, before)
 
 
 @functools.cache
