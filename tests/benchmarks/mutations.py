@@ -83,6 +83,8 @@ def _left_out(node: ast.AST) -> bool:
         return True
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return bool(DISPLAYS.search(node.name))
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        return _left_out(node.value)
     if isinstance(node, ast.Call):
         return bool(DISPLAYS.search(ast.unparse(node.func)))
     if isinstance(node, ast.If | ast.IfExp):

@@ -20,6 +20,8 @@ from tests.support.child_processes import run_python
 from tests.support.expert_functions import LOADING_MEMORY, SIZES, adapted_errors, write_mixture
 from tpu_kit.config.loader import load_config
 from tpu_kit.config.schema import LoraConfig, ModelConfig
+from tpu_kit.distributed.backends import CpuRuntime
+from tpu_kit.generation import service
 from tpu_kit.hardware import host
 from tpu_kit.models import causal_lm as models
 from tpu_kit.models.loading import load_base, load_frozen
@@ -282,6 +284,16 @@ def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow  # quick sibling: the first test of loading
+@pytest.mark.parametrize(("device_type", "same"), [("cpu", False), ("xla-cpu", True), ("tpu", True)])
+def test_generation_on_xla_has_experts_in_the_form_of_training(tmp_path: Path, device_type: Any, same: bool) -> None:
+    base = write_mixture("qwen3_moe", tmp_path, intermediate_size=32, vocab_size=512)
+    rt = CpuRuntime(0, 1, torch.device("cpu"))
+    rt.device_type = device_type
+    model, _ = service._read(load_config(None, {"model.name": str(base), "base_dtype": "fp32"}), None, rt)
+    layer = models.base_model(model).get_decoder().layers[0].mlp.experts
+    assert hasattr(layer, "form") == same
+
+
 @pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
 def test_loading_takes_the_memory_of_the_integers_and_two_layers(kind: str, tmp_path: Path) -> None:
     """Files of Qwen3-MoE have each expert's matrices, those of gpt-oss MXFP4."""

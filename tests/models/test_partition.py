@@ -51,6 +51,23 @@ def test_every_large_tensor_of_a_family_is_sharded(tmp_path: Path, family: str, 
     assert stacks and all(row.spec[0] is None for row in stacks)
 
 
+@pytest.mark.parametrize(("tied", "specs"), [(False, [("data", None, ("model", "fsdp"))]), (True, [])])
+def test_a_trained_embedding_returns_columns_where_rows_are_over_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool, specs: list[partition.Spec]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "tie_word_embeddings": tied, **SIZES}))
+    with torch.device("meta"):
+        model = empty_model(load_config(None, {"model.name": str(tmp_path), "max_length": 64, "lora.r": 0}))
+    found: list[Any] = []
+    monkeypatch.setattr(partition, "constrain", lambda tensor, spec: found.append(spec) or tensor)
+    ids = torch.zeros(1, 4, dtype=torch.long, device="meta")
+    with use_mesh(Mesh(data=2, fsdp=2)), partition.embedding_by_columns(model):
+        model.get_input_embeddings()(ids)
+    with use_mesh(Mesh(fsdp=4)), partition.embedding_by_columns(model):
+        model.get_input_embeddings()(ids)
+    assert found == specs
+
+
 def test_the_gathered_form_keeps_the_model_axis() -> None:
     assert partition.gathered((("model", "fsdp"), None)) == (("model",), None)
     assert partition.gathered((None, "fsdp", "model")) == (None, None, ("model",))
