@@ -618,6 +618,10 @@ def test_errors_reach_the_caller(tmp_path: Path) -> None:
         generate(configured(), ["a"], adapter_dir=tmp_path / "gone")
     with pytest.raises(ValueError, match=r"prompt 0: its \d+ tokens are more than the 768 for which"):
         generate(configured(), ["apples " * 2000])
+    with pytest.raises(
+        ValueError, match=r"max_new_tokens=5000 leaves no room for a prompt in the model's 1024 positio"
+    ):
+        generate(configured(), ["a"], Sampling(5000))
 
 
 # --------------------------------------------------------------------------------------------------- the command line

@@ -99,6 +99,12 @@ def test_what_to_change_when_nothing_fits(large: Path) -> None:
     assert places == sorted(places) and order.index("optim.batch_size") in places
     # Of 8 billion weights in 16 GiB nothing helps but fewer bits, and then rows need not be shortened further.
     assert found.advice.knobs[-1].change == "model.base_dtype=int8" and found.advice.knobs[-1].fits
+    *others, _ = [knob.change for knob in found.advice.knobs]
+    for left in others:
+        changes = [change for change in (*others, "base_dtype=int8") if change != left]
+        assert not plan(run(large, "batch_size=8", "remat=full", "max_length=2048", *changes))[0].fits, left
+    (alone,) = plan(run(large, "batch_size=1", "remat=full"))[0].advice.knobs
+    assert alone.change == "model.base_dtype=int8", "the changes before it are not needed"
     assert found.advice.smallest_slice is not None
     assert plan(run(large, "batch_size=8", "remat=full", "max_length=2048"), [found.advice.smallest_slice])[0].fits
 

@@ -251,6 +251,11 @@ class Generator:
                 f"max_new_tokens={sampling.max_new_tokens} is more than the {room} that this Generator was made for; "
                 "make it with a larger max_new_tokens"
             )
+        if sampling.max_new_tokens >= self._positions:
+            raise ValueError(
+                f"max_new_tokens={sampling.max_new_tokens} leaves no room for a prompt in the model's "
+                f"{self._positions:g} positions; lower it"
+            )
         encoded = []
         for number, prompt in enumerate(prompts):
             try:

@@ -391,6 +391,16 @@ def arrange_for_few_rows(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
+def _adapter_near(folder: Path) -> str:
+    """Says what to give in place of a folder without an adapter: that of the run, or its newest checkpoint."""
+    if (folder / "adapter").is_dir():
+        return f"give {folder / 'adapter'}"
+    run = folder if (folder / "checkpoints").is_dir() else folder.parent
+    if steps := sorted(run.glob("checkpoints/step-*[0-9]")):
+        return f"the run has not ended: continue it, or give its newest checkpoint, {steps[-1]}"
+    return "give the one that training wrote"
+
+
 def _read_adapter(folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
     """Reads an adapter's settings and its tensors."""
     from peft import PeftConfig
@@ -398,11 +408,11 @@ def _read_adapter(folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
     from safetensors.torch import load_file
 
     if not folder.is_dir():
-        raise ValueError(f"there is no adapter folder {folder}; give the one that training wrote")
+        raise ValueError(f"there is no adapter folder {folder}; {_adapter_near(folder)}")
     if absent := [name for name in ADAPTER_FILES if not (folder / name).is_file()]:
         raise ValueError(
             f"the adapter folder {folder} has no {' and no '.join(absent)}: its writing was interrupted, or it is "
-            "another folder. Give the one that training wrote, or train again"
+            f"another folder; {_adapter_near(folder)}"
         )
     try:
         settings = PeftConfig.from_pretrained(str(folder), inference_mode=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -135,8 +135,8 @@ def _with(config: TrainConfig, name: str, value: Any) -> TrainConfig:
 def _knobs(
     config: TrainConfig, shape: Shape, replicas: int, peak: Callable[[TrainConfig], int], limit: float
 ) -> Iterator[MemoryOption]:
-    """The changes that help, each added to those before, until the run fits."""
-    now, before = config, peak(config)
+    """The changes that help, each added to those before, until the run fits; without those that it fits without."""
+    now, before, found = config, peak(config), list[tuple[str, Any, str]]()
     for name, value, harm in _changes(config, shape):
         if name in ("optim.batch_size", "rl.prompts_per_update"):
             rows = now[name]
@@ -148,15 +148,27 @@ def _knobs(
             changed = _with(now, name, value)
         except ConfigError:  # not on a mesh
             continue
-        size = peak(changed)
-        if size >= before:
-            continue
-        anew = is_another(now, changed, replicas)
-        now, before = changed, size
+        if (size := peak(changed)) < before:
+            now, before = changed, size
+            found.append((name, value, harm))
+        if before <= limit:
+            break
+    for one in found[-2::-1] if before <= limit else ():  # the last is needed
+        others = [each for each in found if each is not one]
+        if peak(_with_all(config, others)) <= limit:
+            found = others
+    now = config
+    for name, value, harm in found:
+        changed = _with(now, name, value)
+        size, anew, now = peak(changed), is_another(now, changed, replicas), changed
         harm = f"{harm}, another training" if anew else f"the same training, {harm}"
         yield MemoryOption(f"{name}={value}", harm, anew, size, size <= limit)
-        if size <= limit:
-            return
+
+
+def _with_all(config: TrainConfig, found: Iterable[tuple[str, Any, str]]) -> TrainConfig:
+    for name, value, _ in found:
+        config = _with(config, name, value)
+    return config
 
 
 def _changes(config: TrainConfig, shape: Shape) -> Iterator[tuple[str, Any, str]]:
