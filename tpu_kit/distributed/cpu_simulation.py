@@ -70,8 +70,11 @@ class MeetingError(RuntimeError):
 
 
 def environment(devices: int, replicas: bool = True) -> dict[str, str]:
-    """The variables that a process of XLA:CPU must start with; its devices are replicas, or else a mesh."""
-    settings = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(devices)}
+    """The variables that a process of XLA:CPU must start with; its devices are replicas, or else a mesh.
+
+    JAX, which lowers kernels, would else open the machine's TPU.
+    """
+    settings = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
     if replicas and devices > 1:
         # Two threads a replica: one starts programs, the other moves data.
         settings |= {"XLA_THREAD_POOL_SIZE": str(2 * devices), "XLA_ENABLE_PARAM_ALIASING": "0"}
