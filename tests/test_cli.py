@@ -235,3 +235,14 @@ def test_every_problem_of_a_commands_own_options_is_told_at_once(capsys: pytest.
     assert main(["generate", "prompt=x", "n=0", "rows=0", "max_length=3"]) == 2
     told = capsys.readouterr().err
     assert "n: 0 is out of range" in told and "rows: 0 is out of range" in told and "no such" not in told
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "text"), [(143, 143, "ended by SIGTERM"), (0, 1, "sys.exit(0) of its code")]
+)
+def test_an_exit_within_a_command_is_no_success(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int, status: int, text: str
+) -> None:
+    monkeypatch.setattr("tpu_kit.diagnostics.doctor.report", lambda *given: sys.exit(code))
+    assert main(["doctor"]) == status
+    assert text in capsys.readouterr().err
