@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support import verify_functions
 from tests.support.child_processes import QUICK_XLA_FLAGS, run_python
@@ -264,6 +265,18 @@ def test_a_kernel_that_sees_another_document_is_found(host: TrainConfig, monkeyp
     monkeypatch.setattr(smoke_test, "CASES", cases)
     good = {name: verify._judge_kernel({name: parts})[0] for name, parts in smoke_test.compare_kernel(host).items()}
     assert good == {"head size 64": True, "segments": False, "window": False, "soft cap": False}
+
+
+def test_the_speed_of_a_core_is_that_of_the_products_that_it_ran(
+    host: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = iter((0.0, 2.0))
+    monkeypatch.setattr(smoke_test.time, "perf_counter", lambda: next(seconds))
+    with FlopCounterMode(display=False) as counted:
+        (core,) = smoke_test.measure_cores(host)["cores"]
+    executions = smoke_test._MATMUL_CPU[-1]  # and two before, which compile
+    timed = counted.get_total_flops() * executions / (executions + 2)
+    assert core["TFLOP/s"] == pytest.approx(timed / 2 / 1e12, rel=1e-5)
 
 
 def test_a_step_is_timed_without_the_first_ones(host: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
