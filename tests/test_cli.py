@@ -238,11 +238,19 @@ def test_every_problem_of_a_commands_own_options_is_told_at_once(capsys: pytest.
 
 
 @pytest.mark.parametrize(
-    ("code", "status", "text"), [(143, 143, "ended by SIGTERM"), (0, 1, "sys.exit(0) of its code")]
+    ("end", "status", "text"),
+    [
+        (SystemExit(143), 143, "ended by SIGTERM"),
+        (SystemExit(0), 1, "sys.exit(0) of its code"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
 )
 def test_an_exit_within_a_command_is_no_success(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int, status: int, text: str
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], end: BaseException, status: int, text: str
 ) -> None:
-    monkeypatch.setattr("tpu_kit.diagnostics.doctor.report", lambda *given: sys.exit(code))
+    def report(*_: object) -> int:
+        raise end
+
+    monkeypatch.setattr("tpu_kit.diagnostics.doctor.report", report)
     assert main(["doctor"]) == status
     assert text in capsys.readouterr().err

@@ -48,6 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         killed = end.code == 128 + signal.SIGTERM
         print("ended by SIGTERM" if killed else f"ended by sys.exit({end.code!r}) of its code", file=sys.stderr)
         return 128 + signal.SIGTERM if killed else FAILED
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
     except ConfigError as error:
         print(error, file=sys.stderr)
         return BAD_USAGE

@@ -298,7 +298,9 @@ def test_the_texts_of_tokens_make_up_the_text() -> None:
     assert "".join(texts_of(tokenizer, tokens)) == tokenizer.decode(tokens)
 
 
-def test_groups_of_equal_rewards_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_of_equal_rewards_change_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Completions of a prompt share it."""
     shared, pack = list[bool](), rollout.pack
     monkeypatch.setattr(rollout, "pack", lambda *given: shared.append(given[-1]) or pack(*given))
@@ -307,7 +309,10 @@ def test_groups_of_equal_rewards_change_nothing(tmp_path: Path, monkeypatch: pyt
     grpo(run_of(tmp_path / "end", max_steps=2, **settings))
     before = weights(tmp_path / "end")
     again = run_of(tmp_path / "end", max_steps=4, **settings)
-    grpo(again, reward_funcs=[reward_functions.equal])
+    capsys.readouterr()
+    result = grpo(again, reward_funcs=[reward_functions.equal])
+    assert capsys.readouterr().err.count("so nothing was learned. Start from an adapter") == 1
+    assert result.metrics["reward"] == logged(tmp_path / "end", "reward")[-1]
     assert all(torch.equal(value, before[name]) for name, value in weights(tmp_path / "end").items())
     assert logged(tmp_path / "end", "frac_reward_zero_std")[2:] == [1, 1]
     assert shared == [True] * 6

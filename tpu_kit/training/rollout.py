@@ -116,7 +116,7 @@ class Rollouts(Updates):
         self._share_prompts = rewards is not None and attention.sees_all(model)
         self.rows = len(self._tasks.numbers)
         self._tokenizer = prepared.encoder.tokenizer
-        self._warned = False
+        self._told: set[str] = set()  # the warnings that were given
         self._sampled: list[Sampled] = []  # of the present rollout
         self._packed: list[PackedDataset | None] = []  # of each part of its prompts
         self._old: list[torch.Tensor] = []  # of each part (packed rows, S) log-probabilities before its first update
@@ -177,16 +177,26 @@ class Rollouts(Updates):
         return {name: sum(values) / len(values) for name, values in means.items()}
 
     def warnings(self, means: Mapping[str, float]) -> list[str]:
-        """Says when sampler and trainer differ much; after the first of several updates of a rollout they do."""
-        gap = means.get("sampler_gap", 0.0)
-        if self._warned or self._rl.updates_per_rollout > 1 or not gap > GAP:
-            return []
-        self._warned = True
-        return [
-            f"the log-probabilities of sampled tokens differ by {gap:.2g} nats between sampler and trainer "
-            f"(sampler_gap, usually below {GAP:g}): the samples are not those of the weights being trained. Set "
-            "rl.importance_sampling_correction=sequence_mask, or model.base_dtype=fp32 to see whether rounding is why"
-        ]
+        """Says once when no reward teaches anything, and when sampler and trainer differ much.
+
+        After the first of several updates of a rollout, sampler and trainer do differ.
+        """
+        found, gap = {}, means.get("sampler_gap", 0.0)
+        if self._rl.updates_per_rollout == 1 and gap > GAP:
+            found["gap"] = (
+                f"the log-probabilities of sampled tokens differ by {gap:.2g} nats between sampler and trainer "
+                f"(sampler_gap, usually below {GAP:g}): the samples are not those of the weights being trained. Set "
+                "rl.importance_sampling_correction=sequence_mask, or model.base_dtype=fp32 to see whether rounding is "
+                "why"
+            )
+        if means.get("frac_reward_zero_std") == 1:
+            found["flat"] = (
+                "all completions of a prompt got the same reward, for each prompt since the last log (for "
+                f"{means['frac_all_wrong']:.0%} of them none is right), so nothing was learned. Start from an adapter "
+                "that solves some of the problems (lora.adapter), or take other problems or rewards"
+            )
+        told, self._told = self._told, self._told | found.keys()
+        return [text for name, text in found.items() if name not in told]
 
     def document(self, step: int) -> dict[str, Any]:
         """See `Updates.document`: the metrics to log, and a rollout that has updates left."""

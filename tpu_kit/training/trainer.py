@@ -241,6 +241,8 @@ class Trainer:
         for name in ("host_syncs", "fallbacks"):
             if name in pending.now:
                 extra[f"{name}_per_step"] = (pending.now[name] - pending.before[name]) / steps
+        extra |= (measured := self.updates.metrics(pending.window))
+        self.metrics |= {name: mean for name, mean in measured.items() if name == "reward"}
         if self._tracker is not None:
             self._tracker.log(
                 last.step,
@@ -254,7 +256,6 @@ class Trainer:
                 skipped=float(skipped),
                 rows_per_update=last.rows,
                 **extra,
-                **self.updates.metrics(pending.window),
                 **peak_memory(self.rt, self.predicted_bytes),
             )
         if self.rt.rank == 0:
