@@ -251,11 +251,6 @@ class Generator:
                 f"max_new_tokens={sampling.max_new_tokens} is more than the {room} that this Generator was made for; "
                 "make it with a larger max_new_tokens"
             )
-        if sampling.max_new_tokens >= self._positions:
-            raise ValueError(
-                f"max_new_tokens={sampling.max_new_tokens} leaves no room for a prompt in the model's "
-                f"{self._positions:g} positions; lower it"
-            )
         encoded = []
         for number, prompt in enumerate(prompts):
             try:
@@ -263,7 +258,12 @@ class Generator:
             except ValueError as error:
                 raise ValueError(f"prompt {number}: {error}") from error
             limit = min(most, self._positions - sampling.max_new_tokens)
-            if len(ids) > limit and not (truncate and limit > 0):
+            if limit < 1:
+                raise ValueError(
+                    f"max_new_tokens={sampling.max_new_tokens} leaves no room for a prompt in the model's "
+                    f"{self._positions:g} positions; lower it"
+                )
+            if len(ids) > limit and not truncate:
                 raise ValueError(
                     f"prompt {number}: its {len(ids)} tokens are more than the {limit:g} for which this Generator was "
                     f"made (max_prompt) and which the model's {self._positions:g} positions leave beside a reply of up "
