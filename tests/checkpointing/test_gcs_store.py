@@ -620,7 +620,7 @@ def test_reading_needs_no_temporary_folder_and_downloads_what_is_wanted(
             tensors = found.tensors("training", keep)
             assert tensors.keys() == set(names) and all(torch.equal(tensors[name], training[name]) for name in names)
             assert sum(downloaded) < 400_000 * min(len(names), 3) + 30_000
-        content = bytearray(read(store._store.files, file := f"{found.folder}/training.safetensors"))  # type: ignore
+        content = bytearray(read(store._store.files, file := f"{found.folder}/training.safetensors"))
         for place_of_damage in (3, 40, -5):  # the header's length, the header, a number
             damaged = content.copy()
             damaged[place_of_damage] ^= 1

@@ -32,7 +32,7 @@ def arm(die_at: int, torn: bool = False) -> None:
         setattr(os, name, _dying(getattr(os, name), die_at, torn))
     for name in ("write_bytes", "write_text"):
         setattr(Path, name, _dying(getattr(Path, name), die_at, torn, _half_content))
-    local_store.save_file = _dying(local_store.save_file, die_at, torn, _half_file)  # type: ignore[attr-defined]
+    local_store.save_file = _dying(local_store.save_file, die_at, torn, _half_file)
     gcsfs = sys.modules.get("gcsfs.core")
     if gcsfs is not None:
         request = gcsfs.GCSFileSystem._request

@@ -47,7 +47,7 @@ def fine_tune(config: TrainConfig) -> Any:
             os.kill(os.getpid(), signal.SIGKILL)
         write(*given)
 
-    FolderStore.write_part = dies  # type: ignore[method-assign]
+    FolderStore.write_part = dies
     return sft.fine_tune(config)
 
 

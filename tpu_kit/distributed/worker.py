@@ -53,7 +53,7 @@ class Report(NamedTuple):
 
     @classmethod
     def read(cls, path: Path) -> Report:
-        """Reads a report that `write` has left."""
+        """Reads a report that `write` has left; the folder is closed to other users, so it is safe to unpickle."""
         at, rank, kind = path.name.split(".")
         return cls(int(at), int(rank), kind, pickle.loads(path.read_bytes()))
 
@@ -181,7 +181,7 @@ def _exit_at_once(folder: str, rank: int) -> Iterator[None]:
         yield
     except SystemExit:
         status = 1
-    except Exception:
+    except Exception:  # whatever it is: the caller raises it with this traceback
         write(folder, rank, "error", traceback.format_exc())
         status = 1
     sys.stdout.flush()

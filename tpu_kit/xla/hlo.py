@@ -167,8 +167,8 @@ class Module:
 
         The compiler writes an asynchronous collective as a chain of fusions that compute beside it. Each of them
         contains the collective, also in a loop that runs between its start and its end, so a chain counts once, by its
-        channel, where it starts. A reduce-scatter is a fusion of an all-reduce
-        and a slice, named all-reduce-scatter; it is synchronous.
+        channel, where it starts. A reduce-scatter is a fusion of an all-reduce and a slice, named all-reduce-scatter;
+        it is synchronous.
         """
         scatters = computation.startswith("all-reduce-scatter")
         for op in self.computations[computation].values():
