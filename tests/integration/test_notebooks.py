@@ -260,6 +260,7 @@ def test_a_batch_job_that_was_preempted_says_so_and_goes_no_further(tmp_path: Pa
     if told == "SIGTERM":
         for _ in range(2):  # as `timeout` does: to its child, and to the group of the child
             run.send_signal(signal.SIGTERM)
+            time.sleep(0.2)  # or the system delivers one
     out, _ = run.communicate(timeout=240)
     assert run.returncode == 75, out
     reason = "SIGINT received" if told == "SIGTERM" else "the time budget of 0.05 min is used up"
