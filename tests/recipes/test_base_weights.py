@@ -20,7 +20,7 @@ from tpu_kit.evaluation.evaluate import evaluate_adapter
 from tpu_kit.exporting.export import export
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.generation.service import generate
-from tpu_kit.models.base_identity import base_of_adapter
+from tpu_kit.models.base_identity import base_of_adapter, identify
 from tpu_kit.recipes import sft
 
 NAME, OLD, NEW = "owner/tiny", "a" * 40, "b" * 40
@@ -122,6 +122,19 @@ def test_an_adapter_is_not_used_on_other_weights(
     generate(runs[str(model)], prompts, short, adapter_dir=adapters[NAME])
     named = f"warning: {adapters[NAME]} names the base {NAME} and not its weights; they are not compared with those of"
     assert f"{named} model.name={model}\n" in capfd.readouterr().err
+
+
+def test_a_whole_model_in_place_of_an_adapter_is_told(
+    world: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    embedded, own = load_config().model, replace(load_config().model, name=str(world / "model"))
+    (tmp_path / "config.json").write_text("{}")
+    assert base_of_adapter(embedded, tmp_path) == embedded
+    assert f"warning: {tmp_path} is a whole model that no run" in capfd.readouterr().err
+    (tmp_path / "base.json").write_text(json.dumps(identify(own)))  # as a run with lora.r=0 writes it
+    assert base_of_adapter(own, tmp_path) == own
+    with pytest.raises(ValueError, match="was trained on other base weights than those of model"):
+        base_of_adapter(embedded, tmp_path)
 
 
 @pytest.mark.slow  # quick siblings: test_a_digest_of_weights, and test_hosts.py, where facts of hosts differ

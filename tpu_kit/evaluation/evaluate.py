@@ -277,7 +277,7 @@ def evaluate_adapter(config: TrainConfig, adapter_dir: str | Path, prepared: Pre
         ValueError: the adapter was trained on other base weights; or as in `evaluate` and `prepare`.
         LaunchError: a replica failed.
     """
-    with at_hand(adapter_dir, "adapter_config.json", "base.json") as folder:  # both models have one base
+    with at_hand(adapter_dir, "adapter_config.json", "config.json", "base.json") as folder:  # both models have one base
         config = dataclasses.replace(config, model=base_of_adapter(config.model, folder))
     url = str(adapter_dir).rstrip("/").rpartition("/")[0]
     run = url if is_url(adapter_dir) else Path(adapter_dir).absolute().parent

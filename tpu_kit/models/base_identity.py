@@ -101,17 +101,19 @@ def fingerprint(identity: Identity | None) -> str:
 
 
 def base_of_adapter(model: ModelConfig, adapter: Path | None) -> ModelConfig:
-    """Returns the base of an adapter, pinned to the hub's commit with which it was trained.
+    """Returns the base of an adapter or a whole model of a run, pinned to the hub's commit with which it was trained.
 
-    Prints a line where the adapter, such as one of another tool, does not say which weights it was trained on. None and
-    the folder of a whole model have no base, and are not checked.
+    Prints a line where the folder, such as one of another tool, does not say which weights it was trained on.
 
     Raises:
-        ValueError: the adapter was trained on other weights.
+        ValueError: it was trained on other weights.
     """
-    if adapter is None or not (adapter / "adapter_config.json").is_file():
-        return model
+    if adapter is None or not any((adapter / name).is_file() for name in ("adapter_config.json", "config.json")):
+        return model  # loading says what is missing
     path = adapter / f"{NAME}.json"
+    if not path.is_file() and not (adapter / "adapter_config.json").is_file():
+        _tell(f"warning: {adapter} is a whole model that no run says it wrote; it answers, and not {model.name}")
+        return model
     if not path.is_file():
         named = None
         with contextlib.suppress(ValueError, AttributeError):  # loading names the damaged file
@@ -137,7 +139,7 @@ def base_of_adapter(model: ModelConfig, adapter: Path | None) -> ModelConfig:
         if "repo" in began:
             own = f"{began['repo']} and model.revision={began['commit']}"
         raise ValueError(
-            f"the adapter in {adapter} was trained on other base weights than those of model.name={model.name}: "
+            f"{adapter} was trained on other base weights than those of model.name={model.name}: "
             f"{'; '.join(found)}. Set model.name={own}"
         )
     return model
