@@ -178,7 +178,7 @@ def _read_own(kinds: Sequence[type], pairs: Sequence[str], problems: list[str]) 
             except ValueError as error:
                 problems += error.problems if isinstance(error, ConfigError) else [str(error)]
         try:
-            made.append(kind(**values))
+            made += [] if problems else [kind(**values)]
         except ValueError as error:
             problems.append(str(error))
     return made, [pair for pair in pairs if pair.partition("=")[0] not in names]

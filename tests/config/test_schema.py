@@ -50,7 +50,7 @@ def test_defaults_are_a_valid_run() -> None:
          "data.think_close: '<t>' is data.think_open too; the two must differ"),
         ({"data__date": "20251231"},
          "data.date: '20251231' is no day of the form 2025-12-31; write one, or null for the day on which the run"),
-        ({"data__think_open": ""}, "data.think_open: '' is not text; the default is '<think>'"),
+        ({"data__think_open": ""}, "data.think_open: '' is empty; the default is '<think>'"),
         ({"data__eval_split": "train"},
          "data.eval_split: 'train' is the training split; name another split, or null to hold out eval_rows"),
         ({"data__eval_rows": 2.5}, "data.eval_rows: 2.5 is neither a whole number of rows nor a share below 1"),

@@ -166,8 +166,8 @@ def test_unreadable_rows_are_counted_or_have_their_reason(tmp_path: Path) -> Non
     write(tmp_path / "b.jsonl", lines(ROWS[2:]) + "[7]\n{bad\n")
     source = str(tmp_path / "*.jsonl")
     text = (
-        r"\*.jsonl: 6 of 11 rows cannot be used: a.jsonl, line 1: a row must be an object, not null; .*"
-        r"a.jsonl, line 4: [^;]*; b.jsonl, line 4: [^;]*not .7.; and 1 more. Correct .* at most half"
+        r"\*.jsonl: 6 of 11 rows cannot be used: a.jsonl, line 1: a row must be an object, not null \(also a.jsonl, "
+        r"line 2, .*, a.jsonl, line 4\); b.jsonl, line 4: [^;]*not .7.; and 1 more. Correct .* at most half"
     )
     with pytest.raises(ValueError, match=text):
         load_rows(source, skip=True)

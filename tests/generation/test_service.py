@@ -655,6 +655,7 @@ def test_all_that_is_wrong_with_a_command_at_once(tmp_path: Path, capsys: pytest
         (["prompt=a", "n=0", "rows=-1"],
          ["n: 0 is out of range; give a number at least 1", "rows: -1 is out of range"]),
         ([], ['prompt: there is none; give prompt="..." or prompts=FILE']),
+        (["prompt="], ["prompt: [''] is empty; the default is []"]),
     ):  # fmt: skip
         assert main(["generate", *arguments]) == 2
         printed = capsys.readouterr().err

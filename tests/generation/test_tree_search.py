@@ -189,7 +189,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
             "score=tests.generation.test_tree_search:longest",
             "score=tests.generation.test_tree_search:longest: it cannot be imported",
         ),
-        ("prompt=", "prompt: '' is not text"),
+        ("prompt=", "prompt: '' is empty"),
         ("max_thougts=2", "max_thougts: no such parameter"),
     ):
         assert main([*asked, wrong]) == 2

@@ -197,7 +197,7 @@ MISTAKES: dict[str, tuple[Mapping[str, str | bytes], list[str], str]] = {
     "no TPU here": ({}, [MINE, "device_type=tpu"], NO_TPU),
     "a prompt without a reply": (
         {"ask.jsonl": lines(*({"messages": chat(a, b)[:1]} for a, b in PAIRS))}, ["source=ask.jsonl"],
-        "has no assistant turn that carries loss, so there is nothing to learn",
+        "has no assistant turn that carries loss, so there is nothing to learn; its turns are from user",
     ),
     "answers to plain text": (
         {"t.jsonl": lines(*({"text": r["question"]} for r in ROWS))}, ["source=t.jsonl", "generate_rows=4"],

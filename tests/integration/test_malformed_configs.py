@@ -334,7 +334,7 @@ ARGUMENTS: list[tuple[list[str], str]] = [
     (["x" * 5000 + "=1"], "no such parameter"),
     (["x" * 5000], "no such configuration file"),
     (["run_name=hf_" + "a" * 40], "looks like a secret"),
-    (["run_name="], "run_name: '' is not text"),
+    (["run_name="], "run_name: '' is empty"),
     (["run_name= "], "cannot name a folder"),
     (["run_name=.."], "cannot name a folder"),
     (["run_name=a/b"], "cannot name a folder"),

@@ -100,7 +100,9 @@ class ConfigField:
                 result = _as(value, member)
                 break
         else:
-            raise ValueError(f"{self.name}: {show(value)} is not {wanted(self.hint)}{self._fix(value)}")
+            empty = value == "" or (isinstance(value, list | tuple) and (not value or "" in value))
+            wrong = "empty" if empty else f"not {wanted(self.hint)}"
+            raise ValueError(f"{self.name}: {show(value)} is {wrong}{self._fix(value)}")
         if re.search("[\0\ud800-\udfff]", "".join(_texts(result))):
             text = "holds a character that no file can (NUL, or one of half a pair)"
             raise ValueError(f"{self.name}: {show(value)} {text}; remove it")
@@ -130,6 +132,8 @@ class ConfigField:
             return f'; did you mean "{near[0]}"?'
         if str in _members(self.hint) and isinstance(value, bool | int | float):
             return f'; write it in quotes: "{value}"'
+        if value and isinstance(value, str) and tuple[str, ...] in _members(self.hint):
+            return f"; write [{show(value)}]"
         return f"; the default is {show(self.default)}"
 
 

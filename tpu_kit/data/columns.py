@@ -255,9 +255,10 @@ def detect_layout(columns: Sequence[str], config: DataConfig, empty: Collection[
         wanted = f"format {fmt} needs {' and '.join(missing)}" if fmt else "they fit no format"
         without = f" ({', '.join(empty)} without values)" if empty else ""
         without += " (for grpo, prompts alone are data.format=prompt)" if not fmt and find("prompt") else ""
+        example = f"{missing[0]}: COLUMN" if fmt else "question: problem, reasoning: rationale, answer: target"
         raise ValueError(
             f"missing columns: {wanted}; the data has {listed}{without}. Name them, for example "
-            "data.columns={question: problem, reasoning: rationale, answer: target}, or set data.format"
+            f"data.columns={{{example}}}, or set data.format"
         )
     return Layout(fmt, used, tuple(column for column in columns if column not in used.values()))
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tpu_kit.config.fields import show
 from tpu_kit.config.loader import DataConfig
 from tpu_kit.storage import atomic
 
@@ -79,8 +80,7 @@ def choose_questions(questions: np.ndarray, earlier: np.ndarray, config: DataCon
         problem = f"there are {len(unique)} different questions. Set it lower, or to null for a tenth of them,"
         if len(unique) == 1:
             problem = "all rows ask the same question. Give others, or name the right column in data.columns,"
-        raise ValueError(
-            f"data.eval_rows={count} leaves nothing to train on: {problem} or set it to 0 for no evaluation"
-        )
+        asked = f"data.eval_rows={show(config.eval_rows)}"
+        raise ValueError(f"{asked} leaves nothing to train on: {problem} or set it to 0 for no evaluation")
     salted = [hashlib.blake2b(f"{config.seed} {key}".encode()).digest() for key in unique]
     return unique[sorted(range(len(unique)), key=salted.__getitem__)[:count]]

@@ -79,12 +79,14 @@ def _text_lines(stream: Any, file: str) -> Iterator[str]:
 def _json(stream: Any, file: str) -> Iterator[Record]:
     begin = next((line for line in stream if line.strip()), "")
     stream.seek(0)
-    if begin.lstrip().startswith("["):  # an array of rows, perhaps over many lines
+    if begin.lstrip().startswith("["):  # an array of rows, perhaps over many lines, or an array on each line
         array, location, problem = _decode("".join(_text_lines(stream, file)), 1)
-        if problem:
+        if not problem:
+            yield from (_as_row(row, f"row {number}") for number, row in enumerate(array))
+            return
+        if _decode(begin, 1)[2]:
             raise ValueError(f"data source {file}, {location}: {problem}")
-        yield from (_as_row(row, f"row {number}") for number, row in enumerate(array))
-        return
+        stream.seek(0)
     for number, line in enumerate(_text_lines(stream, file), start=1):
         if line.strip():
             value, location, problem = _decode(line.rstrip(), number)

@@ -248,7 +248,9 @@ def _messages(
         if said is None and "content" not in message:
             raise RowError(f"{name}, from {message['role']}, has no content")
     if not any(map(learns, messages[first:])):
-        raise RowError(f"column {column!r} has no assistant turn that carries loss, so there is nothing to learn")
+        roles = ", ".join(sorted({message["role"] for message in messages}))
+        text = f"column {column!r} has no assistant turn that carries loss, so there is nothing to learn"
+        raise RowError(f"{text}; its turns are from {roles}")
     if system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
     return messages

@@ -10,6 +10,8 @@ import importlib.util
 import json
 import re
 from collections.abc import Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -92,7 +94,8 @@ def check_rows(rows: Dataset, problems: Sequence[str | None], source: str, *, sk
     locations = [f"row {number}" for number in bad[:SHOWN]]
     if LOCATION in rows.column_names:
         locations = rows.select(bad[:SHOWN])[LOCATION][:]
-    shown = tuple(f"{location}: {problems[number]}" for location, number in zip(locations, bad, strict=False))
+    found = [(location, problems[number]) for location, number in zip(locations, bad, strict=False)]
+    shown = tuple(f"{location}: {problem}" for location, problem in found)
     most = 2 * len(bad) > len(problems)
     if not bad or (skip and not most):
         return shown
@@ -100,8 +103,12 @@ def check_rows(rows: Dataset, problems: Sequence[str | None], source: str, *, sk
     advice = "" if most else ", or skip them with data.on_bad_row=skip"
     if skip:
         advice = "; data.on_bad_row=skip skips at most half of the rows, and these are more than half"
+    told = []
+    for problem, same in groupby(found, key=itemgetter(1)):
+        place, *others = (location for location, _ in same)
+        told.append(f"{place}: {problem}" + (f" (also {', '.join(others)})" if others else ""))
     raise ValueError(
-        f"{source}: {len(bad)} of {len(problems)} rows cannot be used: {'; '.join(shown)}{more}. "
+        f"{source}: {len(bad)} of {len(problems)} rows cannot be used: {'; '.join(told)}{more}. "
         f"Correct or delete them{advice}"
     )
 

@@ -25,7 +25,7 @@ from tpu_kit.data.schemas import NO_REPLY, RowError, final_answer, problem, with
 from tpu_kit.data.sources import check_rows, load_rows
 
 _ROWS_PER_PROCESS = 10_000  # below this, a second process costs more time than it saves
-_CACHE_VERSION = 10  # increase it when the code below gives other tokens for the same row
+_CACHE_VERSION = 11  # increase it when the code below gives other tokens, or another error, for the same row
 _DOCUMENT = Features(
     {
         "row": Value("int64"), "input_ids": List(Value("int32")), "loss_mask": List(Value("bool")),
@@ -160,7 +160,7 @@ def _encoder(rows: Dataset, tokenizer: Any, config: DataConfig, source: str) -> 
         layout = detect_layout(columns, config, empty_columns(rows.select_columns(columns)))
     except ValueError as error:
         headed = Path(source).suffix in (".csv", ".tsv")
-        header = ". The first line of CSV names the columns, such as question,answer" if headed else ""
+        header = ". The first line of CSV names the columns, such as question,answer, between commas" if headed else ""
         raise ValueError(f"{source}: {error}{header}") from error
     plain = layout.format == "text"
     if layout.format == "prompt_completion":

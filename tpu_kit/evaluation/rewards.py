@@ -17,12 +17,15 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
+from textwrap import shorten
+from traceback import extract_tb
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from tpu_kit.config.choices import VERIFIERS
 from tpu_kit.config.loader import TrainConfig
-from tpu_kit.evaluation.verifiers import imported, judge, verifier_named, well_formed
+from tpu_kit.evaluation.verifiers import judge, verifier_named, well_formed
 
 RewardFunction = Callable[..., Any]
 _LONG = 0.2  # share of max_completion_length at its end in which `length` falls to -1 (DAPO, arXiv:2503.14476)
@@ -75,7 +78,8 @@ class Rewards:
         rewards = list(functions or config.rl.reward_funcs)
         self._weights = list(config.rl.reward_weights or [1.0] * len(rewards))
         if len(self._weights) != len(rewards):
-            raise ValueError(f"rl.reward_weights has {len(self._weights)} weights for {len(rewards)} rewards")
+            counts = f"rl.reward_weights has {len(self._weights)} weights for {len(rewards)} rewards"
+            raise ValueError(f"{counts}; give one for each of rl.reward_funcs, or remove it")
         self._functions: dict[str, RewardFunction] = {}
         for reward in rewards:
             name = reward if isinstance(reward, str) else getattr(reward, "__name__", type(reward).__name__)
@@ -122,12 +126,9 @@ class Rewards:
             return lambda texts: [float(well_formed(text, self._config.data)) for text in texts]
         if reward == "length":
             return self._within_length
-        if reward not in VERIFIERS and not reward.startswith("regex:") and ":" in reward:
-            try:
-                return imported(reward)
-            except ValueError as error:
-                raise ValueError(f"rl.reward_funcs={reward}: {error}") from error
-        rule = verifier_named(reward)
+        rule = verifier_named(reward, "rl.reward_funcs")
+        if callable(rule):
+            return rule
 
         def verdicts(rows: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> list[float | None]:
             judged = [judge(row, text, self._config.data, rule) for row, text in zip(rows, texts, strict=True)]
@@ -174,7 +175,11 @@ class Rewards:
                 _called(function, alone, 1)
             except (Exception, SystemExit) as again:
                 shown = {name: value[0] for name, value in alone.items() if name not in shared | {"completion_ids"}}
-                return f"failed for {str(shown)[:300]}: {type(again).__name__}: {again}"
+                frames = extract_tb(again.__traceback__)
+                own = max((index for index, frame in enumerate(frames) if frame.filename == __file__), default=0)
+                where = "".join(f" ({Path(at.filename).name}, line {at.lineno})" for at in frames[own + 1 : own + 2])
+                row = shorten(str(shown), 300, placeholder=" ...")
+                return f"failed{where} for {row}: {type(again).__name__}: {again}"
         return f"failed for {count} completions together, and for none alone: {type(error).__name__}: {error}"
 
 

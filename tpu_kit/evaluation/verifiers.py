@@ -18,8 +18,9 @@ from fractions import Fraction
 from functools import partial
 from typing import Any
 
-from tpu_kit.config.choices import VERIFIERS
-from tpu_kit.config.loader import ConfigError, DataConfig, parameters
+from tpu_kit.config.choices import VERIFIERS, check_verifier
+from tpu_kit.config.fields import show
+from tpu_kit.config.loader import ConfigError, DataConfig
 from tpu_kit.data.columns import last_boxed
 
 # Where a reply states its answer, and where that statement ends.
@@ -59,7 +60,7 @@ class Verdict:
     error: str = ""
 
 
-def verifier_named(name: str) -> str | Verifier:
+def verifier_named(name: str, parameter: str = "tracking.verifier") -> str | Verifier:
     """Resolves a verifier for `judge`: a rule keeps its name, and "module:function" is imported.
 
     "auto" compares the statements (`_statement`) of row and reply by the kind of the row's answer, see `_same`;
@@ -70,15 +71,18 @@ def verifier_named(name: str) -> str | Verifier:
     Raises:
         ValueError: there is no such rule, module or function, or the pattern is invalid.
     """
-    parameters()["tracking.verifier"].read(name)
+    try:
+        check_verifier(name)
+    except ValueError as error:
+        raise ConfigError([f"{parameter}: {show(name)} {error}"]) from error
     if name == "reasoning_gym" and importlib.util.find_spec(name) is None:
-        raise ConfigError([f"tracking.verifier={name} needs the package reasoning-gym: pip install reasoning-gym"])
+        raise ConfigError([f"{parameter}={name} needs the package reasoning-gym: pip install reasoning-gym"])
     if name in VERIFIERS or name.startswith("regex:"):
         return name
     try:
         return imported(name)
     except ValueError as error:
-        raise ConfigError([f"tracking.verifier={name}: {error}"]) from error
+        raise ConfigError([f"{parameter}={name}: {error}"]) from error
 
 
 def imported(name: str) -> Callable[..., Any]:

@@ -240,8 +240,8 @@ class Rollouts(Updates):
         rewards = rewards.view(len(chosen), each)
         if torch.isnan(rewards).all():
             raise ValueError(
-                f"no reward judged any of the {rewards.numel()} completions of step {update.step}; the data need an "
-                "answer for each row, or rl.reward_funcs must name a function that judges without one"
+                f"none of rl.reward_funcs={','.join(self._names)} judged any of the {rewards.numel()} completions of "
+                f"step {update.step}: a rule needs an answer in the row, and a function must return some numbers"
             )
         advantages = advantages_of(rewards, rl.scale_rewards).flatten().tolist()
         self._pack([
