@@ -248,6 +248,7 @@ def test_hub_away(tmp_path: Path) -> None:
     [
         ("data.source={}/rows.jsonl", "data.source", "{}/row.jsonl"),
         ("data.source=nowhere.csv.gz", "data.source", ""),
+        ("data.source={}/no_rows.jsonl", "data.source", ""),  # alike is not the same
         ("data.eval_source={}/*.parquet", "data.eval_source", ""),
         ("model.name=./checkpoints/nowhere", "model.name", ""),
         ("model.name=a/folder/nowhere", "model.name", ""),

@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from traceback import extract_tb
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -90,7 +91,7 @@ def check_training(config: TrainConfig, device_type: str) -> None:
             "Set optim.scan_layers=off": {"optim": {"scan_layers": "off"}},
             "Set data.packing=false, which puts one document in each row": {"data": {"packing": False}},
         }
-        advice = f"Otherwise use a model of another family, such as {', '.join(models.COMPARED)}"
+        advice = f"Or use a model of another family, such as {', '.join(models.COMPARED)}"
         for text, sections in changes.items():
             changes_of = {name: replace(getattr(config, name), **new) for name, new in sections.items()}
             with contextlib.suppress(ValueError):  # the run's other settings, such as a mesh, may exclude this one
@@ -145,7 +146,9 @@ def _once(key: str, compute: Callable[[], str]) -> str:
 
 
 def _text(error: Exception) -> str:
-    return brief(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {brief(error)}"
+    said = brief(error).rstrip(".").replace("`target_modules`", "lora.targets")  # PEFT's name
+    own = isinstance(error, ValueError) and "modeling_" not in extract_tb(error.__traceback__)[-1].filename
+    return said if own else f"{type(error).__name__}: {said}"
 
 
 # ---------------------------------------------------------------------------------------------------------- the copy
@@ -205,6 +208,7 @@ def _narrowed(config: PreTrainedConfig, divisor: int) -> dict[str, Any]:
         return min([value, *caps]) if caps or not re.fullmatch(_DIVIDED, name) else max(1, value // divisor)
 
     sizes = {name: narrow(name, value) for name, value in copy.deepcopy(_sizes(config)).items()}
+    sizes["vocab_size"] = _VOCABULARY  # also of a model with fewer: the ids that are compared are below it
     heads, pairs = sizes.get("num_attention_heads"), getattr(config, "num_key_value_heads", None)
     if isinstance(heads, int) and isinstance(pairs, int) and pairs > 1:
         most = max(2, pairs // divisor)

@@ -213,7 +213,7 @@ def check_files(config: TrainConfig) -> Check:
         if path.exists() or glob.glob(str(path)):
             continue
         texts.append(f"{name}={config[name]}: there is no such file or folder")
-        near = closest(path.name, [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else [])
+        near = closest(path.name, [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else [], 0.85)
         fixes.append(f"{name}={path.parent / near[0] if near else f'its path, absolute or from {Path.cwd()}'}")
     if texts:
         return Check("Files", "failure", "; ".join(texts), " ".join(fixes))

@@ -12,6 +12,7 @@ arguments for this. Given `position_ids` alone, transformers would read them on 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -371,9 +372,10 @@ def refuse_unknown(kwargs: Mapping[str, Any]) -> None:
 
 def _refuse_dropout(module: torch.nn.Module, dropout: float) -> None:
     if dropout and module.training:
+        names = [name for name in vars(getattr(module, "config", module)) if re.match("att.*drop", name)]
+        name = names[0] if names else "attention_dropout"
         raise ValueError(
-            f"the model's config asks for attention_dropout={dropout}: set it to 0 in its config.json (lora.dropout "
-            "is separate)"
+            f"the model's config asks for {name}={dropout}: set it to 0 in its config.json (lora.dropout is separate)"
         )
 
 
