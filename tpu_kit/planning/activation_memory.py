@@ -139,7 +139,8 @@ class PeakActivationModel:
     def moments(self) -> Iterator[Moment]:
         """The moments that can be the peak."""
         saved, gradients, head = self.saved(), self.gradients(), self.head_gradient()
-        lasting = {"weight_copies": self.copies(), "objective_saved": self.objective_saved()}
+        lasting = {"weight_copies": self.copies(), "objective_saved": self.objective_saved(),
+                   "layer_inputs": self.made_outside(4 + 2 * self.stream)}  # fmt: skip
         if self.objective and not self.objective.trains_model:
             return (yield from self.forward_moments(lasting))
         lasting["saved_activations"] = saved
@@ -314,7 +315,16 @@ class PeakActivationModel:
 
     def layer_gradients(self) -> float:
         """The stacks of gradients that the backward loop fills: without embedding and output."""
-        return 4.0 * sum(math.prod(part) for one, part in self.of_trained() if self.in_layers(one))
+        stacks = 4.0 * sum(math.prod(part) for one, part in self.of_trained() if self.in_layers(one))
+        return stacks + self.made_outside(self.stream)
+
+    def made_outside(self, size: float) -> float:
+        """Arrays of (T, N) for the N outputs of the linear layers in no layer, of which each layer reads its part.
+
+        Before the loops there are the result, in fp32 for a norm, the sum with a table's rows, and its parts in stacks;
+        the backward loops fill stacks of gradients.
+        """
+        return size * self.tokens * sum(one.outputs for one in self.shape.linears_outside)
 
     def head_gradient(self) -> float:
         """The output layer's gradient in fp32, alive from the loss on, in full fine-tuning.
