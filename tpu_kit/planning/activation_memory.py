@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from tpu_kit.config.loader import TrainConfig, batch_arithmetic
@@ -37,6 +37,8 @@ STATES, WHOLE_STATES = 6, 10
 """Arrays of (T, H) of a layer in HBM during its backward pass: its input, the output of attention, the states between
 its halves, the incoming gradient, and what is normed, rotated or cut into tiles. In full fine-tuning most are in fp32.
 Each layer of a block beyond the first adds one: its input, cut out of the stack."""
+LEFT_BY_MLP = 2
+"""As many of them are no longer there during the backward pass of attention."""
 STATES_OF_CHUNKS, TOKENS_OF_CHUNK = 6, 64
 """Arrays in HBM during the backward pass of a layer with a state, of the size of the states between its chunks: these
 states, and in fp32 what the layer's convolution and its rule read. Fitted to a step of Qwen3.5-4B."""
@@ -151,6 +153,10 @@ class PeakActivationModel:
             table = self.in_hbm(self.table())  # of bf16 it is read before
             both = {"saved_activations": max(saved, table)} if self.stream == 2 else {"layer": table}
             yield Moment("start", lasting | both, 0)
+        if inner := self.inner():  # what such a loop saves is copied when it has ended
+            stacks = saved + inner * max(map(self._saved_by, kinds))
+            layer = max(self.states(3) + self.wide(self.tile, kind) for kind in kinds)
+            yield Moment("forward", lasting | {"saved_activations": stacks, "layer": layer}, stacks)
         before = gradients if self.passes > 1 else 0.0
         chunk, rest = self.loss()
         # The many stacks of a block lie between others: no chunk fits there before they are filled.
@@ -160,10 +166,13 @@ class PeakActivationModel:
         yield Moment("loss", parts, saved + self.hidden() + head + below)
         parts = {**parts, "loss_chunk": rest + head, "teacher": states}  # the first moment keeps its own
         yield Moment("loss", parts, saved + self.hidden() + below)
-        filled = self.layer_gradients() + head
-        for layer, attention in [term(kind) for kind in kinds for term in (self.at_mlp, self.at_attention)]:
-            parts = {**lasting, "layer": layer, "attention": attention, "gradients": filled + before}
-            yield Moment("backward", parts, saved + self.hidden(1 + self.tiled) + filled + before)
+        filled = self.layer_gradients() * (1 + self.inner() / self.shape.layers) + head
+        carried = saved + self.hidden(1 + self.tiled) + filled + before
+        for kind in kinds:
+            terms = (self.at_mlp(kind), self.at_attention(kind), self.at_rotation(kind))
+            for (layer, attention), read in zip(terms, (self.read_at_once(kind), 0.0, 0.0), strict=True):
+                parts = {**lasting, "layer": layer, "attention": attention, "gradients": filled + before}
+                yield Moment("backward", parts, carried + read)
         yield Moment("backward", parts | {"layer": self.hidden(), "attention": 0.0}, saved + head + before)
         flat = sum(self.group_bytes(group) for group in self.groups if len(group) > 1)
         unseen = self.scanned * (self.layer_gradients() + (0.0 if self.shape.tied else head))
@@ -220,12 +229,14 @@ class PeakActivationModel:
     def saved(self) -> float:
         """Saved activations of one pass: the input of every layer, L T H c (`layer_scan`, or torch_xla's checkpoint).
 
-        What a loop over equal neighbours saves is copied when it has ended. With remat=none they are all that the
-        backward pass of a layer reads: the MLP's `gates`, `kept`, the output of attention, both halves' inputs.
+        With remat=none they are all that the backward pass of a layer reads: the MLP's `gates`, `kept`, the output of
+        attention, both halves' inputs.
         """
-        inner = max((count for block in self.shape.blocks for count in block if count > 1), default=0)
-        copied = inner * max(map(self._saved_by, self.shape.kinds)) if self.scanned else 0.0
-        return sum(count * self._saved_by(kind) for kind, count in self.shape.counted) + copied
+        return sum(count * self._saved_by(kind) for kind, count in self.shape.counted)
+
+    def inner(self) -> int:
+        """The most layers of a loop over equal neighbours in a block, which has own stacks of inputs and gradients."""
+        return max((count for block in self.shape.blocks for count in block if count > 1 and self.scanned), default=0)
 
     def _saved_by(self, kind: Layer) -> float:
         if self.again:
@@ -381,7 +392,11 @@ class PeakActivationModel:
         layer = self.states(self.at_hand + self.block - 1) + self.slices(kind) + wide + self.experts(kind)
         layer += self.whole * 4.0 * elements(kind.mlp_linears)
         sums = self.lanes(kind) if self.kernel == "splash" and not self.keeps else 0.0
-        return layer, self.kept(kind) + sums + self.normed(kind)
+        return layer, self.kept(kind) + sums + self.normed(kind) + self.chunk_states(kind)
+
+    def read_at_once(self, kind: Layer) -> float:
+        """What the compiler does not see beside the results that are made of it at once: only on a mesh."""
+        return 0.0
 
     def untiled(self, kind: Layer) -> float:
         """The arrays of an MLP that is not tiled: 2 `gates`, of which two lie in the vector memory beside a third."""
@@ -416,8 +431,21 @@ class PeakActivationModel:
         block = SPLASH_BLOCK >> (-(-kind.head_dim // LANES) - 1).bit_length()
         blocks = max(1, self.length // block)
         given = self.spilt(self.heads(3, kind) + self.pairs(4, kind)) + self.heads(blocks, kind)
-        given += STATES_OF_CHUNKS * 4 * kind.state * self.tokens / TOKENS_OF_CHUNK
-        return self.states(self.at_hand) + extra, given + self.normed(kind)
+        return self.states(self.at_hand - LEFT_BY_MLP) + extra, given + self.normed(kind) + self.chunk_states(kind)
+
+    def at_rotation(self, kind: Layer) -> tuple[float, float]:
+        """After that, while the gradients of queries and keys are rotated back, beside that of the values.
+
+        Of both there are the halves that are negated, each padded like a head, and two results.
+        """
+        half = replace(kind, head_dim=kind.head_dim // 2)
+        rotated = self.spilt(self.heads(3, kind) + self.pairs(4, kind) + self.heads(2, half) + self.pairs(2, half))
+        layer = self.states(self.at_hand - LEFT_BY_MLP) + self.hidden(self.block - 1) + self.slices(kind)
+        return layer, rotated + self.normed(kind)
+
+    def chunk_states(self, kind: Layer) -> float:
+        """What a layer with a state keeps for its backward pass; see `STATES_OF_CHUNKS`."""
+        return STATES_OF_CHUNKS * 4.0 * kind.state * self.tokens / TOKENS_OF_CHUNK
 
     def normed(self, kind: Layer) -> float:
         """Queries and keys in fp32, which norms of heads read."""

@@ -56,8 +56,8 @@ class Memory:
 
     Attributes:
         parts: bytes by name at the peak: base_weights, teacher_weights, adapters, optimizer, ema, batch,
-            objective, objective_saved, layer_inputs, saved_activations, mask, gradients, weight_copies, layer, attention,
-            loss_chunk, teacher, all_reduce, update, heap, code.
+            objective, objective_saved, layer_inputs, saved_activations, mask, gradients, weight_copies, layer,
+            attention, loss_chunk, teacher, all_reduce, update, heap, code.
         argument_bytes: weights, state and batch.
         temporary_bytes: buffers that live only within the step.
         code_bytes: the program.
