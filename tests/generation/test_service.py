@@ -45,7 +45,6 @@ from tests.support.quantize_functions import dequantized
 from tests.support.tiny_tokenizer import tiny_tokenizer
 from tpu_kit.cli import main
 from tpu_kit.config.loader import DataConfig, ModelConfig, load_config
-from tpu_kit.config.mesh import Mesh
 from tpu_kit.distributed.backends import CpuRuntime
 from tpu_kit.distributed.launch import launch
 from tpu_kit.generation import service
@@ -54,14 +53,14 @@ from tpu_kit.generation.generator import Generator
 from tpu_kit.generation.prompts import PromptCodec, Row, split_reasoning
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.generation.service import arrange_for_few_rows, generate, load_for_generation
-from tpu_kit.hardware.chips import GIB
+from tpu_kit.hardware.chips import GIB, chip
 from tpu_kit.hardware.machine import Machine
-from tpu_kit.hardware.slices import find_slice
 from tpu_kit.models.layer_scan import stack
 from tpu_kit.models.loading import load_base, load_tokenizer
 from tpu_kit.models.quantization import QuantizedLinear
 from tpu_kit.planning import compile_check
-from tpu_kit.planning.mesh_choice import compile_answering
+from tpu_kit.planning.compile_check import compile_step
+from tpu_kit.planning.cost import step_time
 
 needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, the TPU compiler")
@@ -520,11 +519,12 @@ def test_a_real_shape_compiles_for_a_tpu(tmp_path: Path) -> None:
 def test_a_70b_model_answers_on_a_mesh_of_eight_chips() -> None:
     settings = ["base_dtype=int4", "quant_group=128", "mesh=fsdp=8", "batch_size=1", "device_type=tpu"]
     config = load_config(None, ["model.name=meta-llama/Llama-3.3-70B-Instruct", *settings])
-    where = find_slice("v5litepod-8", None)
-    found = compile_answering(config, where.sharded(Mesh(fsdp=8)))
-    print(found)
-    assert found.fits and found.peak_bytes <= 14 * GIB
-    assert found.token_seconds is not None and found.token_seconds <= 0.06
+    sizes = {"rows": 16, "width": 256, "slots": 1280}
+    for part in ("prefill", "decode"):
+        found = compile_step(config, "v5e:2x4", num_replicas=8, generation={"part": part, **sizes})
+        print(part, found)
+        assert found.fits and found.total_bytes <= 14 * GIB
+    assert step_time(found.generation_work(), chip("v5e"), 1).predicted / BLOCK <= 0.06
 
 
 # -------------------------------------------------------------------------------------------------- over all replicas

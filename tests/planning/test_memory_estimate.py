@@ -23,7 +23,7 @@ from tpu_kit.planning.activation_memory import HOLES
 from tpu_kit.planning.argument_memory import model_tensors, padded, trained_count
 from tpu_kit.planning.compile_check import compile_step
 from tpu_kit.planning.cost import work
-from tpu_kit.planning.memory_estimate import Memory, estimate, reserve
+from tpu_kit.planning.memory_estimate import RESERVE, Memory, estimate
 
 RECORDED = json.loads((Path(__file__).parents[1] / "recorded_memory.json").read_text())
 ANSWERS: list[dict[str, Any]] = [one for one in RECORDED["answers"] if "total_bytes" in one]
@@ -78,7 +78,7 @@ MET = [answer for answer in ANSWERS if name_of(answer) != MISSED]
 
 @pytest.mark.parametrize("answer", ANSWERS, ids=name_of)
 def test_at_the_suggested_reserve_no_step_ends_out_of_memory(answer: dict[str, Any], tmp_path: Path) -> None:
-    assert error(answer, tmp_path) >= -reserve(configuration(answer, tmp_path))
+    assert error(answer, tmp_path) >= -RESERVE
 
 
 @pytest.mark.parametrize("answer", MET, ids=name_of)

@@ -169,8 +169,10 @@ class PeakActivationModel:
         filled = self.layer_gradients() * (1 + self.inner() / self.shape.layers) + head
         carried = saved + self.hidden(1 + self.tiled) + filled + before
         for kind in kinds:
-            terms = (self.at_mlp(kind), self.at_attention(kind), self.at_rotation(kind))
-            for (layer, attention), read in zip(terms, (self.read_at_once(kind), 0.0, 0.0), strict=True):
+            for (layer, attention), read in (
+                (self.at_mlp(kind), self.read_at_once(kind)),
+                (self.at_attention(kind), 0.0),
+            ):
                 parts = {**lasting, "layer": layer, "attention": attention, "gradients": filled + before}
                 yield Moment("backward", parts, carried + read)
         yield Moment("backward", parts | {"layer": self.hidden(), "attention": 0.0}, saved + head + before)
@@ -422,26 +424,20 @@ class PeakActivationModel:
         """The recomputed layer during the backward pass of its attention: (layer, attention).
 
         A kernel has queries, output and its gradient, keys and values and theirs, and the gradient of queries, of which
-        splash makes one for each block of keys, S / 1024 T n D c, and adds them. sdpa has another array of scores
-        beside what it keeps.
+        splash makes one for each block of keys, S / 1024 T n D c, and adds them. Then the gradients of queries and keys
+        are rotated back, beside that of the values: of both there are the halves that are negated, each padded like a
+        head, and two results. sdpa has another array of scores beside what it keeps.
         """
         extra = self.hidden(self.block - 1) + self.slices(kind)
         if self.kernel == "sdpa":
             return extra, self.kept(kind) + self.scores(kind)
+        half = replace(kind, head_dim=kind.head_dim // 2)
+        rotated = self.spilt(self.heads(3, kind) + self.pairs(4, kind) + self.heads(2, half) + self.pairs(2, half))
         block = SPLASH_BLOCK >> (-(-kind.head_dim // LANES) - 1).bit_length()
         blocks = max(1, self.length // block)
         given = self.spilt(self.heads(3, kind) + self.pairs(4, kind)) + self.heads(blocks, kind)
-        return self.states(self.at_hand - LEFT_BY_MLP) + extra, given + self.normed(kind) + self.chunk_states(kind)
-
-    def at_rotation(self, kind: Layer) -> tuple[float, float]:
-        """After that, while the gradients of queries and keys are rotated back, beside that of the values.
-
-        Of both there are the halves that are negated, each padded like a head, and two results.
-        """
-        half = replace(kind, head_dim=kind.head_dim // 2)
-        rotated = self.spilt(self.heads(3, kind) + self.pairs(4, kind) + self.heads(2, half) + self.pairs(2, half))
-        layer = self.states(self.at_hand - LEFT_BY_MLP) + self.hidden(self.block - 1) + self.slices(kind)
-        return layer, rotated + self.normed(kind)
+        most = max(rotated, given + self.chunk_states(kind))
+        return self.states(self.at_hand - LEFT_BY_MLP) + extra, most + self.normed(kind)
 
     def chunk_states(self, kind: Layer) -> float:
         """What a layer with a state keeps for its backward pass; see `STATES_OF_CHUNKS`."""

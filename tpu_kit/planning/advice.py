@@ -14,8 +14,9 @@ from tpu_kit.config.schema import MOST_ROWS
 from tpu_kit.hardware.chips import CHIPS, GIB
 from tpu_kit.hardware.slices import TargetSlice
 from tpu_kit.models.architecture import Shape, undivided
-from tpu_kit.planning.memory_estimate import estimate, estimate_on, reserve
-from tpu_kit.planning.rollouts import whole_prompts
+from tpu_kit.planning.argument_memory import VECTOR
+from tpu_kit.planning.memory_estimate import RESERVE, budget, estimate, estimate_on
+from tpu_kit.planning.rollouts import cache_bytes, whole_prompts
 
 _RANKS = 4096
 
@@ -67,7 +68,7 @@ class Advice:
 
 @dataclass(frozen=True)
 class Inference:
-    """The memory of generation on one device, for one row.
+    """The memory of generation on one device, for one row, or one of each data shard of a mesh.
 
     Attributes:
         weight_bytes: base weights and adapters.
@@ -80,14 +81,13 @@ class Inference:
     longest_context: int
 
 
-def inference(config: TrainConfig, shape: Shape, limit: float) -> Inference:
-    """Estimates generation in `limit` bytes: weights in the dtype of frozen ones, a cache in the compute dtype."""
+def inference(config: TrainConfig, shape: Shape, where: TargetSlice) -> Inference:
+    """Estimates generation on a slice: weights in the dtype of frozen ones, a cache in the compute dtype."""
     frozen = config if config.lora.r else replace(config, lora=LoraConfig(), data=replace(config.data, max_length=128))
-    parts = estimate(with_rows(frozen, 1), shape=shape).parts
+    parts = estimate_on(with_rows(frozen, 1), shape, where).parts
     weights = parts["base_weights"] + (parts["adapters"] if config.lora.r else 0)
-    element = 4 if config.model.base_dtype == "fp32" else 2
-    each = 2 * element * sum(count * kind.cached_heads * kind.head_dim for kind, count in shape.counted)
-    return Inference(weights, each, max(0, min(shape.positions, int((limit - weights) // each))))
+    each = cache_bytes(config, shape, where.mesh.data if where.mesh else 1, VECTOR, where.mesh) // VECTOR
+    return Inference(weights, each, max(0, min(shape.positions, int((budget(where) - weights) // each))))
 
 
 def advise(config: TrainConfig, shape: Shape, where: TargetSlice, limit: float, fits: bool) -> Advice:
@@ -204,13 +204,13 @@ def _changes(config: TrainConfig, shape: Shape) -> Iterator[tuple[str, Any, str]
 
 def _smallest_slice(config: TrainConfig, shape: Shape, where: TargetSlice, peak: int) -> str | None:
     """The cheapest slice on which the run fits: with `peak` bytes a device, or sharded over all of its devices."""
-    found, free = [], reserve(config)
+    found = []
     passes = batch_arithmetic(config, where.replicas).gradient_accumulation
     each = replace(config, optim=replace(config.optim, global_batch_size=None, gradient_accumulation=passes))
     for chip in CHIPS.values():
         if chip.accelerator_prefix is None or chip.usable_hbm_bytes is None:
             continue
-        limit = chip.usable_hbm_bytes * (1 - free)
+        limit = chip.usable_hbm_bytes * (1 - RESERVE)
         alone = where.mesh is None and peak <= limit
         for count in chip.slice_sizes:
             devices = count * chip.devices_per_chip

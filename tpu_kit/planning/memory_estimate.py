@@ -40,14 +40,11 @@ LOGITS = 3
 RESERVE = 0.08
 """Share of a device's usable memory that a pick by formula leaves free: more than the largest underestimate for the
 steps that were compiled (tests/recorded_memory.json)."""
-PASSES_RESERVE = 0.10
-"""The same with gradient accumulation, with which few steps were compiled."""
 
 
-def reserve(config: TrainConfig) -> float:
-    """The share of a device's memory that a pick by formula leaves free."""
-    passes = config.optim.gradient_accumulation > 1 or config.optim.global_batch_size is not None
-    return PASSES_RESERVE if passes else RESERVE
+def budget(where: TargetSlice) -> float:
+    """Bytes of a device that a pick by formula may take."""
+    return where.limit * (1 - max(where.free, RESERVE))
 
 
 @dataclass(frozen=True)

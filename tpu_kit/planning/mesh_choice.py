@@ -1,9 +1,9 @@
-"""Chooses between replicas and a mesh for a run, and checks the run's mesh; what trains and answers on a slice."""
+"""Chooses between replicas and a mesh for a run, and checks the run's mesh; the largest models of a slice."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from tpu_kit.config.loader import ConfigError, ModelConfig, TrainConfig, load_config
 from tpu_kit.config.mesh import Mesh, resolve_mesh
@@ -13,8 +13,8 @@ from tpu_kit.models.architecture import Shape, shipped_shapes, undivided
 from tpu_kit.models.shape_cache import read_shapes
 from tpu_kit.planning.advice import can_shard, largest, with_rows
 from tpu_kit.planning.argument_memory import table
-from tpu_kit.planning.cost import StepTime, predict_time, step_time
-from tpu_kit.planning.memory_estimate import estimate_on, reserve
+from tpu_kit.planning.cost import StepTime, predict_time
+from tpu_kit.planning.memory_estimate import budget, estimate_on
 
 _UNSET = (None, "auto")
 
@@ -54,7 +54,7 @@ def placed(
     if devices == 1 or launch.num_replicas is not None:
         return config, where, ""
     peak, time = _predicted(config, shape, where, rows)
-    limit = where.limit * (1 - max(where.free, reserve(config)))
+    limit = budget(where)
     asked, text = f"launch.mesh={launch.mesh or 'null'}", f"{peak / GIB:.2f} of {where.limit / GIB:.2f} GiB"
     if peak <= limit and where.hosts == 1:
         return config, where, f"{asked}: a replica on each of the {devices} devices, which takes {text}"
@@ -131,59 +131,15 @@ def largest_models(where: TargetSlice) -> list[dict[str, object]]:
         for name, shape in sorted(shapes.items(), key=lambda one: -one[1].parameters):
             values = {"model.name": name, "base_dtype": dtype, "max_length": 1024, "batch_size": 1}
             config = load_config(None, {**values, "mesh": str(mesh)} if on.mesh else values)
-            limit = on.limit * (1 - reserve(config))
             if dtype == "int4" and undivided(shape.widths, config.model.quant_group):
                 continue
 
             def peak(rows: int, config: TrainConfig = config, shape: Shape = shape) -> int:
                 return estimate_on(with_rows(config, rows), shape, on).total_bytes
 
-            if most := largest(lambda rows: peak(rows) <= limit, 4096):  # noqa: B023  called at once
+            if most := largest(lambda rows: peak(rows) <= budget(on), 4096):
                 size = f"{peak(1) / GIB:.2f} of {on.limit / GIB:.2f}"
                 found.append({"base_dtype": dtype, "model": name, "parameters": f"{shape.parameters / 1e9:.1f}e9",
                               "GiB of a device": size, "largest batch_size": most})  # fmt: skip
                 break
     return found
-
-
-@dataclass(frozen=True)
-class Answering:
-    """The TPU compiler's figures of generation on a mesh, for so many prompts, padded to `width` tokens.
-
-    Attributes:
-        slots: length of the key/value cache.
-        peak_bytes: of one device, the larger one of prefill and decoding.
-        fits: whether both fit.
-        token_seconds: predicted time of a decode step, a token of each row; None if it does not fit.
-    """
-
-    rows: int
-    width: int
-    slots: int
-    peak_bytes: int
-    fits: bool
-    token_seconds: float | None
-
-
-def compile_answering(
-    config: TrainConfig, where: TargetSlice, *, rows: int = 16, width: int = 256, slots: int = 1280
-) -> Answering:
-    """Compiles the programs of generation on a slice with a mesh; for the sizes see `Answering`.
-
-    Raises:
-        CompilerUnavailable: the compiler cannot run here.
-    """
-    from tpu_kit.generation.decoder import BLOCK  # loads torch
-    from tpu_kit.planning.compile_check import compile_step
-
-    assert where.topology is not None
-    sizes = {"rows": rows, "width": width, "slots": slots}
-    fill, decode = (
-        compile_step(config, where.topology, num_replicas=where.devices, generation={"part": part, **sizes})
-        for part in ("prefill", "decode")
-    )
-    seconds = None
-    if decode.flops is not None and decode.hbm_bytes is not None:
-        seconds = step_time(decode.generation_work(), where.chip, 1).predicted / BLOCK
-    peak = max(fill.total_bytes, decode.total_bytes)
-    return Answering(rows, width, slots, peak, fill.fits and decode.fits, seconds)

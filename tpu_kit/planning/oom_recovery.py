@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
-from tpu_kit.checkpointing.manager import scan
 from tpu_kit.config.loader import ANEW, BatchPlan, TrainConfig, batch_arithmetic, changes, flatten
 from tpu_kit.distributed.launch import LaunchError
 from tpu_kit.hardware.chips import GIB
 from tpu_kit.planning.cost import predict_time
-from tpu_kit.planning.preflight import Preflight, estimate_in
+from tpu_kit.planning.preflight import Preflight, estimate_in, newest
 from tpu_kit.xla.hlo import parse_out_of_memory
 
 SMALLER = 0.8
@@ -139,12 +138,10 @@ def _changes(config: TrainConfig, best: TrainConfig) -> dict[str, Any]:
 
 def _saved(config: TrainConfig) -> int | None:
     """The step of the checkpoint that the run resumes from; None if it has saved nothing yet."""
-    try:
-        found = scan(config.checkpoints_place)[0]
-        stored = flatten(found[-1].document("config")) if found else {}
-    except (OSError, ValueError):  # an object store does not answer, or a file is damaged: the run raises it too
-        return None
-    return found[-1].step if found and not changes(stored, config.flat_values())[1] else None
+    if found := newest(config):
+        checkpoint, stored = found
+        return None if changes(flatten(stored), config.flat_values())[1] else checkpoint.step
+    return None
 
 
 def _advice(overrides: dict[str, Any], why: str, saved: int | None) -> str:

@@ -25,8 +25,8 @@ from tpu_kit.planning.advice import Advice, Inference, advise, inference, larges
 from tpu_kit.planning.argument_memory import table
 from tpu_kit.planning.compile_check import Compiled, CompilerUnavailable, compile_programs
 from tpu_kit.planning.cost import Collective, StepTime, compiled_time, predict_time, predicted_collectives
-from tpu_kit.planning.memory_estimate import RESERVE, Memory, estimate_on, reserve
-from tpu_kit.planning.mesh_choice import Answering, compile_answering, placed
+from tpu_kit.planning.memory_estimate import RESERVE, Memory, budget, estimate_on
+from tpu_kit.planning.mesh_choice import placed
 from tpu_kit.planning.rollouts import ProgramPeak, program_rows, update_plan, warnings_of
 from tpu_kit.planning.run_cost import Count, TimePlan, count_rows, count_updates, time_plan
 
@@ -77,10 +77,9 @@ class Plan:
         run: time and cost of the run.
         checkpoint_bytes: size of a checkpoint.
         advice: the largest batch, sequence and rank that fit; and what to change if nothing fits.
-        inference: the longest context for generation; None on a mesh.
+        inference: the longest context for generation.
         updates: number of updates; None where it is not known, for the reason `unknown`.
         compiled: the compiler's figures of each program, with `exact`.
-        answering: the compiler's figures of generation, with `exact` on a mesh.
         note: changes that the user did not ask for, and why there is a mesh or none.
         tensors: where each of the model's tensors lies on the mesh; empty without one.
         collectives: those of a step on the mesh.
@@ -98,11 +97,10 @@ class Plan:
     run: TimePlan
     checkpoint_bytes: int
     advice: Advice
-    inference: Inference | None = None
+    inference: Inference
     updates: int | None = None
     unknown: str = ""
     compiled: Mapping[str, Compiled] = field(default_factory=dict)
-    answering: Answering | None = None
     note: str = ""
     tensors: tuple[Placed, ...] = ()
     collectives: tuple[Collective, ...] = ()
@@ -111,7 +109,7 @@ class Plan:
     @property
     def free(self) -> float:
         """The share of the device's memory that the pick must leave free."""
-        return EXACT_RESERVE if self.source == "compiler" else max(self.where.free, reserve(self.config))
+        return EXACT_RESERVE if self.source == "compiler" else max(self.where.free, RESERVE)
 
     def to_dict(self) -> dict[str, Any]:
         """The object of `plan --json`."""
@@ -128,14 +126,14 @@ class Plan:
             "cost": {"on_demand": run.on_demand, "spot": run.spot}, "updates": self.updates,
             "checkpoint_bytes": self.checkpoint_bytes, "checkpoint_interval_seconds": run.save_interval_seconds,
             "sessions": run.sessions, "advice": asdict(self.advice),
-            "inference": asdict(self.inference) if self.inference else None,
+            "inference": asdict(self.inference),
         }  # fmt: skip
         if step := self.compiled.get("step"):
             values |= {name: getattr(step, name) for name in _COMPILED}
         if self.config.on_policy:
             rows = program_rows(self.programs, self.compiled)
             values |= {"rollout_seconds": self.time.rollout, "programs": rows}
-        return values | ({"answering": asdict(self.answering)} if self.answering else {})
+        return values
 
 
 def plan(config: TrainConfig, chips: Sequence[str] = ("v5e",), exact: bool = False) -> list[Plan]:
@@ -165,7 +163,7 @@ def plan(config: TrainConfig, chips: Sequence[str] = ("v5e",), exact: bool = Fal
         chosen, on, note = placed(config, shape, where, one_row="optim.batch_size" not in config.sources)
         one = by_formula(chosen, shape, on, rows)
         if exact:
-            one = _with_answering(with_largest_batch(verified(one, shape, rows)))
+            one = with_largest_batch(verified(one, shape, rows))
         notes = (note, *warnings_of(one.config, 1 if on.mesh else on.replicas), one.note)
         found.append(replace(one, note=_joined(*notes)))
     return found
@@ -230,7 +228,7 @@ def batches(
 
 
 def _settings(config: TrainConfig, shape: Shape, where: TargetSlice, known: Count) -> list[Setting]:
-    found, limit = [], where.limit * (1 - max(where.free, reserve(config)))
+    found, limit = [], budget(where)
     remats: tuple[Literal["full", "outputs", "none"], ...] = ("full", "outputs") if where.mesh is None else ("full",)
     if "optim.remat" in config.sources:
         remats = (config.optim.remat,)
@@ -258,7 +256,7 @@ def by_formula(config: TrainConfig, shape: Shape, where: TargetSlice, rows: Coun
     """Makes the plan for one slice by formula."""
     config, notes = where.calibration.apply(config)
     settings = sorted(_settings(config, shape, where, rows), key=lambda one: (-one.speed, one.peak))
-    limit, mesh = where.limit * (1 - max(where.free, reserve(config))), where.mesh
+    limit, mesh = budget(where), where.mesh
     fitting = [one for one in settings if one.peak <= limit]
     near = [one for one in fitting if one.speed > (1 - TIE) * fitting[0].speed]
     if near:
@@ -276,7 +274,7 @@ def by_formula(config: TrainConfig, shape: Shape, where: TargetSlice, rows: Coun
         run=time_plan(where.chip, where.chips, where.name, picked.time.seconds, updates.count, held),
         advice=advise(picked.config, shape, where, limit, bool(fitting)),
         note=_joined(*notes, *where.calibration.notes),
-        inference=None if mesh else inference(config, shape, where.limit * (1 - RESERVE)),
+        inference=inference(config, shape, where),
         updates=updates.count, unknown=updates.reason, programs=memory.programs, collectives=tuple(moved),
         tensors=tuple(table(shape, picked.config, mesh)) if mesh else (),
     )  # fmt: skip
@@ -288,10 +286,10 @@ def verified(found: Plan, shape: Shape, rows: Count) -> Plan:
     Of a run that samples, a smaller batch changes only "accumulate".
     """
     below = sorted((one for one in found.settings if one.peak < found.peak_bytes), key=lambda one: -one.peak)
-    answers = list[_Answer]()
+    answers = list[CompiledSetting]()
     try:
         for config in [found.config, *(one.config for one in below)]:
-            answers.append(_Answer.of(config, shape, found.where))
+            answers.append(CompiledSetting.of(config, shape, found.where))
             if answers[-1].fits or answers[-1].largest not in ("step", "accumulate"):
                 break
         else:
@@ -302,7 +300,7 @@ def verified(found: Plan, shape: Shape, rows: Count) -> Plan:
 
 
 @dataclass(frozen=True)
-class _Answer:
+class CompiledSetting:
     """The compiler's answer for a setting: its programs, bytes of a device in each, and the one that takes most."""
 
     config: TrainConfig
@@ -313,15 +311,16 @@ class _Answer:
     fits: bool
 
     @staticmethod
-    def of(config: TrainConfig, shape: Shape, where: TargetSlice) -> _Answer:
+    def of(config: TrainConfig, shape: Shape, where: TargetSlice) -> CompiledSetting:
+        """Compiles the programs of a run; raises `CompilerUnavailable`."""
         compiled, memory = compile_programs(config, where.topology, where.devices), estimate_on(config, shape, where)
         peaks = {row["program"]: row["compiler_bytes"] for row in program_rows(memory.programs, compiled)}
         most = max(peaks, key=peaks.__getitem__)
         fits = all(one.fits for one in compiled.values()) and peaks[most] <= where.limit * (1 - EXACT_RESERVE)
-        return _Answer(config, memory, compiled, peaks, most, fits)
+        return CompiledSetting(config, memory, compiled, peaks, most, fits)
 
 
-def _with(found: Plan, answer: _Answer, shape: Shape, rows: Count) -> Plan:
+def _with(found: Plan, answer: CompiledSetting, shape: Shape, rows: Count) -> Plan:
     """The plan with the compiler's figures; the setting may differ from the formula's pick."""
     where, config, compiled, memory = found.where, answer.config, answer.compiled, answer.memory
     time, peak = compiled_time(config, shape, where, compiled), answer.peaks[answer.largest]
@@ -361,16 +360,6 @@ def with_largest_batch(found: Plan) -> Plan:
         guess = min(picked + int((limit - totals[picked]) // each), MOST_TOKENS // config.data.max_length)
     most = max((rows for rows, total in totals.items() if total <= limit), default=0)
     return replace(found, advice=replace(found.advice, largest_batch=most))
-
-
-def _with_answering(found: Plan) -> Plan:
-    """Compiles generation, too, if the plan is compiled for a mesh; a run may train a model that cannot generate."""
-    if "step" not in found.compiled or found.where.mesh is None:  # runs that sample compile it anyway
-        return found
-    try:
-        return replace(found, answering=compile_answering(found.config, found.where))
-    except ValueError as error:
-        return replace(found, note=_joined(found.note, f"generation was not compiled: {error}"))
 
 
 def _parts(compiled: Compiled) -> dict[str, int]:

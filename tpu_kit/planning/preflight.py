@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from typing import Any
 
-from tpu_kit.checkpointing.manager import scan
+from tpu_kit.checkpointing.manager import Checkpoint, scan
 from tpu_kit.config.conflicts import check_remat
 from tpu_kit.config.loader import ConfigError, TrainConfig, batch_arithmetic
 from tpu_kit.config.mesh import resolve_mesh
@@ -19,12 +20,12 @@ from tpu_kit.hardware.chips import GIB
 from tpu_kit.hardware.machine import Machine
 from tpu_kit.models.architecture import Shape
 from tpu_kit.models.shape_cache import read_shape
-from tpu_kit.planning.compile_check import CompilerUnavailable, compile_programs
+from tpu_kit.planning.compile_check import CompilerUnavailable
 from tpu_kit.planning.cost import StepTime, predict_time, work
-from tpu_kit.planning.memory_estimate import Memory, estimate, reserve
+from tpu_kit.planning.memory_estimate import RESERVE, Memory, estimate
 from tpu_kit.planning.mesh_choice import check_mesh, placed
-from tpu_kit.planning.planner import batches, best_batch
-from tpu_kit.planning.rollouts import program_rows, update_plan, warnings_of
+from tpu_kit.planning.planner import CompiledSetting, batches, best_batch
+from tpu_kit.planning.rollouts import update_plan, warnings_of
 from tpu_kit.planning.run_cost import Count
 
 ROUNDED_PER_SECOND = {"int8": 500e6, "int4": 45e6}
@@ -54,7 +55,7 @@ class Preflight:
     @property
     def free(self) -> float:
         """The share of the device's memory that must stay free by formula."""
-        return max(reserve(self.config), self.room.free if self.room else 0.0)
+        return max(RESERVE, self.room.free if self.room else 0.0)
 
     @property
     def fits(self) -> bool | None:
@@ -222,13 +223,11 @@ def _compiled(config: TrainConfig, room: MemoryBudget | None) -> str:
     if room is None or room.device_type != "tpu" or room.where is None or room.where.topology is None:
         return "not by the TPU compiler: it compiles only for TPUs, and not for all of them"
     try:
-        made = compile_programs(config, room.where.topology, room.where.devices)
-        if "step" in made:
-            return f"by the compiler, it {made['step']}"
-        rows = program_rows(estimate_in(config, read_shape(config.model), room).programs, made)
-        sizes = ", ".join(f"{row['program']} {row['compiler_bytes'] / GIB:.2f}" for row in rows)
-        fits = all(row["compiler_bytes"] <= room.limit for row in rows) and all(one.fits for one in made.values())
-        return f"by the compiler, it {'fits' if fits else 'does not fit'}: of {room.limit / GIB:.2f} GiB {sizes}"
+        made = CompiledSetting.of(config, read_shape(config.model), room.where)
+        if step := made.compiled.get("step"):
+            return f"by the compiler, it {step}"
+        sizes = ", ".join(f"{name} {size / GIB:.2f}" for name, size in made.peaks.items())
+        return f"by the compiler, it {'fits' if made.fits else 'does not fit'}: of {room.limit / GIB:.2f} GiB {sizes}"
     except CompilerUnavailable as error:
         return f"by formula, as the compiler cannot run: {error}"
 
@@ -277,18 +276,22 @@ def _settle_batch(
     return replace(config, optim=replace(config.optim, batch_size=rows)), f"optim.batch_size=auto is {rows}: {why}"
 
 
-def _before(config: TrainConfig) -> tuple[int, int] | None:
-    """(rows of a pass, rows of an update) in the checkpoint that the run resumes from; None without one."""
-    if config.checkpoint.resume == "never":
-        return None
+def newest(config: TrainConfig) -> tuple[Checkpoint, Any] | None:
+    """Finds the last checkpoint in a run's folder, with its configuration; None without one."""
     try:
         found = scan(config.checkpoints_place)[0]
-    except OSError:  # an object store does not answer; the run raises it too
+        return (found[-1], found[-1].document("config")) if found else None
+    except (OSError, ValueError):  # an object store does not answer, or a file is damaged: the run raises it too
         return None
-    if not found:
+
+
+def _before(config: TrainConfig) -> tuple[int, int] | None:
+    """(rows of a pass, rows of an update) in the checkpoint that the run resumes from; None without one."""
+    if config.checkpoint.resume == "never" or (found := newest(config)) is None:
         return None
-    rows = found[-1].document("config")["optim"]["batch_size"]
-    return (rows, found[-1].document("state")["global_batch_size"]) if isinstance(rows, int) else None
+    checkpoint, stored = found
+    rows = stored["optim"]["batch_size"]
+    return (rows, checkpoint.document("state")["global_batch_size"]) if isinstance(rows, int) else None
 
 
 def _host_rows(config: TrainConfig, room: MemoryBudget, shape: Shape, known: Count) -> int:

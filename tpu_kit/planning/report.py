@@ -156,19 +156,11 @@ def limits(one: Plan) -> list[str]:
         f"  one by one: the largest batch_size that fits is {advice.largest_batch}, the longest max_length "
         f"{advice.longest_sequence}{rank}"
     )
-    if answers := one.answering:
-        seconds = answers.token_seconds
-        token = "" if seconds is None else f"; a token of each takes {1000 * seconds:.1f} ms"
-        lines.append(
-            f"  answering {answers.rows} prompts of {answers.width} tokens in a cache of {answers.slots:,} "
-            f"{'fits' if answers.fits else 'does not fit'}: {answers.peak_bytes / GIB:.2f} of "
-            f"{one.where.limit / GIB:.2f} GiB{token}"
-        )
-    if found := one.inference:
-        lines.append(
-            f"  answering: {found.weight_bytes / GIB:.2f} GiB of weights, {found.cache_bytes_per_token / 2**10:,.1f} "
-            f"KiB of cache a token; the longest context of one row is {found.longest_context:,} tokens"
-        )
+    found = one.inference
+    lines.append(
+        f"  answering: {found.weight_bytes / GIB:.2f} GiB of weights, {found.cache_bytes_per_token / 2**10:,.1f} "
+        f"KiB of cache a token; the longest context of one row is {found.longest_context:,} tokens"
+    )
     return lines
 
 
