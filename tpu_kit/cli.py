@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn, get_origin
 
 import tpu_kit
-from tpu_kit.config.fields import ConfigField, closest, knob, knobs_of
+from tpu_kit.config.fields import closest, knob, knobs_of
 from tpu_kit.config.loader import ConfigError, describe, explain, load_config, read_value
 from tpu_kit.exporting.options import ExportOptions
 from tpu_kit.generation.sampling import Sampling, SearchOptions
@@ -173,8 +173,12 @@ def _read_own(kinds: Sequence[type], pairs: Sequence[str], problems: list[str]) 
         fields, values = knobs_of(kind), dict[str, Any]()
         names |= fields.keys()
         for name, _, text in (pair.partition("=") for pair in pairs if pair.partition("=")[0] in fields):
+            field = fields[name]
             try:
-                values[name] = _value(fields[name], text, values.get(name, ()))
+                if get_origin(field.hint) is tuple:  # an item for each time that it is set
+                    values[name] = field.read((*values.get(name, ()), text))
+                else:
+                    values[name] = field.read(text if field.text_only else read_value(name, text))
             except ValueError as error:
                 problems += error.problems if isinstance(error, ConfigError) else [str(error)]
         try:
@@ -184,31 +188,22 @@ def _read_own(kinds: Sequence[type], pairs: Sequence[str], problems: list[str]) 
     return made, [pair for pair in pairs if pair.partition("=")[0] not in names]
 
 
-def _value(parameter: ConfigField, text: str, before: Sequence[str]) -> Any:
-    """Returns the value of a field; a list has an item for each time that it is set."""
-    if get_origin(parameter.hint) is tuple:
-        return parameter.read((*before, text))
-    if parameter.name == "score" and ":" in text:
-        from tpu_kit.evaluation.verifiers import imported
-
-        try:
-            return imported(text)
-        except ValueError as error:
-            raise ValueError(f"score={text}: {error}") from error
-    return parameter.read(text if parameter.text_only else read_value(parameter.name, text))
-
-
 # ------------------------------------------------------------------------------------------------------------ commands
 
+
+def _switch(text: str) -> Mapping[str, Any]:
+    return {"action": "store_true", "help": text}
+
+
 _CONFIG = {"config": {"nargs": "?", "metavar": "config.yaml", "help": "a file, or the name of a shipped configuration"}}
-_JSON = {"--json": {"action": "store_true", "help": "print JSON, and nothing else"}}
+_JSON = {"--json": _switch("print JSON, and nothing else")}
 
 
 @command(
     "Exit codes: 0 all are good, 1 one is damaged, 2 bad arguments.",
     {
         "run": {"metavar": "OUTPUT_DIR", "help": "a folder, or gs://bucket/run"},
-        "--verify": {"action": "store_true", "help": "read and check every file"},
+        "--verify": _switch("read and check every file"),
         **_JSON,
     },
     others=False,
@@ -224,7 +219,7 @@ _TRAINS = (
     "Exit codes: 0 finished, 1 error, 2 bad configuration, 75 preempted, or another host is lost or hangs (the same "
     "command resumes)."
 )
-_EXACT = {"--exact": {"action": "store_true", "help": "ask the TPU compiler first whether the batch fits"}}
+_EXACT = {"--exact": _switch("ask the TPU compiler first whether the batch fits")}
 
 
 @command(
@@ -383,32 +378,21 @@ def notebooks(args: argparse.Namespace) -> int:
             "metavar": "NAME,...",
             "help": "chips (v5e), slices (v5litepod-8) or topologies (v5e:2x4) to plan for; v5e by default",
         },
-        "--exact": {"action": "store_true", "help": "ask the real TPU compiler; some minutes for each chip"},
-        "--models": {
-            "action": "store_true",
-            "help": "list the models that need no network; with --chip, the largest that train there",
-        },
+        "--exact": _switch("ask the real TPU compiler; some minutes for each chip"),
+        "--models": _switch("list the models that need no network; with --chip, the largest that train there"),
         **_JSON,
     },
 )  # fmt: skip
 def plan(args: argparse.Namespace) -> int:
     """Find the settings that fit a TPU, their duration and their cost."""
-    from tpu_kit.config import tables
-    from tpu_kit.hardware.slices import find_slice
     from tpu_kit.models.architecture import known_models
-    from tpu_kit.planning.mesh_choice import largest_models
     from tpu_kit.planning.planner import plan as find
-    from tpu_kit.planning.report import report
+    from tpu_kit.planning.report import largest, report
 
-    if args.models and not args.chip:
-        print(known_models())
-        return OK
     names = [name.strip() for name in (args.chip or "v5e").split(",")]
     try:
         if args.models:
-            for where in [find_slice(name, None) for name in names]:
-                print(f"{where.name}: the largest models by formula, LoRA r=16, rows of 1,024 tokens")
-                print(tables.to_text(largest_models(where)))
+            print(largest(names) if args.chip else known_models())
             return OK
         plans = find(args.config, names, args.exact)
     except ValueError as error:
@@ -428,7 +412,7 @@ def plan(args: argparse.Namespace) -> int:
         **_CONFIG,
         "--slice": {"required": True, "metavar": "NAME", "help": "the slice, such as v5litepod-64 or v4-32"},
         "--with": {"required": True, "dest": "engine", "choices": list(ENGINES), "help": "what launches the job"},
-        "--spot": {"action": "store_true", "help": "ask for Spot capacity, which is cheaper and may be taken away"},
+        "--spot": _switch("ask for Spot capacity, which is cheaper and may be taken away"),
         "--zone": {"metavar": "ZONE", "help": "where; xpk and gcloud need it"},
         "--image": {"metavar": "NAME", "help": "for jobset and xpk another container image"},
         "--out": {"metavar": "FOLDER", "help": "the folder for the files; pods/RUN_NAME by default"},

@@ -509,7 +509,8 @@ import torch, torch_xla
 from transformers import AutoModelForCausalLM, Gemma4TextConfig
 from tpu_kit.config.loader import LoraConfig, OptimConfig
 from tpu_kit.models.causal_lm import adapt, logits, to_device
-from tpu_kit.models.layer_scan import scan_layers, stacked_names, unstacked
+from tpu_kit.models.layer_calls import stacked_names, unstacked
+from tpu_kit.models.layer_scan import scan_layers
 
 layers = ["sliding_attention", "full_attention"] * 5
 config = Gemma4TextConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=10, layer_types=layers,

@@ -34,7 +34,7 @@ from tpu_kit.config.loader import LoraConfig, OptimConfig, TrainConfig, load_con
 from tpu_kit.distributed.backends import CpuRuntime
 from tpu_kit.distributed.launch import launch
 from tpu_kit.hardware.machine import Machine
-from tpu_kit.models import architecture, layer_scan
+from tpu_kit.models import architecture, layer_calls, layer_scan
 from tpu_kit.models import causal_lm as models
 from tpu_kit.models.activation_checkpointing import SeededDropout, chunk_mlp, keep_mask, tiles_of
 from tpu_kit.models.layer_calls import CannotScanError
@@ -139,7 +139,7 @@ def test_loss_and_gradients_are_those_of_the_unrolled_layers(
     assert [(run.period, run.turns) for run in runs] == FAMILIES[family][1]
     loss, expected = loss_and_gradients(unrolled, packed())
     ours, found = loss_and_gradients(looped, packed())
-    found = layer_scan.unstacked(layer_scan.stacked_names(looped), found)
+    found = layer_calls.unstacked(layer_calls.stacked_names(looped), found)
     assert ours == pytest.approx(loss, rel=1e-6)
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
@@ -168,8 +168,8 @@ def test_updates_are_those_of_the_unrolled_layers() -> None:
         parameters = {name: value.detach() for name, value in state.params.items()}
         ended.append(
             (
-                layer_scan.unstacked(layer_scan.stacked_names(model), parameters),
-                layer_scan.unstacked(layer_scan.stacked_names(model), state.average),
+                layer_calls.unstacked(layer_calls.stacked_names(model), parameters),
+                layer_calls.unstacked(layer_calls.stacked_names(model), state.average),
                 mean,
             )
         )
@@ -188,7 +188,7 @@ def test_in_bf16_it_computes_what_the_unrolled_layers_do() -> None:
     layer_scan.stack(decoder_of(looped), 7)
     loss, expected = loss_and_gradients(unrolled, packed())
     ours, found = loss_and_gradients(looped, packed())
-    found = layer_scan.unstacked(layer_scan.stacked_names(looped), found)
+    found = layer_calls.unstacked(layer_calls.stacked_names(looped), found)
     assert ours == pytest.approx(loss, rel=1e-3)
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=0.1, atol=0.05 * float(gradient.abs().max()), msg=name)
@@ -330,7 +330,9 @@ def test_an_adapter_is_saved_as_ever() -> None:
     files = []
     for model in (unrolled, looped):
         named = {name: value.detach() for name, value in models.trainable_parameters(model).items()}
-        files.append(adapter_files.adapter_tensors(model, layer_scan.unstacked(layer_scan.stacked_names(model), named)))
+        files.append(
+            adapter_files.adapter_tensors(model, layer_calls.unstacked(layer_calls.stacked_names(model), named))
+        )
     assert files[0].keys() == files[1].keys()
     assert any(".layers.1.mlp.down_proj.lora_B.weight" in name for name in files[1])
     for name, value in files[0].items():

@@ -14,8 +14,8 @@ from tpu_kit.config.loader import load_config
 from tpu_kit.config.mesh import Mesh, resolve_mesh
 from tpu_kit.distributed.mesh import use_mesh
 from tpu_kit.models import causal_lm, partition
-from tpu_kit.models.layer_calls import tensors_of
-from tpu_kit.models.layer_scan import stack, stacked_prefixes
+from tpu_kit.models.layer_calls import stacked_prefixes, tensors_of
+from tpu_kit.models.layer_scan import stack
 from tpu_kit.models.shape_cache import read_shape
 from tpu_kit.planning import argument_memory
 from tpu_kit.planning.trace import empty_model

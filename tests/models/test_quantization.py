@@ -29,7 +29,7 @@ from tpu_kit.distributed.mesh import use_mesh
 from tpu_kit.hardware import host
 from tpu_kit.hardware.machine import Machine
 from tpu_kit.models import causal_lm as models
-from tpu_kit.models import layer_scan, loading
+from tpu_kit.models import layer_calls, layer_scan, loading
 from tpu_kit.models.loading import load_base, load_frozen
 from tpu_kit.models.quantization import QuantizedLinear, Scheme, layers_of, quantize_model
 from tpu_kit.planning.compile_check import compile_step
@@ -198,7 +198,7 @@ def loss_and_gradients(model: torch.nn.Module) -> tuple[float, dict[str, torch.T
     loss = SupervisedObjective(OPTIM)(model, packed()).loss
     loss.backward()
     found = {name: one.grad for name, one in models.trainable_parameters(model).items() if one.grad is not None}
-    return float(loss.detach()), layer_scan.unstacked(layer_scan.stacked_names(model), found)
+    return float(loss.detach()), layer_calls.unstacked(layer_calls.stacked_names(model), found)
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3"])

@@ -19,7 +19,7 @@ from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.generation.generator import Generator
 from tpu_kit.generation.reference_check import _adapted_copy, differences
 from tpu_kit.models import causal_lm as models
-from tpu_kit.models import layer_scan
+from tpu_kit.models import layer_calls, layer_scan
 from tpu_kit.models.layer_calls import layers_of
 from tpu_kit.models.loading import load_tokenizer, read_config
 from tpu_kit.training.objectives import SupervisedObjective
@@ -70,7 +70,7 @@ def updates(config: TrainConfig) -> dict[str, Any]:
         eval_step(model, training_functions._sent(rt, rows(2)), sums, SupervisedObjective(optim), rt)
     rt.sync()
     own = rt.to_host([*state.params.values(), state.report, sums])
-    named = layer_scan.unstacked(state.stacks, dict(zip(state.params, own, strict=False)))
+    named = layer_calls.unstacked(state.stacks, dict(zip(state.params, own, strict=False)))
     ended = {name: value.tolist() for name, value in named.items()}
     (config.output_path / f"{rt.rank}.json").write_text(json.dumps(ended))
     rt.barrier()

@@ -25,7 +25,7 @@ from tpu_kit.distributed.backends import CpuRuntime
 from tpu_kit.distributed.mesh import Box
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.models import causal_lm as models
-from tpu_kit.models import layer_scan
+from tpu_kit.models import layer_calls, layer_scan
 from tpu_kit.recipes import sft
 from tpu_kit.training import objectives, step, trainer
 from tpu_kit.training.objectives import Sums, SupervisedObjective
@@ -176,7 +176,7 @@ def watched(config: TrainConfig) -> dict[str, Any]:
     rt.barrier()
     notes = [json.loads((config.output_path / f"rank-{rank}.json").read_text()) for rank in range(rt.world_size)]
     parameters = {name: own[f"parameters/{name}"] for name in rt.state.params}
-    parameters = layer_scan.unstacked(rt.state.stacks, parameters)
+    parameters = layer_calls.unstacked(rt.state.stacks, parameters)
     return {
         "result": asdict(result) if result is not None else None, "ranks": notes, "counters": counters,
         "set_up": rt.set_up, "parameters": {name: value.tolist() for name, value in parameters.items()},

@@ -5,8 +5,10 @@ schema.py gives the `check_` functions to the parameters, so that a value is ref
 
 from __future__ import annotations
 
+import importlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 ROLES: dict[str, tuple[str, ...]] = {
     "cot": ("system", "question", "context", "options", "reasoning", "answer"),
@@ -28,7 +30,24 @@ OBJECTIVES = {
 }
 """The classes of `optim.objective`, which also takes module:function and module:class."""
 
-_FUNCTION = re.compile(r"[\w.]+:\w+")
+FUNCTION = re.compile(r"[\w.]+:\w+")
+
+
+def imported(name: str) -> Callable[..., Any]:
+    """Returns the function that "module:function" names.
+
+    Raises:
+        ValueError: it cannot be imported, or is not a function.
+    """
+    module, _, function = name.partition(":")
+    try:
+        target: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
+        text = f"{type(error).__name__}: {error}".strip(": ")
+        raise ValueError(f"it cannot be imported ({text}); name a function as module:function") from error
+    if not callable(target):
+        raise ValueError(f"it is a {type(target).__name__}, not a function")
+    return target
 
 
 def check_verifier(name: str) -> None:
@@ -38,13 +57,13 @@ def check_verifier(name: str) -> None:
             re.compile(name.removeprefix("regex:"))
         except re.error as error:
             raise ValueError(f"has a pattern that cannot be read ({error}); correct it") from error
-    elif name not in VERIFIERS and not _FUNCTION.fullmatch(name):
+    elif name not in VERIFIERS and not FUNCTION.fullmatch(name):
         raise ValueError(f"names no rule; use {', '.join(VERIFIERS)}, regex:PATTERN or module:function")
 
 
 def check_objective(name: str) -> None:
     """Raises ValueError if a text is no objective. It does not import the module of module:function."""
-    if name not in OBJECTIVES and not _FUNCTION.fullmatch(name):
+    if name not in OBJECTIVES and not FUNCTION.fullmatch(name):
         raise ValueError(f"must be {', '.join(OBJECTIVES)} or module:function")
 
 

@@ -15,6 +15,8 @@ from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from tpu_kit.config.choices import FUNCTION
+
 T = TypeVar("T")
 
 _SHOWN = 50  # problems in the text of an error
@@ -242,7 +244,7 @@ def _as(value: Any, kind: Any) -> Any:
         return text
     if origin is tuple and isinstance(value, list | tuple) and value:
         return tuple(_as(item, get_args(kind)[0]) for item in value)
-    if origin is Callable and callable(value):
+    if origin is Callable and (callable(value) or (isinstance(value, str) and FUNCTION.fullmatch(value))):
         return value
     if origin is dict and isinstance(value, Mapping) and value:
         return {_as(key, str): "" if item == "" else _as(item, str) for key, item in value.items()}

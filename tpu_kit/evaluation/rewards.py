@@ -23,7 +23,7 @@ from traceback import extract_tb
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from tpu_kit.config.choices import VERIFIERS
+from tpu_kit.config.choices import VERIFIERS, imported
 from tpu_kit.config.loader import TrainConfig
 from tpu_kit.evaluation.verifiers import judge, verifier_named, well_formed
 

@@ -18,7 +18,7 @@ from fractions import Fraction
 from functools import partial
 from typing import Any
 
-from tpu_kit.config.choices import VERIFIERS, check_verifier
+from tpu_kit.config.choices import VERIFIERS, check_verifier, imported
 from tpu_kit.config.fields import show
 from tpu_kit.config.loader import ConfigError, DataConfig
 from tpu_kit.data.columns import last_boxed
@@ -83,23 +83,6 @@ def verifier_named(name: str, parameter: str = "tracking.verifier") -> str | Ver
         return imported(name)
     except ValueError as error:
         raise ConfigError([f"{parameter}={name}: {error}"]) from error
-
-
-def imported(name: str) -> Callable[..., Any]:
-    """Returns the function that "module:function" names.
-
-    Raises:
-        ValueError: it cannot be imported, or is not a function.
-    """
-    module, _, function = name.partition(":")
-    try:
-        target: Callable[..., Any] = getattr(importlib.import_module(module), function)
-    except (Exception, SystemExit) as error:  # a user's module may raise anything
-        text = f"{type(error).__name__}: {error}".strip(": ")
-        raise ValueError(f"it cannot be imported ({text}); name a function as module:function") from error
-    if not callable(target):
-        raise ValueError(f"it is a {type(target).__name__}, not a function")
-    return target
 
 
 def judge(row: Mapping[str, Any], text: str, config: DataConfig, verifier: str | Verifier = "auto") -> Verdict:

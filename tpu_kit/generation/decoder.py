@@ -30,7 +30,7 @@ from tpu_kit.hardware.chips import GIB
 from tpu_kit.models import causal_lm as models
 from tpu_kit.models import linear_attention
 from tpu_kit.models.causal_lm import output_embedding
-from tpu_kit.models.layer_scan import kept_states, stacked_prefixes
+from tpu_kit.models.layer_calls import kept_states, stacked_prefixes
 from tpu_kit.xla.scan import Traced, replace_contents
 from tpu_kit.xla.sharding import constrain
 

@@ -250,7 +250,7 @@ def cached_attention(
         raise ValueError("the model makes an attention mask of its own, and the key/value cache does not apply it")
     if cache is None and query.shape[2] != key.shape[2]:
         raise ValueError("the model does not pass its keyword arguments, the key/value cache, on to its attention")
-    batch, heads, _, size = query.shape
+    batch, heads = query.shape[:2]
     spec = heads_spec(key.shape)
     query, key, value = (constrain(each, spec) for each in (query, key, value))
     if cache is None or cache.step is None:
@@ -262,18 +262,27 @@ def cached_attention(
         options = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
         result: tuple[torch.Tensor, None] = attend(module, query, key, value, None, segment_ids=ones, **options)
         return result
+    mask = cache.mask(sliding_window)
+    output = _attend_one(query, key, value, mask, scaling, softcap, s_aux, plain=device_type in ("cpu", "cuda"))
+    return output.reshape(batch, 1, heads, -1), None
+
+
+def _attend_one(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scaling: float | None,
+    softcap: float | None, s_aux: torch.Tensor | None, plain: bool,
+) -> torch.Tensor:  # fmt: skip
+    """Attention of a decode step over the cache: (B, key-value heads, query heads of each, D); plain = not on XLA."""
+    batch, heads, _, size = query.shape
     # The query heads of a key head become query positions, which avoids repeating the cache for each query head.
     grouped = query.to(value.dtype).reshape(batch, key.shape[1], heads // key.shape[1], size)
-    if softcap is None and s_aux is None and device_type in ("cpu", "cuda"):
-        mask = cache.mask(sliding_window)
-        output = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
-        return output.reshape(batch, 1, heads, -1), None
+    if softcap is None and s_aux is None and plain:
+        return F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
     # On XLA the function above scales the whole cache instead of the query, and `matmul` joins rows and heads to one
     # dimension, for which a mesh would gather a cache sharded by heads.
     scores = torch.einsum("bhgd,bhsd->bhgs", grouped * (size**-0.5 if scaling is None else scaling), key)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.masked_fill(~cache.mask(sliding_window), torch.finfo(scores.dtype).min)
+    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     sinks = None if s_aux is None else s_aux.view(*scores.shape[1:3], 1)
     weights = attention.weights_of(scores, sinks).to(value.dtype)
-    return torch.einsum("bhgs,bhsd->bhgd", weights, value).reshape(batch, 1, heads, -1), None
+    return torch.einsum("bhgs,bhsd->bhgd", weights, value)

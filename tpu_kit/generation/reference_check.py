@@ -32,7 +32,7 @@ from tpu_kit.distributed.child_process import run_child, xla_cpu_environment
 from tpu_kit.generation.decoder import Batch, Decoder, filled
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.hardware.compatibility import newer_transformers
-from tpu_kit.models import attention, layer_scan
+from tpu_kit.models import attention, layer_calls
 from tpu_kit.models import causal_lm as models
 from tpu_kit.models.loading import brief, read_config
 from tpu_kit.xla import program
@@ -358,7 +358,7 @@ def _backward(model: torch.nn.Module, logits: torch.Tensor) -> dict[str, torch.T
     flat = torch.cat([tensor.flatten() for tensor in tensors]).cpu().split([tensor.numel() for tensor in tensors])
     first, *rest = (part.view(tensor.shape) for part, tensor in zip(flat, tensors, strict=True))
     gradients = dict(zip(trained, rest, strict=True))
-    return {"logits": first} | layer_scan.unstacked(layer_scan.stacked_names(model), gradients)
+    return {"logits": first} | layer_calls.unstacked(layer_calls.stacked_names(model), gradients)
 
 
 def _register_kernels() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from tpu_kit.config.choices import imported
 from tpu_kit.config.fields import knob
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ class SearchOptions:
     score: Literal["logprob", "self-evaluation"] | Scorer = knob(  # noqa: RUF009  `knob` makes a field
         "logprob",
         "logprob (mean log-probability of the chain's tokens), self-evaluation (how likely the model finds yes when "
-        "asked whether the steps are right), or a function: module:function on the command line.",
+        "asked whether the steps are right), or a function, also as module:function.",
     )
     max_tokens: int = knob(1024, "Budget of generated tokens, answers and self-evaluation included; never exceeded.")
     max_nodes: int = knob(64, "Budget of steps.")
@@ -123,7 +124,12 @@ class SearchOptions:
         wrong = [f"{name}={getattr(self, name)} must be 1 or more" for name in counts if getattr(self, name) < 1]
         if self.strategy not in ("beam", "best-first"):
             wrong.append(f"strategy={self.strategy} must be beam or best-first")
-        if not callable(self.score) and self.score not in ("logprob", "self-evaluation"):
+        if isinstance(self.score, str) and ":" in self.score:
+            try:
+                object.__setattr__(self, "score", imported(self.score))
+            except ValueError as error:
+                wrong.append(f"score={self.score}: {error}")
+        elif not callable(self.score) and self.score not in ("logprob", "self-evaluation"):
             wrong.append(f"score={self.score} must be logprob, self-evaluation or a function")
         if self.answer_tokens < 1 or not self.temperature > 0:
             wrong.append("answer_tokens must be 1 or more and temperature above 0, or all proposals would be the same")

@@ -21,8 +21,8 @@ from tpu_kit.config.conflicts import check_remat
 from tpu_kit.distributed.mesh import active_mesh
 from tpu_kit.models import activation_checkpointing, attention, base_identity, experts, linear_attention, partition
 from tpu_kit.models.architecture import WITHOUT_ADAPTER, check_targets
-from tpu_kit.models.layer_calls import layers_of
-from tpu_kit.models.layer_scan import ScannedLayers, scan_layers, stacked_prefixes
+from tpu_kit.models.layer_calls import layers_of, stacked_prefixes
+from tpu_kit.models.layer_scan import ScannedLayers, scan_layers
 from tpu_kit.models.loading import load_base, load_frozen
 from tpu_kit.models.loading import load_tokenizer as load_tokenizer  # re-exported beside load_model
 from tpu_kit.models.quantization import QuantizedLinear

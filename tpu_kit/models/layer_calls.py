@@ -1,6 +1,7 @@
-"""Finds out which layers of a decoder are equal: from the layers themselves, and from the arguments of their calls.
+"""What replaces a decoder's list of layers: records the layers' calls, finds equal layers, and names their stacks.
 
-The decoder runs once on a row of two tokens with placeholders in its list of layers, which record the calls.
+To find the layers that are equal, the decoder runs once on a row of two tokens with placeholders in its list of layers.
+They record the arguments of the calls, which are compared with each other, as the layers themselves are.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -172,6 +173,10 @@ class Placeholders(torch.nn.Module):
         """Returns what the layer of the last call returns to the decoder."""
         raise NotImplementedError
 
+    def places(self) -> dict[str, list[str]]:
+        """Returns, for the prefix of each stack's name, the prefixes of its slices' names in a list of layers."""
+        return {}
+
 
 class _Probe(Placeholders):
     """Records the call of each layer, and whether the layer writes into a mapping, for which it runs the layer."""
@@ -293,3 +298,54 @@ def _plain(value: object) -> bool:
     if isinstance(value, (dict, list, tuple)):
         return all(map(_plain, [*value, *value.values()] if isinstance(value, dict) else value))
     return value is None or isinstance(value, (bool, int, float, str, torch.dtype))
+
+
+def as_number(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns booleans, which the carry of a loop cannot have, as bytes."""
+    return tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor
+
+
+def keep_after(decoder: Any, layer: int) -> None:
+    """Makes `kept_states` return the states after a layer (from 1 on); call it before the layers become loops."""
+    decoder.kept_after = sorted({*getattr(decoder, "kept_after", ()), layer})
+
+
+def kept_states(decoder: torch.nn.Module) -> dict[int, torch.Tensor]:
+    """Takes the states, (B, S, H), that the last forward pass kept after layers (`keep_after`), by layer."""
+    layers = layers_of(decoder)[1]
+    found: dict[int, torch.Tensor] = getattr(layers, "kept", {})
+    if found:
+        layers.kept = {}
+    return found
+
+
+def stacked_names(model: torch.nn.Module) -> dict[str, list[str]]:
+    """Returns, for each trained parameter that is a stack, the names of its slices in the model without stacks."""
+    found = {}
+    for path, part in model.named_modules():
+        if isinstance(part, Placeholders):
+            start = f"{path}." if path else ""
+            for stack, layers in part.places().items():
+                for name, parameter in part.named_parameters():
+                    if parameter.requires_grad and name.startswith(stack):
+                        found[start + name] = [start + layer + name.removeprefix(stack) for layer in layers]
+    return found
+
+
+def stacked_prefixes(model: torch.nn.Module) -> list[str]:
+    """Returns how the names of stacked tensors begin, of trained and of frozen ones."""
+    scanned = ((path, part) for path, part in model.named_modules() if isinstance(part, Placeholders))
+    return [f"{path}.{stack}" if path else stack for path, part in scanned for stack in part.places()]
+
+
+def unstacked(stacks: Mapping[str, list[str]], named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Splits stacks, (G, ...), of the result of `stacked_names` into views under the names that slices have without."""
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in named.items():
+        found |= dict(zip(stacks[name], tensor.unbind(), strict=True)) if name in stacks else {name: tensor}
+    return found
+
+
+def restacked(stacks: Mapping[str, list[str]], named: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    """Makes the tensor of one of the model's parameters from the result of `unstacked`."""
+    return torch.stack([named[one] for one in stacks[name]]) if name in stacks else named[name]

@@ -31,6 +31,7 @@ from tpu_kit.models.layer_calls import (
     CannotScanError,
     LayerCache,
     Placeholders,
+    as_number,
     equal_layers,
     hidden_states_of,
     layers_of,
@@ -73,7 +74,7 @@ class ScannedLayers(Placeholders):
         return hidden
 
     def places(self) -> dict[str, list[str]]:
-        """Returns, for the prefix of each stack's name, the prefixes of its slices' names in a list of layers."""
+        """See `Placeholders`."""
         found, start = {}, 0
         for number, run in enumerate(self.in_order):
             end = start + run.count
@@ -159,7 +160,7 @@ class _Block:
             for place in range(len(first.tensors)):
                 each = [call.tensors[place] for call in turns]
                 if any(tensor is not each[0] for tensor in each):
-                    named[place] = torch.stack([_as_number(tensor) for tensor in each])
+                    named[place] = torch.stack([as_number(tensor) for tensor in each])
             if drawn is not None and seeds:
                 every = torch.arange(len(turns), device=drawn.device, dtype=torch.int32)
                 named[_SEED] = mix(drawn + every * 0x61C88647)
@@ -170,7 +171,7 @@ class _Block:
         places = {id(tensor): place for place, tensor in enumerate(constants)}
         self.places = [[places.get(id(tensor), -1) for tensor in call.tensors] for call in self.calls]
         self.shared = [places[id(tensor)] for tensor in left]
-        self.constants = [_as_number(tensor) for tensor in constants]
+        self.constants = [as_number(tensor) for tensor in constants]
         self.summed = [place for place, tensor in enumerate(constants) if tensor.requires_grad]
         self.names = [list(named) for named in self.named]
         self.trained = [[name for name, tensor in named.items() if tensor.requires_grad] for named in self.named]
@@ -387,11 +388,6 @@ class _Block:
         return partition.by_rows(output), written
 
 
-def _as_number(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns booleans, which the carry of a loop cannot have, as bytes."""
-    return tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor
-
-
 class _Scanned(torch.autograd.Function):
     """Loops over the blocks of a run, saves the outputs of `_Block.forward`, and loops backward."""
 
@@ -501,49 +497,3 @@ def _run(layers: list[torch.nn.Module], neighbours: Sequence[int], turns: int, k
     if keeps:
         activation_checkpointing.keep_products(firsts)
     return Run(firsts, neighbours, turns, keeps)
-
-
-def keep_after(decoder: Any, layer: int) -> None:
-    """Makes `kept_states` return the states after a layer (from 1 on); call it before the layers become loops."""
-    decoder.kept_after = sorted({*getattr(decoder, "kept_after", ()), layer})
-
-
-def kept_states(decoder: torch.nn.Module) -> dict[int, torch.Tensor]:
-    """Takes the states, (B, S, H), that the last forward pass kept after layers (`keep_after`), by layer."""
-    layers = layers_of(decoder)[1]
-    found: dict[int, torch.Tensor] = getattr(layers, "kept", {})
-    if found:
-        layers.kept = {}
-    return found
-
-
-def stacked_names(model: torch.nn.Module) -> dict[str, list[str]]:
-    """Returns, for each trained parameter that is a stack, the names of its slices in the model without stacks."""
-    found = {}
-    for path, part in model.named_modules():
-        if isinstance(part, ScannedLayers):
-            start = f"{path}." if path else ""
-            for stack, layers in part.places().items():
-                for name, parameter in part.named_parameters():
-                    if parameter.requires_grad and name.startswith(stack):
-                        found[start + name] = [start + layer + name.removeprefix(stack) for layer in layers]
-    return found
-
-
-def stacked_prefixes(model: torch.nn.Module) -> list[str]:
-    """Returns how the names of stacked tensors begin, of trained and of frozen ones."""
-    scanned = ((path, part) for path, part in model.named_modules() if isinstance(part, ScannedLayers))
-    return [f"{path}.{stack}" if path else stack for path, part in scanned for stack in part.places()]
-
-
-def unstacked(stacks: Mapping[str, list[str]], named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Splits stacks, (G, ...), of the result of `stacked_names` into views under the names that slices have without."""
-    found: dict[str, torch.Tensor] = {}
-    for name, tensor in named.items():
-        found |= dict(zip(stacks[name], tensor.unbind(), strict=True)) if name in stacks else {name: tensor}
-    return found
-
-
-def restacked(stacks: Mapping[str, list[str]], named: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-    """Makes the tensor of one of the model's parameters from the result of `unstacked`."""
-    return torch.stack([named[one] for one in stacks[name]]) if name in stacks else named[name]

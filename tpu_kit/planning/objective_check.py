@@ -18,9 +18,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tpu_kit.config.choices import imported
 from tpu_kit.config.loader import ConfigError, TrainConfig
 from tpu_kit.config.schema import RlConfig
-from tpu_kit.evaluation.verifiers import imported
 from tpu_kit.models import causal_lm as models
 from tpu_kit.models.states_head import StatesHead, file_names, find_head, title
 from tpu_kit.planning.trace import ROW, empty_model

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from tpu_kit.config import tables
 from tpu_kit.config.loader import TrainConfig, batch_arithmetic
 from tpu_kit.hardware.chips import GIB, MIB
+from tpu_kit.hardware.slices import find_slice
 from tpu_kit.planning.cost import factors, link_seconds
+from tpu_kit.planning.mesh_choice import largest_models
 from tpu_kit.planning.planner import Plan
 from tpu_kit.planning.rollouts import program_count, program_rows, rollout_of, update_plan
 from tpu_kit.planning.run_cost import RESTART_SECONDS, SPOT_HOURS_BETWEEN_INTERRUPTIONS
@@ -40,6 +42,15 @@ def report(config: TrainConfig, plans: Sequence[Plan]) -> str:
     lines += ["", f"Time is a roofline{_measured(plans)}; assumed: {assumed}."]
     unknown = {one.unknown: None for one in plans if one.updates is None}
     lines += [f"No hours and no cost, as the number of updates is not known: {reason}." for reason in unknown]
+    return "\n".join(lines)
+
+
+def largest(names: Sequence[str]) -> str:
+    """Formats the largest models that train on slices."""
+    lines = []
+    for where in [find_slice(name, None) for name in names]:
+        title = f"{where.name}: the largest models by formula, LoRA r=16, rows of 1,024 tokens"
+        lines += [title, tables.to_text(largest_models(where))]
     return "\n".join(lines)
 
 

@@ -24,7 +24,7 @@ from tpu_kit.generation.kv_cache import stack_spec
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.models import attention, meta_model
 from tpu_kit.models import causal_lm as models
-from tpu_kit.models.layer_scan import stacked_prefixes
+from tpu_kit.models.layer_calls import stacked_prefixes
 from tpu_kit.models.partition import embedding_of, spec_of
 from tpu_kit.models.quantization import Scheme, replace_layers
 from tpu_kit.training.objectives import Objective, objective_of

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from tpu_kit.config.loader import DistillConfig, ModelConfig, TrainConfig
 from tpu_kit.models import causal_lm as models
-from tpu_kit.models.layer_scan import keep_after, kept_states
+from tpu_kit.models.layer_calls import keep_after, kept_states
 from tpu_kit.models.loading import load_tokenizer, read_config
 from tpu_kit.training.loss import IGNORE, Likelihood, chunked, head_outputs, rows_in_chunks, shift_labels
 from tpu_kit.training.objectives import Objective, Sums, SupervisedObjective

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tpu_kit.config.choices import OBJECTIVES
+from tpu_kit.config.choices import OBJECTIVES, imported
 from tpu_kit.config.loader import ModelConfig, OptimConfig, TrainConfig
-from tpu_kit.evaluation.verifiers import imported
 from tpu_kit.models import causal_lm as models
 from tpu_kit.training.loss import IGNORE, Likelihood, chunked, rows_in_chunks, shift_labels
 

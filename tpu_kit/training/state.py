@@ -19,7 +19,7 @@ from tpu_kit.distributed.mesh import active_mesh
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.models import causal_lm as models
 from tpu_kit.models import partition
-from tpu_kit.models.layer_scan import restacked, stacked_names, unstacked
+from tpu_kit.models.layer_calls import restacked, stacked_names, unstacked
 from tpu_kit.models.sharding_rules import Embedding
 from tpu_kit.training.optimizer import OPTIMIZERS
 
@@ -67,7 +67,7 @@ class TrainState:
 
     Attributes:
         params: the trained parameters by name, fp32.
-        stacks: as `layer_scan.stacked_names` returns them.
+        stacks: as `layer_calls.stacked_names` returns them.
         specs: how the parameters are sharded on a mesh, by name.
         optimizer: from `optimizer.OPTIMIZERS`.
         moments: of the optimizer, by name of the parameter and kind.

@@ -28,7 +28,7 @@ from tpu_kit.distributed.preemption import PreemptionGuard
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.evaluation.evaluate import Accuracy, count_correct
 from tpu_kit.hardware.host import chip_name, chips_of
-from tpu_kit.models.layer_scan import unstacked
+from tpu_kit.models.layer_calls import unstacked
 from tpu_kit.training.adapter_files import base_document, result_files
 from tpu_kit.training.metrics import Evaluations, RecompileMonitor, Tracker, model_flops_per_token, peak_memory
 from tpu_kit.training.objectives import Objective
