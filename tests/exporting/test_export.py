@@ -342,6 +342,19 @@ def test_what_a_check_refuses() -> None:
     assert "hides the tuning" in check(mean=0.6).problems[0]
 
 
+@pytest.mark.parametrize(("positions", "refused"), [(2, False), (8, True)])
+def test_a_token_may_go_to_other_experts_at_few_positions(positions: int, refused: bool) -> None:
+    tuned = torch.randn(40, 16, generator=torch.Generator().manual_seed(0))
+    exported = tuned.clone()
+    exported[:positions, 0] += 0.5
+    assert equivalence.compare([tuned], [exported], 1.0, "bf16", "transformers").problems
+    found = equivalence.compare([tuned], [exported], 1.0, "bf16", "transformers", mixture=True)
+    assert (
+        any("largest difference of its logits at 90% of the positions is 0.5" in text for text in found.problems)
+        == refused
+    )
+
+
 def test_an_export_that_lacks_a_weight_is_refused(tmp_path: Path) -> None:
     """transformers would fill it with random numbers, and only warn."""
     make("llama").save_pretrained(tmp_path)

@@ -100,6 +100,9 @@ def test_experts_are_merged_and_written_as_the_family_s_files_have_them(
     tuned = PeftModel.from_pretrained(plain, tmp_path / "run" / "adapter")
     for ours, theirs in zip(*(logits(model, [[*range(5, 60)]]) for model in (merged, tuned)), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+    if kind == "gpt_oss":  # in bf16 it sends the token of one position to other experts
+        rounded = export(tmp_path / "run", "merged", tmp_path / "rounded")
+        assert "at 90% of the positions" in str(rounded)
 
 
 def test_fp8_is_read_as_transformers_reads_it(tmp_path: Path) -> None:

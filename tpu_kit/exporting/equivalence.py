@@ -12,7 +12,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,7 @@ class Check:
         least: bound of `agreement`.
         mean: mean difference from the tuned model.
         effect: mean difference between the tuned model and the base.
+        share: of the positions, those that differ least, of which `largest` is the largest difference.
     """
 
     by: str
@@ -61,12 +62,13 @@ class Check:
     least: float
     mean: float
     effect: float
+    share: float = 1.0
 
     @property
     def problems(self) -> list[str]:
         """The problems of the export; empty if there are none."""
         texts = {
-            f"the largest difference of its {self.unit} is {self.largest:.4g}, more than {self.limit:.4g}":
+            f"the largest difference of its {self.unit}{self._where} is {self.largest:.4g}, more than {self.limit:.4g}":
                 self.largest <= self.limit,
             f"its likeliest token is the tuned model's at {self.agreement:.1%} of the positions only":
                 self.agreement >= self.least,
@@ -76,11 +78,15 @@ class Check:
         }  # fmt: skip
         return [text for text, holds in texts.items() if not holds]  # a NaN fits no bound
 
+    @property
+    def _where(self) -> str:
+        return f" at {self.share:.0%} of the positions" if self.share < 1 else ""
+
     def __str__(self) -> str:
         return (
-            f"{self.by}: largest difference of {self.unit} {self.largest:.4g} (limit {self.limit:.4g}), likeliest "
-            f"token the same at {self.agreement:.1%} of {self.positions} positions (limit {self.least:.0%}); mean "
-            f"difference {self.mean:.3g}, while tuning changed the base by {self.effect:.3g}"
+            f"{self.by}: largest difference of {self.unit}{self._where} {self.largest:.4g} (limit {self.limit:.4g}), "
+            f"likeliest token the same at {self.agreement:.1%} of {self.positions} positions (limit {self.least:.0%}); "
+            f"mean difference {self.mean:.3g}, while tuning changed the base by {self.effect:.3g}"
         )
 
 
@@ -93,9 +99,13 @@ def logits(model: torch.nn.Module, prompts: Sequence[Sequence[int]], positions: 
 
 
 def compare(
-    tuned: Sequence[torch.Tensor], exported: Sequence[torch.Tensor], effect: float, stored: str, by: str
-) -> Check:
+    tuned: Sequence[torch.Tensor], exported: Sequence[torch.Tensor], effect: float, stored: str, by: str,
+    mixture: bool = False,
+) -> Check:  # fmt: skip
     """Compares logits of an export with those of the tuned model.
+
+    Where rounding sends a token to other experts, the logits of that position change by several times the limit. Of
+    random mixtures in bf16 that were at most 8 % of the positions; of a model without its adapter it is all of them.
 
     Args:
         tuned: of each prompt, (positions, V).
@@ -103,10 +113,15 @@ def compare(
         effect: `mean_difference` between tuned and base.
         stored: the type of the export's weights, a key of `LIMITS`.
         by: the program that read the export.
+        mixture: of experts: the largest difference may be exceeded where the likeliest token may differ.
     """
     here, there = torch.cat(list(tuned)), torch.cat(list(exported))
     same = here.argmax(1) == there.argmax(1)
-    return _check(by, "logits", (here - there).abs(), same, here.std(dim=1), effect, stored)
+    check = _check(by, "logits", (here - there).abs(), same, here.std(dim=1), effect, stored)
+    if not mixture:
+        return check
+    largest = (here - there).abs().amax(1).quantile(check.least)
+    return replace(check, largest=float(largest), share=check.least)
 
 
 def mean_difference(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> float:

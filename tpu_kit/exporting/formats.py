@@ -159,7 +159,8 @@ def merged(work: Work, format: str) -> Parts:
     checks = [_merge(work)]
     _save(work, work.part, getattr(torch, DTYPES[work.dtype]))
     exported = reload(work.part, work.whole)
-    checks.append(_accept(compare(work.tuned, exported, work.effect, work.dtype, f"transformers, from {work.dtype}")))
+    by, mixture = f"transformers, from {work.dtype}", any(True for _ in experts.modules_of(work.model))
+    checks.append(_accept(compare(work.tuned, exported, work.effect, work.dtype, by, mixture)))
     if format == "merged":
         use = (
             "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n"
