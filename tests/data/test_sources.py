@@ -63,6 +63,8 @@ def test_glob_takes_files_in_order(tmp_path: Path) -> None:
     write(tmp_path / "b.jsonl", lines(ROWS[3:]))
     write(tmp_path / "a.jsonl", lines(ROWS[:3]) + "\n\n")
     assert load(str(tmp_path / "*.jsonl")).to_list() == ROWS
+    named = write(tmp_path / "rows [1].jsonl", lines(ROWS[:2]))
+    assert load(named).to_list() == ROWS[:2]
 
 
 def test_a_bucket_is_read_through_fsspec(monkeypatch: pytest.MonkeyPatch) -> None:

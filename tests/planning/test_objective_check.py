@@ -55,6 +55,7 @@ def test_what_a_tpu_cannot_run_is_told_with_its_line(name: str, line: str, text:
         ("a_tensor", "returned a Tensor; return Sums(loss, weight) of tpu_kit.training.objectives"),
         ("detached", "returned a loss without a gradient to the model; do not detach it"),
         ("by_token", "returned other than scalar tensors; sum the loss and the weight over all tokens"),
+        ("in_fp64", "returned sums of torch.float64, which a TPU lacks; compute them in torch.float32"),
         ("NoObjective", "is a class, but no subclass of Objective; derive it from that"),
     ],
 )

@@ -375,6 +375,13 @@ def test_a_run_that_does_not_recover_ends_and_leaves_no_poisoned_checkpoint(conf
     assert [found.step for found in good] == [2]
 
 
+def test_a_short_run_whose_updates_are_all_skipped_has_not_finished(configure: Configure) -> None:
+    config = configure(max_steps=3)
+    with pytest.raises(ValueError, match=r"nothing was learned: .* and all were skipped from step 1 on\. Look at"):
+        run_poisoned(config, from_step=1)
+    assert not (config.output_path / "adapter").exists()
+
+
 def test_a_checkpoint_waits_for_an_update_that_is_applied(configure: Configure) -> None:
     config = configure(save_steps=3, keep=9)
     run_poisoned(config)

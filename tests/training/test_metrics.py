@@ -40,6 +40,13 @@ def strictly(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
 
 
+def test_numbers_of_the_users_take_no_name_of_ours(tmp_path: Path) -> None:
+    with Tracker(TrainConfig(), tmp_path) as tracker:
+        record = log(tracker, 1, extra={"loss": 7.0, "lr": 1.0, "step": 5.0, "mine": 3.0})
+    assert (record["loss"], record["step"], record["mine"]) == (2.0, 1, 3.0)
+    assert (record["own/loss"], record["own/lr"], record["own/step"]) == (7.0, 1.0, 5.0)
+
+
 def test_rates_eta_and_mfu(tmp_path: Path) -> None:
     clock = Clock()
     options = {"total_steps": 40, "flops_per_token": 10**12, "chip_name": "v5e", "num_chips": 2, "clock": clock}

@@ -216,7 +216,7 @@ def _glob(source: str) -> tuple[Any, list[str]]:
 
     try:
         system, path = url_to_fs(source)
-        paths = sorted(system.glob(path)) if any(c in path for c in "*?[") else [path]
+        paths = sorted(system.glob(path)) if any(c in path for c in "*?[") and not system.exists(path) else [path]
         for path in paths:
             if (info := system.info(path))["type"] not in ("file", "link"):  # reading a pipe would never end
                 raise ValueError(f"data source {path}: this is not a regular file; name another")

@@ -106,6 +106,8 @@ def _check_sums(name: str, objective: Objective, found: Any) -> None:
         )
     if any(not isinstance(one, torch.Tensor) or one.ndim for one in (found.loss, found.weight, *found.extra)):
         raise ValueError(f"{name} returned other than scalar tensors; sum the loss and the weight over all tokens")
+    if wide := [one.dtype for one in (found.loss, found.weight, *found.extra) if one.dtype == torch.float64]:
+        raise ValueError(f"{name} returned sums of {wide[0]}, which a TPU lacks; compute them in torch.float32")
     if len(found.extra) != len(objective.extra):
         raise ValueError(f"{name} returned {len(found.extra)} extra sums, and its `extra` names {len(objective.extra)}")
     if not found.loss.requires_grad:

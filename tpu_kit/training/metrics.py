@@ -13,7 +13,7 @@ import resource
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -288,7 +288,10 @@ class Tracker:
         """Moves the bar to `step`, without a device read."""
         self._bar.update(step - self._bar.n)
 
-    def log(self, step: int, *, loss: float, tokens: int, ahead: float = 0.0, **values: float | None) -> dict[str, Any]:
+    def log(
+        self, step: int, *, loss: float, tokens: int, ahead: float = 0.0, extra: Mapping[str, float] = {},
+        **values: float | None,
+    ) -> dict[str, Any]:  # fmt: skip
         """Writes one training record and returns it.
 
         Rates are over the window since the previous record; the first window includes compilation.
@@ -298,6 +301,7 @@ class Tracker:
             loss: mean of the window, nats per token with loss.
             tokens: trained on since the start of the run on all replicas, without padding.
             ahead: seconds of work on later steps until now, which count for the next record.
+            extra: the objective's sums and the rewards' numbers, under names of the user's; see `apart_from`.
             values: further numbers of the record.
         """
         now, steps = self._clock() - ahead, step - self._window_step
@@ -327,6 +331,7 @@ class Tracker:
         }
         self._bar.set_postfix_str(f"loss {loss:.4f}, lr {values['lr']:.2e}, {rate:,.0f} tok/s", refresh=False)
         self.tick(step)
+        record |= apart_from({*record, "kind", "step", "seconds", "nonfinite"}, extra)
         return self._write("train", step, record)
 
     def log_eval(
@@ -400,6 +405,11 @@ class Tracker:
             text = f"{error.strerror}: {self._dir / METRICS_FILE} could not be written"
             advice = "Make room there or set output_dir to another disk, and run it again: its last checkpoint is good"
             raise OSError(error.errno, f"{text}. {advice}") from error
+
+
+def apart_from(ours: Container[str], own: Mapping[str, float]) -> dict[str, float]:
+    """Returns a user's numbers, those with a name that the kit has as "own/NAME"."""
+    return {f"own/{name}" if name in ours else name: value for name, value in own.items()}
 
 
 def _open_tensorboard(folder: Path, purge_step: int | None) -> Any:

@@ -32,6 +32,7 @@ from tpu_kit.generation.prompts import Completion
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.models import attention
 from tpu_kit.storage import atomic
+from tpu_kit.training.metrics import apart_from
 from tpu_kit.training.objectives import Objective
 from tpu_kit.training.policy import GAP, PolicyObjective, Sampled, pack
 from tpu_kit.training.updates import Tensors, Updates
@@ -255,13 +256,14 @@ class Rollouts(Updates):
         if self._rt.rank == 0 and self._rewards:
             self._write_group(update.step, rewards)
         means = zip(self._names, torch.nanmean(parts, 1).tolist(), strict=True)
-        metrics = {f"rewards/{name}": mean for name, mean in means if not math.isnan(mean)} | judgement.metrics
+        metrics = {f"rewards/{name}": mean for name, mean in means if not math.isnan(mean)}
         metrics |= self._measured(rewards) | {"reward_seconds": judged - sampled} if self._rewards else {}
-        self._metrics[update.step] = metrics | {
+        metrics |= {
             "completions/mean_length": float(lengths.mean()), "completions/max_length": float(lengths.max()),
             "completions/truncated": 1 - float(ended.mean()), "rollout_seconds": sampled - start,
             "rollout_tokens_per_second": float(lengths.sum()) / max(1e-9, sampled - start),
         }  # fmt: skip
+        self._metrics[update.step] = metrics | apart_from(metrics, judgement.metrics)
         return True
 
     def _write_group(self, step: int, rewards: torch.Tensor) -> None:

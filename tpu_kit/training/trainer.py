@@ -238,9 +238,8 @@ class Trainer:
         divisor = sums.pop(self.objective.divisor, weight) if self.objective.divisor else weight
         self.metrics["loss"] = report.loss / weight if weight else 0.0 if self._split else math.nan
         extra: dict[str, Any] = {name: total / divisor if divisor else math.nan for name, total in sums.items()}
-        for name in ("host_syncs", "fallbacks"):
-            if name in pending.now:
-                extra[f"{name}_per_step"] = (pending.now[name] - pending.before[name]) / steps
+        reads = {f"{name}_per_step": (pending.now[name] - pending.before[name]) / steps
+                 for name in ("host_syncs", "fallbacks") if name in pending.now}  # fmt: skip
         extra |= (measured := self.updates.metrics(pending.window))
         self.metrics |= {name: mean for name, mean in measured.items() if name == "reward"}
         if self._tracker is not None:
@@ -255,7 +254,8 @@ class Trainer:
                 ahead=max(0.0, ahead),
                 skipped=float(skipped),
                 rows_per_update=last.rows,
-                **extra,
+                extra=extra,
+                **reads,
                 **peak_memory(self.rt, self.predicted_bytes),
             )
         if self.rt.rank == 0:
@@ -273,7 +273,7 @@ class Trainer:
         update = next(update for update in window if update.step == first)
         rows = self.updates.source_rows(update)
         rise = ""
-        if optim.max_loss_rise:
+        if optim.max_loss_rise and report.usual:
             rise = f" or explodes (more than {optim.max_loss_rise:g} above the mean {report.usual:.4g})"
         text = (
             f"{report.skipped:.0f} of {len(window)} updates had a loss or gradient that is not finite{rise}, the first "
@@ -282,8 +282,13 @@ class Trainer:
         )
         if optim.on_nan == "stop":
             raise ValueError(f"{text}. Look at these rows, lower optim.learning_rate, or set optim.on_nan=skip")
-        if report.streak >= _DIVERGED:
+        if report.streak >= min(_DIVERGED, self.total):  # a short run may have no other updates
             begun = window[-1].step - int(report.streak) + 1
+            if begun == 1:
+                raise ValueError(
+                    f"nothing was learned: {text}, and all were skipped from step 1 on. Look at these rows, and at the "
+                    "model: its own weights or the objective may give numbers that are not finite"
+                )
             if self.checkpoints is not None:  # the weights of the update before made the loss explode
                 self.checkpoints.withdraw(begun - 1)
             raise ValueError(
