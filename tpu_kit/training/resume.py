@@ -70,9 +70,12 @@ def refuse_early(config: TrainConfig, hosts: Hosts = ONE) -> None:
     """Raises ValueError as `check_resume`, before the run writes anything; does not compare the data."""
     try:
         checkpoint = _newest(config)
-        if checkpoint is None or not (problems := _problems(checkpoint, config)):
-            return
+        problems = _problems(checkpoint, config) if checkpoint else []
     except (OSError, DamagedError):
+        return
+    if checkpoint is None or not problems:
+        if checkpoint and config.optim.max_steps is not None:
+            _refuse_end(checkpoint, config, config.optim.max_steps)
         return
     with contextlib.suppress(ValueError):  # batch_size is "auto", or the batch does not divide
         if room := device_memory_budget(config, hosts=hosts):
@@ -95,16 +98,20 @@ def check_resume(
     if other_data and not any(text.startswith("data.") for text in problems):
         problems.append("the data: other rows, tokens or packing than there, though its parameters are the same")
     _refuse(checkpoint, problems)
+    _refuse_end(checkpoint, config, total)
+    if not quiet:
+        before, now = flatten(checkpoint.document("config")), config.flat_values()
+        differ = "".join(f"; {name} is {now[name]!r}, was {before[name]!r}" for name in changes(before, now)[0])
+        print(f"resumed          from step {checkpoint.step}, {checkpoint.path}{differ}", file=sys.stdout, flush=True)
+
+
+def _refuse_end(checkpoint: Checkpoint, config: TrainConfig, total: int) -> None:
     if checkpoint.step > total:
         name = "optim.max_steps" if config.optim.max_steps is not None else "optim.epochs"
         raise ValueError(
             f"{checkpoint.path} has {checkpoint.step} updates, and {name}={config[name]} asks for {total}: the run is "
             f"past its end. Raise {name} to {checkpoint.step} updates or more, or train a shorter run anew: {ANEW}"
         )
-    if not quiet:
-        before, now = flatten(checkpoint.document("config")), config.flat_values()
-        differ = "".join(f"; {name} is {now[name]!r}, was {before[name]!r}" for name in changes(before, now)[0])
-        print(f"resumed          from step {checkpoint.step}, {checkpoint.path}{differ}", file=sys.stdout, flush=True)
 
 
 def training_tensors(checkpoint: Checkpoint, select: Select | None = None) -> dict[str, torch.Tensor]:
