@@ -86,7 +86,6 @@ def test_none_of_all_functions_is_no_judgement():
          r"reward <lambda> failed \(test_rewards.py, line \d+\) for .*'level': 2.*: ZeroDivisionError: division by"),
         (lambda completions: [1.0], r"failed for 3 completions together.*returned 1 rewards for 3 completions; return"),
         (lambda completions: [1.0, 2.0, math.inf][-len(completions) :], "infinite reward"),
-        (lambda completions, absent: [1.0] * 3, "missing 1 required positional argument: 'absent'"),
         (lambda completions: sys.exit(0), "SystemExit: 0"),
         (lambda completions: ["good"] * len(completions), "could not convert string to float: 'good'"),
     ],
@@ -94,6 +93,15 @@ def test_none_of_all_functions_is_no_judgement():
 def test_an_error_names_the_function_and_the_row(function, text):
     with pytest.raises(ValueError, match=text):
         judged(function)
+
+
+@pytest.mark.parametrize("function", [lambda completions, absent: [], lambda absent, /, completions: []])
+def test_arguments_that_no_row_has_are_refused_before_the_run(function):
+    rewards = Rewards(load_config(None, {}), [function, "think_format", lambda level, other=1, **rest: []])
+    told = r"<lambda> needs absent, which it does not get by name; it gets level, prompts, completions, .*: rename the"
+    with pytest.raises(ValueError, match=told):
+        rewards.check_arguments({"prompt": "2 + 2?", "level": 1})
+    Rewards(load_config(None, {}), ["length", "auto", lambda level, **rest: []]).check_arguments({"level": 1})
 
 
 def test_names_that_are_no_reward_are_refused():

@@ -23,11 +23,12 @@ from traceback import extract_tb
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from tpu_kit.config.choices import VERIFIERS, imported
+from tpu_kit.config.choices import VERIFIERS
 from tpu_kit.config.loader import TrainConfig
 from tpu_kit.evaluation.verifiers import judge, verifier_named, well_formed
 
 RewardFunction = Callable[..., Any]
+_GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric")
 _LONG = 0.2  # share of max_completion_length at its end in which `length` falls to -1 (DAPO, arXiv:2503.14476)
 
 
@@ -95,6 +96,18 @@ class Rewards:
     def needs_answers(self) -> bool:
         """Whether no reward judges a row without an answer."""
         return all(name in VERIFIERS or name.startswith("regex:") for name in self._functions)
+
+    def check_arguments(self, row: Mapping[str, Any]) -> None:
+        """Raises ValueError if a function needs an argument that is neither a column of the rows nor one of ours."""
+        offered = [*(name for name in row if name not in ("prompt", *_GIVEN)), *_GIVEN]
+        for name, function in self._functions.items():
+            for each in inspect.signature(function).parameters.values():
+                needed = each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+                if each.kind is each.POSITIONAL_ONLY or (needed and each.name not in {*offered, "rows", "texts"}):
+                    raise ValueError(
+                        f"the reward {name} needs {each.name}, which it does not get by name; it gets "
+                        f"{', '.join(offered)}: rename the argument, or give it a default"
+                    )
 
     def __call__(self, attempts: Sequence[Attempt], step: int = 0, total_steps: int | None = None) -> Judgement:
         """Judges completions, each function in a thread of its own.

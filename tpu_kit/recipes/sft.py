@@ -267,7 +267,9 @@ def check_rollouts(
         raise ValueError(f"{name} on {hosts.count} hosts: completions are exchanged within one host; use one host")
     if config.distill.on_policy:
         return
-    if Rewards(config, reward_funcs).needs_answers and not any(row.get("answer") for row in rows):
+    rewards = Rewards(config, reward_funcs)
+    rewards.check_arguments(rows[0])
+    if rewards.needs_answers and not any(row.get("answer") for row in rows):
         raise ConfigError(
             ["rl.reward_funcs: no row has an answer to compare with; name its column, as in "
              "data.columns={answer: solution}, or a function that judges without one"]
