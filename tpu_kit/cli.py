@@ -172,7 +172,8 @@ def _read_own(kinds: Sequence[type], pairs: Sequence[str], problems: list[str]) 
     for kind in kinds:
         fields, values = knobs_of(kind), dict[str, Any]()
         names |= fields.keys()
-        for name, _, text in (pair.partition("=") for pair in pairs if pair.partition("=")[0] in fields):
+        given = [pair.partition("=") for pair in pairs if pair.partition("=")[0] in fields]
+        for name, _, text in given:
             field = fields[name]
             try:
                 if get_origin(field.hint) is tuple:  # an item for each time that it is set
@@ -182,7 +183,7 @@ def _read_own(kinds: Sequence[type], pairs: Sequence[str], problems: list[str]) 
             except ValueError as error:
                 problems += error.problems if isinstance(error, ConfigError) else [str(error)]
         try:
-            made += [] if problems else [kind(**values)]
+            made += [kind(**values)] if values.keys() == {name for name, *_ in given} else []
         except ValueError as error:
             problems.append(str(error))
     return made, [pair for pair in pairs if pair.partition("=")[0] not in names]

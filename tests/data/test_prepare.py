@@ -141,6 +141,8 @@ def test_held_out_rows() -> None:
     assert (
         made.eval_prompts[0] == f"<|im_start|>user\n{made.eval_rows[0]['question']}<|im_end|>\n<|im_start|>assistant\n"
     )
+    numbers = [int(row["answer"]) for row in made.eval_rows]
+    assert len({number < 30 for number in numbers[:8]}) == 2, "the first are a sample, though the source is sorted"
     assert {row["question"] for row in run(rows, eval_rows=20, seed=1).eval_rows} != held
     assert run(rows, eval_rows=0.33).eval_rows == made.eval_rows, "a share of 60 questions, rounded up"
 

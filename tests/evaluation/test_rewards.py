@@ -109,5 +109,7 @@ def test_names_that_are_no_reward_are_refused():
         judged("never")
     with pytest.raises(ValueError, match=r"rl.reward_funcs=no_module:f: it cannot be imported"):
         judged("no_module:f")
+    with pytest.raises(ValueError, match=r"rl.reward_weights: all are 0, so nothing would be learned"):
+        judged("auto", reward_weights=[0])
     with pytest.raises(ValueError, match="2 weights for 1 rewards; give one for each"):
         judged("auto", reward_funcs=["auto", "length"], reward_weights=[1, 2])

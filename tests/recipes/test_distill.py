@@ -87,6 +87,12 @@ def test_a_run_logs_each_part_and_resumes_bit_for_bit(
     again = run(world, teacher, tmp_path, **HIDDEN)
     resumed = weights(again)
     assert [name for name, value in weights(whole).items() if not torch.equal(value, resumed[name])] == []
+    tensors = load_file(teacher / "model.safetensors")
+    other = shutil.copytree(teacher, tmp_path / "other") / "model.safetensors"
+    save_file({name: tensor + 0.1 for name, tensor in tensors.items()}, other, metadata={"format": "pt"})
+    name = {"distill.teacher": str(other.parent)}
+    with pytest.raises(ValueError, match=r"the teacher's weights, distill.teacher=.*/other: .* has other content"):
+        distill(config_of(world, teacher, tmp_path, **HIDDEN, max_steps=6, **name))
 
 
 def assert_one_program(config: TrainConfig) -> None:
@@ -240,6 +246,11 @@ def test_another_tokenizer_is_refused_with_what_differs(world: Path, teacher: Pa
         distill(config_of(world, other, tmp_path / "run"))
     assert "2 of 640 and 640 tokens differ, such as " in str(error.value)
     assert not (tmp_path / "run/checkpoints").exists()
+    settings = json.loads((teacher / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(settings | {"vocab_size": 600}))
+    shutil.copy(teacher / "tokenizer.json", other)
+    with pytest.raises(ValueError, match=r"other: its tokenizer has 640 ids and the model only 600 embeddings: they"):
+        distill(config_of(world, other, tmp_path / "run"))
 
 
 @pytest.mark.parametrize(
@@ -258,6 +269,7 @@ def test_layers_that_do_not_exist_are_refused(
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
+        ({"distill.files": "logits", "top_k": 700}, "distill.top_k=700: there are 640 logits; set it to that or less"),
         ({"max_length": 256}, "data.max_length=256 is longer than the 128 positions of distill.teacher="),
         ({"distill.teacher": "./nowhere"}, "distill.teacher=./nowhere: there is no such folder. Give a folder, a hub"),
     ],

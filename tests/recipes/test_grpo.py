@@ -337,7 +337,8 @@ def test_completions_without_advantage_may_be_left_out(loss_type: str, tmp_path:
 def test_a_reward_that_fails_is_named_and_the_checkpoint_stays(tmp_path: Path, monkeypatch: Any) -> None:
     config = run_of(tmp_path, reward_funcs=["tests.support.reward_functions:fails_later"])
     monkeypatch.setenv("TPU_KIT_TEST_STOP", "1")
-    with pytest.raises(ValueError, match=r"the reward .*fails_later failed \(.*py, line \d+\) for .*question.*KeyError: 'no such judge'"):
+    told = r"the reward .*fails_later failed \(.*py, line \d+\) for .*question.*KeyError: 'no such judge'"
+    with pytest.raises(ValueError, match=told):
         grpo(config)
     monkeypatch.delenv("TPU_KIT_TEST_STOP")
     assert grpo(config).status == "finished" and logged(tmp_path, "resumed_from")[-1] == 2

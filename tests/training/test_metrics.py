@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Gemma4TextConfig
 from tests.support.child_processes import run_python
 from tpu_kit.config.loader import ConfigError, LoraConfig, TrackingConfig, TrainConfig
 from tpu_kit.hardware.machine import Machine
-from tpu_kit.training.metrics import Tracker, check_tracking, model_flops_per_token, read_metrics
+from tpu_kit.training.metrics import Evaluations, Tracker, check_tracking, model_flops_per_token, read_metrics
 
 
 class Clock:
@@ -38,6 +38,16 @@ def strictly(path: Path) -> list[dict[str, Any]]:
         raise AssertionError(f"{text} is not JSON")
 
     return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def test_of_equal_accuracies_the_latest_is_the_best_and_no_progress() -> None:
+    found = Evaluations(patience=2)
+    for step, accuracy in enumerate((0.25, 0.5, 0.5), 1):
+        assert not found.stopped
+        found.add(step, math.nan, accuracy)
+    assert found.best_step == 3 and not found.stopped
+    found.add(4, math.nan, 0.25)
+    assert found.best_step == 3 and found.stopped
 
 
 def test_numbers_of_the_users_take_no_name_of_ours(tmp_path: Path) -> None:

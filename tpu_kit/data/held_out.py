@@ -63,6 +63,11 @@ def held_out_rows(config: DataConfig, questions: int) -> int:
     return math.ceil(config.eval_rows * questions) if config.eval_rows < 1 else int(config.eval_rows)
 
 
+def drawn(rows: np.ndarray, seed: int) -> np.ndarray:
+    """Returns rows in a random order, so that the first of them are a sample: a source may be sorted."""
+    return np.random.default_rng(seed).permutation(rows)
+
+
 def choose_questions(questions: np.ndarray, earlier: np.ndarray, config: DataConfig) -> np.ndarray:
     """Returns the questions to hold out.
 

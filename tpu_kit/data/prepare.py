@@ -21,7 +21,7 @@ from datasets import config as datasets_config
 from tpu_kit.config.loader import DataConfig
 from tpu_kit.data.batching import Documents, PackedDataset
 from tpu_kit.data.chat_encoding import Encoder, Example, ReasoningCounts
-from tpu_kit.data.held_out import Questions, choose_questions, held_out_rows
+from tpu_kit.data.held_out import Questions, choose_questions, drawn, held_out_rows
 from tpu_kit.data.sources import EMBEDDED_ROWS, SYNTHETIC, synthetic_rows
 from tpu_kit.data.tokenizing import RawRows, Tokenized, tokenize
 
@@ -126,7 +126,7 @@ class Prepared:
     Attributes:
         train: packed rows.
         eval: packed held-out rows; None without evaluation.
-        eval_rows: the held-out rows of `eval` as read, in order of their numbers, with the texts of `schemas.problem`,
+        eval_rows: the held-out rows of `eval` as read, in the order of `drawn`, with the texts of `schemas.problem`,
             or else an "answer" (`schemas.final_answer`).
         eval_prompts: for each held-out row the text that the model continues (empty for plain text).
         eval_prompt_ids: the token ids of these texts.
@@ -217,7 +217,7 @@ def prepare(
         text = f"every question of the evaluation rows ({held.source}) is in the training rows too"
         raise ValueError(f"{text}; name other rows in data.eval_source")
     eval_data, eval_report = _pack(held, chosen, seen_in_training=held.count(wanted & ~chosen))
-    raw = held.raw_rows(np.unique(eval_data.documents.source_rows))[:3]
+    raw = held.raw_rows(drawn(np.unique(eval_data.documents.source_rows), config.seed))[:3]
     questions = Questions(np.unique(data.prompts(train)), np.unique(held.questions[chosen]))
     return Prepared(packed, eval_data, *raw, report, eval_report, data.encoder, questions, fingerprint, tasks)
 

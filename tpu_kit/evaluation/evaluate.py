@@ -15,7 +15,7 @@ import numpy as np
 
 from tpu_kit.config import tables
 from tpu_kit.config.loader import ConfigError, DataConfig, TrainConfig
-from tpu_kit.data.held_out import QUESTIONS, UNKNOWN, Questions
+from tpu_kit.data.held_out import QUESTIONS, UNKNOWN, Questions, drawn
 from tpu_kit.data.prepare import Prepared, prepare
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.evaluation.verifiers import judge, verifier_named, well_formed
@@ -386,7 +386,7 @@ def evaluate(config: TrainConfig, prepared: Prepared, adapter_dir: str | Path | 
     count, limit = config.tracking.generate_rows or None, config.tracking.generate_tokens
     rule = verifier_named(config.tracking.verifier)
     source_rows = prepared.eval.documents.source_rows
-    documents = np.flatnonzero(np.isin(source_rows, np.unique(source_rows)[:count]))
+    documents = np.flatnonzero(np.isin(source_rows, drawn(np.unique(source_rows), config.data.seed)[:count]))
     ids, masks = zip(*map(prepared.eval.document, documents.tolist()), strict=True)
     ask = GenerationRequest(_prompt_ids(prepared, count), Sampling(limit))
     answers = answer(config, [ask], [each.tolist() for each in ids], adapter_dir=adapter_dir, batch_size=_BATCH)

@@ -81,6 +81,8 @@ class Rewards:
         if len(self._weights) != len(rewards):
             counts = f"rl.reward_weights has {len(self._weights)} weights for {len(rewards)} rewards"
             raise ValueError(f"{counts}; give one for each of rl.reward_funcs, or remove it")
+        if not any(self._weights):
+            raise ValueError("rl.reward_weights: all are 0, so nothing would be learned; give one another weight")
         self._functions: dict[str, RewardFunction] = {}
         for reward in rewards:
             name = reward if isinstance(reward, str) else getattr(reward, "__name__", type(reward).__name__)

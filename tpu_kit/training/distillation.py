@@ -58,11 +58,20 @@ class DistillationObjective(Objective):
                 f"and {len(other):,} tokens differ, such as {differ[0]!r}. Their logits are not comparable: choose a "
                 "teacher of the same family"
             )
-        for side, (whole, of) in enumerate(
-            ((read_config(config.model), f"model.name={config.model.name}"), (settings, name))
-        ):
+        models_of = [read_config(config.model), settings]  # None: loading says why it cannot be read
+        sizes = [whole.get_text_config().vocab_size for whole in models_of if whole is not None]
+        if settings is not None and len(other) > sizes[-1]:
+            raise ValueError(
+                f"{name}: its tokenizer has {len(other)} ids and the model only {sizes[-1]} embeddings: they do not "
+                "belong together. Load both from one folder"
+            )
+        if sizes and config.distill.files and config.distill.top_k > min(sizes):
+            raise ValueError(
+                f"distill.top_k={config.distill.top_k}: there are {min(sizes)} logits; set it to that or less"
+            )
+        for side, (whole, of) in enumerate(zip(models_of, (f"model.name={config.model.name}", name), strict=True)):
             if whole is None:
-                continue  # loading says why it cannot be read
+                continue
             count = whole.get_text_config().num_hidden_layers
             if wrong := sorted({pair[side] for pair in config.distill.pairs if pair[side] > count}):
                 raise ValueError(

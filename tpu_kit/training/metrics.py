@@ -153,14 +153,15 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 def best_evaluation(records: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
     """Returns the evaluation with the lowest loss or, without losses, with the most correct answers.
 
-    It is the earliest of equal ones; None without a number.
+    Of equal losses it is the earliest. Of equal accuracies, of which few rows have many, it is the latest, which has
+    learned more. None without a number.
     """
     records = [record for record in records if record["kind"] == "eval"]
     measured = [record for record in records if record["loss"] is not None]
     if measured:
         return min(measured, key=lambda record: record["loss"])
     answered = [record for record in records if record["accuracy"] is not None]
-    return max(answered, key=lambda record: record["accuracy"], default=None)
+    return max(answered, key=lambda record: (record["accuracy"], record["step"]), default=None)
 
 
 class Evaluations:
@@ -200,8 +201,11 @@ class Evaluations:
 
     @property
     def _since_best(self) -> int:
-        best = self.best_step
-        return sum(record["step"] > best for record in self._records)
+        best = best_evaluation(self._records) or {"loss": None, "accuracy": None, "step": 0}
+        same = (record["step"] for record in self._records
+                if (record["loss"], record["accuracy"]) == (best["loss"], best["accuracy"]))  # fmt: skip
+        first = next(same, 0)  # an equal one is no progress
+        return sum(record["step"] > first for record in self._records)
 
     def figures(self, step: int | None = None) -> dict[str, float]:
         """Returns eval_loss, eval_accuracy and eval_step of a step, by default of the newest evaluation."""

@@ -60,7 +60,7 @@ def keep_run(config: TrainConfig, today: str) -> TrainConfig:
     before: dict[str, Any] = {}
     with contextlib.suppress(OSError, DamagedError):  # the run itself reports it
         if checkpoint := _newest(config):
-            base, before = _base(checkpoint), flatten(checkpoint.document("config"))
+            base, before = _identity(checkpoint, base_identity.NAME), flatten(checkpoint.document("config"))
     rows = before.get("data.eval_rows") if config.data.eval_rows is None else config.data.eval_rows
     data = replace(config.data, eval_rows=rows, date=config.data.date or (before["data.date"] if before else today))
     return replace(config, data=data, model=base_identity.pin(config.model, base))
@@ -138,16 +138,20 @@ def weights_of(step: int, config: TrainConfig) -> Tensors:
     return sections(training_tensors(checkpoint, lambda name: name.startswith(f"{section}/")))[section]
 
 
-def _base(checkpoint: Checkpoint) -> base_identity.Identity | None:
-    return checkpoint.document(base_identity.NAME) if f"{base_identity.NAME}.json" in checkpoint.files else None
+def _identity(checkpoint: Checkpoint, name: str) -> base_identity.Identity | None:
+    return checkpoint.document(name) if f"{name}.json" in checkpoint.files else None
 
 
 def _problems(checkpoint: Checkpoint, config: TrainConfig, global_batch: int | None = None) -> list[str]:
     """How the run differs from the checkpoint's in parameters, base weights and, where it is known, rows per update."""
     before, now = flatten(checkpoint.document("config")), config.flat_values()
     problems = [f"{name}: {before[name]!r} there, {now[name]!r} now" for name in changes(before, now)[1]]
-    if differ := base_identity.differences(_base(checkpoint), base_identity.identify(config.model)):
-        problems.append(f"the base weights, model.name={config.model.name}: {'; '.join(differ)}")
+    models = ((base_identity.NAME, "base", "model.name", config.model),
+              ("teacher", "teacher's", "distill.teacher", config.teacher))  # fmt: skip
+    for document, whose, name, model in models:
+        identity = base_identity.identify(model) if model else None
+        if differ := base_identity.differences(_identity(checkpoint, document), identity):
+            problems.append(f"the {whose} weights, {name}={config[name]}: {'; '.join(differ)}")
     rows = checkpoint.document("state")["global_batch_size"]
     if global_batch not in (None, rows):
         problems.append(f"rows per update: {rows} there, {global_batch} now")

@@ -28,6 +28,7 @@ from tpu_kit.distributed.preemption import PreemptionGuard
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.evaluation.evaluate import Accuracy, count_correct
 from tpu_kit.hardware.host import chip_name, chips_of
+from tpu_kit.models.base_identity import identify
 from tpu_kit.models.layer_calls import unstacked
 from tpu_kit.training.adapter_files import base_document, result_files
 from tpu_kit.training.metrics import Evaluations, RecompileMonitor, Tracker, model_flops_per_token, peak_memory
@@ -100,6 +101,7 @@ class Trainer:
         self._history: list[dict[str, Any]] | None = None
         self._tracker: Tracker | None = None
         self._wandb_id: str | None = None
+        self._teacher = identify(config.teacher) if config.teacher and checkpoints else None
 
     def __enter__(self) -> Trainer:
         if self.rt.rank == 0:
@@ -413,7 +415,7 @@ class Trainer:
             files["training"] = tensors
         documents |= {"updates": self.updates.document(self.step)} if self.updates.splits else {}
         documents |= {"state": state, "config": self.config.to_dict(), "history": self._tracker.history}
-        documents |= base_document(self.model)
+        documents |= base_document(self.model) | ({"teacher": self._teacher} if self._teacher else {})
         metrics = {**self.metrics, **self.evaluations.figures(self.step)}
         metrics.pop("eval_step", None)
         best = self.evaluations.best_step == self.step
