@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import errno
+import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -227,6 +228,7 @@ def _filesystem(scheme: str) -> Callable[[], Any]:
     """Returns the constructor of a scheme's file system; raises ValueError if its package is missing."""
     # By default gcsfs asks a second service about each bucket, which only zonal buckets need.
     os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs a traceback of each error that it raises
     # Other processes write there too: a cached list may be out of date.
     options: dict[str, Any] = {"use_listings_cache": False}
     try:
