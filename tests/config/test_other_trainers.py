@@ -1,4 +1,4 @@
-"""Files of TRL's SFT script and of axolotl: each value is translated exactly, noted as unneeded, or refused by name."""
+"""Files of TRL (SFT, GRPO) and axolotl: each value is translated exactly, noted as unneeded, or refused by name."""
 
 from __future__ import annotations
 
@@ -198,6 +198,14 @@ def test_absent_keys_have_the_defaults_of_the_trainer(read: Any) -> None:
          {"data.eval_split": "test", "optim.eval_steps": 5, "lora.dropout": 0.05, "data.eval_rows": None}),
         ("model_name_or_path: a/b\neval_steps: 5", {"data.eval_split": None, "optim.eval_steps": None}),
         ("model_name_or_path: a/b\nlr_scheduler_type: constant\nwarmup_ratio: 0.1", {"optim.warmup_ratio": 0.0}),
+        ("per_device_train_batch_size: 2\nrun_name:\nhub_strategy: every_save\nhub_token: <HUB_TOKEN>\n"
+         "accelerator_config: {split_batches: false, dispatch_batches: null}", {"run_name": "default"}),
+        ("model_name_or_path: a/b\nnum_generations: 4\nloss_type: grpo\ntemperature: 0.9\nscale_rewards: false\n"
+         "top_p: 1.0\nuse_vllm: true\nvllm_importance_sampling_mode: token_mask\nvllm_importance_sampling_cap: 2.0",
+         {"rl.loss_type": "grpo", "rl.sampling_temperature": 0.9, "rl.scale_rewards": "none", "rl.num_generations": 4,
+          "rl.importance_sampling_correction": "token_mask", "rl.importance_sampling_cap": 2.0, "data.eval_rows": 0,
+          "optim.learning_rate": 1e-6, "data.loss_on": "completion", "lora.r": 0}),
+        ("loss_type: cispo\nepsilon_high: 5", {"rl.loss_type": "cispo"}),
     ],
 )  # fmt: skip
 def test_a_value_is_translated_exactly(read: Any, text: str, ours: dict[str, Any]) -> None:
@@ -241,6 +249,9 @@ def test_adamw_of_small_moments_is_adamw_for_adapters_alone(write: Any, name: st
         ("model_name_or_path: a/b\nmax_length:", "max_length: null has no counterpart here; every row has"),
         ("lr_scheduler_type: polynomial",
          'lr_scheduler_type: \'polynomial\' has no counterpart here; optim.schedule is "cosine", "linear" or "const'),
+        ("model_name_or_path: a/b\nnum_generations: 4\ntop_p: 0.9", "top_p: 0.9 has no counterpart here; completions"),
+        ("model_name_or_path: a/b\nreward_funcs: [accuracy_reward]", "write module:function, such as trl.rewards:accu"),
+        ("model_name_or_path: a/b\nreward_funcs: [math]\nper_device_train_batch_size: 8", "set rl.prompts_per_update"),
         ("lr: 1\nlearning_rate: 2", "optim.learning_rate: given twice"),
         ("num_epochs: 1\nnum_train_epochs: 2", "optim.epochs: given twice, as 1 and as num_train_epochs=2"),
         ("epohcs:", "epohcs: no such parameter (given null); did you mean optim.epochs?"),
@@ -283,8 +294,10 @@ def test_every_parameter_of_trl_has_a_rule() -> None:
         **fields_of("transformers", "training_args.py", "TrainingArguments"),
         **fields_of("trl", "trainer/base_config.py", "_BaseConfig"),
         **fields_of("trl", "trainer/sft_config.py", "SFTConfig"),
+        **fields_of("trl", "trainer/grpo_config.py", "GRPOConfig"),
         **fields_of("trl", "trainer/model_config.py", "ModelConfig"),
         **fields_of("trl", "scripts/utils.py", "ScriptArguments"),
+        **fields_of("trl", "scripts/grpo.py", "GRPOScriptArguments"),
     }
     ours = {parameter.leaf for parameter in parameters().values()}
     assert len(theirs) > 140
@@ -314,3 +327,10 @@ def test_the_defaults_of_trl_are_those_of_the_installed_release() -> None:
     assert absent["lora.r"] == 0 and default("use_peft") is False
     assert absent["data.eval_rows"] == 0 and default("eval_strategy") == "no"
     assert (default("lora_dropout"), default("dataset_test_split")) == (0.05, "test")
+    theirs |= fields_of("trl", "trainer/grpo_config.py", "GRPOConfig")
+    absent = translate({"model_name_or_path": "a/b", "num_generations": 4}, ()).defaults
+    assert absent["learning_rate"] == default("learning_rate") == 1e-6
+    ours = {name.removeprefix("rl."): each.default for name, each in parameters().items() if name.startswith("rl.")}
+    assert {name for name in ours.keys() & theirs.keys() if ours[name] != default(name)} == {
+        "epsilon_high", "steps_per_generation"
+    }  # fmt: skip

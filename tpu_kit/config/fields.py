@@ -102,7 +102,8 @@ class ConfigField:
                 result = _as(value, member)
                 break
         else:
-            empty = value == "" or (isinstance(value, list | tuple) and (not value or "" in value))
+            listed = any(get_origin(member) is tuple for member in _members(self.hint))
+            empty = value == "" or (listed and isinstance(value, list | tuple) and (not value or "" in value))
             wrong = "empty" if empty else f"not {wanted(self.hint)}"
             raise ValueError(f"{self.name}: {show(value)} is {wrong}{self._fix(value)}")
         if re.search("[\0\ud800-\udfff]", "".join(_texts(result))):

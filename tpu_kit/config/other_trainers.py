@@ -1,4 +1,4 @@
-"""Translates the files of TRL's SFT script and of axolotl to the parameters of the kit.
+"""Translates the files of TRL's SFT and GRPO scripts, of axolotl and of TrainingArguments to the kit's parameters.
 
 other_trainers.toml has their names. Each key of theirs becomes a parameter of the kit, a note why it needs none, or a
 problem with what to do instead; keys that are ours or unknown are left to the loader.
@@ -33,7 +33,7 @@ class Translation:
     """A file in the kit's names.
 
     Attributes:
-        trainer: "TRL" or "axolotl"; "" for a file that does not name its model as one of them does.
+        trainer: its name in other_trainers.toml; "" for a file that does not name its model as one of them does.
         values: by our names. Keys that are ours or unknown stay as they are.
         defaults: by our names, for absent keys for which the trainer's default is not the kit's.
         notes: a text for each value that was translated or ignored, and for each of `defaults`.
@@ -80,7 +80,7 @@ def translate(values: Mapping[str, Any], ours: Collection[str]) -> Translation:
     for key in _TABLES["not_trainers"].keys() & values.keys():
         return Translation("", problems=[f"{key}: {_TABLES['not_trainers'][key]}"])
     trainers: dict[str, dict[str, Any]] = _TABLES["trainers"]
-    trainer = next((name for name, table in trainers.items() if values.get(table["model"]) is not None), "")
+    trainer = next((name for name, table in trainers.items() if _is_of(table, values)), "")
     flat = dict(_flat(values))
     _name_sources(flat)
     present = {key: value for key, value in flat.items() if value is not None}
@@ -116,20 +116,26 @@ def advice(name: str, value: object) -> str:
     return next((str(why) for rule in rules if (why := rule.get("refused") or rule.get("ignored"))), "")
 
 
+def _is_of(table: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
+    """Returns whether a file is one of a trainer, by the keys in its table."""
+    marks = table.get("marks", table["model"]).split()
+    return values.get(table["model"]) is not None and not values.keys().isdisjoint(marks)
+
+
 def _case(values: Mapping[str, Any], trainer: str) -> frozenset[str]:
-    """The trainer of a file, and the cases of other_trainers.toml that its values make."""
+    """The words of a trainer's name, and the cases of other_trainers.toml that its values make."""
     section = values.get("lora")
     ranks = [values.get("lora.r"), values.get("r"), section.get("r") if isinstance(section, Mapping) else None]
     rules = [_rule(key, value, frozenset([trainer])) for key, value in values.items()]
     full = 0 in ranks or (ranks == [None] * 3 and any(rule.get("to") == "lora.r" for rule in rules))
-    cases = {trainer, "all weights" if full else "adapters"}
+    cases = {*(trainer.split() or [""]), "all weights" if full else "adapters"}
     if "constant" in (values.get("lr_scheduler"), values.get("lr_scheduler_type")):
         cases.add("constant")
     evaluates = {
         "TRL": values.get("eval_strategy") not in (None, "no", False),
         "axolotl": bool(values.get("val_set_size")) or "test_datasets.path" in values,
     }
-    if not evaluates.get(trainer, True):
+    if not all(evaluates.get(name, True) for name in cases):
         cases.add("no evaluation")
     elif "eval_steps" in values:
         cases.add("eval_steps")
