@@ -172,8 +172,7 @@ def _read_own(kinds: Sequence[type], pairs: Sequence[str], problems: list[str]) 
     for kind in kinds:
         fields, values = knobs_of(kind), dict[str, Any]()
         names |= fields.keys()
-        given = [pair.partition("=") for pair in pairs if pair.partition("=")[0] in fields]
-        for name, _, text in given:
+        for name, _, text in (pair.partition("=") for pair in pairs if pair.partition("=")[0] in fields):
             field = fields[name]
             try:
                 if get_origin(field.hint) is tuple:  # an item for each time that it is set
@@ -183,7 +182,7 @@ def _read_own(kinds: Sequence[type], pairs: Sequence[str], problems: list[str]) 
             except ValueError as error:
                 problems += error.problems if isinstance(error, ConfigError) else [str(error)]
         try:
-            made += [kind(**values)] if values.keys() == {name for name, *_ in given} else []
+            made.append(kind(**values))
         except ValueError as error:
             problems.append(str(error))
     return made, [pair for pair in pairs if pair.partition("=")[0] not in names]
