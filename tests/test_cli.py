@@ -76,15 +76,25 @@ def test_train_exact_asks_the_compiler(training: Any) -> None:
     assert sys.modules["tpu_kit.recipes.sft"].asked == [True]
 
 
-def test_launch_error_is_told_once(training: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    training(LaunchError("replica 3 failed: out of memory"))
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (LaunchError("replica 3 failed: out of memory"), "replica 3 failed: out of memory\n"),
+        (OSError(28, "No space left on device: make room"), "[Errno 28] No space left on device: make room\n"),
+    ],
+)
+def test_an_error_that_says_what_to_do_is_told_once(
+    training: Any, capsys: pytest.CaptureFixture[str], error: Exception, text: str
+) -> None:
+    training(error)
     assert main(["train"]) == 1
-    assert capsys.readouterr().err == "replica 3 failed: out of memory\n"
+    assert capsys.readouterr().err == text
 
 
-def test_other_errors_keep_their_traceback(training: Any) -> None:
-    training(KeyError("x"))
-    with pytest.raises(KeyError):
+@pytest.mark.parametrize("error", [KeyError("x"), OSError(28, "No space left on device")])
+def test_other_errors_keep_their_traceback(training: Any, error: Exception) -> None:
+    training(error)
+    with pytest.raises(type(error)):
         main(["train"])
 
 

@@ -54,11 +54,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return BAD_USAGE
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, OSError) as error:
         from tpu_kit.distributed.launch import LaunchError
         from tpu_kit.distributed.meeting import HostError
 
-        if args is None or not isinstance(error, ValueError | LaunchError | HostError):
+        ours = isinstance(error, OSError) and error.args[1:] != (os.strerror(error.errno or 0),)  # with a remedy
+        if args is None or not (ours or isinstance(error, ValueError | LaunchError | HostError)):
             raise
         print(error, file=sys.stderr)  # the text has the traceback of a failed replica
         return PREEMPTED if isinstance(error, HostError) and error.again else FAILED
@@ -75,8 +76,8 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError([f"{message}; write {' '.join(self.format_usage().split()[1:])}"])
 
 
-_STYLE = partial(argparse.RawDescriptionHelpFormatter, width=120)
-_PARSER = Parser(prog="python -m tpu_kit", formatter_class=_STYLE, allow_abbrev=False)
+_OPTIONS: Any = {"formatter_class": partial(argparse.RawDescriptionHelpFormatter, width=120), "allow_abbrev": False}
+_PARSER = Parser(prog="python -m tpu_kit", **_OPTIONS)
 _PARSER.add_argument("--version", action="version", version=f"tpu_kit {tpu_kit.__version__}")
 _COMMANDS = _PARSER.add_subparsers(title="commands", metavar="COMMAND", required=True)
 COMMANDS: Mapping[str, Parser] = _COMMANDS.choices
@@ -106,10 +107,8 @@ def command(
             parts.append(f"Parameters {note}:\n{explain()}")
         elif others:
             parts.append("The other parameters are those of `train`; its --help lists them.")
-        parser = _COMMANDS.add_parser(
-            name, help=run.__doc__, description=run.__doc__, epilog="\n\n".join(parts), formatter_class=_STYLE,
-            allow_abbrev=False,
-        )  # fmt: skip
+        about, epilog = run.__doc__, "\n\n".join(parts)
+        parser = _COMMANDS.add_parser(name, help=about, description=about, epilog=epilog, **_OPTIONS)
         for argument, options in arguments.items():
             parser.add_argument(argument, **options)
         parser.set_defaults(function=run)

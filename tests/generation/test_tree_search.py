@@ -116,6 +116,10 @@ def test_a_users_score_decides_and_sees_the_steps(generator: Counted) -> None:
     assert tuple(found.best.steps) in {steps for _, steps in seen}
     with pytest.raises(ValueError, match="scoring function gave nan; it must give a finite number"):
         search(generator, QUESTION, SearchOptions(score=lambda *_: float("nan"), **SMALL))
+    with pytest.raises(
+        ValueError, match=r"function, which takes the question and the steps, fails: TypeError: .*1 pos"
+    ):
+        search(generator, QUESTION, SearchOptions(score=lambda question: 0.0, **SMALL))  # type: ignore[misc,arg-type]
 
 
 def test_self_evaluation_is_a_probability(generator: Counted) -> None:

@@ -18,7 +18,7 @@ from tpu_kit.cli import main
 from tpu_kit.config.loader import ModelConfig, TrainConfig, batch_arithmetic, load_config
 from tpu_kit.data.prepare import prepare
 from tpu_kit.hardware.slices import find_slice
-from tpu_kit.models.architecture import shipped_shape, shipped_shapes
+from tpu_kit.models.architecture import did_you_mean, shipped_shape, shipped_shapes
 from tpu_kit.models.causal_lm import load_tokenizer
 from tpu_kit.models.shape_cache import read_shape
 from tpu_kit.planning import compile_check, memory_estimate, planner
@@ -517,6 +517,7 @@ def test_the_models_that_are_known_are_listed(capsys: pytest.CaptureFixture[str]
     assert main(["plan", "model.name=meta-llama/Lama-3.1-8B"]) == 2
     told = capsys.readouterr().err
     assert "check the spelling and the network" in told and "did you mean meta-llama/Llama-3.1-8B?" in told
+    assert not did_you_mean("meta-llama/Llama-3.1-8B"), "it is the name that was asked for"
     assert listed in told
 
 

@@ -262,7 +262,7 @@ def compare(
 
 
 def evaluate_adapter(config: TrainConfig, adapter_dir: str | Path, prepared: Prepared | None = None) -> Comparison:
-    """Compares the base and the tuned model on the held-out rows, and writes eval.json beside the adapter.
+    """Compares the base and the tuned model on the held-out rows, and writes eval.json into the adapter's run.
 
     The rows are those that the adapter's run held out and those that `config` holds out, without questions that the run
     was trained on; texts are compared without case, white space and closing punctuation. Where the adapter lies without
@@ -294,10 +294,13 @@ def evaluate_adapter(config: TrainConfig, adapter_dir: str | Path, prepared: Pre
         if plain != folder:
             comparison = dataclasses.replace(comparison, head=compare(evaluate(config, prepared, plain), tuned))
     written = json.dumps(comparison.to_dict(), indent=2)
-    if isinstance(run, str):
-        ObjectFolder(run).write("eval.json", written.encode())
-    else:
-        (run / "eval.json").write_text(written)
+    try:
+        if isinstance(run, str):
+            ObjectFolder(run).write("eval.json", written.encode())
+        elif (run / "config.yaml").is_file():
+            (run / "eval.json").write_text(written)
+    except OSError as error:  # such as of a folder that can only be read: the result is printed all the same
+        print(f"warning: {run}/eval.json could not be written ({error.strerror or error})", file=sys.stderr)
     return comparison
 
 

@@ -274,7 +274,13 @@ class _Search:
             pairs = [(likelihoods[2 * index][0], likelihoods[2 * index + 1][0]) for index in range(len(children))]
             return [1 / (1 + math.exp(min(700.0, no - yes))) for yes, no in pairs]
         assert callable(how)
-        scores = [float(how(self.root.text, child.steps)) for child in children]
+        try:
+            scores = [float(how(self.root.text, child.steps)) for child in children]
+        except Exception as error:  # a user's function may raise anything
+            text = f"{type(error).__name__}: {error}"
+            raise ValueError(
+                f"search: the scoring function, which takes the question and the steps, fails: {text}"
+            ) from error
         if wrong := [value for value in scores if not math.isfinite(value)]:
             raise ValueError(f"search: the scoring function gave {wrong[0]}; it must give a finite number")
         return scores

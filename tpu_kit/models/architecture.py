@@ -61,7 +61,7 @@ def shipped_shape(model: ModelConfig) -> dict[str, Any] | None:
 def did_you_mean(name: str) -> str:
     """Returns a question with the known model whose name is closest to a misspelled one; empty if none is close."""
     names = {known.lower(): known for known in shipped_shapes()}
-    return "".join(f" did you mean {names[guess]}?" for guess in closest(name, names, 0.8))
+    return "".join(f" did you mean {names[guess]}?" for guess in closest(name, names, 0.8) if names[guess] != name)
 
 
 def locate(config: ModelConfig) -> str:

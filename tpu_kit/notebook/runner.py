@@ -14,6 +14,7 @@ import signal
 import sys
 import textwrap
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -41,6 +42,9 @@ def run(paths: Sequence[Path], out: Path, parameters: Mapping[str, Any]) -> int:
             notebook), or no notebook takes it; no notebook has run then.
     """
     problems = [f"{path}: no such notebook" for path in paths if not path.is_file()]
+    for name, count in Counter(path.name for path in paths).items():
+        if count > 1:
+            problems.append(f"{name}: {count} notebooks have this name, and {out} has room for one; rename the others")
     secrets = [name for name, value in parameters.items() if is_secret_name(name) or is_secret_value(value)]
     if problems := problems + [f"{name}: {SECRET_ADVICE}" for name in secrets]:
         raise ConfigError(problems)

@@ -75,6 +75,7 @@ def _check_own(config: TrainConfig, objective: Objective) -> None:
     with torch.device("meta"):
         model = models.adapt(empty_model(whole), config.lora, "fp32").train()
         objective.attach(model, lambda one: empty_model(replace(whole, model=one)))
+        models.base_model(model).get_decoder().register_forward_pre_hook(_refuse_own_call, with_kwargs=True)
         if config.tracking.eval_generate_rows and isinstance(getattr(model, "objective", None), StatesHead):
             raise ValueError(f"tracking.eval_generate_rows would answer without the head of {name}; set it to 0")
         rows = config.optim.batch_size if isinstance(config.optim.batch_size, int) else 1
@@ -124,6 +125,14 @@ def _explained(name: str, file: str | None, error: Exception) -> str:
         f"{name} reads values of tensors at {place}: {text}. The device would wait for the host in each step. Compute "
         "with tensors: torch.where in place of a condition, a mask in place of a boolean index or of nonzero"
     )
+
+
+def _refuse_own_call(decoder: Any, args: Any, kwargs: Any) -> None:
+    if kwargs.get("use_cache") is not False:
+        raise ValueError(
+            "it calls the model itself, without the documents of a packed row; call hidden_states(model, batch) or "
+            "logits(model, batch) of tpu_kit.models.causal_lm"
+        )
 
 
 class _Operations(TorchDispatchMode):
