@@ -171,7 +171,8 @@ def _policy_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
         yield "rl.beta lora.r", text
     if rl.beta and config.lora.adapter:
         text = (
-            "is not the model without its adapter, which rl.beta compares with; export it merged, and name that model"
+            "is where training starts, and rl.beta compares with the model without any adapter; export it merged and "
+            "set model.name to that folder, or set rl.beta=0"
         )
         yield "lora.adapter rl.beta", text
     for name in ("beta", "entropy_coef"):
