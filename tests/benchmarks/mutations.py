@@ -5,7 +5,7 @@ changes one expression of each: an operator, a number, a condition, a returned v
 it runs the quick tests that import the module, `-x`, in a copy of the tree. A mutation that no test notices is printed
 with its line: a gap in the tests, or a line that does nothing.
 
-Messages, displays and branches that a TPU alone takes are not drawn: no test here can notice them.
+Messages, displays, assertions and branches that a TPU alone takes are not drawn: no test here can notice them.
 """
 
 from __future__ import annotations
@@ -81,6 +81,8 @@ def _left_out(node: ast.AST) -> bool:
     """Whether nothing in the node is drawn: messages, displays, annotations, and what only a TPU runs."""
     if isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr | ast.arguments | ast.ImportFrom | ast.Import):
         return True
+    if isinstance(node, ast.keyword) and node.arg == "strict":  # of zip: it asserts
+        return True
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return bool(DISPLAYS.search(node.name))
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
@@ -131,14 +133,26 @@ def draw(number: int, seed: int, rooms: list[str]) -> list[Mutation]:
 
 
 def tests_of(path: Path) -> list[str]:
-    """Returns the test files that import a module, those of its room first."""
-    room, stem = path.parent.name, path.stem
-    package = re.escape(".".join(path.parent.parts))
+    """Returns the test files that import a module, those of its room first.
+
+    Where they are fewer than three, those of the modules that import it come after them.
+    """
+    files = sorted((REPOSITORY / "tests").rglob("test_*.py"))
+    direct = _importers(path, files)
+    others = []
+    if len(direct) < 3:
+        modules = _importers(path, sorted((REPOSITORY / PACKAGE).rglob("*.py")))
+        others = [file for module in modules for file in _importers(module.relative_to(REPOSITORY), files)]
+    room = path.parent.name
+    direct += [file for file in files if file.parent.name == room and file not in direct]
+    direct.sort(key=lambda file: (path.stem not in file.stem, file.parent.name != room))
+    return list(dict.fromkeys(str(file.relative_to(REPOSITORY)) for file in direct + others))
+
+
+def _importers(path: Path, files: list[Path]) -> list[Path]:
+    package, stem = re.escape(".".join(path.parent.parts)), path.stem
     imports = re.compile(rf"(from|import) {package}\.{stem}\b|from {package} import [^\n]*\b{stem}\b")
-    files = [file for file in sorted((REPOSITORY / "tests").rglob("test_*.py")) if imports.search(file.read_text())]
-    files += [file for file in sorted((REPOSITORY / "tests" / room).glob("test_*.py")) if file not in files]
-    files.sort(key=lambda file: (stem not in file.stem, file.parent.name != room))
-    return [str(file.relative_to(REPOSITORY)) for file in files]
+    return [file for file in files if imports.search(file.read_text())]
 
 
 def is_noticed(mutation: Mutation, tree: Path) -> bool:

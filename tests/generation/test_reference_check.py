@@ -135,8 +135,7 @@ def test_a_family_whose_state_along_the_row_the_kit_separates_by_document_passes
     check_training(run(tmp_path, SEPARATED[family], "remat=full"), "cpu")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", CARRIES_STATE)
+@pytest.mark.parametrize("family", quick(CARRIES_STATE, "jamba"))
 def test_a_family_that_carries_a_state_along_the_row_is_refused_only_for_packed_documents(tmp_path, family):
     with pytest.raises(ValueError) as refusal:
         check_training(run(tmp_path, CARRIES_STATE[family]), "cpu")

@@ -14,7 +14,7 @@ from tpu_kit.distributed import runtime
 from tpu_kit.distributed.hosts import Hosts
 from tpu_kit.hardware.machine import Machine
 from tpu_kit.hardware.slices import find_slice
-from tpu_kit.planning import compile_check
+from tpu_kit.planning import compile_check, preflight
 from tpu_kit.planning.compile_check import Compiled
 from tpu_kit.planning.planner import LEAST_UPDATES, best_batch
 from tpu_kit.planning.preflight import check_before_launch
@@ -207,3 +207,9 @@ def test_a_default_batch_is_lowered_to_what_the_rows_fill(small: Path, tmp_path:
     ):
         with pytest.raises(ConfigError, match=rf"smaller than one global batch: it has {rows} rows .*{advice}"):
             check_before_launch(run(small, *two, *settings), at=at, rows=rows)
+
+
+def test_the_speed_of_this_cpu_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter((0.0, 0.04, 0.08, 0.12))
+    monkeypatch.setattr(preflight.time, "perf_counter", lambda: next(clock))
+    assert preflight._host_rate() == pytest.approx(2 * 2 * 512**3 / 0.12)

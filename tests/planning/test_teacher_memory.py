@@ -62,6 +62,16 @@ def test_the_time_has_the_teachers_forward_pass() -> None:
     found = work(config, read_shape(config.model), batch_arithmetic(config, 1))
     assert found.flops == pytest.approx(COMPILED["flops"], rel=0.05)
 
+    def added(*settings: str) -> float:
+        """Bytes that are moved for four more rows."""
+        each = [distilled(*settings, f"batch_size={rows}") for rows in (4, 8)]
+        few, more = (work(one, read_shape(one.model), batch_arithmetic(one, 1)).traffic for one in each)
+        return more - few
+
+    teacher = ("distill.teacher=Qwen/Qwen2.5-7B-Instruct", "teacher_dtype=int8")
+    trained = added("model.name=Qwen/Qwen2.5-7B-Instruct", "base_dtype=int8")
+    assert 0.2 < (added(*teacher) - added("optim.seed=0")) / trained < 0.4, "forward, and not backward"
+
 
 def test_files_take_no_weights_but_columns_of_the_batch() -> None:
     files, alone = estimate(distilled("distill.teacher=t", "files=f")), estimate(distilled("optim.seed=0"))
