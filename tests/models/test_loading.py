@@ -153,7 +153,12 @@ def test_a_checkpoint_with_missing_weights_is_refused(saved, tmp_path):
 
 def test_what_cannot_be_found_is_named_with_the_next_action(saved, tmp_path):
     (tmp_path / "notes.txt").touch()
-    with pytest.raises(ValueError, match=r"the folder has no config.json \(it holds: notes.txt\)"):
+    with pytest.raises(ValueError, match=r"the folder has no config.json \(it holds: notes.txt\)$"):
+        load_model(ModelConfig(name=str(tmp_path)), LORA)
+    (tmp_path / "adapter").mkdir()
+    with pytest.raises(
+        ValueError, match=r"; to use a tuned model, run `python -m tpu_kit export RUN format=merged` and"
+    ):
         load_model(ModelConfig(name=str(tmp_path)), LORA)
     with pytest.raises(ValueError, match=r"there is no such folder\. Give a folder, a hub id or embedded"):
         load_model(ModelConfig(name=str(tmp_path / "nowhere")), LORA)

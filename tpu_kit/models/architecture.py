@@ -75,7 +75,10 @@ def locate(config: ModelConfig) -> str:
         wanted = config.gguf_file or "config.json"
         if not (folder / wanted).is_file():
             have = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
-            raise ValueError(f"model.name={config.name}: the folder has no {wanted} (it holds: {have})")
+            advice = ""
+            if any((folder / name).exists() for name in ("adapter_config.json", "adapter")):  # of a run, or the run
+                advice = "; to use a tuned model, run `python -m tpu_kit export RUN format=merged` and give its folder"
+            raise ValueError(f"model.name={config.name}: the folder has no {wanted} (it holds: {have}){advice}")
         return str(folder)
     if config.name.startswith((".", "~", os.sep)) or config.name.count("/") > 1:
         raise ValueError(f"model.name={config.name}: there is no such folder. Give a folder, a hub id or embedded")
