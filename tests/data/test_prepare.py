@@ -347,6 +347,7 @@ def test_text_needs_no_chat_template() -> None:
 
 def test_order_of_the_replicas_names_source_rows() -> None:
     made = run(packing=False)
+    assert "held" not in str(made), "none is held out"
     seen = [i for row in permutation(len(made.train), 0, 0) for i in made.train.source_rows(row)]
     assert sorted(seen) == list(range(60)) and not np.array_equal(seen, sorted(seen))
 

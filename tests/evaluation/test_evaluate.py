@@ -285,7 +285,7 @@ def test_evaluate_base_and_tuned(tmp_path: Path, prepared: Prepared, monkeypatch
 
     monkeypatch.setattr(progress.atomic, "write_text", keep)
     tuned = evaluate(replace(config(), output_dir=str(tmp_path / "run")), prepared, tmp_path)
-    assert said[0] == {"model": "tuned model", "answered": 0, "asked": 6} and said[-1]["answered"] == 6
+    assert said[0] == {"model": "/".join(tmp_path.parts[-2:]), "answered": 0, "asked": 6} and said[-1]["answered"] == 6
     assert list((tmp_path / "run").iterdir()) == []  # nothing answers any more
     assert [sample.question for sample in base.samples] == [row["question"] for row in rows]
     assert base.accuracy.total == tuned.accuracy.total == len(rows) == 6

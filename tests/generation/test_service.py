@@ -624,6 +624,15 @@ def test_errors_reach_the_caller(tmp_path: Path) -> None:
         generate(configured(), ["a"], Sampling(5000))
 
 
+def test_greedy_samples_are_told_to_be_equal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(service, "answer", lambda *args, **settings: service.Answers([[]], []))
+    for sampling in (None, Sampling(temperature=0.5)):
+        generate(configured(), CHATS, sampling, n=3)
+    assert capsys.readouterr().err == "note: n=3 samples at temperature=0 are equal; set temperature above 0\n"
+
+
 # --------------------------------------------------------------------------------------------------- the command line
 
 

@@ -250,6 +250,9 @@ def test_a_run_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "mine").mkdir(parents=True)
     (tmp_path / "runs" / "mine" / "config.yaml").write_text("run_name: mine\nlora: {r: 3}\n")
+    with pytest.raises(ConfigError, match="the run in runs/mine has not ended, so it has no adapter: continue its"):
+        cells_module.run_config(cells_ran("# Parameters: mine\nrun_name = 'mine'"))
+    (tmp_path / "runs" / "mine" / "adapter").mkdir()
     with pytest.raises(ConfigError, match=r"run 4-train-cot-sft.ipynb first, .*\(Kaggle\), .* Runs beside it: mine"):
         cells_module.run_config(cells_ran("# Parameters: mine\nrun_name = 'other'"))
     found = cells_module.run_config(cells_ran("# Parameters: mine\nrun_name = 'mine'\nrows = 3"), also=["rows"])

@@ -185,6 +185,7 @@ def test_the_compiler_is_asked_only_if_told_to(small: Path, tmp_path: Path, monk
     given = check_before_launch(run(small, "batch_size=2", "device_type=tpu"), exact=True, at=at)
     assert asked[-1] == (2, "v5e:2x4") and "by formula, as the compiler cannot run: no libtpu" in str(given)
     here = check_before_launch(run(small, "device_type=cpu"), exact=True, at=host(tmp_path / "host", 8))
+    assert "GiB by formula, which is made for TPUs and not for cpu\nmemory limit     " in str(here)
     assert "not by the TPU compiler" in str(here) and len(asked) == 2
 
 

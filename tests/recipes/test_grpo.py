@@ -378,6 +378,7 @@ def test_rows_of_prompts_alone_and_prompts_that_are_too_long(tmp_path: Path) -> 
     prepared = prepare_run(config)
     assert prepared.tasks is not None and (len(prepared.tasks.numbers), prepared.tasks.too_long) == (12, 1)
     assert "prompts          12; too long and left out: 1" in str(prepared)
+    assert "packed" not in str(prepared) and "with loss" not in str(prepared), "no row is trained on"
     with pytest.raises(ConfigError, match=r"data.format: 'prompt' has no replies to train on"):
         train(load_config(None, {"format": "prompt", "source": str(tmp_path / "rows.jsonl"), "device_type": "cpu"}))
 

@@ -83,12 +83,12 @@ class DataReport:
             lost = f"; WARNING: the rows hold reasoning for {held:,}, and {held - trained:,} lose some of it: "
             lost += "raise data.max_length" if self.truncated else "the tokenizer changes its text"
         blocks = f"; {empty:,} of the others with an empty reasoning block" if empty else ""
+        same = f"neither trained nor evaluated, because they ask the same: {self.repeated:,}"
         lines = [
             f"source           {self.source}: {self.layout}",
             f"rows             {self.rows_read:,} read, {self.rows_used:,} used{split}",
+            *([f"held out         {self.held_out - self.repeated:,}; {same}"] if self.held_out else []),
             f"with reasoning   {trained:,} of {replies:,} replies{blocks}{lost}",
-            f"held out         {self.held_out - self.repeated:,}; neither trained nor evaluated, because they ask the "
-            f"same: {self.repeated:,}",
             f"too long         {self.dropped_too_long:,} dropped, {self.truncated:,} truncated, "
             f"{self.dropped_no_loss:,} dropped because truncation left no loss",
             f"tokens           {self.tokens:,}, with loss {self.loss_tokens:,} ({self.loss_tokens / self.tokens:.0%})",
@@ -151,11 +151,14 @@ class Prepared:
     tasks: Tasks | None = None
 
     def __str__(self) -> str:
-        lines = [str(self.report)]
+        lines = str(self.report).splitlines()
+        if self.tasks:  # no row is trained on
+            lines = [line for line in lines if not line.startswith(("with reasoning", "too long", "tokens", "packed"))]
         if held := self.eval_report:
-            cut = f"{held.dropped_too_long:,} dropped, {held.truncated:,} truncated"
-            lines += [f"held-out rows    {held.documents:,}, {held.loss_tokens:,} tokens with loss; too long: {cut}"]
-            lines += [f"held-out rows    {held.seen_in_training:,} left out, because training has their questions"]
+            cut = f"; too long: {held.dropped_too_long:,} dropped, {held.truncated:,} truncated"
+            loss = "" if self.tasks else f", {held.loss_tokens:,} tokens with loss{cut}"
+            seen = f"; {held.seen_in_training:,} more left out, because training has their questions"
+            lines += [f"held-out rows    {held.documents:,}{loss}{seen if held.seen_in_training else ''}"]
             lines += [f"held-out rows    {held.skipped_text}"] if held.skipped else []
         if self.tasks:
             lines += [f"prompts          {len(self.tasks.numbers):,}; too long and left out: {self.tasks.too_long:,}"]

@@ -106,6 +106,8 @@ def generate(
         LaunchError: a replica failed.
     """
     ask = GenerationRequest(list(prompts), sampling or Sampling(), n, truncate)
+    if n > 1 and not ask.sampling.temperature:
+        print(f"note: n={n} samples at temperature=0 are equal; set temperature above 0", file=sys.stderr, flush=True)
     return answer(config, [ask], adapter_dir=adapter_dir, batch_size=batch_size).completions[0]
 
 
@@ -195,7 +197,7 @@ def answer(
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tpu_kit-")))
         if count > 1:
-            model = "base model" if adapter_dir is None else "tuned model"
+            model = "base model" if adapter_dir is None else "/".join(Path(adapter_dir).parts[-2:])  # runs/NAME/adapter
             stack.enter_context(follow_answers(folder, config.output_path, model, count))
         arguments = {"asks": list(asks), "rows": list(rows), "batch_size": batch_size, "folder": folder}
         launch_with_adapter(_answer_share, answer, config, adapter_dir, **arguments)

@@ -100,7 +100,7 @@ def run_config(namespace: Mapping[str, Any], also: Collection[str] = ()) -> Trai
         also: as in `config`.
 
     Raises:
-        ConfigError: there is no such run (the text names the runs there), or as in `config`.
+        ConfigError: there is no such run (the text names the runs there), it has not ended, or as in `config`.
     """
     names = ("run_name", "output_dir")
     run = load_config(parameters={name: value for name, value in parameters(namespace).items() if name in names})
@@ -112,6 +112,8 @@ def run_config(namespace: Mapping[str, Any], also: Collection[str] = ()) -> Trai
         where = "mount the Drive that has it (Colab), add the output that has it as an input (Kaggle)"
         advice = f"run 4-train-cot-sft.ipynb first, {where}, or set output_dir to it"
         raise ConfigError([f"run_name: there is no run in {folder}: {advice}. Runs beside it: {others}"])
+    if not (folder / "adapter").is_dir():
+        raise ConfigError([f"run_name: the run in {folder} has not ended, so it has no adapter: continue its training"])
     return config(namespace, read_yaml(folder / "config.yaml"), also)
 
 

@@ -90,11 +90,11 @@ class Preflight:
         verdict = "fits" if self.fits else "MAY NOT FIT"
         lines = [
             f"memory           {' + '.join(parts)} = {memory.total_bytes / GIB:.2f} GiB by formula",
-            f"of               {room.limit / GIB:.2f} GiB for each of {room.replicas} on {room.name}, {self.free:.0%} "
+            f"memory limit     {room.limit / GIB:.2f} GiB for each of {room.replicas} on {room.name}, {self.free:.0%} "
             f"kept free: {verdict}",
         ]
         if room.device_type != "tpu":
-            lines[0] += " for TPUs"
+            lines[0] += f", which is made for TPUs and not for {room.device_type}"
         elif ratio := room.calibration.memory:
             lines[0] += f", {ratio * memory.total_bytes / GIB:.2f} GiB as measured on this machine"
         if self.time is not None:
