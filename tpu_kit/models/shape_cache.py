@@ -35,7 +35,7 @@ def read_shape(model: ModelConfig) -> Shape:
 def read_shapes(models: Sequence[ModelConfig]) -> list[Shape]:
     """As `read_shape` for several models, with one process for those that were not derived before."""
     texts = [_read(model) for model in models]
-    paths = [CACHE.expanduser() / f"{_key(model, text)}.json" for model, text in zip(models, texts, strict=True)]
+    paths = [CACHE.expanduser() / f"{shape_key(model, text)}.json" for model, text in zip(models, texts, strict=True)]
     shapes = {path: shape for path in {*paths} if (shape := _load(path))}
     missing = {path: number for number, path in enumerate(paths) if path not in shapes}
     derived = _derive([{**asdict(models[number]), "config": texts[number]} for number in missing.values()])
@@ -61,8 +61,13 @@ def _load(path: Path) -> Shape | None:
         return None
 
 
-def _key(model: ModelConfig, text: str) -> str:
-    """Hashes what determines a shape: the configuration, the code that derives it, and transformers."""
+def shape_key(model: ModelConfig, text: str | None = None) -> str:
+    """Hashes what determines a shape: its config.json, the code that derives it, and transformers.
+
+    Raises:
+        ValueError: there is no config.json.
+    """
+    text = _read(model) if text is None else text
     own = Path(model.name).expanduser()
     code = sorted(own.glob("*.py")) if model.trust_remote_code and own.is_dir() else []
     code += [Path(__file__), Path(__file__).with_name("meta_model.py"), Path(__file__).with_name("layer_calls.py")]

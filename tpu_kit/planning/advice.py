@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 from tpu_kit.config.fields import ConfigError
@@ -136,26 +138,27 @@ def _knobs(
     config: TrainConfig, shape: Shape, replicas: int, peak: Callable[[TrainConfig], int], limit: float
 ) -> Iterator[MemoryOption]:
     """The changes that help, each added to those before, until the run fits; without those that it fits without."""
-    now, before, found = config, peak(config), list[tuple[str, Any, str]]()
+    found = list[tuple[str, Any, str]]()
+
+    def with_all(changes: Iterable[tuple[str, Any, str]]) -> TrainConfig:
+        return reduce(lambda now, one: _with(now, *one[:2]), changes, config)
+
     for name, value, harm in _changes(config, shape):
+        now = with_all(found)
+        if peak(now) <= limit:
+            break
         if name in ("optim.batch_size", "rl.prompts_per_update"):
             rows = now[name]
             assert isinstance(rows, int)
             value = largest(lambda n: peak(_with(now, name, n)) <= limit, rows - 1) or 1  # noqa: B023  called at once
             each = whole_prompts(now, replicas) if name == "rl.prompts_per_update" else 1
             value = value // each * each or value
-        try:
-            changed = _with(now, name, value)
-        except ConfigError:  # not on a mesh
-            continue
-        if (size := peak(changed)) < before:
-            now, before = changed, size
-            found.append((name, value, harm))
-        if before <= limit:
-            break
-    for one in found[-2::-1] if before <= limit else ():  # the last is needed
+        with contextlib.suppress(ConfigError):  # not on a mesh
+            if peak(_with(now, name, value)) < peak(now):
+                found.append((name, value, harm))
+    for one in found[-2::-1] if peak(with_all(found)) <= limit else ():  # the last is needed
         others = [each for each in found if each is not one]
-        if peak(_with_all(config, others)) <= limit:
+        if peak(with_all(others)) <= limit:
             found = others
     now = config
     for name, value, harm in found:
@@ -163,12 +166,6 @@ def _knobs(
         size, anew, now = peak(changed), is_another(now, changed, replicas), changed
         harm = f"{harm}, another training" if anew else f"the same training, {harm}"
         yield MemoryOption(f"{name}={value}", harm, anew, size, size <= limit)
-
-
-def _with_all(config: TrainConfig, found: Iterable[tuple[str, Any, str]]) -> TrainConfig:
-    for name, value, _ in found:
-        config = _with(config, name, value)
-    return config
 
 
 def _changes(config: TrainConfig, shape: Shape) -> Iterator[tuple[str, Any, str]]:

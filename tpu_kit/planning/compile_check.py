@@ -30,6 +30,7 @@ from tpu_kit.hardware.chips import GIB, Chip, Topology
 from tpu_kit.hardware.compatibility import PAIRINGS
 from tpu_kit.hardware.slices import find_topology
 from tpu_kit.models.architecture import shipped_shape
+from tpu_kit.models.shape_cache import shape_key
 from tpu_kit.planning.cost import Collective, Work
 from tpu_kit.planning.rollouts import rollout_of
 from tpu_kit.storage import atomic
@@ -178,8 +179,8 @@ def compile_step(
 
     Raises:
         CompilerUnavailable: libtpu or a package that drives it is not installed, or not in a known version.
-        ValueError: unknown chip, no such topology, too few devices; or the step cannot be traced: the model, the
-            adapters or the batch do not allow it.
+        ValueError: unknown chip, no such topology, too few devices; no config.json; or the step cannot be traced: the
+            model, the adapters or the batch do not allow it.
         RuntimeError: the process that compiles died, or the time limit was exceeded.
     """
     kind, topology = find_topology(chip, num_replicas)
@@ -360,7 +361,7 @@ def _request_key(
     mesh = [config.launch.mesh, config.launch.mesh_rules]
     shape |= {"max_length": config.data.max_length, "mesh": mesh, "generation": generation, "part": part}
     parts = [
-        json.dumps(shape, sort_keys=True), *map(_model_config, _models(config)), str(num_replicas),
+        json.dumps(shape, sort_keys=True), *map(shape_key, _models(config)), str(num_replicas),
         _source(), *(version(name) for name in _VERSIONS),
     ]  # fmt: skip
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
@@ -369,25 +370,6 @@ def _request_key(
 def _models(config: TrainConfig) -> list[ModelConfig]:
     """The model and, if there is one, its teacher."""
     return [one for one in (config.model, config.teacher) if one is not None]
-
-
-def _model_config(model: ModelConfig) -> str:
-    """The text of a model's configuration; empty if there is none, which the child then reports."""
-    from tpu_kit.models.loading import locate
-
-    folder = Path(locate(model))
-    if model.gguf_file and folder.is_dir():
-        stat = (folder / model.gguf_file).stat()
-        return f"{folder / model.gguf_file} {stat.st_size} {stat.st_mtime_ns}"
-    if folder.is_dir():
-        code = sorted(folder.glob("*.py")) if model.trust_remote_code else []
-        return "\0".join(path.read_text() for path in [folder / "config.json", *code])
-    from huggingface_hub import hf_hub_download
-
-    try:
-        return Path(hf_hub_download(model.name, model.gguf_file or "config.json", revision=model.revision)).read_text()
-    except (OSError, ValueError):
-        return ""
 
 
 @cache

@@ -14,7 +14,7 @@ from typing import Any
 
 from tpu_kit.config.loader import TrainConfig
 from tpu_kit.config.mesh import Mesh
-from tpu_kit.hardware.chips import GIB, Chip
+from tpu_kit.hardware.chips import Chip
 from tpu_kit.hardware.slices import TargetSlice
 from tpu_kit.models.architecture import FEW_TILES, Shape, check_groups
 from tpu_kit.models.shape_cache import read_shape
@@ -58,7 +58,7 @@ class Memory:
         argument_bytes: weights, state and batch.
         temporary_bytes: buffers that live only within the step.
         code_bytes: the program.
-        moment: the moment of the peak: "start", "loss", "backward" or "update".
+        moment: the moment of the peak: "start", "forward", "loss", "backward" or "update".
         trained: number of trained parameters.
         programs: the "step", or those of a run that samples, whose largest peak this is.
     """
@@ -75,10 +75,6 @@ class Memory:
     def total_bytes(self) -> int:
         """The peak."""
         return self.argument_bytes + self.temporary_bytes + self.code_bytes
-
-    def __str__(self) -> str:
-        lines = [f"{name:<18} {size / GIB:8.3f} GiB" for name, size in self.parts.items() if size]
-        return "\n".join([*lines, f"{'peak':<18} {self.total_bytes / GIB:8.3f} GiB ({self.moment})"])
 
 
 def estimate(

@@ -12,7 +12,7 @@ from typing import Any
 from tpu_kit.checkpointing.manager import Checkpoint, scan
 from tpu_kit.config.conflicts import check_remat
 from tpu_kit.config.loader import ConfigError, TrainConfig, batch_arithmetic
-from tpu_kit.config.mesh import resolve_mesh
+from tpu_kit.config.mesh import Mesh, resolve_mesh
 from tpu_kit.data.batching import too_few_rows
 from tpu_kit.distributed.hosts import ONE, Hosts
 from tpu_kit.distributed.runtime import MOST_ROWS, MemoryBudget, Runtime, detect, device_memory_budget, seen_on
@@ -136,7 +136,7 @@ def check_before_launch(
         shape, problem = read_shape(config.model), ""
     except ValueError as error:
         shape, problem = None, str(error)
-    config, room, placing = _placed(config, room, shape, at, hosts)
+    config, room, mesh, placing = _placed(config, room, shape, at, hosts)
     notes += placing
     if config.optim.batch_size == "auto":
         if room is None or shape is None:
@@ -144,7 +144,6 @@ def check_before_launch(
             raise ValueError(f"optim.batch_size=auto: {problem}; give a number, such as optim.batch_size=4")
         config, reason = _settle_batch(config, room, shape, exact, rows)
         notes.append(reason)
-    mesh = None if config.launch.mesh is None else detect(config.launch, at, hosts).mesh
     shards = mesh.batch_shards if mesh else room.replicas if room else None
     if shards is not None:
         config, fewer = _filled_batch(config, shards, rows)
@@ -168,7 +167,7 @@ def check_before_launch(
 
 def _placed(
     config: TrainConfig, room: MemoryBudget | None, shape: Shape | None, at: Machine | None, hosts: Hosts
-) -> tuple[TrainConfig, MemoryBudget | None, list[str]]:
+) -> tuple[TrainConfig, MemoryBudget | None, Mesh | None, list[str]]:
     """Checks the run's mesh, or chooses between replicas and a mesh on several TPU devices; and says what it is."""
     launch = config.launch
     if room is not None and room.where is not None and room.device_type == "tpu" and shape is not None:
@@ -185,7 +184,7 @@ def _placed(
             mesh = check_mesh(config, found.size, shape)
     if mesh is not None:
         notes.append(f"launch.mesh={mesh}: rows divided by {mesh.batch_shards}; devices {mesh.layout()}")
-    return config, room, notes
+    return config, room, mesh, notes
 
 
 def estimate_in(config: TrainConfig, shape: Shape, room: MemoryBudget) -> Memory:

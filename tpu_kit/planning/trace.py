@@ -203,16 +203,10 @@ def empty_model(config: TrainConfig) -> PreTrainedModel:
     """Builds the base model as `load_model` loads it, without weights; call it under `torch.device("meta")`.
 
     Raises:
-        ValueError: as `meta_model.build`; or the model has fewer positions than data.max_length.
+        ValueError: as `meta_model.build`.
     """
     dtype = torch.float32 if config.lora.r == 0 or config.model.base_dtype == "fp32" else torch.bfloat16
     model = meta_model.build(config.model, dtype)
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if positions is not None and config.data.max_length > positions:
-        raise ValueError(
-            f"data.max_length={config.data.max_length} is longer than the {positions} positions of the model; set it "
-            f"to {positions} or less"
-        )
     if scheme := Scheme.of(config.model):
         replace_layers(model, scheme)
     return model
