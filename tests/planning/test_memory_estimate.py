@@ -179,7 +179,6 @@ assert not {{"torch", "torch_xla", "transformers"}} & sys.modules.keys()
 def test_parts_sum_up(tmp_path: Path) -> None:
     found = of(tmp_path, QWEN2_500M, "batch_size=8")
     assert sum(found.parts.values()) == found.total_bytes
-    assert "base_weights" in str(found)
     assert found.parts["saved_activations"] == 24 * 8 * 1024 * 896 * 2
 
 
