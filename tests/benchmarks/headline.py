@@ -49,7 +49,7 @@ def line(row: str) -> str:
     found = compile_step(config, f"{chip.name}:1x1")
     assert found.fits, f"{row}: {found}"
     assert found.flops and found.bytes_accessed and chip.price and isinstance(config.optim.batch_size, int)
-    seconds = step_time(Work(found.flops, found.bytes_accessed, 0.0), chip, 1).seconds
+    seconds = step_time(Work(found.flops, found.bytes_accessed), chip).seconds
     speed = config.optim.batch_size * config.data.max_length / seconds
     return known(row) + (
         f"{found.total_bytes / GIB:.2f} of {found.limit_bytes / GIB:.2f} | {found.flops / 1e12:.0f} | "

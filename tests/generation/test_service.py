@@ -524,7 +524,7 @@ def test_a_70b_model_answers_on_a_mesh_of_eight_chips() -> None:
         found = compile_step(config, "v5e:2x4", num_replicas=8, generation={"part": part, **sizes})
         print(part, found)
         assert found.fits and found.total_bytes <= 14 * GIB
-    assert step_time(found.generation_work(), chip("v5e"), 1).predicted / BLOCK <= 0.06
+    assert step_time(found.generation_work(), chip("v5e")).predicted / BLOCK <= 0.06
 
 
 # -------------------------------------------------------------------------------------------------- over all replicas

@@ -226,7 +226,7 @@ class _Checks:
         chip = chips.CHIPS.get(self.measured.device)
         if chip is None or chip.bf16_flops is None:
             raise NotMeasured(f"{seconds:.3f} s a step; no peak of {self.measured.device} is known to compare with")
-        predicted = step_time(work(config, read_shape(config.model), batch_arithmetic(config, 1)), chip, 1).seconds
+        predicted = step_time(work(config, read_shape(config.model), batch_arithmetic(config, 1)), chip).seconds
         return {_name(config): compare(seconds, predicted)}
 
     def _measure(

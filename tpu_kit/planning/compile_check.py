@@ -111,7 +111,7 @@ class Compiled:
     def generation_work(self) -> Work:
         """What `cost.step_time` takes of a program of generation: the traffic of HBM; and products wait for data."""
         moved = tuple(replace(one, synchronous=one.moved) for one in self.collectives)
-        return Work(self.flops or 0.0, self.hbm_bytes or 0.0, 0.0, moved)
+        return Work(self.flops or 0.0, self.hbm_bytes or 0.0, moved)
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Compiled:

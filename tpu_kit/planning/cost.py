@@ -92,19 +92,14 @@ class Collective:
 
 @dataclass(frozen=True)
 class Work:
-    """The work of a step on one device: FLOPs, bytes moved in HBM, bytes of the all-reduce's result.
-
-    On a mesh, `collectives` are all of them, and there is no other all-reduce.
-    """
+    """The work of a step on one device: FLOPs, bytes moved in HBM, and the collectives."""
 
     flops: float
     traffic: float
-    reduced: float = 0.0
     collectives: tuple[Collective, ...] = ()
 
     def __add__(self, more: Work) -> Work:
-        collectives = (*self.collectives, *more.collectives)
-        return Work(self.flops + more.flops, self.traffic + more.traffic, self.reduced + more.reduced, collectives)
+        return Work(self.flops + more.flops, self.traffic + more.traffic, (*self.collectives, *more.collectives))
 
     def repeated(self, times: float) -> Work:
         """The FLOPs and the traffic of as many runs."""
@@ -148,7 +143,9 @@ def work(config: TrainConfig, shape: Shape, plan: BatchPlan, mesh: Mesh | None =
         slices: over which the mesh's data axis spreads.
     """
     if mesh is None:
-        return _work(config, shape, plan)
+        ring = 2 * 4.0 * trained_count(shape, config) * (plan.num_replicas - 1) / plan.num_replicas
+        moved = [exposed("all-reduce of gradients", 1, ring)] if ring else []
+        return _work(config, shape, plan) + Work(0.0, 0.0, tuple(moved))
     own = per_device(shape, mesh)
     moved = predicted_collectives(config, shape, plan, mesh, slices)
     gathered = sum(one.moved for one in moved if one.kind.startswith("all-gather"))
@@ -157,8 +154,7 @@ def work(config: TrainConfig, shape: Shape, plan: BatchPlan, mesh: Mesh | None =
     if config.model.base_dtype == "int4":  # steps and offsets are spread by products, for forward and backward pass
         spread = sum(count * one.inputs**2 * one.outputs for kind, count in own.counted for one in kind.linears)
         spread *= plan.gradient_accumulation * 4 / config.model.quant_group
-    more = Work(spread, GATHERED_TRAFFIC * gathered - elsewhere, 0.0, tuple(moved))
-    return replace(_work(config, own, plan) + more, reduced=0.0)
+    return _work(config, own, plan) + Work(spread, GATHERED_TRAFFIC * gathered - elsewhere, tuple(moved))
 
 
 def _work(config: TrainConfig, shape: Shape, plan: BatchPlan) -> Work:
@@ -206,7 +202,7 @@ def _work(config: TrainConfig, shape: Shape, plan: BatchPlan) -> Work:
         done = done if objective.trains_model else forward + logits
         done += logits.repeated(added.output_products) + forward.repeated(added.forwards)
         done += Work(6 * tokens * added.params, 0.0)
-    return done.repeated(plan.gradient_accumulation) + Work(0.0, UPDATE_TRAFFIC * 4.0 * trained, 4.0 * trained)
+    return done.repeated(plan.gradient_accumulation) + Work(0.0, UPDATE_TRAFFIC * 4.0 * trained)
 
 
 def predicted_collectives(
@@ -306,11 +302,10 @@ def _ends(shape: Shape) -> int:
     )
 
 
-def step_time(done: Work, chip: Chip, num_replicas: int, measured: float | None = None) -> StepTime:
+def step_time(done: Work, chip: Chip, measured: float | None = None) -> StepTime:
     """Estimates the seconds of some work on a chip's devices.
 
-    The all-reduce is a ring: 2 (R - 1) / R of the bytes, over half of the interconnect (it counts both directions). On
-    a mesh, the synchronous part of the collectives is exposed, and of the rest what takes longer than the computation.
+    The synchronous part of the collectives is exposed, and of the rest what takes longer than the computation.
 
     Raises:
         ValueError: the chip's speed is not known.
@@ -320,12 +315,8 @@ def step_time(done: Work, chip: Chip, num_replicas: int, measured: float | None 
     peak = chip.bf16_flops / chip.devices_per_chip
     bandwidth = chip.hbm_bandwidth / chip.devices_per_chip
     compute, memory = done.flops / (peak * MXU_EFFICIENCY), done.traffic / (bandwidth * HBM_EFFICIENCY)
-    if done.collectives:
-        exposed = link_seconds(done.collectives, chip, synchronous=True)
-        exposed += max(0.0, link_seconds(done.collectives, chip) - exposed - max(compute, memory))
-    else:
-        ring = 2 * (num_replicas - 1) / num_replicas * done.reduced
-        exposed = ring / ((chip.ici_bandwidth or 100e9) / 2 * ICI_EFFICIENCY)
+    exposed = link_seconds(done.collectives, chip, synchronous=True)
+    exposed += max(0.0, link_seconds(done.collectives, chip) - exposed - max(compute, memory))
     return StepTime(compute=compute, memory=memory, all_reduce=exposed, measured=measured)
 
 
@@ -349,22 +340,23 @@ def compiled_time(config: TrainConfig, shape: Shape, where: TargetSlice, compile
             works[name] = replace(done, flops=max(done.flops, works[name].flops))
             continue
         times = passes if name == "accumulate" else 1
-        moved = tuple(each.repeated(times) for each in one.collectives if where.mesh)
-        update += Work(times * (one.flops or 0.0), times * (one.bytes_accessed or 0.0), 0.0, moved)
+        moved = tuple(each.repeated(times) for each in one.collectives)
+        update += Work(times * (one.flops or 0.0), times * (one.bytes_accessed or 0.0), moved)
     own = works[UPDATE]
-    works[UPDATE] = replace(update, flops=max(update.flops, own.flops), reduced=own.reduced)
+    moved = update.collectives if where.mesh else own.collectives
+    works[UPDATE] = replace(update, flops=max(update.flops, own.flops), collectives=moved)
     return _time(config, where, works)
 
 
 def _time(config: TrainConfig, where: TargetSlice, works: Mapping[str, Work]) -> StepTime:
     """The seconds of an update, and of its part of a rollout whose completions are all at their longest."""
-    time = step_time(works[UPDATE], where.chip, where.replicas, where.calibration.time)
+    time = step_time(works[UPDATE], where.chip, where.calibration.time)
     if not config.on_policy:
         return time
     rollout = rollout_of(config, 1 if where.mesh else where.replicas)
     runs = {"decode": -(-rollout.tokens // rollout.block)}
     seconds = sum(
-        runs.get(name, 1) * step_time(done, where.chip, 1).predicted for name, done in works.items() if name != UPDATE
+        runs.get(name, 1) * step_time(done, where.chip).predicted for name, done in works.items() if name != UPDATE
     )
     passes = update_plan(config, where.replicas).gradient_accumulation
     return replace(time, host=HOST_SECONDS * (passes + 1), rollout=seconds / config.rl.updates_per_rollout)
@@ -405,7 +397,7 @@ def predicted_work(config: TrainConfig, shape: Shape, where: TargetSlice) -> dic
     found = update | {
         "prefill": read.repeated(1 / parts),
         "samples": Work(0.0, COPY_TRAFFIC * cache * rollout.copies),
-        "decode": Work(block * flops, block * traffic, 0.0, tuple(moved)),
+        "decode": Work(block * flops, block * traffic, tuple(moved)),
     }
     if config.optim.objective == "policy" and config.rl.updates_per_rollout > 1:
         tokens = plan.batch_size * config.data.max_length

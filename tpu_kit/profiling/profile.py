@@ -100,16 +100,16 @@ def _predicted(config: TrainConfig, chip: str) -> Profile:
     compiled = compile_step(config, where.topology, num_replicas=where.devices, part=part)
     if not compiled.fits or compiled.flops is None or compiled.hbm_bytes is None:
         raise ValueError(f"there is no step to profile: {compiled}. `plan {chip}` tells what to change")
-    reduced = work(config, read_shape(config.model), batch_arithmetic(config, where.replicas)).reduced
-    done = Work(compiled.flops, compiled.hbm_bytes, reduced, compiled.collectives if where.mesh else ())
-    time = step_time(done, where.chip, where.replicas, where.calibration.time)
+    own = work(config, read_shape(config.model), batch_arithmetic(config, where.replicas))
+    done = Work(compiled.flops, compiled.hbm_bytes, compiled.collectives if where.mesh else own.collectives)
+    time = step_time(done, where.chip, where.calibration.time)
     split = dict.fromkeys(BUCKETS, 0.0) | {
         "device compute": max(time.compute, time.memory), "exposed collectives": time.all_reduce,
         "host tracing": time.host,
     }  # fmt: skip
     costs = []
     for one in compiled.operations:
-        alone = step_time(Work(one.flops, one.bytes, 0.0), where.chip, 1)
+        alone = step_time(Work(one.flops, one.bytes), where.chip)
         name = one.operation.rpartition("xla__scan/call/")[2] or one.kind
         costs.append(Cost(name, one.source, one.kind, max(alone.compute, alone.memory)))
     return Profile(
