@@ -110,7 +110,8 @@ def test_another_run_is_refused_with_what_differs(tmp_path: Path, capfd: pytest.
         sft.train(run_config(folder, r=8, learning_rate=1e-3, batch_size=4))
     text = str(caught.value)
     for part in ("lora.r: 16 there, 8 now", "optim.learning_rate: 0.005 there, 0.001 now",
-                 "rows per update: 2 there, 4 now", "checkpoint.resume=never"):  # fmt: skip
+                 "rows per update (optim.batch_size, passes, replicas): 2 there, 4 now",
+                 "checkpoint.resume=never"):  # fmt: skip
         assert part in text
     assert ended(folder) == before  # nothing is lost
     capfd.readouterr()

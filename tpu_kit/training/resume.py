@@ -154,7 +154,7 @@ def _problems(checkpoint: Checkpoint, config: TrainConfig, global_batch: int | N
             problems.append(f"the {whose} weights, {name}={config[name]}: {'; '.join(differ)}")
     rows = checkpoint.document("state")["global_batch_size"]
     if global_batch not in (None, rows):
-        problems.append(f"rows per update: {rows} there, {global_batch} now")
+        problems.append(f"rows per update (optim.batch_size, passes, replicas): {rows} there, {global_batch} now")
     return problems
 
 

@@ -280,7 +280,8 @@ class Trainer:
         text = (
             f"{report.skipped:.0f} of {len(window)} updates had a loss or gradient that is not finite{rise}, the first "
             f"at step {first} with the rows {', '.join(map(str, rows[:_SHOWN_ROWS]))}"
-            f"{f' and {len(rows) - _SHOWN_ROWS} more' if len(rows) > _SHOWN_ROWS else ''} of {self.config.data.source}"
+            f"{f' and {len(rows) - _SHOWN_ROWS} more' if len(rows) > _SHOWN_ROWS else ''} of "
+            f"{self.config.data.source}, counted from 0"
         )
         if optim.on_nan == "stop":
             raise ValueError(f"{text}. Look at these rows, lower optim.learning_rate, or set optim.on_nan=skip")
