@@ -428,7 +428,7 @@ class PeakActivationModel:
         are rotated back, beside that of the values: of both there are the halves that are negated, each padded like a
         head, and two results. sdpa has another array of scores beside what it keeps.
         """
-        extra = self.hidden(self.block - 1) + self.slices(kind)
+        extra = self.hidden(self.block - 1) + self.slices(replace(kind, mlp="", linears=kind.attention_linears))
         if self.kernel == "sdpa":
             return extra, self.kept(kind) + self.scores(kind)
         half = replace(kind, head_dim=kind.head_dim // 2)

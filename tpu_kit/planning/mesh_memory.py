@@ -96,7 +96,7 @@ class MeshActivationModel(PeakActivationModel):
         Attention's output is in two layouts, and the sums of its kernel are dense. Of all weights there are the
         gradients of the MLP in bf16 before they are reduced.
         """
-        layer = self.states(self.at_hand + self.block - 1) + self.gathered(kind) + self.wides(kind) + self.experts(kind)
+        layer = self.states(self.at_hand + self.block - 1) + self.slices(kind) + self.wides(kind) + self.experts(kind)
         attention = self.kept(kind) + self.output(kind) + self.normed(kind) + self.chunk_states(kind)
         return layer + self.whole * 2.0 * elements(kind.mlp_linears), attention
 
@@ -127,7 +127,7 @@ class MeshActivationModel(PeakActivationModel):
         scales = sum(scale_groups(one.inputs, group) * one.outputs for one in mixture.linears)
         return self.block * (weights + 4.0 * mixture.count * scales)
 
-    def gathered(self, kind: Layer) -> float:
+    def slices(self, kind: Layer) -> float:
         """The weights of a layer, gathered over fsdp, and q, k and v of the next one, if they are frozen floats.
 
         Those of int4 are unpacked to bf16 in halves, with their steps and offsets; see `INT4_MATRICES`. Without tiles,
@@ -143,7 +143,3 @@ class MeshActivationModel(PeakActivationModel):
         elif not self.whole and dtype != "int8":
             linears += elements([one for one in kind.linears if one.path.rpartition(".")[2] in FIRST])
         return linears * {"int8": 1.0, "bf16": 2.0, "fp32": 4.0}[dtype]
-
-    def slices(self, kind: Layer) -> float:
-        """Attention's weights, gathered; see `gathered`."""
-        return self.gathered(replace(kind, mlp="", linears=kind.attention_linears))
