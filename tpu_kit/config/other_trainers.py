@@ -80,10 +80,11 @@ def translate(values: Mapping[str, Any], ours: Collection[str]) -> Translation:
     for key in _TABLES["not_trainers"].keys() & values.keys():
         return Translation("", problems=[f"{key}: {_TABLES['not_trainers'][key]}"])
     trainers: dict[str, dict[str, Any]] = _TABLES["trainers"]
-    trainer = next((name for name, table in trainers.items() if _is_of(table, values)), "")
     flat = dict(_flat(values))
     _name_sources(flat)
     present = {key: value for key, value in flat.items() if value is not None}
+    fitting = [name for name, table in trainers.items() if all(present.keys() & keys.split() for keys in table["keys"])]
+    trainer = next(iter(fitting), "")
     absent = trainers[trainer]["absent"] if trainer else {}
     absent = {names.split()[0]: value for names, value in absent.items() if present.keys().isdisjoint(names.split())}
     case = _case({**absent, **present}, trainer)
@@ -114,12 +115,6 @@ def advice(name: str, value: object) -> str:
     """What to do in place of a setting of other trainers; empty for other settings."""
     rules = _rules(name.rpartition(".")[2].lower(), value, ("",))
     return next((str(why) for rule in rules if (why := rule.get("refused") or rule.get("ignored"))), "")
-
-
-def _is_of(table: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
-    """Returns whether a file is one of a trainer, by the keys in its table."""
-    marks = table.get("marks", table["model"]).split()
-    return values.get(table["model"]) is not None and not values.keys().isdisjoint(marks)
 
 
 def _case(values: Mapping[str, Any], trainer: str) -> frozenset[str]:
