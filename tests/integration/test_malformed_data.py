@@ -19,7 +19,7 @@ QUICK = (
     "half a surrogate pair", "texts that look like dates", "texts and numbers", "a pipe", "a folder of files",
     "a list as ShareGPT's role (chat)", "CSV with a shorter row, the rest not used", "CSV with text after a quote",
     "CSV of messages nested deep", "Parquet cut off", "Parquet of texts that are not UTF-8", "a null line, skipped",
-    "a bad row in the second file", "most rows skipped",
+    "a bad row in the second file", "most rows skipped", "a file that may not be read",
 )  # fmt: skip
 
 

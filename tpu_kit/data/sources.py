@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import os
 import re
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -65,7 +66,7 @@ def load_rows(source: str, split: str = "train", seed: int = 0, *, skip: bool = 
     """
     if source == "embedded":
         rows = _embedded(split, seed)
-    elif Path(source).is_dir() and any((Path(source) / name).is_file() for name in _SAVED):
+    elif any(os.path.isfile(os.path.join(source, name)) for name in _SAVED):  # false, too, where it may not be read
         rows = _from_saved(source, split)
     elif files := _find_files(source, split):
         rows = _from_parquet(source, split, files) if files.kind == "parquet" else _from_text(source, split, files)
@@ -138,10 +139,10 @@ class _Files(NamedTuple):
 
 def _find_files(source: str, split: str) -> _Files | None:
     """Returns the files of a path, glob or URL; None for a data set of the hub."""
-    if Path(source).is_dir():
+    if os.path.isdir(source):
         raise ValueError(f"data source {source}: a folder; name the files in it, such as {Path(source, '*.jsonl')}")
     if not (kind := _kind(source)):
-        if "://" in source or "*" in source or Path(source).is_file():
+        if "://" in source or "*" in source or os.path.isfile(source):
             raise ValueError(f"data source {source}: the name must end in {', '.join(_KINDS)}")
         return None
     if not re.match(r"train(\[|$)", split):
