@@ -410,7 +410,7 @@ def test_prompts_are_those_that_a_model_is_asked_with() -> None:
         ({"importance_sampling_level": None}, "rl.importance_sampling_level"),
         ({"epsilon_high": 0.1}, "rl.epsilon_high: 0.1 is below rl.epsilon=0.2; raise it"),
         ({"beta": 0.1, "drop_zero_advantage": True}, "rl.drop_zero_advantage: true leaves out rows that rl.beta=0.1"),
-        ({"beta": 0.1, "lora.adapter": "a"}, "lora.adapter: 'a' is not the model without its adapter"),
+        ({"beta": 0.1, "lora.adapter": "a"}, "lora.adapter: 'a' is where training starts, and rl.beta compares with"),
         ({"beta": 0.1, "r": 0}, "rl.beta: 0.1 compares with the model without its adapter, and lora.r=0"),
         (
             {"max_completion_length": 128},
