@@ -427,6 +427,7 @@ def test_the_command(mixed: tuple[TrainConfig, Path], tmp_path: Path, capsys: py
     assert printed.split()[:2] == ["base", "tuned"] and "perplexity" in printed and "2 rows left out" in printed
     assert main([*asked, "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["samples"]) == 2
+    assert not (adapter.parent / "eval.json").exists(), "the folder is that of no run"
     assert main([*asked[:3], "--json"]) == 0  # the base model alone
     assert json.loads(capsys.readouterr().out)["base"]["accuracy"]["total"] == 2
     assert main([*asked[:3], f"adapter={tmp_path / 'gone'}"]) == 1

@@ -119,7 +119,7 @@ def test_a_users_score_decides_and_sees_the_steps(generator: Counted) -> None:
     with pytest.raises(
         ValueError, match=r"function, which takes the question and the steps, fails: TypeError: .*1 pos"
     ):
-        search(generator, QUESTION, SearchOptions(score=lambda question: 0.0, **SMALL))  # type: ignore[misc,arg-type]
+        search(generator, QUESTION, SearchOptions(score=lambda question: 0.0, **SMALL))
 
 
 def test_self_evaluation_is_a_probability(generator: Counted) -> None:
