@@ -98,7 +98,9 @@ def test_an_error_names_the_function_and_the_row(function, text):
 @pytest.mark.parametrize("function", [lambda completions, absent: [], lambda absent, /, completions: []])
 def test_arguments_that_no_row_has_are_refused_before_the_run(function):
     rewards = Rewards(load_config(None, {}), [function, "think_format", lambda level, other=1, **rest: []])
-    told = r"<lambda> needs absent, which it does not get by name; it gets level, prompts, completions, .*: rename the"
+    told = (
+        r"<lambda> needs absent, which it does not get by name; it gets level, prompts, completion_ids, compl.*: rename"
+    )
     with pytest.raises(ValueError, match=told):
         rewards.check_arguments({"prompt": "2 + 2?", "level": 1})
     Rewards(load_config(None, {}), ["length", "auto", lambda level, **rest: []]).check_arguments({"level": 1})

@@ -28,7 +28,7 @@ from tpu_kit.config.loader import TrainConfig
 from tpu_kit.evaluation.verifiers import judge, verifier_named, well_formed
 
 RewardFunction = Callable[..., Any]
-_GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric")
+_SHARED = ("trainer_state", "log_metric")  # the arguments that are not lists of one for each completion
 _LONG = 0.2  # share of max_completion_length at its end in which `length` falls to -1 (DAPO, arXiv:2503.14476)
 
 
@@ -101,14 +101,15 @@ class Rewards:
 
     def check_arguments(self, row: Mapping[str, Any]) -> None:
         """Raises ValueError if a function needs an argument that is neither a column of the rows nor one of ours."""
-        offered = [*(name for name in row if name not in ("prompt", *_GIVEN)), *_GIVEN]
+        given = [*self._arguments([Attempt(row, "", "", [])]), *_SHARED]
+        offered = ", ".join(name for name in given if name not in ("rows", "texts"))  # of the kit's own functions
         for name, function in self._functions.items():
             for each in inspect.signature(function).parameters.values():
                 needed = each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
-                if each.kind is each.POSITIONAL_ONLY or (needed and each.name not in {*offered, "rows", "texts"}):
+                if each.kind is each.POSITIONAL_ONLY or (needed and each.name not in given):
                     raise ValueError(
-                        f"the reward {name} needs {each.name}, which it does not get by name; it gets "
-                        f"{', '.join(offered)}: rename the argument, or give it a default"
+                        f"the reward {name} needs {each.name}, which it does not get by name; it gets {offered}: "
+                        "rename the argument, or give it a default"
                     )
 
     def __call__(self, attempts: Sequence[Attempt], step: int = 0, total_steps: int | None = None) -> Judgement:
@@ -183,7 +184,7 @@ class Rewards:
     @staticmethod
     def _blame(function: RewardFunction, given: Mapping[str, Any], count: int, error: BaseException) -> str:
         """Finds the completion that a function fails for, by calling it for each alone."""
-        shared = {"trainer_state", "log_metric"}
+        shared = {*_SHARED}
         for number in range(count):
             alone = {name: value if name in shared else value[number : number + 1] for name, value in given.items()}
             try:
