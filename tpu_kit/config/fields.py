@@ -140,6 +140,22 @@ class ConfigField:
         return f"; the default is {show(self.default)}"
 
 
+def check_knobs(values: Any) -> list[str]:
+    """Gives the parameters of a dataclass instance that are not their defaults the declared types.
+
+    Returns:
+        A problem for each value that `ConfigField.read` refuses.
+    """
+    problems = []
+    for name, parameter in knobs_of(type(values)).items():
+        if (value := getattr(values, name)) != parameter.default:
+            try:
+                object.__setattr__(values, name, parameter.read(value))
+            except ValueError as error:
+                problems.append(str(error))
+    return problems
+
+
 def knobs_of(cls: type, prefix: str = "") -> dict[str, ConfigField]:
     """Returns all parameters of a dataclass and of its nested dataclasses by dotted name, in declaration order."""
     parameters: dict[str, ConfigField] = {}

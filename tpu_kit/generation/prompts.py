@@ -88,9 +88,7 @@ class PromptCodec:
             row.tokens.append(token)
             row.logprobs.append(logprob)
             row.ended = token in self.stops
-        if not (sampling.stop or sampling.stop_after_reasoning):
-            return
-        if self._stop_in(self._decode(row.tokens), sampling) is None:
+        if not sampling.stop or self._stop_in(self._decode(row.tokens), sampling) is None:
             return
         lengths = range(before + 1, len(row.tokens) + 1)
         end = next(n for n in lengths if self._stop_in(self._decode(row.tokens[:n]), sampling) is not None)
@@ -147,12 +145,8 @@ class PromptCodec:
         return text
 
     def _stop_in(self, text: str, sampling: Sampling) -> int | None:
-        """Returns where a stop string ends a text; None if there is none."""
-        ends = [start for stop in sampling.stop if (start := text.find(stop)) >= 0]
-        close = self.data.think_close
-        if sampling.stop_after_reasoning and close in text:
-            ends.append(text.find(close) + len(close))
-        return min(ends, default=None)
+        """Returns where the first stop string begins in a text; None if there is none."""
+        return min((start for stop in sampling.stop if (start := text.find(stop)) >= 0), default=None)
 
     def settled(self, text: str, sampling: Sampling) -> str:
         """Returns the beginning of an unfinished text that later tokens cannot change."""

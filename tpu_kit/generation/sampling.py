@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from tpu_kit.config.choices import imported
-from tpu_kit.config.fields import knob
+from tpu_kit.config.fields import check_knobs, knob
 
 if TYPE_CHECKING:
     import torch
@@ -23,42 +23,32 @@ class Sampling:
         ValueError: a value is out of range.
     """
 
-    max_new_tokens: int = knob(256, "The most tokens of a reply, its end token included.")
+    max_new_tokens: int = knob(256, "The most tokens of a reply, its end token included.", at_least=1)
     temperature: float = knob(
-        0.0, "0 takes the likeliest token; above, the logits are divided by it and a token is drawn."
+        0.0, "0 takes the likeliest token; above, the logits are divided by it and a token is drawn.",
+        at_least=0, below=1e4,
+    )  # fmt: skip
+    top_k: int = knob(0, "Draw among this many likeliest tokens; 0 = all.", at_least=0)
+    top_p: float = knob(
+        1.0, "Then among the fewest likeliest whose probabilities sum to it; 1 = all.", above=0, at_most=1
     )
-    top_k: int = knob(0, "Draw among this many likeliest tokens; 0 = all.")
-    top_p: float = knob(1.0, "Then among the fewest likeliest whose probabilities sum to it; 1 = all.")
-    min_p: float = knob(0.0, "Then among those at least this share as likely as the likeliest; 0 = all.")
+    min_p: float = knob(
+        0.0, "Then among those at least this share as likely as the likeliest; 0 = all.", at_least=0, at_most=1
+    )
     # Keskar et al., arXiv:1909.05858.
     repetition_penalty: float = knob(
-        1.0, "Divides the logit of a token that occurred, in prompt or reply; multiplies one below 0. 1 = none."
-    )
-    seed: int = knob(0, "Seed of the draws.")
+        1.0, "Divides the logit of a token that occurred, in prompt or reply; multiplies one below 0. 1 = none.",
+        above=0, below=1e4,
+    )  # fmt: skip
+    seed: int = knob(0, "Seed of the draws.", at_least=0)
     stop: tuple[str, ...] = knob((), "A reply ends before the first of these texts.")
-    stop_after_reasoning: bool = knob(False, "End when the reasoning does.")
     tempered_logprobs: bool = knob(
         False, "Give log-probabilities of the distribution at this temperature, not of the model's own."
     )
 
     def __post_init__(self) -> None:
-        bounds = {
-            "max_new_tokens": (self.max_new_tokens >= 1, "1 or more"),
-            "temperature": (0 <= self.temperature < 1e4, "0 (the likeliest token) or more"),
-            "top_k": (self.top_k >= 0, "0 (all tokens) or more"),
-            "top_p": (0 < self.top_p <= 1, "above 0, and 1 (all tokens) at most"),
-            "min_p": (0 <= self.min_p <= 1, "from 0 (all tokens) to 1"),
-            "repetition_penalty": (0 < self.repetition_penalty < 1e4, "above 0; 1 is none"),
-            "seed": (0 <= self.seed < 2**63, "from 0 to 2**63 - 1"),
-        }
-        wrong = [f"{name}={getattr(self, name)} must be {text}" for name, (good, text) in bounds.items() if not good]
-        stop: object = self.stop
-        if not isinstance(stop, (tuple, list)) or not all(isinstance(text, str) and text for text in stop):
-            wrong.append(f"stop={stop!r} must be a list of texts, none of them empty")
-        else:
-            object.__setattr__(self, "stop", tuple(stop))
-        if wrong:
-            raise ValueError("sampling: " + "; ".join(wrong))
+        if problems := check_knobs(self):
+            raise ValueError("sampling: " + "; ".join(problems))
 
     @property
     def kind(self) -> Kind:
@@ -101,9 +91,11 @@ class SearchOptions:
         ValueError: a value is out of range.
     """
 
-    max_thoughts: int = knob(5, "The most steps of a chain; then the reasoning is closed and the answer is asked for.")
-    thoughts_per_step: int = knob(3, "Proposals for each next step.")
-    beam: int = knob(2, "Chains that are kept at each level, or followed at a time.")
+    max_thoughts: int = knob(
+        5, "The most steps of a chain; then the reasoning is closed and the answer is asked for.", at_least=1
+    )
+    thoughts_per_step: int = knob(3, "Proposals for each next step.", at_least=1)
+    beam: int = knob(2, "Chains that are kept at each level, or followed at a time.", at_least=1)
     strategy: Literal["beam", "best-first"] = knob(
         "beam", "beam continues the best of each level, best-first the best of the whole tree."
     )
@@ -113,28 +105,20 @@ class SearchOptions:
         "asked whether the steps are right), or a function, also as module:function.",
     )
     max_tokens: int = knob(1024, "Budget of generated tokens, answers and self-evaluation included; never exceeded.")
-    max_nodes: int = knob(64, "Budget of steps.")
-    thought_tokens: int = knob(32, "The most tokens of a step.")
-    answer_tokens: int = knob(16, "The most tokens of an answer.")
-    temperature: float = knob(0.7, "Temperature of the proposals.")
-    seed: int = knob(0, "Seed of the proposals.")
+    thought_tokens: int = knob(32, "The most tokens of a step.", at_least=1)
+    answer_tokens: int = knob(16, "The most tokens of an answer.", at_least=1)
+    temperature: float = knob(0.7, "Temperature of the proposals; at 0 all would be the same.", above=0, below=1e4)
+    seed: int = knob(0, "Seed of the proposals.", at_least=0)
 
     def __post_init__(self) -> None:
-        counts = ("max_thoughts", "thoughts_per_step", "beam", "max_tokens", "max_nodes", "thought_tokens")
-        wrong = [f"{name}={getattr(self, name)} must be 1 or more" for name in counts if getattr(self, name) < 1]
-        if self.strategy not in ("beam", "best-first"):
-            wrong.append(f"strategy={self.strategy} must be beam or best-first")
+        problems = check_knobs(self)
         if isinstance(self.score, str) and ":" in self.score:
             try:
                 object.__setattr__(self, "score", imported(self.score))
             except ValueError as error:
-                wrong.append(f"score={self.score}: {error}")
-        elif not callable(self.score) and self.score not in ("logprob", "self-evaluation"):
-            wrong.append(f"score={self.score} must be logprob, self-evaluation or a function")
-        if self.answer_tokens < 1 or not self.temperature > 0:
-            wrong.append("answer_tokens must be 1 or more and temperature above 0, or all proposals would be the same")
+                problems.append(f"score={self.score}: {error}")
         least = self.thoughts_per_step * self.thought_tokens + self.answer_tokens
         if self.max_tokens < least:
-            wrong.append(f"max_tokens={self.max_tokens} is less than one level may take: {least}")
-        if wrong:
-            raise ValueError("search: " + "; ".join(wrong))
+            problems.append(f"max_tokens={self.max_tokens} is less than one level may take: {least}")
+        if problems:
+            raise ValueError("search: " + "; ".join(problems))

@@ -26,7 +26,7 @@ from tpu_kit.generation.service import generator_for, launch_with_adapter, load_
 
 __all__ = ["Scorer", "SearchOptions", "SearchResult", "Thought", "search", "think"]
 
-Stopped = Literal["done", "tokens", "nodes"]
+Stopped = Literal["done", "tokens"]
 
 _FRAME = 64  # tokens around a chain
 _VERDICTS = ("yes", "no")
@@ -77,7 +77,7 @@ class SearchResult:
         root: of the tree.
         tokens: generated tokens, including answers and self-evaluation.
         nodes: steps in the tree.
-        stopped: "done", or the exhausted budget.
+        stopped: "done", or "tokens" where their budget is exhausted.
     """
 
     answer: str
@@ -202,15 +202,10 @@ class _Search:
             chosen = sorted(frontier, key=lambda node: -node.score)[: self._options.beam]
             # At the end each chain of the beam may need an answer.
             reserved = self._options.answer_tokens * self._options.beam
-            able = [
-                max(0, self._options.max_tokens - self.tokens - reserved) // self._each,
-                max(0, self._options.max_nodes - self.nodes) // self._options.thoughts_per_step,
-            ]
-            if self.root in chosen and not able[0]:
-                able[0] = 1  # __init__ has checked the budget for one level
-            chosen = chosen[: min(able)]
+            able = max(0, self._options.max_tokens - self.tokens - reserved) // self._each
+            chosen = chosen[: able or self.root in chosen]  # __init__ has checked the budget for one level
             if not chosen:
-                stopped = "tokens" if able[0] <= able[1] else "nodes"
+                stopped = "tokens"
                 break
             children = self._expand(chosen)
             self._ended += [child for child in children if child.done or child.depth == self._options.max_thoughts]
