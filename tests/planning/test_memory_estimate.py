@@ -17,13 +17,14 @@ from tests.support.compiler_models import LLAMA_8B, QWEN2_500M, SMOLLM2_135M, TI
 from tpu_kit.config.loader import TrainConfig, batch_arithmetic, load_config
 from tpu_kit.config.mesh import resolve_mesh
 from tpu_kit.hardware.chips import CHIPS, chip
+from tpu_kit.hardware.slices import RESERVE
 from tpu_kit.models.causal_lm import COMPARED
 from tpu_kit.models.shape_cache import read_shape, read_shapes
 from tpu_kit.planning.activation_memory import HOLES
 from tpu_kit.planning.argument_memory import model_tensors, padded, trained_count
 from tpu_kit.planning.compile_check import compile_step
 from tpu_kit.planning.cost import work
-from tpu_kit.planning.memory_estimate import RESERVE, Memory, estimate
+from tpu_kit.planning.memory_estimate import Memory, estimate
 
 RECORDED = json.loads((Path(__file__).parents[1] / "recorded_memory.json").read_text())
 ANSWERS: list[dict[str, Any]] = [one for one in RECORDED["answers"] if "total_bytes" in one]

@@ -17,7 +17,7 @@ from tests.support.compiler_models import LLAMA_8B, QWEN2_500M, TINY, cache_byte
 from tpu_kit.cli import main
 from tpu_kit.config.loader import ModelConfig, TrainConfig, batch_arithmetic, load_config
 from tpu_kit.data.prepare import prepare
-from tpu_kit.hardware.slices import find_slice
+from tpu_kit.hardware.slices import RESERVE, find_slice
 from tpu_kit.models.architecture import did_you_mean, shipped_shape, shipped_shapes
 from tpu_kit.models.causal_lm import load_tokenizer
 from tpu_kit.models.shape_cache import read_shape
@@ -25,7 +25,7 @@ from tpu_kit.planning import compile_check, memory_estimate, planner
 from tpu_kit.planning.advice import largest
 from tpu_kit.planning.compile_check import Compiled, CompilerUnavailable
 from tpu_kit.planning.cost import step_time, work
-from tpu_kit.planning.memory_estimate import RESERVE, Memory, estimate
+from tpu_kit.planning.memory_estimate import Memory, estimate
 from tpu_kit.planning.planner import LEAST_UPDATES, best_batch, plan
 from tpu_kit.planning.report import report
 from tpu_kit.planning.run_cost import count_rows, time_plan

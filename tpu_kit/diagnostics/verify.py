@@ -107,7 +107,7 @@ def verify(
         yield Record("Verify", "failure", str(error), "python -m tpu_kit doctor")
         return
     room = runtime.device_memory_budget(config, at) if backend.device_type == "cuda" else None
-    device = room.chip.name if room and room.chip else calibration.device_of(backend.device_type, at)
+    device = room.chip.name if room else calibration.device_of(backend.device_type, at)
     measured = calibration.begin(device, path)
     try:
         _write_report(path, backend, measured, records)

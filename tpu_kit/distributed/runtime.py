@@ -15,7 +15,7 @@ from tpu_kit.config.loader import LaunchConfig, TrainConfig
 from tpu_kit.config.mesh import Mesh, Spec, mesh_size, resolve_mesh
 from tpu_kit.distributed.hosts import ONE, Hosts
 from tpu_kit.hardware import chips
-from tpu_kit.hardware.calibration import Calibration, load
+from tpu_kit.hardware.calibration import load
 from tpu_kit.hardware.chips import Chip
 from tpu_kit.hardware.host import PROCESS_BYTES, free_memory
 from tpu_kit.hardware.machine import Machine
@@ -183,32 +183,6 @@ def _gpus() -> int:
     return torch.cuda.device_count()
 
 
-@dataclass(frozen=True)
-class MemoryBudget:
-    """The memory of one replica."""
-
-    name: str  # of what the replica runs on, such as "v5litepod-8"
-    device_type: DeviceType
-    replicas: int  # number of replicas, of all hosts
-    limit: int  # bytes of each replica
-    free: float = 0.0  # the least share of `limit` that a choice of the batch leaves free
-    where: TargetSlice | None = None  # the slice to plan for; None where the device's speed is not known
-
-    @property
-    def chip(self) -> Chip | None:
-        """The chip of each replica, where it is known."""
-        return self.where.chip if self.where else None
-
-    @property
-    def calibration(self) -> Calibration:
-        """What `verify` measured on such devices of this machine."""
-        return self.where.calibration if self.where else load(self.device_type)
-
-    def seen(self, config: TrainConfig) -> TrainConfig:
-        """The run as the memory formula describes it on this device; see `seen_on`."""
-        return seen_on(self.device_type, config)
-
-
 def seen_on(device_type: str, config: TrainConfig) -> TrainConfig:
     """Replaces each `auto` that means something else than on a TPU, so that the memory formula describes the run.
 
@@ -225,8 +199,8 @@ def seen_on(device_type: str, config: TrainConfig) -> TrainConfig:
     return replace(config, model=model, optim=optim)
 
 
-def device_memory_budget(config: TrainConfig, at: Machine | None = None, hosts: Hosts = ONE) -> MemoryBudget | None:
-    """Finds the memory of each replica, or of each device of a mesh; None where the machine does not tell.
+def device_memory_budget(config: TrainConfig, at: Machine | None = None, hosts: Hosts = ONE) -> TargetSlice | None:
+    """Finds the memory of each replica of all hosts, or of each device of a mesh; None where the machine does not tell.
 
     Raises:
         ValueError: as `detect`.
@@ -241,9 +215,7 @@ def device_memory_budget(config: TrainConfig, at: Machine | None = None, hosts: 
         devices = backend.mesh.size if backend.mesh else backend.num_replicas or len(found) * kind.devices_per_chip
         several = f"{hosts.slices}x{kind.slice_name(devices // hosts.slices // kind.devices_per_chip)}"
         where = find_slice(found[0] if hosts.slices == 1 else several, devices)
-        if backend.mesh:
-            where = where.sharded(backend.mesh)
-        return MemoryBudget(where.name, "tpu", where.replicas, where.limit, where=where)
+        return where.sharded(backend.mesh) if backend.mesh else where
     if backend.mesh is not None:
         return None
     replicas = backend.num_replicas or 1
@@ -255,10 +227,15 @@ def device_memory_budget(config: TrainConfig, at: Machine | None = None, hosts: 
     processes = 1 if backend.device_type == "xla-cpu" else replicas
     each = max(0, int((memory - processes * PROCESS_BYTES) / replicas))
     name = "this host" if hosts.count == 1 else f"{hosts.count} hosts"
-    return MemoryBudget(name, backend.device_type, replicas * hosts.count, each, HOST_FREE)
+    return _machine(Chip(name=backend.device_type, hbm_bytes=each, hbm_bandwidth=0.0), name, replicas * hosts.count,
+                    each, HOST_FREE, backend.device_type)  # fmt: skip
 
 
-def _gpu_budget(replicas: int, at: Machine) -> MemoryBudget | None:
+def _machine(kind: Chip, name: str, replicas: int, size: int, free: float, device_type: DeviceType) -> TargetSlice:
+    return TargetSlice(kind, name, replicas, replicas, None, size, free, load(kind.name), device_type=device_type)
+
+
+def _gpu_budget(replicas: int, at: Machine) -> TargetSlice | None:
     """Asks nvidia-smi about the first visible GPU: PyTorch would open a context in this process."""
     visible = (at.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0]
     command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits", "-i", visible]
@@ -268,11 +245,10 @@ def _gpu_budget(replicas: int, at: Machine) -> MemoryBudget | None:
         size = int(mebibytes) * 2**20
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return None
-    where = None
+    kind = Chip(name="cuda", hbm_bytes=size, hbm_bandwidth=0.0)
     with contextlib.suppress(ValueError):  # no chip that the kit knows
-        if (kind := chips.chip(name)).bf16_flops is not None:
-            where = TargetSlice(kind, name, replicas, replicas, None, size, GPU_FREE, load(kind.name))
-    return MemoryBudget(name, "cuda", replicas, size, GPU_FREE, where)
+        kind = chips.chip(name)
+    return _machine(kind, name, replicas, size, GPU_FREE, "cuda")
 
 
 class Runtime(ABC):

@@ -1,4 +1,4 @@
-"""Finds the slice that a user names to plan for: its chips, its devices, the memory of each.
+"""Finds the slice that a user names to plan for, or describes this machine: its chips, its devices, their memory.
 
 "2xv5litepod-64" names two such slices, which the data center network (DCN) joins.
 """
@@ -9,27 +9,34 @@ import difflib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from tpu_kit.config.mesh import Mesh
 from tpu_kit.hardware import chips
 from tpu_kit.hardware.calibration import Calibration, load
 from tpu_kit.hardware.chips import GIB, Chip, Topology
 
+RESERVE = 0.08
+"""Share of a TPU's usable memory that a choice by formula leaves free: more than the largest underestimate for the
+steps that were compiled (tests/recorded_memory.json)."""
+
 
 @dataclass(frozen=True)
 class TargetSlice:
-    """A slice to plan for, or several equal ones.
+    """A slice to plan for, or several equal ones; or this machine.
 
     Attributes:
+        chip: its kind; of a machine without a known chip one of unknown speed.
         name: the provider's, such as "v5litepod-8"; of two slices "2xv5litepod-8".
         chips: number of chips of all slices, which are paid for.
         replicas: number of replicas; on a mesh, of shards of the batch.
         topology: the compiler's name for it; None where it has none.
-        found_bytes: memory of a device as the machine itself reports it; None where it was not asked.
-        free: the least share of it to leave free, where the formula was not made for this device.
+        found_bytes: memory of a replica as the machine itself reports it; None where it was not asked.
+        free: the share of it that a choice by formula leaves free: more where the formula was not made for the device.
         calibration: what `verify` measured on such a chip of this machine.
         mesh: the devices over which the model is sharded; None for replicas.
         slices: number of slices.
+        device_type: of the devices.
     """
 
     chip: Chip
@@ -38,10 +45,11 @@ class TargetSlice:
     replicas: int
     topology: str | None
     found_bytes: int | None = None
-    free: float = 0.0
+    free: float = RESERVE
     calibration: Calibration = field(default_factory=lambda: Calibration(""))
     mesh: Mesh | None = None
     slices: int = 1
+    device_type: Literal["tpu", "cuda", "cpu", "xla-cpu"] = "tpu"
 
     @property
     def devices(self) -> int:
@@ -68,10 +76,15 @@ class TargetSlice:
         return int(self.bytes / max(1.0, self.calibration.memory or 1.0))
 
     @property
+    def budget(self) -> float:
+        """Bytes of a device that a choice by formula may take."""
+        return self.limit * (1 - self.free)
+
+    @property
     def bytes(self) -> int:
         """Bytes that a device has for programs; if not known, the published memory less 1 GiB."""
         published = self.chip.hbm_bytes // self.chip.devices_per_chip - GIB
-        return self.found_bytes or self.chip.usable_hbm_bytes or published
+        return self.chip.usable_hbm_bytes or published if self.found_bytes is None else self.found_bytes
 
 
 def find_slice(name: str, num_replicas: int | None) -> TargetSlice:

@@ -14,10 +14,10 @@ from tpu_kit.config.loader import ANEW, LoraConfig, TrainConfig, batch_arithmeti
 from tpu_kit.config.mesh import Mesh
 from tpu_kit.config.schema import MOST_ROWS
 from tpu_kit.hardware.chips import CHIPS, GIB
-from tpu_kit.hardware.slices import TargetSlice
+from tpu_kit.hardware.slices import RESERVE, TargetSlice
 from tpu_kit.models.architecture import Shape, undivided
 from tpu_kit.planning.argument_memory import VECTOR
-from tpu_kit.planning.memory_estimate import RESERVE, budget, estimate, estimate_on
+from tpu_kit.planning.memory_estimate import estimate, estimate_on
 from tpu_kit.planning.rollouts import cache_bytes, whole_prompts
 
 _RANKS = 4096
@@ -89,7 +89,7 @@ def inference(config: TrainConfig, shape: Shape, where: TargetSlice) -> Inferenc
     parts = estimate_on(with_rows(frozen, 1), shape, where).parts
     weights = parts["base_weights"] + (parts["adapters"] if config.lora.r else 0)
     each = cache_bytes(config, shape, where.mesh.data if where.mesh else 1, VECTOR, where.mesh) // VECTOR
-    return Inference(weights, each, max(0, min(shape.positions, int((budget(where) - weights) // each))))
+    return Inference(weights, each, max(0, min(shape.positions, int((where.budget - weights) // each))))
 
 
 def advise(config: TrainConfig, shape: Shape, where: TargetSlice, limit: float, fits: bool) -> Advice:

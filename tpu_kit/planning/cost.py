@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from tpu_kit.config.loader import BatchPlan, TrainConfig
 from tpu_kit.config.mesh import Mesh
+from tpu_kit.distributed.runtime import seen_on
 from tpu_kit.hardware.chips import Chip
 from tpu_kit.hardware.slices import TargetSlice
 from tpu_kit.models.architecture import Shape
@@ -322,6 +323,7 @@ def step_time(done: Work, chip: Chip, measured: float | None = None) -> StepTime
 
 def predict_time(config: TrainConfig, shape: Shape, where: TargetSlice) -> StepTime:
     """Estimates the seconds of a step on a slice, by the formula's counts; of completions at their longest."""
+    config = seen_on(where.device_type, config)
     return _time(config, where, predicted_work(config, shape, where))
 
 

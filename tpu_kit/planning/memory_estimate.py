@@ -14,6 +14,7 @@ from typing import Any
 
 from tpu_kit.config.loader import TrainConfig
 from tpu_kit.config.mesh import Mesh
+from tpu_kit.distributed.runtime import seen_on
 from tpu_kit.hardware.chips import Chip
 from tpu_kit.hardware.slices import TargetSlice
 from tpu_kit.models.architecture import FEW_TILES, Shape, check_groups
@@ -37,14 +38,6 @@ LEAST_CODE, LAYER_CODE = 4 * 2**20, 5 * 2**19
 """Code of a prefill or of decode steps, and of each layer in its loops."""
 LOGITS = 3
 """Arrays of (B, V) in fp32 while tokens are drawn."""
-RESERVE = 0.08
-"""Share of a device's usable memory that a pick by formula leaves free: more than the largest underestimate for the
-steps that were compiled (tests/recorded_memory.json)."""
-
-
-def budget(where: TargetSlice) -> float:
-    """Bytes of a device that a pick by formula may take."""
-    return where.limit * (1 - max(where.free, RESERVE))
 
 
 @dataclass(frozen=True)
@@ -107,7 +100,8 @@ def estimate(
 
 
 def estimate_on(config: TrainConfig, shape: Shape, where: TargetSlice) -> Memory:
-    """As `estimate`, on a slice with its replicas or its mesh."""
+    """As `estimate`, on a slice or a machine with its replicas or its mesh."""
+    config = seen_on(where.device_type, config)
     return estimate(config, num_replicas=where.replicas, shape=shape, chip=where.chip, mesh=where.mesh)
 
 

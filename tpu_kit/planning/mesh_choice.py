@@ -14,7 +14,7 @@ from tpu_kit.models.shape_cache import read_shapes
 from tpu_kit.planning.advice import can_shard, largest, with_rows
 from tpu_kit.planning.argument_memory import table
 from tpu_kit.planning.cost import StepTime, predict_time
-from tpu_kit.planning.memory_estimate import budget, estimate_on
+from tpu_kit.planning.memory_estimate import estimate_on
 
 _UNSET = (None, "auto")
 
@@ -54,7 +54,7 @@ def placed(
     if devices == 1 or launch.num_replicas is not None:
         return config, where, ""
     peak, time = _predicted(config, shape, where, rows)
-    limit = budget(where)
+    limit = where.budget
     asked, text = f"launch.mesh={launch.mesh or 'null'}", f"{peak / GIB:.2f} of {where.limit / GIB:.2f} GiB"
     if peak <= limit and where.hosts == 1:
         return config, where, f"{asked}: a replica on each of the {devices} devices, which takes {text}"
@@ -137,7 +137,7 @@ def largest_models(where: TargetSlice) -> list[dict[str, object]]:
             def peak(rows: int, config: TrainConfig = config, shape: Shape = shape) -> int:
                 return estimate_on(with_rows(config, rows), shape, on).total_bytes
 
-            if most := largest(lambda rows: peak(rows) <= budget(on), 4096):
+            if most := largest(lambda rows: peak(rows) <= on.budget, 4096):
                 size = f"{peak(1) / GIB:.2f} of {on.limit / GIB:.2f}"
                 found.append({"base_dtype": dtype, "model": name, "parameters": f"{shape.parameters / 1e9:.1f}e9",
                               "GiB of a device": size, "largest batch_size": most})  # fmt: skip

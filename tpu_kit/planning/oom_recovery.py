@@ -11,7 +11,8 @@ from tpu_kit.config.loader import ANEW, BatchPlan, TrainConfig, batch_arithmetic
 from tpu_kit.distributed.launch import LaunchError
 from tpu_kit.hardware.chips import GIB
 from tpu_kit.planning.cost import predict_time
-from tpu_kit.planning.preflight import Preflight, estimate_in, newest
+from tpu_kit.planning.memory_estimate import estimate_on
+from tpu_kit.planning.preflight import Preflight, newest
 from tpu_kit.xla.hlo import parse_out_of_memory
 
 SMALLER = 0.8
@@ -94,17 +95,17 @@ def next_setting(outlook: Preflight, used: int | None = None) -> tuple[dict[str,
     if room is None or memory is None or (shape := outlook.shape) is None:
         return _changes(config, candidates[0]), "Its memory cannot be predicted here"
     factor = max(1.0, used / memory.total_bytes) if used else 1.0
-    bound = room.limit * (1 - outlook.free) / factor
+    bound = room.budget / factor
     if not used:
         bound = min(bound, SMALLER * memory.total_bytes)
-    peaks = [estimate_in(one, shape, room).total_bytes for one in candidates]
+    peaks = [estimate_on(one, shape, room).total_bytes for one in candidates]
     if min(peaks) >= memory.total_bytes:  # of a rollout, which has no passes
         return {}, ""
     fitting = [number for number, peak in enumerate(peaks) if peak <= bound]
-    if (where := room.where) is None:  # the formula is made for TPUs, and cannot rank
+    if room.chip.bf16_flops is None:  # the formula is made for TPUs, and cannot rank
         best = next(iter(fitting), 0)
     elif fitting:
-        best = min(fitting, key=lambda number: predict_time(room.seen(candidates[number]), shape, where).seconds)
+        best = min(fitting, key=lambda number: predict_time(candidates[number], shape, room).seconds)
     else:
         best = peaks.index(min(peaks))
     why = f"Predicted is {peaks[best] * factor / GIB:.2f} of {room.limit / GIB:.2f} GiB; before it was "

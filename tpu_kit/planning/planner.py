@@ -25,7 +25,7 @@ from tpu_kit.planning.advice import Advice, Inference, advise, inference, larges
 from tpu_kit.planning.argument_memory import table
 from tpu_kit.planning.compile_check import Compiled, CompilerUnavailable, compile_programs
 from tpu_kit.planning.cost import Collective, StepTime, compiled_time, predict_time, predicted_collectives
-from tpu_kit.planning.memory_estimate import RESERVE, Memory, budget, estimate_on
+from tpu_kit.planning.memory_estimate import Memory, estimate_on
 from tpu_kit.planning.mesh_choice import placed
 from tpu_kit.planning.rollouts import ProgramPeak, program_rows, update_plan, warnings_of
 from tpu_kit.planning.run_cost import Count, TimePlan, count_rows, count_updates, time_plan
@@ -109,7 +109,7 @@ class Plan:
     @property
     def free(self) -> float:
         """The share of the device's memory that the pick must leave free."""
-        return EXACT_RESERVE if self.source == "compiler" else max(self.where.free, RESERVE)
+        return EXACT_RESERVE if self.source == "compiler" else self.where.free
 
     def to_dict(self) -> dict[str, Any]:
         """The object of `plan --json`."""
@@ -228,7 +228,7 @@ def batches(
 
 
 def _settings(config: TrainConfig, shape: Shape, where: TargetSlice, known: Count) -> list[Setting]:
-    found, limit = [], budget(where)
+    found, limit = [], where.budget
     remats: tuple[Literal["full", "outputs", "none"], ...] = ("full", "outputs") if where.mesh is None else ("full",)
     if "optim.remat" in config.sources:
         remats = (config.optim.remat,)
@@ -256,7 +256,7 @@ def by_formula(config: TrainConfig, shape: Shape, where: TargetSlice, rows: Coun
     """Makes the plan for one slice by formula."""
     config, notes = where.calibration.apply(config)
     settings = sorted(_settings(config, shape, where, rows), key=lambda one: (-one.speed, one.peak))
-    limit, mesh = budget(where), where.mesh
+    limit, mesh = where.budget, where.mesh
     fitting = [one for one in settings if one.peak <= limit]
     near = [one for one in fitting if one.speed > (1 - TIE) * fitting[0].speed]
     if near:

@@ -15,14 +15,15 @@ from tpu_kit.config.loader import ConfigError, TrainConfig, batch_arithmetic
 from tpu_kit.config.mesh import Mesh, resolve_mesh
 from tpu_kit.data.batching import too_few_rows
 from tpu_kit.distributed.hosts import ONE, Hosts
-from tpu_kit.distributed.runtime import MOST_ROWS, MemoryBudget, Runtime, detect, device_memory_budget, seen_on
+from tpu_kit.distributed.runtime import MOST_ROWS, Runtime, detect, device_memory_budget, seen_on
 from tpu_kit.hardware.chips import GIB
 from tpu_kit.hardware.machine import Machine
+from tpu_kit.hardware.slices import TargetSlice
 from tpu_kit.models.architecture import Shape
 from tpu_kit.models.shape_cache import read_shape
 from tpu_kit.planning.compile_check import CompilerUnavailable
 from tpu_kit.planning.cost import StepTime, predict_time, work
-from tpu_kit.planning.memory_estimate import RESERVE, Memory, estimate
+from tpu_kit.planning.memory_estimate import Memory, estimate, estimate_on
 from tpu_kit.planning.mesh_choice import check_mesh, placed
 from tpu_kit.planning.planner import CompiledSetting, batches, best_batch
 from tpu_kit.planning.rollouts import update_plan, warnings_of
@@ -38,7 +39,7 @@ class Preflight:
 
     Attributes:
         config: the run, with a number for every "auto" that the launch needs.
-        room: the memory of a replica.
+        room: the devices, and the memory of a replica.
         shape: of the model.
         memory: of a step, by formula.
         time: of a step, by roofline.
@@ -46,23 +47,18 @@ class Preflight:
     """
 
     config: TrainConfig
-    room: MemoryBudget | None
+    room: TargetSlice | None
     shape: Shape | None = None
     memory: Memory | None = None
     time: StepTime | None = None
     notes: tuple[str, ...] = ()
 
     @property
-    def free(self) -> float:
-        """The share of the device's memory that must stay free by formula."""
-        return max(RESERVE, self.room.free if self.room else 0.0)
-
-    @property
     def fits(self) -> bool | None:
         """Whether the run fits with the reserve, by formula; None where that is not known."""
         if self.room is None or self.memory is None:
             return None
-        return self.memory.total_bytes <= self.room.limit * (1 - self.free)
+        return self.memory.total_bytes <= self.room.budget
 
     def duration(self, updates: int) -> str:
         """Describes how many minutes so many updates take, and how that is known."""
@@ -74,7 +70,7 @@ class Preflight:
         learns = self.config.on_policy  # from as many tokens as the model writes
         if room is None or self.shape is None or learns or room.device_type not in ("cpu", "xla-cpu"):
             return "not known before the first updates"
-        done = work(room.seen(self.config), self.shape, batch_arithmetic(self.config, room.replicas))
+        done = work(seen_on(room.device_type, self.config), self.shape, batch_arithmetic(self.config, room.replicas))
         minutes = updates * room.replicas * done.flops / _host_rate() / 60
         return f"at least {minutes:,.1f} minutes by the present speed of this CPU's matrix products; {besides}"
 
@@ -90,7 +86,7 @@ class Preflight:
         verdict = "fits" if self.fits else "MAY NOT FIT"
         lines = [
             f"memory           {' + '.join(parts)} = {memory.total_bytes / GIB:.2f} GiB by formula",
-            f"memory limit     {room.limit / GIB:.2f} GiB for each of {room.replicas} on {room.name}, {self.free:.0%} "
+            f"memory limit     {room.limit / GIB:.2f} GiB for each of {room.replicas} on {room.name}, {room.free:.0%} "
             f"kept free: {verdict}",
         ]
         if room.device_type != "tpu":
@@ -148,7 +144,7 @@ def check_before_launch(
     if shards is not None:
         config, fewer = _filled_batch(config, shards, rows)
         notes += fewer
-    if exact and (given or room is None or room.where is None):
+    if exact and (given or room is None or room.chip.bf16_flops is None):
         notes.append(_compiled(config, room))
     notes += _rounding(config, shape)
     if room is not None and room.device_type == "tpu":
@@ -156,25 +152,23 @@ def check_before_launch(
     outlook = Preflight(config, room, shape, notes=tuple(notes))
     if room is not None and shape is not None:
         try:
-            memory = estimate_in(config, shape, room)
+            memory = estimate_on(config, shape, room)
         except ValueError as error:  # the run raises it too
             problem = str(error)
         else:
-            time = predict_time(room.seen(config), shape, room.where) if room.where else None
+            time = predict_time(config, shape, room) if room.chip.bf16_flops else None
             outlook = replace(outlook, memory=memory, time=time)
     return replace(outlook, notes=(*notes, f"memory not known: {problem}")) if problem else outlook
 
 
 def _placed(
-    config: TrainConfig, room: MemoryBudget | None, shape: Shape | None, at: Machine | None, hosts: Hosts
-) -> tuple[TrainConfig, MemoryBudget | None, Mesh | None, list[str]]:
+    config: TrainConfig, room: TargetSlice | None, shape: Shape | None, at: Machine | None, hosts: Hosts
+) -> tuple[TrainConfig, TargetSlice | None, Mesh | None, list[str]]:
     """Checks the run's mesh, or chooses between replicas and a mesh on several TPU devices; and says what it is."""
     launch = config.launch
-    if room is not None and room.where is not None and room.device_type == "tpu" and shape is not None:
-        whole = replace(room.where, replicas=room.where.devices, mesh=None)
-        config, where, why = placed(config, shape, whole)
-        room, notes = replace(room, where=where, replicas=where.replicas), [why] if why else []
-        mesh = where.mesh
+    if room is not None and room.device_type == "tpu" and shape is not None:
+        config, room, why = placed(config, shape, replace(room, replicas=room.devices, mesh=None))
+        notes, mesh = [why] if why else [], room.mesh
     else:
         notes, mesh = [], None
         found = detect(launch, at, hosts).mesh
@@ -185,12 +179,6 @@ def _placed(
     if mesh is not None:
         notes.append(f"launch.mesh={mesh}: rows divided by {mesh.batch_shards}; devices {mesh.layout()}")
     return config, room, mesh, notes
-
-
-def estimate_in(config: TrainConfig, shape: Shape, room: MemoryBudget) -> Memory:
-    """As `memory_estimate.estimate`, for a replica or a device of the mesh in its memory."""
-    mesh = room.where.mesh if room.where else None
-    return estimate(room.seen(config), num_replicas=room.replicas, shape=shape, chip=room.chip, mesh=mesh)
 
 
 def _rounding(config: TrainConfig, shape: Shape | None) -> list[str]:
@@ -217,12 +205,12 @@ def _host_rate() -> float:
     return count * 2 * 512**3 / seconds
 
 
-def _compiled(config: TrainConfig, room: MemoryBudget | None) -> str:
+def _compiled(config: TrainConfig, room: TargetSlice | None) -> str:
     """Describes the TPU compiler's result for a batch size that the user gave."""
-    if room is None or room.device_type != "tpu" or room.where is None or room.where.topology is None:
+    if room is None or room.device_type != "tpu" or room.topology is None:
         return "not by the TPU compiler: it compiles only for TPUs, and not for all of them"
     try:
-        made = CompiledSetting.of(config, read_shape(config.model), room.where)
+        made = CompiledSetting.of(config, read_shape(config.model), room)
         if step := made.compiled.get("step"):
             return f"by the compiler, it {step}"
         sizes = ", ".join(f"{name} {size / GIB:.2f}" for name, size in made.peaks.items())
@@ -248,7 +236,7 @@ def _filled_batch(config: TrainConfig, replicas: int, rows: int | None) -> tuple
 
 
 def _settle_batch(
-    config: TrainConfig, room: MemoryBudget, shape: Shape, exact: bool, count: int | None
+    config: TrainConfig, room: TargetSlice, shape: Shape, exact: bool, count: int | None
 ) -> tuple[TrainConfig, str]:
     """Chooses a number for `optim.batch_size=auto`; returns the run and the reason.
 
@@ -264,8 +252,8 @@ def _settle_batch(
             return replace(config, optim=replace(optim, batch_size=rows)), why
         config = replace(config, optim=optim)
     known = Count(count)
-    if room.where is not None:
-        found = best_batch(room.seen(config), room.where, exact, known)
+    if room.chip.bf16_flops is not None:
+        found = best_batch(config, room, exact, known)
         assert isinstance(found.config.optim.batch_size, int)
         rows = found.config.optim.batch_size
         why = f"the fastest that leaves {found.free:.0%} of {room.limit / GIB:.2f} GiB, by {found.source}"
@@ -293,7 +281,7 @@ def _before(config: TrainConfig) -> tuple[int, int] | None:
     return (rows, checkpoint.document("state")["global_batch_size"]) if isinstance(rows, int) else None
 
 
-def _host_rows(config: TrainConfig, room: MemoryBudget, shape: Shape, known: Count) -> int:
+def _host_rows(config: TrainConfig, room: TargetSlice, shape: Shape, known: Count) -> int:
     """The largest number of rows that fits and divides an update; without a given update, a power of two.
 
     Raises:
@@ -302,8 +290,7 @@ def _host_rows(config: TrainConfig, room: MemoryBudget, shape: Shape, known: Cou
     auto = replace(config, optim=replace(config.optim, batch_size="auto"))
     runs = {rows: replace(config, optim=replace(config.optim, batch_size=rows))
             for rows, _ in batches(auto, room.replicas, known, lambda: MOST_ROWS)}  # fmt: skip
-    limit = room.limit * (1 - room.free)
-    fitting = [rows for rows, one in runs.items() if estimate_in(one, shape, room).total_bytes <= limit]
+    fitting = [rows for rows, one in runs.items() if estimate_on(one, shape, room).total_bytes <= room.budget]
     if not fitting:
         passes = batch_arithmetic(runs[1], room.replicas).gradient_accumulation
         raise ValueError(
