@@ -333,10 +333,10 @@ def test_a_reply_does_not_depend_on_rows_that_the_model_saw_before_and_ends_with
     generator = Generator(stock, load_tokenizer(load_config(None, []).model), CpuRuntime(0, 1, torch.device("cpu")),
                           max_prompt=40, max_new_tokens=8)  # fmt: skip
     prompt = list(range(10, 18))
-    expected = generator.score([prompt], [[20, 21]])
+    expected = generator.rate([[*prompt, 20, 21]])
     with torch.no_grad():
         before = stock(input_ids=torch.arange(3, 53)[None], use_cache=False).logits  # 50 positions: other frequencies
-    assert generator.score([prompt], [[20, 21]]) == expected
+    assert generator.rate([[*prompt, 20, 21]]) == expected
     with torch.no_grad():
         assert torch.equal(stock(input_ids=torch.arange(3, 53)[None], use_cache=False).logits, before)
     with pytest.raises(ValueError, match=r"more than the 32 .* which the model's 40 positions leave"):

@@ -37,6 +37,7 @@ from tests.support.generation_functions import (
     generator,
     make,
     prompts_of,
+    scores,
     stock,
     tokens,
     with_lora,
@@ -236,13 +237,12 @@ def test_log_probabilities_are_the_model_s() -> None:
             logits = model(torch.tensor([[*prompt, *reply.tokens]])).logits[0, len(prompt) - 1 : -1]
         chosen = torch.log_softmax(logits.float(), -1).gather(1, torch.tensor([reply.tokens]).T).sum()
         assert reply.logprob == pytest.approx(float(chosen), rel=1e-4, abs=1e-3)
-    scored = mine.score(MIXED, [list(reply.tokens) for reply in replies])
+    scored = scores(mine, MIXED, [list(reply.tokens) for reply in replies])
     assert all(likeliest for _, likeliest in scored)
     assert [value for value, _ in scored] == pytest.approx([reply.logprob for reply in replies], rel=1e-4, abs=1e-3)
-    others = mine.score(MIXED, prompts_of(*range(1, 8), seed=9))
+    others = scores(mine, MIXED, prompts_of(*range(1, 8), seed=9))
     assert not any(likeliest for _, likeliest in others)
-    assert mine.score(MIXED[2:3], prompts_of(*range(1, 8), seed=9)[2:3])[0] == pytest.approx(others[2], abs=1e-3)
-    assert mine.score(["2 + 3 ="], [" 5"])[0][0] < 0
+    assert scores(mine, MIXED[2:3], prompts_of(*range(1, 8), seed=9)[2:3])[0] == pytest.approx(others[2], abs=1e-3)
 
 
 # ------------------------------------------------------------------------------------------------- where replies end
@@ -321,10 +321,8 @@ def test_what_cannot_be_generated() -> None:
     )
     long = prompts_of(240)
     assert tokens(mine.generate(long, GREEDY, truncate=True)) == stock(model, [long[0][-70:]])
-    with pytest.raises(ValueError, match="continuation 0 is empty"):
-        mine.score(["a"], [""])
     with pytest.raises(ValueError, match="row 0 has 270 tokens; it must have 2 to 256"):
-        mine.score(prompts_of(70), prompts_of(200))
+        mine.rate(prompts_of(270))
     with pytest.raises(ValueError, match=r"max_prompt=0, block=0: must be 1 or more"):
         generator(model, max_prompt=0, block=0)
 

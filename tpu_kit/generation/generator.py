@@ -178,35 +178,6 @@ class Generator:
                 yield text[len(sent) :]
                 sent = text
 
-    def score(
-        self, prompts: Sequence[Prompt], continuations: Sequence[str | Sequence[int]]
-    ) -> list[tuple[float, bool]]:
-        """Computes the likelihood of each continuation after its prompt.
-
-        Args:
-            prompts: one for each continuation, none of them empty.
-            continuations: texts, or token ids.
-
-        Returns:
-            For each continuation its log-probability in nats, and whether greedy decoding would generate it.
-
-        Raises:
-            ValueError: the numbers differ, a continuation is empty, or prompt and continuation are too long.
-        """
-        pairs = []
-        for number, (prompt, continuation) in enumerate(zip(prompts, continuations, strict=True)):
-            head = self.codec.encode(prompt)
-            tail = self.codec.plain(continuation) if isinstance(continuation, str) else list(continuation)
-            if not tail:
-                raise ValueError(f"continuation {number} is empty, so there is nothing to score")
-            pairs.append((head, tail))
-        ratings = self.rate([[*head, *tail] for head, tail in pairs])
-        scores = []
-        for row, (_, tail) in enumerate(pairs):
-            logprobs, likeliest = (part[-len(tail) :] for part in ratings[row])
-            scores.append((sum(logprobs), all(likeliest)))
-        return scores
-
     def rate(self, rows: Sequence[Sequence[int]], share: bool = False) -> dict[int, Rating]:
         """Computes the likelihood of the tokens of each row, by number of the row.
 

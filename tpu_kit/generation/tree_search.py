@@ -263,11 +263,12 @@ class _Search:
         if how == "logprob":
             return [child.logprob / child.length for child in children]
         if how == "self-evaluation":
-            prompts = [self._judged(child) for child in children for _ in _VERDICTS]
-            likelihoods = self._generator.score(prompts, _VERDICTS * len(children))
+            asked = [self._generator.codec.encode(self._judged(child)) for child in children]
+            pairs = [(prompt, self._ids(word)) for prompt in asked for word in _VERDICTS]
+            ratings = self._generator.rate([[*prompt, *verdict] for prompt, verdict in pairs])
             self.tokens += self._judging * len(children)
-            pairs = [(likelihoods[2 * index][0], likelihoods[2 * index + 1][0]) for index in range(len(children))]
-            return [1 / (1 + math.exp(min(700.0, no - yes))) for yes, no in pairs]
+            sums = [sum(ratings[row].logprobs[-len(verdict) :]) for row, (_, verdict) in enumerate(pairs)]
+            return [1 / (1 + math.exp(min(700.0, no - yes))) for yes, no in zip(sums[::2], sums[1::2], strict=True)]
         assert callable(how)
         try:
             scores = [float(how(self.root.text, child.steps)) for child in children]
