@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import sys
 from dataclasses import replace
 from typing import Any
@@ -15,6 +14,7 @@ from tpu_kit.checkpointing.manifest import Checkpoint, DamagedError, Select
 from tpu_kit.config.loader import ANEW, TrainConfig, batch_arithmetic, changes, flatten
 from tpu_kit.distributed.hosts import ONE, Hosts
 from tpu_kit.distributed.runtime import device_memory_budget
+from tpu_kit.hardware.compatibility import installed_version
 from tpu_kit.models import base_identity
 from tpu_kit.training.state import joined, sections
 
@@ -169,8 +169,5 @@ def _refuse(checkpoint: Checkpoint, problems: list[str]) -> None:
 
 def versions() -> dict[str, str]:
     """Returns the versions of the installed packages that train, for the checkpoint."""
-    packages = {}
-    for name in ("tpu_kit", "torch", "torch_xla", "transformers", "peft"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            packages[name] = importlib.metadata.version(name)
-    return packages
+    names = ("tpu_kit", "torch", "torch_xla", "transformers", "peft")
+    return {name: version for name in names if (version := installed_version(name))}
