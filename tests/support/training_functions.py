@@ -196,7 +196,7 @@ def prepared_data(config: TrainConfig, data: MappedData) -> None:
     """Loads the data as `sft.fine_tune` does; each rank notes what it got, and that it maps the arrays."""
     rt = runtime.current()
     sft.prepare_run = None  # a replica that prepares fails
-    prepared, _ = sft._load(config, data, rt)
+    _, prepared = runtime.load_once(rt, lambda: sft._read(config, data))
     tensors = prepared.train.tensors(np.arange(len(prepared.train)))
     digest = hashlib.blake2b(b"".join(tensor.numpy().tobytes() for tensor in tensors.values())).hexdigest()
     note = {

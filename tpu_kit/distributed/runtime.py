@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib.util
 import subprocess
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from tpu_kit.config.loader import LaunchConfig, TrainConfig
 from tpu_kit.config.mesh import Mesh, Spec, mesh_size, resolve_mesh
@@ -35,6 +36,10 @@ GPU_FREE, HOST_FREE = 0.3, 0.5
 MOST_ROWS = 8  # of `batch_size=auto` on a CPU, where more are not faster, and on a GPU of unknown speed
 _PJRT: dict[str, DeviceType] = {"TPU": "tpu", "CPU": "xla-cpu"}
 _local = threading.local()  # the replicas of XLA:CPU are threads of one process
+_loaded: list[Any] = []  # of `load_once`
+_loading = threading.Lock()
+M = TypeVar("M", bound="torch.nn.Module")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -323,6 +328,20 @@ class Runtime(ABC):
     def counters(self) -> dict[str, int]:
         """Counts of this process since its start: compiles, executions, host reads and CPU fallbacks; empty off XLA."""
         return {}
+
+
+def load_once(rt: Runtime, load: Callable[[], tuple[M, T]]) -> tuple[M, T]:
+    """Loads a model and what goes with it; once where replicas are threads of one process, which ends with the launch.
+
+    Each of these gets a copy of the model: moving a shared one to its device would take it from the others.
+    """
+    if rt.device_type != "xla-cpu" or rt.world_size == 1:
+        return load()
+    with _loading:
+        if not _loaded:
+            _loaded.append(load())
+    model, rest = _loaded[0]
+    return copy.deepcopy(model), rest
 
 
 def current() -> Runtime:

@@ -9,13 +9,11 @@ The replicas share the prompts; the result does not depend on their number. Use 
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import json
 import os
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -296,19 +294,9 @@ def generator_for(
     )  # fmt: skip
 
 
-_shared: list[tuple[torch.nn.Module, Any]] = []
-_shared_lock = threading.Lock()
-
-
 def load_here(config: TrainConfig, adapter: Path | None, rt: Runtime) -> tuple[torch.nn.Module, Any]:
-    """Loads the model on the replica's device, and its tokenizer; once where replicas are threads of one process."""
-    if rt.device_type != "xla-cpu" or rt.world_size == 1:
-        model, tokenizer = _read(config, adapter, rt)
-    else:
-        with _shared_lock:
-            if not _shared:
-                _shared.append(_read(config, adapter, rt))
-            model, tokenizer = copy.deepcopy(_shared[0][0]), _shared[0][1]
+    """Loads the model on the replica's device, and its tokenizer."""
+    model, tokenizer = runtime.load_once(rt, lambda: _read(config, adapter, rt))
     return models.to_device(model, rt.local_device), tokenizer
 
 

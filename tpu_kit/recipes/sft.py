@@ -6,13 +6,11 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import hashlib
 import os
 import secrets
 import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
@@ -293,23 +291,8 @@ def prepare_run(config: TrainConfig) -> Prepared:
 
 # ------------------------------------------------------------------------------------------------------- in a replica
 
-_shared: list[tuple[Prepared, torch.nn.Module]] = []
-_shared_lock = threading.Lock()
 
-
-def _load(config: TrainConfig, data: MappedData | None, rt: Runtime) -> tuple[Prepared, torch.nn.Module]:
-    """Loads data and model; once where replicas are threads of one process, which ends with the launch."""
-    if rt.device_type != "xla-cpu":
-        return _read(config, data)
-    with _shared_lock:
-        if not _shared:
-            _shared.append(_read(config, data))
-    prepared, model = _shared[0]
-    # Each thread moves a copy to its device: moving the shared model would take it from the other threads.
-    return prepared, copy.deepcopy(model)
-
-
-def _read(config: TrainConfig, data: MappedData | None) -> tuple[Prepared, torch.nn.Module]:
+def _read(config: TrainConfig, data: MappedData | None) -> tuple[torch.nn.Module, Prepared]:
     model = models.load_model(config.model, config.lora, seed=config.optim.seed)
     if config.lora.adapter:
         with at_hand(config.lora.adapter) as folder:
@@ -317,7 +300,7 @@ def _read(config: TrainConfig, data: MappedData | None) -> tuple[Prepared, torch
             start_from(model, folder)
     prepared = data.read() if data else prepare_run(config)
     objective_of(config).attach(model, load_frozen)
-    return prepared, model
+    return model, prepared
 
 
 def fine_tune(
@@ -349,7 +332,7 @@ def trainer(
 ) -> Iterator[tuple[Trainer, PreemptionGuard]]:
     """Loads the run in one replica; yields its loop, ready to run, and what stops it; arguments as in `fine_tune`."""
     rt = runtime.current()
-    prepared, model = _load(config, data, rt)
+    model, prepared = runtime.load_once(rt, lambda: _read(config, data))
     plan = batch_arithmetic(config, rt.data_size)
     keep = (config.checkpoint.keep, config.checkpoint.keep_every)
     with contextlib.ExitStack() as stack:
