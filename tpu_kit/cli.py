@@ -330,7 +330,6 @@ class _Prompts(_Adapter):
 def generate(args: argparse.Namespace) -> int:
     """Answer prompts with a base or tuned model."""
     from tpu_kit.generation import service as generation
-    from tpu_kit.generation.prompts import to_json
 
     request, sampling = args.options
     if not request.asked:
@@ -342,7 +341,7 @@ def generate(args: argparse.Namespace) -> int:
         return OK
     replies = generation.generate(args.config, request.asked, sampling, request.n, batch_size=request.rows, **settings)
     texts = (f"[{row // request.n}.{row % request.n}] {reply.text.strip()}" for row, reply in enumerate(replies))
-    print(to_json(replies) if args.json else "\n\n".join(texts))
+    print(json.dumps([vars(reply) for reply in replies]) if args.json else "\n\n".join(texts))
     return OK
 
 

@@ -21,6 +21,7 @@ import torch
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from tests.support import layer_functions
 from tpu_kit.config.loader import TrainConfig, load_config
 from tpu_kit.generation import reference_check
 
@@ -72,7 +73,7 @@ def trained(model: PreTrainedConfig, device_type: str) -> str:
             problem = problem or reference_check._text(error)
             continue
         most = max(found.values())
-        own = max(reference_check.rounding(config, model).values()) if most > ROUNDING else 0.0
+        own = max(layer_functions.rounding(config, model).values()) if most > ROUNDING else 0.0
         if most <= max(ROUNDING, 2 * own):
             text = f"{way}, {most:.1e}" + (f" (transformers {own:.1e})" if own else "")
             return f"{text}; else {problem}" if problem else text

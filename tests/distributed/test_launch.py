@@ -361,7 +361,7 @@ def test_a_report_that_finds_no_room_leaves_some_for_the_next(tmp_path: Path, mo
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
-        patch.setattr(Path, "rename", full)
+        patch.setattr(os, "replace", full)
         write(str(tmp_path), 0, "done", b"much")
     assert not list(tmp_path.iterdir())
 

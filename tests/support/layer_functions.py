@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaModel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaModel, PreTrainedConfig
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -17,7 +17,7 @@ from tpu_kit.config.loader import TrainConfig
 from tpu_kit.distributed import runtime
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.generation.generator import Generator
-from tpu_kit.generation.reference_check import _adapted_copy, differences
+from tpu_kit.generation.reference_check import _adapted_copy, _of_transformers, _shares, differences
 from tpu_kit.models import causal_lm as models
 from tpu_kit.models import layer_calls, layer_scan
 from tpu_kit.models.layer_calls import layers_of
@@ -35,6 +35,13 @@ def scanned(dropout: float = 0.0, tile: int | None = TILE, keeps: bool = False) 
     model = tiny(dropout)
     layer_scan.stack(models.base_model(model).get_decoder(), tile, keeps)
     return model
+
+
+def rounding(config: TrainConfig, model: PreTrainedConfig) -> dict[str, float]:
+    """How transformers in fp32 differs from transformers in fp64, as `differences` tells it."""
+    adapted = _adapted_copy(config, model)
+    models.base_model(adapted).set_experts_implementation("eager")  # grouped products take no fp64
+    return _shares(_of_transformers(adapted), _of_transformers(adapted.double()))
 
 
 def updates(config: TrainConfig) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from typing import Any, NamedTuple
 from tpu_kit.distributed import cpu_simulation, preemption, runtime
 from tpu_kit.distributed.preemption import StopFlag
 from tpu_kit.distributed.runtime import Backend, Runtime
+from tpu_kit.storage import atomic
 
 LAUNCHER = -1  # the launcher's number among the ranks
 _PR_SET_PDEATHSIG = 1
@@ -60,14 +61,8 @@ class Report(NamedTuple):
 
 def write(folder: str, rank: int, kind: str, value: Any) -> None:
     """Leaves a report in the launch's folder, whole or not at all; names of later reports sort after earlier ones."""
-    path = Path(folder, f"{time.monotonic_ns():020}.{rank}.{kind}")
-    part = path.with_name(f"part-{path.name}")
-    try:
+    with atomic.replacing(Path(folder, f"{time.monotonic_ns():020}.{rank}.{kind}")) as part:
         part.write_bytes(pickle.dumps(value))
-        part.rename(path)
-    except OSError:
-        part.unlink(missing_ok=True)  # or there would be no room to report that there is none
-        raise
 
 
 class _ResultPickler(pickle.Pickler):

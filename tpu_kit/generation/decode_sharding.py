@@ -7,11 +7,10 @@ shard of a weight, and the activations are gathered. Training gathers the weight
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import torch
 
-from tpu_kit.config.mesh import Spec
 from tpu_kit.distributed.mesh import active_mesh
 from tpu_kit.models.causal_lm import base_model, text_config
 from tpu_kit.models.partition import embedding_of, in_place, spec_of
@@ -39,7 +38,7 @@ def weights_in_place(model: torch.nn.Module, stacks: Iterable[str]) -> Iterator[
     prefixes, embedding, head = tuple(stacks), embedding_of(model), base_model(model).get_output_embeddings()
     config, hooks = text_config(model), []
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    by_heads = heads_spec((1, heads, 1, 1))[1] == _SHARED
+    by_heads = cache_spec(active_mesh(), (1, heads, 1, 1))[1] == _SHARED
     for path, part in model.named_modules():
         leaf = path.rpartition(".")[2]
         if isinstance(part, torch.nn.Linear):
@@ -66,8 +65,3 @@ def weights_in_place(model: torch.nn.Module, stacks: Iterable[str]) -> Iterator[
 def _ending(tensor: torch.Tensor, last: str | tuple[str, ...] | None) -> torch.Tensor:
     """Shards activations (B, ..., features) over the axes `last` in their last dimension; rows over "data"."""
     return constrain(tensor, ("data", *[None] * (tensor.ndim - 2), last))
-
-
-def heads_spec(shape: Sequence[int]) -> Spec:
-    """As `sharding_rules.cache_spec`, on the mesh of this process."""
-    return cache_spec(active_mesh(), shape)

@@ -18,9 +18,10 @@ import torch
 import torch.nn.functional as F
 
 from tpu_kit.config.mesh import Spec
-from tpu_kit.generation.decode_sharding import heads_spec
+from tpu_kit.distributed.mesh import active_mesh
 from tpu_kit.models import attention
 from tpu_kit.models.layer_calls import LayerCache
+from tpu_kit.models.sharding_rules import cache_spec
 from tpu_kit.xla.scan import Tensors, slice_at, write_slot
 from tpu_kit.xla.sharding import constrain
 
@@ -206,7 +207,7 @@ class Cache(LayerCache):
 
 def stack_spec(shape: Sequence[int]) -> Spec:
     """Returns the sharding of a stack, (G, B, heads, slots, size)."""
-    return (None, *heads_spec(shape[1:]))
+    return (None, *cache_spec(active_mesh(), shape[1:]))
 
 
 def cached_attention(
@@ -251,7 +252,7 @@ def cached_attention(
     if cache is None and query.shape[2] != key.shape[2]:
         raise ValueError("the model does not pass its keyword arguments, the key/value cache, on to its attention")
     batch, heads = query.shape[:2]
-    spec = heads_spec(key.shape)
+    spec = cache_spec(active_mesh(), key.shape)
     query, key, value = (constrain(each, spec) for each in (query, key, value))
     if cache is None or cache.step is None:
         # Padding follows the prompt, so a causal mask hides it.

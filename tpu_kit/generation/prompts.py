@@ -211,11 +211,6 @@ def _prompt(place: str, line: str) -> Prompt:
     return prompt
 
 
-def to_json(completions: Sequence[Completion]) -> str:
-    """Writes completions as a JSON list."""
-    return json.dumps([vars(completion) for completion in completions])
-
-
 def stop_ids(causal: Any, tokenizer: Any) -> set[int]:
     """Returns the ids that end an answer.
 

@@ -296,13 +296,6 @@ def differences(
     return _shares(result, expected)
 
 
-def rounding(config: TrainConfig, model: PreTrainedConfig) -> dict[str, float]:
-    """Returns as `differences` how transformers in fp32 differs from transformers in fp64."""
-    adapted = _adapted_copy(config, model)
-    models.base_model(adapted).set_experts_implementation("eager")  # grouped products take no fp64
-    return _shares(_of_transformers(adapted), _of_transformers(adapted.double()))
-
-
 def _shares(result: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, float]:
     least = _SMALL * max(float(gradient.norm()) for name, gradient in expected.items() if name != "logits")
     shares = {name: float((result[name] - wanted).norm()) / max(float(wanted.norm()), least)
