@@ -17,7 +17,6 @@ from pathlib import Path
 from tpu_kit.config.loader import TrainConfig
 from tpu_kit.hardware.compatibility import PACKAGES, installed_version
 from tpu_kit.hardware.machine import Machine
-from tpu_kit.storage import atomic
 
 _AGAIN = "`python -m tpu_kit verify` again"
 
@@ -75,7 +74,9 @@ class Calibration:
         path = _path(self.device)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            atomic.write_text(path, json.dumps(asdict(self), indent=1), shared=True)
+            part = path.with_suffix(f".{os.getpid()}.part")
+            part.write_text(json.dumps(asdict(self), indent=1))
+            part.replace(path)
         except OSError as error:
             print(f"{path}: {error.strerror}; what was measured is in the report alone", flush=True)
 
