@@ -27,9 +27,9 @@ SIZES = {
 }  # fmt: skip
 
 
-def make(folder: Path, family: str, **changes: object) -> torch.nn.Module:
+def make(folder: Path, family: str, sizes: dict[str, object] = SIZES, **changes: object) -> torch.nn.Module:
     """A model on the meta device, with stacked layers and adapters."""
-    (folder / "config.json").write_text(json.dumps({"model_type": family, **SIZES}))
+    (folder / "config.json").write_text(json.dumps({"model_type": family, **sizes}))
     config = load_config(None, {"model.name": str(folder), "max_length": 64, **changes})
     with torch.device("meta"):
         model = causal_lm.adapt(empty_model(config), config.lora, config.model.base_dtype)
@@ -100,6 +100,50 @@ def test_a_large_tensor_that_no_rule_matches_is_named(tmp_path: Path) -> None:
     with use_mesh(resolve_mesh("fsdp=4", 4, {"strange": "fsdp"})):
         rows = {row.name: row for row in partition.check_rules(model, stacked_prefixes(model))}
     assert rows["strange"].spec == (("fsdp",), None, None) and rows["strange"].bytes == 2**20
+
+
+@pytest.mark.parametrize("mesh", [Mesh(fsdp=4), Mesh(model=2), Mesh(fsdp=2, model=2)], ids=str)
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_odd_vocabulary_is_sharded_by_the_hidden_states(tmp_path: Path, mesh: Mesh, tied: bool) -> None:
+    model = make(tmp_path, "llama", SIZES | {"vocab_size": 643, "tie_word_embeddings": tied})
+    with use_mesh(mesh):
+        rows = {row.name: row for row in partition.check_rules(model, stacked_prefixes(model))}
+        ends = {name: row for name, row in rows.items() if 643 in row.shape}
+    assert len(ends) == 1 + (not tied)
+    assert all(row.spec == (None, ("model", "fsdp")) and row.bytes * mesh.size == row.whole for row in ends.values())
+
+
+def test_a_matrix_that_no_axes_divide_is_named_with_what_helps(tmp_path: Path) -> None:
+    model = make(tmp_path, "llama", SIZES | {"vocab_size": 643, "hidden_size": 132})
+    prefixes = stacked_prefixes(model)
+    text = (
+        r"fsdp=8: model\.embed_tokens\.weight, lm_head\.weight would .*\. Use .* product divides one of 643 x 132, or"
+    )
+    with use_mesh(Mesh(fsdp=8)), pytest.raises(ValueError, match=text):
+        partition.check_rules(model, prefixes)
+    text = r'launch\.mesh_rules, such as ({"\*embed_tokens\.weight": "None,fsdp"}), or'
+    with use_mesh(Mesh(fsdp=4, model=2)), pytest.raises(ValueError, match=text) as error:
+        partition.check_rules(model, prefixes)
+    advised = json.loads(re.search(text, str(error.value))[1])  # type: ignore[index]
+    with use_mesh(resolve_mesh("fsdp=4,model=2", 8, advised | {"lm_head.weight": "None,fsdp"})):
+        rows = {row.name: row for row in partition.check_rules(model, prefixes)}
+    assert rows["model.embed_tokens.weight"].spec == (None, ("fsdp",))
+
+
+def test_a_teacher_is_sharded_by_its_own_sizes(tmp_path: Path) -> None:
+    found = []
+    for name, sizes in ("model", {"tie_word_embeddings": True}), ("teacher", {"hidden_size": 64, "vocab_size": 643}):
+        (tmp_path / name).mkdir()
+        found.append(make(tmp_path / name, "llama", SIZES | sizes))
+    model, teacher = found
+
+    def specs() -> set[tuple[tuple[int, ...], partition.Spec]]:
+        return {(row.shape, row.spec) for row in partition.check_rules(model, stacked_prefixes(model))}
+
+    with use_mesh(Mesh(fsdp=2, model=2)):
+        wanted = specs() | {(row.shape, row.spec) for row in partition.check_rules(teacher, stacked_prefixes(teacher))}
+        model.teacher = teacher
+        assert specs() == wanted
 
 
 def test_a_rule_of_the_users_comes_first(tmp_path: Path) -> None:

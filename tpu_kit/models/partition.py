@@ -31,7 +31,7 @@ PARTS = WeakTensorKeyDictionary()
 
 def spec_of(name: str, tensor: torch.Tensor, embedding: Embedding, stacked: bool = False) -> Spec:
     """As `sharding_rules.spec_of`, for a parameter or buffer of a model, or a tensor of its shape and dtype."""
-    return sharding_rules.spec_of(_described(name, tensor, stacked), embedding, active_mesh().rules)
+    return sharding_rules.spec_of(_described(name, tensor, stacked), embedding, active_mesh())
 
 
 def _described(name: str, tensor: torch.Tensor, stacked: bool) -> Tensor:
@@ -268,8 +268,9 @@ def check_rules(model: torch.nn.Module, stacks: Iterable[str]) -> list[Placed]:
 
 
 def embedding_of(model: torch.nn.Module) -> Embedding:
-    """What sharding rules need to know of a model's embedding."""
+    """What sharding rules need to know of a model's embedding, and of its teacher's."""
     causal: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     head, weight = causal.get_output_embeddings(), causal.get_input_embeddings().weight
     hidden = getattr(causal.config.get_text_config(), "hidden_size", weight.shape[1])
-    return Embedding(hidden, head is not None and head.weight is weight)
+    teacher = getattr(model, "teacher", None)
+    return Embedding(hidden, head is not None and head.weight is weight, teacher and embedding_of(teacher))

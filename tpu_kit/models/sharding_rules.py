@@ -34,10 +34,11 @@ _PARTS = re.compile(r"\.(base_layer|lora_\w+)\..*|\.[^.]*$")  # what follows the
 
 
 class Embedding(NamedTuple):
-    """What rules need to know of a model: H, and whether its input embedding is its output head, too."""
+    """What rules need to know of a model: H, whether its input embedding is its output head, too, and of a teacher."""
 
     hidden: int = 0
     tied: bool = False
+    teacher: Embedding | None = None
 
 
 @dataclass(frozen=True)
@@ -93,33 +94,46 @@ def is_column(path: str, outputs: int, inputs: int, hidden: int) -> bool:
     return leaf in FIRST or (leaf not in _LAST and (outputs != hidden if outputs else inputs == hidden))
 
 
-def spec_of(tensor: Tensor, embedding: Embedding, rules: tuple[tuple[str, Spec], ...] = ()) -> Spec:
-    """The spec of a model's tensor.
+def spec_of(tensor: Tensor, embedding: Embedding, mesh: Mesh) -> Spec:
+    """The spec of a model's tensor on a mesh, without axes that do not divide their dimension.
+
+    If none divides its dimension of a matrix, as in an output head with an odd vocabulary, the two dimensions exchange
+    their axes.
 
     Args:
         tensor: the tensor.
         embedding: the model's.
-        rules: the user's.
+        mesh: the mesh, with the user's rules.
     """
     whole, shape = (None,) * len(tensor.shape), tensor.shape[tensor.stacked :]
     if is_small(tensor.name) or not shape:
         return whole
-    rule = _chosen(tensor.name, rules)
+    rule = _chosen(tensor.name, mesh.rules)
     scale = tensor.name.endswith("scale")
     if rule is None:
         rule = _derived(tensor, shape, embedding)
+        if len(rule) == len(shape) == 2 and not _shards(mesh, rule, shape) and _shards(mesh, rule[::-1], shape):
+            rule = rule[::-1]
     elif tensor.packed and len(shape) == 2:
         rule = (None, rule[0])
     elif scale and len(shape) == 3:  # int4: (2, I / G, O)
         rule = (None, None, rule[0])
     if len(rule) > len(shape):  # a vector beside a matrix, such as DoRA's magnitudes
         return whole
-    return (None,) * tensor.stacked + rule + (None,) * (len(shape) - len(rule))
+    spec = (None,) * tensor.stacked + rule + (None,) * (len(shape) - len(rule))
+    return mesh.fitted(spec, tensor.shape)
+
+
+def _shards(mesh: Mesh, rule: Spec, shape: tuple[int, ...]) -> bool:
+    """Whether axes of a rule shard a tensor of its dimensions."""
+    return mesh.shard_shape(mesh.fitted(rule, shape), shape) != shape
 
 
 def _derived(tensor: Tensor, shape: tuple[int, ...], embedding: Embedding) -> Spec:
     """The spec of a tensor of a single layer by its shape; () of one that no linear layer or embedding has."""
     name, path = tensor.name, _PARTS.sub("", tensor.name)
+    if name.startswith("teacher.") and embedding.teacher is not None:
+        embedding = embedding.teacher
     leaf = path.rpartition(".")[2]
     scale = name.endswith("scale")
     if ".experts." in name:  # (E, ...)
@@ -201,7 +215,7 @@ def place(mesh: Mesh, tensors: Iterable[Tensor], embedding: Embedding) -> list[P
                     f"launch.mesh_rules: {glob} has {len(rule)} dimensions, and {shown(tensor.name)} of shape "
                     f"{tensor.shape[tensor.stacked :]} has {dims}; give an entry for each of its dimensions"
                 )
-    specs = [mesh.fitted(spec_of(tensor, embedding, mesh.rules), tensor.shape) for tensor in tensors]
+    specs = [spec_of(tensor, embedding, mesh) for tensor in tensors]
     most = sum(math.prod(tensor.shape) for tensor in tensors) / _SHARE
     missed = [
         tensor for tensor, spec in zip(tensors, specs, strict=True)
@@ -210,12 +224,10 @@ def place(mesh: Mesh, tensors: Iterable[Tensor], embedding: Embedding) -> list[P
         and _chosen(tensor.name, mesh.rules) is None and not is_small(tensor.name) and not _stays_whole(tensor.name)
     ]  # fmt: skip
     if missed and mesh.shards(_ROWS[0]) > 1:
-        names, sizes = list(dict.fromkeys(shown(one.name) for one in missed)), missed[0].shape[missed[0].stacked :]
-        advised = ",".join("fsdp" if place == sizes.index(max(sizes)) else "None" for place in range(len(sizes)))
+        names = list(dict.fromkeys(shown(one.name) for one in missed))
         raise ValueError(
             f"launch.mesh={mesh}: {_some(names)} would not be sharded: no axis divides it, or it is in no "
-            "linear layer. Add rules with launch.mesh_rules, such as "
-            f'{{"*{".".join(names[0].split(".")[-2:])}": "{advised}"}}, or train this model without a mesh'
+            f"linear layer. {_advice(mesh, missed[0])}, or train this model without a mesh"
         )
     found: dict[tuple[str, Spec, tuple[int, ...]], Placed] = {}
     for tensor, spec in zip(tensors, specs, strict=True):
@@ -225,6 +237,20 @@ def place(mesh: Mesh, tensors: Iterable[Tensor], embedding: Embedding) -> list[P
         whole = int(math.prod(tensor.shape) * tensor.size)
         found[key] = Placed(key[0], tensor.shape, spec, before.bytes + size, before.whole + whole)
     return sorted(found.values(), key=lambda row: -row.bytes)
+
+
+def _advice(mesh: Mesh, tensor: Tensor) -> str:
+    """What shards a tensor: a rule for the largest dimension that an axis divides, or else another mesh."""
+    shape = tensor.shape[tensor.stacked :]
+    rules = [
+        (size, mesh.shards(axis), ",".join(axis if place == each else "None" for each in range(len(shape))))
+        for place, size in enumerate(shape) for axis in ("model", "fsdp")
+        if mesh.shards(axis) > 1 and size % mesh.shards(axis) == 0
+    ]  # fmt: skip
+    if not rules:
+        return f"Use sizes of fsdp and model whose product divides one of {' x '.join(map(str, shape))}"
+    name = ".".join(shown(tensor.name).split(".")[-2:])
+    return f'Add rules with launch.mesh_rules, such as {{"*{name}": "{max(rules)[2]}"}}'
 
 
 def _some(names: list[str]) -> str:

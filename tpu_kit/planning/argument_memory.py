@@ -180,5 +180,4 @@ def shards(tensors: Sequence[Tensor], mesh: Mesh | None, embedding: Embedding) -
     """Returns the shapes of a device's shards; without a mesh of the whole tensors."""
     if mesh is None:
         return [one.shape for one in tensors]
-    specs = (mesh.fitted(spec_of(one, embedding, mesh.rules), one.shape) for one in tensors)
-    return [mesh.shard_shape(spec, one.shape) for spec, one in zip(specs, tensors, strict=True)]
+    return [mesh.shard_shape(spec_of(one, embedding, mesh), one.shape) for one in tensors]

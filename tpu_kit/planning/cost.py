@@ -246,7 +246,7 @@ def weight_collectives(
     """
     gathered, scattered, summed, gathers, matrices = 0.0, 0.0, 0.0, 0, 0
     for tensor in model_tensors(shape, config):
-        spec = mesh.fitted(spec_of(tensor, shape.embedding, mesh.rules), tensor.shape)
+        spec = spec_of(tensor, shape.embedding, mesh)
         axes = [name for entry in spec for name in ((entry,) if isinstance(entry, str) else entry or ())]
         layers = tensor.shape[0] if tensor.stacked else 1
         own = math.prod(tensor.shape) / mesh.shards([name for name in axes if name == "model"])
