@@ -355,7 +355,7 @@ def failing(config: TrainConfig) -> None:
     sft.fine_tune(config)
 
 
-def out_of_memory(config: TrainConfig, data: Path) -> None:
+def out_of_memory(config: TrainConfig, **given: Any) -> None:
     """`sft.fine_tune` where the third step of rank 1 raises what a TPU's compiler says when memory runs out."""
     calls = 0
 
@@ -368,7 +368,7 @@ def out_of_memory(config: TrainConfig, data: Path) -> None:
         step.train_step(*given)
 
     trainer.train_step = failing_step
-    sft.fine_tune(config, data)
+    sft.fine_tune(config, **given)
 
 
 def _poisoned_step(model: torch.nn.Module, state: TrainState, batches: Any, control: torch.Tensor, *rest: Any) -> None:
