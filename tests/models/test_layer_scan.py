@@ -511,6 +511,16 @@ def test_on_xla_dropout_is_that_of_the_cpu_and_follows_the_seed(
 
 
 @needs_xla
+def test_a_loop_is_built_anew_only_for_another_trace(alone: Callable[[], dict[str, Any]]) -> None:
+    rounds = alone()["alike"]
+    for found, expected, _ in rounds:
+        for name, values in expected.items():
+            torch.testing.assert_close(found[name], values, msg=name)
+    # Of another constant or outer tensor alone, a loop is the same.
+    assert [built for *_, built in rounds] == [11, 0]
+
+
+@needs_xla
 def test_the_program_of_a_step_has_the_layers_as_loops(alone: Callable[[], dict[str, Any]]) -> None:
     two, three = alone()["loops"]
     assert two == three, "another layer makes the program longer"

@@ -25,7 +25,9 @@ from tpu_kit.models.loading import load_tokenizer, read_config
 from tpu_kit.training.objectives import SupervisedObjective
 from tpu_kit.training.state import TrainState
 from tpu_kit.training.step import eval_step, prepare_model, train_step
+from tpu_kit.xla import scan as scan_module
 from tpu_kit.xla.program import refusing
+from tpu_kit.xla.scan import Tensors, scan
 
 TILE = 8  # tokens of an MLP's tile: the passes have 16
 
@@ -110,9 +112,47 @@ def gradients_with_dropout(config: TrainConfig) -> dict[str, Any]:
 
 
 def updates_and_dropout(config: TrainConfig) -> dict[str, Any]:
-    """`updates`, `gradients_with_dropout` and `loops_of_step`, in one launch."""
-    found = {"updates": updates(config), "dropout": gradients_with_dropout(config)}
+    """`updates`, `gradients_with_dropout`, `alike_loops` and `loops_of_step`, in one launch."""
+    found = {"updates": updates(config), "dropout": gradients_with_dropout(config), "alike": alike_loops(config)}
     return {**found, "loops": loops_of_step(config)}
+
+
+def alike_loops(config: TrainConfig) -> list[tuple[dict[str, Any], dict[str, Any], int]]:
+    """Loops whose bodies differ in little, in two rounds: the device's results, the CPU's, and how many were built."""
+    rt, found = runtime.current(), []
+    for number in (1, 2):
+        before, results = len(scan_module._loops), []
+        for device in (rt.local_device, torch.device("cpu")):
+            numbers = torch.arange(24.0).reshape(3, 2, 4).to(device)
+            outer, other = (torch.full((4,), float(value)).to(device) for value in (number, number + 5))
+            bodies: dict[str, Any] = {
+                "one": lambda c, x: ([c[0] + x[0], c[1]], [c[0], x[1] * c[0]]),
+                "of the other slice": lambda c, x: ([c[0] + x[1], c[1]], [c[0], x[0] * c[0]]),
+                "of the other carry": lambda c, x: ([c[1] + x[0], c[0]], [c[1], x[1] * c[1]]),
+                "the first output twice": lambda c, x: _repeated(c, x[0] + 1, x[1] + 2, 0),
+                "the second output twice": lambda c, x: _repeated(c, x[0] + 1, x[1] + 2, 1),
+                "half": lambda c, x: ([c[0] * 0.5, c[1]], [x[0]]),
+                "a third": lambda c, x: ([c[0] * 0.3, c[1]], [x[0]]),
+                "an outer tensor": lambda c, x, outer=outer: ([c[0] + outer, c[1]], [x[0]]),
+                "another outer tensor": lambda c, x, other=other: ([c[0] + other, c[1]], [x[0]]),
+            }
+            each = {name: scan(body, [numbers[0, 0], numbers[1, 0]], [numbers[:, 0], numbers[:, 1]])
+                    for name, body in bodies.items()}  # fmt: skip
+            one, carry, stacks = bodies["one"], [numbers[0, 0], numbers[1, 0]], [numbers[:, 0], numbers[:, 1]]
+            each["in reverse"] = scan(one, carry, stacks, reverse=True)
+            each["of two turns"] = scan(one, carry, [stack[1:] for stack in stacks])
+            each["with an unused stack"] = scan(one, carry, [*stacks, numbers])
+            each["of integers"] = scan(one, [tensor.int() for tensor in carry], [stack.int() for stack in stacks])
+            _, (drawn,) = scan(lambda c, x: (c, [torch.rand_like(x[0])]), carry, stacks)
+            each["of random numbers"] = [], [drawn[0] != drawn[1]]
+            rt.sync()
+            results.append({name: [tensor.tolist() for part in each[name] for tensor in part] for name in each})
+        found.append((results[0], results[1], len(scan_module._loops) - before))
+    return found
+
+
+def _repeated(carry: Tensors, first: torch.Tensor, second: torch.Tensor, place: int) -> tuple[Tensors, Tensors]:
+    return carry, [first, second, (first, second)[place]]
 
 
 def loops_of_step(config: TrainConfig) -> list[tuple[int, int]]:

@@ -7,6 +7,7 @@ steps.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tpu_kit.xla.program import refusing
+from tpu_kit.xla.program import placeholder, refusing
 
 Tensors = list[torch.Tensor]
 Body = Callable[[Tensors, Tensors], tuple[Tensors, Tensors]]
@@ -24,8 +25,8 @@ _tracing = threading.Lock()  # replicas of XLA:CPU are threads
 def scan(body: Body, carry: Tensors, inputs: Tensors, *, reverse: bool = False) -> tuple[Tensors, Tensors]:
     """Runs `body` for each slice of `inputs`, without autograd.
 
-    On XLA the body is traced once, with tensors without values. The carry must contain all tensors that it needs: the
-    loop would repeat the computation of other tensors in every turn.
+    On XLA a call traces the body once, with tensors without values. The carry must contain all tensors that it needs:
+    the loop would repeat the computation of other tensors in every turn.
 
     Args:
         body: takes the carry and the slices of one turn, and returns the next carry, of equal shapes and dtypes, and
@@ -39,10 +40,7 @@ def scan(body: Body, carry: Tensors, inputs: Tensors, *, reverse: bool = False) 
     """
     turns = inputs[0].shape[0]
     if inputs[0].device.type == "xla" and turns > 1:
-        # The public `scan` traces the body through AOTAutograd in every step, for a backward pass that is not needed.
-        from torch_xla.experimental.scan import _scan_impl_flat
-
-        return _scan_impl_flat(body, carry, inputs, reverse=reverse)
+        return _scan_on_xla(body, carry, inputs, reverse)
     outputs = []
     for turn in reversed(range(turns)) if reverse else range(turns):
         carry, output = body(carry, [tensor[turn] for tensor in inputs])
@@ -50,6 +48,118 @@ def scan(body: Body, carry: Tensors, inputs: Tensors, *, reverse: bool = False) 
     if reverse:
         outputs.reverse()
     return carry, [torch.stack(column) for column in zip(*outputs, strict=True)]
+
+
+_loops: dict[Any, tuple[Any, list[int]]] = {}  # by the trace of the body
+
+
+def _scan_on_xla(body: Body, carry: Tensors, inputs: Tensors, reverse: bool) -> tuple[Tensors, Tensors]:
+    """Traces the body, and lowers it unless a loop of an equal trace is there.
+
+    torch_xla's own scan lowers the body in every step, and its public function traces it through AOTAutograd besides.
+    Traces are compared by the hash by which torch_xla finds the compiled program of a graph.
+    """
+    import torch_xla
+    from torch_xla.experimental.scan import _scan_impl_flat
+
+    xla: Any = torch_xla._XLAC
+    turns, device, end = inputs[0].shape[0], inputs[0].device, len(carry)
+    fakes = [placeholder(tensor.shape, tensor.dtype) for tensor in carry]
+    fakes += [placeholder(tensor.shape[1:], tensor.dtype) for tensor in inputs]
+    given = [fake * 1 for fake in fakes]  # XLA removes the product
+    state, outputs = body(given[:end], given[end:])
+    traced = [*state, *outputs]
+    numbers, read = xla._get_tensors_xla_device_data_node(traced)
+    if xla._get_seed_info_id() in numbers:  # the body draws random numbers: torch_xla's scan has a seed for each turn
+        return _scan_impl_flat(body, carry, inputs, reverse=reverse)
+    zeros = [torch.zeros((turns, *output.shape), device=device, dtype=output.dtype) for output in outputs]
+    # The hash tells neither which of the body's tensors a parameter is, nor which outputs are the same tensor.
+    first: dict[int, int] = {}
+    names = [*map(xla._xla_get_tensor_id, fakes), *numbers, *map(xla._xla_get_tensor_id, traced)]
+    alike = tuple(first.setdefault(name, place) for place, name in enumerate(names))
+    shapes = tuple((tensor.shape, tensor.dtype) for tensor in (*carry, *inputs, *zeros))
+    key = xla._get_graph_hash(traced), alike, shapes, reverse
+    if key not in _loops:
+        computation, order, held = _lowered("FnComputation", fakes, traced, read)
+        loop = _loop("scan", computation, order, [carry, inputs, zeros, held], turns, end, reverse)
+        _loops[key] = loop, [list(map(id, read)).index(id(tensor)) for tensor in held]
+    loop, places = _loops[key]
+    everything = [torch.tensor(0, device=device), *carry, *inputs, *zeros, *(read[place] for place in places)]
+    found = xla._xla_user_computation("xla::scan", everything, loop)
+    return found[1 : 1 + end], found[1 + len(fakes) : 1 + len(fakes) + len(outputs)]
+
+
+def _lowered(
+    name: str, fakes: Tensors, traced: Tensors, read: Iterable[torch.Tensor]
+) -> tuple[Any, list[int], Tensors]:
+    """Lowers a trace.
+
+    Args:
+        name: of the computation.
+        fakes: the tensors without values that the traced function took.
+        traced: what it returned, none of the former.
+        read: tensors that it may have read besides.
+
+    Returns:
+        The computation; for each of its parameters the place of the tensor, among `fakes` and then those that it read
+        besides; and the latter.
+    """
+    import torch_xla
+    import torch_xla.core.xla_builder as xb
+
+    context: Any = torch_xla._XLAC.lowering.LoweringContext(name)
+    context.set_name_string(name)
+    context.build(traced)
+    places = {context.tensor_parameter_id(fake): place for place, fake in enumerate(fakes)}
+    places.pop(-1, None)  # of unused tensors
+    mapping = context.device_parameter_id_tensor_mapping()
+    held = {number: tensor for number, tensor in mapping.items() if number not in places}
+    for tensor in read:  # the tensor itself, not its value at the trace
+        if (number := context.tensor_parameter_id(tensor)) in held:
+            held[number] = tensor
+    places |= {number: len(fakes) + index for index, number in enumerate(held)}
+    computation = xb.computation_from_module_proto(name, context.hlo())
+    return computation, [places[number] for number in range(len(places))], list(held.values())
+
+
+def _loop(
+    name: str, body: Any, order: list[int], groups: Sequence[Tensors], turns: int, carried: int, reverse: bool = False
+) -> Any:
+    """Builds a while loop over calls of `body`; its parameters are a counter and the tensors of the groups.
+
+    Args:
+        name: of the computation.
+        body: takes the tensors of a turn, in this `order`: the state, the slices of the inputs, and the held tensors.
+            It returns the first `carried` tensors of the state and the outputs.
+        order: see above.
+        groups: the state, the inputs, (turns, ...), the stacks of the outputs, likewise, and the held tensors.
+        turns: how many.
+        carried: see above.
+        reverse: from the last slice to the first.
+    """
+    import torch_xla.core.xla_builder as xb
+    from torch_xla.experimental.scan import dynamic_slice, dynamic_update_slice
+
+    builder = xb.create_builder(name)
+    shapes = [xb.Shape.create(xb.Type.S64, ()), *(xb.tensor_shape(tensor) for group in groups for tensor in group)]
+    parameters = [xb.mkparam(builder, number, shape) for number, shape in enumerate(shapes)]
+    ends = list(itertools.accumulate(map(len, groups)))
+
+    def more(count: Any, *_: Any) -> Any:
+        return count < xb.Op.scalar(count.builder(), turns, dtype=xb.Type.S64)
+
+    def turn(count: Any, *values: Any) -> Any:
+        state, inputs, filled, held = (values[start:end] for start, end in itertools.pairwise([0, *ends]))
+        place = xb.Op.scalar(count.builder(), turns - 1, dtype=xb.Type.S64) - count if reverse else count
+        given = [*state, *(dynamic_slice(stack, place) for stack in inputs), *held]
+        result = xb.Op.call(body, [given[number] for number in order])
+        new = [result.get_tuple_element(number) for number in range(carried)]
+        stacks = [dynamic_update_slice(stack, result.get_tuple_element(number), place)
+                  for number, stack in enumerate(filled, carried)]  # fmt: skip
+        one = xb.Op.scalar(count.builder(), 1, dtype=xb.Type.S64)
+        return (count + one, *new, *state[carried:], *inputs, *stacks, *held)
+
+    return xb.Op.mkwhile(parameters, more, turn).build(name)
 
 
 def in_turn(body: Body, carry: Tensors, inputs: Tensors) -> tuple[Tensors, Tensors]:
@@ -123,93 +233,33 @@ class Traced:
         steps: int | None = None,
         carried: int = 0,
     ) -> None:
-        import torch_xla
-        import torch_xla.core.xla_builder as xb
-
         self._name = f"tpu_kit::{name}"
         with torch.no_grad(), _tracing, refusing():
-            fakes = [xb.create_placeholder_tensor(tensor.shape, tensor.dtype) for tensor in example]
-            # XLA removes the product with 1. An output must not be an input itself.
+            fakes = [placeholder(tensor.shape, tensor.dtype) for tensor in example]
+            # XLA removes the product. An output must not be an input itself.
             outputs = list(fn(*(fake * 1 for fake in fakes)))
-            context: Any = torch_xla._XLAC.lowering.LoweringContext(name)
-            context.set_name_string(name)
-            context.build(outputs)
-            body = xb.computation_from_module_proto(name, context.hlo())
-            # For each parameter of the body the place of its tensor: among the example's, then those held here.
-            places = {context.tensor_parameter_id(fake): place for place, fake in enumerate(fakes)}
-            places.pop(-1, None)  # of unused tensors
-            mapping = context.device_parameter_id_tensor_mapping()
-            held = {number: tensor for number, tensor in mapping.items() if number not in places}
-            for weight in weights:  # the tensor itself, not its value at the trace
-                if (number := context.tensor_parameter_id(weight)) in held:
-                    held[number] = weight
-            self._held = list(held.values())
-            places |= {number: len(example) + index for index, number in enumerate(held)}
-            self._extra: list[torch.Size] = []
-            if steps is None:
-                self._order = [places[number] for number in range(len(places))]
-                self._computation = body
-                return
-            self._order = list(range(len(example) + len(held)))
-            stacked = outputs[carried:]
-            self._extra = [torch.Size((steps, *output.shape)) for output in stacked]
-            self._computation = _loop(
-                name, body, [places[number] for number in range(len(places))], [*fakes, *self._held], stacked, steps,
-                carried,
-            )  # fmt: skip
-        self._results = (*range(1, 1 + carried), *range(1 + len(self._order), 1 + len(self._order) + len(stacked)))
+            self._computation, self._order, self._held = _lowered(name, fakes, outputs, weights)
+            self._carried, self._stacks = carried, list[tuple[torch.Size, torch.dtype]]()
+            if steps is not None:
+                stacks = [placeholder((steps, *output.shape), output.dtype) for output in outputs[carried:]]
+                groups = [fakes, [], stacks, self._held]
+                self._computation = _loop(name, self._computation, self._order, groups, steps, carried)
+                self._stacks = [(stack.shape, stack.dtype) for stack in stacks]
 
     def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """Adds the computation to the graph; with `steps` returns the carried tensors, then the stacked ones."""
         import torch_xla
 
-        everything = [*tensors, *self._held]
-        inputs = [everything[place] for place in self._order]
         call: Any = torch_xla._XLAC._xla_user_computation
-        if not self._extra:
-            found: list[torch.Tensor] = call(self._name, inputs, self._computation)
+        if not self._stacks:
+            given = [*tensors, *self._held]
+            found: list[torch.Tensor] = call(self._name, [given[place] for place in self._order], self._computation)
             return found
-        device = tensors[0].device
-        zeros = [torch.zeros(size, dtype=torch.float32, device=device) for size in self._extra]
-        first = torch.zeros((), dtype=torch.int64, device=device)
-        found = call(self._name, [first, *inputs, *zeros], self._computation)
-        return [found[index] for index in self._results]
-
-
-def _loop(
-    name: str,
-    body: Any,
-    order: list[int],
-    inputs: Tensors,
-    stacked: Tensors,
-    steps: int,
-    carried: int,
-) -> Any:
-    """Builds a while loop of `steps` calls of `body`; its parameters are the counter, inputs and stacked outputs."""
-    import torch_xla.core.xla_builder as xb
-
-    builder = xb.create_builder(name)
-    shapes = [xb.Shape.create(xb.Type.S64, ())]
-    shapes += [xb.tensor_shape(tensor) for tensor in inputs]
-    shapes += [xb.Shape.create(xb.Type.F32, (steps, *tensor.shape)) for tensor in stacked]
-    parameters = [xb.mkparam(builder, number, shape) for number, shape in enumerate(shapes)]
-    end = 1 + len(inputs)
-
-    def more(count: Any, *_: Any) -> Any:
-        return count < xb.Op.scalar(count.builder(), steps, dtype=xb.Type.S64)
-
-    def step(count: Any, *state: Any) -> Any:
-        values, filled = list(state[: end - 1]), list(state[end - 1 :])
-        result = xb.Op.call(body, [values[place] for place in order])
-        values[:carried] = [result.get_tuple_element(index) for index in range(carried)]
-        zero = xb.Op.scalar(count.builder(), 0, dtype=xb.Type.S64)
-        for index, tensor in enumerate(stacked):
-            new = result.get_tuple_element(carried + index).broadcast((1,))
-            filled[index] = filled[index].dynamic_update_slice(new, [count, *[zero] * tensor.ndim])
-        one = xb.Op.scalar(count.builder(), 1, dtype=xb.Type.S64)
-        return (count + one, *values, *filled)
-
-    return xb.Op.mkwhile(parameters, more, step).build(name)
+        device, end = tensors[0].device, 1 + len(tensors)
+        zeros = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in self._stacks]
+        count = torch.zeros((), dtype=torch.int64, device=device)
+        found = call(self._name, [count, *tensors, *zeros, *self._held], self._computation)
+        return found[1 : 1 + self._carried] + found[end : end + len(zeros)]
 
 
 def write_slot(stack: torch.Tensor, new: torch.Tensor, place: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
