@@ -7,8 +7,10 @@ the reasoning within a text.
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
@@ -18,9 +20,7 @@ from tpu_kit.config.loader import DataConfig
 MESSAGE_KEYS = ("reasoning_content", "reasoning", "thinking")
 """Keys of a message that hold reasoning beside its content; the first with text counts."""
 
-_TAGS = (("<think>", "</think>"), ("<|begin_of_thought|>", "<|end_of_thought|>"),
-         ("<|channel>thought", "<channel|>"))  # fmt: skip
-_ANSWER_TAGS = ("<|begin_of_solution|>", "<|end_of_solution|>")
+_TABLES = tomllib.loads(Path(__file__).with_name("columns.toml").read_text())
 _STATED = re.compile(r"\n[ \t]*The answer is:[ \t]*(\S.*?)\s*\Z", re.IGNORECASE)
 _BOX = re.compile(r"\\boxed\s*\{")
 _BRACE = re.compile(r"\\.|[{}]")
@@ -74,10 +74,10 @@ def with_own_tags(text: str, config: DataConfig) -> str:
     A reply becomes `reply` of its reasoning and its answer. In another text, such as a system prompt that names the
     tags, each tag is replaced.
     """
-    for opening, closing in _TAGS:
+    for opening, closing in _TABLES["tags"]:
         if closing == config.think_close or (opening not in text and closing not in text):
             continue
-        for tag in _ANSWER_TAGS:
+        for tag in _TABLES["answer_tags"]:
             text = text.replace(tag, "")
         before, closed, after = text.partition(closing)
         if closed and before.lstrip().startswith(opening):
@@ -125,36 +125,12 @@ def last_boxed(text: str) -> str | None:
     return content
 
 
-SOLUTIONS = ("solution", "generated_solution")
-"""Columns of worked solutions, which may end in a boxed answer: reasoning beside an answer, else both."""
-
-NAMES: dict[str, tuple[tuple[str, ...], ...]] = {
-    "messages": (("messages", "conversations", "conversation"),),
-    "tools": (("tools",),),
-    "system": (("system", "system_prompt"),),
-    "prompt": (("prompt",),),
-    "completion": (("completion",),),
-    "text": (("text",),),
-    "question": (("question", "problem", "query", "instruction", "prompt"), ("input",)),
-    "context": (("context", "passage"), ("input",)),
-    "options": (("options", "choices"),),
-    "reasoning": (
-        ("reasoning", "rationale", "thinking", "cot", "complex_cot", "chain_of_thought", "reasoning_content"),
-        SOLUTIONS,
-        ("explanation",),
-    ),
-    "answer": (
-        ("answer", "final_answer", "expected_answer", "response", "output", "target", "completion"),
-        ("answerkey", "correct_answer"),
-        SOLUTIONS,
-    ),
-}
+NAMES: Mapping[str, Sequence[Sequence[str]]] = _TABLES["names"]
 """Role -> the names of its columns, compared without case, in groups of falling priority. Two columns of one group are
 ambiguous, which is an error."""
+SOLUTIONS = NAMES["reasoning"][1]
+"""Columns of worked solutions, which may end in a boxed answer: reasoning beside an answer, else both."""
 
-_SHAREGPT_ROLES = {
-    "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "observation": "tool"
-}  # fmt: skip
 _NEEDED = {
     "messages": ("messages",), "prompt_completion": ("prompt", "completion"), "cot": ("question", "answer"),
     "text": ("text",), "prompt": ("prompt",),
@@ -285,4 +261,4 @@ def _format(config: DataConfig, find: Callable[[str], str | None]) -> str:
 def role_of(turn: Mapping[str, Any]) -> Any:
     """Returns the role of a message as chat templates name it."""
     role = turn.get("role") or turn.get("from")
-    return _SHAREGPT_ROLES.get(str(role), role)
+    return _TABLES["roles"].get(str(role), role)
