@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tpu_kit.config.loader import OptimConfig, TrainConfig
+from tpu_kit.config.mesh import Spec
 from tpu_kit.distributed.mesh import active_mesh
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.models import causal_lm as models
@@ -179,8 +180,7 @@ def _update(
     rate, window_open, step = Control(*control.unbind())
     sums, before = Sums(totals[0], totals[1], totals[2:].unbind()), Report.unpack(state.report.unbind())
     tokens = torch.where(sums.weight > 0, sums.weight, torch.ones_like(rate))
-    for gradient in gradients.values():
-        gradient.div_(tokens)  # in place: off XLA another tensor would be one more copy of all gradients
+    torch._foreach_div_(list(gradients.values()), tokens)  # in place: off XLA a copy of all gradients would be made
     norm = _norm(gradients.values())
     loss = sums.loss / tokens
     good = torch.isfinite(norm) & torch.isfinite(loss)
@@ -194,15 +194,21 @@ def _update(
     decay = 1.0 - rate * optim.weight_decay  # of a matrix
     share = good * (1.0 - optim.ema_decay)  # of the new parameters in the average
     direction_of = state.optimizer.direction(applied, optim)
-    for name, param in state.params.items():
-        stacked, spec, moments = name in state.stacks, state.specs[name], state.moments[name]
-        direction, new_moments = direction_of(gradients[name] * scale, moments, stacked)
+    for names in _groups(state):
+        params: list[torch.Tensor] = [state.params[name] for name in names]
+        kinds = {kind: [state.moments[name][kind] for name in names] for kind in state.moments[names[0]]}
+        stacked = names[0] in state.stacks or len(names) > 1
+        param, gradient = _stack(params), _stack([gradients[name] for name in names])
+        moments = {kind: _stack(each) for kind, each in kinds.items()}
+        direction, new_moments = direction_of(gradient * scale, moments, stacked)
         decayed = param * decay if optim.weight_decay and is_matrix(param.shape, stacked) else param
-        param.copy_(constrain(torch.where(good, decayed - rate * direction, param), spec))
-        for kind, moment in moments.items():
-            moment.copy_(constrain(torch.where(good, new_moments[kind], moment), state.spec(name, moment)))
+        _write(params, torch.where(good, decayed - rate * direction, param), state.specs[names[0]])
+        for kind, each in kinds.items():
+            new = torch.where(good, new_moments[kind], moments[kind])
+            _write(each, new, state.spec(names[0], each[0]))
         if state.average is not None:
-            state.average[name].lerp_(param.detach(), share)
+            for name in names:
+                state.average[name].lerp_(state.params[name].detach(), share)
     zero, first = torch.zeros_like(norm), before.first_skipped * window_open
     usual = torch.where(state.applied == 0, loss, torch.lerp(loss, before.usual, _LOSS_DECAY))
     state.applied.copy_(applied)
@@ -220,6 +226,29 @@ def _update(
         streak=torch.where(good, zero, before.streak + 1),
         extra=tuple(map(summed, before.extra, sums.extra)),
     ).pack()
+
+
+def _groups(state: TrainState) -> Iterable[list[str]]:
+    """Yields the names of the parameters that are updated together.
+
+    Off XLA small ones of one shape are: one by one, hundreds of adapters would make a GPU wait for its host.
+    """
+    groups: dict[Any, list[str]] = {}
+    for name, param in state.params.items():
+        alone = param.device.type == "xla" or name in state.stacks
+        groups.setdefault(name if alone else param.shape, []).append(name)
+    for names in groups.values():
+        size = max(1, ALONE // state.params[names[0]].numel())
+        yield from (names[start : start + size] for start in range(0, len(names), size))
+
+
+def _stack(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(tensors) if len(tensors) > 1 else tensors[0]
+
+
+def _write(tensors: list[torch.Tensor], value: torch.Tensor, spec: Spec) -> None:
+    """Copies a value of `_stack` into its tensors."""
+    torch._foreach_copy_(tensors, [constrain(each, spec) for each in (value.unbind() if len(tensors) > 1 else [value])])
 
 
 def eval_step(
