@@ -30,7 +30,6 @@ class BackgroundWriter:
 
     @property
     def _failed(self) -> bool:
-        """Whether the last write has ended in an error."""
         return self._last is not None and self._last.done() and self._last.exception() is not None
 
     def __enter__(self) -> Self:

@@ -183,7 +183,6 @@ def _made(key: str, value: Any, rule: Rule) -> dict[str, Any]:
 
 
 def _rule(key: str, value: Any, case: Collection[str]) -> Rule:
-    """The first rule for a value in a case; an empty one without one."""
     return next(_rules(key, value, case), {})
 
 

@@ -130,7 +130,6 @@ class _Files(NamedTuple):
     kind: str
 
     def records(self) -> Iterator[tuple[str, Record]]:
-        """Yields all rows of JSON or CSV files."""
         for path in self.paths:
             separator = ("\t" if ".tsv" in Path(path).name.lower() else ",") if self.kind == "csv" else None
             for record in read_records(self.system, path, separator):

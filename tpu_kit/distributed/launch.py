@@ -80,7 +80,6 @@ class LaunchError(RuntimeError):
 
 
 def _lost_a_peer(traceback: str) -> bool:
-    """Whether a replica failed because another one, perhaps of another host, no longer answered."""
     return re.search(_CONSEQUENCE, traceback.rstrip().rpartition("\n")[2]) is not None
 
 
@@ -177,7 +176,6 @@ class Supervisor:
                 self._reports[path.name] = Report.read(path)
 
     def _values(self, kind: str) -> dict[int, Any]:
-        """By rank, what reports of a kind say."""
         return {report.rank: report.value for report in self._reports.values() if report.kind == kind}
 
     def _stream(self, source: IO[bytes] | None, target: IO[str]) -> threading.Thread:
@@ -232,7 +230,8 @@ class Supervisor:
             if over:
                 if process.returncode == 0 and first in (results := self._values("done")):
                     return pickle.loads(results[first])
-                raise self._died(process)
+                how = f"the process that starts the replicas ({process.pid}) {_how(process.returncode)}"
+                raise LaunchError(how + self._last_words())
             time.sleep(_LOOK)
 
     def _failures(self) -> list[Report]:
@@ -244,7 +243,8 @@ class Supervisor:
             if report.kind != "ended":
                 return report.kind in ("error", "refused")
             pid, status = report.value
-            return pid not in explained and (status != 0 or not self._is_done(pid))
+            # A process without replicas has nothing to report.
+            return pid not in explained and (status != 0 or not self._values("done").keys() >= set(self._ranks(pid)))
 
         return sorted(filter(is_failure, reports), key=lambda report: (_grade(report), report.at))
 
@@ -273,10 +273,6 @@ class Supervisor:
     def _ranks(self, pid: int) -> list[int]:
         return [rank for rank, process in self._values("started").items() if process == pid]
 
-    def _is_done(self, pid: int) -> bool:
-        """Whether all replicas of a process have reported "done"; true for a process without replicas."""
-        return self._values("done").keys() >= set(self._ranks(pid))
-
     def _end_of(self, pid: int, status: int) -> str:
         ranks = self._ranks(pid)
         return f"{_names(ranks) if ranks else 'a replica that had not started yet'} (process {pid}) {_how(status)}"
@@ -285,10 +281,6 @@ class Supervisor:
         lines = [line.rpartition("\r")[2].rstrip() for line in self._stderr.split("\n")]  # the last state of a bar
         last = [line for line in lines if line][-10:]
         return "\n".join(["\n\nThe last lines on stderr:", *last]) if last else ""
-
-    def _died(self, process: subprocess.Popen[bytes]) -> LaunchError:
-        text = f"the process that starts the replicas ({process.pid}) {_how(process.returncode)}"
-        return LaunchError(text + self._last_words())
 
     def _hung(self, process: subprocess.Popen[bytes], text: str, rank: int | None = None) -> LaunchError | HostError:
         stacks: dict[str, str] = {}

@@ -122,7 +122,8 @@ class Meeting:
             if not first and (now := {i: self._documents[i]["work"] for i in missing}) != work:
                 work, moved = now, time.monotonic()
             if not first and time.monotonic() - moved > self._hang_timeout:
-                raise self._idle(missing)
+                why = f"hangs: it has used no processor time for {self._hang_timeout:g} s, and the others wait for it"
+                raise HostError("; ".join(f"{self.hosts.name(i)}, {why}" for i in missing), True)
             time.sleep(0.05)
 
     @property
@@ -346,10 +347,6 @@ class Meeting:
                 problems.append(f"{key}: {values[first]!r} on {name(first)}; {values[other]!r} on {name(other)}")
         if problems:
             raise ValueError("the hosts differ in\n  " + "\n  ".join(problems) + "\nMake them equal, and start again")
-
-    def _idle(self, missing: list[int]) -> HostError:
-        why = f"hangs: it has used no processor time for {self._hang_timeout:g} s, and the others wait for it"
-        return HostError("; ".join(f"{self.hosts.name(i)}, {why}" for i in missing), True)
 
     def _missing(self, missing: list[int]) -> HostError:
         if not self._documents and self.hosts.index:

@@ -145,7 +145,6 @@ class PromptCodec:
         return text
 
     def _stop_in(self, text: str, sampling: Sampling) -> int | None:
-        """Returns where the first stop string begins in a text; None if there is none."""
         return min((start for stop in sampling.stop if (start := text.find(stop)) >= 0), default=None)
 
     def settled(self, text: str, sampling: Sampling) -> str:

@@ -375,10 +375,6 @@ class PeakActivationModel:
         """What the objective saves for the backward pass, beside the likelihood of the labels."""
         return float(sum(padded(shape, 4) for shape in self.added.saved)) if self.added else 0.0
 
-    def objective_state(self) -> int:
-        """The parameters of the objective, with AdamW's 12 bytes each at most."""
-        return 12 * self.added.params if self.added else 0
-
     def at_mlp(self, kind: Layer) -> tuple[float, float]:
         """The recomputed layer during the backward pass of its MLP: (layer, attention).
 

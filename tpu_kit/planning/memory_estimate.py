@@ -142,7 +142,8 @@ class _Step:
             "optimizer": 2 * state if config.optim.optimizer == "adamw" else self._factored(),
             "ema": state if config.optim.ema_decay else 0,
             "batch": rows * alive.passes,
-            "objective": alive.objective_state(),
+            # Its parameters, with AdamW's 12 bytes each at most.
+            "objective": 12 * alive.added.params if alive.added else 0,
         }  # fmt: skip
 
     def _factored(self) -> int:

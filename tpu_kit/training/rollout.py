@@ -343,7 +343,6 @@ class Rollouts(Updates):
         self._packed = [pack(part, self._config, pad_id, self._share_prompts) for part in parts]
 
     def _part(self, update: Update) -> int:
-        """The part of its rollout that an update learns from."""
         return (update.step - 1) % self._rl.steps_per_generation
 
     def _batches(self, packed: PackedDataset | None) -> list[Tensors]:
