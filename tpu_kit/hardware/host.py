@@ -197,7 +197,7 @@ _SOURCES = ("model.name", "data.source", "data.eval_source")
 _DATA_FILE = re.compile(r"\.(jsonl|json|ndjson|csv|tsv|parquet)(\.(gz|bz2|xz|zst))?$", re.IGNORECASE)
 
 
-def _is_path(name: str, source: str) -> bool:
+def is_path(name: str, source: str) -> bool:
     """Whether a model or a data set is named by a path of this machine, existing or not, and not by a hub id."""
     of_file = name != "model.name" and bool(_DATA_FILE.search(source))
     return "://" not in source and (source.startswith((".", "/", "~")) or source.count("/") > 1 or of_file)
@@ -207,7 +207,7 @@ def check_files(config: TrainConfig) -> Check:
     """Checks that the files and folders of this machine that the run reads exist."""
     texts, fixes = [], []
     for name in _SOURCES:
-        if not config[name] or not _is_path(name, config[name]):
+        if not config[name] or not is_path(name, config[name]):
             continue
         path = Path(config[name]).expanduser()
         if path.exists() or glob.glob(str(path)):
@@ -294,7 +294,7 @@ def check_hub(at: Machine, config: TrainConfig) -> Check:
     with contextlib.suppress(OSError):
         token = token or token_file.read_text().strip()
     text = f"token in {'HF_TOKEN' if environ.get('HF_TOKEN') else token_file}" if token else "no token"
-    sources = [config[name] for name in _SOURCES if config[name] and not _is_path(name, config[name])]
+    sources = [config[name] for name in _SOURCES if config[name] and not is_path(name, config[name])]
     away = [s for s in sources if s != "embedded" and "://" not in s and "*" not in s and not Path(s).exists()]
     for variable in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         if environ.get(variable, "").upper() in ("1", "ON", "YES", "TRUE"):  # as huggingface_hub reads them

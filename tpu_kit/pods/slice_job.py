@@ -14,6 +14,7 @@ from tpu_kit.config.loader import TrainConfig
 from tpu_kit.config.schema import RlConfig
 from tpu_kit.distributed.runtime import slice_problems
 from tpu_kit.hardware.chips import Chip, Topology, parse_accelerator_type
+from tpu_kit.hardware.host import is_path
 
 CONTAINER = "python:3.12"  # the image of a host on GKE; any does that has bash and python3 with pip
 SECRETS = ("HF_TOKEN", "WANDB_API_KEY")  # variables that a run reads; files name those that are set, without the value
@@ -21,7 +22,6 @@ _ON_GKE = ("jobset", "xpk")
 _IN_A_ZONE = ("xpk", "gcloud")
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")  # what all four accept: xpk allows 40 characters
 _IMAGE = re.compile(r"([\w.-]+(:\d+)?/)?[a-z0-9]+([._/-]+[a-z0-9]+)*(:[\w.-]+|@sha256:[0-9a-f]{64})")
-_ROW_FILE = re.compile(r"^[./~]|[*?\[\]]|\.(jsonl?|ndjson|csv|tsv|parquet)(\.\w+)?$")
 _GENERATED = ("embedded", "synthetic")
 
 
@@ -144,7 +144,7 @@ def _place_problems(config: TrainConfig, in_own_image: bool) -> list[str]:
         place = config[name]
         if place is None or place in _GENERATED or "://" in place:
             continue
-        if name == "distill.files" or _ROW_FILE.search(place) or Path(place).exists():
+        if name == "distill.files" or is_path(name, place) or Path(place).exists():
             problems.append(f"{name}: {place!r} is on this machine, and the hosts cannot read it; {advice}")
     for name in ("optim.objective", "tracking.verifier"):
         if re.fullmatch(r"[\w.]+:\w+", config[name]) and not config[name].startswith("regex:") and not in_own_image:
