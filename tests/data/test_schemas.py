@@ -115,6 +115,7 @@ USER, REPLY = {"role": "user", "content": "q"}, {"role": "assistant", "content":
         ({"question": "q", "answer": True}, "column 'answer' holds a bool"),
         ({"question": "q", "answer": "because ####"}, "column 'answer' has nothing after ####"),
         ({"prompt": "p", "completion": ""}, "column 'completion' is empty"),
+        ({"prompt": "p", "completion": "c", "label": False}, "its label is false, so its completion is not wanted"),
         ({"prompt": "p", "completion": [REPLY]}, "must both be text or both be lists of messages"),
         ({"prompt": [USER], "completion": [USER]}, "column 'completion' has no assistant turn"),
         (

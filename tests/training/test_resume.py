@@ -16,11 +16,13 @@ from transformers import AutoTokenizer, PhiConfig, PhiForCausalLM
 
 from tpu_kit.assets import embedded
 from tpu_kit.checkpointing import manager
+from tpu_kit.checkpointing.manager import scan
 from tpu_kit.config.loader import ConfigError, TrainConfig, load_config
 from tpu_kit.evaluation.evaluate import held_out
 from tpu_kit.hardware.machine import Machine
 from tpu_kit.models.causal_lm import load_tokenizer
 from tpu_kit.recipes import sft
+from tpu_kit.training import resume
 from tpu_kit.training.metrics import read_metrics
 
 # Neither the log (3) nor the epoch ends where the checkpoint (4) is written; dropout, the average and warm-up are on.
@@ -100,6 +102,25 @@ def test_a_finished_run_stays_finished(tmp_path: Path, capfd: pytest.CaptureFixt
     assert (again.status, again.step, ended(tmp_path / "run")) == ("finished", 8, before)
     assert again.metrics["eval_loss"] == first.metrics["eval_loss"]
     assert "resumed          from step 8" in capfd.readouterr().out
+
+
+def test_other_packages_and_another_objective_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own_loss.py").write_text("def loss(model, batch): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    config = run_config(tmp_path / "run", objective="own_loss:loss")
+    before = resume.versions(config)
+    (tmp_path / "own_loss.py").write_text("def loss(model, batch): return 2\n")
+    now = resume.versions(config)
+    assert before.pop("own_loss:loss") != now.pop("own_loss:loss") and before == now and "torch" in now
+    config = run_config(tmp_path / "run", max_steps=1, warmup_steps=0, date="2026-11-26")
+    sft.train(config)
+    (saved,) = scan(config.checkpoints_place)[0]
+    monkeypatch.setattr(resume, "installed_version", lambda name: "1.0" if name == "torch" else None)
+    state = saved.document("state")
+    resume.check_resume(saved, config, state["global_batch_size"], state["fingerprint"], 1, quiet=False)
+    assert f"; torch is '1.0', was {state['versions']['torch']!r}" in capfd.readouterr().out
 
 
 def test_another_run_is_refused_with_what_differs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -121,6 +121,8 @@ def conversation(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> 
         turns = [*turns, {"role": "assistant", "content": NO_REPLY}]
         messages = _messages(turns, columns["prompt"], len(turns) - 1, system, config, layout.filled)
         return Conversation(messages, len(messages) - 1, tools)
+    if row.get("label") is False:  # KTO's mark of a completion
+        raise RowError("its label is false, so its completion is not wanted; remove such rows")
     prompt, completion = row.get(columns["prompt"]), row.get(columns["completion"])
     if isinstance(prompt, list) != isinstance(completion, list):
         raise RowError("prompt and completion must both be text or both be lists of messages")

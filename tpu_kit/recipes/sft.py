@@ -153,7 +153,7 @@ def train(
         meeting = stack.enter_context(open_meeting(hosts, config.launch))
         if meeting is not None:
             print(f"hosts            {hosts.count}, by {hosts.source}; this is {hosts.name(hosts.index)}", flush=True)
-            meeting.agree({"number of hosts": hosts.count, "packages": versions(), **config.flat_values()})
+            meeting.agree({"number of hosts": hosts.count, "packages": versions(config), **config.flat_values()})
         return _train(config, dataset, exact, reward_funcs, meeting, stack)
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import importlib
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from tpu_kit.checkpointing.manager import CheckpointManager, scan
 from tpu_kit.checkpointing.manifest import Checkpoint, DamagedError, Select
+from tpu_kit.config.choices import FUNCTION
 from tpu_kit.config.loader import ANEW, TrainConfig, batch_arithmetic, changes, flatten
 from tpu_kit.distributed.hosts import ONE, Hosts
 from tpu_kit.distributed.runtime import device_memory_budget
@@ -101,7 +105,10 @@ def check_resume(
     _refuse_end(checkpoint, config, total)
     if not quiet:
         before, now = flatten(checkpoint.document("config")), config.flat_values()
-        differ = "".join(f"; {name} is {now[name]!r}, was {before[name]!r}" for name in changes(before, now)[0])
+        pairs = {name: (now[name], before[name]) for name in changes(before, now)[0]}
+        old, new = checkpoint.document("state")["versions"], versions(config)
+        pairs |= {name: (new[name], old[name]) for name in new if old.get(name, new[name]) != new[name]}
+        differ = "".join(f"; {name} is {after!r}, was {earlier!r}" for name, (after, earlier) in pairs.items())
         print(f"resumed          from step {checkpoint.step}, {checkpoint.path}{differ}", file=sys.stdout, flush=True)
 
 
@@ -167,7 +174,11 @@ def _refuse(checkpoint: Checkpoint, problems: list[str]) -> None:
         )
 
 
-def versions() -> dict[str, str]:
-    """Returns the versions of the installed packages that train, for the checkpoint."""
+def versions(config: TrainConfig) -> dict[str, str]:
+    """Returns what trains, for the checkpoint: versions of packages, and hashes of the files of own functions."""
     names = ("tpu_kit", "torch", "torch_xla", "transformers", "peft")
-    return {name: version for name in names if (version := installed_version(name))}
+    found = {name: version for name in names if (version := installed_version(name))}
+    for name in filter(FUNCTION.fullmatch, (config.optim.objective, *config.rl.reward_funcs)):
+        if file := getattr(importlib.import_module(name.partition(":")[0]), "__file__", None):
+            found[name] = f"code {hashlib.blake2s(Path(file).read_bytes(), digest_size=4).hexdigest()}"
+    return found

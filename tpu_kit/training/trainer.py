@@ -408,7 +408,7 @@ class Trainer:
             "logged": self._logged, "rows": self._rows, "tokens": self._tokens, "skipped": self.skipped,
             "train_seconds": self._seconds, "metrics": finite,
             "fingerprint": self.prepared.fingerprint, "global_batch_size": self.plan.global_batch_size,
-            "versions": versions(), "wandb_id": self._tracker.wandb_id,
+            "versions": versions(self.config), "wandb_id": self._tracker.wandb_id,
         }  # fmt: skip
         if attempt is None:
             stored = sections(tensors)
