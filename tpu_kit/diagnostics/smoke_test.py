@@ -6,7 +6,6 @@ XLA:CPU runs the same code, with the splash kernel in Pallas' interpreter.
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -48,9 +47,6 @@ PROMPTS = (
     "3 boxes of 6 so",
     "Mia has 4 bags",
 )
-
-# Replicas of XLA:CPU are threads, which share torch's generator and unfinished imports.
-_building = threading.Lock()
 
 
 class Case(NamedTuple):
@@ -192,25 +188,28 @@ def compare_step(config: TrainConfig) -> dict[str, float] | None:
         On rank 0: loss (nats a token) and grad_norm of the replicas' step, host_loss and host_grad_norm of the host's.
     """
     rt = runtime.current()
-    with _building:
-        whole = _rows(config, ROWS * rt.world_size)
-    loss, norm = _step(config, rt, {name: tensor[rt.rank :: rt.world_size] for name, tensor in whole.items()})
+    model, whole = runtime.load_once(rt, lambda: (_model(config), _rows(config, ROWS * rt.world_size)))
+    loss, norm = _step(model, config, rt, {name: tensor[rt.rank :: rt.world_size] for name, tensor in whole.items()})
     if rt.rank:
         return None
-    model = replace(config.model, attention="sdpa")
-    plain = replace(config, model=model, optim=replace(config.optim, scan_layers="off", remat="none"))
-    host_loss, host_norm = _step(plain, _host(), whole)
+    settings = replace(config.model, attention="sdpa")
+    plain = replace(config, model=settings, optim=replace(config.optim, scan_layers="off", remat="none"))
+    host_loss, host_norm = _step(_model(plain), plain, _host(), whole)
     return {"loss": loss, "grad_norm": norm, "host_loss": host_loss, "host_grad_norm": host_norm}
 
 
-def _step(config: TrainConfig, rt: Runtime, batch: dict[str, torch.Tensor]) -> tuple[float, float]:
+def _model(config: TrainConfig) -> torch.nn.Module:
+    model, generator = models.load_model(config.model, config.lora), torch.Generator().manual_seed(0)
+    for name, parameter in models.trainable_parameters(model).items():
+        if "lora_B" in name:  # with zeros, half of the gradients would be zero
+            parameter.data = 0.02 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def _step(
+    model: torch.nn.Module, config: TrainConfig, rt: Runtime, batch: dict[str, torch.Tensor]
+) -> tuple[float, float]:
     """Loss per token and gradient norm of a run's first step."""
-    with _building:
-        model = models.load_model(config.model, config.lora)
-        generator = torch.Generator().manual_seed(0)
-        for name, parameter in models.trainable_parameters(model).items():
-            if "lora_B" in name:  # with zeros, half of the gradients would be zero
-                parameter.data = 0.02 * torch.randn(parameter.shape, generator=generator)
     report = Report.unpack(_stepper(model, config, rt, batch)(1).tolist())
     return report.loss / max(report.weight, 1), report.grad_norm
 
@@ -253,8 +252,7 @@ def measure_step(config: TrainConfig) -> dict[str, float | None]:
         seconds of a step after the warm-up; and peak_bytes, the peak of device memory, None if it is not counted.
     """
     rt = runtime.current()
-    with _building:
-        model = models.adapt(empty_model(config), config.lora, config.model.base_dtype).train()
+    model = models.adapt(empty_model(config), config.lora, config.model.base_dtype).train()
     run = _stepper(model, config, rt, _rows(config, batch_arithmetic(config, rt.world_size).batch_size))
     run(WARM_UP)
     start = time.perf_counter()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -37,7 +36,6 @@ from tpu_kit.training.loss import head_outputs
 from tpu_kit.xla.scan import Tensors, scan
 
 _FILE_BYTES = 64 * MIB
-_loading = threading.Lock()  # replicas of XLA:CPU are threads, and transformers changes global settings as it loads
 
 
 @dataclass(frozen=True)
@@ -160,8 +158,7 @@ def _compute(data: MappedData, config: TrainConfig) -> None:
     """Computes the missing files by a teacher on the replica's device; replica r of N takes every N-th of them."""
     rt, model, prepared = runtime.current(), config.teacher, data.read()
     assert model is not None
-    with _loading:
-        teacher = models.freeze(load_frozen(model), model.base_dtype)
+    teacher, _ = runtime.load_once(rt, lambda: (models.freeze(load_frozen(model), model.base_dtype), None))
     models.prepare_frozen(teacher, config, rt.device_type)
     models.to_device(teacher, rt.local_device)
     rt.sync()
