@@ -51,7 +51,7 @@ from tpu_kit.distributed.launch import launch
 from tpu_kit.generation import service
 from tpu_kit.generation.decoder import BLOCK, choose, widths_to
 from tpu_kit.generation.generator import Generator
-from tpu_kit.generation.prompts import PromptCodec, Row, split_reasoning
+from tpu_kit.generation.prompts import PromptCodec, Row, read_prompts, split_reasoning
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.generation.service import arrange_for_few_rows, generate, load_for_generation
 from tpu_kit.hardware.chips import GIB, chip
@@ -167,6 +167,19 @@ def test_special_tokens_of_the_tags_stay_in_a_reply() -> None:
     tokens = codec.plain("<|im_start|><|channel>thought\nfive\n<channel|>5<|im_end|>")
     found = codec.completion(Row(False, tokens, [0.0] * len(tokens), ended=True), Sampling())
     assert (found.text, found.reasoning, found.answer) == ("<|channel>thought\nfive\n<channel|>5", "five", "5")
+
+
+def test_a_prompt_of_a_file_is_asked_as_the_row_of_training_was(tmp_path: Path) -> None:
+    """With its tools, on the day of `data.date`; and a line ends at a line break alone."""
+    template = "{{ strftime_now('%d %b %Y') }}|{{ tools[0].name if tools }}|{{ messages[0].content }}"
+    codec = PromptCodec(tiny_tokenizer(template), SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=None)),
+                        DataConfig(date="2020-01-02"))  # fmt: skip
+    (tmp_path / "a.txt").write_text("\ufeffa\u2028b\x0c\n\nc")
+    assert read_prompts(f"{tmp_path}/a.txt") == ["a\u2028b\x0c", "c"]
+    row = {"messages": [{"role": "user", "content": "a\u2028b"}], "tools": [{"name": "add"}]}
+    (tmp_path / "a.jsonl").write_text("\ufeff" + json.dumps(row, ensure_ascii=False))
+    (prompt,) = read_prompts(f"{tmp_path}/a.jsonl")
+    assert codec.encode(prompt) == codec.plain("02 Jan 2020|add|a\u2028b")
 
 
 # ------------------------------------------------------------------------------------------------------ on this CPU
@@ -334,7 +347,7 @@ def test_a_chat_needs_a_template() -> None:
     with pytest.raises(ValueError, match="prompt 0: the tokenizer has no chat template, so a chat cannot be rendered"):
         mine.generate([QUESTION])
     tokenizer.chat_template = "{{ raise_exception('only one system message') }}"
-    with pytest.raises(ValueError, match=r"the chat template refuses the chat: .*only one system message"):
+    with pytest.raises(ValueError, match=r"the chat template refuses the conversation: .*only one system message"):
         mine.generate([QUESTION])
 
 
@@ -652,11 +665,15 @@ def test_the_command_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_all_that_is_wrong_with_a_command_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = tmp_path / "lines.jsonl"
     lines.write_text('"a"\n\n{"prompt": 3}\n')
+    (reply := tmp_path / "reply.jsonl").write_text('{"messages": [{"role": "assistant", "content": "5"}]}')
+    (tools := tmp_path / "tools.jsonl").write_text('{"prompt": "a", "tools": [{}]}')
     for arguments, parts in (
         (["n=two", "chat=maybe", "top_p=2", f"prompts={tmp_path}/none.txt"],
          ["n: 'two' is not a whole number", "chat: 'maybe' is not true or false",
           "top_p: 2 is out of range; give a number above 0", "none.txt cannot be read ("]),
         (["prompts=" + str(lines)], ["line 3: '{\"prompt\": 3}' is no prompt; write {\"prompt\": \"...\"} or"]),
+        ([f"prompts={reply}"], ["line 1: the chat ends in a reply, so it asks nothing; remove its last message"]),
+        ([f"prompts={tools}"], ["line 1: a system prompt, or tools beside a text, are not read; write"]),
         (["prompt=a", "n=0", "rows=-1"],
          ["n: 0 is out of range; give a number at least 1", "rows: -1 is out of range"]),
         ([], ['prompt: there is none; give prompt="..." or prompts=FILE']),

@@ -11,7 +11,6 @@ bf16 loses differences that are small compared with the weights, such as those o
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 import shutil
 from collections.abc import Sequence
@@ -22,7 +21,6 @@ from typing import Any
 import torch
 
 from tpu_kit.config.loader import TrainConfig, load_config, read_yaml
-from tpu_kit.data.chat_encoding import freeze_date
 from tpu_kit.data.held_out import UNKNOWN
 from tpu_kit.evaluation.evaluate import Accuracy
 from tpu_kit.exporting import formats
@@ -161,9 +159,7 @@ def _load(config: TrainConfig, folder: Path, adapter: Path, part: Path, options:
             f"model.name={config.model.name} comes with Python code of its own, and an export runs no such code, even "
             f"with model.trust_remote_code=true: if you trust it, load {adapter} with PEFT"
         ) from error
-    frozen = copy.copy(tokenizer)
-    frozen.chat_template = freeze_date(tokenizer.chat_template or "", config.data.date) or None
-    codec = PromptCodec(frozen, base_model(model), config.data)
+    codec = PromptCodec(tokenizer, base_model(model), config.data)
     prompts, whole, texts = _prompts(codec, bool(tokenizer.chat_template), folder)
     tuned = logits(model, whole)
     if hasattr(model, "disable_adapter"):

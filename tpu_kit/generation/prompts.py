@@ -14,8 +14,8 @@ from tpu_kit.data.chat_encoding import Encoder, default_stop, plain_prompt
 from tpu_kit.data.columns import Layout
 from tpu_kit.generation.sampling import Sampling
 
-Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
-"""A plain text, the messages of a chat, or token ids."""
+Prompt = str | Sequence[Mapping[str, Any]] | Mapping[str, Any] | Sequence[int]
+"""A plain text, the messages of a chat, {"messages": ..., "tools": ...}, or token ids."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class PromptCodec:
 
     Attributes:
         tokenizer: of the model.
-        data: the tags of the reasoning, and the system prompt.
+        data: the tags of the reasoning, the system prompt, and the date in a chat template.
         stops: `stop_ids`.
     """
 
@@ -103,8 +103,10 @@ class PromptCodec:
         """
         if isinstance(prompt, str):
             ids = plain_prompt(self.tokenizer, prompt)  # the Generator checks lengths
+        elif isinstance(prompt, Mapping):
+            ids = self._chat(prompt["messages"], prompt.get("tools"))
         elif prompt and isinstance(prompt[0], Mapping):
-            ids = self._chat([dict(message) for message in prompt if isinstance(message, Mapping)])
+            ids = self._chat([message for message in prompt if isinstance(message, Mapping)])
         else:
             ids = [token for token in prompt if isinstance(token, int)]
         if not ids:
@@ -115,19 +117,16 @@ class PromptCodec:
         """Returns the token ids of a text that continues another, without special tokens."""
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
-    def _chat(self, messages: list[dict[str, Any]]) -> list[int]:
+    def _chat(self, chat: Sequence[Mapping[str, Any]], tools: list[Any] | None = None) -> list[int]:
         if not self.tokenizer.chat_template:
             raise ValueError(
                 "the tokenizer has no chat template, so a chat cannot be rendered: give the tokenizer that the model "
                 "was tuned with, set tokenizer.chat_template, or give the prompt as plain text (chat=false)"
             )
+        messages = [dict(message) for message in chat]
         if self.data.system_prompt and messages[0].get("role") != "system":
             messages = [{"role": "system", "content": self.data.system_prompt}, *messages]
-        try:
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # a template may raise anything
-            raise ValueError(f"the chat template refuses the chat: {type(error).__name__}: {error}") from error
-        return self.plain(text)
+        return self.plain(_encoder(self.tokenizer, self.data).render(messages, tools, prompt=True))
 
     def opens_reasoning(self, ids: Sequence[int]) -> bool:
         """Whether a prompt ends with the opening tag of the reasoning."""
@@ -184,13 +183,13 @@ def split_reasoning(text: str, data: DataConfig, opened: bool = False) -> tuple[
 
 
 def read_prompts(file: str) -> list[Prompt]:
-    """Reads a file of questions: a text in each line, or JSON lines with a prompt or messages.
+    """Reads a file of questions: a text in each line, or JSON lines with a prompt, or with messages and tools.
 
     Raises:
-        ValueError: it cannot be read, or a line has neither.
+        ValueError: it cannot be read, or a line asks nothing.
     """
     try:
-        lines = Path(file).read_text().splitlines()
+        lines = Path(file).read_text("utf-8-sig").split("\n")  # str.splitlines also splits within a text, as at U+2028
     except (OSError, ValueError) as error:
         raise ValueError(f"prompts={file} cannot be read ({error}); give a text file, or JSON lines") from error
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
@@ -203,11 +202,23 @@ def _prompt(place: str, line: str) -> Prompt:
         row = json.loads(line)
     except ValueError:
         row = None
-    prompt = (row.get("messages") or row.get("prompt")) if isinstance(row, dict) else row
+    row = row if isinstance(row, dict) else {"prompt": row}
+    prompt, tools = row.get("messages") or row.get("prompt"), row.get("tools")
     chat = isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt)
     if not prompt or not (chat or isinstance(prompt, str)):
         raise ValueError(f'{place}: {show(line)} is no prompt; write {{"prompt": "..."}} or {{"messages": [...]}}')
-    return prompt
+    if row.get("system") or (tools and not chat):
+        raise ValueError(
+            f'{place}: a system prompt, or tools beside a text, are not read; write {{"messages": [{{"role": "system", '
+            '"content": "..."}, ...], "tools": [...]}'
+        )
+    if chat and prompt[-1].get("role") == "assistant":
+        raise ValueError(f"{place}: the chat ends in a reply, so it asks nothing; remove its last message")
+    return {"messages": prompt, "tools": tools} if tools else prompt
+
+
+def _encoder(tokenizer: Any, data: DataConfig) -> Encoder:
+    return Encoder(tokenizer, Layout("messages", {}, ()), data)
 
 
 def stop_ids(causal: Any, tokenizer: Any) -> set[int]:
@@ -221,7 +232,7 @@ def stop_ids(causal: Any, tokenizer: Any) -> set[int]:
     ids = {*named} if isinstance(named, list) else {named}
     ids.add(tokenizer.eos_token_id)
     if tokenizer.chat_template:
-        stop: str | None = Encoder(tokenizer, Layout("messages", {}, ()), DataConfig()).stop
+        stop: str | None = _encoder(tokenizer, DataConfig()).stop
     else:
         stop = default_stop(tokenizer)
     if stop:
