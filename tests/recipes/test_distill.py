@@ -18,6 +18,7 @@ from tpu_kit.config.loader import ConfigError, TrainConfig, load_config
 from tpu_kit.hardware.machine import Machine
 from tpu_kit.recipes.distillation import distill
 from tpu_kit.recipes.sft import check_run
+from tpu_kit.storage import atomic
 from tpu_kit.training import teacher_files
 from tpu_kit.training.teacher_files import TeacherFiles
 
@@ -186,10 +187,12 @@ def test_missing_and_damaged_files_alone_are_computed(
     content = bytearray(third.read_bytes())
     content[-7] ^= 1
     third.write_bytes(content)
+    (half := second.with_name(f".{second.name}{atomic.PART}")).write_text("what another run is writing")
     run(world, teacher, tmp_path / "run", files=str(tmp_path / "files"), top_k=8, max_steps=1)
     found = load_file(second)  # the order of a file's metadata differs from process to process
     assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in found)
     assert first.stat().st_mtime_ns == kept and third.read_bytes() != content
+    assert half.read_text() == "what another run is writing"
 
 
 @pytest.mark.parametrize("settings", [{"top_k": 4}, {"distill.temperature": 2.0}, {"data.seed": 5}], ids=str)

@@ -44,8 +44,9 @@ def derive_student(model: ModelConfig, folder: str | Path, layers: int) -> Path:
     setattr(decoder, name, torch.nn.ModuleList([whole[number] for number in numbers]))
     text = base.config.get_text_config()
     text.num_hidden_layers = layers
-    if getattr(text, "layer_types", None):
-        text.layer_types = [text.layer_types[number] for number in numbers]
+    for key, value in [*vars(text).items()]:
+        if isinstance(value, list) and len(value) == count:  # an entry for each layer, as layer_types
+            setattr(text, key, [value[number] for number in numbers])
     with atomic.replacing(Path(folder)) as part:
         base.save_pretrained(part)
         load_tokenizer(model).save_pretrained(part)

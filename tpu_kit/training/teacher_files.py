@@ -178,7 +178,7 @@ def _compute(data: MappedData, config: TrainConfig) -> None:
             batches.append([column[: len(taken)] for column in rt.to_host(top)])
         ids, log_p = (torch.cat(parts).contiguous() for parts in zip(*batches, strict=True))
         tensors = {"top_ids": ids, "top_log_p": log_p}
-        with atomic.replacing(files.path(number)) as part:
+        with atomic.replacing(files.path(number), shared=True) as part:
             save_file(tensors, part, metadata={"digest": _digest(tensors)})
         print(f"teacher files    {number + 1} of {files.count} written", flush=True)
     rt.barrier()
