@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from datasets import Dataset
 from transformers import AutoTokenizer, PhiConfig, PhiForCausalLM
 
@@ -18,6 +19,8 @@ from tpu_kit.assets import embedded
 from tpu_kit.checkpointing import manager
 from tpu_kit.checkpointing.manager import scan
 from tpu_kit.config.loader import ConfigError, TrainConfig, load_config
+from tpu_kit.distributed.backends import CpuRuntime
+from tpu_kit.distributed.runtime import enter
 from tpu_kit.evaluation.evaluate import held_out
 from tpu_kit.hardware.machine import Machine
 from tpu_kit.models.causal_lm import load_tokenizer
@@ -138,6 +141,14 @@ def test_another_run_is_refused_with_what_differs(tmp_path: Path, capfd: pytest.
     capfd.readouterr()
     assert sft.train(run_config(folder, max_steps=6)).step == 6  # longer is no other run
     assert "optim.max_steps is 6, was 4" in capfd.readouterr().out
+    weights = (folder / "adapter/adapter_model.safetensors").read_bytes()
+    (folder / "eval.json").touch()
+    enter(CpuRuntime(0, 1, torch.device("cpu")))
+    with sft.trainer(run_config(folder, max_steps=4, r=8, resume="never")):
+        pass  # as if killed in its first update
+    enter(None)
+    assert not (folder / "adapter").exists() and not (folder / "eval.json").exists(), "they are of another run"
+    assert (folder / "results.previous/adapter/adapter_model.safetensors").read_bytes() == weights
     anew = sft.train(run_config(folder, max_steps=4, r=8, resume="never"))
     assert anew.step == 4 and (folder / "checkpoints.previous" / "step-00000006").is_dir()
 

@@ -42,7 +42,12 @@ from tpu_kit.planning.oom_recovery import out_of_memory, suggestion
 from tpu_kit.planning.preflight import Preflight, check_before_launch, predicted_bytes
 from tpu_kit.storage import atomic
 from tpu_kit.storage.object_store import at_hand
-from tpu_kit.storage.output_location import make_output_folder, resolve_output_dir, upload_results
+from tpu_kit.storage.output_location import (
+    make_output_folder,
+    resolve_output_dir,
+    set_results_aside,
+    upload_results,
+)
 from tpu_kit.training.adapter_files import save_adapter
 from tpu_kit.training.metrics import check_tracking, log_result, peak_memory
 from tpu_kit.training.objectives import objective_of
@@ -363,7 +368,9 @@ def trainer(
         if checkpoint:
             loop.resume(checkpoint)
         if rt.rank == 0:
-            # After all checks: a refused run must not replace the file of an earlier one.
+            # After all checks: a refused run must not replace the files of an earlier one.
+            if loop.step < loop.total and not loop.evaluations.stopped:
+                set_results_aside(config)
             atomic.write_text(config.output_path / "config.yaml", config.to_yaml())
             if prepared.questions:
                 prepared.questions.write(config.output_path)

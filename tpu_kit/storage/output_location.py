@@ -110,6 +110,23 @@ def make_output_folder(config: TrainConfig) -> Path:
     return folder
 
 
+def set_results_aside(config: TrainConfig) -> None:
+    """Moves what earlier updates resulted in to `<output_dir>/results.previous`, whose content it deletes.
+
+    New updates begin: if they end early, an older adapter or its answers must not pass for theirs. In an object store,
+    which has an adapter and its config.yaml of one run at any time, the answers alone are removed.
+    """
+    previous = config.output_path / "results.previous"
+    if results := [path for name in ("adapter", "eval.json") if (path := config.output_path / name).exists()]:
+        shutil.rmtree(previous, ignore_errors=True)
+        previous.mkdir()
+        for path in results:
+            path.rename(previous / path.name)
+        print(f"set aside        {' and '.join(path.name for path in results)} of earlier updates, in {previous}")
+    if config.remote:
+        ObjectFolder(config.remote).remove(["eval.json"])
+
+
 def upload_results(config: TrainConfig, adapter_dir: str) -> None:
     """Uploads the local files of a run to its object store, which has the checkpoints already; raises ValueError."""
     assert config.remote is not None
