@@ -14,12 +14,14 @@ from tests.evaluation.test_evaluate import of_nothing
 from tpu_kit.assets.embedded import cot_rows
 from tpu_kit.cli import main
 from tpu_kit.config.loader import TrainConfig, load_config
+from tpu_kit.data.held_out import Questions
 from tpu_kit.data.prepare import prepare
 from tpu_kit.evaluation import evaluate as evaluate_module
 from tpu_kit.evaluation.evaluate import Comparison, evaluate_adapter
 from tpu_kit.exporting.export import model_card
 from tpu_kit.models.loading import load_tokenizer
 from tpu_kit.recipes import sft
+from tpu_kit.recipes.sft import prepare_run
 from tpu_kit.storage.object_store import upload
 
 SETTINGS = {"device_type": "cpu", "num_replicas": 1, "max_length": 96, "batch_size": 2, "max_steps": 1}
@@ -68,6 +70,23 @@ def test_rows_of_the_source_take_the_split_of_the_run(
     assert (told["seen_in_training"], len(told["samples"])) == (left_out, 4)
     assert f"{left_out} rows left out, because the training data have their questions" in str(found)
     assert "has changed" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", [{"eval_rows": 60}, {"eval_rows": 2, "seed": 1}])
+def test_a_run_from_an_adapter_holds_out_what_the_adapter_has_not_learned(
+    finished: tuple[Path, set[str]], given: dict[str, int]
+) -> None:
+    folder, held = finished
+    found = prepare_run(config(folder / "my.jsonl", adapter=str(folder / "run" / "adapter"), **given))
+    before, now = Questions.read(folder / "run"), found.questions
+    assert before and now and {row["question"] for row in found.eval_rows} <= held
+    assert len(now.held_out) == min(4, given["eval_rows"]) and set(before.trained) <= set(now.trained)
+
+
+def test_a_damaged_file_of_questions_is_named(tmp_path: Path) -> None:
+    (tmp_path / "questions.npz").write_bytes(b"PK")
+    with pytest.raises(ValueError, match=r"questions.npz is damaged \(.*delete it to go on without"):
+        Questions.read(tmp_path)
 
 
 def test_a_source_that_changed_since_the_run(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import zipfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +17,10 @@ import numpy as np
 from tpu_kit.config.fields import show
 from tpu_kit.config.loader import DataConfig
 from tpu_kit.storage import atomic
+from tpu_kit.storage.object_store import at_hand
+
+NONE = np.zeros(0, dtype=np.int64)
+"""No questions."""
 
 MOST_HELD_OUT = 64
 """The most rows held out where `data.eval_rows` is null."""
@@ -47,12 +52,18 @@ class Questions(NamedTuple):
             np.savez(file, **self._asdict())
 
     @classmethod
-    def read(cls, folder: Path) -> Questions | None:
-        """Returns the questions of the run in a folder; None without the file."""
-        if not (folder / QUESTIONS).is_file():
-            return None
-        with np.load(folder / QUESTIONS) as arrays:
-            return cls(**arrays)
+    def read(cls, run: Path | str) -> Questions | None:
+        """Returns the questions of a run by its folder or URL; None without the file, ValueError if it is damaged."""
+        with at_hand(run, QUESTIONS) as folder:
+            path = folder / QUESTIONS
+            if not path.is_file():
+                return None
+            try:
+                with np.load(path) as arrays:
+                    return cls(**arrays)
+            except (OSError, EOFError, ValueError, TypeError, zipfile.BadZipFile) as error:
+                advice = "give an earlier copy, or delete it to go on without the questions of that run"
+                raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}); {advice}") from error
 
 
 def held_out_rows(config: DataConfig, questions: int) -> int:
@@ -68,13 +79,16 @@ def drawn(rows: np.ndarray, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).permutation(rows)
 
 
-def choose_questions(questions: np.ndarray, earlier: np.ndarray, config: DataConfig) -> np.ndarray:
-    """Returns the questions to hold out.
+def choose_questions(
+    questions: np.ndarray, earlier: np.ndarray, config: DataConfig, trained: np.ndarray = NONE
+) -> np.ndarray:
+    """Returns the questions to hold out, fewer than `config` asks for where a model was trained on the others.
 
     Args:
         questions: of the rows.
         earlier: prompts of earlier replies in chats. They are not chosen: training on the chat trains on such a reply.
         config: the data section.
+        trained: prompts that the model was trained on before the run, by the adapter it starts from.
 
     Raises:
         ValueError: no question is left to train on.
@@ -87,5 +101,6 @@ def choose_questions(questions: np.ndarray, earlier: np.ndarray, config: DataCon
             problem = "all rows ask the same question. Give others, or name the right column in data.columns,"
         asked = f"data.eval_rows={show(config.eval_rows)}"
         raise ValueError(f"{asked} leaves nothing to train on: {problem} or set it to 0 for no evaluation")
+    unique = np.setdiff1d(unique, trained)
     salted = [hashlib.blake2b(f"{config.seed} {key}".encode()).digest() for key in unique]
     return unique[sorted(range(len(unique)), key=salted.__getitem__)[:count]]

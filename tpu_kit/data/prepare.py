@@ -21,7 +21,7 @@ from datasets import config as datasets_config
 from tpu_kit.config.loader import DataConfig
 from tpu_kit.data.batching import Documents, PackedDataset
 from tpu_kit.data.chat_encoding import Encoder, Example, ReasoningCounts
-from tpu_kit.data.held_out import Questions, choose_questions, drawn, held_out_rows
+from tpu_kit.data.held_out import NONE, Questions, choose_questions, drawn, held_out_rows
 from tpu_kit.data.sources import EMBEDDED_ROWS, SYNTHETIC, synthetic_rows
 from tpu_kit.data.tokenizing import RawRows, Tokenized, tokenize
 
@@ -177,6 +177,7 @@ def prepare(
     model_positions: int | None = None,
     vocab_size: int | None = None,
     run: Questions | None = None,
+    learned: np.ndarray = NONE,
     max_prompt: int | None = None,
 ) -> Prepared:
     """Loads, holds out, tokenises, checks and packs.
@@ -189,6 +190,7 @@ def prepare(
         vocab_size: rows of the model's embedding; None skips the check.
         run: the questions of a finished run, to evaluate it: its held-out questions are held out too, and rows with a
             question that it was trained on are left out and counted.
+        learned: prompts that the run's model was trained on before, int64: not held out, and kept as trained on.
         max_prompt: keep the rows of training for reinforcement learning, with prompts of at most so many tokens.
 
     Raises:
@@ -212,24 +214,26 @@ def prepare(
         held = tokenize(*eval_split, tokenizer, config)
         wanted = np.ones(len(held.documents), dtype=bool)
     elif config.eval_rows != 0 or run:
-        picked = choose_questions(data.questions, data.earlier, config)
+        picked = choose_questions(data.questions, data.earlier, config, learned)
         held, train, wanted = data, ~np.isin(data.questions, picked), data.one_of_each(picked)
         repeated = data.count(~train & ~wanted)
     packed, report = _pack(data, train, held_out=data.count(~train), repeated=repeated)
     fingerprint = _fingerprint_of(packed, config)
     tasks = None if max_prompt is None else _tasks(data, np.unique(data.documents.source_rows[train]), max_prompt)
+    trained = np.union1d(data.prompts(train), learned)
     if held is None:
-        questions = Questions(np.unique(data.prompts(train)), np.zeros(0, dtype=np.int64))
+        questions = Questions(trained, NONE)
         return Prepared(packed, None, [], [], [], report, None, data.encoder, questions, fingerprint, tasks)
     if run:
         wanted |= held.one_of_each(run.held_out)
-    chosen = wanted & ~np.isin(held.questions, run.trained if run else data.prompts(train))
+    chosen = wanted & ~np.isin(held.questions, run.trained if run else trained)
     if not chosen.any():
         text = f"every question of the evaluation rows ({held.source}) is in the training rows too"
+        text += ", or in those of lora.adapter (data.eval_rows=0 holds none out)" if len(learned) else ""
         raise ValueError(f"{text}; name other rows in data.eval_source")
     eval_data, eval_report = _pack(held, chosen, seen_in_training=held.count(wanted & ~chosen))
     raw = held.raw_rows(drawn(np.unique(eval_data.documents.source_rows), config.seed))[:3]
-    questions = Questions(np.unique(data.prompts(train)), np.unique(held.questions[chosen]))
+    questions = Questions(trained, np.unique(held.questions[chosen]))
     return Prepared(packed, eval_data, *raw, report, eval_report, data.encoder, questions, fingerprint, tasks)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from tpu_kit.config import tables
 from tpu_kit.config.loader import ConfigError, DataConfig, TrainConfig
-from tpu_kit.data.held_out import QUESTIONS, UNKNOWN, Questions, drawn
+from tpu_kit.data.held_out import UNKNOWN, Questions, drawn
 from tpu_kit.data.prepare import Prepared, prepare
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.evaluation.verifiers import judge, verifier_named, well_formed
@@ -26,7 +26,8 @@ from tpu_kit.models.base_identity import base_of_adapter
 from tpu_kit.models.causal_lm import max_positions
 from tpu_kit.models.loading import load_tokenizer, read_config
 from tpu_kit.models.states_head import without_head
-from tpu_kit.storage.object_store import ObjectFolder, at_hand, is_url
+from tpu_kit.storage import atomic
+from tpu_kit.storage.object_store import ObjectFolder, at_hand, parent
 
 _BATCH = 32  # rows that a replica answers at a time
 _Z = 1.959963984540054  # the 97.5 % quantile of the normal distribution, for 95 % intervals
@@ -279,14 +280,9 @@ def evaluate_adapter(config: TrainConfig, adapter_dir: str | Path, prepared: Pre
     """
     with at_hand(adapter_dir, "adapter_config.json", "config.json", "base.json") as folder:  # both models have one base
         config = dataclasses.replace(config, model=base_of_adapter(config.model, folder))
-    url = str(adapter_dir).rstrip("/").rpartition("/")[0]
-    run = url if is_url(adapter_dir) else Path(adapter_dir).absolute().parent
-    if prepared is None:
-        with at_hand(run, QUESTIONS) as beside:
-            questions = Questions.read(beside)
-        prepared = held_out(config, questions)
-    else:
-        questions = prepared.questions
+    run = parent(adapter_dir)
+    questions = prepared.questions if prepared else Questions.read(run)
+    prepared = prepared or held_out(config, questions)
     with at_hand(adapter_dir) as folder, without_head(folder) as plain:
         base, tuned = evaluate(config, prepared), evaluate(config, prepared, folder)
         seen = prepared.eval_report.seen_in_training if prepared.eval_report else 0
@@ -298,7 +294,7 @@ def evaluate_adapter(config: TrainConfig, adapter_dir: str | Path, prepared: Pre
         if isinstance(run, str):
             ObjectFolder(run).write("eval.json", written.encode())
         elif (run / "config.yaml").is_file():
-            (run / "eval.json").write_text(written)
+            atomic.write_text(run / "eval.json", written)
     except OSError as error:  # such as of a folder that can only be read: the result is printed all the same
         print(f"warning: {run}/eval.json could not be written ({error.strerror or error})", file=sys.stderr)
     return comparison

@@ -21,6 +21,7 @@ from datasets import Dataset, DatasetDict
 
 from tpu_kit.checkpointing.manager import CheckpointManager, HostParts
 from tpu_kit.config.loader import BatchPlan, ConfigError, TrainConfig, batch_arithmetic
+from tpu_kit.data.held_out import NONE, Questions
 from tpu_kit.data.prepare import MappedData, Prepared, on_disk, prepare
 from tpu_kit.data.sources import SYNTHETIC, save_rows, saved_rows_path
 from tpu_kit.distributed import runtime
@@ -41,7 +42,7 @@ from tpu_kit.planning.objective_check import check_objective
 from tpu_kit.planning.oom_recovery import out_of_memory, suggestion
 from tpu_kit.planning.preflight import Preflight, check_before_launch, predicted_bytes
 from tpu_kit.storage import atomic
-from tpu_kit.storage.object_store import at_hand
+from tpu_kit.storage.object_store import at_hand, parent
 from tpu_kit.storage.output_location import (
     make_output_folder,
     resolve_output_dir,
@@ -284,12 +285,14 @@ def prepare_run(config: TrainConfig) -> Prepared:
     model, max_prompt = read_config(config.model), None
     if config.on_policy:
         max_prompt = config.rl.longest_prompt(config.data.max_length)
+    start = Questions.read(parent(config.lora.adapter)) if config.lora.adapter else None
     text = model.get_text_config() if model else None  # loading a model explains why its configuration cannot be read
     return prepare(
         config.data,
         None if config.data.source == SYNTHETIC else models.load_tokenizer(config.model),
         model_positions=getattr(text, "max_position_embeddings", None),
         vocab_size=getattr(text, "vocab_size", None),
+        learned=start.trained if start else NONE,
         max_prompt=max_prompt,
     )
 

@@ -40,6 +40,11 @@ def join(place: Path | str, *names: str) -> Path | str:
     return "/".join([str(place).rstrip("/"), *names]) if is_url(place) else Path(place, *names)
 
 
+def parent(place: Path | str) -> Path | str:
+    """The place that holds another one: a URL for a URL, else an absolute Path."""
+    return str(place).rstrip("/").rpartition("/")[0] if is_url(place) else Path(place).absolute().parent
+
+
 class ObjectFolder:
     """The objects below a URL, by names relative to it. Folders need not be made or removed.
 
