@@ -127,6 +127,32 @@ def test_an_evaluation_compares_with_and_without_the_head(answered: TrainConfig,
     assert found["without_head"]["base"] == found["tuned"]
 
 
+def test_a_run_starts_from_an_adapter_with_its_head_or_is_refused(answered: TrainConfig, tmp_path: Path) -> None:
+    folder = answered.output_path / "adapter"
+
+    def start(folder: Path, objective: str = "error-correction") -> torch.nn.Module:
+        changed = {"objective": objective, "lora.adapter": str(folder)}
+        return sft._read(load_config(answered.output_path / "config.yaml", changed), None)[0]
+
+    gate = load_file(folder / FILES[1])["gate"]
+    assert gate and torch.equal(start(folder).get_parameter("objective.gate"), gate)
+    with pytest.raises(
+        ValueError, match=r"has an error-correction head, which this run would drop: set optim\.objective"
+    ):
+        start(folder, "supervised")
+    plain = shutil.copytree(folder, tmp_path / "plain", ignore=shutil.ignore_patterns("error_correction.*"))
+    assert not start(plain).get_parameter("objective.gate"), "a new head is closed"
+    file = plain / "adapter_config.json"
+    settings = json.loads(file.read_text())
+    for name, value in (("alpha_pattern", {"q_proj": 256}), ("init_lora_weights", "pissa"), ("r", 8)):
+        file.write_text(json.dumps(settings | {name: value}))
+        with pytest.raises(ValueError, match=f"has other settings: {name}=.* there, .* now"):
+            start(plain)
+    file.write_text(file.read_text()[:99])
+    with pytest.raises(ValueError, match="damaged or half-written"):
+        start(plain)
+
+
 @xla
 @pytest.mark.slow
 def test_replicas_answer_with_the_head(answered: TrainConfig, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from tpu_kit.assets import embedded
 from tpu_kit.config.loader import TrainConfig, load_config
 from tpu_kit.models.causal_lm import adapt, load_model, load_tokenizer, trainable_parameters
 from tpu_kit.training.adapter_files import adapter_settings, adapter_tensors, save_adapter
+from tpu_kit.training.state import start_from
 
 IDS = torch.arange(5, 37)[None]
 
@@ -93,6 +94,9 @@ def test_stock_peft_loads_the_adapter_with_the_same_logits(
     settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert settings["base_model_name_or_path"] == str(folder)
     assert settings["inference_mode"] is True
+    started = load_model(config.model, config.lora)
+    start_from(started, tmp_path / "adapter")
+    assert all(torch.equal(values[name], value) for name, value in trainable_parameters(started).items())
     merged = logits(loaded.merge_and_unload())
     torch.testing.assert_close(merged, logits(model), rtol=1e-4, atol=1e-4)
 

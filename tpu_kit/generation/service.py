@@ -335,7 +335,7 @@ def load_for_generation(
     """
     folder, on_cpu = None if adapter_dir is None else Path(adapter_dir), torch.device(device).type == "cpu"
     whole = folder is not None and is_whole(folder)
-    saved = None if folder is None or whole else _read_adapter(folder)  # before the base, which may take minutes
+    saved = None if folder is None or whole else read_adapter(folder)  # before the base, which may take minutes
     if whole:
         config = replace(config, name=str(folder), revision=None, gguf_file=None)
     full = config.base_dtype == "fp32" or (whole and on_cpu)
@@ -362,7 +362,7 @@ def attach_adapter(model: torch.nn.Module, folder: Path, name: str) -> torch.nn.
     Raises:
         ValueError: the adapter is missing, damaged or of another model.
     """
-    return _with_adapter(model, folder, *_read_adapter(folder), name)
+    return _with_adapter(model, folder, *read_adapter(folder), name)
 
 
 def arrange_for_few_rows(model: torch.nn.Module) -> torch.nn.Module:
@@ -391,8 +391,8 @@ def _adapter_near(folder: Path) -> str:
     return "give the one that training wrote"
 
 
-def _read_adapter(folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Reads an adapter's settings and its tensors."""
+def read_adapter(folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Reads an adapter's `PeftConfig` and its tensors; raises ValueError if they are missing or damaged."""
     from peft import PeftConfig
     from safetensors import SafetensorError
     from safetensors.torch import load_file

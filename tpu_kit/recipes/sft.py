@@ -302,12 +302,12 @@ def prepare_run(config: TrainConfig) -> Prepared:
 
 def _read(config: TrainConfig, data: MappedData | None) -> tuple[torch.nn.Module, Prepared]:
     model = models.load_model(config.model, config.lora, seed=config.optim.seed)
+    objective_of(config).attach(model, load_frozen)
     if config.lora.adapter:
         with at_hand(config.lora.adapter) as folder:
             base_of_adapter(config.model, folder)
             start_from(model, folder)
     prepared = data.read() if data else prepare_run(config)
-    objective_of(config).attach(model, load_frozen)
     return model, prepared
 
 

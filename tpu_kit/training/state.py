@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,10 +16,13 @@ from tpu_kit.config.loader import OptimConfig
 from tpu_kit.config.mesh import Spec
 from tpu_kit.distributed.mesh import active_mesh
 from tpu_kit.distributed.runtime import Runtime
+from tpu_kit.generation.service import read_adapter
 from tpu_kit.models import causal_lm as models
 from tpu_kit.models import partition
 from tpu_kit.models.layer_calls import restacked, stacked_names, unstacked
 from tpu_kit.models.sharding_rules import Embedding
+from tpu_kit.models.states_head import StatesHead, file_names, find_head, title
+from tpu_kit.training.adapter_files import adapter_tensors
 from tpu_kit.training.optimizer import OPTIMIZERS
 
 SCALARS = ("applied", "report")
@@ -203,17 +205,34 @@ def sections(saved: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Ten
 
 
 def start_from(model: torch.nn.Module, folder: Path) -> None:
-    """Sets the parameters of a model on the CPU to those of an adapter; raises ValueError if it is another one."""
-    file, settings = folder / "adapter_model.safetensors", folder / "adapter_config.json"
-    if not file.is_file() or not settings.is_file():
-        raise ValueError(f"lora.adapter={folder} has no adapter; name the adapter folder of a run")
-    theirs, ours = json.loads(settings.read_text()), model.peft_config["default"].to_dict()  # type: ignore[index,union-attr]  # of PEFT
-    if differ := [name for name in ("lora_alpha", "r", "use_dora", "use_rslora") if theirs.get(name) != ours[name]]:
+    """Sets the parameters of a model on the CPU, with its objective attached, to those of an adapter and its head.
+
+    What the objective trains besides stays as it is. Raises ValueError if the adapter is damaged, or another one.
+    """
+    settings, tensors = read_adapter(folder)
+    theirs, ours = settings.to_dict(), model.peft_config["default"].to_dict()  # type: ignore[index,union-attr]  # of PEFT
+    compared = ("lora_alpha", "r", "use_dora", "use_rslora", "alpha_pattern", "rank_pattern")
+    differ = [name for name in compared if theirs.get(name) != ours[name]]
+    if theirs.get("init_lora_weights") not in (True, False, "gaussian"):  # the others change the base as PEFT loads it
+        differ.append("init_lora_weights")
+    if differ:
         texts = (f"{name.removeprefix('lora_')}={theirs.get(name)} there, {ours[name]} now" for name in differ)
-        raise ValueError(f"lora.adapter={folder} has other settings: {'; '.join(texts)}. Set these parameters of lora")
-    tensors = load_file(file)
-    names = {name.replace(".default", ""): name for name in models.trainable_parameters(model)}
-    restore(model, {f"parameters/{names.get(name, name)}": tensor for name, tensor in tensors.items()})
+        raise ValueError(
+            f"lora.adapter={folder} has other settings: {'; '.join(texts)}. Set these parameters of lora; where it has "
+            "none, merge the adapter into its base, and start from that"
+        )
+    params, own = models.trainable_parameters(model), getattr(model, "objective", None)
+    if head := find_head(folder):
+        if not isinstance(own, StatesHead) or own.name != head:
+            raise ValueError(
+                f"lora.adapter={folder} has an {title(head)}, which this run would drop: set optim.objective as in its "
+                f"run, or name a copy of the folder without {' and '.join(file_names(head))}"
+            )
+        tensors |= {f"objective.{name}": value for name, value in load_file(folder / file_names(head)[1]).items()}
+    started = {name: param.detach() for name, param in params.items() if name.startswith("objective.")}
+    names = dict(zip(adapter_tensors(model, params), (name for name in params if name not in started), strict=True))
+    started |= {names.get(name, name): tensor for name, tensor in tensors.items()}
+    restore(model, {f"parameters/{name}": tensor for name, tensor in started.items()})
 
 
 def restore(model: torch.nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
