@@ -264,7 +264,7 @@ def test_a_bucket_without_access(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fsspec.core.url_to_fs", lambda source: (fsspec.filesystem("memory"), source))
     with pytest.raises(
         ValueError,
-        match=r"gs://private/a.jsonl: no access: Refused: Anonymous caller .*; log in with `gcloud auth application-",
+        match=r"gs://private/a.jsonl: no access: Refused: Anonymous caller .*; check the network; log in with `gc",
     ):
         load("gs://private/a.jsonl")
 

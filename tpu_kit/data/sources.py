@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import logging
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -214,6 +215,7 @@ def _glob(source: str) -> tuple[Any, list[str]]:
     """Returns the file system of a path, glob or URL, and its files in order, none of them empty."""
     from fsspec.core import url_to_fs
 
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs a traceback of each error that it raises
     try:
         system, path = url_to_fs(source)
         paths = sorted(system.glob(path)) if any(c in path for c in "*?[") and not system.exists(path) else [path]
@@ -229,7 +231,8 @@ def _glob(source: str) -> tuple[Any, list[str]]:
     except ValueError:
         raise
     except Exception as error:  # each kind of storage has its own errors
-        advice = "; log in with `gcloud auth application-default login`" if source.startswith("gs://") else ""
+        advice = "; check the network; log in with `gcloud auth application-default login`"
+        advice *= source.startswith("gs://")
         raise ValueError(f"data source {source}: no access: {type(error).__name__}: {error}{advice}") from error
     if any(path.endswith(".zst") for path in paths) and not importlib.util.find_spec("zstandard"):
         raise ValueError(f"data source {source}: to read .zst: pip install zstandard")
