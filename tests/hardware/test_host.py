@@ -252,6 +252,8 @@ def test_hub_away(tmp_path: Path) -> None:
         ("data.eval_source={}/*.parquet", "data.eval_source", ""),
         ("model.name=./checkpoints/nowhere", "model.name", ""),
         ("model.name=a/folder/nowhere", "model.name", ""),
+        ("lora.adapter=runs/nowhere", "lora.adapter", ""),
+        ("distill.teacher=./nowhere", "distill.teacher", ""),
     ],
 )
 def test_a_path_that_does_not_exist(tmp_path: Path, setting: str, name: str, near: str) -> None:

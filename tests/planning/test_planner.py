@@ -109,6 +109,22 @@ def test_what_to_change_when_nothing_fits(large: Path) -> None:
     assert plan(run(large, "batch_size=8", "remat=full", "max_length=2048"), [found.advice.smallest_slice])[0].fits
 
 
+def test_the_rank_of_an_adapter_that_is_trained_on_is_not_changed(small: Path) -> None:
+    settings = ("batch_size=1", "remat=full", "r=4096", "max_length=1024", "base_dtype=int8")
+    anew, on = (plan(run(small, *settings, *more))[0].advice for more in ((), ("lora.adapter=runs/x/adapter",)))
+    assert anew is not None and on is not None
+    assert "lora.r=8" in [knob.change for knob in anew.knobs] and anew.largest_rank is not None
+    assert "lora.r=8" not in [knob.change for knob in on.knobs] and on.largest_rank is None
+
+
+def test_slices_over_which_a_run_cannot_be_split_are_named_beside_the_plans(
+    small: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (found,) = plan(run(small, "global_batch_size=12"), ["v5e", "v5litepod-8"])
+    assert found.where.name == "v5litepod-1"
+    assert "warning: v5litepod-8: optim.global_batch_size: 12 is no multiple of" in capsys.readouterr().err
+
+
 def test_kept_outputs_cost_memory_and_save_time(small: Path) -> None:
     (found,) = plan(run(small, "batch_size=4"))
     of = {one.config.optim.remat: one for one in found.settings}

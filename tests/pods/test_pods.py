@@ -24,7 +24,7 @@ from tpu_kit.pods.engines import ENGINES, RESTARTS, start_script
 from tpu_kit.pods.slice_job import OFFERS, check_job
 
 RECORDED = json.loads((Path(__file__).parent / "recorded.json").read_text())
-PLACES = ["data.source", "data.eval_source", "model.name", "distill.teacher", "distill.files"]
+PLACES = ["data.source", "data.eval_source", "lora.adapter", "model.name", "distill.teacher", "distill.files"]
 
 
 @pytest.mark.parametrize("spot", [False, True])

@@ -193,14 +193,15 @@ def _hub_home(at: Machine) -> Path:
     return Path(at.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
 
 
-_SOURCES = ("model.name", "data.source", "data.eval_source")
+_SOURCES = ("model.name", "data.source", "data.eval_source", "lora.adapter", "distill.teacher")
+_FOLDERS = ("lora.adapter", "distill.files")  # never an id of the hub
 _DATA_FILE = re.compile(r"\.(jsonl|json|ndjson|csv|tsv|parquet)(\.(gz|bz2|xz|zst))?$", re.IGNORECASE)
 
 
 def is_path(name: str, source: str) -> bool:
-    """Whether a model or a data set is named by a path of this machine, existing or not, and not by a hub id."""
-    of_file = name != "model.name" and bool(_DATA_FILE.search(source))
-    return "://" not in source and (source.startswith((".", "/", "~")) or source.count("/") > 1 or of_file)
+    """Whether what a run reads is named by a path of this machine, existing or not, and not by a hub id."""
+    local = name in _FOLDERS or (name != "model.name" and bool(_DATA_FILE.search(source)))
+    return "://" not in source and (source.startswith((".", "/", "~")) or source.count("/") > 1 or local)
 
 
 def check_files(config: TrainConfig) -> Check:

@@ -49,7 +49,7 @@ class Advice:
         smallest_slice: if it does not fit, the cheapest slice on which the unchanged run fits.
         largest_batch: rows of a replica in a pass.
         longest_sequence: tokens of a row, a multiple of 128.
-        largest_rank: None without adapters.
+        largest_rank: None without adapters, and where one is trained on, whose rank is given.
     """
 
     knobs: tuple[MemoryOption, ...]
@@ -105,7 +105,7 @@ def advise(config: TrainConfig, shape: Shape, where: TargetSlice, limit: float, 
             return True
 
     most = min(MOST_ROWS, 2**31 // config.data.max_length)
-    rank = largest(lambda r: within("lora", "r", r), _RANKS) if config.lora.r else None
+    rank = largest(lambda r: within("lora", "r", r), _RANKS) if config.lora.r and not config.lora.adapter else None
     length = largest(lambda blocks: within("data", "max_length", 128 * blocks), shape.positions // 128)
     return Advice(
         knobs=() if fits else tuple(_knobs(config, shape, where.replicas, peak, limit)),
@@ -187,7 +187,7 @@ def _changes(config: TrainConfig, shape: Shape) -> Iterator[tuple[str, Any, str]
         (optim.optimizer == "adamw", "optim.optimizer", "adafactor", "hardly any moments"),
         (optim.ema_decay, "optim.ema_decay", 0.0, "no average of the weights"),
         (not lora.r, "lora.r", 16, "adapters in place of all weights"),
-        (lora.r > 8, "lora.r", 8, "smaller adapters"),
+        (lora.r > 8 and not lora.adapter, "lora.r", 8, "smaller adapters"),
         *lengths[:2],
         # Without adapters all weights are trained.
         (lora.r and model.base_dtype in ("bf16", "fp32"), "model.base_dtype", "int8",

@@ -8,13 +8,14 @@ that does not fit.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
 from tpu_kit.config.conflicts import check_remat
-from tpu_kit.config.loader import BatchPlan, TrainConfig, as_trained, batch_arithmetic
+from tpu_kit.config.loader import BatchPlan, ConfigError, TrainConfig, as_trained, batch_arithmetic
 from tpu_kit.config.mesh import mesh_size
 from tpu_kit.config.schema import MOST_ROWS
 from tpu_kit.hardware.slices import TargetSlice, find_slice
@@ -137,7 +138,7 @@ class Plan:
 
 
 def plan(config: TrainConfig, chips: Sequence[str] = ("v5e",), exact: bool = False) -> list[Plan]:
-    """Makes a plan for each chip.
+    """Makes a plan for each chip; with a warning where the run cannot be split over one, if it can over another.
 
     Args:
         config: the run; one of `grpo` if it sets a parameter of `rl`.
@@ -146,7 +147,7 @@ def plan(config: TrainConfig, chips: Sequence[str] = ("v5e",), exact: bool = Fal
 
     Raises:
         ValueError: of `slices.find_slice`, `shape_cache.read_shape` or `memory_estimate.estimate`; or the global batch
-            cannot be split; or as `check_remat`.
+            cannot be split over any of them; or as `check_remat`.
     """
     config = as_trained(config)
     check_remat(config, "tpu")
@@ -158,15 +159,25 @@ def plan(config: TrainConfig, chips: Sequence[str] = ("v5e",), exact: bool = Fal
         places = [find_slice(name, None if re.search(r"[-_:]\d", name) else size) for name in chips]
     shape = read_shape(config.model)
     rows = Count(None) if config.optim.max_steps else count_rows(config)
-    found = []
+    found, refused = [], list[str]()
     for where in places:
-        chosen, on, note = placed(config, shape, where, one_row="optim.batch_size" not in config.sources)
-        one = by_formula(chosen, shape, on, rows)
-        if exact:
-            one = with_largest_batch(verified(one, shape, rows))
-        notes = (note, *warnings_of(one.config, 1 if on.mesh else on.replicas), one.note)
-        found.append(replace(one, note=_joined(*notes)))
+        try:
+            found.append(_planned(config, shape, where, rows, exact))
+        except ConfigError as error:
+            refused += [f"{where.name}: {problem}" for problem in error.problems]
+    if not found:
+        raise ConfigError(refused)
+    print(*(f"warning: {problem}\n" for problem in refused), sep="", end="", file=sys.stderr)
     return found
+
+
+def _planned(config: TrainConfig, shape: Shape, where: TargetSlice, rows: Count, exact: bool) -> Plan:
+    chosen, on, note = placed(config, shape, where, one_row="optim.batch_size" not in config.sources)
+    one = by_formula(chosen, shape, on, rows)
+    if exact:
+        one = with_largest_batch(verified(one, shape, rows))
+    notes = (note, *warnings_of(one.config, 1 if on.mesh else on.replicas), one.note)
+    return replace(one, note=_joined(*notes))
 
 
 def _joined(*notes: str) -> str:

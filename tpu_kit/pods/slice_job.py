@@ -138,13 +138,14 @@ def _place_problems(config: TrainConfig, in_own_image: bool) -> list[str]:
     problems = []
     copy = f"copy it (gcloud storage cp -r ... {config.remote or 'gs://BUCKET/run'}/) and give its gs:// address"
     for name, advice in (
-        ("data.source", copy), ("data.eval_source", copy), ("model.name", "give its name on the Hugging Face hub"),
+        ("data.source", copy), ("data.eval_source", copy), ("lora.adapter", copy),
+        ("model.name", "give its name on the Hugging Face hub"),
         ("distill.teacher", "give its name on the Hugging Face hub"), ("distill.files", "set distill.files=null"),
     ):  # fmt: skip
         place = config[name]
         if place is None or place in _GENERATED or "://" in place:
             continue
-        if name == "distill.files" or is_path(name, place) or Path(place).exists():
+        if is_path(name, place) or Path(place).exists():
             problems.append(f"{name}: {place!r} is on this machine, and the hosts cannot read it; {advice}")
     for name in ("optim.objective", "tracking.verifier"):
         if re.fullmatch(r"[\w.]+:\w+", config[name]) and not config[name].startswith("regex:") and not in_own_image:
