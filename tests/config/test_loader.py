@@ -85,6 +85,14 @@ def test_seed_alone_is_every_seed() -> None:
     assert (config.data.seed, config.optim.seed) == (6, 5)
 
 
+def test_losses_in_another_unit_than_nats_have_no_limit_unless_it_is_given() -> None:
+    squared = {"teacher": "t", "distill.layers": "1:1", "hidden_weight": 1}
+    assert load_config().optim.max_loss_rise == load_config(None, {"teacher": "t"}).optim.max_loss_rise == 5
+    for changed in ({"objective": "mine:loss"}, squared):
+        assert load_config(None, changed).optim.max_loss_rise is None
+        assert load_config(None, changed | {"max_loss_rise": 5}).optim.max_loss_rise == 5
+
+
 def test_a_leaf_name_of_two_sections_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tpu_kit.config.loader._SHARED", set())
     assert problems(overrides=["seed=5"]) == ["seed: '5' could be for data.seed or optim.seed; write one of these"]

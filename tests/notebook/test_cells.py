@@ -146,6 +146,9 @@ def test_answers_before_and_after(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert re.fullmatch(r"question 2  4 +<think> / 2 / \(wrong\) +<think> / 2 / \(correct\)", lines[4])
     assert lines[5].startswith("question 0")
     assert len(lines) == 6
+    (tmp_path / "eval.json").write_text('{"base":')
+    with pytest.raises(ValueError, match=r"eval.json is damaged \(.*delete it, or write it anew by evaluate adapter="):
+        cells_module.show_answers(tmp_path)
 
 
 def test_nothing_to_show_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,6 +66,7 @@ def test_a_secret_among_the_parameters_reaches_no_file(
         (["out=there"], "required: FILE.ipynb; write python -m tpu_kit notebooks [-h] FILE.ipynb [FILE.ipynb ...]"),
         (["a.ipynb", "rows=[1"], "rows: '[1', line 1: not valid YAML: expected ',' or ']', but got '<stream end>'; co"),
         (["a.ipynb", "out=a.ipynb/there"], "cannot be made"),
+        (["a.ipynb", "out=."], "out=.: the executed notebook would replace a.ipynb; name another folder"),
     ],
 )
 def test_bad_arguments(

@@ -106,6 +106,10 @@ class _Reader:
             self.problems += error.problems
         if self.problems:
             raise ConfigError(self.problems)
+        squared = config.distill.hidden_weight or config.distill.embeddings_weight
+        if (squared or ":" in config.optim.objective) and "optim.max_loss_rise" not in self.sources:
+            # Its default is in nats, and these losses are in another unit.
+            config = replace(config, optim=replace(config.optim, max_loss_rise=None))
         return config
 
     def mapping(self, values: Mapping[str, Any], source: str) -> None:

@@ -164,7 +164,8 @@ class OptimConfig:
         "skip", "What to do with an update whose loss or gradients are not finite, or whose loss explodes."
     )
     max_loss_rise: float | None = knob(
-        5.0, "A loss explodes if it exceeds the recent losses by this, in nats per token; null = never.",
+        5.0, "A loss explodes if it exceeds the recent losses by this, in nats per token; null = never, as by default "
+        "where the loss has another unit (module:function, distill.hidden_weight, distill.embeddings_weight).",
         above=0,
     )  # fmt: skip
     eval_steps: int | None = knob(None, "Updates between evaluations; null = at the end only.", at_least=1)

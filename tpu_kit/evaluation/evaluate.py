@@ -300,6 +300,17 @@ def evaluate_adapter(config: TrainConfig, adapter_dir: str | Path, prepared: Pre
     return comparison
 
 
+def read_comparison(run: Path) -> dict[str, Any] | None:
+    """Returns the contents of a run's eval.json; None without the file, ValueError if it is damaged."""
+    path = run / "eval.json"
+    try:
+        found: dict[str, Any] | None = json.loads(path.read_text()) if path.is_file() else None
+    except ValueError as error:
+        advice = f"delete it, or write it anew by evaluate adapter={run / 'adapter'}"
+        raise ValueError(f"{path} is damaged ({error}): {advice}") from error
+    return found
+
+
 def check_answers(config: TrainConfig, prepared: Prepared) -> None:
     """Checks before training that the model can answer the held-out rows and the verifier can judge the answers.
 

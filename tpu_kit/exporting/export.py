@@ -22,7 +22,7 @@ import torch
 
 from tpu_kit.config.loader import TrainConfig, load_config, read_yaml
 from tpu_kit.data.held_out import UNKNOWN
-from tpu_kit.evaluation.evaluate import Accuracy
+from tpu_kit.evaluation.evaluate import Accuracy, read_comparison
 from tpu_kit.exporting import formats
 from tpu_kit.exporting.equivalence import Check, logits, mean_difference
 from tpu_kit.exporting.options import ExportOptions
@@ -184,9 +184,8 @@ def _load(config: TrainConfig, folder: Path, adapter: Path, part: Path, options:
 def _prompts(codec: PromptCodec, chat: bool, folder: Path) -> tuple[list[list[int]], list[list[int]], list[str]]:
     """Returns chats, chats with answers, and the questions: those of eval.json, or a few general ones."""
     pairs = [(question, "") for question in _QUESTIONS]
-    if (folder / "eval.json").is_file():
-        samples = json.loads((folder / "eval.json").read_text())["samples"][:_PROMPTS]
-        pairs = [(sample["question"], sample["tuned"]["answer"]) for sample in samples] or pairs
+    if answers := read_comparison(folder):
+        pairs = [(sample["question"], sample["tuned"]["answer"]) for sample in answers["samples"][:_PROMPTS]] or pairs
     texts = [question for question, _ in pairs]
     prompts = [codec.encode([{"role": "user", "content": text}] if chat else text) for text in texts]
     return prompts, [ids + codec.plain(answer) for ids, (_, answer) in zip(prompts, pairs, strict=True)], texts
@@ -228,10 +227,9 @@ def model_card(config: TrainConfig, run_dir: Path, kind: str, base: str | None, 
     """
     from huggingface_hub import ModelCard, ModelCardData
 
-    dtype, records, path = config.model.base_dtype, read_metrics(run_dir), run_dir / "eval.json"
+    dtype, records, answers = config.model.base_dtype, read_metrics(run_dir), read_comparison(run_dir) or {}
     method = f"LoRA, r = {config.lora.r}, alpha = {config.lora.alpha}" if config.lora.r else "all weights trained"
     method += f", over base weights in {dtype}" if config.lora.r else f", computed in {dtype}"
-    answers = json.loads(path.read_text()) if path.is_file() else {}
     sides = [answers["base"], answers["tuned"]] if answers else []
     newest = [record for record in records if record["kind"] == "eval"][-1:]
     card = ModelCard.from_template(

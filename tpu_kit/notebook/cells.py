@@ -209,9 +209,10 @@ def show_answers(output_dir: str | Path, rows: int = 4) -> None:
 
     There is none where `tracking.generate_rows=0`.
     """
-    path = Path(output_dir) / "eval.json"
-    if path.is_file():
-        show_comparison(json.loads(path.read_text()), rows)
+    from tpu_kit.evaluation.evaluate import read_comparison
+
+    if answers := read_comparison(Path(output_dir)):
+        show_comparison(answers, rows)
     else:
         print(f"no answers in {output_dir} yet: training writes them at its end, where generate_rows asks for them")
 

@@ -45,6 +45,8 @@ def run(paths: Sequence[Path], out: Path, parameters: Mapping[str, Any]) -> int:
     for name, count in Counter(path.name for path in paths).items():
         if count > 1:
             problems.append(f"{name}: {count} notebooks have this name, and {out} has room for one; rename the others")
+    same = [path for path in paths if (out / path.name).resolve() == path.resolve()]
+    problems += [f"out={out}: the executed notebook would replace {path}; name another folder" for path in same]
     secrets = [name for name, value in parameters.items() if is_secret_name(name) or is_secret_value(value)]
     if problems := problems + [f"{name}: {SECRET_ADVICE}" for name in secrets]:
         raise ConfigError(problems)
