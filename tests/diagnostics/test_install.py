@@ -11,7 +11,7 @@ import subprocess
 import sys
 import zipfile
 from dataclasses import replace
-from importlib.metadata import distribution
+from importlib.metadata import distribution, requires
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -72,6 +72,12 @@ def test_what_pairs_is_left_alone_and_what_is_missing_is_added() -> None:
     assert decision.command == (sys.executable, "-m", "pip", "install", "--quiet", *decision.add)
     assert set(decision.keep) == {f"{name}=={version}" for name, version in there.items()}
     assert "Left as they are: 9 packages" in str(decision)
+
+
+def test_a_kit_that_is_not_installed_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(install, "requires", lambda name: requires(f"no-{name}"))
+    with pytest.raises(ValueError, match=r"tpu_kit is in .*, but not installed, .*: run `pip install --no-deps -e /"):
+        install.ensure()
 
 
 def test_extras_are_installed_when_asked_for() -> None:

@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import distributions, requires
+from importlib.metadata import PackageNotFoundError, distributions, requires
 from pathlib import Path
 from typing import Any, Literal
 
@@ -182,7 +182,7 @@ def decide(
         pairs = mismatches(site.version, site.python, with_tpu=True)
         wrong |= {name: (" or ".join(versions), f"=={versions[0]}") for name, versions in pairs.items()}
     tested = _read_requirements(requirements(kind).read_text().splitlines())
-    for name, bounds in _read_requirements(requires("tpu_kit") or [], extras).items():
+    for name, bounds in _read_requirements(_required(), extras).items():
         if kind == "tpu" and name in PACKAGES:
             continue
         have = site.version(name)
@@ -210,6 +210,15 @@ def decide(
         readable = [(name, now) for name, now in sorted(site.versions.items()) if re.fullmatch(r"\d[\w.+!-]*", now)]
         keep = tuple(f"{name}=={now}" for name, now in readable)
     return Decision("install", kind, tuple(why), add, keep, (*line, *add))
+
+
+def _required() -> list[str]:
+    try:
+        return requires("tpu_kit") or []
+    except PackageNotFoundError:
+        folder = shlex.quote(str(Path(__file__).parents[2]))
+        advice = f"run `pip install --no-deps -e {folder}`, then this cell again, which adds the others"
+        raise ValueError(f"tpu_kit is in {folder}, but not installed, so what it needs is unknown: {advice}") from None
 
 
 def _kind(site: Site, hardware: str) -> tuple[Kind, list[str]]:
