@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from tests.support import training_functions
 from tests.support.child_processes import run_python
 from tpu_kit.checkpointing import manager
 from tpu_kit.checkpointing.local_store import FolderStore
-from tpu_kit.config.loader import TrainConfig, load_config
+from tpu_kit.config.loader import BatchPlan, TrainConfig, load_config
 from tpu_kit.data import batching, prepare
 from tpu_kit.distributed.backends import CudaRuntime
 from tpu_kit.distributed.launch import launch
@@ -344,6 +345,23 @@ def test_an_output_folder_that_cannot_be_written_to(configure: Configure, tmp_pa
 def test_too_little_data_is_told_before_training(configure: Configure) -> None:
     with pytest.raises(ValueError, match="data set smaller than one global batch"):
         sft.train(configure(batch_size=64, gradient_accumulation=4))
+
+
+def test_the_names_of_a_result_stand_apart_from_their_values() -> None:
+    metrics = {"loss": 1.5, "predicted_peak_bytes": 2.0**30, "device_peak_difference": 0.25}
+    shown = str(sft.TrainResult("finished", "", 1, 1, metrics, "a", None, "b")).splitlines()[1:]
+    assert [line.split() for line in shown] == [
+        ["loss", "1.5"], ["predicted_peak_bytes", "1.00", "GiB"], ["device_peak_difference", "0.25"]
+    ]  # fmt: skip
+
+
+def test_a_warm_up_longer_than_the_epochs_is_told() -> None:
+    prepared: Any = SimpleNamespace(tasks=None, train=range(8))
+    plan = BatchPlan(2, 1, 1, 2, 128)
+    for steps, told in ((4, False), (5, True)):
+        config = load_config(None, ["max_steps=null", "epochs=1", f"warmup_steps={steps}"])
+        found = sft.data_report(prepared, plan, 4, config)
+        assert (f"optim.warmup_steps={steps} is more than the 4 updates; lower it or raise epochs" in found) is told
 
 
 def test_bad_updates_are_skipped_and_named(configure: Configure, capsys: pytest.CaptureFixture[str]) -> None:

@@ -113,9 +113,10 @@ class TrainResult:
                 f"stopped early at step {self.step} of {self.total_steps}: {self.reason}; adapter in {adapter}",
                 f"  To train on from there, raise optim.early_stop_patience or set it to null, and {self.again}",
             ]
+        width = max(map(len, self.metrics), default=0) + 2
         for name, value in self.metrics.items():
             text = f"{value / GIB:.2f} GiB" if name.endswith("_bytes") else f"{value:.6g}"
-            lines.append(f"  {name:<18}{text}")
+            lines.append(f"  {name:<{width}}{text}")
         return "\n".join(lines)
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
@@ -390,12 +391,15 @@ def trainer(
 
 def data_report(prepared: Prepared, plan: BatchPlan, total: int, config: TrainConfig) -> str:
     """Describes the rows and the batches of a run of `total` updates."""
+    warmup, rl = config.optim.warmup_steps, config.rl
+    long = f"warning          optim.warmup_steps={warmup} is more than the {total:,} updates; lower it or raise epochs"
     if prepared.tasks:
-        rl = config.rl
         each = f"{config.num_generations} completions of up to {rl.max_completion_length} tokens"
-        return f"{prepared}\nrollout          {rl.prompts_per_rollout} prompts x {each}; {total:,} updates"
-    left = len(prepared.train) % plan.global_batch_size
-    return f"{prepared}\nbatch            {plan}; {total:,} updates; {left} rows of each epoch are left over"
+        batch = f"rollout          {rl.prompts_per_rollout} prompts x {each}; {total:,} updates"
+    else:
+        left = len(prepared.train) % plan.global_batch_size
+        batch = f"batch            {plan}; {total:,} updates; {left} rows of each epoch are left over"
+    return "\n".join([str(prepared), batch, *[long] * (warmup > total)])
 
 
 def _check_same(config: TrainConfig, rt: Runtime, step: int, model: torch.nn.Module) -> None:
