@@ -50,7 +50,7 @@ def test_functions_get_the_arguments_of_trl():
     assert seen["completions"][1] == [{"role": "assistant", "content": "5"}]
     assert seen["answer"] == ["4"] * 3 and seen["level"] == [0, 1, 2] and seen["question"] == ["2 + 2?"] * 3
     assert seen["trainer_state"].global_step == 3 and seen["trainer_state"].max_steps == 10
-    assert {"rows", "texts"}.isdisjoint(seen) and found.metrics == {"seen": 2.0}
+    assert {"rows", "texts"}.isdisjoint(seen) and found.logged == {"seen": [2.0]}
     assert found.parts["one_column"] == [0, 1, 2] and found.parts["later"][1:] == [1, 15]
     assert math.isnan(found.parts["everything"][1])
     assert found.total == [1 + 0 + found.parts["later"][0], 1 + 1, 0.5 + 2 + 15]

@@ -17,6 +17,7 @@ import signal
 import threading
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ from tpu_kit.cli import main
 from tpu_kit.config.loader import ConfigError, TrainConfig, load_config, of_rewards
 from tpu_kit.distributed.preemption import StopFlag
 from tpu_kit.evaluation import evaluate
-from tpu_kit.evaluation.rewards import Rewards
+from tpu_kit.evaluation.rewards import Judgement, Rewards
 from tpu_kit.generation.decoder import Decoder
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.hardware.machine import Machine
@@ -219,6 +220,20 @@ def test_a_rounded_base_has_a_small_gap(dtype: str, tmp_path: Path, capsys: Any)
     )
 
 
+def test_what_functions_log_is_the_mean_over_the_replicas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where not all log the same names; the exchange is that of two replicas, without their processes."""
+    tables, logged = list[torch.Tensor](), [{"depth": [1.0, 2.0]}, {"depth": [6.0], "tools": [1.0]}]
+    monkeypatch.setattr(rollout.Rollouts, "_summed", lambda self, table: tables.append(table) or sum(tables))
+    for rank, each in enumerate(logged):
+        one = rollout.Rollouts.__new__(rollout.Rollouts)
+        one._config, one._names = (config := run_of(tmp_path)), []
+        one._rl, one._rt = config.rl, SimpleNamespace(rank=rank, world_size=2)
+        *_, whole = one._gathered({}, Judgement([], {}, each))
+    assert rollout._means(whole) == {"depth": 3.0, "tools": 1.0}
+    with pytest.raises(ValueError, match="log 999 names with log_metric, too many; log fewer"):
+        one._gathered({}, Judgement([], {}, {str(number): [1.0] for number in range(999)}))
+
+
 @pytest.mark.slow
 @needs_xla
 @pytest.mark.usefixtures("quick_xla")
@@ -240,9 +255,10 @@ def test_replicas_and_a_mesh_train_as_one_replica(where: dict[str, Any], tmp_pat
     """
     settings = {"prompts_per_update": 4, "num_generations": 8, "num_iterations": 2, "max_steps": 6}
     settings |= {"learning_rate": 3e-3, "eval_rows": 6, "eval_generate_rows": 6, "eval_steps": 2}
+    settings |= {"reward_funcs": ["tests.support.reward_functions:even_and_logged"]}
     grpo(run_of(tmp_path / "one", **settings))
     grpo(run_of(tmp_path / "other", **settings | where))
-    for name, bound in (("reward", 1e-6), ("loss", 1e-5), ("completions/mean_length", 0)):
+    for name, bound in (("reward", 1e-6), ("seen", 1e-6), ("loss", 1e-5), ("completions/mean_length", 0)):
         ours, theirs = logged(tmp_path / "other", name), logged(tmp_path / "one", name)
         assert ours == pytest.approx(theirs, rel=0, abs=bound), name
     assert logged(tmp_path / "other", "grad_norm") == pytest.approx(logged(tmp_path / "one", "grad_norm"), rel=1e-4)

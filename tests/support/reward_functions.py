@@ -36,3 +36,10 @@ def fails_later(completions: list[Any], question: list[str], trainer_state: Any)
     if trainer_state.global_step == 3 and "TPU_KIT_TEST_STOP" in os.environ:
         raise KeyError("no such judge")
     return even(completions)
+
+
+def even_and_logged(completions: list[Any], log_metric: Any) -> list[float]:
+    """Logs what it returns, so the mean over all replicas is the mean reward."""
+    for each in (rewards := even(completions)):
+        log_metric("seen", each)
+    return rewards

@@ -55,12 +55,12 @@ class Judgement:
     Attributes:
         total: the weighted sums.
         parts: the rewards of each function, without weight.
-        metrics: means of what functions logged.
+        logged: the numbers that functions logged, by name.
     """
 
     total: list[float]
     parts: dict[str, list[float]]
-    metrics: dict[str, float] = field(default_factory=dict)
+    logged: dict[str, list[float]] = field(default_factory=dict)
 
 
 class Rewards:
@@ -133,7 +133,7 @@ class Rewards:
         for rewards in zip(*parts.values(), strict=True):
             judged = [w * r for w, r in zip(self._weights, rewards, strict=True) if not math.isnan(r)]
             total.append(sum(judged) if judged else math.nan)
-        return Judgement(total, parts, {name: sum(values) / len(values) for name, values in logged.items()})
+        return Judgement(total, parts, dict(logged))
 
     def _resolved(self, reward: str | RewardFunction) -> RewardFunction:
         if not isinstance(reward, str):

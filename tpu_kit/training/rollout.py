@@ -11,6 +11,7 @@ import contextlib
 import json
 import math
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
@@ -39,6 +40,7 @@ from tpu_kit.training.updates import Tensors, Updates
 
 _EPSILON = 1e-4  # added to the standard deviation, as TRL does
 GROUP_FILE = "group.json"  # in a run's folder: a group of completions of the last rollout, with their rewards
+_LOGGED = 4096  # bytes of what functions log in a replica: all exchange as many, so that nothing is compiled again
 _FLAT = 1e-6  # a standard deviation of rewards below which a group has no advantages
 
 
@@ -65,6 +67,15 @@ def advantages_of(rewards: torch.Tensor, scale: Literal["group", "batch", "none"
     if scale != "none":
         centred = centred / (deviation(rewards if scale == "group" else rewards.reshape(1, -1)) + _EPSILON)
     return torch.nan_to_num(centred)
+
+
+def _means(logged: torch.Tensor) -> dict[str, float]:
+    """Computes the means over all replicas of what functions logged, from `Rollouts._gathered`."""
+    sums = defaultdict[str, np.ndarray](lambda: np.zeros(2))
+    for row in logged.int().tolist():
+        for name, each in json.loads(bytes(row).rstrip(b"\0") or "{}").items():
+            sums[name] += each
+    return {name: float(total / count) for name, (total, count) in sums.items()}
 
 
 def deviation(rewards: torch.Tensor) -> torch.Tensor:
@@ -237,7 +248,7 @@ class Rollouts(Updates):
         judged = time.monotonic()
         if not agreement.should_run(update.step):
             return False
-        lengths, ended, rewards, parts, tokens, logprobs = self._gathered(completions, judgement)
+        lengths, ended, rewards, parts, tokens, logprobs, logged = self._gathered(completions, judgement)
         rewards = rewards.view(len(chosen), each)
         if torch.isnan(rewards).all():
             raise ValueError(
@@ -263,7 +274,7 @@ class Rollouts(Updates):
             "completions/truncated": 1 - float(ended.mean()), "rollout_seconds": sampled - start,
             "rollout_tokens_per_second": float(lengths.sum()) / max(1e-9, sampled - start),
         }  # fmt: skip
-        self._metrics[update.step] = metrics | apart_from(metrics, judgement.metrics)
+        self._metrics[update.step] = metrics | apart_from(metrics, _means(logged))
         return True
 
     def _write_group(self, step: int, rewards: torch.Tensor) -> None:
@@ -301,7 +312,7 @@ class Rollouts(Updates):
 
         Returns:
             (N,) lengths, whether completions ended and rewards; (functions, N) rewards of each function; (N, L) token
-            ids and log-probabilities; fp32, which holds each of them.
+            ids and log-probabilities; (replicas, bytes) what functions logged in each; fp32, which holds each of them.
         """
         rl, names, each = self._rl, self._names, self._config.num_generations
         count, most = rl.prompts_per_rollout * each, rl.max_completion_length
@@ -318,10 +329,16 @@ class Rollouts(Updates):
             row[: len(head)] = torch.tensor(head, dtype=torch.float32)
             row[len(head) :][:length] = torch.tensor(completion.tokens)
             row[len(head) + most :][:length] = torch.tensor(completion.logprobs)
-        table = self._summed(table)
+        text = json.dumps({name: [sum(each), len(each)] for name, each in judgement.logged.items()}).encode()
+        if len(text) > _LOGGED:
+            raise ValueError(f"rewards log {len(judgement.logged)} names with log_metric, too many; log fewer of them")
+        logged = torch.zeros(self._rt.world_size, _LOGGED)
+        logged[self._rt.rank, : len(text)] = torch.tensor(list(text), dtype=torch.float32)
+        whole = self._summed(torch.cat([table.flatten(), logged.flatten()]))
+        table, logged = whole[: table.numel()].view_as(table), whole[table.numel() :].view_as(logged)
         lengths, ended, rewards = table[:, :3].unbind(1)
         tokens, logprobs = table[:, 3 + len(names) :].split(most, 1)
-        return lengths, ended, rewards, table[:, 3 : 3 + len(names)].T, tokens, logprobs
+        return lengths, ended, rewards, table[:, 3 : 3 + len(names)].T, tokens, logprobs, logged
 
     @staticmethod
     def _measured(rewards: torch.Tensor) -> dict[str, float]:
