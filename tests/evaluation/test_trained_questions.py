@@ -14,7 +14,7 @@ from tests.evaluation.test_evaluate import of_nothing
 from tpu_kit.assets.embedded import cot_rows
 from tpu_kit.cli import main
 from tpu_kit.config.loader import TrainConfig, load_config
-from tpu_kit.data.held_out import Questions
+from tpu_kit.data.held_out import NONE, Questions
 from tpu_kit.data.prepare import prepare
 from tpu_kit.evaluation import evaluate as evaluate_module
 from tpu_kit.evaluation.evaluate import Comparison, evaluate_adapter
@@ -84,7 +84,9 @@ def test_a_run_from_an_adapter_holds_out_what_the_adapter_has_not_learned(
 
 
 def test_a_damaged_file_of_questions_is_named(tmp_path: Path) -> None:
-    (tmp_path / "questions.npz").write_bytes(b"PK")
+    Questions(NONE, NONE).write(tmp_path)
+    file = tmp_path / "questions.npz"
+    file.write_bytes(file.read_bytes()[:300])
     with pytest.raises(ValueError, match=r"questions.npz is damaged \(.*delete it to go on without"):
         Questions.read(tmp_path)
 
