@@ -28,10 +28,13 @@ spec = (("model", "fsdp"), "data")
 sharded, replicated = put(whole, spec), put(whole, (None, None))
 shapes = lambda tensor: [list(shard.shape) for shard, _ in torch_xla._XLAC._get_local_shards([tensor])[0]]
 doubled = constrain(replicated * 2, spec)
+odd = constrain(replicated[:, :5] * 2, (None, ("model", "fsdp")), uneven=True)
+total = odd.sum(0)
+wanted = [whole, whole, whole * 2, whole[:, :5].sum(0) * 2]
 torch_xla.sync()
-back = read([sharded, replicated, doubled])
+back = read([sharded, replicated, doubled, total])
 print(json.dumps({"sharded": shapes(sharded), "replicated": shapes(replicated), "doubled": shapes(doubled),
-                  "equal": [torch.equal(one, wanted) for one, wanted in zip(back, [whole, whole, whole * 2])]}))
+                  "odd": shapes(odd), "equal": list(map(torch.equal, back, wanted))}))
 """
 
 
@@ -40,8 +43,9 @@ def test_each_device_holds_its_shard_and_reading_joins_them() -> None:
     done = run_python(["-c", CODE], env={"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"})
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["sharded"] == found["doubled"] == [[2, 4]] * 8
+    assert found["odd"] == [[8, 2]] * 8  # five columns over four devices
     assert found["replicated"] == [[8, 8]] * 8
-    assert found["equal"] == [True] * 3
+    assert found["equal"] == [True] * 4
 
 
 # ------------------------------------------------------------------------------------------ a slice of several hosts

@@ -10,8 +10,11 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.child_processes import run_python
+from tpu_kit.config.mesh import Mesh
+from tpu_kit.distributed.mesh import use_mesh
 from tpu_kit.models.causal_lm import OutputHead
-from tpu_kit.training.loss import IGNORE, Likelihood, chunked, shift_labels
+from tpu_kit.training import loss as loss_module
+from tpu_kit.training.loss import IGNORE, Likelihood, chunked, head_outputs, shift_labels
 
 TOKENS, WIDTH, VOCABULARY = 37, 16, 50
 
@@ -165,6 +168,23 @@ def test_shift_labels_keeps_what_carries_no_loss_out():
     assert shift_labels(labels, torch.ones_like(labels)).tolist() == [[11, IGNORE, 13, IGNORE]]
 
 
+@pytest.mark.parametrize(("words", "resharded"), [(640, []), (643, [(643, WIDTH)])])
+def test_on_a_mesh_an_odd_vocabulary_is_in_parts_too(
+    monkeypatch: pytest.MonkeyPatch, words: int, resharded: list[tuple[int, ...]]
+):
+    uneven: dict[tuple[int, ...], object] = {}
+
+    def constrain(tensor: torch.Tensor, spec: object, **given: bool) -> torch.Tensor:
+        uneven.update({tuple(tensor.shape): spec} if given else {})
+        return tensor
+
+    monkeypatch.setattr(loss_module, "constrain", constrain)
+    with use_mesh(Mesh(fsdp=4)):
+        head_outputs(torch.zeros(TOKENS, WIDTH), torch.zeros(words, WIDTH))
+    wanted = {shape: (("model", "fsdp"), None) for shape in resharded}
+    assert uneven == wanted | {(TOKENS, words): ("data", ("model", "fsdp"))}
+
+
 ON_XLA = """
 import json, re
 import torch, torch_xla, torch_xla.debug.metrics as metrics
@@ -209,3 +229,32 @@ def test_on_xla_it_is_one_loop_without_full_logits():
     assert found["loops"] == 1 and found["chunk"] > 0 and found["full"] == 0
     assert found["UncachedCompile"] <= 2  # the three steps, and the copies to the host
     assert found["aten::_local_scalar_dense"] == 0 and found["fallbacks"] == []
+
+
+ON_A_MESH = """
+import torch, torch_xla
+from tests.training.test_loss import chunked_nll
+from tpu_kit.config.mesh import Mesh
+from tpu_kit.distributed.mesh import put, read, start, use_mesh
+
+def loss_and_gradients(hidden, weight, labels):
+    loss, _ = chunked_nll(hidden.requires_grad_(), weight.requires_grad_(), labels, chunk=16)
+    loss.backward()
+    return [loss.detach(), hidden.grad, weight.grad]
+
+hidden, weight, labels = torch.randn(64, 16), torch.randn(51, 16), torch.randint(0, 51, (64,))
+start(Mesh(fsdp=4, model=2))
+found = loss_and_gradients(put(hidden, ("fsdp", None)), put(weight, (None, ("model", "fsdp"))), put(labels, (None,)))
+torch_xla.sync()
+found = read(found)
+with use_mesh(Mesh()):
+    wanted = loss_and_gradients(hidden, weight, labels)
+print(max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, wanted)))
+"""
+
+
+@pytest.mark.slow  # quick sibling: test_on_a_mesh_an_odd_vocabulary_is_in_parts_too
+@pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="needs torch_xla")
+def test_uneven_parts_of_a_vocabulary_give_the_loss_and_gradients_of_one_device():
+    done = run_python(["-c", ON_A_MESH], env={"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"})
+    assert float(done.stdout.splitlines()[-1]) < 1e-6

@@ -23,6 +23,8 @@ from tpu_kit.xla.sharding import constrain
 
 IGNORE = -100
 """Label of a token that carries no loss (the value PyTorch and Hugging Face use)."""
+VOCABULARY = ("model", "fsdp")
+"""The axes over which the vocabulary of logits is sharded."""
 
 ChunkLoss = Callable[[torch.Tensor, Tensors, Tensors, bool], tuple[Tensors, torch.Tensor | None]]
 """Takes the linear layer's outputs (chunk, V), inputs of these tokens (labels first), constants, and whether to compute
@@ -201,10 +203,17 @@ def token_logprobs(
 def head_outputs(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Computes a chunk's outputs of the linear layer, (chunk, V), in the dtype of `hidden`.
 
-    On a mesh each device has the logits of all tokens of its data group, for its part of the vocabulary.
+    On a mesh each device has the logits of all tokens of its data group, for its part of the vocabulary, whose last
+    parts may be shorter.
     """
     hidden = constrain(hidden, ("data", None))
-    return constrain(F.linear(hidden, weight, bias), ("data", ("model", "fsdp")))
+    return constrain(F.linear(hidden, _in_parts(weight), bias), ("data", VOCABULARY), uneven=True)
+
+
+def _in_parts(weight: torch.Tensor) -> torch.Tensor:
+    """Shards a head's (V, H) by its outputs where the axes do not divide V; where they do, it is stored so."""
+    odd = weight.shape[0] % active_mesh().shards(VOCABULARY)
+    return constrain(weight, (VOCABULARY, None), uneven=True) if odd else weight
 
 
 @functools.cache
@@ -250,7 +259,7 @@ class _Chunked(torch.autograd.Function):
             if slope is None:
                 return new, []
             if to_weight:
-                new[first_gradient] = carry[first_gradient] + (slope.t() @ states).float()
+                new[first_gradient] = _in_parts(carry[first_gradient] + (slope.t() @ states).float())
             if to_bias:
                 new[-1] = carry[-1] + slope.float().sum(0)
             return new, [slope @ carry[1]] if to_hidden else []

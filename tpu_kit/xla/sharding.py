@@ -16,15 +16,16 @@ from tpu_kit.config.mesh import Mesh, Spec
 from tpu_kit.distributed.mesh import active_mesh
 
 
-def constrain(tensor: torch.Tensor, spec: Spec, gradient: Spec | None = None) -> torch.Tensor:
+def constrain(tensor: torch.Tensor, spec: Spec, gradient: Spec | None = None, *, uneven: bool = False) -> torch.Tensor:
     """Tells the compiler how a tensor is sharded; for one device it returns the tensor.
 
-    Axes that do not divide their dimension are left out. Its gradient is sharded by `gradient`, by default by `spec`.
+    Axes that do not divide their dimension are left out; if `uneven`, they stay, and the compiler pads the last shards.
+    Its gradient is sharded by `gradient`, by default by `spec`.
     """
     mesh = active_mesh()
     if mesh.size == 1 or tensor.device.type != "xla" or tensor.dtype == torch.int64:  # which jax would make int32
         return tensor
-    spec = mesh.fitted(spec, tensor.shape)
+    spec = spec if uneven else mesh.fitted(spec, tensor.shape)
     if not tensor.requires_grad or not torch.is_grad_enabled():
         return _constrained(tensor, spec)
     back = spec if gradient is None else mesh.fitted(gradient, tensor.shape)
