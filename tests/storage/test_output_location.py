@@ -8,7 +8,8 @@ import pytest
 
 from tpu_kit.config.loader import TrainConfig, load_config
 from tpu_kit.hardware.machine import Machine
-from tpu_kit.storage.output_location import find_place, make_output_folder, resolve_output_dir
+from tpu_kit.storage.object_store import ObjectFolder
+from tpu_kit.storage.output_location import find_place, make_output_folder, resolve_output_dir, set_results_aside
 
 COLAB, BATCH = {"COLAB_RELEASE_TAG": "release"}, {"KAGGLE_KERNEL_RUN_TYPE": "Batch"}
 INTERACTIVE = {"KAGGLE_KERNEL_RUN_TYPE": "Interactive"}
@@ -116,3 +117,11 @@ def test_hosts_make_one_folder_at_the_same_time(tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as hosts:
         assert set(hosts.map(make_output_folder, [run(f"{tmp_path}/run")] * 2000)) == {tmp_path / "run"}
     assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_answers_of_an_earlier_run_leave_the_object_store(bucket: str) -> None:
+    store = ObjectFolder(f"{bucket}/run")
+    for name in ("adapter/base.json", "eval.json"):
+        store.write(name, b"{}")
+    set_results_aside(run(store.url))
+    assert [*store.list()] == ["adapter/base.json"]
