@@ -305,7 +305,7 @@ def export(args: argparse.Namespace) -> int:
 @dataclass
 class _Prompts(_Adapter):
     prompt: tuple[str, ...] = knob((), "The question; may be given several times.")
-    prompts: str | None = knob(None, "A file of questions: a text in each line, or .jsonl with a prompt or messages.")
+    prompts: str | None = knob(None, "A file of texts, one a line, or .jsonl with a prompt, or messages and tools.")
     chat: bool = knob(True, "Put prompts through the chat template; false = use them as they are.")
     n: int = knob(1, "Samples of each prompt.", at_least=1)
     rows: int = knob(8, "The most rows of a batch in each replica.", at_least=1)
