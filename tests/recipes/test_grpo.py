@@ -334,6 +334,19 @@ def test_groups_of_equal_rewards_change_nothing(
     assert shared == [True] * 6
 
 
+def test_rollouts_without_a_reward_and_answers_that_are_cut_off_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_of(tmp_path, max_steps=3, max_completion_length=1, mask_truncated_completions=True)
+    assert grpo(run, reward_funcs=[reward_functions.only_at_first]).step == 3
+    said = capsys.readouterr().err
+    assert said.count("no reward function judged a completion since the last log, so nothing was learned") == 1
+    assert said.count("were cut off at rl.max_completion_length=1, and have no loss (rl.mask_truncated") == 1
+    assert logged(tmp_path, "completions/not_judged") == [0, 1, 1] and not any(logged(tmp_path, "perplexity"))
+    with pytest.raises(ValueError, match="judged any of the"):
+        grpo(run_of(tmp_path / "none", max_steps=3), reward_funcs=[lambda completions: [None] * len(completions)])
+
+
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
 def test_completions_without_advantage_may_be_left_out(loss_type: str, tmp_path: Path) -> None:
     """They keep their part of the divisor."""

@@ -32,6 +32,10 @@ def even_then_stop(completions: list[Any], trainer_state: Any, **kwargs: Any) ->
     return even(completions)
 
 
+def only_at_first(completions: list[Any], trainer_state: Any, **kwargs: Any) -> list[float | None]:
+    return [None] * len(completions) if trainer_state.global_step > 1 else [*even(completions)]
+
+
 def fails_later(completions: list[Any], question: list[str], trainer_state: Any) -> list[float]:
     if trainer_state.global_step == 3 and "TPU_KIT_TEST_STOP" in os.environ:
         raise KeyError("no such judge")

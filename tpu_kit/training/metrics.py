@@ -265,6 +265,7 @@ class Tracker:
         # Model FLOP/s of one token per second, as a share of the chips' peak.
         self._utilization = flops_per_token / (num_chips * peak) if flops_per_token and peak else None
         self._num_chips, self._total_steps, self._clock = num_chips, total_steps, clock
+        self._is_likelihood = config.optim.objective == "supervised" and config.teacher is None
         self.history = self._begin(history)
         self._seconds_before = float(self.history[-1]["seconds"]) if self.history else 0.0
         self._start = self._window_start = clock()
@@ -322,7 +323,7 @@ class Tracker:
         self._untimed, self._first_window = 0.0, False
         record: dict[str, Any] = {
             "loss": loss,
-            "perplexity": _perplexity(loss),
+            "perplexity": self._perplexity(loss),
             "tokens": tokens,
             "tokens_per_second": rate,
             "tokens_per_second_per_chip": rate / self._num_chips,
@@ -350,7 +351,14 @@ class Tracker:
             interval: its ends.
         """
         ends = dict(zip(("accuracy_low", "accuracy_high"), interval or (), strict=False))
-        return self._write("eval", step, {"loss": loss, "perplexity": _perplexity(loss), "accuracy": accuracy, **ends})
+        values = {"loss": loss, "perplexity": self._perplexity(loss), "accuracy": accuracy, **ends}
+        return self._write("eval", step, values)
+
+    def _perplexity(self, loss: float) -> float | None:
+        """Returns e ** loss, of a loss that is a likelihood."""
+        if not self._is_likelihood:
+            return None
+        return math.inf if loss > 709 else math.exp(loss)  # above, a double overflows
 
     @contextlib.contextmanager
     def untimed(self) -> Iterator[None]:
@@ -486,7 +494,3 @@ def _optional(warning: str) -> Iterator[None]:
     except Exception as error:
         text = warning.format(f"{type(error).__name__}: {error}")
         print(f"warning: {text}", file=sys.stderr, flush=True)
-
-
-def _perplexity(loss: float) -> float:
-    return math.inf if loss > 709 else math.exp(loss)  # above, a double overflows

@@ -41,6 +41,7 @@ from tpu_kit.training.updates import Tensors, Updates
 _EPSILON = 1e-4  # added to the standard deviation, as TRL does
 GROUP_FILE = "group.json"  # in a run's folder: a group of completions of the last rollout, with their rewards
 _LOGGED = 4096  # bytes of what functions log in a replica: all exchange as many, so that nothing is compiled again
+_UNJUDGED = 10  # consecutive rollouts without a reward, after which there will be none
 _FLAT = 1e-6  # a standard deviation of rewards below which a group has no advantages
 
 
@@ -129,6 +130,7 @@ class Rollouts(Updates):
         self.rows = len(self._tasks.numbers)
         self._tokenizer = prepared.encoder.tokenizer
         self._told: set[str] = set()  # the warnings that were given
+        self._unjudged = 0  # the last rollouts without a reward
         self._sampled: list[Sampled] = []  # of the present rollout
         self._packed: list[PackedDataset | None] = []  # of each part of its prompts
         self._old: list[torch.Tensor] = []  # of each part (packed rows, S) log-probabilities before its first update
@@ -201,11 +203,19 @@ class Rollouts(Updates):
                 "rl.importance_sampling_correction=sequence_mask, or model.base_dtype=fp32 to see whether rounding is "
                 "why"
             )
-        if means.get("frac_reward_zero_std") == 1:
+        if means.get("completions/not_judged") == 1:
+            found["unjudged"] = "no reward function judged a completion since the last log, so nothing was learned"
+        elif means.get("frac_reward_zero_std") == 1:
             found["flat"] = (
                 "all completions of a prompt got the same reward, for each prompt since the last log (for "
                 f"{means['frac_all_wrong']:.0%} of them none is right), so nothing was learned. Start from an adapter "
                 "that solves some of the problems (lora.adapter), or take other problems or rewards"
+            )
+        if means.get("completions/truncated") == 1:
+            effect = ", and have no loss (rl.mask_truncated_completions)" * self._rl.mask_truncated_completions
+            found["truncated"] = (
+                "all completions since the last log were cut off at rl.max_completion_length="
+                f"{self._rl.max_completion_length}{effect}: raise it"
             )
         told, self._told = self._told, self._told | found.keys()
         return [text for name, text in found.items() if name not in told]
@@ -250,7 +260,8 @@ class Rollouts(Updates):
             return False
         lengths, ended, rewards, parts, tokens, logprobs, logged = self._gathered(completions, judgement)
         rewards = rewards.view(len(chosen), each)
-        if torch.isnan(rewards).all():
+        self._unjudged = self._unjudged + 1 if torch.isnan(rewards).all() else 0
+        if self._unjudged and (number == 0 or self._unjudged == _UNJUDGED):
             raise ValueError(
                 f"none of rl.reward_funcs={','.join(self._names)} judged any of the {rewards.numel()} completions of "
                 f"step {update.step}: a rule needs an answer in the row, and a function must return some numbers"
@@ -268,7 +279,8 @@ class Rollouts(Updates):
             self._write_group(update.step, rewards)
         means = zip(self._names, torch.nanmean(parts, 1).tolist(), strict=True)
         metrics = {f"rewards/{name}": mean for name, mean in means if not math.isnan(mean)}
-        metrics |= self._measured(rewards) | {"reward_seconds": judged - sampled} if self._rewards else {}
+        measured = self._measured(rewards) | {"reward_seconds": judged - sampled} if self._rewards else {}
+        metrics |= {name: value for name, value in measured.items() if not math.isnan(value)}
         metrics |= {
             "completions/mean_length": float(lengths.mean()), "completions/max_length": float(lengths.max()),
             "completions/truncated": 1 - float(ended.mean()), "rollout_seconds": sampled - start,
