@@ -37,6 +37,7 @@ from tpu_kit.generation.decoder import Decoder
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.hardware.machine import Machine
 from tpu_kit.models.loading import load_tokenizer
+from tpu_kit.notebook import cells
 from tpu_kit.recipes.grpo import grpo
 from tpu_kit.recipes.sft import check_run, prepare_run, train
 from tpu_kit.training import rollout, trainer
@@ -301,6 +302,15 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     group = json.loads((tmp_path / "run" / GROUP_FILE).read_text())
     assert group["step"] == 1 and len(group["completions"]) == 4
     assert all(1 <= len(each["tokens"]) <= 24 for each in group["completions"])
+
+
+def test_the_cell_that_shows_the_data_counts_the_updates_of_prompts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"split": "train[:11]", "eval_rows": 4, "epochs": 1, "max_steps": None, "batch_size": 8}
+    cells.show_data(of_rewards(run_of(tmp_path, **settings, prompts_per_update=1, num_iterations=2)))
+    said = capsys.readouterr().out
+    assert "; 14 updates\n" in said and "14 updates teach little: raise max_steps or epochs, or lower prompts_" in said
 
 
 def test_the_texts_of_tokens_make_up_the_text() -> None:

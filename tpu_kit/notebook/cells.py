@@ -167,14 +167,17 @@ def show_data(config: TrainConfig) -> Prepared:
     from tpu_kit.planning.planner import LEAST_UPDATES
     from tpu_kit.recipes import sft
     from tpu_kit.training.resume import keep_run
+    from tpu_kit.training.rollout import updates_of
 
     prepared, outlook = sft.check_run(keep_run(config, date.today().isoformat()))
     replicas = outlook.room.replicas if outlook.room else config.launch.num_replicas or 1
-    plan, rows = batch_arithmetic(outlook.config, replicas), len(prepared.train)
-    total = sum(1 for _ in updates(rows, plan, outlook.config.optim))
-    os.environ[sft.SHOWN_REPORT] = report = sft.data_report(prepared, plan, total, outlook.config)
+    plan, config, tasks = batch_arithmetic(outlook.config, replicas), outlook.config, prepared.tasks
+    made = updates_of(len(tasks.numbers), config) if tasks else updates(len(prepared.train), plan, config.optim)
+    total = sum(1 for _ in made)
+    os.environ[sft.SHOWN_REPORT] = report = sft.data_report(prepared, plan, total, config)
     print(report)
-    few = f"{total} updates teach little: raise max_steps or epochs, or lower batch_size"
+    fewer = "prompts_per_update" if tasks else "batch_size"
+    few = f"{total} updates teach little: raise max_steps or epochs, or lower {fewer}"
     for note in [*outlook.notes, *[few] * (total < LEAST_UPDATES)]:
         print(f"plan             {note}")
     print(f"time             {outlook.duration(total)}")

@@ -87,6 +87,22 @@ def deviation(rewards: torch.Tensor) -> torch.Tensor:
     return torch.where(count > 1, (square / (count - 1).clamp(min=1)).sqrt(), torch.nan)
 
 
+def updates_of(prompts: int, config: TrainConfig) -> Iterator[Update]:
+    """Yields the updates of a run that samples, by the number of its prompts; raises ValueError if they are too few."""
+    rl, optim, each = config.rl, config.optim, config.rl.updates_per_rollout
+    if prompts < rl.prompts_per_rollout:
+        raise ValueError(
+            f"rl.prompts_per_update={rl.prompts_per_update} x rl.steps_per_generation={rl.steps_per_generation} is "
+            f"more than the {prompts} prompts of the data; lower one of them"
+        )
+    last = optim.max_steps or math.inf
+    rollouts = replace(optim, max_steps=optim.max_steps and -(-optim.max_steps // each))
+    for rollout in updates(prompts, BatchPlan(rl.prompts_per_rollout, 1, 1, rl.prompts_per_rollout, 0), rollouts):
+        for step in range((rollout.step - 1) * each + 1, rollout.step * each + 1):
+            if step <= last:
+                yield replace(rollout, step=step)
+
+
 def texts_of(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
     """Returns what each token adds to the text of the four before it: a tokenizer may strip the space of a first one.
 
@@ -152,18 +168,7 @@ class Rollouts(Updates):
 
     def all(self) -> Iterator[Update]:
         """See `Updates.all`."""
-        prompts, optim, repeats = self._rl.prompts_per_rollout, self._config.optim, self._rl.updates_per_rollout
-        if self.rows < prompts:
-            raise ValueError(
-                f"rl.prompts_per_update={self._rl.prompts_per_update} x rl.steps_per_generation="
-                f"{self._rl.steps_per_generation} is more than the {self.rows} prompts of the data; lower one of them"
-            )
-        last = optim.max_steps or math.inf
-        rollouts = replace(optim, max_steps=optim.max_steps and -(-optim.max_steps // repeats))
-        for rollout in updates(self.rows, BatchPlan(prompts, 1, 1, prompts, 0), rollouts):
-            for step in range((rollout.step - 1) * repeats + 1, rollout.step * repeats + 1):
-                if step <= last:
-                    yield replace(rollout, step=step)
+        return updates_of(self.rows, self._config)
 
     def after(self, step: int, agreement: PreemptionGuard) -> Iterator[tuple[Update, int, list[Tensors]]]:
         """See `Updates.after`; a rollout is made when its first update is asked for, and abandoned with it."""
