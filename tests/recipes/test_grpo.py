@@ -307,7 +307,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_the_cell_that_shows_the_data_counts_the_updates_of_prompts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = {"split": "train[:11]", "eval_rows": 4, "epochs": 1, "max_steps": None, "batch_size": 8}
+    settings = {"split": "train[:7]", "eval_rows": 4, "epochs": 1, "max_steps": None, "batch_size": 8}
     cells.show_data(of_rewards(run_of(tmp_path, **settings, prompts_per_update=1, num_iterations=2)))
     said = capsys.readouterr().out
     assert "; 14 updates\n" in said and "14 updates teach little: raise max_steps or epochs, or lower prompts_" in said
