@@ -117,7 +117,7 @@ def test_a_package_that_is_replaced_under_a_kernel_asks_for_a_new_one(
     (wheels / "tpu_kit-0.1.0-py3-none-any.whl").touch()  # of no other name is a folder of wheels a source
     write_kernel(tmp_path, python)
     monkeypatch.setenv("PIP_NO_DEPS", "1")
-    hint = f"transformers 4.57.0 is loaded, {newest} is installed"
+    hint = f"transformers 4.57.0 is loaded, {newest} is installed: pip replaced it under this process"
     with started(tmp_path) as (_, kernel):
         assert run_cell(kernel, "import transformers; print(transformers.__version__)")[0] == "4.57.0\n"
         printed, error = run_cell(kernel, ENSURE.format(str(wheels)))
