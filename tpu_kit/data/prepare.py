@@ -196,18 +196,9 @@ def prepare(
     Raises:
         ValueError: rows, columns, files or settings are wrong; the text names them.
     """
-    if model_positions is not None and config.max_length > model_positions:
-        raise ValueError(
-            f"data.max_length={config.max_length} is longer than the {model_positions} positions of the model; "
-            f"set it to {model_positions} or less"
-        )
+    _check_model(config, tokenizer, model_positions, vocab_size)
     if config.source == SYNTHETIC:
         return _synthetic(config, vocab_size)
-    if vocab_size is not None and len(tokenizer) > vocab_size:
-        raise ValueError(
-            f"the tokenizer has {len(tokenizer)} ids and the model only {vocab_size} embeddings: they do not belong "
-            "together. Load both from one folder"
-        )
     data = tokenize(config.source, config.split, tokenizer, config)
     held, train, repeated = None, np.ones(len(data.documents), dtype=bool), 0
     if eval_split := _eval_split(config):
@@ -235,6 +226,20 @@ def prepare(
     raw = held.raw_rows(drawn(np.unique(eval_data.documents.source_rows), config.seed))[:3]
     questions = Questions(trained, np.unique(held.questions[chosen]))
     return Prepared(packed, eval_data, *raw, report, eval_report, data.encoder, questions, fingerprint, tasks)
+
+
+def _check_model(config: DataConfig, tokenizer: Any, positions: int | None, vocab_size: int | None) -> None:
+    """Raises ValueError if a model has too few positions for the rows, or too few embeddings for the tokenizer."""
+    if positions is not None and config.max_length > positions:
+        raise ValueError(
+            f"data.max_length={config.max_length} is longer than the {positions} positions of the model; "
+            f"set it to {positions} or less"
+        )
+    if tokenizer is not None and vocab_size is not None and len(tokenizer) > vocab_size:
+        raise ValueError(
+            f"the tokenizer has {len(tokenizer)} ids and the model only {vocab_size} embeddings: they do not belong "
+            "together. Load both from one folder"
+        )
 
 
 def _tasks(data: Tokenized, numbers: np.ndarray, max_prompt: int) -> Tasks:
