@@ -124,7 +124,7 @@ def test_a_matrix_that_no_axes_divide_is_named_with_what_helps(tmp_path: Path) -
     text = r'launch\.mesh_rules, such as ({"\*embed_tokens\.weight": "None,fsdp"}), or'
     with use_mesh(Mesh(fsdp=4, model=2)), pytest.raises(ValueError, match=text) as error:
         partition.check_rules(model, prefixes)
-    advised = json.loads(re.search(text, str(error.value))[1])  # type: ignore[index]
+    advised = json.loads(re.search(text, str(error.value))[1])
     with use_mesh(resolve_mesh("fsdp=4,model=2", 8, advised | {"lm_head.weight": "None,fsdp"})):
         rows = {row.name: row for row in partition.check_rules(model, prefixes)}
     assert rows["model.embed_tokens.weight"].spec == (None, ("fsdp",))
