@@ -45,6 +45,7 @@ from tpu_kit.training.metrics import read_metrics
 from tpu_kit.training.policy import PolicyObjective
 from tpu_kit.training.rollout import GROUP_FILE, texts_of
 from tpu_kit.training.step import SplitStep
+from tpu_kit.training.updates import NextUpdateError
 
 needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
 TINY = {
@@ -229,10 +230,16 @@ def test_what_functions_log_is_the_mean_over_the_replicas(tmp_path: Path, monkey
         one = rollout.Rollouts.__new__(rollout.Rollouts)
         one._config, one._names = (config := run_of(tmp_path)), []
         one._rl, one._rt = config.rl, SimpleNamespace(rank=rank, world_size=2)
-        *_, whole = one._gathered({}, Judgement([], {}, each))
+        *_, whole = one._gathered({}, Judgement([], {}, each), "")
     assert rollout._means(whole) == {"depth": 3.0, "tools": 1.0}
-    with pytest.raises(ValueError, match="log 999 names with log_metric, too many; log fewer"):
-        one._gathered({}, Judgement([], {}, {str(number): [1.0] for number in range(999)}))
+    for names, error, told in (
+        (999, "", "log 999 names with log_metric, too many; log fewer"),
+        (1, "\u00e9\n" * 9999, "\u00e9\n"),
+    ):
+        tables.clear()
+        *_, whole = one._gathered({}, Judgement([], {}, {str(number): [1.0] for number in range(names)}), error)
+        with pytest.raises(NextUpdateError, match=told):
+            rollout._means(whole[1:])
 
 
 @pytest.mark.slow
@@ -373,11 +380,19 @@ def test_completions_without_advantage_may_be_left_out(loss_type: str, tmp_path:
         torch.testing.assert_close(value, weights(tmp_path / "False")[name], rtol=0, atol=2e-4)
 
 
-def test_a_reward_that_fails_is_named_and_the_checkpoint_stays(tmp_path: Path, monkeypatch: Any) -> None:
-    config = run_of(tmp_path, reward_funcs=["tests.support.reward_functions:fails_later"])
-    monkeypatch.setenv("TPU_KIT_TEST_STOP", "1")
-    told = r"the reward .*fails_later failed \(.*py, line \d+\) for .*question.*KeyError: 'no such judge'"
-    with pytest.raises(ValueError, match=told):
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_reward_that_fails_is_named_and_the_updates_before_are_saved(
+    replicas: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It fails in one replica; the other must not wait for it."""
+    functions = ["tests.support.reward_functions:fails_later"]
+    config = run_of(tmp_path, reward_funcs=functions, save_steps=100, num_replicas=replicas)
+    monkeypatch.setenv("TPU_KIT_TEST_STOP", str(tmp_path / "failed"))
+    told = (
+        r"the reward .*fails_later failed \(.*py, line \d+\) for .*question.*KeyError: 'no such judge'.*\. The 2 "
+        "updates before are saved: the run started again goes on there"
+    )
+    with pytest.raises(Exception, match=told):
         grpo(config)
     monkeypatch.delenv("TPU_KIT_TEST_STOP")
     assert grpo(config).status == "finished" and logged(tmp_path, "resumed_from")[-1] == 2

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,8 +39,12 @@ def only_at_first(completions: list[Any], trainer_state: Any, **kwargs: Any) -> 
 
 
 def fails_later(completions: list[Any], question: list[str], trainer_state: Any) -> list[float]:
-    if trainer_state.global_step == 3 and "TPU_KIT_TEST_STOP" in os.environ:
-        raise KeyError("no such judge")
+    """Fails at the third update, in the first process that makes the file TPU_KIT_TEST_STOP."""
+    if trainer_state.global_step == 3 and (place := os.environ.get("TPU_KIT_TEST_STOP")):
+        with suppress(FileExistsError), open(place, "x") as file:
+            file.write(str(os.getpid()))
+        if Path(place).read_text() == str(os.getpid()):
+            raise KeyError("no such judge")
     return even(completions)
 
 

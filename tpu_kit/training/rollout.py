@@ -36,11 +36,12 @@ from tpu_kit.storage import atomic
 from tpu_kit.training.metrics import apart_from
 from tpu_kit.training.objectives import Objective
 from tpu_kit.training.policy import GAP, PolicyObjective, Sampled, pack
-from tpu_kit.training.updates import Tensors, Updates
+from tpu_kit.training.updates import NextUpdateError, Tensors, Updates
 
 _EPSILON = 1e-4  # added to the standard deviation, as TRL does
 GROUP_FILE = "group.json"  # in a run's folder: a group of completions of the last rollout, with their rewards
-_LOGGED = 4096  # bytes of what functions log in a replica: all exchange as many, so that nothing is compiled again
+_REPORT = 4096  # bytes of what a replica's rewards report: all exchange as many, so that nothing is compiled again
+_ERROR = "!"  # begins a report that is an error and not JSON
 _UNJUDGED = 10  # consecutive rollouts without a reward, after which there will be none
 _FLAT = 1e-6  # a standard deviation of rewards below which a group has no advantages
 
@@ -70,13 +71,28 @@ def advantages_of(rewards: torch.Tensor, scale: Literal["group", "batch", "none"
     return torch.nan_to_num(centred)
 
 
-def _means(logged: torch.Tensor) -> dict[str, float]:
-    """Computes the means over all replicas of what functions logged, from `Rollouts._gathered`."""
+def _means(reports: torch.Tensor) -> dict[str, float]:
+    """Computes the means over all replicas of what functions logged, from `Rollouts._gathered`.
+
+    Raises:
+        NextUpdateError: the rewards of a replica failed.
+    """
     sums = defaultdict[str, np.ndarray](lambda: np.zeros(2))
-    for row in logged.int().tolist():
-        for name, each in json.loads(bytes(row).rstrip(b"\0") or "{}").items():
+    for row in reports.int().tolist():
+        report = bytes(row).rstrip(b"\0").decode(errors="ignore")
+        if report.startswith(_ERROR):
+            raise NextUpdateError(report.removeprefix(_ERROR))
+        for name, each in json.loads(report).items():
             sums[name] += each
     return {name: float(total / count) for name, (total, count) in sums.items()}
+
+
+def _report(logged: Mapping[str, Sequence[float]], error: str) -> bytes:
+    """Returns what the rewards of a replica tell the others: the sums of what they logged, or why they failed."""
+    sums = json.dumps({name: [sum(each), len(each)] for name, each in logged.items()})
+    if len(sums) > _REPORT:
+        error = f"rewards log {len(logged)} names with log_metric, too many; log fewer of them"
+    return (_ERROR + error if error else sums).encode(errors="replace")[:_REPORT]
 
 
 def deviation(rewards: torch.Tensor) -> torch.Tensor:
@@ -259,15 +275,16 @@ class Rollouts(Updates):
         sampled = time.monotonic()
         if agreement.stopped_before(update.step):
             return False
-        judgement = self._judge(chosen, completions, update.step, total)
+        judgement, error = self._judge(chosen, completions, update.step, total)
         judged = time.monotonic()
         if not agreement.should_run(update.step):
             return False
-        lengths, ended, rewards, parts, tokens, logprobs, logged = self._gathered(completions, judgement)
+        lengths, ended, rewards, parts, tokens, logprobs, reports = self._gathered(completions, judgement, error)
+        logged = _means(reports)
         rewards = rewards.view(len(chosen), each)
         self._unjudged = self._unjudged + 1 if torch.isnan(rewards).all() else 0
         if self._unjudged and (number == 0 or self._unjudged == _UNJUDGED):
-            raise ValueError(
+            raise NextUpdateError(
                 f"none of rl.reward_funcs={','.join(self._names)} judged any of the {rewards.numel()} completions of "
                 f"step {update.step}: a rule needs an answer in the row, and a function must return some numbers"
             )
@@ -291,7 +308,7 @@ class Rollouts(Updates):
             "completions/truncated": 1 - float(ended.mean()), "rollout_seconds": sampled - start,
             "rollout_tokens_per_second": float(lengths.sum()) / max(1e-9, sampled - start),
         }  # fmt: skip
-        self._metrics[update.step] = metrics | apart_from(metrics, _means(logged))
+        self._metrics[update.step] = metrics | apart_from(metrics, logged)
         return True
 
     def _write_group(self, step: int, rewards: torch.Tensor) -> None:
@@ -309,10 +326,14 @@ class Rollouts(Updates):
 
     def _judge(
         self, chosen: Sequence[int], completions: Mapping[tuple[int, int], Completion], step: int, total: int
-    ) -> Judgement:
-        """Judges this replica's completions; without rewards all are equal."""
-        if self._rewards is None:
-            return Judgement([0.0] * len(completions), {})
+    ) -> tuple[Judgement, str]:
+        """Judges this replica's completions; without rewards all are equal.
+
+        Returns:
+            The rewards, and why they failed: the other replicas wait in the exchange, after which all end alike.
+        """
+        if self._rewards is None or not completions:
+            return Judgement([0.0] * len(completions), {}), ""
         rows, data = self._tasks.rows, self._config.data
         attempts = [
             Attempt(
@@ -320,16 +341,20 @@ class Rollouts(Updates):
             )
             for row, completion in ((chosen[prompt], completions[prompt, n]) for prompt, n in sorted(completions))
         ]
-        return self._rewards(attempts, step, total) if attempts else Judgement([], {})
+        try:
+            return self._rewards(attempts, step, total), ""
+        except ValueError as error:
+            none = [math.nan] * len(attempts)
+            return Judgement(none, dict.fromkeys(self._names, none)), str(error)
 
     def _gathered(
-        self, completions: Mapping[tuple[int, int], Completion], judgement: Judgement
+        self, completions: Mapping[tuple[int, int], Completion], judgement: Judgement, error: str
     ) -> tuple[torch.Tensor, ...]:
         """Exchanges completions and rewards between the replicas.
 
         Returns:
             (N,) lengths, whether completions ended and rewards; (functions, N) rewards of each function; (N, L) token
-            ids and log-probabilities; (replicas, bytes) what functions logged in each; fp32, which holds each of them.
+            ids and log-probabilities; (replicas, bytes) the report of each; fp32, which holds each of them.
         """
         rl, names, each = self._rl, self._names, self._config.num_generations
         count, most = rl.prompts_per_rollout * each, rl.max_completion_length
@@ -346,16 +371,13 @@ class Rollouts(Updates):
             row[: len(head)] = torch.tensor(head, dtype=torch.float32)
             row[len(head) :][:length] = torch.tensor(completion.tokens)
             row[len(head) + most :][:length] = torch.tensor(completion.logprobs)
-        text = json.dumps({name: [sum(each), len(each)] for name, each in judgement.logged.items()}).encode()
-        if len(text) > _LOGGED:
-            raise ValueError(f"rewards log {len(judgement.logged)} names with log_metric, too many; log fewer of them")
-        logged = torch.zeros(self._rt.world_size, _LOGGED)
-        logged[self._rt.rank, : len(text)] = torch.tensor(list(text), dtype=torch.float32)
-        whole = self._summed(torch.cat([table.flatten(), logged.flatten()]))
-        table, logged = whole[: table.numel()].view_as(table), whole[table.numel() :].view_as(logged)
+        reports, text = torch.zeros(self._rt.world_size, _REPORT), _report(judgement.logged, error)
+        reports[self._rt.rank, : len(text)] = torch.tensor(list(text), dtype=torch.float32)
+        whole = self._summed(torch.cat([table.flatten(), reports.flatten()]))
+        table, reports = whole[: table.numel()].view_as(table), whole[table.numel() :].view_as(reports)
         lengths, ended, rewards = table[:, :3].unbind(1)
         tokens, logprobs = table[:, 3 + len(names) :].split(most, 1)
-        return lengths, ended, rewards, table[:, 3 : 3 + len(names)].T, tokens, logprobs, logged
+        return lengths, ended, rewards, table[:, 3 : 3 + len(names)].T, tokens, logprobs, reports
 
     @staticmethod
     def _measured(rewards: torch.Tensor) -> dict[str, float]:

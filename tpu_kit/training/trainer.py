@@ -36,7 +36,7 @@ from tpu_kit.training.objectives import Objective
 from tpu_kit.training.resume import versions, weights_of
 from tpu_kit.training.state import Report, TrainState, sections
 from tpu_kit.training.step import Control, SplitStep, eval_step, train_step
-from tpu_kit.training.updates import Updates
+from tpu_kit.training.updates import NextUpdateError, Updates
 
 Tensors = dict[str, torch.Tensor]
 Status = Literal["finished", "stopped", "preempted"]
@@ -150,9 +150,26 @@ class Trainer:
         """Makes the remaining updates; between two logs the host only traces and dispatches steps.
 
         After a stop signal, for which it asks `agreement` before each step, the run saves and returns "preempted".
+
+        Raises:
+            ValueError: training has diverged, or the next update cannot be made; the updates before it are saved.
         """
         if self.evaluations.stopped:
             return "stopped"
+        try:
+            status = self._make_updates(agreement)
+        except NextUpdateError as error:
+            self._end_at_step(agreement, save=True)
+            for writer in filter(None, (self.parts, self.checkpoints)):
+                writer.wait()
+            saved = f". The {self.step:,} updates before are saved: the run started again goes on there"
+            raise ValueError(f"{error}{saved if self.step else ''}") from error
+        self._end_at_step(agreement, save=status == "preempted")
+        if self._saved < self.step:
+            self._seconds = self._train_seconds()
+        return status
+
+    def _make_updates(self, agreement: PreemptionGuard) -> Status:
         rt = self.rt
         status: Status = "finished"
         self.model.train()
@@ -190,13 +207,13 @@ class Trainer:
             if status == "stopped":
                 break
             self.mark("input", step + 1)
+        return status
+
+    def _end_at_step(self, agreement: PreemptionGuard, save: bool) -> None:
         agreement.pause()
         self._log()
-        if status == "preempted" and self._saved < self.step:
+        if save and self._saved < self.step:
             self._save(anyway=True)
-        if self._saved < self.step:
-            self._seconds = self._train_seconds()
-        return status
 
     def _dispatch(self, update: Update, tensors: list[Tensors], window_open: bool) -> float:
         """Sends a batch and dispatches its step; returns the learning rate."""

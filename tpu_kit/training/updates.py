@@ -19,6 +19,10 @@ from tpu_kit.generation.generator import Generator
 Tensors = dict[str, torch.Tensor]
 
 
+class NextUpdateError(ValueError):
+    """The next update cannot be made, for a reason outside the training; all replicas raise it before that update."""
+
+
 class Updates(ABC):
     """The updates of a run, and the batches of each.
 
@@ -41,6 +45,9 @@ class Updates(ABC):
         """Yields the updates after a step, their tokens on all replicas without padding, and this replica's batches.
 
         An update that `agreement` does not let run may have no batches.
+
+        Raises:
+            NextUpdateError: the batches of an update cannot be made.
         """
 
     @abstractmethod
