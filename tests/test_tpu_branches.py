@@ -94,7 +94,6 @@ BRANCHES: dict[str, tuple[int, str, str]] = {
         VERIFY,
     ),
     "preflight.predicted_bytes": (1, RECORDED, "test_peak_memory"),
-    "preflight._compiled": (1, RECORDED, "test_preflight"),
     "preflight.check_before_launch": (1, RECORDED, "test_rollouts"),
     "install.decide": (3, RUNS, "test_install"),
     "slice_job._run_problems": (1, RUNS, "test_pods"),

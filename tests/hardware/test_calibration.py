@@ -68,9 +68,9 @@ def test_before_a_training_the_outlook_says_it(config: TrainConfig, tmp_path: Pa
     assert "by roofline, not measured" in str(check_before_launch(config, at=at))
     measured(tmp_path, memory=0.9, time=2.0)
     found = check_before_launch(config, at=at)
-    assert found.time and found.memory
+    assert found.time and found.setting
     assert f"as measured on this machine ({found.time.predicted:.3f} s predicted by roofline)" in str(found)
-    assert f"GiB by formula, {0.9 * found.memory.total_bytes / GIB:.2f} GiB as measured on this machine" in str(found)
+    assert f"GiB by formula, {0.9 * found.setting.peak_bytes / GIB:.2f} GiB as measured on this machine" in str(found)
 
 
 @pytest.mark.parametrize(("splash", "pick"), [("", "auto"), ("too far off", "sdpa")])
@@ -91,7 +91,7 @@ def test_a_loop_that_failed_is_not_taken(config: TrainConfig, tmp_path: Path) ->
     known = measured(tmp_path, scan="loss 7.1 (CPU: 6.5)")
     found = check_before_launch(config, at=at)
     assert found.config.optim.scan_layers == "off"
-    assert found.memory and before.memory and found.memory.total_bytes != before.memory.total_bytes
+    assert found.setting and before.setting and found.setting.peak_bytes != before.setting.peak_bytes
     assert "WARNING: layers are unrolled: their loop failed on this machine (loss 7.1 (CPU: 6.5))" in str(found)
     assert f"see {known.report}, and run `python -m tpu_kit verify` again" in str(found)
 

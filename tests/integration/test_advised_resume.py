@@ -16,8 +16,9 @@ from tests.support.tiny_tokenizer import tiny_tokenizer
 from tpu_kit.assets import embedded
 from tpu_kit.config.loader import TrainConfig, batch_arithmetic, is_another, load_config
 from tpu_kit.hardware.machine import Machine
+from tpu_kit.hardware.slices import find_slice
 from tpu_kit.models.shape_cache import read_shape
-from tpu_kit.planning import advice, oom_recovery
+from tpu_kit.planning import oom_recovery, setting
 from tpu_kit.planning.planner import plan
 from tpu_kit.recipes import sft
 from tpu_kit.training.metrics import read_metrics
@@ -166,9 +167,9 @@ def test_every_change_of_a_plan_is_judged_by_what_resume_refuses(tmp_path: Path)
     for values in ({"remat": "outputs", "base_dtype": "fp32", "ema_decay": 0.9, "attention": "sdpa", "mlp_tile": None},
                    {"lora.r": 0}, {"base_dtype": "bf16", "lora.r": 64}):  # fmt: skip
         config = load_config(None, {**values, "batch_size": 8, "max_length": 4096, "loss_chunk": 512})
-        for name, value, harm in advice._changes(config, shape):
+        for name, value, harm in setting._changes(config, shape):
             assert "training" not in harm  # that is not for a table to say
-            changed = advice._with(config, name, value)
+            changed = setting.Setting(config, shape, find_slice("v5e", 1)).changed(name, value).config
             tried.add(name)
             assert is_another(config, changed, 2) == (
                 name not in ("model.attention", "optim.loss_chunk", "optim.remat", "optim.mlp_tile")

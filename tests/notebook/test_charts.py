@@ -38,7 +38,7 @@ def test_the_tables(plans: list[Plan], capsys: pytest.CaptureFixture[str]) -> No
 def test_the_bars_are_the_settings(plans: list[Plan], sharded: Plan, mesh: bool) -> None:
     one = sharded if mesh else plans[0]
     axes = cells._bars(one).axes[0]
-    fitting = {setting.peak / 2**30 for setting in one.settings if setting.peak <= one.where.limit}
+    fitting = {setting.peak_bytes / 2**30 for setting in one.settings if setting.peak_bytes <= one.where.limit}
     widths = [bar.get_width() for bar in axes.patches]
     assert len(widths) <= 12 and len(fitting & set(widths)) >= 2
     labels = [text.get_text() for text in axes.texts]

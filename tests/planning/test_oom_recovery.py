@@ -51,17 +51,17 @@ def test_a_prediction_that_was_too_low_is_corrected_by_what_was_taken(eight: Pre
     assert f"\n  batch_size={found.overrides['batch_size']} global_batch_size=768\n" in text
     assert "it begins anew, as nothing was saved yet" in text
     other = again(eight, found.overrides, tmp_path)
-    assert other.fits and suggestion(other) == "" and other.memory is not None and eight.memory is not None
+    assert other.fits and suggestion(other) == "" and other.setting is not None and eight.setting is not None
     # By as much as this formula was too low, it still fits.
-    assert other.memory.total_bytes * 17 * GIB / eight.memory.total_bytes < 15.75 * GIB
+    assert other.setting.peak_bytes * 17 * GIB / eight.setting.peak_bytes < 15.75 * GIB
 
 
 def test_a_prediction_that_was_three_times_too_low(eight: Preflight, tmp_path: Path) -> None:
-    assert eight.memory is not None
-    overrides, why = next_setting(eight, used=int(3 * eight.memory.total_bytes))
+    assert eight.setting is not None
+    overrides, why = next_setting(eight, used=int(3 * eight.setting.peak_bytes))
     other = again(eight, overrides, tmp_path)
-    assert other.memory is not None and 3 * other.memory.total_bytes < 15.75 * GIB
-    assert why.startswith(f"Predicted is {3 * other.memory.total_bytes / GIB:.2f} of ")
+    assert other.setting is not None and 3 * other.setting.peak_bytes < 15.75 * GIB
+    assert why.startswith(f"Predicted is {3 * other.setting.peak_bytes / GIB:.2f} of ")
 
 
 @pytest.mark.parametrize(
@@ -76,8 +76,8 @@ def test_without_a_figure_it_takes_clearly_less(text: str, eight: Preflight, tmp
     found = out_of_memory(LaunchError(f"rank 3 failed:\n{text}", 3), eight)
     assert found is not None
     other = again(eight, found.overrides, tmp_path)
-    assert other.memory is not None and eight.memory is not None
-    assert other.memory.total_bytes < 0.8 * eight.memory.total_bytes
+    assert other.setting is not None and eight.setting is not None
+    assert other.setting.peak_bytes < 0.8 * eight.setting.peak_bytes
 
 
 def test_what_is_no_shortage_of_memory_is_left_as_it_is(eight: Preflight) -> None:
@@ -138,7 +138,7 @@ def test_without_a_prediction_the_next_smaller_batch(tmp_path: Path) -> None:
     model = write_config(tmp_path / "model", QWEN2_500M, model_type="none")
     config = load_config(None, [f"model.name={model}", "batch_size=6", "device_type=cpu", "remat=none"])
     outlook = check_before_launch(config)
-    assert outlook.memory is None
+    assert outlook.setting is None
     assert next_setting(outlook) == (
         {"batch_size": 3, "global_batch_size": 6},
         "Its memory cannot be predicted here",

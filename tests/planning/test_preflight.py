@@ -59,7 +59,7 @@ def test_a_mesh_is_shown_and_its_bad_settings_are_refused(small: Path, tmp_path:
 
 def test_a_loop_over_layers_refuses_to_keep_everything(small: Path, tmp_path: Path) -> None:
     at, text = host(tmp_path / "cpu", 64), r"^optim\.remat=none is .*; set optim\.remat=outputs$"
-    assert check_before_launch(run(small, "remat=none", "device_type=cpu"), at=at).memory is not None
+    assert check_before_launch(run(small, "remat=none", "device_type=cpu"), at=at).setting is not None
     for settings in (["device_type=xla-cpu"], ["device_type=cpu", "scan_layers=on"]):
         with pytest.raises(ValueError, match=text):
             check_before_launch(run(small, "remat=none", *settings), at=at)
@@ -151,7 +151,7 @@ def test_auto_on_a_gpu_asks_nvidia_smi(name: str, small: Path, tmp_path: Path, m
     assert (tmp_path / "asked").read_text().endswith("-i 3\n")
     rows = found.config.optim.batch_size
     assert isinstance(rows, int) and rows >= 8
-    assert found.memory is not None and found.memory.total_bytes < found.room.limit * (1 - runtime.GPU_FREE)
+    assert found.setting is not None and found.setting.peak_bytes < found.room.limit * (1 - runtime.GPU_FREE)
     assert (found.time is not None) == (name == "NVIDIA H200")
 
 

@@ -21,7 +21,7 @@ from tpu_kit.diagnostics.doctor import diagnose
 from tpu_kit.distributed.launch import LaunchError
 from tpu_kit.hardware.chips import GIB, chip
 from tpu_kit.models.shape_cache import read_shape
-from tpu_kit.planning import planner
+from tpu_kit.planning import setting
 from tpu_kit.planning.compile_check import compile_programs
 from tpu_kit.planning.memory_estimate import estimate
 from tpu_kit.planning.oom_recovery import next_setting, out_of_memory, suggestion
@@ -51,7 +51,7 @@ def planned(model: Path, *settings: str) -> Plan:
 
 def test_what_lies_beside_each_program(small: Path) -> None:
     found = planned(small, "eval_generate_rows=64")
-    of = {one.name: one for one in found.programs}
+    of = {one.name: one for one in found.memory.programs}
     assert [*of] == NAMES
     token = cache_bytes_per_token(SimpleNamespace(**QWEN2_500M), 2)  # heads of 64 are not padded: slots are the lanes
     slots = 256 + 512
@@ -64,7 +64,7 @@ def test_what_lies_beside_each_program(small: Path) -> None:
         assert "sample_cache" not in there and {"prompt_cache", "gradient_buffer", "optimizer"} <= there.keys()
     adapters = of["apply"].arguments["adapters"]
     assert of["apply"].arguments["gradient_buffer"] == adapters and "base_weights" in of["apply"].beside
-    rows = {row["program"]: row["formula_bytes"] for row in program_rows(found.programs, {})}
+    rows = {row["program"]: row["formula_bytes"] for row in program_rows(found.memory.programs, {})}
     assert found.peak_bytes == max(rows.values()) == rows["decode"] == sum(found.parts.values())
 
 
@@ -91,7 +91,7 @@ def test_the_report_and_its_figures(small: Path, capsys: pytest.CaptureFixture[s
     assert main(["plan", str(file), "batch_size=4", "remat=full"]) == 0
     assert "decodes 64 completions of up to 512" in capsys.readouterr().out
     (other,) = plan(load_config(None, [f"model.name={small}", "batch_size=4", "remat=full"]))
-    assert [one.name for one in other.programs] == ["step"] and "programs" not in other.to_dict()
+    assert [one.name for one in other.memory.programs] == ["step"] and "programs" not in other.to_dict()
 
 
 def test_time_follows_the_sizes(small: Path) -> None:
@@ -133,10 +133,10 @@ def test_a_rollout_that_does_not_fit_is_told_before_the_launch(small: Path, tmp_
     at = fake(tmp_path / "root", V5E)
     config = run(small, "device_type=tpu", "batch_size=4", "prompts_per_update=512")
     outlook = check_before_launch(config, at=at)
-    assert outlook.fits is False and outlook.memory is not None and outlook.memory.moment == "decode"
+    assert outlook.fits is False and outlook.setting is not None and outlook.setting.memory.moment == "decode"
     # No setting of the passes makes a rollout smaller.
     assert next_setting(outlook) == ({}, "") and "or with grpo rl.prompts_per_update" in suggestion(outlook)
-    with pytest.raises(ValueError, match=r"not one row fits v5litepod-1: rl\.prompts_per_update=\d+ \(fewer pr"):
+    with pytest.raises(ValueError, match=r"not one row .* on v5litepod-1: rl\.prompts_per_update=\d+ \(fewer pr"):
         check_before_launch(run(small, "device_type=tpu", "batch_size=auto", "prompts_per_update=512"), at=at)
     advice = plan(config)[0].advice
     assert advice is not None
@@ -223,13 +223,13 @@ def test_a_pass_that_the_compiler_refuses_becomes_smaller(small: Path, monkeypat
         more = {"accumulate": GIB * config.optim.batch_size}  # type: ignore[operator]  # a number
         return {one.name: compiled(one.own + more.get(one.name, 0)) for one in estimate(config).programs}
 
-    monkeypatch.setattr(planner, "compile_programs", answer)
+    monkeypatch.setattr(setting, "compile_programs", answer)
     (found,) = plan(run(small, "remat=full"), exact=True)
     assert (found.source, found.fits, found.config.optim.batch_size) == ("compiler", True, asked[-1]) and len(asked) > 1
     rows = found.to_dict()["programs"]
     assert found.peak_bytes == max(row["compiler_bytes"] for row in rows) < found.where.limit
     # In these answers each program has a byte of code.
-    others, decode = sum(one.code for one in found.programs if one.name != "decode"), rows[2]
+    others, decode = sum(one.code for one in found.memory.programs if one.name != "decode"), rows[2]
     assert decode["compiler_bytes"] == decode["formula_bytes"] - others + len(rows) - 1
     text = report(found.config, [found])
     assert "GiB by compiler" in text and "each start compiles the programs: 0.2 min on this machine" in text
@@ -273,7 +273,7 @@ def test_the_compiler_still_says_so(answer: dict[str, Any]) -> None:
 def test_a_teacher_scores_one_sample_of_each_prompt(small: Path) -> None:
     config = load_config(None, [f"model.name={small}", f"distill.teacher={small}", "distill.on_policy=true", *SIZES])
     found = plan(as_trained(config))[0]
-    of = {one.name: one for one in found.programs}
+    of = {one.name: one for one in found.memory.programs}
     assert [*of] == ["prefill", "decode", "accumulate", "apply"]  # no copy: the cache of the prompts is decoded in
     assert "prompt_cache" in of["decode"].arguments and "teacher_weights" in of["decode"].beside
     assert of["accumulate"].arguments["teacher_weights"] == of["decode"].beside["teacher_weights"] > 0

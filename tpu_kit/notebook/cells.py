@@ -455,24 +455,26 @@ def show_mesh(plan: Plan) -> None:
 
 def show_settings(plan: Plan) -> None:
     """Shows a bar of the peak memory of every setting against the limit of the device, and marks the pick."""
-    count = sum(setting.peak <= plan.where.limit * (1 - plan.free) for setting in plan.settings)
+    count = sum(setting.peak_bytes <= plan.where.limit * (1 - plan.free) for setting in plan.settings)
     text = f"{count} of {len(plan.settings)} settings fit {plan.where.name}, {plan.free:.0%} of its memory kept free"
     show(picture(_bars(plan), text))
 
 
 def _bars(plan: Plan) -> Figure:
     limit, mark = plan.where.limit, "the pick" if plan.fits else "the nearest"
-    fitting = sorted((each for each in plan.settings if each.peak <= limit), key=lambda each: each.time.seconds)
-    over = sorted((each for each in plan.settings if each.peak > limit), key=lambda each: each.peak)
+    fitting = sorted((each for each in plan.settings if each.peak_bytes <= limit), key=lambda each: each.time.seconds)
+    over = sorted((each for each in plan.settings if each.peak_bytes > limit), key=lambda each: each.peak_bytes)
     settings = [*over[1::-1], *fitting[9::-1]]
     names, texts = [], []
     for setting in settings:
         passes = f"{setting.update.batch_size} rows x {setting.update.gradient_accumulation} passes"
         names.append(f"{passes}, remat={setting.config.optim.remat}")
         pick = f": {mark}" if setting.config == plan.config else ""
-        texts.append(f"{setting.peak / GIB:.1f} GiB, {setting.speed:,.0f} tokens/s{pick}")
+        texts.append(f"{setting.peak_bytes / GIB:.1f} GiB, {setting.speed:,.0f} tokens/s{pick}")
     figure, (axes,) = new_figure(10, 1.7 + 0.36 * max(3, len(settings)))
-    axes.bar_label(axes.barh(range(len(settings)), [setting.peak / GIB for setting in settings]), texts, padding=3)
+    axes.bar_label(
+        axes.barh(range(len(settings)), [setting.peak_bytes / GIB for setting in settings]), texts, padding=3
+    )
     axes.set_yticks(range(len(settings)), names)
     axes.axvline(limit / GIB, color="black", label=f"limit {limit / GIB:.2f} GiB")
     axes.axvline(limit * (1 - plan.free) / GIB, color="black", linestyle=":", label=f"less {plan.free:.0%} kept free")

@@ -321,19 +321,17 @@ def step_time(done: Work, chip: Chip, measured: float | None = None) -> StepTime
     return StepTime(compute=compute, memory=memory, all_reduce=exposed, measured=measured)
 
 
-def predict_time(config: TrainConfig, shape: Shape, where: TargetSlice) -> StepTime:
-    """Estimates the seconds of a step on a slice, by the formula's counts; of completions at their longest."""
-    config = seen_on(where.device_type, config)
-    return _time(config, where, predicted_work(config, shape, where))
+def predict_time(
+    config: TrainConfig, shape: Shape, where: TargetSlice, compiled: Mapping[str, Compiled] | None = None
+) -> StepTime:
+    """Estimates the seconds of a step on a slice; of completions at their longest.
 
-
-def compiled_time(config: TrainConfig, shape: Shape, where: TargetSlice, compiled: Mapping[str, Compiled]) -> StepTime:
-    """As `predict_time`, by the compiler's counts of the programs of `compile_check.compile_programs`.
-
-    Splash attention reports no FLOPs, so the formula's count of a program may be larger.
+    The counts are the compiler's of `compile_check.compile_programs`, or the formula's where they are larger, as splash
+    attention reports no FLOPs; those of the formula alone without `compiled`, or where the step does not fit.
     """
+    config = seen_on(where.device_type, config)
     works, update = predicted_work(config, shape, where), Work(0.0, 0.0)
-    if any(one.flops is None for one in compiled.values()):  # it does not fit
+    if not compiled or any(one.flops is None for one in compiled.values()):
         return _time(config, where, works)
     passes = update_plan(config, where.replicas).gradient_accumulation
     for name, one in compiled.items():

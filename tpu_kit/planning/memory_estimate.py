@@ -14,9 +14,7 @@ from typing import Any
 
 from tpu_kit.config.loader import TrainConfig
 from tpu_kit.config.mesh import Mesh
-from tpu_kit.distributed.runtime import seen_on
 from tpu_kit.hardware.chips import Chip
-from tpu_kit.hardware.slices import TargetSlice
 from tpu_kit.models.architecture import FEW_TILES, Shape, check_groups
 from tpu_kit.models.shape_cache import read_shape
 from tpu_kit.planning.activation_memory import PeakActivationModel
@@ -97,12 +95,6 @@ def estimate(
         check_groups(shape.widths, config.model.quant_group)
     kind = _Rounds if config.on_policy else _Step
     return kind(config, shape, num_replicas, chip, mesh).memory()
-
-
-def estimate_on(config: TrainConfig, shape: Shape, where: TargetSlice) -> Memory:
-    """As `estimate`, on a slice or a machine with its replicas or its mesh."""
-    config = seen_on(where.device_type, config)
-    return estimate(config, num_replicas=where.replicas, shape=shape, chip=where.chip, mesh=where.mesh)
 
 
 class _Step:

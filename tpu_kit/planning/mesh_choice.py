@@ -11,10 +11,8 @@ from tpu_kit.hardware.chips import GIB
 from tpu_kit.hardware.slices import TargetSlice
 from tpu_kit.models.architecture import Shape, shipped_shapes, undivided
 from tpu_kit.models.shape_cache import read_shapes
-from tpu_kit.planning.advice import can_shard, largest, with_rows
 from tpu_kit.planning.argument_memory import table
-from tpu_kit.planning.cost import StepTime, predict_time
-from tpu_kit.planning.memory_estimate import estimate_on
+from tpu_kit.planning.setting import Setting, can_shard, largest, with_rows
 
 _UNSET = (None, "auto")
 
@@ -53,44 +51,34 @@ def placed(
         )
     if devices == 1 or launch.num_replicas is not None:
         return config, where, ""
-    peak, time = _predicted(config, shape, where, rows)
-    limit = where.budget
-    asked, text = f"launch.mesh={launch.mesh or 'null'}", f"{peak / GIB:.2f} of {where.limit / GIB:.2f} GiB"
-    if peak <= limit and where.hosts == 1:
+    one = Setting(config if config.optim.batch_size == rows else with_rows(config, rows), shape, where)
+    asked, text = f"launch.mesh={launch.mesh or 'null'}", f"{one.peak_bytes / GIB:.2f} of {where.limit / GIB:.2f} GiB"
+    if one.fits and where.hosts == 1:
         return config, where, f"{asked}: a replica on each of the {devices} devices, which takes {text}"
     if not can_shard(config):
         if where.hosts > 1:
             raise ValueError(f"{where.name}: several hosts are trained by a mesh, and this run cannot be sharded")
         return config, where, f"{asked}: replicas, which take {text}; this run cannot be sharded over a mesh"
-    found = list(_meshes(config, shape, where, rows))
-    chosen, on, least, step = next((one for one in found if one[2] <= limit), found[-1])
-    verdict = "which holds it in" if least <= limit else "the mesh of least memory, which does not hold it in"
+    found = list(_meshes(one))
+    best = next((each for each in found if each.fits), found[-1])
+    verdict = "which holds it in" if best.fits else "the mesh of least memory, which does not hold it in"
     note = (
-        f"{asked}: a replica on each device takes {text}, so mesh={on.mesh}, {verdict} {least / GIB:.2f} GiB; "
-        f"predicted are {step.seconds:.2f} s a step, {step.all_reduce:.2f} s of them collectives that are not hidden, "
-        f"against {time.seconds:.2f} s by replicas"
+        f"{asked}: a replica on each device takes {text}, so mesh={best.where.mesh}, {verdict} "
+        f"{best.peak_bytes / GIB:.2f} GiB; predicted are {best.time.seconds:.2f} s a step, {best.time.all_reduce:.2f} "
+        f"s of them collectives that are not hidden, against {one.time.seconds:.2f} s by replicas"
     )
-    return chosen, on, note
+    return replace(config, launch=best.config.launch), best.where, note
 
 
-def _meshes(
-    config: TrainConfig, shape: Shape, where: TargetSlice, rows: int
-) -> Iterator[tuple[TrainConfig, TargetSlice, int, StepTime]]:
-    """The run on each mesh of data and fsdp, fewest devices in fsdp first, with its peak and time."""
+def _meshes(one: Setting) -> Iterator[Setting]:
+    """The run on each mesh of data and fsdp, fewest devices in fsdp first."""
+    where, launch = one.where, one.config.launch
     for size in range(1 if where.hosts > 1 else 2, where.replicas // where.slices + 1):
         if where.replicas % (size * where.slices) == 0:
-            data = where.replicas // size
-            mesh = resolve_mesh(f"data={data},fsdp={size}", where.replicas, config.launch.mesh_rules)
-            table(shape, config, mesh)
-            on = where.sharded(mesh)
-            sharded = replace(config, launch=replace(config.launch, mesh=str(mesh)))
-            yield sharded, on, *_predicted(sharded, shape, on, rows)
-
-
-def _predicted(config: TrainConfig, shape: Shape, where: TargetSlice, rows: int) -> tuple[int, StepTime]:
-    if config.optim.batch_size != rows:
-        config = with_rows(config, rows)
-    return estimate_on(config, shape, where).total_bytes, predict_time(config, shape, where)
+            mesh = resolve_mesh(f"data={where.replicas // size},fsdp={size}", where.replicas, launch.mesh_rules)
+            table(one.shape, one.config, mesh)
+            sharded = replace(one.config, launch=replace(launch, mesh=str(mesh)))
+            yield Setting(sharded, one.shape, where.sharded(mesh))
 
 
 def check_mesh(config: TrainConfig, devices: int, shape: Shape | None, slices: int = 1) -> Mesh:
@@ -130,15 +118,11 @@ def largest_models(where: TargetSlice) -> list[dict[str, object]]:
     for dtype in ("bf16", "int8", "int4"):
         for name, shape in sorted(shapes.items(), key=lambda one: -one[1].parameters):
             values = {"model.name": name, "base_dtype": dtype, "max_length": 1024, "batch_size": 1}
-            config = load_config(None, {**values, "mesh": str(mesh)} if on.mesh else values)
-            if dtype == "int4" and undivided(shape.widths, config.model.quant_group):
+            one = Setting(load_config(None, {**values, "mesh": str(mesh)} if on.mesh else values), shape, on)
+            if dtype == "int4" and undivided(shape.widths, one.config.model.quant_group):
                 continue
-
-            def peak(rows: int, config: TrainConfig = config, shape: Shape = shape) -> int:
-                return estimate_on(with_rows(config, rows), shape, on).total_bytes
-
-            if most := largest(lambda rows: peak(rows) <= on.budget, 4096):
-                size = f"{peak(1) / GIB:.2f} of {on.limit / GIB:.2f}"
+            if most := largest(lambda rows: one.changed("optim.batch_size", rows).fits, 4096):  # noqa: B023  at once
+                size = f"{one.peak_bytes / GIB:.2f} of {on.limit / GIB:.2f}"
                 found.append({"base_dtype": dtype, "model": name, "parameters": f"{shape.parameters / 1e9:.1f}e9",
                               "GiB of a device": size, "largest batch_size": most})  # fmt: skip
                 break

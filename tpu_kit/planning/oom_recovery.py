@@ -10,8 +10,6 @@ from typing import Any, Literal
 from tpu_kit.config.loader import ANEW, BatchPlan, TrainConfig, batch_arithmetic, changes, flatten
 from tpu_kit.distributed.launch import LaunchError
 from tpu_kit.hardware.chips import GIB
-from tpu_kit.planning.cost import predict_time
-from tpu_kit.planning.memory_estimate import estimate_on
 from tpu_kit.planning.preflight import Preflight, newest
 from tpu_kit.xla.hlo import parse_out_of_memory
 
@@ -87,30 +85,29 @@ def next_setting(outlook: Preflight, used: int | None = None) -> tuple[dict[str,
     It takes the fastest setting that fits if the device's speed is known, else the first of `_candidates`; if none is
     predicted to fit, the one that takes least. `used` bytes, if they are known, correct the predictions.
     """
-    config, room, memory = outlook.config, outlook.room, outlook.memory
+    config, room, setting = outlook.config, outlook.room, outlook.setting
     replicas = room.replicas if room else config.launch.num_replicas or 1
     candidates = list(_candidates(config, batch_arithmetic(config, replicas)))
     if not candidates:
         return {}, ""
-    if room is None or memory is None or (shape := outlook.shape) is None:
+    if setting is None:
         return _changes(config, candidates[0]), "Its memory cannot be predicted here"
-    factor = max(1.0, used / memory.total_bytes) if used else 1.0
-    bound = room.budget / factor
-    if not used:
-        bound = min(bound, SMALLER * memory.total_bytes)
-    peaks = [estimate_on(one, shape, room).total_bytes for one in candidates]
-    if min(peaks) >= memory.total_bytes:  # of a rollout, which has no passes
+    where, before = setting.where, setting.peak_bytes
+    factor = max(1.0, used / before) if used else 1.0
+    bound = where.budget / factor if used else min(where.budget, SMALLER * before)
+    settings = [replace(setting, config=one) for one in candidates]
+    if min(one.peak_bytes for one in settings) >= before:  # of a rollout, which has no passes
         return {}, ""
-    fitting = [number for number, peak in enumerate(peaks) if peak <= bound]
-    if room.chip.bf16_flops is None:  # the formula is made for TPUs, and cannot rank
-        best = next(iter(fitting), 0)
+    fitting = [one for one in settings if one.peak_bytes <= bound]
+    if where.chip.bf16_flops is None:  # the formula is made for TPUs, and cannot rank
+        best = next(iter(fitting), settings[0])
     elif fitting:
-        best = min(fitting, key=lambda number: predict_time(candidates[number], shape, room).seconds)
+        best = min(fitting, key=lambda one: one.time.seconds)
     else:
-        best = peaks.index(min(peaks))
-    why = f"Predicted is {peaks[best] * factor / GIB:.2f} of {room.limit / GIB:.2f} GiB; before it was "
-    why += f"{memory.total_bytes / GIB:.2f}" + (f", and {used / GIB:.2f} were wanted" if used else "")
-    return _changes(config, candidates[best]), why if fitting else f"It may still be too much. {why}"
+        best = min(settings, key=lambda one: one.peak_bytes)
+    why = f"Predicted is {best.peak_bytes * factor / GIB:.2f} of {where.limit / GIB:.2f} GiB; before it was "
+    why += f"{before / GIB:.2f}" + (f", and {used / GIB:.2f} were wanted" if used else "")
+    return _changes(config, best.config), why if fitting else f"It may still be too much. {why}"
 
 
 def _candidates(config: TrainConfig, batch: BatchPlan) -> Iterator[TrainConfig]:

@@ -21,13 +21,13 @@ from tpu_kit.hardware.machine import Machine
 from tpu_kit.hardware.slices import TargetSlice
 from tpu_kit.models.architecture import Shape
 from tpu_kit.models.shape_cache import read_shape
-from tpu_kit.planning.compile_check import CompilerUnavailable
-from tpu_kit.planning.cost import StepTime, predict_time, work
-from tpu_kit.planning.memory_estimate import Memory, estimate, estimate_on
+from tpu_kit.planning.cost import StepTime, work
+from tpu_kit.planning.memory_estimate import estimate
 from tpu_kit.planning.mesh_choice import check_mesh, placed
-from tpu_kit.planning.planner import CompiledSetting, batches, best_batch
-from tpu_kit.planning.rollouts import update_plan, warnings_of
+from tpu_kit.planning.planner import best_batch, verified
+from tpu_kit.planning.rollouts import warnings_of
 from tpu_kit.planning.run_cost import Count
+from tpu_kit.planning.setting import Setting
 
 ROUNDED_PER_SECOND = {"int8": 500e6, "int4": 45e6}
 """Weights that one core of a server's CPU rounds in a second (measured: 584e6 and 49e6, groups of 128)."""
@@ -35,30 +35,29 @@ ROUNDED_PER_SECOND = {"int8": 500e6, "int4": 45e6}
 
 @dataclass(frozen=True)
 class Preflight:
-    """The predictions for a run before it starts; None where they are not known.
+    """The predictions for a run before it starts.
 
     Attributes:
         config: the run, with a number for every "auto" that the launch needs.
-        room: the devices, and the memory of a replica.
-        shape: of the model.
-        memory: of a step, by formula.
-        time: of a step, by roofline.
+        room: the devices, and the memory of a replica; None where that is not known.
+        setting: the run on these devices by formula; None where its memory is not known.
         notes: what was chosen, and what is not known.
     """
 
     config: TrainConfig
     room: TargetSlice | None
-    shape: Shape | None = None
-    memory: Memory | None = None
-    time: StepTime | None = None
+    setting: Setting | None = None
     notes: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool | None:
         """Whether the run fits with the reserve, by formula; None where that is not known."""
-        if self.room is None or self.memory is None:
-            return None
-        return self.memory.total_bytes <= self.room.budget
+        return None if self.setting is None else self.setting.fits
+
+    @property
+    def time(self) -> StepTime | None:
+        """The time of a step, by roofline; None where it is not known."""
+        return self.setting.time if self.setting and self.setting.where.chip.bf16_flops else None
 
     def duration(self, updates: int) -> str:
         """Describes how many minutes so many updates take, and how that is known."""
@@ -66,40 +65,39 @@ class Preflight:
         if self.time is not None:
             how = "by roofline, not measured" if self.time.measured is None else "as measured on this machine"
             return f"about {updates * self.time.seconds / 60:,.1f} minutes {how}; {besides}"
-        room = self.room
+        one = self.setting
         learns = self.config.on_policy  # from as many tokens as the model writes
-        if room is None or self.shape is None or learns or room.device_type not in ("cpu", "xla-cpu"):
+        if one is None or learns or one.where.device_type not in ("cpu", "xla-cpu"):
             return "not known before the first updates"
-        done = work(seen_on(room.device_type, self.config), self.shape, batch_arithmetic(self.config, room.replicas))
-        minutes = updates * room.replicas * done.flops / _host_rate() / 60
+        done = work(seen_on(one.where.device_type, one.config), one.shape, one.update)
+        minutes = updates * one.where.replicas * done.flops / _host_rate() / 60
         return f"at least {minutes:,.1f} minutes by the present speed of this CPU's matrix products; {besides}"
 
     def __str__(self) -> str:
         return "\n".join([*self._table(), *(f"plan             {note}" for note in self.notes)])
 
     def _table(self) -> list[str]:
-        room, memory = self.room, self.memory
-        if room is None or memory is None:
+        one = self.setting
+        if one is None:
             return []
-        least = memory.total_bytes / 50
-        parts = [f"{name} {size / GIB:.2f}" for name, size in memory.parts.items() if size >= least]
+        room, peak = one.where, one.peak_bytes
+        parts = [f"{name} {size / GIB:.2f}" for name, size in one.parts.items() if size >= peak / 50]
         verdict = "fits" if self.fits else "MAY NOT FIT"
         lines = [
-            f"memory           {' + '.join(parts)} = {memory.total_bytes / GIB:.2f} GiB by formula",
+            f"memory           {' + '.join(parts)} = {peak / GIB:.2f} GiB by formula",
             f"memory limit     {room.limit / GIB:.2f} GiB for each of {room.replicas} on {room.name}, {room.free:.0%} "
             f"kept free: {verdict}",
         ]
         if room.device_type != "tpu":
             lines[0] += f", which is made for TPUs and not for {room.device_type}"
         elif ratio := room.calibration.memory:
-            lines[0] += f", {ratio * memory.total_bytes / GIB:.2f} GiB as measured on this machine"
-        if self.time is not None:
-            tokens = update_plan(self.config, room.replicas).tokens_per_update / self.time.seconds
+            lines[0] += f", {ratio * peak / GIB:.2f} GiB as measured on this machine"
+        if (time := self.time) is not None:
             how = "by roofline, not measured"
-            if self.time.measured is not None:
-                how = f"as measured on this machine ({self.time.predicted:.3f} s predicted by roofline)"
+            if time.measured is not None:
+                how = f"as measured on this machine ({time.predicted:.3f} s predicted by roofline)"
             most = "at most " if self.config.on_policy else ""
-            lines.append(f"step             {most}{self.time.seconds:.3f} s, {tokens:,.0f} tokens/s {how}")
+            lines.append(f"step             {most}{time.seconds:.3f} s, {one.speed:,.0f} tokens/s {how}")
         return lines
 
 
@@ -138,27 +136,23 @@ def check_before_launch(
         if room is None or shape is None:
             problem = problem or "how much memory this machine has is not known"
             raise ValueError(f"optim.batch_size=auto: {problem}; give a number, such as optim.batch_size=4")
-        config, reason = _settle_batch(config, room, shape, exact, rows)
+        config, reason = _settle_batch(config, room, exact, rows)
         notes.append(reason)
     shards = mesh.batch_shards if mesh else room.replicas if room else None
     if shards is not None:
         config, fewer = _filled_batch(config, shards, rows)
         notes += fewer
+    one = Setting(config, shape, room) if room is not None and shape is not None else None
     if exact and (given or room is None or room.chip.bf16_flops is None):
-        notes.append(_compiled(config, room))
+        notes.append(_compiled(one))
     notes += _rounding(config, shape)
     if room is not None and room.device_type == "tpu":
         notes += warnings_of(config, 1 if config.launch.mesh else room.replicas)
-    outlook = Preflight(config, room, shape, notes=tuple(notes))
-    if room is not None and shape is not None:
-        try:
-            memory = estimate_on(config, shape, room)
-        except ValueError as error:  # the run raises it too
-            problem = str(error)
-        else:
-            time = predict_time(config, shape, room) if room.chip.bf16_flops else None
-            outlook = replace(outlook, memory=memory, time=time)
-    return replace(outlook, notes=(*notes, f"memory not known: {problem}")) if problem else outlook
+    try:
+        _ = one and one.memory
+    except ValueError as error:  # the run raises it too
+        one, problem = None, str(error)
+    return Preflight(config, room, one, (*notes, *([f"memory not known: {problem}"] if problem else [])))
 
 
 def _placed(
@@ -205,18 +199,16 @@ def _host_rate() -> float:
     return count * 2 * 512**3 / seconds
 
 
-def _compiled(config: TrainConfig, room: TargetSlice | None) -> str:
+def _compiled(one: Setting | None) -> str:
     """Describes the TPU compiler's result for a batch size that the user gave."""
-    if room is None or room.device_type != "tpu" or room.topology is None:
+    if one is None or one.where.topology is None:
         return "not by the TPU compiler: it compiles only for TPUs, and not for all of them"
-    try:
-        made = CompiledSetting.of(config, read_shape(config.model), room)
-        if step := made.compiled.get("step"):
-            return f"by the compiler, it {step}"
-        sizes = ", ".join(f"{name} {size / GIB:.2f}" for name, size in made.peaks.items())
-        return f"by the compiler, it {'fits' if made.fits else 'does not fit'}: of {room.limit / GIB:.2f} GiB {sizes}"
-    except CompilerUnavailable as error:
-        return f"by formula, as the compiler cannot run: {error}"
+    made, problem = verified([one])
+    if problem or "step" in made.compiled:
+        return problem or f"by the compiler, it {made.compiled['step']}"
+    sizes = ", ".join(f"{name} {size / GIB:.2f}" for name, size in made.peaks.items())
+    verdict = "fits" if made.fits else "does not fit"
+    return f"by the compiler, it {verdict}: of {made.where.limit / GIB:.2f} GiB {sizes}"
 
 
 # ------------------------------------------------------------------------------------------------------------ the batch
@@ -235,9 +227,7 @@ def _filled_batch(config: TrainConfig, replicas: int, rows: int | None) -> tuple
     return replace(config, optim=replace(config.optim, batch_size=fewer)), [note]
 
 
-def _settle_batch(
-    config: TrainConfig, room: TargetSlice, shape: Shape, exact: bool, count: int | None
-) -> tuple[TrainConfig, str]:
+def _settle_batch(config: TrainConfig, room: TargetSlice, exact: bool, count: int | None) -> tuple[TrainConfig, str]:
     """Chooses a number for `optim.batch_size=auto`; returns the run and the reason.
 
     A resumed run keeps the rows of an update, and the rows of a pass where they still divide them.
@@ -251,15 +241,11 @@ def _settle_batch(
             why = f"optim.batch_size={rows}, as in the run that this one resumes"
             return replace(config, optim=replace(optim, batch_size=rows)), why
         config = replace(config, optim=optim)
-    known = Count(count)
-    if room.chip.bf16_flops is not None:
-        found = best_batch(config, room, exact, known)
-        assert isinstance(found.config.optim.batch_size, int)
-        rows = found.config.optim.batch_size
-        why = f"the fastest that leaves {found.free:.0%} of {room.limit / GIB:.2f} GiB, by {found.source}"
-    else:
-        rows = _host_rows(config, room, shape, known)
-        why = f"the most that leaves {room.free:.0%} of {room.limit / GIB:.2f} GiB, and {MOST_ROWS} at most"
+    best = best_batch(config, room, exact, Count(count))
+    rows, left = best.update.batch_size, f"that leaves {best.free:.0%} of {room.limit / GIB:.2f} GiB"
+    why = f"the fastest {left}, by {best.source}"
+    if room.chip.bf16_flops is None:
+        why = f"the most {left}, and {MOST_ROWS} at most"
     return replace(config, optim=replace(config.optim, batch_size=rows)), f"optim.batch_size=auto is {rows}: {why}"
 
 
@@ -279,26 +265,6 @@ def _before(config: TrainConfig) -> tuple[int, int] | None:
     checkpoint, stored = found
     rows = stored["optim"]["batch_size"]
     return (rows, checkpoint.document("state")["global_batch_size"]) if isinstance(rows, int) else None
-
-
-def _host_rows(config: TrainConfig, room: TargetSlice, shape: Shape, known: Count) -> int:
-    """The largest number of rows that fits and divides an update; without a given update, a power of two.
-
-    Raises:
-        ValueError: not one row fits.
-    """
-    auto = replace(config, optim=replace(config.optim, batch_size="auto"))
-    runs = {rows: replace(config, optim=replace(config.optim, batch_size=rows))
-            for rows, _ in batches(auto, room.replicas, known, lambda: MOST_ROWS)}  # fmt: skip
-    fitting = [rows for rows, one in runs.items() if estimate_on(one, shape, room).total_bytes <= room.budget]
-    if not fitting:
-        passes = batch_arithmetic(runs[1], room.replicas).gradient_accumulation
-        raise ValueError(
-            f"optim.batch_size=auto: not one row of data.max_length={config.data.max_length} in each of {passes:,} "
-            f"passes fits {room.limit / GIB:.2f} GiB for each of {room.replicas} replicas on {room.name}; use fewer "
-            "replicas or passes, shorter rows or a smaller model, or give a number"
-        )
-    return fitting[-1]
 
 
 def predicted_bytes(config: TrainConfig, rt: Runtime) -> int | None:

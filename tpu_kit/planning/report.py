@@ -11,7 +11,7 @@ from tpu_kit.hardware.slices import find_slice
 from tpu_kit.planning.cost import factors, link_seconds
 from tpu_kit.planning.mesh_choice import largest_models
 from tpu_kit.planning.planner import Plan
-from tpu_kit.planning.rollouts import program_count, program_rows, rollout_of, update_plan
+from tpu_kit.planning.rollouts import program_count, program_rows, rollout_of
 from tpu_kit.planning.run_cost import RESTART_SECONDS, SPOT_HOURS_BETWEEN_INTERRUPTIONS
 
 MOST_SETTINGS = 8
@@ -79,7 +79,7 @@ def _details(one: Plan) -> list[str]:
         lines.append(f"  step {one.time.predicted:.3f} s predicted, {one.time.seconds:.3f} as measured on this machine")
     for setting in one.settings[:MOST_SETTINGS] if len(one.settings) > 1 else ():
         text = f"batch_size={setting.config.optim.batch_size} remat={setting.config.optim.remat}"
-        lines.append(f"  {text}: {setting.peak / GIB:.2f} GiB, {setting.time.seconds:.3f} s")
+        lines.append(f"  {text}: {setting.peak_bytes / GIB:.2f} GiB, {setting.time.seconds:.3f} s")
     lines.append(
         f"  on spot save every {one.run.save_interval_seconds / 60:.0f} min ({one.run.save_steps} updates): sqrt(2 x "
         f"{one.run.save_seconds:.1f} s a checkpoint x {SPOT_HOURS_BETWEEN_INTERRUPTIONS:g} h between interruptions), "
@@ -99,8 +99,7 @@ def rollout_lines(one: Plan) -> list[str]:
     """The programs of a run that samples, a device's memory in each, and the time of a rollout and of an update."""
     replicas = 1 if one.where.mesh else one.where.replicas
     rollout = rollout_of(one.config, replicas)
-    passes = update_plan(one.config, one.where.replicas).gradient_accumulation
-    made, names = program_rows(one.programs, one.compiled), ("formula_bytes", "compiler_bytes")
+    made, names = program_rows(one.memory.programs, one.compiled), ("formula_bytes", "compiler_bytes")
     rows: list[dict[str, object]] = [
         {"program": row["program"], **{f"GiB by {name[:-6]}": _number(row[name] and row[name] / GIB) for name in names},
          "fits": "yes" if row[names[bool(one.compiled)]] <= one.where.limit * (1 - one.free) else "no"}
@@ -116,7 +115,7 @@ def rollout_lines(one: Plan) -> list[str]:
         f"{rollout.widths[-1]} tokens and decodes {rollout.samples} completions of up to {rollout.tokens}, in a cache "
         f"of {rollout.slots:,} slots",
         f"with all of them at their longest: rollout {one.time.rollout * repeats:.2f} s{share}, update "
-        f"{one.time.predicted - one.time.rollout:.2f} s in {passes} passes",
+        f"{one.time.predicted - one.time.rollout:.2f} s in {one.update.gradient_accumulation} passes",
     ]  # fmt: skip
 
 
@@ -226,5 +225,5 @@ def _dollars(one: Plan) -> float | None:
     """Dollars of the run or, where its length is not known, of a million tokens."""
     if one.run.on_demand is not None:
         return one.run.on_demand
-    price, rate = one.where.chip.price, one.to_dict()["tokens_per_second"]
-    return price and price.on_demand * one.where.chips / 3600 / rate * 1e6
+    price = one.where.chip.price
+    return price and price.on_demand * one.where.chips / 3600 / one.speed * 1e6
