@@ -28,6 +28,7 @@ from tpu_kit.models.shape_cache import read_shape
 from tpu_kit.planning import compile_check
 from tpu_kit.planning.compile_check import Compiled, CompilerUnavailable, compile_step
 from tpu_kit.planning.cost import weight_collectives
+from tpu_kit.planning.memory_estimate import estimate
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, the TPU compiler")
 GIB = 2**30
@@ -92,6 +93,12 @@ def test_its_sizes_add_up_and_fit(eight: Compiled) -> None:
     assert eight.bytes_accessed is not None and eight.bytes_accessed > 5 * eight.argument_bytes
     assert eight.hbm_bytes is not None and eight.argument_bytes / 2 < eight.hbm_bytes
     assert str(eight).startswith("fits v5e:2x4: 0.0")
+
+
+@needs_libtpu
+def test_its_arguments_are_those_of_the_formula(eight: Compiled, tiny: Path) -> None:
+    found = estimate(small(tiny, "device_type=tpu"), num_replicas=8)
+    assert found.argument_bytes == pytest.approx(eight.argument_bytes, rel=0.05)
 
 
 @needs_libtpu

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import statistics
@@ -115,15 +114,6 @@ def test_arguments_are_exact(answer: dict[str, Any], tmp_path: Path) -> None:
     # Small shards lie in tiles that the formula does not know.
     more = 4 * 2**20 if "collectives" in answer else 0
     assert found.argument_bytes == pytest.approx(answer["argument_bytes"], rel=1e-3, abs=more)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, the TPU compiler")
-def test_arguments_of_a_program_compiled_now(tmp_path: Path) -> None:
-    model = write_config(tmp_path / "model", TINY)
-    config = load_config(None, [f"model.name={model}", "max_length=256", "batch_size=4", "device_type=tpu"])
-    compiled = compile_step(config, "v5e", effort="low", progress=False, cache_dir=tmp_path / "cache")
-    found = estimate(config)
-    assert found.argument_bytes == pytest.approx(compiled.argument_bytes, rel=0.05)
 
 
 @pytest.mark.slow
