@@ -16,7 +16,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.exporting.test_export import make_run
-from tests.support.child_processes import run_python
+from tests.support.child_processes import QUICK_XLA_FLAGS, run_python
 from tests.support.expert_functions import LOADING_MEMORY, SIZES, adapted_errors, write_mixture
 from tpu_kit.config.loader import load_config
 from tpu_kit.config.schema import LoraConfig, ModelConfig
@@ -37,24 +37,19 @@ FAMILIES = (
     "qwen3_5_moe_text", "nemotron_h", "deepseek_v3",
 )  # fmt: skip
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
-QUICK = {
-    "PJRT_DEVICE": "CPU", "JAX_PLATFORMS": "cpu",
-    "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
-}  # fmt: skip
+QUICK = {"PJRT_DEVICE": "CPU", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": QUICK_XLA_FLAGS}
+
+
+def printed(call: str, before: str = "") -> list[str]:
+    """The lines of a process that calls `expert_functions.main`, after other code."""
+    script = f"{before}\nfrom tests.support.expert_functions import main\nmain({call})"
+    return run_python(script, env=QUICK).stdout.splitlines()
 
 
 def errors(call: str) -> dict[str, float]:
     """The relative errors that `expert_functions.main` prints."""
-    script = f"from tests.support.expert_functions import main\nmain({call})"
-    found: dict[str, float] = json.loads(run_python(script, env=QUICK).stdout.splitlines()[-1])
+    found: dict[str, float] = json.loads(printed(call)[-1])
     return found
-
-
-@needs_xla
-def test_output_and_gradients_are_those_of_transformers_with_random_and_skewed_routing() -> None:
-    """The kernel runs in Pallas' interpreter; the reference of integers are the floats that they stand for."""
-    found = errors('["gpt_oss"], True, 16, ("skewed", "int4")')
-    assert len(found) == 2 and max(found.values()) < 1e-6, found
 
 
 @needs_xla
@@ -85,14 +80,28 @@ def trace(index):
 torch_xla._XLAC._xla_user_computation = record
 with ThreadPoolExecutor(4) as pool:
     list(pool.map(trace, [placeholder((64, 2), torch.int64) for _ in range(4)]))
+torch_xla._XLAC._xla_user_computation = add
 print(len(computations), len(set(map(id, computations))))
 """
 
 
+@pytest.fixture(scope="module")
+def lines() -> list[str]:
+    """Of a process that lowers at once, and then computes the experts of gpt-oss."""
+    return printed('["gpt_oss"], True, 16, ("skewed", "int4")', before=LOWERED_AT_ONCE)
+
+
 @needs_xla
-def test_replicas_that_trace_at_once_get_the_same_computation() -> None:
+def test_output_and_gradients_are_those_of_transformers_with_random_and_skewed_routing(lines: list[str]) -> None:
+    """The kernel runs in Pallas' interpreter; the reference of integers are the floats that they stand for."""
+    found = json.loads(lines[-1])
+    assert len(found) == 2 and max(found.values()) < 1e-6, found
+
+
+@needs_xla
+def test_replicas_that_trace_at_once_get_the_same_computation(lines: list[str]) -> None:
     """The ids in two lowerings differ, and with them the replicas' programs, which then wait for each other."""
-    assert run_python(LOWERED_AT_ONCE, env=QUICK).stdout.split() == ["4", "1"]
+    assert lines[-2].split() == ["4", "1"]
 
 
 AGAINST_MEGABLOX = """
@@ -294,16 +303,17 @@ def test_generation_on_xla_has_experts_in_the_form_of_training(tmp_path: Path, d
     assert hasattr(layer, "form") == same
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
-def test_loading_takes_the_memory_of_the_integers_and_two_layers(kind: str, tmp_path: Path) -> None:
+def test_loading_takes_the_memory_of_the_integers_and_two_layers(tmp_path: Path) -> None:
     """Files of Qwen3-MoE have each expert's matrices, those of gpt-oss MXFP4."""
-    folder = write_mixture(kind, tmp_path / "model", hidden_size=512, intermediate_size=512, num_hidden_layers=8)
+    sizes = {"hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 8}
+    folders = [str(write_mixture(kind, tmp_path / kind, **sizes)) for kind in ("qwen3_moe", "gpt_oss")]
     env = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
-    printed = run_python(["-c", LOADING_MEMORY, str(folder)], env=env).stdout
-    size, most = map(int, next(line for line in printed.splitlines() if line.startswith("figures")).split()[1:])
-    layer = 8 * 3 * 512 * 512 * 2
+    printed = run_python(["-c", LOADING_MEMORY, *folders], env=env).stdout
     print(printed)
-    assert size < most < size + 2 * layer < 8 * layer
-    config = load_config(None, {"model.name": str(folder), "base_dtype": "int8", "quant_cache": None})
-    expected = host.loading_bytes(config)
-    assert expected is not None and most < expected and host.cast_bytes(config) == 0
+    layer = 8 * 3 * 512 * 512 * 2
+    lines = [line.split()[1:] for line in printed.splitlines() if line.startswith("figures")]
+    for folder, (size, most) in zip(folders, [map(int, line) for line in lines], strict=True):
+        assert size < most < size + 2 * layer < 8 * layer
+        config = load_config(None, {"model.name": folder, "base_dtype": "int8", "quant_cache": None})
+        expected = host.loading_bytes(config)
+        assert expected is not None and most < expected and host.cast_bytes(config) == 0

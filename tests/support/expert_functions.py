@@ -212,14 +212,17 @@ def write_fp8(folder: Path) -> Path:
 
 
 LOADING_MEMORY = """
-import sys
+import gc, sys
 from tests.support.peak_memory import PeakMemory
 from tpu_kit.config.loader import ModelConfig
 from tpu_kit.models.loading import load_frozen
 
 load_frozen(ModelConfig(name="embedded", base_dtype="int8", quant_cache=None))  # the libraries
-with PeakMemory() as peak:
-    model = load_frozen(ModelConfig(name=sys.argv[1], base_dtype="int8", quant_cache=None))
-print("figures", sum(one.nbytes for one in [*model.parameters(), *model.buffers()]), peak.most - peak.before)
+for name in sys.argv[1:]:
+    with PeakMemory() as peak:
+        model = load_frozen(ModelConfig(name=name, base_dtype="int8", quant_cache=None))
+    print("figures", sum(one.nbytes for one in [*model.parameters(), *model.buffers()]), peak.most - peak.before)
+    del model
+    gc.collect()
 """
-"""Prints the bytes of a quantised model, and the most memory that loading took."""
+"""Prints of each model, quantised, the bytes and the most memory that loading took."""
