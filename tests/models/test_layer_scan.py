@@ -464,7 +464,7 @@ def at(folder: Path, scan_layers: str, device_type: str, replicas: int = 1, rema
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], dict[str, Any]]:
     """What one replica on XLA does, launched when it is first asked for."""
     folder = tmp_path_factory.mktemp("alone")
-    return functools.cache(lambda: launch(layer_functions.updates_and_dropout, at(folder, "on", "xla-cpu")))
+    return functools.cache(lambda: launch(layer_functions.on_one_device, at(folder, "on", "xla-cpu")))
 
 
 @needs_xla
@@ -528,18 +528,17 @@ def test_the_program_of_a_step_has_the_layers_as_loops(alone: Callable[[], dict[
 
 
 @needs_xla
-def test_a_decoder_that_the_kit_does_not_know_is_trained_sharded_and_generates_in_the_loop(tmp_path: Path) -> None:
-    found = {}
-    for device_type, mesh in (("cpu", None), ("xla-cpu", None), ("xla-cpu", "fsdp=2")):
-        settings = {"output_dir": str(tmp_path / f"{device_type}-{mesh}"), "launch.device_type": device_type,
-                    "lora.r": 4, "model.base_dtype": "fp32", "optim.learning_rate": 1e-2}  # fmt: skip
-        config = load_config(settings | ({"launch.mesh": mesh} if mesh else {"launch.num_replicas": 1}))
-        config.output_path.mkdir(parents=True)
-        found[device_type, mesh] = launch(layer_functions.own_decoder, config, sharded=True)
-    plain = found.pop(("cpu", None))
-    refused = found["xla-cpu", None]["refused"]
+def test_a_decoder_that_the_kit_does_not_know_is_trained_sharded_and_generates_in_the_loop(
+    tmp_path: Path, alone: Callable[[], dict[str, Any]]
+) -> None:
+    plain, sharded = (
+        launch(layer_functions.own_decoder, layer_functions.own_config(tmp_path, *where), sharded=True)
+        for where in (("cpu",), ("xla-cpu", "fsdp=2"))
+    )
+    found = alone()["own"]
+    refused = found["refused"]
     assert refused.startswith("XLA has no aten::histc, which ") and "layer_functions.py:" in refused
-    for one in found.values():
+    for one in (found, sharded):
         assert one["layers"] == "3 x 1 in a loop"
         assert one["table"] == [[1, 1], [0, 0]], "a write into a view of a new tensor is lost below the mode"
         assert one["loss"] == pytest.approx(plain["loss"], rel=1e-5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from tests.support import training_functions
 from tests.support.training_functions import OPTIM, control, dealt, rows, tiny
-from tpu_kit.config.loader import TrainConfig
+from tpu_kit.config.loader import TrainConfig, load_config
 from tpu_kit.distributed import runtime
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.generation.generator import Generator
@@ -111,10 +112,10 @@ def gradients_with_dropout(config: TrainConfig) -> dict[str, Any]:
     return found
 
 
-def updates_and_dropout(config: TrainConfig) -> dict[str, Any]:
-    """`updates`, `gradients_with_dropout`, `alike_loops` and `loops_of_step`, in one launch."""
+def on_one_device(config: TrainConfig) -> dict[str, Any]:
+    """`updates`, `gradients_with_dropout`, `alike_loops`, `loops_of_step` and `own_decoder`, in one launch."""
     found = {"updates": updates(config), "dropout": gradients_with_dropout(config), "alike": alike_loops(config)}
-    return {**found, "loops": loops_of_step(config)}
+    return {**found, "loops": loops_of_step(config), "own": own_decoder(own_config(config.output_path, "xla-cpu"))}
 
 
 def alike_loops(config: TrainConfig) -> list[tuple[dict[str, Any], dict[str, Any], int]]:
@@ -218,6 +219,13 @@ class OwnForCausalLM(LlamaForCausalLM):
 
 AutoConfig.register("tests_own", OwnConfig)
 AutoModelForCausalLM.register(OwnConfig, OwnForCausalLM)
+
+
+def own_config(folder: Path, device_type: str, mesh: str | None = None) -> TrainConfig:
+    """The run of `own_decoder`, on one device or on a mesh."""
+    settings = {"output_dir": str(folder), "launch.device_type": device_type, "lora.r": 4, "model.base_dtype": "fp32",
+                "optim.learning_rate": 1e-2}  # fmt: skip
+    return load_config(settings | ({"launch.mesh": mesh} if mesh else {"launch.num_replicas": 1}))
 
 
 def own_decoder(config: TrainConfig) -> dict[str, Any]:
