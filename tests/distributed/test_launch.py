@@ -193,9 +193,8 @@ def test_result_that_cannot_be_sent(tmp_path: Path) -> None:
 
 
 @needs_xla
-def test_two_launches_initialise_nothing_here_nor_does_a_result_on_the_device(tmp_path: Path) -> None:
+def test_a_result_on_the_device_initialises_nothing_here(tmp_path: Path) -> None:
     """Unpickled in the caller such a result would initialise the device there."""
-    assert launch(replica_functions.return_rank, config_for(tmp_path, "xla-cpu")) == (0, 2)
     with pytest.raises(LaunchError, match=r"it holds a tensor on xla:0; read it with .*to_host"):
         launch(replica_functions.return_tensor, config_for(tmp_path, "xla-cpu"))
     torch_xla = sys.modules.get("torch_xla")
