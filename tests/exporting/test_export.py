@@ -89,6 +89,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Exports are read again by the same code in this process, as a new one takes seconds to start."""
 
     def run(job: dict[str, Any]) -> Any:
+        job = json.loads(json.dumps(job))  # as a new process gets it
         return equivalence.logits(equivalence._stock(job), job["prompts"])
 
     monkeypatch.setattr(equivalence, "_in_child", run)
@@ -144,6 +145,7 @@ def test_the_comparison_alone_has_the_date_of_the_run(run: Path, monkeypatch: py
     assert seen and all(tokenizer.decode(row).startswith("It is 09 Feb 2024.") for row in seen)
 
 
+@pytest.mark.usefixtures("in_process")
 def test_adapter(shared: Path, tmp_path: Path) -> None:
     done = export(shared, "adapter", tmp_path / "adapter", base="owner/name")
     settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
