@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -208,7 +209,7 @@ def test_gradients_of_adapters_are_kept_as_they_are_computed_without_a_differenc
 
     def noted(self: Any, carry: Any, slices: Any) -> Any:
         carry, found = backward(self, carry, slices)
-        kinds.extend(part.dtype for part in found)
+        kinds.extend(part.dtype for part in tree_leaves(found))
         return carry, found
 
     monkeypatch.setattr(layer_scan._Block, "backward", noted)
@@ -264,8 +265,9 @@ def test_recomputed_layers_draw_what_they_drew_before(
         parameter.grad = None
 
     def kept(block: Any, hidden: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor]:
-        constants = len(block.constants)
-        return (scan(block.forward, [hidden, *tensors[:constants]], list(tensors[constants:]))[0][0],)
+        constants, named = tree_unflatten(tensors, block.given)
+        block.written = tree_flatten({})[1]
+        return (scan(block.forward, (hidden, constants, []), (named,))[0][0],)
 
     monkeypatch.setattr(layer_scan._Scanned, "apply", kept)
     torch.manual_seed(7)

@@ -51,6 +51,10 @@ def delta_inputs(repeat: bool, batch: int = 2, length: int = 150, width: int = 1
     return [noise(batch, length, 2, width, seed=2), key, noise(batch, length, 4, width), decay, beta]
 
 
+def delta_rule(*tensors: torch.Tensor) -> Any:
+    return linear_attention._delta(None, *tensors, use_qk_l2norm_in_kernel=True)
+
+
 def alone(function: Callable[..., torch.Tensor], rows: Tensors, others: Tensors, segments: torch.Tensor) -> Any:
     """Runs a function on each document of `rows`, (B, S, ...), alone; zeros for padding."""
     parts = []
@@ -100,7 +104,7 @@ def test_the_delta_rule_is_that_of_transformers_on_each_document_alone(documents
         return OWN["delta"](query, key, value, g=decay, beta=beta, use_qk_l2norm_in_kernel=True)[0]
 
     def ours(*tensors: torch.Tensor) -> torch.Tensor:
-        return linear_attention.gated_delta_rule(*tensors)[0]
+        return delta_rule(*tensors)[0]
 
     segments = segments_of(DOCUMENTS[documents])
     assert largest_error(ours, theirs, delta_inputs(False), [], segments, torch.float32) < 5e-6
@@ -122,7 +126,7 @@ def test_mamba_2_is_that_of_transformers_on_each_document_alone():
         return OWN["mamba"](hidden, dt, rates, key, query, chunk_size=64)
 
     def ours(hidden: Any, dt: Any, key: Any, query: Any, rates: Any, segments: Any) -> torch.Tensor:
-        return linear_attention.mamba2(hidden, dt, rates, key, query, segments)[0]
+        return linear_attention._mamba2(None, hidden, dt, rates, key, query, segments)
 
     dt = torch.nn.functional.softplus(noise(2, 150, 4))
     rows = [noise(2, 150, 4, 8), dt, noise(2, 150, 2, 16), noise(2, 150, 2, 16, seed=1)]
@@ -158,7 +162,7 @@ def test_the_error_of_bf16_factors(repeat, most):
     inputs = delta_inputs(repeat, batch=1, length=512, width=128)
     exact = token_by_token(*(one.double() for one in inputs))
     with _BfloatFactors():
-        found, _ = linear_attention.gated_delta_rule(*inputs, torch.ones(1, 512, dtype=torch.int64))
+        found, _ = delta_rule(*inputs, torch.ones(1, 512, dtype=torch.int64))
     assert 0.002 < float((found - exact).abs().max() / exact.abs().max()) < most
 
 

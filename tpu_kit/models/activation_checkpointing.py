@@ -21,17 +21,18 @@ for memory longer than the products take.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tpu_kit.distributed.mesh import active_mesh
 from tpu_kit.models import partition
 from tpu_kit.models.architecture import FEW_TILES
-from tpu_kit.xla.scan import Tensors, in_turn, scan
+from tpu_kit.xla.scan import Tensors, Tree, scan
 
 _HIGH = 0x7FFFFFFF
 
@@ -242,6 +243,8 @@ class _Recomputed(torch.nn.Module):
 
 def autocast_now(device_type: str) -> dict[str, Any]:
     """Returns the arguments of `torch.autocast` for its present state, to restore it in a backward pass."""
+    if device_type == "meta":  # which has none, and no backward pass
+        return {}
     return {
         "device_type": device_type, "enabled": torch.is_autocast_enabled(device_type),
         "dtype": torch.get_autocast_dtype(device_type), "cache_enabled": False,
@@ -287,96 +290,103 @@ class _Tiled(torch.nn.Module):
         else:  # each tile has tokens of every row, so that all devices work on it
             count = tiles_of(hidden.shape[1], max(1, self._tile_tokens * mesh.batch_shards // hidden.shape[0]))
         if count == 1:
-            return self.whole(hidden)
+            whole: torch.Tensor = super().forward(hidden)
+            return whole
         tiles = hidden.reshape(count, tokens // count, width) if mesh.size == 1 else partition.tiles(hidden, count)
-        tensors: dict[str, torch.Tensor] = {**dict(self.named_parameters()), **dict(self.named_buffers())}
-        seeds = [f"{name}.seed" for name, part in self.named_modules() if isinstance(part, SeededDropout)]
-        inputs = [tiles]
+        inputs, seeds = [tiles], seeds_of(self)
         if seeds and self.training:
             numbers = torch.arange(count, device=hidden.device, dtype=torch.int32)
-            inputs.append(mix(tensors[seeds[0]] + numbers * 0x61C88647))
-        kept = {name: tensor for name, tensor in tensors.items() if name not in seeds}
-        tile = _Tile(self, list(kept), [name for name in kept if kept[name].requires_grad], seeds)
-        if torch.is_grad_enabled():
-            output: torch.Tensor = _OverTiles.apply(tile, len(inputs), *inputs, *kept.values())
-        else:
-            output = tile.forward(inputs, list(kept.values()))
+            inputs.append(mix(self.get_buffer(seeds[0]) + numbers * 0x61C88647))
+
+        def body(carry: Tree, named: Tree, slices: Tree) -> tuple[Tree, Tree]:
+            named = named | {name: seed for seed in slices[1:] for name in seeds}
+            return carry, torch.func.functional_call(self, named, (slices[0],), tie_weights=False)  # of one tile
+
+        (output,) = recomputed_scan(body, [], tensors_of(self), inputs, unrolled=count <= FEW_TILES)
         return (output if mesh.size == 1 else output.transpose(0, 1)).reshape(hidden.shape)
 
-    def whole(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Runs the family's own forward pass."""
-        output: torch.Tensor = super().forward(hidden)
-        return output
+
+def seeds_of(module: torch.nn.Module) -> list[str]:
+    """Returns the names of the seeds of its dropouts."""
+    return [f"{name}.seed" for name, part in module.named_modules() if isinstance(part, SeededDropout)]
 
 
-class _Whole(torch.nn.Module):
-    """Calls a tiled MLP without tiles, for `torch.func.functional_call`."""
-
-    def __init__(self, mlp: _Tiled) -> None:
-        super().__init__()
-        self.mlp = mlp
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.mlp.whole(hidden)
+def tensors_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Returns parameters and buffers by name, without the seeds of dropout."""
+    found: dict[str, torch.Tensor] = dict(module.named_parameters())
+    return found | {name: tensor for name, tensor in module.named_buffers() if name not in seeds_of(module)}
 
 
-class _Tile:
-    """The forward and backward loops over tiles; inputs are the tiles and, with dropout, a seed for each."""
+def recomputed_scan(
+    body: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]],
+    carry: Tensors,
+    constants: Mapping[str, torch.Tensor],
+    inputs: Tensors,
+    unrolled: bool = False,
+) -> Tensors:
+    """Runs `scan` with autograd: it saves the carry before each turn, and the backward loop computes each turn again.
 
-    def __init__(self, mlp: _Tiled, names: list[str], trained: list[str], seeds: list[str]) -> None:
-        self.mlp, self.names, self.trained, self.seeds = _Whole(mlp), names, trained, seeds
+    Args:
+        body: takes the carry, the constants and the slices of a turn; returns the next carry and an output.
+        carry: floats at the start, which get no gradient; none for turns that do not depend on each other.
+        constants: trained ones get the sum of the turns' gradients.
+        inputs: (N, ...) each; floats get a gradient.
+        unrolled: of the backward loop, as in `scan`.
 
-    def forward(self, inputs: Tensors, tensors: Tensors) -> torch.Tensor:
-        def body(carry: Tensors, slices: Tensors) -> tuple[Tensors, Tensors]:
-            return carry, [self._call(slices, dict(zip(self.names, carry, strict=True)))]
-
-        _, (output,) = scan(body, tensors, inputs)
-        return output
-
-    def backward(self, upstream: torch.Tensor, inputs: Tensors, tensors: Tensors) -> tuple[torch.Tensor, Tensors]:
-        """Returns the gradients of the tiles, and those of the trained tensors, summed over the tiles."""
-        count = len(self.names)
-
-        def body(carry: Tensors, slices: Tensors) -> tuple[Tensors, Tensors]:
-            named = dict(zip(self.names, carry[:count], strict=True))
-            with torch.enable_grad():
-                tile = slices[1].detach().requires_grad_()
-                trained = {name: named[name].detach().requires_grad_() for name in self.trained}
-                output = self._call([tile, *slices[2:]], {**named, **trained})
-                gradient, *found = torch.autograd.grad(output, [tile, *trained.values()], slices[0])
-            return [*carry[:count], *(a + b for a, b in zip(carry[count:], found, strict=True))], [gradient]
-
-        sums = [torch.zeros_like(tensors[self.names.index(name)]) for name in self.trained]
-        loop = in_turn if upstream.shape[0] <= FEW_TILES else scan
-        carry, (gradient,) = loop(body, [*tensors, *sums], [upstream, *inputs])
-        return gradient, carry[count:]
-
-    def _call(self, slices: Tensors, named: dict[str, torch.Tensor]) -> torch.Tensor:
-        named = named | {name: seed for seed in slices[1:] for name in self.seeds}
-        state = {f"mlp.{name}": tensor for name, tensor in named.items()}
-        output: torch.Tensor = torch.func.functional_call(self.mlp, state, (slices[0],), tie_weights=False)
-        return output
+    Returns:
+        The outputs stacked, (N, ...), and the last carry, without a gradient.
+    """
+    tensors, structure = tree_flatten((carry, dict(constants), inputs))
+    found: Tensors = _RecomputedScan.apply(body, structure, unrolled, *tensors)
+    return found
 
 
-class _OverTiles(torch.autograd.Function):
-    """Runs the loops and saves only the inputs."""
-
+class _RecomputedScan(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tile: _Tile, inputs: int, *tensors: torch.Tensor) -> torch.Tensor:
-        ctx.tile, ctx.inputs, ctx.autocast = tile, inputs, autocast_now(tensors[0].device.type)
-        ctx.save_for_backward(*tensors)
-        ctx.trained = [tensor.requires_grad for tensor in tensors[inputs:]]
-        return tile.forward(list(tensors[:inputs]), list(tensors[inputs:]))
+    def forward(ctx: Any, body: Any, structure: Any, unrolled: bool, *tensors: torch.Tensor) -> tuple[Any, ...]:
+        def turn(state: Tree, slices: Tree) -> tuple[Tree, Tree]:
+            now, fixed = state
+            then, output = body(now, fixed, slices)
+            return (then, fixed), ([one * 1 for one in now], output)
+
+        carry, constants, inputs = tree_unflatten(tensors, structure)
+        (end, _), (before, output) = scan(turn, (carry, constants), inputs)
+        saved, ctx.structure = tree_flatten((before, constants, inputs))
+        ctx.body, ctx.unrolled, ctx.autocast = body, unrolled, autocast_now(output.device.type)
+        ctx.save_for_backward(*saved)
+        ctx.trained = [name for name, tensor in constants.items() if tensor.requires_grad]
+        ctx.mark_non_differentiable(*end)
+        return output, *end
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        inputs, tensors = ctx.saved_tensors[: ctx.inputs], ctx.saved_tensors[ctx.inputs :]
+    def backward(ctx: Any, upstream: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        def turn(state: Tree, slices: Tree) -> tuple[Tree, Tree]:
+            (later, fixed, sums), (given, now, mine) = state, slices
+            with torch.enable_grad():
+                now = [one.detach().requires_grad_() for one in now]
+                mine = [one.detach().requires_grad_(one.is_floating_point()) for one in mine]
+                trained = {name: fixed[name].detach().requires_grad_() for name in ctx.trained}
+                then, output = ctx.body(now, fixed | trained, mine)
+                leaves = [*now, *(one for one in mine if one.requires_grad), *trained.values()]
+                found = torch.autograd.grad([*then, output], leaves, [*later, given])
+            end = len(found) - len(trained)
+            sums = [total + one for total, one in zip(sums, found[end:], strict=True)]
+            return (found[: len(now)], fixed, sums), found[len(now) : end]
+
+        before, constants, inputs = tree_unflatten(ctx.saved_tensors, ctx.structure)  # torch lets them be read once
+        later = [torch.zeros_like(one[0]) for one in before]
+        start = later, constants, [torch.zeros_like(constants[name]) for name in ctx.trained]
         with torch.autocast(**ctx.autocast):
-            gradient, found = ctx.tile.backward(upstream, list(inputs), list(tensors))
-        sums = iter(found)
-        rest = [None] * (ctx.inputs - 1)
-        return None, None, gradient, *rest, *(next(sums) if trained else None for trained in ctx.trained)
+            (_, _, sums), found = scan(
+                turn, start, (upstream, before, inputs), reverse=bool(later), unrolled=ctx.unrolled
+            )
+        summed, gradients = dict(zip(ctx.trained, sums, strict=True)), iter(found)
+        of_inputs = (next(gradients) if one.is_floating_point() else None for one in inputs)
+        return (None, None, None, *[None] * len(before), *(summed.get(name) for name in constants), *of_inputs)
+
+
+# ------------------------------------------------------------------------------------------------------ LoRA on the CPU
 
 
 def fuse_lora(model: torch.nn.Module) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tpu_kit.models import attention
-from tpu_kit.models.activation_checkpointing import SeededDropout
+from tpu_kit.models.activation_checkpointing import tensors_of
 from tpu_kit.xla.scan import Tensors
 
 _TENSOR, _MAPPING, _CACHE = object(), object(), object()  # in place of such arguments
@@ -59,13 +59,6 @@ class LayerCache(ABC):
     @abstractmethod
     def update_all(self, carried: Tensors) -> None:
         """Takes over the tensors that a loop carried to its end."""
-
-
-def tensors_of(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Returns parameters and buffers by name, without the seeds of dropout."""
-    seeds = {f"{name}.seed" for name, part in layer.named_modules() if isinstance(part, SeededDropout)}
-    found: dict[str, torch.Tensor] = dict(layer.named_parameters())
-    return found | {name: tensor for name, tensor in layer.named_buffers() if name not in seeds}
 
 
 @dataclass(frozen=True)

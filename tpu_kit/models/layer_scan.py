@@ -21,11 +21,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from tpu_kit.config.loader import OptimConfig
 from tpu_kit.models import activation_checkpointing, architecture, partition
-from tpu_kit.models.activation_checkpointing import SeededDropout, autocast_now, cast_once, chunk_mlp, mix
+from tpu_kit.models.activation_checkpointing import autocast_now, cast_once, chunk_mlp, mix, seeds_of, tensors_of
 from tpu_kit.models.layer_calls import (
     Call,
     CannotScanError,
@@ -35,9 +35,8 @@ from tpu_kit.models.layer_calls import (
     equal_layers,
     hidden_states_of,
     layers_of,
-    tensors_of,
 )
-from tpu_kit.xla.scan import Tensors, after, scan, slice_at
+from tpu_kit.xla.scan import Tensors, Tree, after, scan, slice_at
 
 
 class ScannedLayers(Placeholders):
@@ -107,16 +106,15 @@ class Run(torch.nn.Module):
     ) -> tuple[torch.Tensor, dict[Any, Any]]:
         """Returns the hidden states after all layers, and what they left in the mapping; for `calls` see `_Block`."""
         block = _Block(self, calls, shared)
-        inputs = [tensor for named in block.named for tensor in named.values()]
         if torch.is_grad_enabled():
-            hidden, *written = _Scanned.apply(block, hidden, *block.constants, *inputs)
-        else:
-            state = block.cache.begin() if block.cache else []
-            carry, outputs = block.loop(block.forward_alone, [hidden, *block.constants, *state], inputs)
-            hidden, written = carry[0], [tensor[0] for tensor in outputs]
-            if block.cache:
-                block.cache.update_all(carry[1 + len(block.constants) :])
-        return hidden, tree_unflatten(written, block.written) if written else {}
+            tensors, block.given = tree_flatten((block.constants, block.named))
+            hidden, *leaves = _Scanned.apply(block, hidden, *tensors)
+            return hidden, tree_unflatten(leaves, block.written)
+        state = block.cache.begin() if block.cache else []
+        (hidden, _, state), left = block.loop(block.forward_alone, (hidden, block.constants, state), block.named)
+        if block.cache:
+            block.cache.update_all(state)
+        return hidden, tree_map(lambda stack: stack[0], left)
 
 
 _SEED = -1  # in place of the place of an argument: the seeds of a layer's dropouts
@@ -127,7 +125,10 @@ def _draw(device: torch.device) -> torch.Tensor:  # from its generator: masks di
 
 
 class _Block:
-    """The bodies of the forward and backward loops: functions of a carry (states or gradient, constants) and slices.
+    """The bodies of the forward and backward loops: functions of a carry and of slices.
+
+    The carry has the hidden states or their gradient, the constants, and the tensors of the cache or the sums of the
+    gradients of constants.
 
     Args:
         run: its layers.
@@ -137,8 +138,10 @@ class _Block:
     Attributes:
         named: for each of the run's layers, its stacks: weights by name, and its own arguments by place in its call.
         constants: the other tensors that the layers get.
-        cache: of generation, whose tensors the carry ends with.
+        cache: of generation.
         summed: the places of the constants that need a gradient, which is a sum over the layers.
+        given: structure of (constants, named).
+        written: structure of what the layers leave in the mapping, known after a forward pass.
     """
 
     def __init__(self, run: Run, calls: list[Call], shared: Mapping[Any, Any]) -> None:
@@ -146,12 +149,10 @@ class _Block:
         self.parts = range(len(run.layers))  # the layers of this loop
         self.count = [len(offsets) for offsets in run.offsets]  # equal neighbours that each stands for
         self.stacked = [run.turns * count for count in self.count]  # layers of each stack
-        self.kept = [0] * len(run.layers)  # number of results that each layer saves, known after a forward pass
-        self.written: Any = None  # structure of what the layers leave in the mapping, likewise
-        self.writes = 0  # number of tensors in it
+        self.given: Any = None
+        self.written: Any = None
         self.named: list[dict[Any, torch.Tensor]] = [tensors_of(layer) for layer in run.layers]
-        self.seeds = [[name for name, part in layer.named_modules() if isinstance(part, SeededDropout)]
-                      for layer in run.layers]  # fmt: skip
+        self.seeds = [seeds_of(layer) for layer in run.layers]
         self.calls = [calls[offsets[0]] for offsets in run.offsets]
         drawn = _draw(next(run.parameters()).device) if run.training and any(self.seeds) else None
         for named, first, offsets, seeds in zip(self.named, self.calls, run.offsets, self.seeds, strict=True):
@@ -173,15 +174,14 @@ class _Block:
         self.shared = [places[id(tensor)] for tensor in left]
         self.constants = [as_number(tensor) for tensor in constants]
         self.summed = [place for place, tensor in enumerate(constants) if tensor.requires_grad]
-        self.names = [list(named) for named in self.named]
         self.trained = [[name for name, tensor in named.items() if tensor.requires_grad] for named in self.named]
         self.cast = [cast_once(layer) for layer in run.layers]
 
     def loop(
-        self, body: Callable[..., tuple[Tensors, Tensors]], carry: Tensors, inputs: Sequence[torch.Tensor],
-        kept: Sequence[torch.Tensor] | None = None, first: torch.Tensor | None = None,
-    ) -> tuple[Tensors, Tensors]:  # fmt: skip
-        """Runs `scan` over the layers' tensors, or backward over what the forward loop kept and the layers' tensors.
+        self, body: Callable[..., tuple[Tree, Tree]], carry: Tree, named: list[dict[Any, torch.Tensor]],
+        saved: Tree = (), first: torch.Tensor | None = None,
+    ) -> tuple[Tree, Tree]:  # fmt: skip
+        """Runs `scan` over the layers' tensors, or backward over these and what the forward loop returned.
 
         On a mesh each turn also gathers the weights of the first products of the next turn, which the carry passes on.
         In their own turn no earlier product would hide their collectives.
@@ -189,64 +189,57 @@ class _Block:
         Args:
             body: of a turn.
             carry: at the start.
-            inputs: the stacks of `named`.
-            kept: what the forward loop returned, for a backward loop.
+            named: the stacks of each layer.
+            saved: the outputs of the forward loop, for a backward loop.
             first: of an inner loop, its first place in the stacks.
         """
-        reverse, inner, kept = kept is not None, first is not None, list(kept or ())
-        names, whole, groups = self.names[self.parts[0]], self._whole(reverse, inner), self._gathered_early(inputs)
-        if not (groups or any(whole) or self.cache):
-            return scan(body, carry, [*kept, *inputs], reverse=reverse)
-        stacks = [*kept, *inputs]
-        for one in range(0 if inner else len(kept)):
-            stacks[one] = stacks[one].flatten(0, 1) if whole[one] else stacks[one]  # outputs of an inner loop
-        early = [len(kept) + names.index(name) for group in groups for name in group]
-        held = [one for one, passed in enumerate(whole) if passed or one in early]
-        ends = len(carry), len(carry) + len(groups)
+        reverse, inner, groups = bool(saved), first is not None, self._gathered_early(named[0])
+        nested = [inner or self.count[part] > 1 for part in self.parts]
+        if not (groups or any(nested) or self.cache):
+            return scan(body, carry, (*saved, named), reverse=reverse)
+        if saved and not inner:  # an inner loop has put its stacks into a stack
+            flat = [[tree_map(lambda stack: stack.flatten(0, 1), one) if loop else one
+                     for one, loop in zip(each, nested, strict=True)] for each in saved[:2]]  # fmt: skip
+            saved = (*flat, saved[2])
+        stacks, structure = tree_flatten((*saved, named))
+        places_of = {id(stack): place for place, stack in enumerate(stacks)}
+        early = [places_of[id(named[0][name])] for group in groups for name in group]
+        # The carry passes on whole the stacks of inner loops, and those of which a turn gathers the next one's slices.
+        whole = [each for each, loop in zip(zip(*saved[:2], named, strict=True), nested, strict=True) if loop]
+        held = sorted({*early, *(places_of[id(stack)] for stack in tree_leaves(whole))})
         last = self.layers[self.parts[-1]] if self.count[self.parts[-1]] == 1 else None  # of an inner loop
 
-        def gather(passed: Tensors, place: torch.Tensor, before: Tensors) -> Tensors:
+        def gather(passed: Tensors, place: torch.Tensor, before: Tensors) -> list[torch.Tensor]:
             found = dict(zip(held, passed, strict=True))
             parts = iter(after(before, [slice_at(found[one], place) for one in early]))
             return [partition.gather_alike(group[0], [next(parts) for _ in group]) for group in groups]
 
-        def turn(state: Tensors, given: Tensors) -> tuple[Tensors, Tensors]:
-            now, ready, passed = state[: ends[0]], state[ends[0] : ends[1]], state[ends[1] :]
-            *others, place, following = given
+        def turn(state: Tree, given: Tree) -> tuple[Tree, Tree]:
+            (now, ready, passed), (others, place, following) = state, given
             rest = iter(others)
             own = {one: slice_at(stack, place) if inner else stack for one, stack in zip(held, passed, strict=True)}
             own |= dict(zip(early, (weight for group in ready for weight in group), strict=True))
             slices = [own[one] if one in own else next(rest) for one in range(len(stacks))]
             with partition.last_product(last, now[0]) as before:
-                now, outputs = body(now, slices, place)
-            return [*now, *(gather(passed, following, before) if groups else ()), *passed], outputs
+                now, outputs = body(now, tree_unflatten(slices, structure), place)
+            return (now, gather(passed, following, before) if groups else [], passed), outputs
 
         places = torch.arange(self.turns, device=carry[0].device)
         following = (places + (-1 if reverse else 1)).clamp(0, self.turns - 1)
         if first is not None:
             places, following = places + first, following + first
-        passed, scanned = [stacks[one] for one in held], [one for place, one in enumerate(stacks) if place not in held]
+        passed = [stacks[one] for one in held]
+        scanned = [stack for one, stack in enumerate(stacks) if one not in held]
         ready = gather(passed, places[-1 if reverse else 0], []) if groups else []
-        carry, outputs = scan(turn, [*carry, *ready, *passed], [*scanned, places, following], reverse=reverse)
-        return carry[: ends[0]], outputs
+        (carry, _, _), outputs = scan(turn, (carry, ready, passed), (scanned, places, following), reverse=reverse)
+        return carry, outputs
 
-    def _gathered_early(self, inputs: Sequence[torch.Tensor]) -> list[list[str]]:
+    def _gathered_early(self, stacks: dict[Any, torch.Tensor]) -> list[list[str]]:
         """The weights of the first layer that a loop gathers in the turn before; those of an inner loop are its own."""
-        part = self.parts[0]
-        if inputs[0].device.type != "xla" or self.turns == 1 or self.count[part] > 1:
+        if self.turns == 1 or self.count[self.parts[0]] > 1 or next(iter(stacks.values())).device.type != "xla":
             return []
-        stacks = dict(zip(self.names[part], inputs, strict=False))
         slices = {name: stack[0] for name, stack in stacks.items() if isinstance(name, str)}
         return partition.gathered_early(slices, alone=len(self.parts) == 1)
-
-    def _whole(self, reverse: bool, inner: bool) -> list[bool]:
-        """Tells of each tensor that `loop` takes whether the carry passes it on whole, for an inner loop."""
-        nested = {part: inner or self.count[part] > 1 for part in self.parts}
-        found = [one for part, one in nested.items() for _ in self.names[part]]
-        if not reverse:
-            return found
-        results = [one for part, one in nested.items() for _ in range(self.kept[part])]
-        return [*nested.values(), *results, *[False] * self.writes, *found]
 
     def _neighbours(self, part: int) -> _Block:
         """Returns the loop over the equal neighbours that one of the run's layers stands for."""
@@ -254,21 +247,19 @@ class _Block:
         block.parts, block.turns, block.count = range(part, part + 1), self.count[part], [1] * len(self.count)
         return block
 
-    def forward(self, carry: Tensors, slices: Tensors, place: torch.Tensor | None = None) -> tuple[Tensors, Tensors]:
-        """Returns the states after the block; outputs those before each layer, the saved results, and what is left."""
-        hidden, constants, state = carry[0], carry[1 : 1 + len(self.constants)], carry[1 + len(self.constants) :]
+    def forward(self, carry: Tree, slices: Tree, place: torch.Tensor | None = None) -> tuple[Tree, Tree]:
+        """Returns the carry after the block; outputs the states before each layer, its saved results, what is left."""
+        (hidden, constants, state), (named,) = carry, slices
         before, results = [], []
         left: dict[Any, Any] = {}
-        for part, tensors in self._by_layer(slices):
+        for part, tensors in zip(self.parts, named, strict=True):
             if self.count[part] > 1:
                 assert place is not None, "a loop with an inner one tells the turn"
                 block = self._neighbours(part)
-                found: Tensors
-                (hidden, *rest), found = block.loop(
-                    block.forward, [hidden, *constants, *state], list(tensors.values()), first=place * self.count[part]
+                (hidden, _, state), ((first,), (found,), _) = block.loop(
+                    block.forward, (hidden, constants, state), [tensors], first=place * self.count[part]
                 )
-                state = rest[len(constants) :]
-                before.append(found.pop(0))
+                before.append(first)
             else:
                 before.append(hidden)
                 cache = self.cache.of_layer(state, place, self.stacked[part]) if self.cache else None
@@ -276,56 +267,43 @@ class _Block:
                     hidden, written = self._layer(part, hidden, constants, tensors, cache)
                 state = cache.end() if cache else []
                 left |= written
-            self.kept[part] = len(found)
-            results += found
-        leaves, self.written = tree_flatten(left)
-        self.writes = len(leaves)
-        return [hidden, *constants, *state], [*before, *results, *leaves]
+            results.append(found)
+        return (hidden, constants, state), (before, results, left)
 
-    def forward_alone(
-        self, carry: Tensors, slices: Tensors, place: torch.Tensor | None = None
-    ) -> tuple[Tensors, Tensors]:
+    def forward_alone(self, carry: Tree, slices: Tree, place: torch.Tensor | None = None) -> tuple[Tree, Tree]:
         """As `forward`, without the outputs that only a backward pass needs."""
-        carry, outputs = self.forward(carry, slices, place)
-        return carry, outputs[len(outputs) - self.writes :]
+        carry, (_, _, left) = self.forward(carry, slices, place)
+        return carry, left
 
-    def backward(self, carry: Tensors, slices: Tensors, place: torch.Tensor | None = None) -> tuple[Tensors, Tensors]:
+    def backward(self, carry: Tree, slices: Tree, place: torch.Tensor | None = None) -> tuple[Tree, Tree]:
         """Returns the gradient before the block, and sums for the constants; outputs the gradients of the slices.
 
         It recomputes each layer after the backward pass of the next layer has ended. Otherwise XLA might recompute all
         layers of the block at once, and take the recomputation of a run of one turn for its forward pass.
         """
-        gradient, shared = carry[0], carry[1:]
-        rest = iter(slices)
-        before = [next(rest) for _ in self.parts]
-        kept = [[next(rest) for _ in range(self.kept[part])] for part in self.parts]
-        upstream = [next(rest) for _ in range(self.writes)]
-        gradients: list[Tensors] = []
-        done = [gradient] if self.turns == 1 else []
-        layers = list(zip(self._by_layer(list(rest)), before, kept, strict=True))
-        for (part, tensors), hidden, results in reversed(layers):
+        before, results, left, named = slices
+        gradients: list[dict[Any, torch.Tensor]] = []
+        done = [carry[0]] if self.turns == 1 else []
+        for part, hidden, kept, tensors in reversed(list(zip(self.parts, before, results, named, strict=True))):
             if self.count[part] > 1:
                 assert place is not None, "a loop with an inner one tells the turn"
                 block = self._neighbours(part)
-                (gradient, *shared), found = block.loop(
-                    block.backward, [gradient, *shared], list(tensors.values()), [hidden, *results],
-                    place * self.count[part],
-                )  # fmt: skip
-            else:
-                hidden, *results = after(done, [hidden, *results])
-                (gradient, *shared), found = self._layer_backward(
-                    part, [gradient, *shared], upstream, hidden, results, tensors
+                carry, (found,) = block.loop(
+                    block.backward, carry, [tensors], ([hidden], [kept], {}), place * self.count[part]
                 )
+            else:
+                hidden, *kept = after(done, [hidden, *kept])
+                carry, found = self._layer_backward(part, carry, tree_leaves(left), hidden, kept, tensors)
             gradients.insert(0, found)
-            done = [gradient, *found]
-        return [gradient, *shared], [part for found in gradients for part in found]
+            done = [carry[0], *found.values()]
+        return carry, gradients
 
     def _layer_backward(
-        self, part: int, carry: Tensors, upstream: Tensors, hidden: torch.Tensor, results: Tensors,
+        self, part: int, carry: Tree, upstream: Tensors, hidden: torch.Tensor, results: Tensors,
         tensors: dict[str | int, torch.Tensor],
-    ) -> tuple[Tensors, Tensors]:  # fmt: skip
+    ) -> tuple[Tree, dict[Any, torch.Tensor]]:  # fmt: skip
         """As `backward` for one layer, of the states before it, its saved results and its tensors."""
-        gradient, constants, sums = carry[0], carry[1 : 1 + len(self.constants)], carry[1 + len(self.constants) :]
+        gradient, constants, sums = carry
         with torch.enable_grad(), activation_checkpointing.recording(self.keeps, results):
             hidden = hidden.detach().requires_grad_()
             trained = {name: self._leaf(part, name, tensors[name]) for name in self.trained[part]}
@@ -333,11 +311,11 @@ class _Block:
             given = [shared.get(place, constant) for place, constant in enumerate(constants)]
             output, written = self._layer(part, hidden, given, {**tensors, **trained})
             gradient, *found = torch.autograd.grad(
-                [output, *tree_flatten(written)[0]], [hidden, *trained.values(), *shared.values()],
+                [output, *tree_leaves(written)], [hidden, *trained.values(), *shared.values()],
                 [gradient, *upstream], allow_unused=True, materialize_grads=True,
             )  # fmt: skip
         sums = [total + one for total, one in zip(sums, found[len(trained) :], strict=True)]
-        return [gradient, *constants, *sums], found[: len(trained)]
+        return (gradient, constants, sums), dict(zip(trained, found, strict=False))
 
     def _leaf(self, index: int, name: str | int, tensor: torch.Tensor) -> torch.Tensor:
         """Makes a leaf of a trained tensor.
@@ -349,11 +327,6 @@ class _Block:
         if name in self.cast[index] and torch.is_autocast_enabled(kind):
             tensor = tensor.to(torch.get_autocast_dtype(kind))
         return tensor.detach().requires_grad_()
-
-    def _by_layer(self, slices: Tensors) -> list[tuple[int, dict[str | int, torch.Tensor]]]:
-        """Returns each layer's place in the run, and the slices by name."""
-        rest = iter(slices)
-        return [(part, {name: next(rest) for name in self.names[part]}) for part in self.parts]
 
     def _layer(
         self,
@@ -375,7 +348,7 @@ class _Block:
         kind = hidden.device.type
         product = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         weights = {name: tensor for name, tensor in given.items() if isinstance(name, str)}
-        weights |= {f"{module}.seed": given[_SEED] for module in self.seeds[index] if _SEED in given}
+        weights |= {name: given[_SEED] for name in self.seeds[index] if _SEED in given}
         weights, hidden = partition.gather_layer(weights, hidden.shape[-1], product), partition.by_rows(hidden)
         args, kwargs = call.arguments(arguments, mapping, cache)
         output = hidden_states_of(
@@ -393,31 +366,30 @@ class _Scanned(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, block: _Block, hidden: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        count = len(block.constants)
-        ctx.block, ctx.given, ctx.autocast = block, len(tensors), autocast_now(hidden.device.type)
-        carry, outputs = block.loop(block.forward, [hidden, *tensors[:count]], list(tensors[count:]))
-        end = len(outputs) - block.writes
-        ctx.save_for_backward(*tensors, *outputs[:end])
-        ctx.trained = [tensor.requires_grad for tensor in tensors]
-        return carry[0], *(tensor[0] for tensor in outputs[end:])
+        constants, named = tree_unflatten(tensors, block.given)
+        ctx.block, ctx.autocast = block, autocast_now(hidden.device.type)
+        carry, (*saved, left) = block.loop(block.forward, (hidden, constants, []), named)
+        leaves, ctx.structure = tree_flatten((constants, named, saved))
+        ctx.save_for_backward(*leaves)
+        written, block.written = tree_flatten(left)
+        return carry[0], *(stack[0] for stack in written)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: torch.Tensor, *left: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        block, saved = ctx.block, ctx.saved_tensors
-        count = len(block.constants)
-        constants, inputs, kept = saved[:count], saved[count : ctx.given], saved[ctx.given :]
+        block, tensors = ctx.block, ctx.saved_tensors
+        constants, named, saved = tree_unflatten(tensors, ctx.structure)
         sums = [torch.zeros_like(constants[place], dtype=torch.float32) for place in block.summed]
+        stacks = tree_unflatten([tensor[None] for tensor in left], block.written)
         with torch.autocast(**ctx.autocast):
-            carry, found = block.loop(
-                block.backward, [upstream, *constants, *sums], inputs, [*kept, *(tensor[None] for tensor in left)]
+            (gradient, _, sums), found = block.loop(
+                block.backward, (upstream, constants, sums), named, (*saved, stacks)
             )
-        gradients = iter([*carry[1 + count :], *found])
-        turned = (
-            next(gradients).reshape(own.shape).to(own.dtype) if own_is_trained else None
-            for own, own_is_trained in zip(saved, ctx.trained, strict=False)
-        )
-        return (None, carry[0], *turned)
+        summed = dict(zip(block.summed, sums, strict=True))
+        turned = [summed.get(place) for place in range(len(constants))]
+        turned += [gradients.get(name) for own, gradients in zip(named, found, strict=True) for name in own]
+        pairs = zip(turned, tensors, strict=False)
+        return None, gradient, *(None if one is None else one.reshape(own.shape).to(own.dtype) for one, own in pairs)
 
 
 def scan_layers(decoder: Any, optim: OptimConfig, device_type: str) -> ScannedLayers | None:

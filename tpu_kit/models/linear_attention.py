@@ -22,8 +22,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from tpu_kit.models.activation_checkpointing import recomputed_scan
 from tpu_kit.models.layer_calls import LayerCache
-from tpu_kit.xla.scan import Tensors, scan
+from tpu_kit.xla.scan import Tensors, Tree
 
 CHUNK = 64
 """Tokens of a chunk, a power of 2."""
@@ -165,48 +166,6 @@ class _Inverse(torch.autograd.Function):
         return -(turned @ upstream @ turned).tril(-1)
 
 
-def _in_fp32(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Ends autocast, which the meta device does not have."""
-    return contextlib.nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
-
-
-class _Chunks(torch.autograd.Function):
-    """The loops over chunks; tensors are (N, B, C, ...), the last two the segments and the segments before chunks."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, step: Step, dtype: torch.dtype, state: torch.Tensor, *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        def body(carry: Tensors, slices: Tensors) -> tuple[Tensors, Tensors]:
-            after, output = step(carry[0], *slices)
-            return [after], [carry[0] * 1, output.to(dtype)]
-
-        with _in_fp32(state.device):
-            carry, (states, output) = scan(body, [state], list(tensors))
-        ctx.step = step
-        ctx.save_for_backward(states, *tensors)
-        ctx.mark_non_differentiable(*carry)
-        return output, carry[0]
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, upstream: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        states, *tensors = ctx.saved_tensors  # which a checkpoint of torch lets be read once
-        count = len(tensors) - 2  # without the segments
-
-        def body(carry: Tensors, slices: Tensors) -> tuple[Tensors, Tensors]:
-            given, state, rest = slices[0], slices[1], slices[2:]
-            with torch.enable_grad():
-                leaves = [one.detach().requires_grad_() for one in (state, *rest[:count])]
-                results = ctx.step(*leaves, *rest[count:])
-                first, *found = torch.autograd.grad(results, leaves, [carry[0], given.float()])
-            return [first], found
-
-        with _in_fp32(upstream.device):
-            found = scan(body, [torch.zeros_like(states[0])], [upstream, states, *tensors], reverse=True)[1]
-        return (None, None, None, *found, None, None)
-
-
 def _over_chunks(
     step: Step, sizes: tuple[int, int, int], dtype: torch.dtype, tensors: Tensors, segment_ids: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -223,59 +182,19 @@ def _over_chunks(
     segments = chunks(segment_ids.to(torch.int32))
     before = torch.cat([segments[:1, :, 0], segments[:, :, -1]])[:-1]  # XLA has no empty slice of one row's one chunk
     state = torch.zeros(batch, *sizes, device=segment_ids.device)
-    output, last = _Chunks.apply(step, dtype, state, *map(chunks, tensors), segments, before)
+
+    def body(carry: Tree, _: Tree, slices: Tree) -> tuple[Tree, Tree]:
+        after, output = step(*carry, *slices)
+        return [after], output.to(dtype)
+
+    # The meta device has no autocast.
+    in_fp32 = contextlib.nullcontext() if state.is_meta else torch.autocast(state.device.type, enabled=False)
+    with in_fp32:
+        output, last = recomputed_scan(body, [state], {}, [*map(chunks, tensors), segments, before])
     return output.transpose(0, 1).flatten(1, 2)[:, :length], last
 
 
 # ----------------------------------------------------------------------------------------------------------------- rows
-
-
-def gated_delta_rule(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    decay: torch.Tensor,
-    beta: torch.Tensor,
-    segment_ids: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes the gated delta rule, with normalised queries and keys, within documents.
-
-    Args:
-        query: (B, S, h, K); each head serves H / h neighbours.
-        key: (B, S, h, K).
-        value: (B, S, H, V).
-        decay: (B, S, H) logs, at most 0.
-        beta: (B, S, H), between 0 and 1.
-        segment_ids: (B, S) integers, the document of each token.
-
-    Returns:
-        (B, S, H, V) in the value's dtype, and the state after the last token, (B, H, K, V) fp32, without a gradient.
-    """
-    sizes = value.shape[2], key.shape[3], value.shape[3]
-    return _over_chunks(delta_step, sizes, value.dtype, [query, key, value, decay, beta], segment_ids)
-
-
-def mamba2(
-    hidden: torch.Tensor, dt: torch.Tensor, rates: torch.Tensor, key: torch.Tensor, query: torch.Tensor,
-    segment_ids: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Computes Mamba 2 within documents.
-
-    Args:
-        hidden: (B, S, H, P), x.
-        dt: (B, S, H), above 0.
-        rates: (H,) below 0, A.
-        key: (B, S, G, N), B.
-        query: (B, S, G, N), C.
-        segment_ids: (B, S) integers, the document of each token.
-
-    Returns:
-        (B, S, H, P), and the state after the last token, (B, H, P, N), without a gradient; both in fp32.
-    """
-    sizes, dt = (hidden.shape[2], key.shape[3], hidden.shape[3]), dt.float()
-    tensors = [hidden.float() * dt[..., None], key, query, rates.float() * dt]
-    output, state = _over_chunks(mamba_step, sizes, torch.float32, tensors, segment_ids)
-    return output, state.transpose(2, 3)
 
 
 def causal_conv(
@@ -403,6 +322,7 @@ def _delta(
     own: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
     segment_ids: torch.Tensor | None = None, cache: LayerCache | None = None, **options: Any,
 ) -> Any:  # fmt: skip
+    """Computes the gated delta rule of rows; for the shapes see `delta_step`, with S tokens for C."""
     documents = _documents(value, segment_ids, cache)
     if documents is None:
         return own(query, key, value, g=g, beta=beta, **options)
@@ -411,13 +331,15 @@ def _delta(
     segments, counts = documents
     if counts is not None:
         g, beta = g * counts[..., None], beta * counts[..., None]
-    return gated_delta_rule(query, key, value, g, beta, segments)
+    sizes = value.shape[2], key.shape[3], value.shape[3]
+    return _over_chunks(delta_step, sizes, value.dtype, [query, key, value, g, beta], segments)
 
 
 def _mamba2(
     own: Any, hidden: torch.Tensor, dt: torch.Tensor, rates: torch.Tensor, key: torch.Tensor, query: torch.Tensor,
     segment_ids: torch.Tensor | None = None, cache: LayerCache | None = None, **options: Any,
 ) -> Any:  # fmt: skip
+    """Computes Mamba 2 of x (B, S, H, P), dt (B, S, H), A (H,), B and C (B, S, G, N); its state is (B, H, P, N)."""
     documents = _documents(hidden, segment_ids, cache)
     if documents is None:
         return own(hidden, dt, rates, key, query, **options)
@@ -429,10 +351,12 @@ def _mamba2(
     dt = F.softplus(dt) if options.get("dt_softplus") else dt
     dt = dt.clamp(*options.get("dt_limit", (0.0, float("inf"))))
     dt = dt if counts is None else dt * counts[..., None]
-    output, state = mamba2(hidden, dt, rates, key, query, segments)
+    sizes, dt = (hidden.shape[2], key.shape[3], hidden.shape[3]), dt.float()
+    tensors = [hidden.float() * dt[..., None], key, query, rates.float() * dt]
+    output, state = _over_chunks(mamba_step, sizes, torch.float32, tensors, segments)
     if (skip := options.get("D")) is not None:
         output = output + skip[:, None] * hidden.float()
-    return (output, state) if options.get("return_final_states") else output
+    return (output, state.transpose(2, 3)) if options.get("return_final_states") else output
 
 
 def _mamba2_step(

@@ -14,37 +14,59 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from tpu_kit.xla.program import placeholder, refusing
 
 Tensors = list[torch.Tensor]
-Body = Callable[[Tensors, Tensors], tuple[Tensors, Tensors]]
+Tree = Any
+"""Tensors in lists, tuples and dictionaries within each other."""
+Body = Callable[[Tree, Tree], tuple[Tree, Tree]]
+_FlatBody = Callable[[Tensors, Tensors], tuple[Tensors, Tensors]]
 _tracing = threading.Lock()  # replicas of XLA:CPU are threads
 
 
-def scan(body: Body, carry: Tensors, inputs: Tensors, *, reverse: bool = False) -> tuple[Tensors, Tensors]:
+def scan(body: Body, carry: Tree, inputs: Tree, *, reverse: bool = False, unrolled: bool = False) -> tuple[Tree, Tree]:
     """Runs `body` for each slice of `inputs`, without autograd.
 
     On XLA a call traces the body once, with tensors without values. The carry must contain all tensors that it needs:
     the loop would repeat the computation of other tensors in every turn.
 
     Args:
-        body: takes the carry and the slices of one turn, and returns the next carry, of equal shapes and dtypes, and
-            the outputs of the turn.
+        body: takes the carry and the slices of one turn, as trees of the same structure, and returns the next carry, of
+            equal structure, shapes and dtypes, and the outputs of the turn.
         carry: at the start; no booleans, which the loop does not support.
         inputs: (N, ...) each, one or more.
         reverse: from the last slice to the first; outputs are in the order of the inputs.
+        unrolled: on XLA, too, for a few turns, each of which begins after the one before has ended. The compiler copies
+            the carry of a loop, such as the three matrices of an MLP; unrolled it copies nothing.
 
     Returns:
         The last carry, and the outputs stacked, (N, ...) each.
     """
-    turns = inputs[0].shape[0]
-    if inputs[0].device.type == "xla" and turns > 1:
-        return _scan_on_xla(body, carry, inputs, reverse)
-    outputs = []
-    for turn in reversed(range(turns)) if reverse else range(turns):
-        carry, output = body(carry, [tensor[turn] for tensor in inputs])
+    (start, carried), (stacks, given) = tree_flatten(carry), tree_flatten(inputs)
+    made: Any = None
+
+    def flat(state: Tensors, slices: Tensors) -> tuple[Tensors, Tensors]:
+        nonlocal made
+        after, outputs = body(tree_unflatten(state, carried), tree_unflatten(slices, given))
+        leaves, made = tree_flatten(outputs)
+        return tree_leaves(after), leaves
+
+    loops = stacks[0].device.type == "xla" and stacks[0].shape[0] > 1 and not unrolled
+    end, outputs = (_scan_on_xla if loops else _scan_unrolled)(flat, start, stacks, reverse)
+    return tree_unflatten(end, carried), tree_unflatten(outputs, made)
+
+
+def _scan_unrolled(body: _FlatBody, carry: Tensors, inputs: Tensors, reverse: bool) -> tuple[Tensors, Tensors]:
+    outputs: list[Tensors] = []
+    done: Tensors = []
+    turns = range(inputs[0].shape[0])
+    for turn in reversed(turns) if reverse else turns:
+        before = carry
+        carry, output = body(carry, after(done, [tensor[turn] for tensor in inputs]))
         outputs.append(output)
+        done = [*output, *(new for new, old in zip(carry, before, strict=True) if new is not old)]
     if reverse:
         outputs.reverse()
     return carry, [torch.stack(column) for column in zip(*outputs, strict=True)]
@@ -53,7 +75,7 @@ def scan(body: Body, carry: Tensors, inputs: Tensors, *, reverse: bool = False) 
 _loops: dict[Any, tuple[Any, list[int]]] = {}  # by the trace of the body
 
 
-def _scan_on_xla(body: Body, carry: Tensors, inputs: Tensors, reverse: bool) -> tuple[Tensors, Tensors]:
+def _scan_on_xla(body: _FlatBody, carry: Tensors, inputs: Tensors, reverse: bool) -> tuple[Tensors, Tensors]:
     """Traces the body, and lowers it unless a loop of an equal trace is there.
 
     torch_xla's own scan lowers the body in every step, and its public function traces it through AOTAutograd besides.
@@ -160,21 +182,6 @@ def _loop(
         return (count + one, *new, *state[carried:], *inputs, *stacks, *held)
 
     return xb.Op.mkwhile(parameters, more, turn).build(name)
-
-
-def in_turn(body: Body, carry: Tensors, inputs: Tensors) -> tuple[Tensors, Tensors]:
-    """Runs `scan` unrolled, for a few turns; on XLA each turn begins after the previous one has ended.
-
-    The compiler copies the carry of a loop, such as the three matrices of an MLP; unrolled it copies nothing.
-    """
-    outputs: list[Tensors] = []
-    done: Tensors = []
-    for turn in range(inputs[0].shape[0]):
-        before = carry
-        carry, output = body(carry, after(done, [tensor[turn] for tensor in inputs]))
-        outputs.append(output)
-        done = [*output, *(new for new, old in zip(carry, before, strict=True) if new is not old)]
-    return carry, [torch.stack(column) for column in zip(*outputs, strict=True)]
 
 
 def after(done: Tensors, tensors: Tensors) -> Tensors:
