@@ -24,7 +24,7 @@ from tpu_kit.config.loader import ModelConfig
 from tpu_kit.config.mesh import mesh_size
 from tpu_kit.hardware.slices import find_slice
 from tpu_kit.models.architecture import shipped_shapes
-from tpu_kit.models.shape_cache import read_shapes
+from tpu_kit.models.shape_cache import read_shape
 from tpu_kit.planning.compile_check import compile_step
 
 PAGE = REPOSITORY / "tpu_kit" / "planning" / "README.md"
@@ -80,7 +80,7 @@ def drawn() -> list[dict[str, Any]]:
     """
     chosen, found = random.Random(SEED), list[dict[str, Any]]()
     names = [*{json.dumps(shape): name for name, shape in sorted(shipped_shapes().items(), reverse=True)}.values()]
-    shapes = dict(zip(names, read_shapes([ModelConfig(name=name) for name in names]), strict=True))
+    shapes = {name: read_shape(ModelConfig(name=name)) for name in names}
     names = sorted(name for name, shape in shapes.items() if shape.parameters < MOST_PARAMETERS)
     while len(found) < DRAWN:
         name, (where, *mesh), more = chosen.choice(names), chosen.choice(SLICES), [*map(chosen.choice, CHOICES)]

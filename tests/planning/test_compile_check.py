@@ -20,10 +20,11 @@ import pytest
 
 from tests.support.child_processes import REPOSITORY, child_environment, run_python
 from tests.support.compiler_models import LLAMA_8B, QWEN2_500M, TINY, write_config
-from tpu_kit.config.loader import TrainConfig, load_config
+from tpu_kit.config.loader import ModelConfig, TrainConfig, load_config
 from tpu_kit.config.mesh import Mesh
 from tpu_kit.hardware import chips
 from tpu_kit.hardware.slices import find_topology
+from tpu_kit.models.meta_model import settings_of
 from tpu_kit.models.shape_cache import read_shape
 from tpu_kit.planning import compile_check
 from tpu_kit.planning.compile_check import Compiled, CompilerUnavailable, compile_step
@@ -192,8 +193,8 @@ def test_what_is_asked_of_the_child(tiny: Path, tmp_path: Path, monkeypatch: pyt
     hub = load_config(None, ["model.name=Qwen/Qwen2.5-0.5B-Instruct", "batch_size=1"])
     with pytest.raises(RuntimeError, match="enough"):
         compile_step(hub, "v5e", cache_dir=tmp_path)
-    written = json.loads((Path(asked[0]["name"]) / "config.json").read_text())
-    assert (written["model_type"], written["hidden_size"]) == ("qwen2", 896)
+    built = settings_of(ModelConfig(**asked[0]))
+    assert (built.model_type, built.hidden_size) == ("qwen2", 896)
 
 
 @needs_libtpu

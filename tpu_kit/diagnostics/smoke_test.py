@@ -23,7 +23,7 @@ from tpu_kit.generation.service import load_here
 from tpu_kit.hardware.chips import GIB
 from tpu_kit.models import attention
 from tpu_kit.models import causal_lm as models
-from tpu_kit.models.loading import read_config
+from tpu_kit.models.meta_model import settings_of
 from tpu_kit.planning.trace import empty_model
 from tpu_kit.training.objectives import SupervisedObjective
 from tpu_kit.training.state import Report
@@ -234,9 +234,7 @@ def _stepper(
 
 def _rows(config: TrainConfig, count: int) -> dict[str, torch.Tensor]:
     """Makes rows of two documents each, with the same random tokens at every call."""
-    settings, length = read_config(config.model), config.data.max_length
-    assert settings is not None
-    vocabulary = settings.get_text_config().vocab_size
+    vocabulary, length = settings_of(config.model).get_text_config().vocab_size, config.data.max_length
     ids = torch.randint(2, vocabulary, (count, length), generator=torch.Generator().manual_seed(1))
     first = length // 3
     positions = torch.cat([torch.arange(first), torch.arange(length - first)]).repeat(count, 1)

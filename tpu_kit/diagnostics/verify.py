@@ -31,7 +31,7 @@ from tpu_kit.hardware.chips import Chip
 from tpu_kit.hardware.compatibility import PACKAGES, TESTED, installed_version
 from tpu_kit.hardware.machine import Check, Machine, Status
 from tpu_kit.models.shape_cache import read_shape
-from tpu_kit.planning.compile_check import compile_step, with_shipped_shape
+from tpu_kit.planning.compile_check import compile_step
 from tpu_kit.planning.cost import step_time, work
 from tpu_kit.storage import atomic
 
@@ -199,7 +199,7 @@ class _Checks:
 
     def _shapes(self) -> list[TrainConfig]:
         shapes = _SHAPES if self._backend.device_type in ("tpu", "cuda") else _SMALL
-        return [with_shipped_shape(self._config(one=True, **shape)) for shape in shapes]
+        return [self._config(one=True, **shape) for shape in shapes]
 
     def _step(self, config: TrainConfig) -> dict[str, float | None]:
         """Measures a step; each shape is run once, for its memory and its time."""

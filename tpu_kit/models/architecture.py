@@ -12,11 +12,11 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import cache, cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 from tpu_kit.config.fields import closest
 from tpu_kit.config.loader import LoraConfig, ModelConfig
@@ -192,11 +192,6 @@ class Experts:
     chosen: int
     linears: tuple[Linear, ...]
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Experts:
-        """Reads the result of `asdict`."""
-        return cls(**values | {"linears": tuple(Linear(**one) for one in values["linears"])})
-
     @property
     def weights(self) -> int:
         """Number of elements of an expert's matrices."""
@@ -243,13 +238,6 @@ class Layer:
     norm_follows: bool
     experts: tuple[Experts, ...] = ()
     state: int = 0
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Layer:
-        """Reads the result of `asdict`."""
-        linears = tuple(Linear(**one) for one in values["linears"])
-        mixtures = tuple(map(Experts.from_dict, values["experts"]))
-        return cls(**values | {"linears": linears, "others": _pairs(values["others"]), "experts": mixtures})
 
     def in_mlp(self, linear: Linear) -> bool:
         """Whether a linear layer is the MLP's; the others are counted as attention's."""
@@ -343,12 +331,8 @@ class Shape:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Shape:
         """Reads the result of `asdict`, also from JSON."""
-        changes = {
-            "outside": _pairs(values["outside"]), "order": tuple(values["order"]), "equal": tuple(values["equal"]),
-            "linears_outside": tuple(Linear(**one) for one in values["linears_outside"]),
-            "kinds": tuple(map(Layer.from_dict, values["kinds"])),
-        }  # fmt: skip
-        return cls(**values | changes)
+        found: Shape = _read(cls, values)
+        return found
 
     @property
     def embedding(self) -> Embedding:
@@ -479,8 +463,18 @@ def check_targets(lora: LoraConfig, paths: Sequence[str], model: str) -> None:
         )
 
 
-def _pairs(values: Iterable[Any]) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    return tuple((name, tuple(shape)) for name, shape in values)
+_hints = cache(get_type_hints)
+
+
+def _read(kind: Any, value: Any) -> Any:
+    """Makes a value of a type, of dataclasses and tuples, of the dictionaries and lists that JSON has for it."""
+    if isinstance(kind, type) and is_dataclass(kind):
+        return kind(**{name: _read(_hints(kind)[name], one) for name, one in value.items()})
+    if get_origin(kind) is not tuple:
+        return value
+    first, *others = get_args(kind)
+    kinds = itertools.repeat(first) if others == [...] else (first, *others)
+    return tuple(_read(of, one) for of, one in zip(kinds, value, strict=False))
 
 
 def _elements(parameters: Iterable[tuple[str, tuple[int, ...]]]) -> int:

@@ -152,11 +152,12 @@ def refuse_family(config: ModelConfig, error: Exception) -> None:
     ) from error
 
 
-def read_config(config: ModelConfig) -> PreTrainedConfig | None:
+def read_config(config: ModelConfig, needed: bool = False) -> PreTrainedConfig | None:
     """Reads a model's configuration, without its weights; None where it cannot be read, which loading explains.
 
     Raises:
-        ValueError: the model has code of its own, and `trust_remote_code` is off; or transformers lacks its family.
+        ValueError: the model has code of its own, and `trust_remote_code` is off; transformers lacks its family; or the
+            configuration is `needed`, and cannot be read.
     """
     from transformers import AutoConfig
 
@@ -165,10 +166,14 @@ def read_config(config: ModelConfig) -> PreTrainedConfig | None:
         found: PreTrainedConfig = AutoConfig.from_pretrained(
             locate(config), revision=config.revision, trust_remote_code=config.trust_remote_code, **options
         )
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except Exception as error:  # strict configurations raise classes of their own
         refuse_code(config, error)
         refuse_family(config, error)
-        return None
+        if not needed:
+            return None
+        if isinstance(error, OSError):
+            raise ValueError(unreachable(config, error)) from error
+        raise ValueError(f"model.name={config.name}: its config.json cannot be used: {brief(error)}") from error
     return found
 
 

@@ -1,18 +1,9 @@
-"""Builds models on PyTorch's "meta" device, without weights, and derives their shapes.
-
-`python -m tpu_kit.models.meta_model` derives shapes in a process of its own: a list of requests on stdin, see `derive`,
-and on stdout {"shapes": [...]}, or {"problem": text}.
-"""
+"""Builds models on PyTorch's "meta" device, without weights, and derives their shapes."""
 
 from __future__ import annotations
 
-import json
 import math
-import sys
-import tempfile
 import warnings
-from dataclasses import asdict, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,8 +11,8 @@ import torch._dynamo  # transformers' models import it, and torch 2.8 cannot do 
 
 from tpu_kit.config.loader import ModelConfig
 from tpu_kit.models import attention, experts, layer_calls, linear_attention
-from tpu_kit.models.architecture import Experts, Layer, Linear, Shape, brief, locate, unreachable
-from tpu_kit.models.loading import leave_out_towers, refuse_code, refuse_family
+from tpu_kit.models.architecture import Experts, Layer, Linear, Shape, brief, locate, shipped_shape
+from tpu_kit.models.loading import leave_out_towers, read_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -39,7 +30,7 @@ def build(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     """
     from transformers import AutoModelForCausalLM
 
-    settings = _settings(model)
+    settings = settings_of(model)
     try:
         built: PreTrainedModel = AutoModelForCausalLM.from_config(
             settings, dtype=dtype, trust_remote_code=model.trust_remote_code
@@ -53,22 +44,20 @@ def build(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     return built
 
 
-def _settings(config: ModelConfig) -> Any:
-    from transformers import AutoConfig
+def settings_of(config: ModelConfig) -> Any:
+    """Returns a model's configuration, that of assets/shapes.json where it has one.
 
-    name = locate(config)
-    options = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    Raises:
+        ValueError: there is none, or it lacks sizes.
+    """
+    from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+    if (given := shipped_shape(config)) is not None:
+        return CONFIG_MAPPING[given["model_type"]].from_dict(given)
+    settings: Any = read_config(config, needed=True)
     if config.gguf_file:
-        return AutoConfig.from_pretrained(name, gguf_file=config.gguf_file, **options)
-    try:
-        settings = AutoConfig.from_pretrained(name, **options)
-        given, _ = type(settings).get_config_dict(name, revision=config.revision)
-    except OSError as error:
-        raise ValueError(unreachable(config, error)) from error
-    except Exception as error:  # strict configurations raise classes of their own
-        refuse_code(config, error)
-        refuse_family(config, error)
-        raise ValueError(f"model.name={config.name}: its config.json cannot be used: {brief(error)}") from error
+        return settings
+    given, _ = PreTrainedConfig.get_config_dict(locate(config), revision=config.revision)
     leave_out_towers(settings)
     # transformers replaces missing sizes by its defaults, which would silently plan another model.
     text, given = settings.get_text_config(), given.get("text_config", given)
@@ -83,23 +72,14 @@ def _settings(config: ModelConfig) -> Any:
     return settings
 
 
-def derive(request: dict[str, Any]) -> dict[str, Any]:
-    """Derives the shape of a model, for JSON, from the fields of a `ModelConfig` and "config", the text of config.json.
+def derive(model: ModelConfig) -> Shape:
+    """Derives the shape of a model.
 
     Raises:
         ValueError: as `build`; or its decoder does not run.
     """
-    given = ModelConfig(**{one.name: request[one.name] for one in fields(ModelConfig)})
-    with tempfile.TemporaryDirectory() as folder:
-        model = given
-        if not given.trust_remote_code:  # what ships with the kit is in no folder
-            Path(folder, "config.json").write_text(request["config"])
-            model = ModelConfig(name=folder)
-        try:
-            with torch.device("meta"), warnings.catch_warnings(action="ignore"):
-                return asdict(shape_of(build(model, torch.bfloat16), given.name))
-        except ValueError as error:
-            raise ValueError(str(error).replace(folder, given.name)) from error
+    with torch.device("meta"), warnings.catch_warnings(action="ignore"):
+        return shape_of(build(model, torch.bfloat16), model.name)
 
 
 def shape_of(model: PreTrainedModel, name: str) -> Shape:
@@ -251,16 +231,3 @@ def _kind(layer: torch.nn.Module, hidden: torch.Tensor, args: Any, kwargs: Any) 
     every = tuple(_experts(path, part, chosen[path]) for path, part in mixtures.items())
     state = sum(map(math.prod, states))
     return output, Layer(tuple(linears.values()), others, mlp, heads, kv_heads, size, follows, every, state)
-
-
-def main() -> None:
-    """Answers the requests on stdin."""
-    try:
-        answer: dict[str, Any] = {"shapes": [derive(request) for request in json.load(sys.stdin)]}
-    except ValueError as error:
-        answer = {"problem": str(error)}
-    print(json.dumps(answer))
-
-
-if __name__ == "__main__":
-    main()

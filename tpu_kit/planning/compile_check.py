@@ -29,7 +29,6 @@ from tpu_kit.distributed.child_process import run_child, xla_cpu_environment
 from tpu_kit.hardware.chips import GIB, Chip, Topology
 from tpu_kit.hardware.compatibility import PAIRINGS
 from tpu_kit.hardware.slices import find_topology
-from tpu_kit.models.architecture import shipped_shape
 from tpu_kit.models.shape_cache import shape_key
 from tpu_kit.planning.cost import Collective, Work
 from tpu_kit.planning.rollouts import rollout_of
@@ -184,7 +183,6 @@ def compile_step(
         RuntimeError: the process that compiles died, or the time limit was exceeded.
     """
     kind, topology = find_topology(chip, num_replicas)
-    config = with_shipped_shape(config, cache_dir)
     libtpu = check_available()
     folder = cache_dir or CACHE.expanduser()
     compiler = repr((topology, num_replicas, effort, libtpu, _source(*_READERS)))
@@ -222,24 +220,6 @@ def compile_programs(
         name: compile_step(config, topology, num_replicas=num_devices, **what, **options)
         for name, what in asked.items()
     }  # fmt: skip
-
-
-def with_shipped_shape(config: TrainConfig, folder: Path | None = None) -> TrainConfig:
-    """The run with model and teacher replaced by folders with a config.json, if their shapes come with the kit."""
-    folder = folder or CACHE.expanduser()
-    names = []
-    for model in _models(config):
-        shape, place = shipped_shape(model), folder / "shapes" / model.name
-        names.append(model.name if shape is None else str(place))
-        if shape is None:
-            continue
-        try:
-            place.mkdir(parents=True, exist_ok=True)
-            (place / "config.json").write_text(json.dumps(shape))
-        except OSError:  # then the hub is asked
-            return config
-    model, distill = replace(config.model, name=names[0]), config.distill
-    return replace(config, model=model, distill=replace(distill, teacher=names[1]) if names[1:] else distill)
 
 
 def _compiled(answer: Mapping[str, Any], kind: Chip, topology: Topology, libtpu: str) -> Compiled:

@@ -10,7 +10,7 @@ from tpu_kit.config.mesh import Mesh, resolve_mesh
 from tpu_kit.hardware.chips import GIB
 from tpu_kit.hardware.slices import TargetSlice
 from tpu_kit.models.architecture import Shape, shipped_shapes, undivided
-from tpu_kit.models.shape_cache import read_shapes
+from tpu_kit.models.shape_cache import read_shape
 from tpu_kit.planning.argument_memory import table
 from tpu_kit.planning.setting import Setting, can_shard, largest, with_rows
 
@@ -112,8 +112,7 @@ def largest_models(where: TargetSlice) -> list[dict[str, object]]:
     """
     mesh = Mesh(fsdp=where.replicas)
     on = where.sharded(mesh) if where.replicas > 1 else where
-    names = [*shipped_shapes()]
-    shapes = dict(zip(names, read_shapes([ModelConfig(name=name) for name in names]), strict=True))
+    shapes = {name: read_shape(ModelConfig(name=name)) for name in shipped_shapes()}
     found: list[dict[str, object]] = []
     for dtype in ("bf16", "int8", "int4"):
         for name, shape in sorted(shapes.items(), key=lambda one: -one[1].parameters):
