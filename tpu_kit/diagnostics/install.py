@@ -133,32 +133,28 @@ class Decision:
     """The decision about an installation.
 
     Attributes:
-        action: "nothing", "install", or "impossible" with this Python on this machine.
         kind: the packages to install.
-        why: one line for each problem.
+        why: one line for each problem, or for what is right already.
         add: the requirements to install.
         keep: "name==version" of packages that must not be replaced; empty if one must be.
-        command: of pip or uv; empty unless the action is "install".
-        ways_out: what the user can do if it is impossible.
+        command: of pip or uv; empty if nothing is to be done.
     """
 
-    action: Literal["nothing", "install", "impossible"]
     kind: Kind
     why: tuple[str, ...]
     add: tuple[str, ...] = ()
     keep: tuple[str, ...] = ()
     command: tuple[str, ...] = ()
-    ways_out: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        if self.action == "nothing":
+        if not self.command:
             return "Nothing to do: " + "; ".join(self.why)
-        why = [f"  - {line}" for line in self.why]
-        if self.action == "install":
-            kept = [f"Left as they are: {len(self.keep)} packages"] if self.keep else []
-            return "\n".join(["To install, because:", *why, *kept, shlex.join(self.command)])
-        ways = [f"  - {line}" for line in self.ways_out]
-        return "\n".join(["It cannot be installed here:", *why, "Ways out:", *ways])
+        kept = [f"Left as they are: {len(self.keep)} packages"] if self.keep else []
+        return "\n".join(["To install, because:", *_listed(self.why), *kept, shlex.join(self.command)])
+
+
+def _listed(lines: Sequence[str]) -> list[str]:
+    return [f"  - {line}" for line in lines]
 
 
 def decide(
@@ -173,10 +169,11 @@ def decide(
         torch_index: address of an index with other wheels of torch.
         source: where the kit came from; a folder of wheels replaces the package index.
         extras: extras of the kit to install too, such as "trackers".
+
+    Raises:
+        ValueError: it is impossible with this Python on this machine; the text names the ways out.
     """
-    kind, against = _kind(site, hardware)
-    if against:
-        return Decision("impossible", kind, tuple(against), ways_out=_ways_out(site, kind, source))
+    kind = _kind(site, hardware, source)
     wrong: dict[str, tuple[str, str]] = {}  # package -> what its version must be, and the bounds to install it with
     if kind == "tpu":
         pairs = mismatches(site.version, site.python, with_tpu=True)
@@ -190,13 +187,13 @@ def decide(
             wrong[name] = bounds, tested.get(name, bounds)
     if not wrong:
         pair = ", ".join(f"{name} {site.version(name)}" for name in (PACKAGES if kind == "tpu" else ("torch",)))
-        return Decision("nothing", kind, (f"all packages are there, and {pair} pair",))
+        return Decision(kind, (f"all packages are there, and {pair} pair",))
     absent = [name for name in wrong if site.version(name) is None]
     why = [f"not installed: {', '.join(absent)}"] * bool(absent)
     why += [f"{name} is {now}, and must be {must}" for name, (must, _) in wrong.items() if (now := site.version(name))]
     if not site.uv and not site.pip:
-        advice = "this Python has no pip, and there is no uv: run `python -m ensurepip`, or install uv, and look again"
-        return Decision("impossible", kind, (advice,), ways_out=(advice,))
+        advice = "run `python -m ensurepip`, or install uv, and look again"
+        raise _impossible(["this Python has no pip, and there is no uv"], [advice])
     uv, pip = [site.uv, "pip", "install", "--python", sys.executable], [sys.executable, "-m", "pip", "install"]
     line = [*(uv if site.uv else pip), "--quiet"]
     folder = Path(source).expanduser()
@@ -209,7 +206,7 @@ def decide(
     if len(absent) == len(wrong):  # without versions that pip cannot read
         readable = [(name, now) for name, now in sorted(site.versions.items()) if re.fullmatch(r"\d[\w.+!-]*", now)]
         keep = tuple(f"{name}=={now}" for name, now in readable)
-    return Decision("install", kind, tuple(why), add, keep, (*line, *add))
+    return Decision(kind, tuple(why), add, keep, (*line, *add))
 
 
 def _required() -> list[str]:
@@ -221,12 +218,13 @@ def _required() -> list[str]:
         raise ValueError(f"tpu_kit is in {folder}, but not installed, so what it needs is unknown: {advice}") from None
 
 
-def _kind(site: Site, hardware: str) -> tuple[Kind, list[str]]:
-    """Which packages to install, and the reasons why that is impossible."""
+def _kind(site: Site, hardware: str, source: str) -> Kind:
+    """Which packages to install; raises ValueError where that is impossible."""
     # torch without torch_xla stays as it is if no TPU is attached.
     has_tpu = site.accelerator not in ("", _GPU)
     alone = site.version("torch") is not None and site.version("torch_xla") is None and not has_tpu
     for_gpu = site.accelerator == _GPU or site.system != _LINUX or alone if hardware == "auto" else hardware == "gpu"
+    kind: Kind = "gpu" if for_gpu else "tpu"
     against = []
     if site.python not in PYTHONS:
         against.append(f"Python {_dotted(site.python)}: the kit needs 3.11 to 3.13")
@@ -234,7 +232,13 @@ def _kind(site: Site, hardware: str) -> tuple[Kind, list[str]]:
         against.append(f"{site.system}: torch_xla has wheels for {_LINUX} alone; hardware='gpu' installs torch alone")
     if not for_gpu and (other := site.version("torch_tpu")):
         against.append(beside_torch_tpu(other))
-    return "gpu" if for_gpu else "tpu", against
+    if against:
+        raise _impossible(against, _ways_out(site, kind, source))
+    return kind
+
+
+def _impossible(against: Sequence[str], ways_out: Sequence[str]) -> ValueError:
+    return ValueError("\n".join(["It cannot be installed here:", *_listed(against), "Ways out:", *_listed(ways_out)]))
 
 
 def _read_requirements(lines: Sequence[str], extras: Sequence[str] = ()) -> dict[str, str]:
@@ -305,7 +309,7 @@ def ensure(kit_source: str = "git") -> None:
             be restarted.
     """
     decision = decide(look(), source=kit_source)
-    if decision.action == "nothing":
+    if not decision.command:
         print(f"tpu_kit is ready: {decision.why[0]}")
         return
     carry_out(decision)
@@ -317,39 +321,30 @@ def carry_out(decision: Decision) -> None:
     """Runs the command; prints its output, and which packages were kept, replaced and added.
 
     Raises:
-        ValueError: it is impossible, or the command failed, with the end of its output.
+        ValueError: the command failed, with the end of its output.
     """
-    if decision.action == "impossible":
-        raise ValueError(str(decision))
-    if decision.action == "nothing":
+    if not decision.command:
         print("Nothing was to be done.")
         return
-    before = _installed()
+    before, command = _installed(), shlex.join(decision.command)
+    print("$", command, flush=True)
     with tempfile.NamedTemporaryFile("w", suffix=".txt", prefix="tpu_kit-keep-") as keep:
         keep.write("\n".join(decision.keep))
         keep.flush()
         # If a package conflicts with an installed one, pip fails and replaces nothing.
-        _run([*decision.command, *(["--constraint", keep.name] if decision.keep else [])])
+        line = [*decision.command, *(["--constraint", keep.name] if decision.keep else [])]
+        done = subprocess.run(
+            line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+    print(done.stdout, end="")
+    if done.returncode:
+        raise ValueError(f"{command} failed:\n" + "\n".join(done.stdout.rstrip().splitlines()[-10:]))
     after = _installed()
     added = [f"{name} {version}" for name, version in after.items() if name not in before]
     replaced = [f"{name} {before[name]} -> {now}" for name, now in after.items() if before.get(name, now) != now]
     print("Added:", ", ".join(added) or "nothing")
     print("Replaced:", ", ".join(replaced) or "nothing")
     print("Left as they were:", sum(after.get(name) == version for name, version in before.items()), "packages")
-
-
-def _run(command: Sequence[str]) -> None:
-    print("$", shlex.join(command), flush=True)
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    assert process.stdout is not None
-    output = []
-    for line in process.stdout:
-        print(line, end="", flush=True)
-        output.append(line.rstrip())
-    if process.wait():
-        raise ValueError(f"{shlex.join(command)} failed:\n" + "\n".join(output[-10:]))
 
 
 _CHILD = """
