@@ -22,7 +22,7 @@ from tpu_kit.config.mesh import Mesh
 from tpu_kit.hardware.chips import Chip
 from tpu_kit.models.architecture import ALONE, FEW_TILES, Experts, Layer, Linear, Shape
 from tpu_kit.models.sharding_rules import Tensor
-from tpu_kit.planning.argument_memory import LANES, model_tensors, padded, shards, teacher_shape
+from tpu_kit.planning.argument_memory import LANES, is_matrix, model_tensors, padded, shards, teacher_shape
 
 if TYPE_CHECKING:
     from tpu_kit.training.objectives import Objective
@@ -91,7 +91,7 @@ class PeakActivationModel:
         whole_shape: Shape | None = None,
     ) -> None:  # fmt: skip
         plan = batch_arithmetic(config, num_replicas)
-        self.config, self.shape = config, shape
+        self.config, self.shape, self.mesh = config, shape, mesh
         self.batches = num_replicas
         self.passes, self.rows, self.length = plan.gradient_accumulation, plan.batch_size, config.data.max_length
         self.tokens = self.rows * self.length
@@ -124,9 +124,12 @@ class PeakActivationModel:
         return [pair for pair in self.sharded if pair[0].trained]
 
     def update_groups(self) -> list[list[tuple[int, ...]]]:
-        """Groups the trained tensors as they are updated: the small ones together, each large one alone."""
-        small = [part for _, part in self.of_trained() if math.prod(part) < ALONE]
-        large = [[part] for _, part in self.of_trained() if math.prod(part) >= ALONE]
+        """Groups the trained tensors as they are updated: the small ones together, each large one alone.
+
+        On a mesh all vectors are together, and the shard of each matrix is alone.
+        """
+        pairs = [(is_matrix(one) if self.mesh else math.prod(part) >= ALONE, part) for one, part in self.of_trained()]
+        small, large = [part for alone, part in pairs if not alone], [[part] for alone, part in pairs if alone]
         return [small, *large] if small else large
 
     def reported(self, *, update: bool | None = None) -> tuple[Moment, float]:
@@ -277,8 +280,13 @@ class PeakActivationModel:
         Autocast copies trained weights, 2 P in bf16. The compiler copies fp32 weights, as a TPU's products take bf16,
         and stacks whose axes are exchanged as arguments because that pads less (`padded`; H = 576 of SmolLM2). The
         copied embedding stays until the last pass has read it, in full fine-tuning until it is updated.
+
+        On a mesh, AdamW's update of an embedding that is not tied is computed in shards of rows instead of columns:
+        parameter, gradient and both moments exist in both.
         """
         table = self.table() if self.passes > 1 or self.whole else 0.0
+        if self.mesh and not self.shape.tied and self.config.optim.optimizer == "adamw":
+            table += 16.0 * sum(math.prod(part) for one, part in self.of_trained() if "embed_tokens" in one.name)
         every = self.whole or self.compute == 4
         stacks = 2.0 * sum(
             math.prod(part) for one, part in self.sharded
@@ -291,7 +299,10 @@ class PeakActivationModel:
         return f"{self.shape.layers_path}." in tensor.name
 
     def relaid(self) -> float:
-        """Stacks of a frozen model that a loop over tiles needs in a layout with padding, unlike arguments, in bf16."""
+        """Stacks of a frozen model that a loop over tiles needs in a layout with padding, unlike arguments, in bf16.
+
+        None on a mesh: the weights are gathered in the layout of the products.
+        """
         model, found = self.config.model, 0.0
         for one, layers in [(one, count) for kind, count in self.shape.counted for one in kind.linears]:
             stack = (layers, one.outputs, one.inputs)
@@ -300,12 +311,12 @@ class PeakActivationModel:
                 groups = one.inputs // model.quant_group  # steps and offsets; the other order is the loop's
                 before, now = (padded((layers, *two, one.outputs), 2) for two in ((groups, 2), (2, groups)))
             found += now if before < now else 0
-        return found * self.scanned
+        return found * (self.scanned and not self.mesh)
 
     def table(self) -> float:
-        """The embedding in another layout than as an argument, for the lookup."""
+        """The embedding in another layout than as an argument, for the lookup; on a mesh each has its columns alone."""
         one, size = (self.shape.vocabulary, self.shape.hidden), 4 if self.whole else self.compute
-        return padded(one, size) if padded(one, size, free=True) < padded(one, size) else 0.0
+        return padded(one, size) if not self.mesh and padded(one, size, free=True) < padded(one, size) else 0.0
 
     def tables(self) -> float:
         """Copies for the embedding's update: AdamW's moments and the average; and its gradient's padding."""
@@ -342,9 +353,10 @@ class PeakActivationModel:
     def head_gradient(self) -> float:
         """The output layer's gradient in fp32, alive from the loss on, in full fine-tuning.
 
-        If the embedding is copied to another layout (`table`) and is the output layer too, it uses the argument's.
+        If the embedding is copied to another layout (`table`) and is the output layer too, it uses the argument's. On a
+        mesh it is in shards, and small.
         """
-        if not self.whole or (self.shape.tied and self.table()):
+        if self.mesh or not self.whole or (self.shape.tied and self.table()):
             return 0.0
         return float(padded((self.shape.vocabulary, self.shape.hidden), 4, free=True))
 
@@ -354,21 +366,27 @@ class PeakActivationModel:
         """The loss: logits of one chunk in the compute dtype; and the tensors of all chunks.
 
         The latter are hidden states and gradients, 3 T H c (unrolled, 2: the others are in the vector memory), and a
-        bf16 copy of an output layer in fp32.
+        bf16 copy of an output layer in fp32. On a mesh the vocabulary is in parts, and a chunk has the states of all.
         """
         chunk, shape = min(self.config.optim.loss_chunk, self.tokens), self.shape
-        copied = padded((shape.vocabulary, shape.hidden), 2) if self.whole or self.compute == 4 else 0
+        fsdp = self.mesh.fsdp if self.mesh else 1
+        copied = padded((-(-shape.vocabulary // fsdp), shape.hidden), 2) if self.whole or self.compute == 4 else 0
+        gathered = padded((chunk * fsdp, shape.hidden), self.stream) if self.mesh else 0
         logits = self.in_hbm(padded((chunk, shape.vocabulary), self.compute))
-        return logits, self.hidden(3 if self.scanned else 2) + copied
+        return logits, self.hidden(3 if self.scanned else 2) + copied + gathered
 
     def teacher(self) -> tuple[float, float]:
-        """A teacher's logits of one chunk; and its states that are kept for the loss: the last, and those compared."""
+        """A teacher's logits of one chunk; and its states that are kept for the loss: the last, and those compared.
+
+        On a mesh, logits of more tokens than the student knows are cut into a second array.
+        """
         shape, chunk = teacher_shape(self.config), min(self.config.optim.loss_chunk, self.tokens)
         if shape is None:
             return 0.0, 0.0
         kept = 1 + len(self.config.distill.pairs) + bool(self.config.distill.embeddings_weight)
         size = 4 if self.config.distill.teacher_dtype == "fp32" else 2
         logits = self.in_hbm(padded((chunk, shape.vocabulary), size))
+        logits *= 1 + bool(self.mesh and shape.vocabulary != self.shape.vocabulary)
         return logits, float(kept * padded((self.tokens, shape.hidden), size, free=True))
 
     def objective_saved(self) -> float:

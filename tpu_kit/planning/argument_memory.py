@@ -64,34 +64,28 @@ class _Stack:
 
     def linear(self, path: str, one: Linear, share: float) -> list[Tensor]:
         """The tensors of a linear layer; `share` is the share of the stacked layers that have adapters."""
-        base, lora = f"{path}.base_layer" if share else path, self.lora
+        base = f"{path}.base_layer" if share else path
         tensors = self.weight([f"{base}.{leaf}" for leaf in ("weight", "scale", "bias")], one)
-        if share:
-            adapters: dict[str, tuple[int, ...]] = {"lora_A": (lora.r, one.inputs), "lora_B": (one.outputs, lora.r)}
-            adapters |= {"lora_magnitude_vector": (one.outputs,)} if lora.dora else {}
-            some = replace(self, axes=tuple(max(1, round(size * share)) for size in self.axes))
-            tensors += [
-                some.tensor(f"{path}.{name}.default.weight", sizes, 4, trained=True) for name, sizes in adapters.items()
-            ]
-        return tensors
+        some = replace(self, axes=tuple(max(1, round(size * share)) for size in self.axes))
+        return tensors + some.adapters(path, one, self.lora.r if share else 0, self.lora.dora)
 
     def experts(self, path: str, mixture: Experts) -> list[Tensor]:
         """The tensors of a layer's experts; PEFT's wrappers of their weights are nested, the first one within."""
-        rank = self.lora.experts * mixture.count
-        base, each = path + ".base_layer" * (len(mixture.linears) if rank else 0), (*self.axes, mixture.count)
+        rank, count = self.lora.experts * mixture.count, len(mixture.linears)
+        base, each = path + ".base_layer" * (count if rank else 0), replace(self, axes=(*self.axes, mixture.count))
         tensors: list[Tensor] = []
         for number, one in enumerate(mixture.linears, 1):
             names = [f"{base}.{one.path}{end}" for end in ("", "_scale", "_bias")]
-            tensors += [
-                replace(tensor, stacked=bool(self.axes)) for tensor in replace(self, axes=each).weight(names, one, True)
-            ]
-            wrapper = path + ".base_layer" * (len(mixture.linears) - number)
-            sizes = {"lora_A": (rank, one.inputs), "lora_B": (one.outputs, rank)}  # by 2 % less where they are padded
-            tensors += [
-                self.tensor(f"{wrapper}.{name}.default.weight", each, 4, trained=True)
-                for name, each in sizes.items() if rank
-            ]  # fmt: skip
+            tensors += [replace(tensor, stacked=bool(self.axes)) for tensor in each.weight(names, one, True)]
+            tensors += self.adapters(path + ".base_layer" * (count - number), one, rank)  # 2 % less where padded
         return tensors
+
+    def adapters(self, path: str, one: Linear, rank: int, dora: bool = False) -> list[Tensor]:
+        """The tensors of the adapter of a linear layer, or of a product of experts; none of rank 0."""
+        sizes: dict[str, tuple[int, ...]] = {"lora_A": (rank, one.inputs), "lora_B": (one.outputs, rank)}
+        sizes |= {"lora_magnitude_vector": (one.outputs,)} if dora else {}
+        names = {f"{path}.{name}.default.weight": size for name, size in sizes.items() if rank}
+        return [self.tensor(name, size, 4, trained=True) for name, size in names.items()]
 
     def weight(self, names: Sequence[str], one: Linear, experts: bool = False) -> list[Tensor]:
         """Weight, scales and bias of a linear layer, or of a product of experts, under these names."""

@@ -6,7 +6,6 @@ of a layer gathered over fsdp, and gradients in shards.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from tpu_kit.config.loader import TrainConfig
@@ -15,7 +14,6 @@ from tpu_kit.hardware.chips import Chip
 from tpu_kit.models.architecture import FEW_TILES, Experts, Layer, Linear, Shape, scale_groups
 from tpu_kit.models.sharding_rules import FIRST, is_column
 from tpu_kit.planning.activation_memory import PeakActivationModel, elements, largest
-from tpu_kit.planning.argument_memory import is_matrix, padded, teacher_shape
 
 WIDE = 4
 """Arrays of (t, I) in HBM while a loop over tiles of t tokens runs the backward pass of an MLP."""
@@ -47,48 +45,6 @@ class MeshActivationModel(PeakActivationModel):
     def __init__(self, config: TrainConfig, shape: Shape, mesh: Mesh, chip: Chip | None = None) -> None:
         looped = replace(config, optim=replace(config.optim, scan_layers="on"))
         super().__init__(looped, per_device(shape, mesh), mesh.batch_shards, chip, mesh, shape)
-        self.mesh = mesh
-
-    def update_groups(self) -> list[list[tuple[int, ...]]]:
-        """Each matrix's shard alone, and all vectors together."""
-        vectors = [part for one, part in self.of_trained() if not is_matrix(one)]
-        return [*([vectors] if vectors else []), *([part] for one, part in self.of_trained() if is_matrix(one))]
-
-    def head_gradient(self) -> float:
-        """None: the output layer's gradient is in shards, and small."""
-        return 0.0
-
-    def copies(self) -> float:
-        """As without a mesh, in shards.
-
-        AdamW's update of an embedding that is not tied is computed in shards of rows instead of columns: parameter,
-        gradient and both moments exist in both.
-        """
-        if self.shape.tied or self.config.optim.optimizer != "adamw":
-            return super().copies()
-        embedding = sum(math.prod(part) for one, part in self.of_trained() if "embed_tokens" in one.name)
-        return super().copies() + 16.0 * embedding
-
-    def relaid(self) -> float:
-        """None: the weights are gathered in the layout of the products."""
-        return 0.0
-
-    def table(self) -> float:
-        """None: each device looks up its columns of the embedding."""
-        return 0.0
-
-    def loss(self) -> tuple[float, float]:
-        """The loss: logits of one chunk, in parts of the vocabulary, and the hidden states of all tokens of a chunk."""
-        chunk, shape, shards = min(self.config.optim.loss_chunk, self.tokens), self.shape, self.mesh.fsdp
-        copied = padded((-(-shape.vocabulary // shards), shape.hidden), 2) if self.whole or self.compute == 4 else 0
-        gathered = padded((chunk * shards, shape.hidden), self.stream)
-        return self.in_hbm(padded((chunk, shape.vocabulary), self.compute)), self.hidden(3) + copied + gathered
-
-    def teacher(self) -> tuple[float, float]:
-        """As without a mesh; a teacher's logits of more tokens than the student knows are cut into a second array."""
-        (logits, states), shape = super().teacher(), teacher_shape(self.config)
-        cut = shape is not None and shape.vocabulary != self.shape.vocabulary
-        return logits * (1 + cut), states
 
     def at_mlp(self, kind: Layer) -> tuple[float, float]:
         """The recomputed layer during the backward pass of its MLP: as without a mesh, with gathered weights.
