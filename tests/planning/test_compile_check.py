@@ -20,7 +20,7 @@ import pytest
 
 from tests.support.child_processes import REPOSITORY, child_environment, run_python
 from tests.support.compiler_models import LLAMA_8B, QWEN2_500M, TINY, write_config
-from tpu_kit.config.loader import ModelConfig, TrainConfig, load_config
+from tpu_kit.config.loader import ModelConfig, TrainConfig, batch_arithmetic, load_config
 from tpu_kit.config.mesh import Mesh
 from tpu_kit.hardware import chips
 from tpu_kit.hardware.slices import find_topology
@@ -28,7 +28,7 @@ from tpu_kit.models.meta_model import settings_of
 from tpu_kit.models.shape_cache import read_shape
 from tpu_kit.planning import compile_check
 from tpu_kit.planning.compile_check import Compiled, CompilerUnavailable, compile_step
-from tpu_kit.planning.cost import weight_collectives
+from tpu_kit.planning.cost import predicted_collectives
 from tpu_kit.planning.memory_estimate import estimate
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, the TPU compiler")
@@ -135,7 +135,9 @@ def test_between_slices_the_hosts_reduce_what_a_slice_has_reduced(tiny: Path, tm
     trained = 2 * 16 * (2 * 512 + 2 * 384 + 3 * 768)  # layers x rank x (inputs + outputs)
     moved = between["all-reduce between slices"]
     assert moved.over_dcn and moved.moved == pytest.approx(2 * trained, rel=0.02)  # bf16
-    found = weight_collectives(config, read_shape(config.model), 1, Mesh(2, 1, 1), slices=2)
+    found = predicted_collectives(
+        config, read_shape(config.model), batch_arithmetic(config, 2), Mesh(2, 1, 1), slices=2
+    )
     assert moved.moved == pytest.approx(sum(one.moved for one in found), rel=0.02)
 
 

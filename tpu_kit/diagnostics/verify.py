@@ -36,9 +36,8 @@ from tpu_kit.planning.cost import step_time, work
 from tpu_kit.storage import atomic
 
 REPORT = "verify-report.json"
-SECONDS: Mapping[str, float] = {"tpu": 600.0}
-"""Time limit of each launch; elsewhere `_SECONDS`."""
-_SECONDS = 300.0
+TPU_SECONDS, SECONDS = 600.0, 300.0
+"""Time limit of each launch, on a TPU and elsewhere."""
 # The runs that are measured on a chip, and elsewhere.
 _SHAPES: tuple[dict[str, Any], ...] = (
     {"model.name": "Qwen/Qwen2.5-0.5B-Instruct", "max_length": 1024, "batch_size": 4},
@@ -106,9 +105,8 @@ def verify(
     except (ValueError, ImportError, OSError) as error:
         yield Record("Verify", "failure", str(error), "python -m tpu_kit doctor")
         return
-    room = runtime.device_memory_budget(config, at) if backend.device_type == "cuda" else None
-    device = room.chip.name if room else calibration.device_of(backend.device_type, at)
-    measured = calibration.begin(device, path)
+    room = runtime.device_memory_budget(config, at)
+    measured = calibration.begin(room.chip.name if room else backend.device_type, path)
     try:
         _write_report(path, backend, measured, records)
     except OSError as error:
@@ -134,7 +132,7 @@ class _Checks:
         self, config: TrainConfig, backend: runtime.Backend, measured: Calibration, announce: Callable[[str], None]
     ) -> None:
         self.measured, self._backend, self._announce = measured, backend, announce
-        self._limit = SECONDS.get(backend.device_type, _SECONDS)
+        self._limit = TPU_SECONDS if backend.device_type == "tpu" else SECONDS
         # Less than the limit, so that a hang is reported with its stacks.
         hang = min(config.launch.hang_timeout, self._limit / 2)
         self._all = replace(config.launch, device_type=backend.device_type, hang_timeout=hang)

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from tpu_kit.config.loader import TrainConfig
 from tpu_kit.hardware.compatibility import PACKAGES, installed_version
-from tpu_kit.hardware.machine import Machine
 
 _AGAIN = "`python -m tpu_kit verify` again"
 
@@ -101,12 +100,6 @@ def load(device: str) -> Calibration:
         text = f"what was measured on {saved.made} is ignored, as it was with {old}: run {_AGAIN}"
         return Calibration(device, ignored=text)
     return saved
-
-
-def device_of(device_type: str, at: Machine) -> str:
-    """The name under which the calibration of a machine's devices is kept."""
-    tpus = at.tpus() if device_type == "tpu" else []
-    return tpus[0] if tpus else device_type
 
 
 def _path(device: str) -> Path:

@@ -227,10 +227,6 @@ class PeakActivationModel:
         """One array of (tokens, I)."""
         return padded((tokens, kind.intermediate), self.compute)
 
-    def lanes(self, kind: Layer) -> float:
-        """One number for each query and head, repeated in every lane: (B, n, S, 128) fp32."""
-        return padded((self.rows * kind.heads, self.length, LANES), 4)
-
     def saved(self) -> float:
         """Saved activations of one pass: the input of every layer, L T H c (`layer_scan`, or torch_xla's checkpoint).
 
@@ -407,7 +403,9 @@ class PeakActivationModel:
             wide = max(wide, LEFT_BY_TILES * (self.tiles - 1) * self.wide(self.tile, kind))
         layer = self.states(self.at_hand + self.block - 1) + self.slices(kind) + wide + self.experts(kind)
         layer += self.whole * 4.0 * elements(kind.mlp_linears)
-        sums = self.lanes(kind) if self.kernel == "splash" and not self.keeps else 0.0
+        sums = 0.0
+        if self.kernel == "splash" and not self.keeps:
+            sums = padded((self.rows * kind.heads, self.length, LANES), 4)
         return layer, self.kept(kind) + sums + self.normed(kind) + self.chunk_states(kind)
 
     def read_at_once(self, kind: Layer) -> float:

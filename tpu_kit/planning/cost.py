@@ -85,11 +85,6 @@ class Collective:
     over_dcn: bool = False
     bytes: int = 0
 
-    def repeated(self, times: int) -> Collective:
-        """The same in as many runs of their program."""
-        more = {name: times * getattr(self, name) for name in ("count", "moved", "synchronous", "bytes")}
-        return replace(self, **more)
-
 
 @dataclass(frozen=True)
 class Work:
@@ -103,8 +98,9 @@ class Work:
         return Work(self.flops + more.flops, self.traffic + more.traffic, (*self.collectives, *more.collectives))
 
     def repeated(self, times: float) -> Work:
-        """The FLOPs and the traffic of as many runs."""
-        return replace(self, flops=times * self.flops, traffic=times * self.traffic)
+        """The work of as many runs; of collectives only the bytes that are moved."""
+        moved = [replace(one, moved=times * one.moved, synchronous=times * one.synchronous) for one in self.collectives]
+        return Work(times * self.flops, times * self.traffic, tuple(moved))
 
 
 @dataclass(frozen=True)
@@ -148,7 +144,7 @@ def work(config: TrainConfig, shape: Shape, plan: BatchPlan, mesh: Mesh | None =
         moved = [exposed("all-reduce of gradients", 1, ring)] if ring else []
         return _work(config, shape, plan) + Work(0.0, 0.0, tuple(moved))
     own = per_device(shape, mesh)
-    moved = predicted_collectives(config, shape, plan, mesh, slices)
+    moved = list(predicted_collectives(config, shape, plan, mesh, slices))
     gathered = sum(one.moved for one in moved if one.kind.startswith("all-gather"))
     elsewhere = UPDATE_TRAFFIC * 4.0 * trained_count(own, config) * (1 - 1 / mesh.fsdp)
     spread = 0.0
@@ -208,42 +204,18 @@ def _work(config: TrainConfig, shape: Shape, plan: BatchPlan) -> Work:
 
 def predicted_collectives(
     config: TrainConfig, shape: Shape, plan: BatchPlan, mesh: Mesh, slices: int = 1
-) -> list[Collective]:
-    """The collectives of an update on a mesh: those of `weight_collectives`, and those of activations.
+) -> Iterator[Collective]:
+    """The collectives of an update on a mesh: first those of weights and gradients, whose bytes no tokens change.
+
+    A layer's tensors are gathered over fsdp as they are stored, trained ones in bf16. In each pass the gradient of a
+    trained matrix is reduce-scattered in bf16, an MLP's for each tile of its tokens, and all-reduced over data: within
+    each slice, then between the slices.
 
     The rows of the embedding are exchanged. The loss gathers hidden states over fsdp and reduce-scatters their
     gradient. Over model, activations of (T, H) are all-reduced.
     """
     passes, tokens = plan.gradient_accumulation, plan.batch_size * config.data.max_length
-    states = float(tokens * shape.hidden * (4 if config.model.base_dtype == "fp32" else 2))
     tiles = -(-tokens // min(config.optim.mlp_tile or tokens, tokens))
-    found, columns = list(weight_collectives(config, shape, passes, mesh, tiles, slices)), mesh.fsdp * mesh.model
-    if columns > 1:
-        found.append(exposed("all-to-all of embeddings", passes, passes * states * (columns - 1) / columns))
-    if mesh.fsdp > 1:
-        chunks = passes * -(-tokens // config.optim.loss_chunk)
-        kinds = ("all-gather of hidden states", "reduce-scatter of hidden states")
-        found += [exposed(kind, chunks, passes * states * (mesh.fsdp - 1)) for kind in kinds]
-    if mesh.model > 1:
-        count = passes * shape.layers * MODEL_REDUCES
-        found.append(exposed("all-reduce of activations", count, count * 2 * states * (mesh.model - 1) / mesh.model))
-    return found
-
-
-def exposed(kind: str, count: int, moved: float, *, over_dcn: bool = False) -> Collective:
-    """Returns collectives that no computation hides."""
-    return Collective(kind, count, moved, moved, over_dcn)
-
-
-def weight_collectives(
-    config: TrainConfig, shape: Shape, passes: int, mesh: Mesh, tiles: int = 1, slices: int = 1
-) -> Iterator[Collective]:
-    """The collectives of weights and gradients, whose bytes do not depend on the number of tokens.
-
-    A layer's tensors are gathered over fsdp as they are stored, trained ones in bf16. In each pass the gradient of a
-    trained matrix is reduce-scattered in bf16, an MLP's for each tile of its tokens, and all-reduced over data: within
-    each slice, then between the slices.
-    """
     gathered, scattered, summed, gathers, matrices = 0.0, 0.0, 0.0, 0, 0
     for tensor in model_tensors(shape, config):
         spec = spec_of(tensor, shape.embedding, mesh)
@@ -267,6 +239,23 @@ def weight_collectives(
     if slices > 1:  # each device of a slice sends an equal part
         sent = passes * 2 * summed / data * (slices - 1) / slices
         yield exposed("all-reduce between slices", passes, sent, over_dcn=True)
+
+    states = float(tokens * shape.hidden * (4 if config.model.base_dtype == "fp32" else 2))
+    columns = mesh.fsdp * mesh.model
+    if columns > 1:
+        yield exposed("all-to-all of embeddings", passes, passes * states * (columns - 1) / columns)
+    if mesh.fsdp > 1:
+        chunks = passes * -(-tokens // config.optim.loss_chunk)
+        yield exposed("all-gather of hidden states", chunks, passes * states * (mesh.fsdp - 1))
+        yield exposed("reduce-scatter of hidden states", chunks, passes * states * (mesh.fsdp - 1))
+    if mesh.model > 1:
+        count = passes * shape.layers * MODEL_REDUCES
+        yield exposed("all-reduce of activations", count, count * 2 * states * (mesh.model - 1) / mesh.model)
+
+
+def exposed(kind: str, count: int, moved: float, *, over_dcn: bool = False) -> Collective:
+    """Returns collectives that no computation hides."""
+    return Collective(kind, count, moved, moved, over_dcn)
 
 
 def link_seconds(collectives: Iterable[Collective], chip: Chip, *, synchronous: bool = False) -> float:
@@ -339,9 +328,8 @@ def predict_time(
             done = one.generation_work()
             works[name] = replace(done, flops=max(done.flops, works[name].flops))
             continue
-        times = passes if name == "accumulate" else 1
-        moved = tuple(each.repeated(times) for each in one.collectives)
-        update += Work(times * (one.flops or 0.0), times * (one.bytes_accessed or 0.0), moved)
+        done = Work(one.flops or 0.0, one.bytes_accessed or 0.0, one.collectives)
+        update += done.repeated(passes if name == "accumulate" else 1)
     own = works[UPDATE]
     moved = update.collectives if where.mesh else own.collectives
     works[UPDATE] = replace(update, flops=max(update.flops, own.flops), collectives=moved)

@@ -144,16 +144,16 @@ def _planned(config: TrainConfig, shape: Shape, where: TargetSlice, rows: Count,
     state = memory.parts.get("optimizer", 0) + memory.parts.get("ema", 0)
     held = state * (mesh.fsdp * mesh.model if mesh else 1) + 4 * memory.trained
     updates = count_updates(config, where.replicas, rows)
-    moved = predicted_collectives(config, shape, picked.update, mesh, where.slices) if mesh else []
+    moved = tuple(predicted_collectives(config, shape, picked.update, mesh, where.slices)) if mesh else ()
     if mesh and (step := picked.compiled.get("step")) and step.fits:
-        moved = list(step.collectives)
+        moved = step.collectives
     notes = [meshed, *warnings_of(config, 1 if mesh else where.replicas), *notes, *where.calibration.notes, unverified]
     return Plan(
         config=config, shape=shape, where=where, compiled=picked.compiled, settings=tuple(settings), advice=advice,
         run=time_plan(where.chip, where.chips, where.name, picked.time.seconds, updates.count, held),
         checkpoint_bytes=held, inference=inference(picked), updates=updates.count, unknown=updates.reason,
         note="; ".join(filter(None, notes)), tensors=tuple(table(shape, config, mesh)) if mesh else (),
-        collectives=tuple(moved),
+        collectives=moved,
     )  # fmt: skip
 
 

@@ -232,9 +232,9 @@ def _settle_batch(config: TrainConfig, room: TargetSlice, exact: bool, count: in
 
     A resumed run keeps the rows of an update, and the rows of a pass where they still divide them.
     """
-    optim = config.optim
-    if before := _before(config):
-        rows, whole = before
+    optim, found = config.optim, None if config.checkpoint.resume == "never" else newest(config)
+    if found and isinstance(rows := found[1]["optim"]["batch_size"], int):
+        whole = found[0].document("state")["global_batch_size"]
         if not config.on_policy:  # else its passes hold what was sampled
             optim = replace(optim, global_batch_size=optim.global_batch_size or whole, gradient_accumulation=1)
         if config.on_policy or (whole == optim.global_batch_size and whole % (rows * room.replicas) == 0):
@@ -256,15 +256,6 @@ def newest(config: TrainConfig) -> tuple[Checkpoint, Any] | None:
         return (found[-1], found[-1].document("config")) if found else None
     except (OSError, ValueError):  # an object store does not answer, or a file is damaged: the run raises it too
         return None
-
-
-def _before(config: TrainConfig) -> tuple[int, int] | None:
-    """(rows of a pass, rows of an update) in the checkpoint that the run resumes from; None without one."""
-    if config.checkpoint.resume == "never" or (found := newest(config)) is None:
-        return None
-    checkpoint, stored = found
-    rows = stored["optim"]["batch_size"]
-    return (rows, checkpoint.document("state")["global_batch_size"]) if isinstance(rows, int) else None
 
 
 def predicted_bytes(config: TrainConfig, rt: Runtime) -> int | None:
