@@ -188,11 +188,12 @@ class Decoder:
         self._model.eval()
         kind, mixed = self._rt.local_device.type, self._dtype == torch.bfloat16 and hasattr(self._model, _COMPUTE)
         compute = torch.autocast(kind, self._dtype, cache_enabled=False) if mixed else contextlib.nullcontext()
+        undo = models.fix_rotary(self._causal)
         try:
-            in_place = weights_in_place(self._model, stacked_prefixes(self._model))
-            with torch.no_grad(), compute, models.fixed_rotary(self._causal), in_place:
+            with torch.no_grad(), compute, weights_in_place(self._model, stacked_prefixes(self._model)):
                 yield
         finally:
+            undo()
             self._causal.set_attn_implementation(implementation)
             self._model.train(training)
 

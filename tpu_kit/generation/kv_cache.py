@@ -178,23 +178,29 @@ class Cache(LayerCache):
         return self._masks[window]
 
     def begin(self) -> Tensors:
-        """See `LayerCache`; the carry is the decode step or the lengths, and all stacks."""
+        """Returns what a loop over layers carries, at its first turn: the step or the lengths, and all stacks."""
         return [*(self._where or ()), *self.tensors] if self.stacks else []
 
     def of_layer(self, carried: Tensors, place: torch.Tensor | None, count: int) -> Cache:
-        """See `LayerCache`."""
+        """Returns the cache that a layer gets, of what the loop carries.
+
+        Args:
+            carried: these tensors.
+            place: of the layer in a stack of equal ones, () int64; None if nothing is carried.
+            count: of these layers.
+        """
         where = self._where
         mine = self.of(carried, type(where)(*carried[: len(where)]) if where else None)
         mine.buffers, mine._place, mine._count = self.buffers, place if carried else None, count
         return mine
 
     def end(self) -> Tensors:
-        """See `LayerCache`."""
+        """Returns what a loop carries after the layer of this cache."""
         self.store_states()
         return self.begin()
 
     def update_all(self, carried: Sequence[torch.Tensor]) -> None:
-        """See `LayerCache`; the stacks are the last of the tensors, or all of them."""
+        """Takes over what a loop carried to its end; the stacks are the last of the tensors, or all of them."""
         self.stacks.update(zip(self.stacks, carried[len(carried) - len(self.stacks) :], strict=True))
 
     def of(self, tensors: Sequence[torch.Tensor], where: Step | Prompts | None = None) -> Cache:

@@ -239,19 +239,15 @@ class Layer:
     experts: tuple[Experts, ...] = ()
     state: int = 0
 
-    def in_mlp(self, linear: Linear) -> bool:
-        """Whether a linear layer is the MLP's; the others are counted as attention's."""
-        return bool(self.mlp) and linear.path.startswith(f"{self.mlp}.")
-
     @cached_property
     def mlp_linears(self) -> tuple[Linear, ...]:
         """The MLP's linear layers."""
-        return tuple(filter(self.in_mlp, self.linears))
+        return tuple(one for one in self.linears if self.mlp and one.path.startswith(f"{self.mlp}."))
 
     @cached_property
     def attention_linears(self) -> tuple[Linear, ...]:
-        """All other linear layers."""
-        return tuple(one for one in self.linears if not self.in_mlp(one))
+        """All other linear layers, which are counted as attention's."""
+        return tuple(one for one in self.linears if one not in self.mlp_linears)
 
     @property
     def intermediate(self) -> int:
@@ -351,11 +347,6 @@ class Shape:
         return tuple((kind, counts[number]) for number, kind in enumerate(self.kinds))
 
     @cached_property
-    def layer_parameters(self) -> int:
-        """Number of parameters of all layers."""
-        return sum(kind.parameters * count for kind, count in self.counted)
-
-    @cached_property
     def linears(self) -> tuple[Linear, ...]:
         """The different linear layers of all kinds of layers, and those that are in no layer."""
         return tuple(dict.fromkeys([one for kind in self.kinds for one in kind.linears] + [*self.linears_outside]))
@@ -373,7 +364,7 @@ class Shape:
     @property
     def parameters(self) -> int:
         """Number of all parameters; a tied embedding counts once."""
-        return self.layer_parameters + _elements(self.outside)
+        return sum(kind.parameters * count for kind, count in self.counted) + _elements(self.outside)
 
     @cached_property
     def runs(self) -> list[tuple[int, int]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -451,35 +451,23 @@ def check_length(config: Any, max_length: int) -> None:
         )
 
 
-def fix_rotary(model: torch.nn.Module) -> None:
-    """Makes the rotary frequencies of a model constant, in place."""
-    for part in _dynamic_ropes(model):
-        kind: Any = part.rope_type
-        part.rope_type = dict.fromkeys(kind, "default") if isinstance(kind, dict) else "default"  # type: ignore[assignment]  # no tensor
-        for name, frequencies in list(part.named_buffers(recurse=False)):
-            if name.endswith("original_inv_freq"):
-                setattr(part, name.replace("original_", ""), frequencies.clone())
-
-
-@contextlib.contextmanager
-def fixed_rotary(model: torch.nn.Module) -> Iterator[None]:
-    """Makes the rotary frequencies of a model constant while it is open."""
-    before = [(part, part.rope_type, dict(part.named_buffers(recurse=False))) for part in _dynamic_ropes(model)]
-    fix_rotary(model)
-    try:
-        yield
-    finally:
-        for part, kind, buffers in before:
-            part.rope_type = kind
-            for name, buffer in buffers.items():
-                setattr(part, name, buffer)
-
-
-def _dynamic_ropes(model: torch.nn.Module) -> list[torch.nn.Module]:
-    found = []
+def fix_rotary(model: torch.nn.Module) -> Callable[[], None]:
+    """Makes the rotary frequencies of a model constant, in place; returns a function that undoes it."""
+    before: list[tuple[torch.nn.Module, dict[str, Any]]] = []
     for part in model.modules():
         kind: Any = getattr(part, "rope_type", None)
         kinds = kind.values() if isinstance(kind, dict) else [kind]
         if any(isinstance(one, str) and ("dynamic" in one or one == "longrope") for one in kinds):
-            found.append(part)
-    return found
+            buffers = dict(part.named_buffers(recurse=False))
+            before.append((part, {"rope_type": kind, **buffers}))
+            part.rope_type = dict.fromkeys(kind, "default") if isinstance(kind, dict) else "default"  # type: ignore[assignment]  # no tensor
+            for name, frequencies in buffers.items():
+                if name.endswith("original_inv_freq"):
+                    setattr(part, name.replace("original_", ""), frequencies.clone())
+
+    def undo() -> None:
+        for part, values in before:
+            for name, value in values.items():
+                setattr(part, name, value)
+
+    return undo

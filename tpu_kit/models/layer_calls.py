@@ -7,7 +7,6 @@ They record the arguments of the calls, which are compared with each other, as t
 from __future__ import annotations
 
 import functools
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -27,8 +26,8 @@ class CannotScanError(ValueError):
     """The layers of a model cannot run as a loop; the text says why."""
 
 
-class LayerCache(ABC):
-    """What layers get and change in generation, such as keys and values; a loop over layers carries its tensors.
+class LayerCache:
+    """What layers get and change in generation, such as keys and values: the base of `generation.kv_cache.Cache`.
 
     Attributes:
         lengths: (B,) of the prompts of a prefill, which are padded at the end; None in a decode step.
@@ -37,28 +36,10 @@ class LayerCache(ABC):
 
     lengths: torch.Tensor | None = None
     time_limits: tuple[float, float] | None = None
-
-    @abstractmethod
-    def begin(self) -> Tensors:
-        """Returns the tensors that a loop carries, at its first turn."""
-
-    @abstractmethod
-    def of_layer(self, carried: Tensors, place: torch.Tensor | None, count: int) -> LayerCache:
-        """Returns the cache that a layer gets, of the tensors that the loop carries.
-
-        Args:
-            carried: these tensors.
-            place: of the layer in a stack of equal ones, () int64; None if nothing is carried.
-            count: of these layers.
-        """
-
-    @abstractmethod
-    def end(self) -> Tensors:
-        """Returns the tensors that a loop carries after the layer of this cache."""
-
-    @abstractmethod
-    def update_all(self, carried: Tensors) -> None:
-        """Takes over the tensors that a loop carried to its end."""
+    begin: Callable[[], Tensors]
+    of_layer: Callable[[Tensors, torch.Tensor | None, int], LayerCache]
+    end: Callable[[], Tensors]
+    update_all: Callable[[Tensors], None]
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from tpu_kit.distributed.mesh import active_mesh
 from tpu_kit.models import partition
 from tpu_kit.models.activation_checkpointing import tiles_of
 from tpu_kit.models.causal_lm import OutputHead
-from tpu_kit.xla.scan import Tensors, scan
+from tpu_kit.xla.scan import Tensors, Tree, scan
 from tpu_kit.xla.sharding import constrain
 
 IGNORE = -100
@@ -239,43 +239,37 @@ class _Chunked(torch.autograd.Function):
         wanted: tuple[bool, ...],
     ) -> torch.Tensor:
         to_hidden, to_weight, to_bias = wanted
-        compute_weight = weight.to(hidden.dtype)
-        compute_bias = None if bias is None else bias.to(hidden.dtype)
+        # The carry has the head because the body of a scan must not use outer tensors.
+        carry: Tree = {"sums": torch.zeros(sums, device=hidden.device), "head": [weight.to(hidden.dtype)]}
+        carry["head"] += [] if bias is None else [bias.to(hidden.dtype)]
+        carry["constants"] = constants
+        carry |= {"to_weight": torch.zeros_like(weight, dtype=torch.float32)} if to_weight else {}
+        carry |= {"to_bias": torch.zeros_like(bias, dtype=torch.float32)} if to_bias and bias is not None else {}
 
-        # The carry: [sums, weight, bias?, constants, weight gradient?, bias gradient?]. It has the weight because the
-        # body of a scan must not use outer tensors.
-        carry = [torch.zeros(sums, device=hidden.device), compute_weight]
-        carry += [compute_bias] if compute_bias is not None else []
-        first_constant, first_gradient = len(carry), len(carry) + len(constants)
-        carry += constants
-        carry += [torch.zeros_like(weight, dtype=torch.float32)] if to_weight else []
-        carry += [torch.zeros_like(bias, dtype=torch.float32)] if to_bias and bias is not None else []
-
-        def body(carry: Tensors, chunk_inputs: Tensors) -> tuple[Tensors, Tensors]:
+        def body(carry: Tree, chunk_inputs: Tensors) -> tuple[Tree, Tensors]:
             states, *others = chunk_inputs
-            logits = head_outputs(states, carry[1], None if bias is None else carry[2])
-            added, slope = compute(logits, others, carry[first_constant:first_gradient], any(wanted))
-            new = [carry[0] + torch.stack(added), *carry[1:]]
+            added, slope = compute(head_outputs(states, *carry["head"]), others, carry["constants"], any(wanted))
+            new = carry | {"sums": carry["sums"] + torch.stack(added)}
             if slope is None:
                 return new, []
             if to_weight:
-                new[first_gradient] = _in_parts(carry[first_gradient] + (slope.t() @ states).float())
+                new["to_weight"] = _in_parts(carry["to_weight"] + (slope.t() @ states).float())
             if to_bias:
-                new[-1] = carry[-1] + slope.float().sum(0)
-            return new, [slope @ carry[1]] if to_hidden else []
+                new["to_bias"] = carry["to_bias"] + slope.float().sum(0)
+            return new, [slope @ carry["head"][0]] if to_hidden else []
 
         compute = functools.partial(_fused(), function) if hidden.is_cuda and any(wanted) else function
         chunks = hidden.shape[0] // chunk
         rows = [tensor.detach().reshape(chunks, chunk, *tensor.shape[1:]) for tensor in (hidden, *inputs)]
         carry, outputs = scan(body, carry, rows)  # a loop: unrolled, all chunks would be in memory at once
 
-        gradients = carry[first_gradient:]
         ctx.save_for_backward(
             outputs[0].reshape(hidden.shape) if to_hidden else None,
-            gradients[0].to(weight.dtype) if to_weight else None,
-            gradients[-1].to(bias.dtype) if to_bias and bias is not None else None,
+            carry["to_weight"].to(weight.dtype) if to_weight else None,
+            carry["to_bias"].to(bias.dtype) if to_bias and bias is not None else None,
         )
-        return carry[0]
+        total: torch.Tensor = carry["sums"]
+        return total
 
     @staticmethod
     @torch.autograd.function.once_differentiable
