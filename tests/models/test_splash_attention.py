@@ -70,7 +70,8 @@ for batch, heads, pairs, length, head_dim, window, cap, prefixes, sinks in (
     options = {"scaling": 0.1, "segment_ids": segments, "sliding_window": window, "softcap": cap}
     options["prefix_ids"] = create_placeholder_tensor((batch, length), torch.int64) if prefixes else None
     options["s_aux"] = inputs[3] if sinks else None
-    output, _ = attention.splash_attention(torch.nn.Module(), *inputs[:3], None, **options)
+    with attention.lowering_for_tpu():
+        output, _ = attention.splash_attention(torch.nn.Module(), *inputs[:3], None, **options)
     gradients = torch.autograd.grad(output, inputs, create_placeholder_tensor(output.shape, output.dtype))
     program = compile_graph([output, *gradients])
     text = program.hlo_modules()[0].to_string()

@@ -46,7 +46,6 @@ _SMALL = 1e-3  # of the largest gradient's norm; a key's bias has no gradient bu
 _MOST_PARAMETERS = 100_000_000  # of a narrow copy
 _VOCABULARY, _WINDOW = 128, 8
 _DOCUMENTS, _ROW = (21, 16, 13), 37  # tokens; all documents are longer than a window
-_KERNELS = "tpu_kit_segments"
 _NOT_COMPARED = "it cannot be compared with transformers"
 _QUICK_COMPILES = {"XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"}
 _NO_SIZES = ("quantization_config", "dtype", "torch_dtype", "architectures", "_name_or_path", "transformers_version")
@@ -86,17 +85,13 @@ def check_training(config: TrainConfig, device_type: str) -> None:
         return
     models.check_length(model.get_text_config(), config.data.max_length)
     if problem := _training_problem(config, model, device_type):
-        changes: dict[str, dict[str, dict[str, Any]]] = {
-            "Set model.attention=sdpa": {"model": {"attention": "sdpa"}},
-            "Set optim.scan_layers=off": {"optim": {"scan_layers": "off"}},
-            "Set data.packing=false, which puts one document in each row": {"data": {"packing": False}},
-        }
+        changes = ("model.attention=sdpa", "optim.scan_layers=off", "data.packing=false")
         advice = f"Or use a model of another family, such as {', '.join(models.COMPARED)}"
-        for text, sections in changes.items():
-            changes_of = {name: replace(getattr(config, name), **new) for name, new in sections.items()}
+        for change in changes:
             with contextlib.suppress(ValueError):  # the run's other settings, such as a mesh, may exclude this one
-                if not _training_problem(replace(config, **changes_of), model, device_type):
-                    advice = text
+                if not _training_problem(load_config(config.to_dict(), [change]), model, device_type):
+                    why = ", which puts one document in each row" if change == changes[-1] else ""
+                    advice = f"Set {change}{why}"
                     break
         family = f"{model.model_type} (model.name={config.model.name})"
         raise ValueError(f"{family} cannot be trained this way: {problem}. {advice}{newer_transformers()}")
@@ -333,10 +328,7 @@ def _prepare(model: torch.nn.Module, config: TrainConfig, device_type: str) -> d
     for part in model.modules():
         if isinstance(part, torch.nn.Dropout):
             part.p = 0.0
-    models.prepare_layers(model, replace(config, model=replace(config.model, attention="sdpa")), device_type)
-    if attention.choose(config.model.attention, device_type) != attention.SDPA:
-        _register_kernels()
-        models.base_model(model).set_attn_implementation(_KERNELS)
+    models.prepare_layers(model, config, device_type)
     return batch
 
 
@@ -352,18 +344,6 @@ def _backward(model: torch.nn.Module, logits: torch.Tensor) -> dict[str, torch.T
     first, *rest = (part.view(tensor.shape) for part, tensor in zip(flat, tensors, strict=True))
     gradients = dict(zip(trained, rest, strict=True))
     return {"logits": first} | layer_calls.unstacked(layer_calls.stacked_names(model), gradients)
-
-
-def _register_kernels() -> None:
-    """Registers an attention that computes from the inputs which the kernels of a TPU get."""
-    from transformers import AttentionInterface
-
-    def attend(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
-        if kwargs.get("segment_ids") is None:
-            raise ValueError("the model does not pass its keyword arguments, the segment ids, on to its attention")
-        return attention.sdpa_attention(module, query, key, value, None, **kwargs)
-
-    AttentionInterface.register(_KERNELS, attend)
 
 
 def _on_xla(config: TrainConfig, device_type: str) -> str:

@@ -64,7 +64,7 @@ def choose(attention: str, device_type: str) -> str:
     Raises:
         ValueError: the name is unknown, or it is splash and the device is no TPU.
     """
-    has_kernel = device_type == "tpu" or lowers_for_tpu()
+    has_kernel = device_type == "tpu" or _lowering_for_tpu
     if attention == "auto":
         return SPLASH if has_kernel else SDPA
     if attention == "sdpa":
@@ -273,10 +273,10 @@ def splash_kernel(
     settings: SplashSettings,
     *others: torch.Tensor,
 ) -> torch.Tensor:
-    """Computes causal attention within segments with JAX's splash kernel.
+    """Computes causal attention within segments with JAX's splash kernel; without a TPU, as `sdpa_attention`.
 
     Args:
-        query: (B, heads, S, D) on XLA, scaled; S is 128, 256, 512 or a multiple of 1024.
+        query: (B, heads, S, D), scaled; S is 128, 256, 512 or a multiple of 1024.
         key: (B, key-value heads, S, D).
         value: (B, key-value heads, S, D).
         segment_ids: (B, S) int32.
@@ -286,6 +286,11 @@ def splash_kernel(
     Returns:
         (B, heads, S, D).
     """
+    if not (settings.interpret or (query.device.type == "xla" and has_kernels())):
+        named: Any = {"prefix_ids" if each.ndim == 2 else "s_aux": each for each in others}
+        named |= {"sliding_window": settings.window, "softcap": settings.softcap, "segment_ids": segment_ids}
+        result, _ = sdpa_attention(torch.nn.Module(), query, key, value, None, scaling=1.0, **named)
+        return result.transpose(1, 2)
     if not settings.trains:
         return pallas.splash_forward(settings, query, key, value, segment_ids, *others)[0]
     output: torch.Tensor = _Splash.apply(settings, query, key, value, segment_ids, *others)
@@ -397,6 +402,6 @@ def lowering_for_tpu() -> Iterator[None]:
         _lowering_for_tpu = False
 
 
-def lowers_for_tpu() -> bool:
-    """Returns whether `lowering_for_tpu` is open."""
-    return _lowering_for_tpu
+def has_kernels() -> bool:
+    """Returns whether a program on XLA can have the kernels of a TPU: on a TPU, or in `lowering_for_tpu`."""
+    return _lowering_for_tpu or pallas.on_tpu()

@@ -109,11 +109,7 @@ def adapt(model: PreTrainedModel, lora: LoraConfig, base_dtype: str, seed: int =
     Raises:
         ValueError: if the LoRA targets or their initialisation do not fit the model.
     """
-    attention.register()
-    linear_attention.register(model)
-    model.set_attn_implementation(attention.SDPA)
-    experts.use(model, frozen=lora.r > 0)
-    fix_rotary(model)
+    _connect(model, base_dtype, frozen=lora.r > 0)
     adapted: torch.nn.Module = model.requires_grad_(True)
     others = _linears_outside_text(model)
     if not lora.r and others:
@@ -148,21 +144,25 @@ def adapt(model: PreTrainedModel, lora: LoraConfig, base_dtype: str, seed: int =
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             adapted = experts.with_adapters(model, settings)
-    adapted._tpu_kit_compute_dtype = _DTYPES[base_dtype]  # type: ignore[assignment]  # mypy expects a tensor or a module
     return adapted
 
 
 def freeze(model: PreTrainedModel, base_dtype: str) -> PreTrainedModel:
     """Prepares a loaded base model as a frozen one beside the trained model; `base_dtype` as in `adapt`."""
-    attention.register()
-    linear_attention.register(model)
-    model.set_attn_implementation(attention.SDPA)
-    experts.use(model)
-    fix_rotary(model)
-    model._tpu_kit_compute_dtype = _DTYPES[base_dtype]
+    _connect(model, base_dtype, frozen=True)
     if model.config.model_type not in COMPARED and model.device.type != "meta":
         check_head(model)
     return model.requires_grad_(False).eval()
+
+
+def _connect(model: PreTrainedModel, base_dtype: str, frozen: bool) -> None:
+    """Lets a model of transformers call the kit's functions."""
+    attention.register()
+    linear_attention.register(model)
+    model.set_attn_implementation(attention.SDPA)
+    experts.use(model, frozen)
+    fix_rotary(model)
+    model._tpu_kit_compute_dtype = _DTYPES[base_dtype]
 
 
 def _linears_outside_text(model: PreTrainedModel) -> list[str]:

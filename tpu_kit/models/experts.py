@@ -22,7 +22,7 @@ import torch
 from tpu_kit.distributed.mesh import active_mesh
 from tpu_kit.models import attention, partition
 from tpu_kit.models.architecture import scale_groups, tile_rows
-from tpu_kit.xla import grouped, pallas
+from tpu_kit.xla import grouped
 from tpu_kit.xla.grouped import Layout, Tiles
 
 NAME = "tpu_kit"
@@ -165,7 +165,7 @@ def tiles_for(pairs: int, experts: int) -> Tiles:
     else:
         pairs //= mesh.batch_shards
     rows = tile_rows(pairs, experts)
-    return Tiles(experts, rows, in_place=shards, kernel=attention.lowers_for_tpu() or pallas.on_tpu())
+    return Tiles(experts, rows, in_place=shards, kernel=attention.has_kernels())
 
 
 def _linear(

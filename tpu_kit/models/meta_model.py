@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch._dynamo  # transformers' models import it, and torch 2.8 cannot do that under `torch.device`
+from torch.nn.modules.module import register_module_forward_hook
 
 from tpu_kit.config.loader import ModelConfig
 from tpu_kit.models import attention, experts, layer_calls, linear_attention
@@ -179,40 +180,31 @@ class _FirstLayers(layer_calls.Placeholders):
 
 def _kind(layer: torch.nn.Module, hidden: torch.Tensor, args: Any, kwargs: Any) -> tuple[torch.Tensor, Layer]:
     modules, mixtures = dict(layer.named_modules()), dict(experts.modules_of(layer))
+    paths = {part: path for path, part in modules.items()}
     routers, chosen = experts.routers_of(layer), dict.fromkeys(mixtures, 1)
     linears: dict[str, Linear] = {}
     results: dict[str, torch.Tensor] = {}
     inputs: list[Any] = []  # it keeps them, as the id of one that is gone may be another's
 
-    def before(_: torch.nn.Module, given: Any) -> None:
-        inputs.extend(given)
-
-    def choose(path: str, given: Any) -> None:
-        chosen[path] = given[1].shape[-1]
-
-    def after(path: str, part: torch.nn.Module, output: Any) -> None:
+    def note(part: torch.nn.Module, given: Any, output: Any) -> None:
+        if (path := paths.get(part)) is None:
+            return
+        if any(True for _ in part.parameters()):
+            inputs.extend(given)
+        if path in mixtures:
+            chosen[path] = given[1].shape[-1]
         if path not in routers and (linear := _linear(path, part)):
             linears.setdefault(path, linear)
             results[path] = output
 
-    hooks = [part.register_forward_pre_hook(before) for part in modules.values() if [*part.parameters()]]
-    hooks += [
-        part.register_forward_pre_hook(lambda _, given, path=path: choose(path, given))
-        for path, part in mixtures.items()
-    ]
-    hooks += [
-        part.register_forward_hook(lambda part, _, output, path=path: after(path, part, output))
-        for path, part in modules.items()
-    ]
     _attention_calls.clear()
     states: list[tuple[int, int, int]] = []
-    token = linear_attention.sizes_of_states.set(states)
+    token, hook = linear_attention.sizes_of_states.set(states), register_module_forward_hook(note)
     try:
         output = layer_calls.hidden_states_of(layer(hidden, *args, **kwargs))
     finally:
+        hook.remove()
         linear_attention.sizes_of_states.reset(token)
-        for hook in hooks:
-            hook.remove()
     for path, part in modules.items():  # what this input did not need
         if path not in linears and path not in routers and (linear := _linear(path, part)):
             linears[path] = linear
