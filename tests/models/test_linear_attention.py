@@ -139,7 +139,7 @@ def test_a_short_convolution_is_that_of_transformers_on_each_document_alone(taps
         return OWN["conv"](hidden.transpose(1, 2), weight, bias, activation="silu").transpose(1, 2)[..., None]
 
     def ours(hidden: Any, weight: Any, bias: Any, segments: Any) -> torch.Tensor:
-        found = linear_attention.causal_conv(hidden.transpose(1, 2), weight, bias, "silu", segments)
+        found = linear_attention._conv(None, hidden.transpose(1, 2), weight, bias, "silu", segments)
         return found.transpose(1, 2)[..., None]
 
     rows, others = [noise(2, 150, 6)], [noise(6, taps), noise(6)]

@@ -257,14 +257,9 @@ def chunk_mlp(mlp: torch.nn.Module, tokens: int) -> None:
     mlp._tile_tokens = tokens  # type: ignore[assignment]  # mypy expects a tensor or a module
 
 
-def is_tiled(mlp: torch.nn.Module) -> bool:
-    """Whether `chunk_mlp` was applied to an MLP, whose gradients are then sums over tiles."""
-    return isinstance(mlp, _Tiled)
-
-
 def cast_once(layer: torch.nn.Module) -> set[str]:
     """Returns the adapters' weights whose gradient is of one bf16 product: not of DoRA, nor summed over tiles."""
-    sums = [f"{name}." for name, part in layer.named_modules() if is_tiled(part)]
+    sums = [f"{name}." for name, part in layer.named_modules() if isinstance(part, _Tiled)]
     if any("lora_magnitude" in name for name, _ in layer.named_parameters()):
         return set()
     return {

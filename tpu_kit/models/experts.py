@@ -147,8 +147,8 @@ def experts_forward(
     weight = _Gather.apply(top_k_weights.reshape(-1, 1), at.pair, at.row.reshape(-1, 1), tiles, True).float()
     width = hidden_states.shape[1]
     first, last = names_of(self)
-    rows = _linear(self, first, torch.nn.functional.pad(rows, (0, getattr(self, "padding", 0))), at, tiles)
-    rows = self._apply_gate(_Gates(rows) if _interleaves(self) else rows) if self.has_gate else self.act_fn(rows)
+    rows = _linear(self, first, torch.nn.functional.pad(rows, (0, self.form.pads[0])), at, tiles)
+    rows = self._apply_gate(_Gates(rows) if self.form.parted else rows) if self.has_gate else self.act_fn(rows)
     if getattr(self, "has_post_expert_norm", False):  # transformers 5.15 has no such experts
         rows = self.post_expert_norm(_linear(self, last, rows.to(dtype), at, tiles)).float() * weight
     else:  # weighted first: then the backward pass needs no result of the last product
@@ -172,14 +172,15 @@ def _linear(
     self: Any, name: str, rows: torch.Tensor, at: Layout, tiles: Tiles, weight: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Multiplies rows with the experts' weights of a name; adds the biases, times the rows' `weight`."""
-    stored = [getattr(self, name), *([scale] if (scale := getattr(self, f"{name}_scale", None)) is not None else [])]
+    scheme, stored = getattr(self, "scheme", None), [getattr(self, name)]
+    if tiles.kernel and scheme is not None:
+        tiles = tiles._replace(bits=scheme.bits, group=scheme.group)
+        stored.append(getattr(self, f"{name}_scale"))
     if tiles.kernel:
-        bits = 16 if scale is None else 8 if stored[0].dtype == torch.int8 else 4
-        tiles = tiles._replace(bits=bits, group=getattr(self, "group", 0))
         output: torch.Tensor = _Product.apply(rows, tiles, *at, *stored)
     else:
-        floats = stored[0] if scale is None else _dequantized(self, name, rows.dtype)
-        output = torch.bmm(_by_tile(rows, tiles), _of_tile(floats, at).to(rows.dtype).mT).flatten(0, 1)
+        floats = stored[0] if scheme is None else _dequantized(self, name, rows.dtype)
+        output = torch.bmm(_by_tile(rows, tiles), floats[at.expert.long()].to(rows.dtype).mT).flatten(0, 1)
     # Products with zeros and ones select what experts have: so gradients are products, too, and the compiler writes no
     # broadcast of biases to memory.
     chosen = (at.expert[:, None] == torch.arange(tiles.experts, device=rows.device)).to(rows.dtype)
@@ -195,10 +196,6 @@ def _linear(
 
 def _by_tile(rows: torch.Tensor, tiles: Tiles) -> torch.Tensor:
     return rows.unflatten(0, (-1, tiles.rows))
-
-
-def _of_tile(tensor: torch.Tensor, at: Layout) -> torch.Tensor:
-    return tensor[at.expert.long()]
 
 
 class _Gather(torch.autograd.Function):
@@ -334,11 +331,6 @@ class _Gates:
         return self.halves[place[-1].start or 0]
 
 
-def _interleaves(self: Any) -> bool:
-    """Whether the model's code takes gates and ups interleaved, whose weights `prepare` has parted."""
-    return getattr(self, "interleaves", False)
-
-
 def names_of(experts: Any) -> list[str]:
     """Returns the names of its two weights, in the order of their products."""
     return [name for name in WEIGHTS if hasattr(experts, name)]
@@ -368,7 +360,7 @@ def quantize(scheme: Any, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 
 def _plain(self: Any, hidden_states: torch.Tensor) -> Any:
     """Returns the module as transformers' functions take it: with floats, and without padding."""
-    if not hasattr(self, "padding"):
+    if not hasattr(self, "form"):
         return self
     alike, kind = copy.copy(self), hidden_states.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_states.dtype
@@ -384,7 +376,7 @@ def _plain(self: Any, hidden_states: torch.Tensor) -> Any:
     alike.__dict__ |= {last: floats[last][:, : hidden_states.shape[1]]}
     if self.has_bias:
         alike.__dict__[f"{last}_bias"] = getattr(self, f"{last}_bias")[:, : hidden_states.shape[1]]
-    if _interleaves(self):
+    if self.form.parted:
         apply = self._apply_gate
         alike.__dict__["_apply_gate"] = lambda rows: apply(_Gates(rows))
     return alike
@@ -414,7 +406,7 @@ def prepare(experts: Any) -> None:
     The TPU compiler takes minutes for a kernel with blocks of 2,880 columns, and half a minute with 2,944. Padded gates
     and ups are zero, so their products are.
     """
-    if hasattr(experts, "padding"):
+    if hasattr(experts, "form"):
         return
     last = names_of(experts)[1]
     turned, parted = experts.is_transposed, not experts.is_concatenated
@@ -422,7 +414,6 @@ def prepare(experts: Any) -> None:
     hidden, inner = (-size % _LANES if size > _LANES else 0 for size in sizes)
     shapes = {name: getattr(experts, name).shape for name in names_of(experts)}
     experts.form = _Form(turned, parted, 2 if experts.has_gate else 1, (hidden, inner), shapes)
-    experts.padding, experts.interleaves = hidden, parted
     if not any((hidden, inner, turned, parted)):
         return
     for name in shaped_names(experts):
@@ -460,7 +451,7 @@ def replace(experts: Any, scheme: Any) -> None:
         for end, (shape, dtype) in zip(("", "_scale"), stored.values(), strict=True):
             empty = torch.empty((len(weight), *shape), dtype=dtype, device=weight.device)
             experts.register_buffer(name + end, empty)
-    experts.scheme, experts.group = scheme, scheme.group
+    experts.scheme = scheme
 
 
 def count_integers(model: torch.nn.Module) -> int:

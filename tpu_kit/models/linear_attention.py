@@ -197,29 +197,6 @@ def _over_chunks(
 # ----------------------------------------------------------------------------------------------------------------- rows
 
 
-def causal_conv(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    activation: str | None = None,
-    segment_ids: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Computes a depthwise causal convolution within documents, as shifted products in fp32.
-
-    Args:
-        hidden: (B, D, S).
-        weight: (D, taps); the last one is of the token itself.
-        bias: (D,).
-        activation: of the result, by transformers' name.
-        segment_ids: (B, S) integers, the document of each token; None for one document.
-
-    Returns:
-        (B, D, S) in the dtype of `hidden`.
-    """
-    found: torch.Tensor = _Conv.apply(hidden, weight, bias, activation, segment_ids)
-    return found
-
-
 class _Conv(torch.autograd.Function):
     """Saves the inputs alone, and computes gradients as shifted products, too, which XLA joins to one kernel."""
 
@@ -376,10 +353,25 @@ def _conv(
     own: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None,
     activation: str | None = None, segment_ids: torch.Tensor | None = None, **options: Any,
 ) -> torch.Tensor:  # fmt: skip
+    """Computes a depthwise causal convolution within documents, as shifted products in fp32.
+
+    Args:
+        own: transformers' function.
+        hidden: (B, D, S).
+        weight: (D, taps); the last one is of the token itself.
+        bias: (D,).
+        activation: of the result, by transformers' name.
+        segment_ids: (B, S) integers, the document of each token; None for one document.
+        **options: of transformers' function.
+
+    Returns:
+        (B, D, S) in the dtype of `hidden`.
+    """
     if segment_ids is None and hidden.device.type != "xla":
         result: torch.Tensor = own(hidden, weight, bias, activation=activation, **options)
-        return result
-    return causal_conv(hidden, weight, bias, activation, segment_ids)
+    else:
+        result = _Conv.apply(hidden, weight, bias, activation, segment_ids)
+    return result
 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {

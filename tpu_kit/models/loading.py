@@ -240,10 +240,9 @@ def load_frozen(config: ModelConfig) -> PreTrainedModel:
     scheme = Scheme.of(config)
     if scheme is None:
         return load_base(config, _DTYPES[config.base_dtype])
-    cache, embedded = config.quant_cache, config.name == "embedded"
-    if cache is None or embedded or config.trust_remote_code or config.gguf_file:
-        return _quantized(config, scheme)
-    if quantized_by(config) not in (None, "mxfp4"):
+    cache = config.quant_cache
+    passing = config.name == "embedded" or config.trust_remote_code or config.gguf_file
+    if cache is None or passing or quantized_by(config) not in (None, "mxfp4"):
         return _quantized(config, scheme)
     return _through_cache(config, scheme, Path(cache).expanduser())
 
