@@ -63,7 +63,7 @@ BRANCHES: dict[str, tuple[int, str, str]] = {
     "attention.choose": (1, COMPILER, "test_attention"),
     "doctor.diagnose": (6, NEVER, "the doctor's rows"),
     "hosts.find_hosts": (1, RECORDED, "test_hosts"),
-    "host.chip_name": (2, NEVER, "MFU and cost by the chip's name"),
+    "host.chips_of": (2, NEVER, "MFU and cost by the chip's name"),
     "install.check": (1, RUNS, "test_install"),
     "install.options": (1, RUNS, "test_install"),
     "kv_cache.cached_attention": (1, COMPILER, "test_service"),

@@ -250,14 +250,10 @@ def host() -> Iterator[TrainConfig]:
 
 
 def test_a_kernel_that_sees_another_document_is_found(host: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    def blind(case: smoke_test.Case, rt: runtime.Runtime) -> smoke_test.Attend:
-        def attend(query: Any, key: Any, value: Any, segments: torch.Tensor) -> torch.Tensor:
-            output, _ = attention.sdpa_attention(
-                torch.nn.Module(), query, key, value, None, segment_ids=torch.ones_like(segments)
-            )
-            return output.transpose(1, 2)
-
-        return attend
+    def blind(case: smoke_test.Case, rt: runtime.Runtime, *states: Any) -> torch.Tensor:
+        *inputs, segments = states
+        output, _ = attention.sdpa_attention(torch.nn.Module(), *inputs, None, segment_ids=torch.ones_like(segments))
+        return output.transpose(1, 2)
 
     monkeypatch.setattr(smoke_test, "_splash", blind)
     monkeypatch.setattr(smoke_test, "LENGTH", 64)

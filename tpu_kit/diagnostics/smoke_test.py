@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -137,29 +138,26 @@ def compare_kernel(config: TrainConfig) -> dict[str, dict[str, float]]:
         segments = torch.ones(1, LENGTH, dtype=torch.int32)
         if case.segments:
             segments[:, LENGTH // 3 :], segments[:, -7:] = 2, 0
-        ours = _differentiate(_splash(case, rt), states, segments, rt, torch.bfloat16)
-        expected = _differentiate(_plain(case), states, segments, _host(), torch.float32)
+        ours = _differentiate(partial(_splash, case, rt), states, segments, rt, torch.bfloat16)
+        expected = _differentiate(partial(_plain, case), states, segments, _host(), torch.float32)
         parts = zip(("output", "query", "key", "value"), ours, expected, strict=True)
         differences[name] = {part: float((a.float() - b).norm() / b.norm()) for part, a, b in parts}
     return differences
 
 
-def _plain(case: Case) -> Attend:
-    def call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: torch.Tensor) -> torch.Tensor:
-        options: dict[str, Any] = {"sliding_window": case.window, "softcap": case.softcap, "segment_ids": segments}
-        return attention.sdpa_attention(torch.nn.Module(), query, key, value, None, **options)[0].transpose(1, 2)
+def _plain(
+    case: Case, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: torch.Tensor
+) -> torch.Tensor:
+    options: dict[str, Any] = {"sliding_window": case.window, "softcap": case.softcap, "segment_ids": segments}
+    return attention.sdpa_attention(torch.nn.Module(), query, key, value, None, **options)[0].transpose(1, 2)
 
-    return call
 
-
-def _splash(case: Case, rt: Runtime) -> Attend:
+def _splash(
+    case: Case, rt: Runtime, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: torch.Tensor
+) -> torch.Tensor:
     """The kernel as the model's layers call it; interpreted without a TPU."""
     settings = SplashSettings(case.window, case.softcap, interpret=rt.device_type != "tpu")
-
-    def call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: torch.Tensor) -> torch.Tensor:
-        return attention.splash_kernel(query * case.head_dim**-0.5, key, value, segments, settings)
-
-    return call
+    return attention.splash_kernel(query * case.head_dim**-0.5, key, value, segments, settings)
 
 
 def _differentiate(

@@ -334,19 +334,17 @@ def check_wandb(at: Machine, config: TrainConfig) -> Check:
     return Check("W&B", "failure", f"online, but no key for {host}", "wandb login, or tracking.wandb=offline")
 
 
-def chip_name(device_type: str) -> str | None:
-    """The name in `chips` of the device of the replicas here; None for a CPU or an unknown chip."""
+def chips_of(device_type: str, replicas: int) -> tuple[str | None, int]:
+    """The name in `chips` of the device of the replicas here, and the number of chips on which so many run.
+
+    The name is None for a CPU or an unknown chip, of which each replica then has one.
+    """
+    name: str | None = None
     if device_type == "tpu":
-        return next(iter(Machine().tpus()), None)
-    if device_type == "cuda":
+        name = next(iter(Machine().tpus()), None)
+    elif device_type == "cuda":
         import torch
 
         with contextlib.suppress(ValueError):
-            return chips.chip(torch.cuda.get_device_name()).name
-    return None
-
-
-def chips_of(device_type: str, replicas: int) -> int:
-    """Number of chips that so many replicas run on."""
-    name = chip_name(device_type)
-    return max(1, replicas // chips.chip(name).devices_per_chip) if name else replicas
+            name = chips.chip(torch.cuda.get_device_name()).name
+    return name, max(1, replicas // chips.chip(name).devices_per_chip) if name else replicas

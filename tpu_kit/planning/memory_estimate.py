@@ -189,7 +189,8 @@ class _Rounds(_Step):
         lasting = self.arguments()
         batch = lasting.pop("batch")
         lasting = {name: size for name, size in lasting.items() if size}
-        lasting |= {"gradient_buffer": self.gradient_buffer(), "prompt_cache": prompts}
+        gradients = sum(padded(part, 4, free=True) for _, part in self.alive.of_trained())  # in the parameters' shapes
+        lasting |= {"gradient_buffer": gradients, "prompt_cache": prompts}
         model, cache = ("base_weights", "adapters"), "sample_cache" if rollout.copies else "prompt_cache"
         trained = ("adapters",) if config.lora.r else ("base_weights",)
         state = ("optimizer", "ema", "gradient_buffer")
@@ -249,7 +250,3 @@ class _Rounds(_Step):
             "weight_copies": self.alive.copies(), "cache_copy": copied / shape.layers * cache,
             "layer": cache / shape.layers, "logits": LOGITS * 4.0 * -(-rows // mesh.data) * shape.vocabulary,
         }  # fmt: skip
-
-    def gradient_buffer(self) -> int:
-        """The buffer of the gradients, fp32, in the parameters' own shapes."""
-        return sum(padded(part, 4, free=True) for _, part in self.alive.of_trained())

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import linecache
-import sys
 import traceback
 from dataclasses import fields, replace
 from pathlib import Path
@@ -93,8 +92,9 @@ def _check_own(config: TrainConfig, objective: Objective) -> None:
     _check_sums(name, objective, found)
     pairs = zip([*seen[0], None], [*seen[1], None], strict=False)
     if other := next((two or one for one, two in pairs if (one and one[:2]) != (two and two[:2])), None):
+        place = _at(file, other[2])
         raise ValueError(
-            f"{name} does something else each time it is called, from {other[2]} on: {other[0]} with the shapes "
+            f"{name} does something else each time it is called, from {place} on: {other[0]} with the shapes "
             f"{other[1]}. XLA would compile each step anew, for minutes. Pass values that change as tensors of a fixed "
             "shape, and put a mask in place of a slice"
         )
@@ -116,8 +116,8 @@ def _check_sums(name: str, objective: Objective, found: Any) -> None:
 
 
 def _explained(name: str, file: str | None, error: Exception) -> str:
-    lines = [one for one in traceback.extract_tb(error.__traceback__) if one.filename == file]
-    place = f"{file}:{lines[-1].lineno} (`{lines[-1].line}`)" if lines else str(file)
+    frames = traceback.walk_tb(error.__traceback__)
+    place = _at(file, [0, *(line for frame, line in frames if frame.f_code.co_filename == file)][-1])
     text = str(error).strip().split("\n")[0][:200]
     if not any(part in str(error) for part in _READS):
         return f"{name} fails at {place}: {type(error).__name__}: {text}"
@@ -135,24 +135,23 @@ def _refuse_own_call(decoder: Any, args: Any, kwargs: Any) -> None:
         )
 
 
+def _at(file: str | None, line: int) -> str:
+    """A line of a file, and what it says; line 0 is the file alone."""
+    return f"{file}:{line} (`{linecache.getline(file, line).strip()}`)" if file and line else str(file)
+
+
 class _Operations(TorchDispatchMode):
     """Notes each operation: its name, the shapes of its results, and the line of a file that called it."""
 
     def __init__(self, file: str | None) -> None:
         super().__init__()
         self.file = file
-        self.done: list[tuple[str, str, str]] = []
+        self.done: list[tuple[str, str, int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         shapes = str([tuple(one.shape) for one in tree_leaves(found) if isinstance(one, torch.Tensor)])
-        self.done.append((str(func), shapes, self._line()))
+        frames = traceback.walk_stack(None)
+        line = next((line for frame, line in frames if frame.f_code.co_filename == self.file), 0)
+        self.done.append((str(func), shapes, line))
         return found
-
-    def _line(self) -> str:
-        frame: Any = sys._getframe(2)
-        while frame is not None and frame.f_code.co_filename != self.file:
-            frame = frame.f_back
-        if frame is None:
-            return str(self.file)
-        return f"{self.file}:{frame.f_lineno} (`{linecache.getline(self.file or '', frame.f_lineno).strip()}`)"

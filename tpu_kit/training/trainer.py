@@ -27,7 +27,7 @@ from tpu_kit.distributed.mesh import active_mesh
 from tpu_kit.distributed.preemption import PreemptionGuard
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.evaluation.evaluate import Accuracy, count_correct
-from tpu_kit.hardware.host import chip_name, chips_of
+from tpu_kit.hardware.host import chips_of
 from tpu_kit.models.base_identity import identify
 from tpu_kit.models.layer_calls import unstacked
 from tpu_kit.training.adapter_files import base_document, result_files
@@ -105,6 +105,7 @@ class Trainer:
 
     def __enter__(self) -> Trainer:
         if self.rt.rank == 0:
+            chip_name, num_chips = chips_of(self.rt.device_type, self.rt.num_devices)
             self._tracker = Tracker(
                 self.config,
                 self.config.output_path,
@@ -113,8 +114,8 @@ class Trainer:
                 resume_tokens=self._tokens,
                 total_steps=self.total,
                 flops_per_token=model_flops_per_token(self.model, self.config.data.max_length),
-                chip_name=chip_name(self.rt.device_type),
-                num_chips=chips_of(self.rt.device_type, self.rt.num_devices),
+                chip_name=chip_name,
+                num_chips=num_chips,
                 wandb_id=self._wandb_id,
             )
         return self
