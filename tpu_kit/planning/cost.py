@@ -26,8 +26,6 @@ from tpu_kit.planning.rollouts import WHOLE_ROWS, cache_bytes, rollout_of, updat
 if TYPE_CHECKING:
     from tpu_kit.planning.compile_check import Compiled
 
-UPDATE = "update"
-"""The work of an update among those of `predicted_work`."""
 MXU_EFFICIENCY = 0.6
 """Share of the peak FLOP/s that matrix products reach: an assumption."""
 HBM_EFFICIENCY = 0.8
@@ -313,53 +311,45 @@ def step_time(done: Work, chip: Chip, measured: float | None = None) -> StepTime
 def predict_time(
     config: TrainConfig, shape: Shape, where: TargetSlice, compiled: Mapping[str, Compiled] | None = None
 ) -> StepTime:
-    """Estimates the seconds of a step on a slice; of completions at their longest.
+    """Estimates the seconds of a step on a slice, and of an update's part of a rollout.
 
     The counts are the compiler's of `compile_check.compile_programs`, or the formula's where they are larger, as splash
-    attention reports no FLOPs; those of the formula alone without `compiled`, or where the step does not fit.
+    attention reports no FLOPs; those of the formula alone without `compiled`, or where the step does not fit. All
+    completions of a rollout count at their longest.
     """
     config = seen_on(where.device_type, config)
-    works, update = predicted_work(config, shape, where), Work(0.0, 0.0)
-    if not compiled or any(one.flops is None for one in compiled.values()):
-        return _time(config, where, works)
+    update, rollout = predicted_work(config, shape, where)
     passes = update_plan(config, where.replicas).gradient_accumulation
-    for name, one in compiled.items():
-        if name in works:
-            done = one.generation_work()
-            works[name] = replace(done, flops=max(done.flops, works[name].flops))
-            continue
-        done = Work(one.flops or 0.0, one.bytes_accessed or 0.0, one.collectives)
-        update += done.repeated(passes if name == "accumulate" else 1)
-    own = works[UPDATE]
-    moved = update.collectives if where.mesh else own.collectives
-    works[UPDATE] = replace(update, flops=max(update.flops, own.flops), collectives=moved)
-    return _time(config, where, works)
-
-
-def _time(config: TrainConfig, where: TargetSlice, works: Mapping[str, Work]) -> StepTime:
-    """The seconds of an update, and of its part of a rollout whose completions are all at their longest."""
-    time = step_time(works[UPDATE], where.chip, where.calibration.time)
+    if compiled and all(one.flops is not None for one in compiled.values()):
+        done = Work(0.0, 0.0)
+        for name, one in compiled.items():
+            if name in rollout:
+                made = one.generation_work()
+                rollout[name] = replace(made, flops=max(made.flops, rollout[name].flops))
+            else:
+                made = Work(one.flops or 0.0, one.bytes_accessed or 0.0, one.collectives)
+                done += made.repeated(passes if name == "accumulate" else 1)
+        moved = done.collectives if where.mesh else update.collectives
+        update = replace(done, flops=max(done.flops, update.flops), collectives=moved)
+    time = step_time(update, where.chip, where.calibration.time)
     if not config.on_policy:
         return time
-    rollout = rollout_of(config, 1 if where.mesh else where.replicas)
-    runs = {"decode": -(-rollout.tokens // rollout.block)}
-    seconds = sum(
-        runs.get(name, 1) * step_time(done, where.chip).predicted for name, done in works.items() if name != UPDATE
-    )
-    passes = update_plan(config, where.replicas).gradient_accumulation
+    sizes = rollout_of(config, 1 if where.mesh else where.replicas)
+    runs = {"decode": -(-sizes.tokens // sizes.block)}
+    seconds = sum(runs.get(name, 1) * step_time(done, where.chip).predicted for name, done in rollout.items())
     return replace(time, host=HOST_SECONDS * (passes + 1), rollout=seconds / config.rl.updates_per_rollout)
 
 
-def predicted_work(config: TrainConfig, shape: Shape, where: TargetSlice) -> dict[str, Work]:
-    """The work on one device of an update, and of each program of a rollout, with its prompts at their widest.
+def predicted_work(config: TrainConfig, shape: Shape, where: TargetSlice) -> tuple[Work, dict[str, Work]]:
+    """The work on one device of an update; and of each program of a rollout, with its prompts at their widest.
 
     A decode step reads the weights, all slots of the cache, and the logits several times. On a mesh each device
     multiplies with its part of the weights; the inputs of products and the logits are gathered.
     """
     plan = update_plan(config, where.replicas)
-    update = {UPDATE: work(config, shape, plan, where.mesh, where.slices)}
+    update = work(config, shape, plan, where.mesh, where.slices)
     if not config.on_policy:
-        return update
+        return update, {}
     mesh = where.mesh or Mesh()
     rollout = rollout_of(config, 1 if where.mesh else where.replicas)
     parts, size = mesh.fsdp * mesh.model, 4 if config.model.base_dtype == "fp32" else 2
@@ -382,7 +372,7 @@ def predicted_work(config: TrainConfig, shape: Shape, where: TargetSlice) -> dic
         )
         sent = block * rows * size * (each + shape.vocabulary) * (parts - 1) / parts
         moved.append(exposed("all-gather of activations", block * (4 * shape.layers + 1), sent))
-    found = update | {
+    found = {
         "prefill": read.repeated(1 / parts),
         "samples": Work(0.0, COPY_TRAFFIC * cache * rollout.copies),
         "decode": Work(block * flops, block * traffic, tuple(moved)),
@@ -392,7 +382,7 @@ def predicted_work(config: TrainConfig, shape: Shape, where: TargetSlice) -> dic
         chunks = -(-tokens // config.optim.loss_chunk)
         before = _forward(shape, config.model.base_dtype, tokens, config.data.max_length, chunks, seen)
         found["before"] = before.repeated(plan.gradient_accumulation / mesh.model)
-    return found
+    return update, found
 
 
 def factors() -> Mapping[str, float]:
