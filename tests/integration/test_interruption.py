@@ -181,10 +181,10 @@ def test_minutes_between_checkpoints(tmp_path: Path) -> None:
 
 
 def test_another_machine_goes_on_from_the_object_store(
-    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bucket: str, one_layer: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the object store is left of the first machine: log, W&B run, weights and place in the data come from it."""
-    settings = {**LONG, "run_name": "run", "output_dir": f"{bucket}/run", "wandb": "offline"}
+    settings = {**LONG, **one_layer, "run_name": "run", "output_dir": f"{bucket}/run", "wandb": "offline"}
     values = {"device_type": "cpu", **SETTINGS, **settings}
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
@@ -212,7 +212,7 @@ def test_another_machine_goes_on_from_the_object_store(
     assert downloaded and not any(name.endswith((".safetensors", ".jsonl")) for name in downloaded)
     assert (tmp_path / "two/runs/run/wandb_run_id").read_text() == wandb_run
     whole = tmp_path / "whole"
-    sft.train(run_config(whole, **{**LONG, "run_name": "run"}))
+    sft.train(run_config(whole, **{**LONG, **one_layer, "run_name": "run"}))
     assert ended(tmp_path / "two" / "runs" / "run") == ended(whole)
 
     import fsspec
