@@ -530,7 +530,7 @@ def test_a_70b_model_answers_on_a_mesh_of_eight_chips() -> None:
     config = load_config(None, ["model.name=meta-llama/Llama-3.3-70B-Instruct", *settings])
     sizes = {"rows": 16, "width": 256, "slots": 1280}
     for part in ("prefill", "decode"):
-        found = compile_step(config, "v5e:2x4", num_replicas=8, generation={"part": part, **sizes})
+        found = compile_step(config, "v5e:2x4", num_replicas=8, part=part, sizes=sizes)
         print(part, found)
         assert found.fits and found.total_bytes <= 14 * GIB
     assert step_time(found.generation_work(), chip("v5e")).predicted / BLOCK <= 0.06

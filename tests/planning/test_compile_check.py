@@ -210,7 +210,7 @@ def test_the_key_follows_from_all_that_makes_the_program(
     monkeypatch.setattr(compile_check, "_source", compile_check._source.__wrapped__)  # files do not change in a process
 
     def key(model: Path = tiny, replicas: int = 1, *changes: str) -> str:
-        return compile_check._request_key(small(model, *changes), replicas, None)
+        return compile_check._request_key(small(model, *changes), replicas, "step", None)
 
     other = write_config(tmp_path / "other", TINY, rms_norm_eps=1e-6)
     keys = [key(), key(tiny, 2), key(tiny, 1, "lora.r=3"), key(other)]

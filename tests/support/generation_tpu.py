@@ -13,7 +13,7 @@ from transformers import AutoConfig
 from tests.support.compiler_models import cache_bytes_per_token
 from tpu_kit.config.loader import load_config
 from tpu_kit.hardware.slices import find_topology
-from tpu_kit.planning.trace import GenerationProgram, trace_generation
+from tpu_kit.planning.trace import trace_generation
 from tpu_kit.xla.program import compile_program
 
 
@@ -25,7 +25,7 @@ def compile_both(model: str, rows: int, width: int, slots: int, *changes: str) -
     settings = AutoConfig.from_pretrained(model)
     found: dict[str, Any] = {"cache_bytes": rows * slots * cache_bytes_per_token(settings, 2)}
     for part in ("prefill", "decode"):
-        program = trace_generation(config, 1, GenerationProgram(part, rows, width, slots))
+        program = trace_generation(config, 1, part, rows=rows, width=width, slots=slots)
         found[part] = compile_program(program, request)
     return found
 

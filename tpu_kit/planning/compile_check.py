@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 from tpu_kit.config.loader import ModelConfig, TrainConfig
 from tpu_kit.distributed.child_process import run_child, xla_cpu_environment
-from tpu_kit.hardware.chips import GIB, Chip, Topology
+from tpu_kit.hardware.chips import GIB
 from tpu_kit.hardware.compatibility import PAIRINGS
 from tpu_kit.hardware.slices import find_topology
 from tpu_kit.models.shape_cache import shape_key
@@ -159,8 +159,8 @@ def compile_step(
     progress: bool = True,
     cache_dir: Path | None = None,
     time_limit: float | None = None,
-    generation: Mapping[str, Any] | None = None,
-    part: str | None = None,
+    part: str = "step",
+    sizes: Mapping[str, int] | None = None,
 ) -> Compiled:
     """Compiles the training step of `config` for a TPU. Not fitting is a result, not an error.
 
@@ -173,8 +173,8 @@ def compile_step(
         progress: whether to print each phase with its time to stderr.
         cache_dir: folder of the answers; ~/.cache/tpu_kit/compiled by default.
         time_limit: seconds after which the compile is ended, as an interrupt (Ctrl-C) ends it.
-        generation: the values of `trace.GenerationProgram` to compile that instead of the step.
-        part: of an update that is two programs: "accumulate" or "apply".
+        part: the "step"; "accumulate" or "apply" of an update that is two programs; or a program of generation.
+        sizes: of a program of generation, as `trace.trace_generation` takes them.
 
     Raises:
         CompilerUnavailable: libtpu or a package that drives it is not installed, or not in a known version.
@@ -187,20 +187,15 @@ def compile_step(
     folder = cache_dir or CACHE.expanduser()
     compiler = repr((topology, num_replicas, effort, libtpu, _source(*_READERS)))
     suffix = hashlib.sha256(compiler.encode()).hexdigest()[:16]
-    asked = folder / f"plan-{_request_key(config, num_replicas, generation, part)}-{suffix}.json"
+    asked = folder / f"plan-{_request_key(config, num_replicas, part, sizes)}-{suffix}.json"
     if (known := _read(asked)) is not None:
         return known
     request = {
         "config": config.to_dict(), "num_replicas": num_replicas, "topology": asdict(topology), "effort": effort,
-        "suffix": suffix, "known": str(folder), "parent": os.getpid(), "generation": generation and dict(generation),
-        "part": part,
+        "suffix": suffix, "cache": str(folder), "parent": os.getpid(), "part": part, "sizes": sizes and dict(sizes),
+        "about": {"topology": str(topology), "libtpu": libtpu, "limit_bytes": kind.usable_hbm_bytes},
     }  # fmt: skip
-    answer = _in_child(request | {"refuses": False}, progress, time_limit)
-    if "known" in answer and (known := _read(Path(answer["known"]))) is not None:
-        compiled = known
-    else:
-        compiled = _compiled(answer, kind, topology, libtpu)
-        _write(folder / f"{compiled.program}-{suffix}.json", compiled)
+    compiled = Compiled.from_dict(_in_child(request | {"refuses": False}, progress, time_limit))
     _write(asked, compiled)
     return compiled
 
@@ -211,35 +206,14 @@ def compile_programs(
     """As `compile_step` for each program of a run, by name; `topology` is None where the compiler has none."""
     if topology is None:
         raise CompilerUnavailable("the compiler has no topology for this slice")
-    asked: dict[str, dict[str, Any]] = {"step": {}}
+    asked: dict[str, Mapping[str, int] | None] = {"step": None}
     if config.on_policy:
         rollout = rollout_of(config, 1 if config.launch.mesh else num_devices)
-        asked = {name: {"generation": sizes} for name, sizes in rollout.programs.items()}
-        asked |= {part: {"part": part} for part in ("accumulate", "apply")}
+        asked = {**rollout.programs, "accumulate": None, "apply": None}
     return {
-        name: compile_step(config, topology, num_replicas=num_devices, **what, **options)
-        for name, what in asked.items()
+        part: compile_step(config, topology, num_replicas=num_devices, part=part, sizes=sizes, **options)
+        for part, sizes in asked.items()
     }  # fmt: skip
-
-
-def _compiled(answer: Mapping[str, Any], kind: Chip, topology: Topology, libtpu: str) -> Compiled:
-    assert kind.usable_hbm_bytes is not None
-    names = ["program", "trace_seconds", "compile_seconds", "argument_bytes"]
-    if (memory := answer.get("out_of_memory")) is not None:
-        # Some errors leave the arguments out.
-        argument = memory["argument_bytes"] or answer["argument_bytes"]
-        total = memory["used_bytes"] + (0 if memory["argument_bytes"] else argument)
-        more = {"fits": False, "argument_bytes": argument, "out_of_memory": memory["text"]}
-    else:
-        sizes = [f"{name}_bytes" for name in ("argument", "output", "aliased", "temporary", "code")]
-        names += [*sizes, "flops", "bytes_accessed", "hbm_bytes", "collectives", "operations"]
-        total = sum(answer[name] for name in sizes) - 2 * answer["aliased_bytes"]
-        more = {"fits": total <= kind.usable_hbm_bytes}
-    values = {name: answer[name] for name in names} | more
-    limit = kind.usable_hbm_bytes
-    return Compiled.from_dict(
-        values | {"topology": str(topology), "libtpu": libtpu, "limit_bytes": limit, "total_bytes": total}
-    )
 
 
 def check_available() -> str:
@@ -311,35 +285,44 @@ def main() -> None:
 
 def _compile(request: dict[str, Any], show: Callable[[str], None]) -> dict[str, Any]:
     from tpu_kit.config.loader import load_config
-    from tpu_kit.planning.trace import GenerationProgram, trace_generation, trace_step
+    from tpu_kit.planning.trace import trace_generation, trace_step
     from tpu_kit.xla.program import compile_program, fingerprint
 
     show("tracing")
     start = time.monotonic()
-    config, devices = load_config(request["config"]), request["num_replicas"]
-    if wanted := request["generation"]:
-        program = trace_generation(config, devices, GenerationProgram(**wanted))
-    else:
-        program = trace_step(config, devices, request["part"])
+    config, devices, part = load_config(request["config"]), request["num_replicas"], request["part"]
+    sizes = request["sizes"]
+    program = trace_generation(config, devices, part, **sizes) if sizes else trace_step(config, devices, part)
     traced = {"program": fingerprint(program), "trace_seconds": time.monotonic() - start}
-    known = Path(request["known"], f"{traced['program']}-{request['suffix']}.json")
-    if known.is_file():
-        return traced | {"known": str(known)}
+    file = Path(request["cache"], f"{traced['program']}-{request['suffix']}.json")
+    if (known := _read(file)) is not None:
+        return asdict(known)
     show(f"compiling for {request['topology']['name']}")
-    return traced | compile_program(program, request)
+    answer = compile_program(program, request)
+    answer.pop("loop_trips", None)
+    if (memory := answer.get("out_of_memory")) is not None:
+        # Some errors leave the arguments out.
+        argument = memory["argument_bytes"] or answer["argument_bytes"]
+        total = memory["used_bytes"] + (0 if memory["argument_bytes"] else argument)
+        answer |= {"argument_bytes": argument, "out_of_memory": memory["text"]}
+    else:
+        sizes = [answer[f"{name}_bytes"] for name in ("argument", "output", "temporary", "code")]
+        total = sum(sizes) - answer["aliased_bytes"]
+    fits = memory is None and total <= request["about"]["limit_bytes"]
+    compiled = Compiled.from_dict(traced | answer | request["about"] | {"total_bytes": total, "fits": fits})
+    _write(file, compiled)
+    return asdict(compiled)
 
 
 # -------------------------------------------------------------------------------------------------------- the cache
 
 
-def _request_key(
-    config: TrainConfig, num_replicas: int, generation: Mapping[str, Any] | None = None, part: str | None = None
-) -> str:
+def _request_key(config: TrainConfig, num_replicas: int, part: str, sizes: Mapping[str, int] | None) -> str:
     """Hashes everything that determines the program: the run, the model's configuration, the code, and the versions."""
     values = config.to_dict()
     shape = {name: values[name] for name in ("model", "lora", "optim", "distill", "rl")}
     mesh = [config.launch.mesh, config.launch.mesh_rules]
-    shape |= {"max_length": config.data.max_length, "mesh": mesh, "generation": generation, "part": part}
+    shape |= {"max_length": config.data.max_length, "mesh": mesh, "part": part, "sizes": sizes and dict(sizes)}
     parts = [
         json.dumps(shape, sort_keys=True), *map(shape_key, _models(config)), str(num_replicas),
         _source(), *(version(name) for name in _VERSIONS),

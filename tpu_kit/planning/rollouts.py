@@ -45,13 +45,11 @@ class Rollout:
     tokens: int
 
     @property
-    def programs(self) -> dict[str, dict[str, object]]:
-        """The values of `trace.GenerationProgram` of each program at its widest, by name."""
+    def programs(self) -> dict[str, dict[str, int]]:
+        """The sizes of each program at its widest, by name, as `trace.trace_generation` takes them."""
         sizes = {"rows": self.prompts, "width": self.widths[-1], "slots": self.slots}
-        found: dict[str, dict[str, object]] = {"prefill": {"part": "prefill", **sizes}}
-        if self.copies:
-            found["samples"] = {"part": "samples", **sizes, "samples": self.samples // self.prompts}
-        return found | {"decode": {"part": "decode", **sizes, "rows": self.samples}}
+        copy = {"samples": {**sizes, "samples": self.samples // self.prompts}} if self.copies else {}
+        return {"prefill": sizes, **copy, "decode": {**sizes, "rows": self.samples}}
 
     @property
     def copies(self) -> bool:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch._dynamo  # transformers' models import it, and torch 2.8 cannot do that under `torch.device`
@@ -36,19 +36,17 @@ from tpu_kit.xla.program import Program, is_input, lower, name_operations, place
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-UpdatePart = Literal["accumulate", "apply"]
-"""A program of `SplitStep`."""
 ROW = {"input_ids": torch.int64, "labels": torch.int64, "position_ids": torch.int64, "segment_ids": torch.int32}
 """The tensors of a batch, (B, S) each; as in `PackedDataset.tensors`."""
 
 
-def trace_step(config: TrainConfig, num_replicas: int, part: UpdatePart | None = None) -> Program:
+def trace_step(config: TrainConfig, num_replicas: int, part: str = "step") -> Program:
     """Traces one update of one of `num_replicas` replicas, or of a mesh of so many devices; nothing is computed.
 
     Args:
         config: the run.
         num_replicas: the replicas, or the devices of the mesh.
-        part: of an update that is two programs.
+        part: the whole "step"; or of an update that is two programs of `SplitStep`, "accumulate" or "apply".
 
     Raises:
         ValueError: as `empty_model`; or the adapters do not fit the model.
@@ -59,7 +57,7 @@ def trace_step(config: TrainConfig, num_replicas: int, part: UpdatePart | None =
         replica = _TracedReplica(0, replicas, program.device())
         inputs = fill(model, state)
         name_operations(model)
-        split = SplitStep(model, state, objective, config.optim, replica) if part else None
+        split = SplitStep(model, state, objective, config.optim, replica) if part != "step" else None
         rows, length = plan.batch_size * shards, config.data.max_length
         columns = {name: (1, dtype) for name, dtype in ROW.items()} | dict(objective.columns)
         if config.optim.objective == "policy" and attention.sees_all(model):
@@ -121,32 +119,24 @@ def _specs(model: PreTrainedModel, state: TrainState) -> dict[str, Spec]:
     return specs
 
 
-@dataclass(frozen=True)
-class GenerationProgram:
-    """A program of `generation.decoder`, to trace.
+def trace_generation(
+    config: TrainConfig, num_devices: int, part: str, *, rows: int, width: int, slots: int, samples: int = 1
+) -> Program:
+    """As `trace_step` for a program of generation with sampling, for one device, or for a mesh of `num_devices`.
 
-    Attributes:
+    Of a run that samples the model is the one in training, else one that was loaded to generate.
+
+    Args:
+        config: the run.
+        num_devices: of the mesh.
         part: "prefill", "samples", which copies each prompt's cache for its samples, or "decode" for `BLOCK` steps.
         rows: of the batch, padding included.
         width: tokens to which prompts are padded.
         slots: length of the key/value cache.
         samples: of each prompt, which "samples" makes.
     """
-
-    part: Literal["prefill", "samples", "decode"]
-    rows: int
-    width: int
-    slots: int
-    samples: int = 1
-
-
-def trace_generation(config: TrainConfig, num_devices: int, wanted: GenerationProgram) -> Program:
-    """As `trace_step` for a program of generation with sampling, for one device, or for a mesh of `num_devices`.
-
-    Of a run that samples the model is the one in training, else one that was loaded to generate.
-    """
     with _mesh_of(config, num_devices):
-        sampling = Sampling(max(1, wanted.slots - wanted.width), temperature=0.7, top_p=0.9)
+        sampling = Sampling(max(1, slots - width), temperature=0.7, top_p=0.9)
         if config.on_policy:
             model, state, _ = _prepared(config, 1)
             specs, sampling = _specs(model, state), replace(sampling, top_p=1.0)
@@ -159,27 +149,27 @@ def trace_generation(config: TrainConfig, num_devices: int, wanted: GenerationPr
             embedding = embedding_of(model)
             specs = {name: spec_of(name, tensor, embedding) for name, tensor in inputs.items()}
         replica = _TracedReplica(0, 1, program.device())
-        decoder = Decoder(model, replica, BLOCK, wanted.slots)
+        decoder = Decoder(model, replica, BLOCK, slots)
         ids, lengths = (
-            torch.zeros(wanted.rows, wanted.width, dtype=torch.int64),
-            torch.full((wanted.rows,), wanted.width),
+            torch.zeros(rows, width, dtype=torch.int64),
+            torch.full((rows,), width),
         )
         batch = Batch(ids, lengths, ids[:, 0])
         with decoder.ready(), attention.lowering_for_tpu():
-            cache = decoder.prompt_cache(wanted.rows)
+            cache = decoder.prompt_cache(rows)
             buffers = cache.tensors
             names = {f"cache.{number}": tensor for number, tensor in enumerate(buffers)}
             specs |= {name: stack_spec(tensor.shape) for name, tensor in names.items()}
             numbers = {tensor_number(tensor): name for name, tensor in (inputs | names).items()}
             replaced = {tensor_number(tensor) for tensor in buffers}
-            if wanted.part == "prefill":
+            if part == "prefill":
                 decoder.prefill(batch, 1, BLOCK)
                 return lower(buffers, replaced, numbers, specs)
-            if wanted.part == "samples":
-                prompts = torch.arange(wanted.rows).repeat_interleave(wanted.samples)
+            if part == "samples":
+                prompts = torch.arange(rows).repeat_interleave(samples)
                 return lower(decoder.copy_prompts(cache, prompts).tensors, set(), numbers, specs)
-            uniforms = torch.zeros(sampling.max_new_tokens, wanted.rows)
-            ended = [False] * wanted.rows
+            uniforms = torch.zeros(sampling.max_new_tokens, rows)
+            ended = [False] * rows
             inputs_of_steps = decoder.begin(batch, 1, ended, uniforms, sampling.knobs(decoder.vocabulary), None)
             decoder.decode(sampling.kind, inputs_of_steps, cache, BLOCK)
             return lower([*replica.read, *inputs_of_steps.carried, *buffers], replaced, numbers, specs)

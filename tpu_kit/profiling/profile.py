@@ -96,7 +96,7 @@ def _predicted(config: TrainConfig, chip: str) -> Profile:
     config, where = planned.config, planned.where
     if where.topology is None:
         raise ValueError(f"the TPU compiler cannot compile for {where.name}; name another chip, such as v5e")
-    part = "accumulate" if config.on_policy else None
+    part = "accumulate" if config.on_policy else "step"
     compiled = compile_step(config, where.topology, num_replicas=where.devices, part=part)
     if not compiled.fits or compiled.flops is None or compiled.hbm_bytes is None:
         raise ValueError(f"there is no step to profile: {compiled}. `plan {chip}` tells what to change")
