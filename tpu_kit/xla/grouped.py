@@ -13,6 +13,7 @@ On a mesh each device does this with its own tokens and all experts; in generati
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -49,21 +50,6 @@ class Tiles(NamedTuple):
     kernel: bool = True
     interpret: bool = False
 
-    @property
-    def by_expert(self) -> str | None:
-        """The mesh axis of tensors of experts."""
-        return "fsdp" if self.in_place > 1 else None
-
-    @property
-    def by_row(self) -> str | tuple[str, ...] | None:
-        """The mesh axes of rows."""
-        return self.by_expert if self.in_place else BATCH
-
-    @property
-    def by_token(self) -> tuple[str, ...] | None:
-        """The mesh axes of tokens."""
-        return None if self.in_place else BATCH
-
 
 class Layout(NamedTuple):
     """Where the pairs of T tokens with K experts each lie in R rows.
@@ -86,23 +72,17 @@ class Layout(NamedTuple):
 
 def layout(tiles: Tiles, index: torch.Tensor) -> Layout:
     """Sorts pairs by expert: index (T, K) integers, the experts of each token."""
-    by_row = tiles.by_row
-    outputs = ((by_row,), (by_row,), (by_row, None), (by_row,), (by_row,))
-    return Layout(*_call(_layout, tiles, index.to(torch.int32), inputs=((tiles.by_token, None),), outputs=outputs))
+    return Layout(*_call(_layout, tiles, ["token"], ["row"] * 5, index.to(torch.int32)))
 
 
 def rows_of(tiles: Tiles, tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Gathers (N, ...) to (R, ...); rows whose index (R,) is -1 are zero."""
-    rest = (None,) * (tensor.ndim - 1)
-    inputs, outputs = ((tiles.by_token, *rest), (tiles.by_row,)), ((tiles.by_row, *rest),)
-    return _call(_rows_of, tiles, tensor, index, inputs=inputs, outputs=outputs)[0]
+    return _call(_rows_of, tiles, ["token", "row"], ["row"], tensor, index)[0]
 
 
 def sums_of(tiles: Tiles, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Adds rows (R, ...) to (N, ...): those that index (N, K) names, in fp32."""
-    rest = (None,) * (rows.ndim - 1)
-    inputs, outputs = ((tiles.by_row, *rest), (tiles.by_row, None)), ((tiles.by_token, *rest),)
-    return _call(_sums_of, tiles, rows, index, inputs=inputs, outputs=outputs)[0]
+    return _call(_sums_of, tiles, ["row", "row"], ["token"], rows, index)[0]
 
 
 def product(tiles: Tiles, rows: torch.Tensor, at: Layout, weight: torch.Tensor, *scale: torch.Tensor) -> torch.Tensor:
@@ -115,13 +95,18 @@ def product(tiles: Tiles, rows: torch.Tensor, at: Layout, weight: torch.Tensor, 
         weight: (E, ...) each expert's, as `models.quantization` stores it.
         *scale: (E, ...) likewise; none with floats.
     """
-    stored = tuple((tiles.by_expert, *[None] * (tensor.ndim - 1)) for tensor in (weight, *scale))
-    by_row = tiles.by_row
-    inputs, outputs = ((by_row, None), (by_row,), (by_row,), *stored), ((by_row, None),)
-    return _call(_product, tiles, rows, at.expert, at.used, weight, *scale, inputs=inputs, outputs=outputs)[0]
+    by = ["row", "row", "row", "expert", *["expert"] * len(scale)]
+    return _call(_product, tiles, by, ["row"], rows, at.expert, at.used, weight, *scale)[0]
 
 
-def _call(function: Any, tiles: Tiles, *tensors: torch.Tensor, inputs: Any, outputs: Any) -> Any:
+def _call(
+    function: Any, tiles: Tiles, by: Sequence[str], made: Sequence[str], *tensors: torch.Tensor
+) -> list[torch.Tensor]:
+    """Adds a JAX function to the program; `by` and `made` say what the tensors' and results' first dimension counts."""
+    expert = "fsdp" if tiles.in_place > 1 else None
+    rows, tokens = (expert, None) if tiles.in_place else (BATCH, BATCH)
+    axes = {"expert": expert, "row": rows, "token": tokens}
+    inputs, outputs = (tuple((axes[name],) for name in names) for names in (by, made))
     platform = "tpu" if tiles.kernel and not tiles.interpret else "cpu"
     return call(functools.partial(function, tiles), tensors, inputs, outputs, platform)
 
