@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tpu_kit.distributed.mesh import active_mesh
 from tpu_kit.models import partition
@@ -197,19 +198,8 @@ _PRODUCTS = ("aten.mm.default", "aten.addmm.default")
 _ATTENTION = "aten._scaled_dot_product_"  # of its kernels
 
 
-def contexts() -> Any:
-    """Makes the contexts that `torch.utils.checkpoint.checkpoint` needs to keep the same results.
-
-    Batched products are the scores of attention without a kernel: they are large and not kept.
-    """
-    from torch.utils.checkpoint import create_selective_checkpoint_contexts
-
-    return create_selective_checkpoint_contexts(_policy)
-
-
-def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Any:
-    from torch.utils.checkpoint import CheckpointPolicy
-
+def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Batched products are the scores of attention without a kernel: they are large and not kept."""
     name = str(operation)
     kept = name.startswith(_ATTENTION)
     if name in _PRODUCTS:
@@ -218,17 +208,27 @@ def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Any:
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def recompute(layers: Sequence[torch.nn.Module], checkpoint: Callable[..., Any]) -> None:
-    """Makes each layer's `forward` call itself through `checkpoint`, in place, so that torch.compile compiles both.
+def recompute(layers: Sequence[torch.nn.Module], keeps: bool) -> None:
+    """Makes each layer's `forward` call itself through torch's checkpoint, in place; torch.compile compiles both.
 
-    transformers 5.15 calls `checkpoint` in the layer's `__call__` instead, so that the compiled code runs within the
-    contexts above. There torch.compile leaves a layer uncompiled without a word.
+    transformers 5.15 calls the checkpoint in the layer's `__call__` instead, so that the compiled code runs within the
+    contexts of `_policy`. There torch.compile leaves a layer uncompiled without a word.
+
+    Args:
+        layers: outside of a loop.
+        keeps: whether they keep the same results as in a loop with optim.remat=outputs.
     """
+    # The random state must be saved only if dropout draws from it.
+    draws = any(isinstance(part, torch.nn.Dropout) and part.p > 0 for layer in layers for part in layer.modules())
+    function = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=draws)
+    if keeps:
+        contexts = functools.partial(create_selective_checkpoint_contexts, _policy)
+        function = functools.partial(function, context_fn=contexts)
     # torch.compile compiles once for all layers of one class.
     classes = {kind: type(f"Recomputed{kind.__name__}", (_Recomputed, kind), {}) for kind in set(map(type, layers))}
     for layer in layers:
         layer.__class__ = classes[type(layer)]
-        layer._checkpoint = checkpoint  # type: ignore[assignment]  # mypy expects a tensor or a module
+        layer._checkpoint = function  # type: ignore[assignment]  # mypy expects a tensor or a module
 
 
 class _Recomputed(torch.nn.Module):

@@ -40,11 +40,6 @@ def shipped_shapes() -> dict[str, dict[str, Any]]:
     return {name: shape for names, shape in found.items() for name in names.split()}  # several models may share one
 
 
-@cache
-def _mirrored() -> dict[str, dict[str, Any]]:
-    return {_copied(name): shape for name, shape in shipped_shapes().items() if not name.startswith("microsoft/")}
-
-
 def _copied(name: str) -> str:
     return name.partition("/")[2].lower().removeprefix("meta-")
 
@@ -54,7 +49,8 @@ def shipped_shape(model: ModelConfig) -> dict[str, Any] | None:
     if model.revision is not None or Path(model.name).is_dir():
         return None
     if model.name.partition("/")[0] in MIRRORS:
-        return _mirrored().get(_copied(model.name))
+        originals = {_copied(name): name for name in shipped_shapes() if not name.startswith("microsoft/")}
+        return shipped_shapes().get(originals.get(_copied(model.name), ""))
     return shipped_shapes().get(model.name)
 
 

@@ -9,7 +9,6 @@ autocast, too: without it PEFT converts the activations to fp32 before every ada
 from __future__ import annotations
 
 import contextlib
-import functools
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -286,15 +285,8 @@ def enable_remat(model: torch.nn.Module, keeps: bool = False) -> None:
 
     With `keeps` it keeps the results of products and of attention; see `activation_checkpointing`.
     """
-    from torch.utils.checkpoint import checkpoint
-
-    # The random state must be saved only if dropout draws from it.
-    draws = any(isinstance(part, torch.nn.Dropout) and part.p > 0 for part in model.modules())
-    function = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=draws)
-    if keeps:
-        function = functools.partial(function, context_fn=activation_checkpointing.contexts)
     base = base_model(model)
-    activation_checkpointing.recompute(layers_of(base.get_decoder())[1], function)
+    activation_checkpointing.recompute(layers_of(base.get_decoder())[1], keeps)
     base.enable_input_require_grads()  # so that the first layer compiles to the code of the others
 
 

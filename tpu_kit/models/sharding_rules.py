@@ -159,12 +159,6 @@ def _stays_whole(name: str) -> bool:
     return leaf in ("gate", "router") or ".router." in name or ".objective." in name
 
 
-def _is_convolution(tensor: Tensor) -> bool:
-    """Whether it is a depthwise convolution's, (channels, 1, taps), of which each layer has few."""
-    sizes = tensor.shape[tensor.stacked :]
-    return len(sizes) == 3 and sizes[1] == 1
-
-
 def cache_spec(mesh: Mesh, shape: Sequence[int]) -> Spec:
     """The sharding of keys and values (B, heads, S, D), and of queries, in generation.
 
@@ -217,10 +211,10 @@ def place(mesh: Mesh, tensors: Iterable[Tensor], embedding: Embedding) -> list[P
                 )
     specs = [spec_of(tensor, embedding, mesh) for tensor in tensors]
     most = sum(math.prod(tensor.shape) for tensor in tensors) / _SHARE
-    missed = [
+    missed = [  # but not depthwise convolutions, (channels, 1, taps), of which each layer has few
         tensor for tensor, spec in zip(tensors, specs, strict=True)
-        if not any(spec) and len(tensor.shape) - tensor.stacked > 1 and math.prod(tensor.shape) > most
-        and not _is_convolution(tensor)
+        if not any(spec) and len(sizes := tensor.shape[tensor.stacked :]) > 1 and math.prod(tensor.shape) > most
+        and not (len(sizes) == 3 and sizes[1] == 1)
         and _chosen(tensor.name, mesh.rules) is None and not is_small(tensor.name) and not _stays_whole(tensor.name)
     ]  # fmt: skip
     if missed and mesh.shards(_ROWS[0]) > 1:
