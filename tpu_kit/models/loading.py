@@ -114,7 +114,7 @@ def read_model(config: ModelConfig, dtype: torch.dtype | Literal["auto"], /, **o
     except ImportError as error:
         raise ValueError(f"model.name={config.name}: {brief(error)}") from error
     except (SafetensorError, RuntimeError, OSError, ValueError, KeyError) as error:
-        refuse_code(config, error)
+        _refuse(config, error)
         if Path(name).is_dir() or isinstance(error, SafetensorError | RuntimeError):  # damaged, or of other shapes
             raise ValueError(f"model.name={config.name}: transformers cannot load it: {brief(error)}") from error
         raise ValueError(unreachable(config, error)) from error
@@ -127,29 +127,26 @@ def read_model(config: ModelConfig, dtype: torch.dtype | Literal["auto"], /, **o
     return model
 
 
-def refuse_code(config: ModelConfig, error: Exception) -> None:
-    """Raises ValueError if transformers refused to run the model's own code."""
+def _refuse(config: ModelConfig, error: Exception) -> None:
+    """Raises ValueError if transformers refused to run the model's own code, or lacks its family.
+
+    config.json says which transformers wrote it.
+    """
+    from transformers import PreTrainedConfig, __version__
+
     if "trust_remote_code" in str(error):
         raise ValueError(
             f"model.name={config.name}: the model comes with Python code of its own. Read that code; if you trust it, "
             "set model.trust_remote_code=true"
         ) from error
-
-
-def refuse_family(config: ModelConfig, error: Exception) -> None:
-    """Raises ValueError if the installed transformers lacks the model's family; config.json says which one wrote it."""
-    from transformers import PreTrainedConfig, __version__
-
-    if "does not recognize this architecture" not in str(error):
-        return
-    given, _ = PreTrainedConfig.get_config_dict(locate(config), revision=config.revision)
-    family, writer = given.get("model_type"), given.get("transformers_version")
-    action = (
-        f"{writer} wrote its config.json: pip install 'transformers>={writer}'" if writer else "install a newer one"
-    )
-    raise ValueError(
-        f"model.name={config.name}: transformers {__version__} has no family {family}; {action}"
-    ) from error
+    if "does not recognize this architecture" in str(error):
+        given, _ = PreTrainedConfig.get_config_dict(locate(config), revision=config.revision)
+        family, writer = given.get("model_type"), given.get("transformers_version")
+        wanted = f"{writer} wrote its config.json: pip install 'transformers>={writer}'"
+        raise ValueError(
+            f"model.name={config.name}: transformers {__version__} has no family {family}; "
+            f"{wanted if writer else 'install a newer one'}"
+        ) from error
 
 
 def read_config(config: ModelConfig, needed: bool = False) -> PreTrainedConfig | None:
@@ -167,8 +164,7 @@ def read_config(config: ModelConfig, needed: bool = False) -> PreTrainedConfig |
             locate(config), revision=config.revision, trust_remote_code=config.trust_remote_code, **options
         )
     except Exception as error:  # strict configurations raise classes of their own
-        refuse_code(config, error)
-        refuse_family(config, error)
+        _refuse(config, error)
         if not needed:
             return None
         if isinstance(error, OSError):
