@@ -74,7 +74,7 @@ BRANCHES: dict[str, tuple[int, str, str]] = {
     "machine.check_tpu": (2, RECORDED, "test_machine"),
     "machine.Machine.tpu_devices": (1, RECORDED, "test_machine"),
     "machine.preset_per_process": (1, RECORDED, "test_machine"),
-    "preflight.Preflight._table": (1, RECORDED, "test_preflight"),
+    "preflight._table": (1, RECORDED, "test_preflight"),
     "smoke_test._splash": (
         1,
         NEVER,

@@ -29,11 +29,11 @@ from tpu_kit.hardware.compatibility import (
     PAIRINGS,
     PYTHONS,
     REPOSITORY,
-    bare,
     beside_torch_tpu,
     environment_line,
     installed_version,
     mismatches,
+    numbers,
     requirements,
 )
 from tpu_kit.hardware.machine import Check, Machine, replaced_modules
@@ -254,14 +254,10 @@ def _read_requirements(lines: Sequence[str], extras: Sequence[str] = ()) -> dict
 
 
 def _within(version: str, bounds: str) -> bool:
-    """Whether a version is within bounds; compares the numbers alone, as `packaging` may be missing."""
-
-    def numbers(text: str) -> list[int]:
-        return [int(number) for number in re.findall(r"\d+", text)]
-
+    """Whether a version is within bounds; compares the numbers alone."""
     tests = {"==": operator.eq, "!=": operator.ne, ">=": operator.ge, "<=": operator.le, "<": operator.lt}
     parts = re.findall(r"([=<>!]+)([^,]+)", bounds)
-    return all(tests[sign](numbers(bare(version)), numbers(bound)) for sign, bound in parts)
+    return all(tests[sign](numbers(version), numbers(bound)) for sign, bound in parts)
 
 
 def _ways_out(site: Site, kind: Kind, source: str) -> tuple[str, ...]:

@@ -143,17 +143,18 @@ def beside_torch_tpu(version: str) -> str:
 
 def is_tested(package: str, version: str) -> bool:
     """Whether a version of a package in `TESTED` is between the versions that the tests ran with."""
-    first, last = map(_minor, TESTED[package])
-    return first <= _minor(version) <= last
+    first, last = map(numbers, TESTED[package])
+    return first <= numbers(version)[:2] <= last
 
 
 def newer_transformers() -> str:
     """What to try with a model that fails: the last transformers that was tested; empty where that is installed."""
     now, last = installed_version("transformers") or "0", TESTED["transformers"][1]
-    if _minor(now) >= _minor(last):
+    if numbers(now)[:2] >= numbers(last):
         return ""
     return f". This is transformers {now}; {last} may do it: pip install -U 'transformers~={last}.0', then start anew"
 
 
-def _minor(version: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", version)[:2]]
+def numbers(version: str) -> list[int]:
+    """The numbers of a version, to compare it; `packaging` may be missing."""
+    return [int(number) for number in re.findall(r"\d+", bare(version))]

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any, Literal
 
 from tpu_kit.config.conflicts import check_remat
@@ -185,55 +184,49 @@ def best_batch(config: TrainConfig, where: TargetSlice, exact: bool = False, row
     return best
 
 
-def batches(
-    config: TrainConfig, replicas: int, rows: Count, most: Callable[[], int]
-) -> Iterator[tuple[int, int | None]]:
-    """Candidates (rows per replica in a pass, rows per update); `most` returns the number of rows that fit.
+def candidates(config: TrainConfig, shape: Shape, where: TargetSlice, rows: Count) -> list[Setting]:
+    """Finds the settings for one slice, by formula, the fastest first; of unknown speed, those with the most rows.
 
     Raises:
-        ValueError: the rows of an update cannot be split over the replicas.
+        ValueError: the rows of an update cannot be split over the replicas, or those of a pass are too many.
     """
-    optim = config.optim
-    whole = optim.global_batch_size
-    if isinstance(optim.batch_size, int) and "optim.batch_size" in config.sources:
-        yield optim.batch_size, whole
-        return
-    if whole is None and isinstance(optim.batch_size, int) and not config.on_policy:
-        whole = optim.batch_size * replicas * optim.gradient_accumulation
-    if whole is None:  # auto, with any number of rows in an update: all that fit
-        limit = most()
-        if rows.count is not None and not config.on_policy:
-            limit = min(limit, rows.count // (LEAST_UPDATES * replicas * optim.gradient_accumulation))
-        yield from ((1 << i, None) for i in range(max(1, limit).bit_length()))
-        return
-    one = replace(optim, batch_size=1, global_batch_size=whole, gradient_accumulation=1)
-    each = batch_arithmetic(replace(config, optim=one), replicas).gradient_accumulation
-    yield from ((n, whole) for n in range(1, min(each, max(1, most())) + 1) if each % n == 0)
-
-
-def candidates(config: TrainConfig, shape: Shape, where: TargetSlice, rows: Count) -> list[Setting]:
-    """Finds the settings for one slice, by formula, the fastest first; of unknown speed, those with the most rows."""
     found, known = list[Setting](), where.chip.bf16_flops is not None
     remats: tuple[Literal["full", "outputs", "none"], ...] = ("full", "outputs") if where.mesh is None else ("full",)
     if "optim.remat" in config.sources:
         remats = (config.optim.remat,)
-    limit = min(MOST_ROWS if known else runtime.MOST_ROWS, MOST_TOKENS // config.data.max_length)
     for remat in remats:
-        base = replace(config, optim=replace(config.optim, remat=remat))
-
-        def fits(number: int, base: TrainConfig = base) -> bool:
-            return Setting(with_rows(base, number), shape, where).fits
-
-        for number, whole in batches(base, where.replicas, rows, partial(largest, fits, limit)):
+        base = Setting(replace(config, optim=replace(config.optim, remat=remat)), shape, where)
+        for number, whole in _batches(base, rows, MOST_ROWS if known else runtime.MOST_ROWS):
             if number * config.data.max_length >= MOST_TOKENS:
                 raise ValueError(
                     f"optim.batch_size={number} x data.max_length={config.data.max_length}: a pass of 2**31 tokens or "
                     "more is beyond any chip; give the rows of one replica in one pass, such as 8"
                 )
             passes = config.optim.gradient_accumulation if whole is None else 1
-            one = with_rows(base, number, global_batch_size=whole, gradient_accumulation=passes)
-            found.append(Setting(one, shape, where))
+            one = with_rows(base.config, number, global_batch_size=whole, gradient_accumulation=passes)
+            found.append(replace(base, config=one))
     return sorted(found, key=lambda one: (-one.speed if known else -one.update.batch_size, one.peak_bytes))
+
+
+def _batches(base: Setting, rows: Count, limit: int) -> Iterator[tuple[int, int | None]]:
+    """The rows of a pass, at most `limit`, and of an update that are candidates."""
+    config, optim, replicas = base.config, base.config.optim, base.where.replicas
+    whole = optim.global_batch_size
+    if isinstance(optim.batch_size, int) and "optim.batch_size" in config.sources:
+        yield optim.batch_size, whole
+        return
+    limit = min(limit, MOST_TOKENS // config.data.max_length)
+    limit = largest(lambda number: base.changed("optim.batch_size", number).fits, limit)
+    if whole is None and isinstance(optim.batch_size, int) and not config.on_policy:
+        whole = optim.batch_size * replicas * optim.gradient_accumulation
+    if whole is None:  # auto, with any number of rows in an update: all that fit
+        if rows.count is not None and not config.on_policy:
+            limit = min(limit, rows.count // (LEAST_UPDATES * replicas * optim.gradient_accumulation))
+        yield from ((1 << i, None) for i in range(max(1, limit).bit_length()))
+        return
+    one = replace(optim, batch_size=1, global_batch_size=whole, gradient_accumulation=1)
+    each = batch_arithmetic(replace(config, optim=one), replicas).gradient_accumulation
+    yield from ((n, whole) for n in range(1, min(each, max(1, limit)) + 1) if each % n == 0)
 
 
 def fastest(settings: Sequence[Setting]) -> Setting:

@@ -74,31 +74,30 @@ class Preflight:
         return f"at least {minutes:,.1f} minutes by the present speed of this CPU's matrix products; {besides}"
 
     def __str__(self) -> str:
-        return "\n".join([*self._table(), *(f"plan             {note}" for note in self.notes)])
+        table = _table(self.setting, self.time) if self.setting else []
+        return "\n".join([*table, *(f"plan             {note}" for note in self.notes)])
 
-    def _table(self) -> list[str]:
-        one = self.setting
-        if one is None:
-            return []
-        room, peak = one.where, one.peak_bytes
-        parts = [f"{name} {size / GIB:.2f}" for name, size in one.parts.items() if size >= peak / 50]
-        verdict = "fits" if self.fits else "MAY NOT FIT"
-        lines = [
-            f"memory           {' + '.join(parts)} = {peak / GIB:.2f} GiB by formula",
-            f"memory limit     {room.limit / GIB:.2f} GiB for each of {room.replicas} on {room.name}, {room.free:.0%} "
-            f"kept free: {verdict}",
-        ]
-        if room.device_type != "tpu":
-            lines[0] += f", which is made for TPUs and not for {room.device_type}"
-        elif ratio := room.calibration.memory:
-            lines[0] += f", {ratio * peak / GIB:.2f} GiB as measured on this machine"
-        if (time := self.time) is not None:
-            how = "by roofline, not measured"
-            if time.measured is not None:
-                how = f"as measured on this machine ({time.predicted:.3f} s predicted by roofline)"
-            most = "at most " if self.config.on_policy else ""
-            lines.append(f"step             {most}{time.seconds:.3f} s, {one.speed:,.0f} tokens/s {how}")
-        return lines
+
+def _table(one: Setting, time: StepTime | None) -> list[str]:
+    room, peak = one.where, one.peak_bytes
+    parts = [f"{name} {size / GIB:.2f}" for name, size in one.parts.items() if size >= peak / 50]
+    verdict = "fits" if one.fits else "MAY NOT FIT"
+    lines = [
+        f"memory           {' + '.join(parts)} = {peak / GIB:.2f} GiB by formula",
+        f"memory limit     {room.limit / GIB:.2f} GiB for each of {room.replicas} on {room.name}, {room.free:.0%} "
+        f"kept free: {verdict}",
+    ]
+    if room.device_type != "tpu":
+        lines[0] += f", which is made for TPUs and not for {room.device_type}"
+    elif ratio := room.calibration.memory:
+        lines[0] += f", {ratio * peak / GIB:.2f} GiB as measured on this machine"
+    if time is not None:
+        how = "by roofline, not measured"
+        if time.measured is not None:
+            how = f"as measured on this machine ({time.predicted:.3f} s predicted by roofline)"
+        most = "at most " if one.config.on_policy else ""
+        lines.append(f"step             {most}{time.seconds:.3f} s, {one.speed:,.0f} tokens/s {how}")
+    return lines
 
 
 def check_before_launch(
