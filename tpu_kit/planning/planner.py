@@ -175,10 +175,10 @@ def best_batch(config: TrainConfig, where: TargetSlice, exact: bool = False, row
     best = verified(settings)[0] if exact and known else fastest(settings)
     if not best.fits:
         advice: Any = "use fewer replicas or passes, shorter rows or a smaller model, or give a number"
+        passes = max(batch_arithmetic(one.config, where.replicas).gradient_accumulation for one in settings)
         raise ValueError(
-            f"optim.batch_size=auto: not one row of data.max_length={config.data.max_length} in each of "
-            f"{batch_arithmetic(best.config, where.replicas).gradient_accumulation:,} passes fits "
-            f"{where.limit / GIB:.2f} GiB for each of {where.replicas} on {where.name}: "
+            f"optim.batch_size=auto: not one row of data.max_length={config.data.max_length} in each of {passes:,} "
+            f"passes fits {where.limit / GIB:.2f} GiB for each of {where.replicas} on {where.name}: "
             f"{advise(best) if known else advice}"
         )
     return best
