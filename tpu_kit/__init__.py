@@ -28,6 +28,8 @@ __version__ = "0.1.0"
 # accelerate and transformers import torch_xla where it is installed, which sets PJRT_DEVICE as if the user had chosen a
 # device. Replicas on XLA start with "1".
 os.environ.setdefault("USE_TORCH_XLA", "0")
+# Only replicas touch the TPU, which torch-tpu, where it is installed, opens when torch is imported.
+os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
 _NAMES = {
     "config.loader": ("ConfigError", "TrainConfig", "batch_arithmetic", "describe", "load_config"),

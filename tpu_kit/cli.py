@@ -31,7 +31,6 @@ OK, FAILED, BAD_USAGE, PREEMPTED = 0, 1, 2, 75  # 75 is EX_TEMPFAIL of sysexits.
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code."""
-    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # torch-tpu would open the TPU when torch is imported
     texts = (sys.argv[1:] if arguments is None else list(arguments)) or ["--help"]
     if not texts[0].startswith("-") and texts[0] not in COMMANDS:
         near = closest(texts[0], COMMANDS)

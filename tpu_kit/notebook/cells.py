@@ -55,8 +55,6 @@ _SECRETS: Mapping[str, Callable[[str], str | None]] = {
     "Kaggle secrets": lambda name: importlib.import_module("kaggle_secrets").UserSecretsClient().get_secret(name),
 }
 
-# A kernel must not touch the TPU, which torch-tpu, where it is installed, opens when torch is imported.
-os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 # The notebook keeps each state of a tqdm bar, so only work of more than 5 s gets a bar, in child processes too.
 os.environ.setdefault("TQDM_DELAY", "5")
 # Progress bars are plain text also where ipywidgets is installed: a widget is dead without its kernel. Without its own
