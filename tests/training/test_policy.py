@@ -212,7 +212,9 @@ def test_equal_rewards_and_completions_that_are_not_judged_have_no_advantage(sca
     assert not advantages[[0, 2, 3]].any() and advantages[1, 0] == 0
     assert advantages[1, 1] > 0 > advantages[1, 2]
     assert not advantages_of(torch.ones(2, 2), scale).any()
-    assert not advantages_of(torch.full((1, 7), 0.1), scale).any()
+    for size in (0.1, 999.9):
+        assert not advantages_of(torch.full((1, 7), size), scale).any()
+    assert advantages_of(torch.tensor([[1e-7, 2e-7]]), scale).any(), "rewards of any scale"
 
 
 def test_layers_that_run_as_a_loop_have_the_same_reference():

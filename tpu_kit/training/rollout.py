@@ -43,7 +43,7 @@ GROUP_FILE = "group.json"  # in a run's folder: a group of completions of the la
 _REPORT = 4096  # bytes of what a replica's rewards report: all exchange as many, so that nothing is compiled again
 _ERROR = "!"  # begins a report that is an error and not JSON
 _UNJUDGED = 10  # consecutive rollouts without a reward, after which there will be none
-_FLAT = 1e-6  # a standard deviation of rewards below which a group has no advantages
+_FLAT = 1e-6  # a standard deviation, as a share of the largest reward, up to which the rewards of a group are equal
 
 
 def _add_old(packed: PackedDataset, table: torch.Tensor) -> None:
@@ -65,7 +65,7 @@ def advantages_of(rewards: torch.Tensor, scale: Literal["group", "batch", "none"
     """
     centred = rewards - torch.nanmean(rewards, -1, keepdim=True)
     # Rounding would give a group of equal rewards advantages of 1e-4.
-    centred = torch.where(torch.nan_to_num(deviation(rewards)) < _FLAT, 0.0, centred)
+    centred = torch.where(_are_equal(rewards), 0.0, centred)
     if scale != "none":
         centred = centred / (deviation(rewards if scale == "group" else rewards.reshape(1, -1)) + _EPSILON)
     return torch.nan_to_num(centred)
@@ -101,6 +101,12 @@ def deviation(rewards: torch.Tensor) -> torch.Tensor:
     count = judged.sum(-1, keepdim=True)
     square = torch.nan_to_num(rewards - torch.nanmean(rewards, -1, keepdim=True)).square().sum(-1, keepdim=True)
     return torch.where(count > 1, (square / (count - 1).clamp(min=1)).sqrt(), torch.nan)
+
+
+def _are_equal(rewards: torch.Tensor) -> torch.Tensor:
+    """Returns whether the rewards of each row are equal but for rounding, (P, 1), also where fewer than two are."""
+    largest = torch.nan_to_num(rewards).abs().amax(-1, keepdim=True)
+    return torch.nan_to_num(deviation(rewards)) <= _FLAT * largest
 
 
 def updates_of(prompts: int, config: TrainConfig) -> Iterator[Update]:
@@ -381,8 +387,7 @@ class Rollouts(Updates):
 
     @staticmethod
     def _measured(rewards: torch.Tensor) -> dict[str, float]:
-        spread = deviation(rewards)
-        flat = torch.nan_to_num(spread) < _FLAT
+        spread, flat = deviation(rewards), _are_equal(rewards)
         wrong = flat[:, 0] & (torch.nan_to_num(rewards).amax(1) <= 0)
         return {
             "reward": float(torch.nanmean(rewards)), "reward_std": float(torch.nan_to_num(spread).mean()),
