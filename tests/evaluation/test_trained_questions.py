@@ -42,7 +42,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, set[str]]:
     """A folder with my.jsonl and run, which held 4 of its 120 questions out; and these."""
     folder = tmp_path_factory.mktemp("finished")
     source = write(folder / "my.jsonl", cot_rows("train", 120, seed=1))
-    run = config(source, eval_rows=4, output_dir=str(folder / "run"))
+    run = config(source, eval_rows=4, output_dir=str(folder / "run"), date="2020-01-02")
     sft.train(run)
     return folder, {row["question"] for row in prepare(run.data, load_tokenizer(run.model)).eval_rows}
 
@@ -70,6 +70,18 @@ def test_rows_of_the_source_take_the_split_of_the_run(
     assert (told["seen_in_training"], len(told["samples"])) == (left_out, 4)
     assert f"{left_out} rows left out, because the training data have their questions" in str(found)
     assert "has changed" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("given", "day"), [({}, "2020-01-02"), ({"date": "2021-03-04"}, "2021-03-04")])
+def test_the_date_is_that_of_the_run(
+    finished: tuple[Path, set[str]], given: dict[str, str], day: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    days, folder = set[str | None](), finished[0]
+    monkeypatch.setattr(
+        evaluate_module, "answer", lambda run, *rest, **more: days.add(run.data.date) or of_nothing(run, *rest, **more)
+    )
+    evaluate_adapter(config(folder / "my.jsonl", **given), folder / "run" / "adapter")
+    assert days == {day}
 
 
 @pytest.mark.parametrize("given", [{"eval_rows": 60}, {"eval_rows": 2, "seed": 1}])

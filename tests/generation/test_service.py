@@ -496,6 +496,8 @@ def for_v5e(model: Path, rows: int, width: int, slots: int, *changes: str) -> di
         assert one["aliased_bytes"] >= found["cache_bytes"], (part, one)
         assert one["output_bytes"] - one["aliased_bytes"] < 64 * 2**10, (part, one)
         assert one["temporary_bytes"] < found["cache_bytes"], (part, one)
+    stacks = found["decode"]["stacks"]  # in the order of the results, so that each is written over itself
+    assert stacks == [f"cache.{number}" for number in range(len(stacks))] and len(stacks) > 1
     assert BLOCK in found["decode"]["loop_trips"].values()  # the steps are a loop, not a longer program
     return found
 

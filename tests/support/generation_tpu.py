@@ -26,7 +26,8 @@ def compile_both(model: str, rows: int, width: int, slots: int, *changes: str) -
     found: dict[str, Any] = {"cache_bytes": rows * slots * cache_bytes_per_token(settings, 2)}
     for part in ("prefill", "decode"):
         program = trace_generation(config, 1, part, rows=rows, width=width, slots=slots)
-        found[part] = compile_program(program, request)
+        stacks = [name for name in program.arguments if name.startswith("cache.")]
+        found[part] = compile_program(program, request) | {"stacks": stacks}
     return found
 
 

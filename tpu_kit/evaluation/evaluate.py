@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from tpu_kit.config import tables
-from tpu_kit.config.loader import ConfigError, DataConfig, TrainConfig
+from tpu_kit.config.loader import ConfigError, DataConfig, TrainConfig, flatten, read_yaml
 from tpu_kit.data.held_out import UNKNOWN, Questions, drawn
 from tpu_kit.data.prepare import Prepared, prepare
 from tpu_kit.distributed.runtime import Runtime
@@ -267,7 +267,7 @@ def evaluate_adapter(config: TrainConfig, adapter_dir: str | Path, prepared: Pre
 
     The rows are those that the adapter's run held out and those that `config` holds out, without questions that the run
     was trained on; texts are compared without case, white space and closing punctuation. Where the adapter lies without
-    the questions of its run, `config` alone splits the rows.
+    the questions of its run, `config` alone splits the rows. Where `data.date` is null, it is that of the run.
 
     Args:
         config: the run; `tracking.generate_rows` limits the rows (0 = all held-out rows).
@@ -281,6 +281,10 @@ def evaluate_adapter(config: TrainConfig, adapter_dir: str | Path, prepared: Pre
     with at_hand(adapter_dir, "adapter_config.json", "config.json", "base.json") as folder:  # both models have one base
         config = dataclasses.replace(config, model=base_of_adapter(config.model, folder))
     run = parent(adapter_dir)
+    with at_hand(run, "config.yaml") as folder:
+        trained = flatten(read_yaml(folder / "config.yaml")) if (folder / "config.yaml").is_file() else {}
+    day = config.data.date or trained.get("data.date")
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, date=day))
     questions = prepared.questions if prepared else Questions.read(run)
     prepared = prepared or held_out(config, questions)
     with at_hand(adapter_dir) as folder, without_head(folder) as plain:

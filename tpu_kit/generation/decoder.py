@@ -304,19 +304,23 @@ class Decoder:
 
     def _decode_program(self, kind: Kind, state: State, cache: Cache) -> torch.Tensor:
         count = len(state.carried)
-        inputs = [*state.carried, *cache.tensors, *state.constant]
+        # From the last stack to the first: torch_xla numbers the inputs of a program from a call's last one on, but its
+        # results by the age of their tensors, and XLA writes a result over the first input of its size that is left.
+        # So each stack is written over itself, where two that change places would be copied.
+        inputs = [*state.carried, *reversed(cache.tensors), *state.constant]
         carried = count + len(cache.tensors)
 
         def step(*tensors: torch.Tensor) -> list[torch.Tensor]:
-            mine = cache.of(tensors[count:carried])
+            mine = cache.of(tensors[count:carried][::-1])
             *changed, output = self._step(kind, tensors[:count], tensors[carried:], mine)
-            return [*changed, *mine.tensors, output]
+            return [*changed, *reversed(mine.tensors), output]
 
         shapes = (kind, count, len(state.carried[0]), *(tuple(tensor.shape) for tensor in state.constant))
         program = self._program(("decode", *shapes), step, inputs, self.block, carried)
         results = program(*inputs)
         report, state.carried = results.pop(), results[:count]
         del results[:count]
+        results.reverse()
         state.done += self.block
         self._replace(cache, results)
         # (block, 2, B), the only read of the device in the block.
