@@ -242,13 +242,11 @@ def _shortened(text: str | Path) -> str:
 
 
 def describe(config: TrainConfig) -> str:
-    """Returns a table of every parameter: name, value and the source of the value."""
-    return tables.to_text(
-        [
-            {"parameter": name, "value": show(config[name]), "source": config.sources.get(name, "default")}
-            for name in parameters()
-        ]
-    )
+    """Returns a table of the parameters that are given: name, value and the source of the value."""
+    given = [name for name in parameters() if name in config.sources]
+    rows = [{"parameter": name, "value": show(config[name]), "source": config.sources[name]} for name in given]
+    others = f"{len(parameters()) - len(given)} parameters have their defaults; config.yaml of the run has all"
+    return f"{tables.to_text(rows)}\n{others}" if rows else others
 
 
 def explain() -> str:
