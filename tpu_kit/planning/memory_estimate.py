@@ -232,21 +232,13 @@ class _Rounds(_Step):
         }  # fmt: skip
 
     def decode(self, rows: int, cache: int) -> dict[str, float]:
-        """Temporaries of decode steps: the cache in the layout in which slots are written, two layers of it, logits.
+        """Temporaries of decode steps: the cache in the layout in which slots are written, and logits.
 
-        Of the cache, keys or values are copied, on a mesh and of inner loops both; of layers that run one by one,
-        nothing.
+        Of the cache of layers that run as a loop half is copied: keys or values, or each in place of the other.
         """
         mesh, shape = self.mesh or Mesh(), self.shape
-        looped = sum(period * turns for period, turns in shape.runs if turns > 1)
-        runs = zip(shape.runs, shape.blocks, strict=True)
-        inner = [turns > 1 < count for (_, turns), block in runs for count in block]
-        nested = sum(
-            len(layers) for (_, layers), one in zip(shape.stacks(), inner, strict=True)
-            if one and shape.kinds[shape.order[layers[0]]].cached_heads
-        )  # fmt: skip
-        copied = (looped + nested) / 2 if mesh.size == 1 else looped
+        copied = sum(period * turns for period, turns in shape.runs if turns > 1) / 2
         return {
             "weight_copies": self.alive.copies(), "cache_copy": copied / shape.layers * cache,
-            "layer": cache / shape.layers, "logits": LOGITS * 4.0 * -(-rows // mesh.data) * shape.vocabulary,
+            "logits": LOGITS * 4.0 * -(-rows // mesh.data) * shape.vocabulary,
         }  # fmt: skip
