@@ -46,7 +46,7 @@ def test_installing_there_adds_what_is_missing_and_replaces_nothing(image: str) 
     versions = {name: version or newest.get(name, "1.0") for name, version in listed.items()}
     major, minor = map(int, python.split("."))
     decision = decide(Site(image, "8 x v5e", "Linux x86_64", (major, minor), versions))
-    assert decision.kind == "tpu"
+    assert decision.kind == "tpu" and decision.command
     assert {Requirement(line).name for line in decision.add} == ABSENT[image]
     assert len(decision.keep) == len(versions)
 

@@ -145,8 +145,9 @@ def test_the_training_data_of_an_adapter_without_a_run_are_unknown(
 ) -> None:
     folder, _ = finished
     shutil.copytree(folder / "run" / "adapter", tmp_path / "adapter")
-    (tmp_path / "config.yaml").write_text(config(folder / "my.jsonl").to_yaml())
-    assert main(["evaluate", str(tmp_path / "config.yaml"), f"adapter={tmp_path}/adapter"]) == 0
+    (tmp_path / "my.yaml").write_text(config(folder / "my.jsonl").to_yaml())
+    (tmp_path / "config.yaml").write_text("{ of another program")
+    assert main(["evaluate", str(tmp_path / "my.yaml"), f"adapter={tmp_path}/adapter"]) == 0
     assert (
         "The training data of the adapter are unknown (no run's questions.npz lies beside it): it may"
         in capsys.readouterr().out

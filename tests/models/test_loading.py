@@ -13,8 +13,10 @@ from tests.support.quantize_functions import dequantized
 from tpu_kit.assets import embedded
 from tpu_kit.config.loader import LoraConfig, ModelConfig
 from tpu_kit.models import attention
+from tpu_kit.models.architecture import shipped_shapes
 from tpu_kit.models.causal_lm import check_vocabulary, compute_dtype, hidden_states, load_model, load_tokenizer, logits
 from tpu_kit.models.loading import load_base, read_config
+from tpu_kit.models.meta_model import settings_of
 from tpu_kit.models.shape_cache import read_shape
 
 CONFIG = LlamaConfig(
@@ -209,3 +211,10 @@ def test_a_family_that_transformers_lacks_is_told_with_the_version_that_has_it(t
         ValueError, match=r"has no family gemma9; 9\.1\.0 wrote .*: pip install 'transformers>=9\.1\.0'"
     ):
         read_config(ModelConfig(name=str(tmp_path)))
+
+
+def test_a_shipped_shape_of_a_family_that_transformers_lacks(monkeypatch):
+    name = next(iter(shipped_shapes()))
+    monkeypatch.setattr("transformers.CONFIG_MAPPING", {})
+    with pytest.raises(ValueError, match=rf"model.name={name}: transformers .* has no family \w+; install a newer one"):
+        settings_of(ModelConfig(name=name))

@@ -44,7 +44,7 @@ def configuration(answer: dict[str, Any], folder: Path) -> TrainConfig:
 
 
 def derive_shapes(folder: Path) -> None:
-    """Derives the shapes of all recorded models with one process."""
+    """Derives the shapes of all recorded models."""
     for answer in ANSWERS:
         read_shape(configuration(answer, folder).model)
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support import own_objectives
 from tpu_kit.config.loader import load_config
-from tpu_kit.planning.objective_check import check_objective
+from tpu_kit.planning.objective_check import _Operations, check_objective
 
 OWN = "tests.support.own_objectives"
 
@@ -64,3 +66,9 @@ def test_what_a_tpu_cannot_run_is_told_with_its_line(name: str, line: str, text:
 def test_a_loss_of_another_form_is_refused(name: str, text: str) -> None:
     with pytest.raises(ValueError, match=re.escape(text)):
         checked(name)
+
+
+def test_an_operation_has_the_line_that_called_it_whatever_calls_it() -> None:
+    with _Operations(__file__) as operations:
+        torch.zeros(2) + 1
+    assert [line for *_, line in operations.done] == [inspect.currentframe().f_lineno - 1] * 2  # type: ignore[union-attr]

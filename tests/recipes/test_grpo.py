@@ -384,10 +384,11 @@ def test_completions_without_advantage_may_be_left_out(loss_type: str, tmp_path:
 def test_a_reward_that_fails_is_named_and_the_updates_before_are_saved(
     replicas: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It fails in one replica; the other must not wait for it."""
+    """It fails in one replica; the other must not wait for it, and end only once the checkpoint is written."""
     functions = ["tests.support.reward_functions:fails_later"]
     config = run_of(tmp_path, reward_funcs=functions, save_steps=100, num_replicas=replicas)
     monkeypatch.setenv("TPU_KIT_TEST_STOP", str(tmp_path / "failed"))
+    monkeypatch.setenv("TPU_KIT_TEST_WRITE", str(3.0 * (replicas - 1)))  # a launch waits a second after an error
     told = (
         r"the reward .*fails_later failed \(.*py, line \d+\) for .*question.*KeyError: 'no such judge'.*\. The 2 "
         "updates before are saved: the run started again goes on there"

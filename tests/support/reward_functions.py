@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from tpu_kit.checkpointing.local_store import FolderStore
 
 
 def even(completions: list[Any], **kwargs: Any) -> list[float]:
@@ -41,6 +44,9 @@ def only_at_first(completions: list[Any], trainer_state: Any, **kwargs: Any) -> 
 def fails_later(completions: list[Any], question: list[str], trainer_state: Any) -> list[float]:
     """Fails at the third update, in the first process that makes the file TPU_KIT_TEST_STOP."""
     if trainer_state.global_step == 3 and (place := os.environ.get("TPU_KIT_TEST_STOP")):
+        write = FolderStore.write
+        wait = float(os.environ["TPU_KIT_TEST_WRITE"])
+        FolderStore.write = lambda *given: time.sleep(wait) or write(*given)
         with suppress(FileExistsError), open(place, "x") as file:
             file.write(str(os.getpid()))
         if Path(place).read_text() == str(os.getpid()):

@@ -329,12 +329,15 @@ def carry_out(decision: Decision) -> None:
         keep.flush()
         # If a package conflicts with an installed one, pip fails and replaces nothing.
         line = [*decision.command, *(["--constraint", keep.name] if decision.keep else [])]
-        done = subprocess.run(
+        output = []
+        with subprocess.Popen(
             line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-    print(done.stdout, end="")
-    if done.returncode:
-        raise ValueError(f"{command} failed:\n" + "\n".join(done.stdout.rstrip().splitlines()[-10:]))
+        ) as running:
+            for text in running.stdout or ():
+                print(text, end="", flush=True)
+                output.append(text.rstrip())
+    if running.returncode:
+        raise ValueError(f"{command} failed:\n" + "\n".join(output[-10:]))
     after = _installed()
     added = [f"{name} {version}" for name, version in after.items() if name not in before]
     replaced = [f"{name} {before[name]} -> {now}" for name, now in after.items() if before.get(name, now) != now]

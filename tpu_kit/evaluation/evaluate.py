@@ -281,11 +281,11 @@ def evaluate_adapter(config: TrainConfig, adapter_dir: str | Path, prepared: Pre
     with at_hand(adapter_dir, "adapter_config.json", "config.json", "base.json") as folder:  # both models have one base
         config = dataclasses.replace(config, model=base_of_adapter(config.model, folder))
     run = parent(adapter_dir)
-    with at_hand(run, "config.yaml") as folder:
-        trained = flatten(read_yaml(folder / "config.yaml")) if (folder / "config.yaml").is_file() else {}
-    day = config.data.date or trained.get("data.date")
-    config = dataclasses.replace(config, data=dataclasses.replace(config.data, date=day))
     questions = prepared.questions if prepared else Questions.read(run)
+    if questions and not config.data.date:  # so the folder is that of a run
+        with at_hand(run, "config.yaml") as folder:
+            trained = flatten(read_yaml(folder / "config.yaml")) if (folder / "config.yaml").is_file() else {}
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, date=trained.get("data.date")))
     prepared = prepared or held_out(config, questions)
     with at_hand(adapter_dir) as folder, without_head(folder) as plain:
         base, tuned = evaluate(config, prepared), evaluate(config, prepared, folder)

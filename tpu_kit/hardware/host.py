@@ -337,7 +337,7 @@ def check_wandb(at: Machine, config: TrainConfig) -> Check:
 def chips_of(device_type: str, replicas: int) -> tuple[str | None, int]:
     """The name in `chips` of the device of the replicas here, and the number of chips on which so many run.
 
-    The name is None for a CPU or an unknown chip, of which each replica then has one.
+    The name is None for a CPU and for an unknown chip; then each replica counts as a chip.
     """
     name: str | None = None
     if device_type == "tpu":

@@ -199,7 +199,10 @@ _ATTENTION = "aten._scaled_dot_product_"  # of its kernels
 
 
 def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Batched products are the scores of attention without a kernel: they are large and not kept."""
+    """Chooses the results that torch's checkpoint keeps: of attention's kernels, and of products that are dear.
+
+    Batched products are the scores of attention without a kernel: they are large and not kept.
+    """
     name = str(operation)
     kept = name.startswith(_ATTENTION)
     if name in _PRODUCTS:

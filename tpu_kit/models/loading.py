@@ -128,11 +128,8 @@ def read_model(config: ModelConfig, dtype: torch.dtype | Literal["auto"], /, **o
 
 
 def _refuse(config: ModelConfig, error: Exception) -> None:
-    """Raises ValueError if transformers refused to run the model's own code, or lacks its family.
-
-    config.json says which transformers wrote it.
-    """
-    from transformers import PreTrainedConfig, __version__
+    """Raises ValueError if transformers refused to run the model's own code, or lacks its family."""
+    from transformers import PreTrainedConfig
 
     if "trust_remote_code" in str(error):
         raise ValueError(
@@ -142,11 +139,18 @@ def _refuse(config: ModelConfig, error: Exception) -> None:
     if "does not recognize this architecture" in str(error):
         given, _ = PreTrainedConfig.get_config_dict(locate(config), revision=config.revision)
         family, writer = given.get("model_type"), given.get("transformers_version")
-        wanted = f"{writer} wrote its config.json: pip install 'transformers>={writer}'"
-        raise ValueError(
-            f"model.name={config.name}: transformers {__version__} has no family {family}; "
-            f"{wanted if writer else 'install a newer one'}"
-        ) from error
+        raise ValueError(absent_family(config, family, writer)) from error
+
+
+def absent_family(config: ModelConfig, family: str | None, writer: str | None = None) -> str:
+    """Describes a model of a family that transformers lacks; `writer` is the version of it that wrote config.json."""
+    from transformers import __version__
+
+    wanted = f"{writer} wrote its config.json: pip install 'transformers>={writer}'"
+    return (
+        f"model.name={config.name}: transformers {__version__} has no family {family}; "
+        f"{wanted if writer else 'install a newer one'}"
+    )
 
 
 def read_config(config: ModelConfig, needed: bool = False) -> PreTrainedConfig | None:
@@ -165,7 +169,7 @@ def read_config(config: ModelConfig, needed: bool = False) -> PreTrainedConfig |
         )
     except Exception as error:  # strict configurations raise classes of their own
         _refuse(config, error)
-        if not needed:
+        if not needed and isinstance(error, OSError | ValueError | KeyError | ImportError):
             return None
         if isinstance(error, OSError):
             raise ValueError(unreachable(config, error)) from error

@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from tpu_kit.config.loader import ModelConfig
 from tpu_kit.models import attention, experts, layer_calls, linear_attention
 from tpu_kit.models.architecture import Experts, Layer, Linear, Shape, brief, locate, shipped_shape
-from tpu_kit.models.loading import leave_out_towers, read_config
+from tpu_kit.models.loading import absent_family, leave_out_towers, read_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -54,6 +54,8 @@ def settings_of(config: ModelConfig) -> Any:
     from transformers import CONFIG_MAPPING, PreTrainedConfig
 
     if (given := shipped_shape(config)) is not None:
+        if given["model_type"] not in CONFIG_MAPPING:
+            raise ValueError(absent_family(config, given["model_type"]))
         return CONFIG_MAPPING[given["model_type"]].from_dict(given)
     settings: Any = read_config(config, needed=True)
     if config.gguf_file:

@@ -42,7 +42,7 @@ def _load(path: Path) -> Shape | None:
         if path not in _loaded:
             _loaded[path] = Shape.from_dict(json.loads(path.read_text()))
         return _loaded[path]
-    except (OSError, ValueError, TypeError, KeyError):  # no file, or half of one
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # no file, or half of one
         return None
 
 

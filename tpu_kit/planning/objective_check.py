@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import linecache
+import sys
 import traceback
 from dataclasses import fields, replace
 from pathlib import Path
@@ -151,7 +152,7 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         shapes = str([tuple(one.shape) for one in tree_leaves(found) if isinstance(one, torch.Tensor)])
-        frames = traceback.walk_stack(None)
+        frames = traceback.walk_stack(sys._getframe())
         line = next((line for frame, line in frames if frame.f_code.co_filename == self.file), 0)
         self.done.append((str(func), shapes, line))
         return found

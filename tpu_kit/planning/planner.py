@@ -176,9 +176,10 @@ def best_batch(config: TrainConfig, where: TargetSlice, exact: bool = False, row
     if not best.fits:
         advice: Any = "use fewer replicas or passes, shorter rows or a smaller model, or give a number"
         passes = max(batch_arithmetic(one.config, where.replicas).gradient_accumulation for one in settings)
+        each = f" in each of {passes:,} passes" if passes > 1 else ""
         raise ValueError(
-            f"optim.batch_size=auto: not one row of data.max_length={config.data.max_length} in each of {passes:,} "
-            f"passes fits {where.limit / GIB:.2f} GiB for each of {where.replicas} on {where.name}: "
+            f"optim.batch_size=auto: not one row of data.max_length={config.data.max_length}{each} fits "
+            f"{where.limit / GIB:.2f} GiB for each of {where.replicas} replicas on {where.name}: "
             f"{advise(best) if known else advice}"
         )
     return best
@@ -241,9 +242,12 @@ def fastest(settings: Sequence[Setting]) -> Setting:
 
 
 def verified(settings: Sequence[Setting]) -> tuple[Setting, str]:
-    """Compiles the fastest; if it does not fit, the next smaller ones until one does. A note says if that cannot be.
+    """Compiles the fastest; if it does not fit, the next smaller ones until one does.
 
     Of a run that samples, a smaller batch changes only "accumulate".
+
+    Returns:
+        A compiled setting, and ""; or the fastest by formula, and why the compiler cannot run.
     """
     first, answers = fastest(settings), list[Setting]()
     below = sorted((one for one in settings if one.peak_bytes < first.peak_bytes), key=lambda one: -one.peak_bytes)

@@ -142,7 +142,7 @@ def check_before_launch(
         config, fewer = _filled_batch(config, shards, rows)
         notes += fewer
     one = Setting(config, shape, room) if room is not None and shape is not None else None
-    if exact and (given or room is None or room.chip.bf16_flops is None):
+    if exact and shape is not None and (given or room is None or room.chip.bf16_flops is None):
         notes.append(_compiled(one))
     notes += _rounding(config, shape)
     if room is not None and room.device_type == "tpu":

@@ -31,7 +31,7 @@ _RANKS = 4096
 
 @dataclass(frozen=True)
 class Setting:
-    """A run on a slice; of a device.
+    """A run on a slice, with the memory of one device and the time of an update.
 
     Attributes:
         config: the run.
@@ -67,7 +67,7 @@ class Setting:
 
     @property
     def peak_bytes(self) -> int:
-        """The peak."""
+        """Bytes of the device while `largest` runs."""
         return self.peaks[self.largest] if self.compiled else self.memory.total_bytes
 
     @cached_property
@@ -94,7 +94,7 @@ class Setting:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak leaves that share."""
+        """Whether the peak leaves `free` of the memory."""
         budget = self.where.limit * (1 - self.free)
         return self.peak_bytes <= budget and all(one.fits for one in self.compiled.values())
 

@@ -163,6 +163,7 @@ class Trainer:
             self._end_at_step(agreement, save=True)
             for writer in filter(None, (self.parts, self.checkpoints)):
                 writer.wait()
+            self.rt.barrier()  # a replica that ends with an error soon ends the others
             saved = f". The {self.step:,} updates before are saved: the run started again goes on there"
             raise ValueError(f"{error}{saved if self.step else ''}") from error
         self._end_at_step(agreement, save=status == "preempted")
