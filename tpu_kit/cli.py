@@ -382,10 +382,14 @@ def notebooks(args: argparse.Namespace) -> int:
 )  # fmt: skip
 def plan(args: argparse.Namespace) -> int:
     """Find the settings that fit a TPU, their duration and their cost."""
+    from tpu_kit.hardware.machine import Machine
+    from tpu_kit.hardware.slices import ON_GPU
     from tpu_kit.models.architecture import known_models
     from tpu_kit.planning.planner import plan as find
     from tpu_kit.planning.report import largest, report
 
+    if not args.chip and (args.config.launch.device_type == "cuda" or Machine().gpus()):
+        print(f"For a v5e, as --chip names no TPU. {ON_GPU}.", file=sys.stderr)
     names = [name.strip() for name in (args.chip or "v5e").split(",")]
     try:
         if args.models:

@@ -422,3 +422,22 @@ def test_a_pair_that_does_not_load_is_a_failure(tmp_path: Path, monkeypatch: pyt
     (check,) = install.check(Decision("tpu", ()))
     assert isinstance(check, Check) and check.status == "failure"
     assert check.found.startswith("torch 2.9.1 loaded, then ImportError: _XLAC.so: undefined symbol")
+
+
+def test_a_torch_that_does_not_see_the_gpu_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch.py").write_text(
+        "__version__ = '2.9.0+cpu'\nones = lambda *_, device: Number()\n"
+        "class Number:\n    __add__ = lambda *_: Number()\n    sum = lambda _: Number()\n    item = lambda _: 6\n"
+        "class cuda:\n    is_available = lambda: False\n    get_device_name = lambda: 'NVIDIA L4'\n"
+    )
+    for name in ("transformers", "peft", "datasets", "yaml", "tpu_kit"):
+        (tmp_path / f"{name}.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert install.check(Decision("gpu", ()))[0].found == "torch 2.9.0+cpu load together, and compute on the CPU"
+    monkeypatch.setattr(Machine, "gpus", lambda _: ["NVIDIA L4"])
+    (check,) = install.check(Decision("gpu", ()))
+    assert check.status == "failure" and "compute on the CPU, not on the NVIDIA L4: torch is built" in check.found
+    assert "pip uninstall -y torch" in check.fix
+    (tmp_path / "torch.py").write_text((tmp_path / "torch.py").read_text().replace("False", "True"))
+    (check,) = install.check(Decision("gpu", ()))
+    assert (check.status, check.found) == ("ok", "torch 2.9.0+cpu load together, and compute on NVIDIA L4")

@@ -207,9 +207,22 @@ def test_a_step_that_is_wrong_either_way_says_nothing_of_the_loop(home: Path, mo
     """By its norm alone; the slow test next to it lets replicas take the step."""
     figures = {"loss": 2.0, "host_loss": 2.0, "grad_norm": 1.2, "host_grad_norm": 1.0}
     monkeypatch.setattr(verify, "launch", lambda *_: figures)
-    contact = first_contact(home, "cpu")
+    contact = first_contact(home, "xla-cpu")
     assert brief(contact._steps()) == [("Step, scanned", "warning"), ("Step, unrolled", "failure")]
     assert contact.measured.scan == ""
+
+
+@pytest.mark.parametrize("device_type", ["cuda", "cpu"])
+def test_off_xla_the_step_is_checked_as_it_trains(
+    device_type: str, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its layers one by one, which a GPU compiles."""
+    launched = []
+    monkeypatch.setattr(verify, "launch", lambda _, config, *__: launched.append(config.optim.scan_layers))
+    monkeypatch.setattr(verify, "_judge_step", lambda _: (True, ""))
+    contact = first_contact(home, "cpu")
+    contact._backend = replace(contact._backend, device_type=device_type)
+    assert (brief(contact._steps()), launched) == ([("Step, unrolled", "ok")], ["off"])
 
 
 def test_verdicts_of_cores() -> None:

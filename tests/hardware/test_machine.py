@@ -233,6 +233,38 @@ def test_tpu_kinds(tmp_path: Path) -> None:
     assert Machine(root=tmp_path / "nothing").tpus() == []
 
 
+def add_gpu(root: Path) -> None:
+    """What NVIDIA's driver tells of an H100."""
+    information = root / "proc/driver/nvidia/gpus/0000:00:05.0/information"
+    information.parent.mkdir(parents=True)
+    information.write_text("Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 30\n")
+    version = (
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build  (root@a)\nGCC version:  12"
+    )
+    (root / "proc/driver/nvidia/version").write_text(version)
+
+
+def test_gpu(tmp_path: Path) -> None:
+    at = fake(tmp_path)
+    assert at.gpus() == []
+    add_gpu(tmp_path)
+    found = "1 x NVIDIA H100 80GB HBM3, driver 580.159.04"
+    assert machine.check_gpu(at, wanted=True, seen=True) == Check("GPU", "ok", found)
+    assert machine.check_gpu(at, wanted=False, seen=False).status == "skipped"
+    blind = machine.check_gpu(at, wanted=True, seen=False)
+    assert blind.status == "warning" and blind.found.startswith(f"{found}; torch 2.9.0+cpu does not see it: ")
+    assert "requirements-gpu.txt" in blind.fix
+    hidden = machine.check_gpu(replace(at, environ={"CUDA_VISIBLE_DEVICES": ""}), wanted=True, seen=False)
+    assert (hidden.found, hidden.fix) == (f"{found}; CUDA_VISIBLE_DEVICES= hides it", "unset CUDA_VISIBLE_DEVICES")
+
+
+def test_for_a_gpu_no_package_of_a_tpu_is_missing(tmp_path: Path) -> None:
+    at = replace(fake(tmp_path), version={"torch": "2.11.0"}.get)
+    add_gpu(tmp_path)
+    assert machine.check_packages(at, on_tpu=False).status == "ok" and not machine.check_packages(at, on_tpu=False).fix
+    assert machine.check_packages(at, on_tpu=True).status == "failure"
+
+
 def test_tpu(tmp_path: Path) -> None:
     at = fake(tmp_path, V5E, V5E, environ={"TPU_ACCELERATOR_TYPE": "v5litepod-8"})
     check = machine.check_tpu(at, False)

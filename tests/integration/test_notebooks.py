@@ -99,7 +99,7 @@ def test_install_finds_all_right_and_does_nothing(folder: Path) -> None:
 
 def test_verify_ends_in_ready(folder: Path) -> None:
     text = shown(outputs_of(folder, "2-"))
-    for row in ("Host memory", "Step, scanned", "Small run"):
+    for row in ("Host memory", "Step, unrolled", "Small run"):
         assert f"✓ {row} " in text, row
     assert "went on from step 4 to 8" in text and "Ready." in text
 

@@ -428,8 +428,10 @@ def test_the_report(small: Path, large: Path, capsys: pytest.CaptureFixture[str]
                  "each start compiles the step: 5 min until the first new step are an assumption",
                  "MXU_EFFICIENCY 0.6", "the largest batch_size that fits is"):  # fmt: skip
         assert text in printed
-    assert main(["plan", f"model.name={large}", "batch_size=8"]) == 0
-    printed = capsys.readouterr().out
+    assert not capsys.readouterr().err
+    assert main(["plan", f"model.name={large}", "batch_size=8", "device_type=cuda"]) == 0
+    printed, note = capsys.readouterr()
+    assert note.startswith("For a v5e, as --chip names no TPU. On a GPU, `train` prints the memory and the time")
     assert "in the order of least harm" in printed and "unchanged it fits" in printed
     assert "the number of updates is not known: model.name=" in printed and "has no tokenizer here" in printed
     assert "the longest context of one row is" in printed
@@ -439,7 +441,7 @@ def test_the_report(small: Path, large: Path, capsys: pytest.CaptureFixture[str]
     ("arguments", "text"),
     [
         (["--chip", "v5"], "unknown chip 'v5': did you mean v5"),
-        (["--chip", "h100"], "h100 is a GPU, and plans are made for TPUs: v4, "),
+        (["--chip", "h100"], "h100 is a GPU, and plans are made for TPUs: v4, v5e, v5p, v6e, v7x. On a GPU, `train` "),
         (["--chip", "v5e:3x5"], "there is no topology v5e:3x5: did you mean"),
         (["--chip", "v5e-7"], "there is no v5e-7: the number counts chips. Nearest: "),
         (["--chip"], "--chip: expected one argument"),

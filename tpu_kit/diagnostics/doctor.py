@@ -21,7 +21,7 @@ def diagnose(config: TrainConfig | None = None, at: Machine | None = None) -> It
     from tpu_kit.distributed import runtime
 
     config, at = as_trained(config or TrainConfig()), at or Machine()
-    asked, replicas = config.launch.device_type, None
+    asked, replicas, used = config.launch.device_type, None, "cpu"
     yield machine.check_python(at)
     yield machine.check_packages(at, asked == "tpu" or (asked == "auto" and bool(at.tpus())))
     yield machine.check_process(at)
@@ -34,8 +34,10 @@ def diagnose(config: TrainConfig | None = None, at: Machine | None = None) -> It
     except (ValueError, ImportError, OSError) as error:  # to count GPUs it loads torch, which may be broken
         yield Check("Device type", "failure", " ".join(str(error).split()), "device_type=auto, without num_replicas")
     else:
-        replicas = backend.num_replicas
+        replicas, used = backend.num_replicas, backend.device_type
         yield Check("Device type", "ok", str(backend))
+    if at.gpus():
+        yield machine.check_gpu(at, asked == "cuda" or (asked == "auto" and used == "cpu"), used == "cuda")
     yield host.check_memory(at, config, replicas or at.tpu_devices() or 1)
     yield host.check_disk(at, config)
     yield host.check_files(config)

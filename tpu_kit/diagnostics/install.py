@@ -351,14 +351,20 @@ import importlib, json, sys
 for name in sys.argv[1:]:
     module = importlib.import_module(name)
     print(name, getattr(module, "__version__", ""))
+import torch
+device, where = "cuda" if torch.cuda.is_available() else "cpu", "the CPU"
 if "torch_xla" in sys.argv:
-    import torch, torch_xla
-    assert (torch.ones(3, device=torch_xla.device()) + 1).sum().item() == 6, "(1 + 1) * 3 is not 6 on torch_xla's CPU"
+    import torch_xla
+    device, where = torch_xla.device(), "torch_xla's CPU"
+elif device == "cuda":
+    where = torch.cuda.get_device_name()
+assert (torch.ones(3, device=device) + 1).sum().item() == 6, f"(1 + 1) * 3 is not 6 on {where}"
+print("computed on", where)
 """
 
 
 def check(decision: Decision) -> list[Check]:
-    """Loads the packages in a new process, as a run does, and computes one sum with torch_xla on its CPU."""
+    """Loads the packages in a new process, as a run does, and computes a sum: on the GPU, or torch_xla's CPU."""
     pair = ["torch", "torch_xla", "libtpu", "jax"] if decision.kind == "tpu" else ["torch"]
     environment = {**os.environ, "PJRT_DEVICE": "CPU", "TPU_SKIP_MDS_QUERY": "1", "USE_TORCH_XLA": "1"}
     names = [*pair, "transformers", "peft", "datasets", "yaml", "tpu_kit"]
@@ -368,7 +374,12 @@ def check(decision: Decision) -> list[Check]:
     if done.status:
         text = f"{loaded} loaded, then {done.last_lines(1)[:300]} ({done.how})"
         return [Check("They work", "failure", text, "run this notebook again from the top")]
-    return [Check("They work", "ok", f"{loaded} load together, and compute")]
+    where = done.output.rpartition("computed on ")[2].splitlines()[0]
+    text, gpus = f"{loaded} load together, and compute on {where}", Machine().gpus()
+    if decision.kind == "gpu" and gpus and where == "the CPU":
+        lost = f"{text}, not on the {gpus[0]}: torch is built without CUDA, or for a newer driver"
+        return [Check("They work", "failure", lost, "pip uninstall -y torch, then run this notebook again")]
+    return [Check("They work", "ok", text)]
 
 
 def restart(allowed: bool = False) -> None:

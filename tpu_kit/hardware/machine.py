@@ -108,6 +108,12 @@ class Machine:
         """Number of devices of these chips, as PyTorch/XLA counts them."""
         return sum(chips.CHIPS[name].devices_per_chip for name in self.tpus())
 
+    def gpus(self) -> list[str]:
+        """NVIDIA's GPUs, by the names that their driver gives them."""
+        files = sorted((self.root / "proc/driver/nvidia/gpus").glob("*/information"))
+        texts = [self.read(str(file.relative_to(self.root))) for file in files]
+        return [match[1] for text in texts if (match := re.search(r"^Model:\s*(\S.*)", text, re.MULTILINE))]
+
     def nodes(self) -> list[Path]:
         """The chips' device files. /dev/vfio/vfio is the driver's, not a chip's."""
         dev = self.root / "dev"
@@ -158,6 +164,8 @@ def check_packages(machine: Machine, on_tpu: bool) -> Check:
     line = install_line({package: versions[0] for package, versions in wrong.items()})
     if "torch_xla" not in have:
         found += "; torch_xla is not installed, so there is no TPU and no rehearsal of one"
+        if machine.gpus() and not on_tpu:  # its torch would take the place of one that is made for the GPU
+            return Check(name, "ok", found)
         if on_tpu:
             return Check(name, "failure", found, line + then)
         return Check(name, "skipped", found, f"{line} (only for TPU and its rehearsal)")
@@ -228,6 +236,26 @@ def check_tpu(machine: Machine, asked: bool) -> Check:
     if closed:
         return Check("TPU", "failure", f"{text}; no permission: {closed[0]}", f"sudo chmod a+rw {' '.join(closed)}")
     return Check("TPU", "ok", f"{text}, {len(nodes)} device files")
+
+
+def check_gpu(machine: Machine, wanted: bool, seen: bool) -> Check:
+    """Checks that PyTorch sees the GPUs of NVIDIA's driver: without them `device_type=auto` trains on the CPU.
+
+    Args:
+        machine: a machine with GPUs.
+        wanted: whether the run is to use them.
+        seen: whether PyTorch sees one.
+    """
+    gpus, driver = machine.gpus(), re.search(r"\s(\d+\.[\d.]+)\s", machine.read("proc/driver/nvidia/version"))
+    found = f"{len(gpus)} x {gpus[0]}" + (f", driver {driver[1]}" if driver else "")
+    if seen or not wanted:
+        return Check("GPU", "ok" if seen else "skipped", found + ("" if seen else "; this run does not use it"))
+    if (hidden := machine.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return Check(
+            "GPU", "warning", f"{found}; CUDA_VISIBLE_DEVICES={hidden} hides it", unset(["CUDA_VISIBLE_DEVICES"])
+        )
+    found += f"; torch {machine.version('torch')} does not see it: it is built without CUDA, or for a newer driver"
+    return Check("GPU", "warning", found, "pip uninstall -y torch, then pip install -r requirements-gpu.txt")
 
 
 def check_metadata(machine: Machine) -> Check:

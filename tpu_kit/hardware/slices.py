@@ -20,6 +20,9 @@ RESERVE = 0.08
 """Share of a TPU's usable memory that a choice by formula leaves free: more than the largest underestimate for the
 steps that were compiled (tests/recorded_memory.json)."""
 
+ON_GPU = "On a GPU, `train` prints the memory and the time of a step before it starts; batch_size=auto fills the memory"
+"""What tells a user of a GPU about a run, as plans are made for TPUs."""
+
 
 @dataclass(frozen=True)
 class TargetSlice:
@@ -108,7 +111,7 @@ def find_slice(name: str, num_replicas: int | None) -> TargetSlice:
         sizes = kind.slice_sizes
     if kind.accelerator_prefix is None:
         tpus = ", ".join(name for name, chip in chips.CHIPS.items() if chip.accelerator_prefix)
-        raise ValueError(f"{kind.name} is a GPU, and plans are made for TPUs: {tpus}")
+        raise ValueError(f"{kind.name} is a GPU, and plans are made for TPUs: {tpus}. {ON_GPU}")
     devices = {size: slices * size * kind.devices_per_chip for size in sizes}
     fitting = [size for size in sizes if devices[size] >= (num_replicas or 1)]
     if not fitting:
