@@ -17,7 +17,6 @@ import signal
 import threading
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,6 +33,7 @@ from tpu_kit.distributed.preemption import StopFlag
 from tpu_kit.evaluation import evaluate
 from tpu_kit.evaluation.rewards import Judgement, Rewards
 from tpu_kit.generation.decoder import Decoder
+from tpu_kit.generation.prompts import Completion
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.hardware.machine import Machine
 from tpu_kit.models.loading import load_tokenizer
@@ -224,22 +224,18 @@ def test_a_rounded_base_has_a_small_gap(dtype: str, tmp_path: Path, capsys: Any)
 
 def test_what_functions_log_is_the_mean_over_the_replicas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where not all log the same names; the exchange is that of two replicas, without their processes."""
-    tables, logged = list[torch.Tensor](), [{"depth": [1.0, 2.0]}, {"depth": [6.0], "tools": [1.0]}]
-    monkeypatch.setattr(rollout.Rollouts, "_summed", lambda self, table: tables.append(table) or sum(tables))
-    for rank, each in enumerate(logged):
-        one = rollout.Rollouts.__new__(rollout.Rollouts)
-        one._config, one._names = (config := run_of(tmp_path)), []
-        one._rl, one._rt = config.rl, SimpleNamespace(rank=rank, world_size=2)
-        *_, whole = one._gathered({}, Judgement([], {}, each), "")
-    assert rollout._means(whole) == {"depth": 3.0, "tools": 1.0}
-    for names, error, told in (
-        (999, "", "log 999 names with log_metric, too many; log fewer"),
-        (1, "\u00e9\n" * 9999, "\u00e9\n"),
-    ):
-        tables.clear()
-        *_, whole = one._gathered({}, Judgement([], {}, {str(number): [1.0] for number in range(names)}), error)
-        with pytest.raises(NextUpdateError, match=told):
-            rollout._means(whole[1:])
+    shares, logged = list[Any](), [{"depth": [1.0, 2.0]}, {"depth": [6.0], "tools": [1.0]}]
+    monkeypatch.setattr(rollout.Rollouts, "_exchange", lambda self, mine: shares.append(mine) or shares)
+    one = rollout.Rollouts.__new__(rollout.Rollouts)
+    one._names = ["one"]
+    replies = [Completion(text, None, text, (1,), "stop", -1.0, (-1.0,)) for text in "ab"]
+    for number, each in enumerate(logged):
+        judgement = Judgement([float(number)], {"one": [2.0 * number]}, each)
+        answers, means = one._exchanged({(1 - number, 0): replies[number]}, judgement, "")
+    assert means == {"depth": 3.0, "tools": 1.0}
+    assert answers == [(replies[1], 1.0, 2.0), (replies[0], 0.0, 0.0)], "in the order of the prompts"
+    with pytest.raises(NextUpdateError, match="the reward failed"):
+        one._exchanged({}, Judgement([], {"one": []}), "the reward failed")
 
 
 @pytest.mark.slow
@@ -272,10 +268,9 @@ def test_replicas_and_a_mesh_train_as_one_replica(where: dict[str, Any], tmp_pat
     assert logged(tmp_path / "other", "grad_norm") == pytest.approx(logged(tmp_path / "one", "grad_norm"), rel=1e-4)
     assert max(logged(tmp_path / "one", "loss")) > 0.1 and max(logged(tmp_path / "other", "sampler_gap")[::2]) < 1e-4
     if "device_type" in where:
-        # Those of `test_the_programs_of_a_run` for one width; replicas also exchange completions, log-probabilities
-        # and the results of the evaluation.
+        # Those of `test_the_programs_of_a_run` for one width; replicas also sum the results of the evaluation.
         compiles = logged(tmp_path / "other", "compiles")
-        assert compiles[4] == compiles[5] == 8 + 3 * ((where["num_replicas"] or 1) > 1), compiles
+        assert compiles[4] == compiles[5] == 8 + ((where["num_replicas"] or 1) > 1), compiles
         assert not any(
             logged(tmp_path / "other", "fallbacks_per_step") + logged(tmp_path / "other", "host_syncs_per_step")
         )

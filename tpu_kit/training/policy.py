@@ -6,7 +6,6 @@ whole update, so the loss depends on neither the rows of a pass nor the number o
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -183,69 +182,63 @@ def pack(
     if not kept:
         return None
     groups = _in_one_row(kept, config.data.max_length) if share_prompts else [[each] for each in kept]
+    weights = [_weight(each, config) for each in sampled]
+    whole = sum(weights) / max(1e-9, sum(_weight(each, config) for each in kept))
+    # The mean entropy is over the tokens that learn, whatever the divisor.
+    bonus = rl.entropy_coef * sum(weights) / max(1, sum(each.learns * len(each.tokens) for each in sampled))
 
-    def before(number: Any) -> Callable[[int, Sampled], Any]:
-        return lambda n, each: [number] * (len(each.prompt) - 1)
+    def of_tokens(each: Sampled) -> dict[str, Sequence[float]]:
+        """Returns the objective's columns at the tokens of a completion."""
+        size = len(each.tokens)
+        columns: dict[str, Sequence[float]] = {
+            "advantages": [each.advantage] * size,
+            "share": [1 / size] * size,
+            "weight": [whole * _weight(each, config) / size] * size,
+            "sampler_logps": each.logprobs,
+        }
+        return columns | ({"bonus": [bonus * each.learns] * size} if rl.entropy_coef else {})
 
-    def predicted(of: Callable[[Sampled], Sequence[float]]) -> Callable[[int, Sampled], Any]:
-        """Puts the numbers of a completion's tokens at the positions that predict them."""
-        return lambda n, each: [*of(each), 0.0]
-
-    ids = _laid_out(groups, lambda n, each: each.prompt[:-1], lambda n, each: [each.prompt[-1], *each.tokens])
+    columns = _columns(groups, of_tokens)
     documents = Documents(
-        ids.astype(np.int32),
-        _laid_out(groups, before(False), lambda n, each: [False, *[each.learns] * len(each.tokens)]),
+        columns.pop("ids"), columns.pop("loss"),
         np.array([len(group[0].prompt) - 1 + sum(1 + len(each.tokens) for each in group) for group in groups]),
         np.array([group[0].row for group in groups]),
-    )
+    )  # fmt: skip
     rows = PackedDataset(documents, config.data.max_length, packing=config.data.packing, pad_id=pad_id)
-    if scored:
-        return rows
-    whole = sum(_weight(each, config) for each in sampled) / max(1e-9, sum(_weight(each, config) for each in kept))
-    values: dict[str, Callable[[Sampled], Sequence[float]]] = {
-        "advantages": lambda each: [each.advantage] * len(each.tokens),
-        "share": lambda each: [1 / len(each.tokens)] * len(each.tokens),
-        "weight": lambda each: [whole * _weight(each, config) / len(each.tokens)] * len(each.tokens),
-        "sampler_logps": lambda each: each.logprobs,
-    }
-    if config.rl.entropy_coef:  # the mean over the tokens that learn, whatever the divisor
-        learning = max(1, sum(each.learns * len(each.tokens) for each in sampled))
-        each_token = config.rl.entropy_coef * sum(_weight(each, config) for each in sampled) / learning
-        values["bonus"] = lambda each: [each_token * each.learns] * len(each.tokens)
-    columns = {name: _laid_out(groups, before(0.0), predicted(of)).astype(np.float32) for name, of in values.items()}
-    columns |= _prefix_columns(groups) if share_prompts else {}
-    rows.columns = {name: rows.column(column) for name, column in columns.items()}
+    if not scored:
+        rows.columns = {
+            name: rows.column(values) for name, values in columns.items() if share_prompts or name not in _OF_PREFIXES
+        }
     return rows
 
 
-def _laid_out(
-    groups: Sequence[Sequence[Sampled]],
-    of_prompt: Callable[[int, Sampled], Any],
-    of_sample: Callable[[int, Sampled], Any],
-) -> np.ndarray:
-    """Joins the numbers of each group: of its prompt without the last token, and of its completions' documents."""
-    parts = ([of_prompt(n, group[0]), *(of_sample(n, each) for each in group)] for n, group in enumerate(groups))
-    return np.array([number for group in parts for part in group for number in part])
+_OF_PREFIXES = {"position_ids": np.int64, "prefix_ids": np.int32, "segment_ids": np.int32}
+"""The columns by which the completions of a group see its prompt; see `attention.inputs`."""
+_DTYPES = {"ids": np.int32, "loss": np.bool_, **_OF_PREFIXES}
 
 
-def _prefix_columns(groups: Sequence[Sequence[Sampled]]) -> dict[str, np.ndarray]:
-    """The columns by which the completions of a group see its prompt; see `attention.inputs`."""
-    numbers = itertools.count(1)
-
-    def alike(number: Callable[[int], int]) -> np.ndarray:
-        """Joins one number for each prompt and each document."""
-        return _laid_out(
-            groups,
-            lambda n, each: [number(n + 1)] * (len(each.prompt) - 1),
-            lambda n, each: [number(-n - 1)] * (1 + len(each.tokens)),
-        ).astype(np.int32)
-
-    positions = _laid_out(
-        groups,
-        lambda n, each: range(len(each.prompt) - 1),
-        lambda n, each: range(len(each.prompt) - 1, len(each.prompt) + len(each.tokens)),
-    )
-    return {"position_ids": positions, "prefix_ids": alike(int), "segment_ids": alike(lambda _: next(numbers))}
+def _columns(
+    groups: Sequence[Sequence[Sampled]], of_tokens: Callable[[Sampled], Mapping[str, Sequence[float]]]
+) -> dict[str, np.ndarray]:
+    """Joins the numbers of all documents: of each group its prompt without the last token, then its completions."""
+    documents: list[tuple[int, dict[str, Any]]] = []
+    for number, group in enumerate(groups, 1):
+        *context, last = group[0].prompt
+        before = len(context)
+        here = {"ids": context, "loss": False, "position_ids": range(before), "prefix_ids": number}
+        documents.append((before, here | dict.fromkeys(of_tokens(group[0]), 0.0)))
+        for each in group:
+            size = 1 + len(each.tokens)
+            here = {"ids": [last, *each.tokens], "loss": [False, *[each.learns] * len(each.tokens)]}
+            here |= {"position_ids": range(before, before + size), "prefix_ids": -number}
+            # At the positions that predict the tokens.
+            documents.append((size, here | {name: [*values, 0.0] for name, values in of_tokens(each).items()}))
+    columns = {
+        name: np.concatenate([np.broadcast_to(values[name], size) for size, values in documents])
+        for name in documents[0][1]
+    }
+    columns["segment_ids"] = np.repeat(np.arange(1, len(documents) + 1), [size for size, _ in documents])
+    return {name: values.astype(_DTYPES.get(name, np.float32)) for name, values in columns.items()}
 
 
 def _in_one_row(sampled: Sequence[Sampled], length: int) -> list[list[Sampled]]:

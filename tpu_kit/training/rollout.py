@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import pickle
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
 from itertools import islice
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -38,10 +39,9 @@ from tpu_kit.training.objectives import Objective
 from tpu_kit.training.policy import GAP, PolicyObjective, Sampled, pack
 from tpu_kit.training.updates import NextUpdateError, Tensors, Updates
 
+T = TypeVar("T")
 _EPSILON = 1e-4  # added to the standard deviation, as TRL does
 GROUP_FILE = "group.json"  # in a run's folder: a group of completions of the last rollout, with their rewards
-_REPORT = 4096  # bytes of what a replica's rewards report: all exchange as many, so that nothing is compiled again
-_ERROR = "!"  # begins a report that is an error and not JSON
 _UNJUDGED = 10  # consecutive rollouts without a reward, after which there will be none
 _FLAT = 1e-6  # a standard deviation, as a share of the largest reward, up to which the rewards of a group are equal
 
@@ -69,30 +69,6 @@ def advantages_of(rewards: torch.Tensor, scale: Literal["group", "batch", "none"
     if scale != "none":
         centred = centred / (deviation(rewards if scale == "group" else rewards.reshape(1, -1)) + _EPSILON)
     return torch.nan_to_num(centred)
-
-
-def _means(reports: torch.Tensor) -> dict[str, float]:
-    """Computes the means over all replicas of what functions logged, from `Rollouts._gathered`.
-
-    Raises:
-        NextUpdateError: the rewards of a replica failed.
-    """
-    sums = defaultdict[str, np.ndarray](lambda: np.zeros(2))
-    for row in reports.int().tolist():
-        report = bytes(row).rstrip(b"\0").decode(errors="ignore")
-        if report.startswith(_ERROR):
-            raise NextUpdateError(report.removeprefix(_ERROR))
-        for name, each in json.loads(report).items():
-            sums[name] += each
-    return {name: float(total / count) for name, (total, count) in sums.items()}
-
-
-def _report(logged: Mapping[str, Sequence[float]], error: str) -> bytes:
-    """Returns what the rewards of a replica tell the others: the sums of what they logged, or why they failed."""
-    sums = json.dumps({name: [sum(each), len(each)] for name, each in logged.items()})
-    if len(sums) > _REPORT:
-        error = f"rewards log {len(logged)} names with log_metric, too many; log fewer of them"
-    return (_ERROR + error if error else sums).encode(errors="replace")[:_REPORT]
 
 
 def deviation(rewards: torch.Tensor) -> torch.Tensor:
@@ -285,8 +261,9 @@ class Rollouts(Updates):
         judged = time.monotonic()
         if not agreement.should_run(update.step):
             return False
-        lengths, ended, rewards, parts, tokens, logprobs, reports = self._gathered(completions, judgement, error)
-        logged = _means(reports)
+        answers, logged = self._exchanged(completions, judgement, error)
+        replies, *scores = zip(*answers, strict=True)
+        rewards, *parts = (torch.tensor(column, dtype=torch.float32) for column in scores)
         rewards = rewards.view(len(chosen), each)
         self._unjudged = self._unjudged + 1 if torch.isnan(rewards).all() else 0
         if self._unjudged and (number == 0 or self._unjudged == _UNJUDGED):
@@ -297,18 +274,18 @@ class Rollouts(Updates):
         advantages = advantages_of(rewards, rl.scale_rewards).flatten().tolist()
         self._pack([
             Sampled(
-                self._tasks.numbers[chosen[place // each]], tuple(ids[place // each]),
-                tuple(tokens[place, :length].int().tolist()), tuple(logprobs[place, :length].tolist()),
-                advantages[place], bool(ended[place]) or not rl.mask_truncated_completions,
+                self._tasks.numbers[chosen[place // each]], tuple(ids[place // each]), reply.tokens, reply.logprobs,
+                advantages[place], reply.finish_reason == "stop" or not rl.mask_truncated_completions,
             )
-            for place, length in enumerate(lengths.int().tolist())
+            for place, reply in enumerate(replies)
         ])  # fmt: skip
         if self._rt.rank == 0 and self._rewards:
             self._write_group(update.step, rewards)
-        means = zip(self._names, torch.nanmean(parts, 1).tolist(), strict=True)
-        metrics = {f"rewards/{name}": mean for name, mean in means if not math.isnan(mean)}
+        means = {f"rewards/{name}": float(torch.nanmean(part)) for name, part in zip(self._names, parts, strict=True)}
+        lengths = torch.tensor([len(reply.tokens) for reply in replies], dtype=torch.float32)
+        ended = torch.tensor([reply.finish_reason == "stop" for reply in replies], dtype=torch.float32)
         measured = self._measured(rewards) | {"reward_seconds": judged - sampled} if self._rewards else {}
-        metrics |= {name: value for name, value in measured.items() if not math.isnan(value)}
+        metrics = {name: value for name, value in (means | measured).items() if not math.isnan(value)}
         metrics |= {
             "completions/mean_length": float(lengths.mean()), "completions/max_length": float(lengths.max()),
             "completions/truncated": 1 - float(ended.mean()), "rollout_seconds": sampled - start,
@@ -339,7 +316,7 @@ class Rollouts(Updates):
             The rewards, and why they failed: the other replicas wait in the exchange, after which all end alike.
         """
         if self._rewards is None or not completions:
-            return Judgement([0.0] * len(completions), {}), ""
+            return Judgement([0.0] * len(completions), {name: [] for name in self._names}), ""
         rows, data = self._tasks.rows, self._config.data
         attempts = [
             Attempt(
@@ -353,37 +330,40 @@ class Rollouts(Updates):
             none = [math.nan] * len(attempts)
             return Judgement(none, dict.fromkeys(self._names, none)), str(error)
 
-    def _gathered(
+    def _exchanged(
         self, completions: Mapping[tuple[int, int], Completion], judgement: Judgement, error: str
-    ) -> tuple[torch.Tensor, ...]:
+    ) -> tuple[list[tuple[Any, ...]], dict[str, float]]:
         """Exchanges completions and rewards between the replicas.
 
         Returns:
-            (N,) lengths, whether completions ended and rewards; (functions, N) rewards of each function; (N, L) token
-            ids and log-probabilities; (replicas, bytes) the report of each; fp32, which holds each of them.
+            Each completion with its reward and that of each function, by prompt; and the means of what functions log.
+
+        Raises:
+            NextUpdateError: the rewards of a replica failed.
         """
-        rl, names, each = self._rl, self._names, self._config.num_generations
-        count, most = rl.prompts_per_rollout * each, rl.max_completion_length
-        table = torch.zeros(count, 3 + len(names) + 2 * most)
-        for place, (key, reward) in enumerate(zip(sorted(completions), judgement.total, strict=True)):
-            completion = completions[key]
-            row, length = table[key[0] * each + key[1]], len(completion.tokens)
-            head = [
-                length,
-                completion.finish_reason == "stop",
-                reward,
-                *(judgement.parts[name][place] for name in names),
-            ]
-            row[: len(head)] = torch.tensor(head, dtype=torch.float32)
-            row[len(head) :][:length] = torch.tensor(completion.tokens)
-            row[len(head) + most :][:length] = torch.tensor(completion.logprobs)
-        reports, text = torch.zeros(self._rt.world_size, _REPORT), _report(judgement.logged, error)
-        reports[self._rt.rank, : len(text)] = torch.tensor(list(text), dtype=torch.float32)
-        whole = self._summed(torch.cat([table.flatten(), reports.flatten()]))
-        table, reports = whole[: table.numel()].view_as(table), whole[table.numel() :].view_as(reports)
-        lengths, ended, rewards = table[:, :3].unbind(1)
-        tokens, logprobs = table[:, 3 + len(names) :].split(most, 1)
-        return lengths, ended, rewards, table[:, 3 : 3 + len(names)].T, tokens, logprobs, reports
+        rewards = zip(judgement.total, *(judgement.parts[name] for name in self._names), strict=True)
+        mine = {key: (completions[key], *each) for key, each in zip(sorted(completions), rewards, strict=True)}
+        answers, logged = dict[tuple[int, int], tuple[Any, ...]](), defaultdict[str, list[float]](list)
+        for theirs, values, failure in self._exchange((mine, judgement.logged, error)):
+            if failure:
+                raise NextUpdateError(failure)
+            answers |= theirs
+            for name, each in values.items():
+                logged[name] += each
+        means = {name: sum(values) / len(values) for name, values in logged.items()}
+        return [answers[key] for key in sorted(answers)], means
+
+    def _exchange(self, mine: T) -> list[T]:
+        """Returns what each replica gives, by rank: they are on one host, and share its disk."""
+        if self._rt.world_size == 1:
+            return [mine]
+        files = [self._config.output_path / f".exchanged-{rank}" for rank in range(self._rt.world_size)]
+        files[self._rt.rank].write_bytes(pickle.dumps(mine))
+        self._rt.barrier()
+        values = [pickle.loads(file.read_bytes()) for file in files]
+        self._rt.barrier()
+        files[self._rt.rank].unlink()
+        return values
 
     @staticmethod
     def _measured(rewards: torch.Tensor) -> dict[str, float]:
@@ -414,34 +394,21 @@ class Rollouts(Updates):
 
     def _old_logprobs(self, packed: PackedDataset | None) -> torch.Tensor:
         """Computes the log-probabilities before the first update of a rollout, (packed rows, S), for the later ones."""
-        rt, shards = self._rt, len(self._rt.data_shards)
         assert isinstance(self._objective, PolicyObjective)
         if packed is None:
             return torch.zeros(0)
-        size = int(self._config.optim.batch_size)
-        tables = []  # exchanged one by one: the number of passes changes, and would be another program each time
+        mine = []
         self._model.eval()
-        batches = self._batches(packed)
-        for batch in rt.to_device([{**batch, "old_logps": batch["share"]} for batch in batches]):
+        for batch in self._rt.to_device([{**batch, "old_logps": batch["share"]} for batch in self._batches(packed)]):
             logps = self._objective.logprobs(self._model, batch)
-            rt.sync()
-            table = torch.zeros(rt.data_size, size, packed.length)
-            table[rt.data_shards] = rt.to_host([logps])[0].view(shards, size, -1)
-            tables.append(self._summed(table))
+            self._rt.sync()
+            mine += self._rt.to_host([logps])
         self._model.train()
-        return torch.stack(tables).flatten(0, 2)[: len(packed)]
+        passes = zip(*self._exchange(mine), strict=True)
+        return torch.cat([rows for parts in passes for rows in parts])[: len(packed)]
 
     def _set_old(self, tables: list[torch.Tensor]) -> None:
         self._old = tables
         for packed, table in zip(self._packed, tables, strict=bool(tables)):
             if packed is not None:
                 _add_old(packed, table)
-
-    def _summed(self, table: torch.Tensor) -> torch.Tensor:
-        """Sums a table of each replica on the host."""
-        if self._rt.world_size == 1:
-            return table
-        (sent,) = self._rt.put([table])
-        self._rt.all_reduce([sent])
-        self._rt.sync()
-        return self._rt.to_host([sent])[0]
