@@ -22,8 +22,18 @@ from tpu_kit.cli import main
 from tpu_kit.config.loader import DataConfig, LoraConfig, ModelConfig, TrainConfig, load_config
 from tpu_kit.data.prepare import Prepared
 from tpu_kit.distributed import progress
+from tpu_kit.distributed.backends import CpuRuntime
 from tpu_kit.evaluation import evaluate as evaluate_module
-from tpu_kit.evaluation.evaluate import Accuracy, Evaluation, Sample, compare, evaluate, evaluate_adapter, mcnemar
+from tpu_kit.evaluation.evaluate import (
+    Accuracy,
+    Evaluation,
+    Sample,
+    compare,
+    count_correct,
+    evaluate,
+    evaluate_adapter,
+    mcnemar,
+)
 from tpu_kit.generation.generator import Rating
 from tpu_kit.generation.prompts import Completion, stop_ids
 from tpu_kit.generation.service import Answers, load_for_generation
@@ -362,9 +372,10 @@ def test_replicas_share_the_work_and_find_the_same(tmp_path: Path, prepared: Pre
 
 
 def test_a_verifier_that_raises_costs_its_row_alone(
-    tmp_path: Path, prepared: Prepared, monkeypatch: pytest.MonkeyPatch
+    model: Any, prepared: Prepared, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows, asked = prepared.eval_rows, config(generate_rows=5, verifier=f"{__name__}:judge")
+    rows = prepared.eval_rows
+    asked = config(generate_rows=5, eval_generate_rows=5, verifier=f"{__name__}:judge")
 
     def judge(row: dict[str, Any], answer: str) -> bool:
         if row is rows[4]:
@@ -384,6 +395,10 @@ def test_a_verifier_that_raises_costs_its_row_alone(
     plain = json.loads(json.dumps(both.to_dict(), allow_nan=False))
     assert (plain["base"]["failed"], plain["seen_in_training"]) == (1, 3)
     assert plain["samples"][4]["tuned"]["error"] == "KeyError: 'target'" and "error" not in plain["samples"][0]["tuned"]
+    capsys.readouterr()
+    assert count_correct(model, asked, prepared, CpuRuntime(0, 1, torch.device("cpu"))) == (1, 4), "during training"
+    told = "warning: 1 of 5 answers of replica 0 were not judged, the verifier raised KeyError: 'target'\n"
+    assert capsys.readouterr().err == told
 
 
 def test_rows_that_one_of_two_did_not_judge_count_for_neither() -> None:

@@ -432,7 +432,7 @@ def count_correct(
 ) -> tuple[int, int]:
     """Lets a model in training answer `tracking.eval_generate_rows` rows; every replica takes a part of them.
 
-    A `generator` that has sampled answers with the programs that it has, up to its own limit of tokens.
+    It warns of answers whose verifier failed, which count as not judged. A `generator` that has sampled answers with the programs that it has, up to its own limit of tokens.
 
     Returns:
         The correct answers in this replica's part, and the rows with an answer to compare with.
@@ -449,8 +449,12 @@ def count_correct(
     verdicts = []
     for (row, _), reply in generator.share(ids, sampling).items():
         text = opened(prepared.eval_prompts[row], data) + reply.text
-        verdicts.append(judge(prepared.eval_rows[row], text, data, rule).correct)
-    return sum(filter(None, verdicts)), sum(verdict is not None for verdict in verdicts)
+        verdicts.append(judge(prepared.eval_rows[row], text, data, rule))
+    if errors := [verdict.error for verdict in verdicts if verdict.error]:
+        text = f"{len(errors)} of {len(verdicts)} answers of replica {rt.rank} were not judged"
+        print(f"warning: {text}, the verifier raised {errors[0]}", file=sys.stderr, flush=True)
+    judged = [verdict.correct for verdict in verdicts if verdict.correct is not None]
+    return sum(judged), len(judged)
 
 
 def _prompt_ids(prepared: Prepared, count: int | None) -> list[list[int]]:
