@@ -38,6 +38,7 @@ from tpu_kit.generation.sampling import Sampling
 from tpu_kit.hardware.machine import Machine
 from tpu_kit.models.loading import load_tokenizer
 from tpu_kit.notebook import cells
+from tpu_kit.recipes import sft
 from tpu_kit.recipes.grpo import grpo
 from tpu_kit.recipes.sft import check_run, prepare_run, train
 from tpu_kit.training import rollout, trainer
@@ -394,15 +395,19 @@ def test_a_reward_that_fails_is_named_and_the_updates_before_are_saved(
     assert grpo(config).status == "finished" and logged(tmp_path, "resumed_from")[-1] == 2
 
 
-def test_training_goes_on_from_an_adapter(tmp_path: Path) -> None:
+def test_training_goes_on_from_an_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = (*list(TINY)[:4], "max_length", "batch_size", "learning_rate", "base_dtype", "r")
     start_run = {name: TINY[name] for name in names if name != "prompts_per_update"}
     train(load_config(None, start_run | {"output_dir": str(tmp_path / "sft"), "max_steps": 3}))
     start = {"lora.adapter": str(tmp_path / "sft" / "adapter")}
     grpo(run_of(tmp_path / "rl", max_steps=1, **start), reward_funcs=[reward_functions.equal])
     assert same(tmp_path / "rl", tmp_path / "sft")
+    monkeypatch.setattr(sft, "launch", lambda *given, **named: pytest.fail("it was launched"))
     with pytest.raises(ValueError, match=r"has other settings: r=4 there, 8 now"):
         grpo(run_of(tmp_path / "other", r=8, **start))
+    told = r"^lora\.adapter=.*/adapter does not fit this model: \d+ of \d+ tensors differ, such as .* Set lora\.targets"
+    with pytest.raises(ValueError, match=told):
+        grpo(run_of(tmp_path / "other", targets=["q_proj"], **start))
     with pytest.raises(ValueError, match="has no adapter"):
         grpo(run_of(tmp_path / "other", **{"lora.adapter": str(tmp_path)}))
 

@@ -41,6 +41,7 @@ from tpu_kit.models.loading import load_frozen, read_config
 from tpu_kit.planning.objective_check import check_objective
 from tpu_kit.planning.oom_recovery import out_of_memory, suggestion
 from tpu_kit.planning.preflight import Preflight, check_before_launch, predicted_bytes
+from tpu_kit.planning.trace import empty_model
 from tpu_kit.storage import atomic
 from tpu_kit.storage.object_store import at_hand, parent
 from tpu_kit.storage.output_location import (
@@ -253,6 +254,8 @@ def check_run(
         ValueError: the data or the batch cannot be used, or the model cannot be trained this way.
     """
     check_objective(config)
+    if config.lora.adapter:
+        _check_start(config)
     prepared = prepare_run(config)
     check_answers(config, prepared)
     if prepared.tasks:
@@ -261,6 +264,16 @@ def check_run(
     outlook = check_before_launch(config, exact, rows=rows, hosts=hosts)
     check_training(outlook.config, runtime.detect(config.launch, hosts=hosts).device_type)
     return prepared, outlook
+
+
+def _check_start(config: TrainConfig) -> None:
+    """Raises ValueError if `lora.adapter` was trained on other weights, or does not fit the model and its objective."""
+    with at_hand(config.lora.adapter) as folder:
+        base_of_adapter(config.model, folder)
+        with torch.device("meta"):
+            model = models.adapt(empty_model(config), config.lora, config.model.base_dtype)
+            objective_of(config).attach(model, lambda one: empty_model(replace(config, model=one)))
+        start_from(model, folder)
 
 
 def check_rollouts(
@@ -306,7 +319,6 @@ def _read(config: TrainConfig, data: MappedData | None) -> tuple[torch.nn.Module
     objective_of(config).attach(model, load_frozen)
     if config.lora.adapter:
         with at_hand(config.lora.adapter) as folder:
-            base_of_adapter(config.model, folder)
             start_from(model, folder)
     prepared = data.read() if data else prepare_run(config)
     return model, prepared

@@ -232,20 +232,26 @@ def start_from(model: torch.nn.Module, folder: Path) -> None:
     started = {name: param.detach() for name, param in params.items() if name.startswith("objective.")}
     names = dict(zip(adapter_tensors(model, params), (name for name in params if name not in started), strict=True))
     started |= {names.get(name, name): tensor for name, tensor in tensors.items()}
-    restore(model, {f"parameters/{name}": tensor for name, tensor in started.items()})
+    _set_parameters(model, started, f"lora.adapter={folder}", "Set lora.targets as in its run")
 
 
 def restore(model: torch.nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
     """Sets the parameters of a model on the CPU to those of `TrainState.to_host`; raises ValueError if they differ."""
-    params, stacks, there = models.trainable_parameters(model), stacked_names(model), sections(saved)["parameters"]
+    advice = (
+        "Use the model of the run, and the versions of transformers and peft that state.json in the checkpoint names"
+    )
+    _set_parameters(model, sections(saved)["parameters"], "the checkpoint", advice)
+
+
+def _set_parameters(model: torch.nn.Module, there: Mapping[str, torch.Tensor], source: str, advice: str) -> None:
+    params, stacks = models.trainable_parameters(model), stacked_names(model)
     ours, theirs = (
         {name: tuple(tensor.shape) for name, tensor in named.items()} for named in (unstacked(stacks, params), there)
     )
     if differ := sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)):
         raise ValueError(
-            f"the checkpoint's weights do not fit this model: {len(differ)} of {len(ours)} differ, such as "
-            f"{differ[0]}: {theirs.get(differ[0], 'none')} there, {ours.get(differ[0], 'none')} now. Use the model of "
-            "the run, and the versions of transformers and peft that state.json in the checkpoint names"
+            f"{source} does not fit this model: {len(differ)} of {len(ours)} tensors differ, such as {differ[0]}: "
+            f"{theirs.get(differ[0], 'none')} there, {ours.get(differ[0], 'none')} now. {advice}"
         )
     with torch.no_grad():
         for name, param in params.items():
