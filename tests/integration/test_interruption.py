@@ -336,6 +336,7 @@ def test_hundreds_of_kills_of_a_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("where", "count"), [(XLA, 20), ({"device_type": "xla-cpu", "mesh": "fsdp=2"}, 30)])
 def test_faults_of_a_launch_on_xla(tmp_path: Path, where: dict[str, Any], count: int) -> None:
     """The caller killed, or the process that holds the devices, or an exception in a step, at random."""
+    where = {**where, "date": "2026-01-01"}  # `launch` alone gives a run no date
     whole, chance, faults, number = tmp_path / "whole", random.Random(0), 0, 0
     sft.train(run_config(whole, **{**LONG, **where}))
     while faults < count:

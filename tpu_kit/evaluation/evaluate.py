@@ -432,7 +432,9 @@ def count_correct(
 ) -> tuple[int, int]:
     """Lets a model in training answer `tracking.eval_generate_rows` rows; every replica takes a part of them.
 
-    It warns of answers whose verifier failed, which count as not judged. A `generator` that has sampled answers with the programs that it has, up to its own limit of tokens.
+    It warns of answers whose verifier failed, which count as not judged.
+
+    A `generator` that has sampled answers with the programs that it has, up to its own limit of tokens.
 
     Returns:
         The correct answers in this replica's part, and the rows with an answer to compare with.

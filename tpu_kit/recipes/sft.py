@@ -255,7 +255,7 @@ def check_run(
     """
     check_objective(config)
     if config.lora.adapter:
-        _check_start(config)
+        _check_start(config, config.lora.adapter)
     prepared = prepare_run(config)
     check_answers(config, prepared)
     if prepared.tasks:
@@ -266,9 +266,9 @@ def check_run(
     return prepared, outlook
 
 
-def _check_start(config: TrainConfig) -> None:
+def _check_start(config: TrainConfig, adapter: str) -> None:
     """Raises ValueError if `lora.adapter` was trained on other weights, or does not fit the model and its objective."""
-    with at_hand(config.lora.adapter) as folder:
+    with at_hand(adapter) as folder:
         base_of_adapter(config.model, folder)
         with torch.device("meta"):
             model = models.adapt(empty_model(config), config.lora, config.model.base_dtype)
