@@ -1,8 +1,4 @@
-"""What a replica does on its device: the implementations of `runtime.Runtime`, one for each kind of device.
-
-On PyTorch's own devices tensors are computed at once, and torch.distributed connects the processes. On torch_xla's
-devices tensors are lazy, and `sync` runs the recorded graph as one program.
-"""
+"""The kinds of `runtime.Runtime`. On torch_xla tensors are lazy: `sync` runs the recorded graph as one program."""
 
 from __future__ import annotations
 
@@ -18,41 +14,12 @@ from tpu_kit.distributed.runtime import DeviceType, Runtime
 
 
 class CpuRuntime(Runtime):
-    """A replica on one of PyTorch's own devices: the CPU."""
+    """A replica on the CPU."""
 
-    device_type: DeviceType = "cpu"
-
-    def sync(self) -> None:
-        """Does nothing: tensors are not lazy."""
-
-    def all_reduce(self, tensors: Sequence[torch.Tensor]) -> None:
-        """See `Runtime.all_reduce`."""
-        if self.world_size == 1:
-            return
-        import torch.distributed as dist
-
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(self.local_device)  # NCCL takes no CPU tensor
-        dist.all_reduce(flat)
-        for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-            tensor.copy_(part.view_as(tensor))
-
-    def to_device(self, batches: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
-        """See `Runtime.to_device`."""
-        return [{k: v.to(self.local_device, non_blocking=True) for k, v in batch.items()} for batch in batches]
-
-    def seed(self, number: int) -> None:
-        """See `Runtime.seed`."""
-        torch.manual_seed(number)
-
-    def barrier(self) -> None:
-        """See `Runtime.barrier`."""
-        if self.world_size > 1:
-            import torch.distributed as dist
-
-            dist.barrier()
+    device_type = "cpu"
 
 
-class CudaRuntime(CpuRuntime):
+class CudaRuntime(Runtime):
     """A replica on a GPU."""
 
     device_type = "cuda"
@@ -71,7 +38,6 @@ class _XlaRuntime(Runtime):
         torch_xla.sync()
 
     def all_reduce(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Adds the collective to the graph; see `Runtime.all_reduce`."""
         if self.world_size > 1:
             import torch_xla.core.xla_model as xm
 

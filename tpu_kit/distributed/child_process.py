@@ -40,6 +40,18 @@ def end_name(status: int) -> str:
     return signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
 
 
+def processor_times(pid: int) -> dict[int, float]:
+    """Seconds of processor time by process: of `pid` and all that it has started. None of one that has ended."""
+    import psutil
+
+    times = {}
+    with contextlib.suppress(psutil.Error):
+        for process in [root := psutil.Process(pid), *root.children(recursive=True)]:
+            with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+                times[process.pid] = sum(process.cpu_times()[:4])  # also of children that it has waited for
+    return times
+
+
 _OF_DEVICES = ("XLA_", "TPU_", "LIBTPU_", "PJRT_", "JAX_", "CPU_NUM_DEVICES", "LOCAL_RANK", "RANK", "WORLD_SIZE")
 
 

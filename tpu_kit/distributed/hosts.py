@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import http.client
 import io
 import re
 import socket
-import struct
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +16,6 @@ from typing import TextIO
 from tpu_kit.hardware.machine import Machine
 
 PORT = 29477  # of host 0, where the hosts meet; libtpu uses 8471 to 8479, and Megascale 8080
-_GET_ADDRESS = 0x8915  # SIOCGIFADDR of netdevice(7)
 
 
 @dataclass(frozen=True)
@@ -135,15 +132,15 @@ def interface(hosts: Hosts) -> str:
 
 
 def _interface_to(address: tuple[str, int]) -> str:
+    import psutil
+
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(address)  # sends nothing
-        mine = socket.inet_aton(probe.getsockname()[0])
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # an interface without an address
-                asked = struct.pack("256s", name.encode()[:15])
-                if fcntl.ioctl(probe.fileno(), _GET_ADDRESS, asked)[20:24] == mine:
-                    return name
-    raise OSError(f"no interface has the address {socket.inet_ntoa(mine)}")
+        mine = probe.getsockname()[0]
+    for name, addresses in psutil.net_if_addrs().items():
+        if mine in [one.address for one in addresses]:
+            return str(name)
+    raise OSError(f"no interface has the address {mine}")
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@
 If the calling process ends for any reason, the launcher and all replicas end. One CPU replica runs in the calling
 process. preemption.py stops a launch early, after the training loop has saved.
 
-A launch hangs if no process uses the processor, by /proc (a replica in a long compile cannot answer), or if a replica
+A launch hangs if no process uses the processor (a replica in a long compile cannot answer), or if a replica
 starts no step for too long.
 """
 
@@ -35,7 +35,7 @@ from typing import IO, Any, TypeVar
 
 from tpu_kit.config.loader import TrainConfig
 from tpu_kit.distributed import cpu_simulation, preemption, runtime
-from tpu_kit.distributed.child_process import end_name
+from tpu_kit.distributed.child_process import end_name, processor_times
 from tpu_kit.distributed.hosts import ONE, interface
 from tpu_kit.distributed.meeting import HostError, Meeting
 from tpu_kit.distributed.preemption import Notices, StopFlag, launch_folder
@@ -50,7 +50,7 @@ _LOOK = 0.1  # seconds between two looks for reports
 _BEAT = 1.0  # seconds between two readings of the processor time
 _SETTLE = 1.0  # seconds in which the causes and consequences of one failure are reported
 _GRACE = 10.0  # seconds that replicas get to end after being asked to
-_TICKS = 0.03 * os.sysconf("SC_CLK_TCK")  # processor time in a beat that is more than an idle process takes
+_BUSY = 0.03  # seconds of processor time in a beat that are more than an idle process takes
 _SPINS = 3  # times the hang_timeout without a step are too many for a replica that computes; a compile takes less
 _SLOWER = 10  # times the longest step so far are too many as well
 # How a replica ends because another one did, which is not reported as a cause.
@@ -198,7 +198,7 @@ class Supervisor:
         return thread
 
     def _result(self, process: subprocess.Popen[bytes], flag: StopFlag) -> Any:
-        ticks: dict[int, int] = {}
+        times: dict[int, float] = {}
         started = checked = time.monotonic()
         steps, first, meeting = Steps(self._hang_timeout), self._backend.first_rank, self._meeting
         while True:
@@ -207,9 +207,9 @@ class Supervisor:
                 if meeting.hung:
                     raise self._hung(process, "another host waits")
             if time.monotonic() - checked > _BEAT:
-                checked, before, ticks = time.monotonic(), ticks, _ticks(process.pid)
+                checked, before, times = time.monotonic(), times, processor_times(process.pid)
                 # A process that computes or compiles is alive, however long it writes nothing; one that waits is not.
-                computing = {pid for pid, now in ticks.items() if now - before.get(pid, 0) > _TICKS}
+                computing = {pid for pid, now in times.items() if now - before.get(pid, 0) > _BUSY}
                 if computing:
                     self._last_active = checked if meeting is None else meeting.active()
                 elif meeting is not None and meeting.idle_since() > self._last_active:
@@ -319,17 +319,6 @@ def _how(status: int) -> str:
         return f"ended with {end_name(status)} and no result"
     hint = ": often by the kernel, out of host memory (see dmesg); try fewer replicas or a smaller model"
     return f"was ended by {end_name(status)}{hint if status == -signal.SIGKILL else ''}"
-
-
-def _ticks(session: int) -> dict[int, int]:
-    """Processor time of each process of a session, in clock ticks: all threads, user and system."""
-    times = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            stat = path.read_text().rpartition(")")[2].split()  # from the third field of proc_pid_stat(5) on
-            if int(stat[3]) == session:
-                times[int(path.parent.name)] = int(stat[11]) + int(stat[12])
-    return times
 
 
 def _end(process: subprocess.Popen[bytes], first: signal.Signals) -> None:

@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from tpu_kit.config.loader import LaunchConfig
+from tpu_kit.distributed.child_process import processor_times
 from tpu_kit.distributed.hosts import Hosts
 
 LOST = 20.0
@@ -362,13 +363,7 @@ class Meeting:
 
 
 def _processor_time(pid: int) -> float:
-    """Seconds that a process and those that it has started have used."""
-    at, used = Path("/proc", str(pid)), 0.0
-    with contextlib.suppress(OSError):  # it has ended, or the system tells no children
-        used = sum(map(int, (at / "stat").read_text().rpartition(")")[2].split()[11:15])) / os.sysconf("SC_CLK_TCK")
-        for children in (at / "task").glob("*/children"):
-            used += sum(map(_processor_time, map(int, children.read_text().split())))
-    return used
+    return sum(processor_times(pid).values())
 
 
 def open_meeting(hosts: Hosts, launch: LaunchConfig) -> contextlib.AbstractContextManager[Meeting | None]:

@@ -7,7 +7,6 @@ import copy
 import importlib.util
 import subprocess
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -256,8 +255,8 @@ def _gpu_budget(replicas: int, at: Machine) -> TargetSlice | None:
     return _machine(kind, name, replicas, size, GPU_FREE, "cuda")
 
 
-class Runtime(ABC):
-    """What one replica does on its device; `backends` has a class for each kind of device.
+class Runtime:
+    """What one replica does on one of PyTorch's own devices; `backends` has what differs on a GPU and on torch_xla's.
 
     Attributes:
         device_type: "tpu", "cuda", "cpu" or "xla-cpu".
@@ -286,25 +285,34 @@ class Runtime(ABC):
         """The shards whose rows this process sends."""
         return [self.rank]
 
-    @abstractmethod
     def sync(self) -> None:
-        """Cuts the lazy graph and starts it; all replicas must call it."""
+        """Cuts the lazy graph and starts it; all replicas must call it. Nothing where tensors are not lazy."""
 
-    @abstractmethod
     def all_reduce(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Sums fp32 tensors over the replicas, in place, in one collective."""
+        """Sums fp32 tensors over the replicas, in place, in one collective; on XLA a part of the graph."""
+        if self.world_size == 1:
+            return
+        import torch
+        import torch.distributed as dist
 
-    @abstractmethod
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(self.local_device)  # NCCL takes no CPU tensor
+        dist.all_reduce(flat)
+        for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(part.view_as(tensor))
+
     def to_device(self, batches: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
         """Starts to copy CPU tensors to the device and returns the copies."""
+        return [{k: v.to(self.local_device, non_blocking=True) for k, v in batch.items()} for batch in batches]
 
     def put(self, tensors: Sequence[torch.Tensor], spec: Spec | None = None) -> list[torch.Tensor]:
         """Copies CPU tensors to the device; on a mesh sharded by `spec`, by default not at all."""
         return list(self.to_device([{str(number): one for number, one in enumerate(tensors)}])[0].values())
 
-    @abstractmethod
     def seed(self, number: int) -> None:
         """Seeds the random numbers of this replica's device."""
+        import torch
+
+        torch.manual_seed(number)
 
     def to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copies tensors to the CPU; nothing else reads the device.
@@ -317,9 +325,12 @@ class Runtime(ABC):
         """Reads the parts of tensors that this process saves; all processes together save each part once."""
         return [[(tuple(map(slice, one.shape)), one)] for one in self.to_host(tensors)]
 
-    @abstractmethod
     def barrier(self) -> None:
         """Waits for all replicas, on the host."""
+        if self.world_size > 1:
+            import torch.distributed as dist
+
+            dist.barrier()
 
     def memory(self) -> tuple[int | None, int | None]:
         """Peak of the device memory in use and its size, bytes; None on XLA:CPU and the CPU, which do not count it."""
