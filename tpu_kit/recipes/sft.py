@@ -187,7 +187,7 @@ def _train(
             meeting.check_shared(folder)
     if dataset is not None:
         config = replace(config, data=replace(config.data, source=str(saved_rows_path(dataset, folder / "data"))))
-    refuse_early(config, hosts)
+    refuse_early(config)
     if dataset is not None:
         save_rows(dataset, folder / "data")
     prepared, outlook = check_run(config, exact, hosts, reward_funcs)

@@ -459,11 +459,10 @@ def log_result(
 ) -> None:
     """Adds the result of a run to the trackers: figures, answers of both models and, on request, the adapter."""
     figures = {f"result/{name}": value for name, value in metrics.items() if math.isfinite(value)}
-    rows: list[tuple[str, ...]] = []
-    for sample in compared.to_dict()["samples"] if compared else []:
-        cells = [sample["question"], sample["expected"]]
-        cells += [sample[model][what] for model in ("base", "tuned") for what in ("answer", "correct")]
-        rows.append(tuple("" if cell is None else str(cell) for cell in cells))
+    samples = zip(compared.base.samples, compared.tuned.samples, strict=True) if compared else ()
+    cells = [(base.question, base.expected, base.answer, base.correct, tuned.answer, tuned.correct)
+             for base, tuned in samples]  # fmt: skip
+    rows = [["" if cell is None else str(cell) for cell in row] for row in cells]
     if config.tracking.tensorboard:
         with contextlib.closing(_open_tensorboard(config.output_path, None)) as board:
             if rows:
@@ -478,7 +477,7 @@ def log_result(
 
         unsent = "W&B did not take the result ({}); eval.json and the adapter are here"
         with _optional(unsent), _open_wandb(config, config.output_path) as run:
-            answers = {"answers": wandb.Table(columns=list(_COLUMNS), data=list(map(list, rows)))} if rows else {}
+            answers = {"answers": wandb.Table(columns=list(_COLUMNS), data=rows)} if rows else {}
             run.log({**figures, **answers, "step": step})
             if config.tracking.wandb_adapter:
                 artifact = wandb.Artifact(f"adapter-{run.id}", type="model", metadata=dict(metrics))

@@ -15,9 +15,7 @@ import torch
 from tpu_kit.checkpointing.manager import CheckpointManager, scan
 from tpu_kit.checkpointing.manifest import Checkpoint, DamagedError, Select
 from tpu_kit.config.choices import FUNCTION
-from tpu_kit.config.loader import ANEW, TrainConfig, batch_arithmetic, changes, flatten
-from tpu_kit.distributed.hosts import ONE, Hosts
-from tpu_kit.distributed.runtime import device_memory_budget
+from tpu_kit.config.loader import ANEW, TrainConfig, changes, flatten
 from tpu_kit.hardware.compatibility import installed_version
 from tpu_kit.models import base_identity
 from tpu_kit.training.state import joined, sections
@@ -36,10 +34,8 @@ def find_checkpoint(config: TrainConfig, owned: CheckpointManager | None) -> Che
     Raises:
         ValueError: checkpoint.resume=must, and there is no checkpoint.
     """
-    if config.checkpoint.resume == "never":
-        if owned is not None:
-            owned.restart()
-        return None
+    if owned is not None and config.checkpoint.resume == "never":
+        owned.restart()
     checkpoint = owned.newest() if owned is not None else _newest(config)
     if checkpoint is None and config.checkpoint.resume == "must":
         raise ValueError(
@@ -70,21 +66,13 @@ def keep_run(config: TrainConfig, today: str) -> TrainConfig:
     return replace(config, data=data, model=base_identity.pin(config.model, base))
 
 
-def refuse_early(config: TrainConfig, hosts: Hosts = ONE) -> None:
-    """Raises ValueError as `check_resume`, before the run writes anything; does not compare the data."""
-    try:
-        checkpoint = _newest(config)
-        problems = _problems(checkpoint, config) if checkpoint else []
-    except (OSError, DamagedError):
-        return
-    if checkpoint is None or not problems:
-        if checkpoint and config.optim.max_steps is not None:
-            _refuse_end(checkpoint, config, config.optim.max_steps)
-        return
-    with contextlib.suppress(ValueError):  # batch_size is "auto", or the batch does not divide
-        if room := device_memory_budget(config, hosts=hosts):
-            problems = _problems(checkpoint, config, batch_arithmetic(config, room.replicas).global_batch_size)
-    _refuse(checkpoint, problems)
+def refuse_early(config: TrainConfig) -> None:
+    """Raises ValueError as `check_resume`, before the run writes anything; does not compare the data and the batch."""
+    with contextlib.suppress(OSError, DamagedError):  # the run itself reports it
+        if checkpoint := _newest(config):
+            _refuse(checkpoint, _problems(checkpoint, config))
+            if config.optim.max_steps is not None:
+                _refuse_end(checkpoint, config, config.optim.max_steps)
 
 
 def check_resume(

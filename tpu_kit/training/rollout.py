@@ -46,12 +46,6 @@ _UNJUDGED = 10  # consecutive rollouts without a reward, after which there will 
 _FLAT = 1e-6  # a standard deviation, as a share of the largest reward, up to which the rewards of a group are equal
 
 
-def _add_old(packed: PackedDataset, table: torch.Tensor) -> None:
-    """Adds the log-probabilities of (packed rows, S) before the first update as a column."""
-    padded = torch.cat([table, torch.zeros_like(table[:1])])  # row -1 is empty
-    packed.columns = {**packed.columns, "old_logps": lambda rows: padded[torch.as_tensor(rows)]}
-
-
 def advantages_of(rewards: torch.Tensor, scale: Literal["group", "batch", "none"]) -> torch.Tensor:
     """Computes the advantages of completions.
 
@@ -411,4 +405,5 @@ class Rollouts(Updates):
         self._old = tables
         for packed, table in zip(self._packed, tables, strict=bool(tables)):
             if packed is not None:
-                _add_old(packed, table)
+                padded = torch.cat([table, torch.zeros_like(table[:1])])  # row -1 is empty
+                packed.columns = {**packed.columns, "old_logps": padded.__getitem__}

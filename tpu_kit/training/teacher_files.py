@@ -12,7 +12,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -72,46 +72,26 @@ class TeacherFiles:
         """Bytes of a row: int32 and fp32 for each of k, and fp32 for the others."""
         return self.length * (8 * self.k + 4)
 
-    @property
-    def block(self) -> int:
-        """Rows of a file."""
-        return max(1, _FILE_BYTES // self.row_bytes)
+    @cached_property
+    def blocks(self) -> dict[Path, np.ndarray]:
+        """The packed rows of each file."""
+        most = max(1, _FILE_BYTES // self.row_bytes)
+        blocks = np.split(np.arange(self.rows), range(most, self.rows, most))
+        names = (f"logits-{number:05d}-of-{len(blocks):05d}.safetensors" for number in range(len(blocks)))
+        return dict(zip(map(self.folder.joinpath, names), blocks, strict=True))
 
-    @property
-    def count(self) -> int:
-        """Number of files."""
-        return -(-self.rows // self.block)
-
-    def path(self, number: int) -> Path:
-        """Returns the path of a file."""
-        return self.folder / f"logits-{number:05d}-of-{self.count:05d}.safetensors"
-
-    def rows_of(self, number: int) -> np.ndarray:
-        """Returns the row numbers of a file."""
-        return np.arange(number * self.block, min(self.rows, (number + 1) * self.block))
-
-    def missing(self) -> list[int]:
-        """Returns the numbers of files that are not there, or are damaged."""
-        return [number for number in range(self.count) if not self._is_complete(number)]
-
-    def _is_complete(self, number: int) -> bool:
-        try:
-            with safe_open(self.path(number), "pt") as file:
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  the file is no mapping
-                return bool((file.metadata() or {}).get("digest") == _digest(tensors))
-        except (SafetensorError, OSError):
-            return False
+    def missing(self) -> list[Path]:
+        """Returns the files that are not there, or are damaged."""
+        return [path for path in self.blocks if not _is_complete(path)]
 
     def columns(self) -> dict[str, Callable[[np.ndarray], torch.Tensor]]:
         """Returns the functions of `PackedDataset.columns`."""
-
-        @cache
-        def opened(number: int) -> Any:
-            return safe_open(self.path(number), "pt")
+        opened = cache(partial(safe_open, framework="pt"))
+        places = {int(row): (path, index) for path, rows in self.blocks.items() for index, row in enumerate(rows)}
 
         def read(name: str, rows: np.ndarray) -> torch.Tensor:
-            places = [divmod(max(0, row), self.block) for row in rows.tolist()]
-            column = torch.stack([opened(number).get_slice(name)[index] for number, index in places])
+            found = [places[max(0, row)] for row in rows.tolist()]
+            column = torch.stack([opened(path).get_slice(name)[index] for path, index in found])
             return torch.where(torch.from_numpy(rows >= 0)[:, None], column, 0)
 
         return {name: partial(read, name) for name in ("top_ids", "top_log_p")}
@@ -122,10 +102,10 @@ def read_columns(config: TrainConfig, prepared: Prepared) -> dict[str, Callable[
     if config.distill.files is None:
         return {}
     files = TeacherFiles.of(config, prepared)
-    if absent := [path for path in map(files.path, range(files.count)) if not path.is_file()]:
+    if absent := [path for path in files.blocks if not path.is_file()]:
         raise ValueError(
-            f"distill.files={config.distill.files} lacks {len(absent)} of {files.count} files, such as {absent[0]}; "
-            "run `distill`, which computes them"
+            f"distill.files={config.distill.files} lacks {len(absent)} of {len(files.blocks)} files, such as "
+            f"{absent[0]}; run `distill`, which computes them"
         )
     return files.columns()
 
@@ -141,7 +121,7 @@ def prepare_files(config: TrainConfig, prepared: Prepared) -> None:
     files = TeacherFiles.of(config, prepared)
     files.folder.mkdir(parents=True, exist_ok=True)
     absent = files.missing()
-    rows = sum(len(files.rows_of(number)) for number in absent)
+    rows = sum(len(files.blocks[path]) for path in absent)
     size, free = rows * files.row_bytes, shutil.disk_usage(files.folder).free
     text = f"{rows:,} rows x {files.length} tokens x {files.k} logits = {size / GIB:.2f} GiB in {files.folder}"
     if size > free:
@@ -165,9 +145,9 @@ def _compute(data: MappedData, config: TrainConfig) -> None:
     files = TeacherFiles.of(config, prepared)
     assert isinstance(config.optim.batch_size, int)
     at_once = config.optim.batch_size * rt.data_size // rt.world_size
-    for number in files.missing()[rt.rank :: rt.world_size]:
+    for path in files.missing()[rt.rank :: rt.world_size]:
         batches: list[list[torch.Tensor]] = []
-        rows = files.rows_of(number)
+        rows = files.blocks[path]
         for start in range(0, len(rows), at_once):
             taken = rows[start : start + at_once]
             padded = np.r_[taken, np.full(at_once - len(taken), -1)]
@@ -178,9 +158,9 @@ def _compute(data: MappedData, config: TrainConfig) -> None:
             batches.append([column[: len(taken)] for column in rt.to_host(top)])
         ids, log_p = (torch.cat(parts).contiguous() for parts in zip(*batches, strict=True))
         tensors = {"top_ids": ids, "top_log_p": log_p}
-        with atomic.replacing(files.path(number), shared=True) as part:
+        with atomic.replacing(path, shared=True) as part:
             save_file(tensors, part, metadata={"digest": _digest(tensors)})
-        print(f"teacher files    {number + 1} of {files.count} written", flush=True)
+        print(f"teacher files    {path.name} written", flush=True)
     rt.barrier()
 
 
@@ -201,6 +181,15 @@ def _top(teacher: Any, batch: dict[str, torch.Tensor], config: TrainConfig) -> l
 
     _, columns = scan(body, [head.weight.to(states.dtype), *bias], [chunks])
     return [column.unflatten(1, (shape[0], -1)).transpose(0, 1).flatten(1) for column in columns]
+
+
+def _is_complete(path: Path) -> bool:
+    try:
+        with safe_open(path, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  the file is no mapping
+            return bool((file.metadata() or {}).get("digest") == _digest(tensors))
+    except (SafetensorError, OSError):
+        return False
 
 
 def _digest(tensors: dict[str, torch.Tensor]) -> str:
