@@ -65,7 +65,7 @@ ACCEPTED = {
     "qwen2": Qwen2Config(use_sliding_window=True, max_window_layers=2, vocab_size=100, **DEPTH),
     "qwen3": Qwen3Config(**DEPTH),
     "phi3": Phi3Config(sliding_window=2047, **DEPTH),
-    "gemma2": Gemma2Config(**DEPTH),
+    "gemma2": Gemma2Config(num_hidden_layers=12),  # a shallower copy stays wide
     "gemma3_text": Gemma3TextConfig(num_hidden_layers=6),  # the sixth sees all
 }
 WRONG_ALONE = {
