@@ -24,7 +24,7 @@ _NAMES = (
 
 def conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
     """Yields the contradictions between parameters: the names involved, and the problem with the first of them."""
-    model, lora, data, optim, tracking = config.model, config.lora, config.data, config.optim, config.tracking
+    model, lora, data = config.model, config.lora, config.data
 
     if config.run_name in (".", "..") or set(config.run_name) & set('/\\:*?"<>|') or not _is_name(config.run_name):
         yield "run_name", "cannot name a folder; use letters, digits, dots and dashes, 200 bytes at most"
@@ -53,12 +53,10 @@ def conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
         yield "data.think_close data.think_open", "is data.think_open too; the two must differ"
     if config.launch.mesh is not None:
         yield from _mesh_conflicts(config, config.launch.mesh)
-    if tracking.wandb_adapter and tracking.wandb == "off":
-        yield "tracking.wandb_adapter tracking.wandb", "adds to a run on W&B, and tracking.wandb=off; set wandb=online"
     yield from _objective_conflicts(config)
     yield from _policy_conflicts(config)
     yield from _evaluation_conflicts(config)
-    yield from _schedule_conflicts(optim)
+    yield from _schedule_conflicts(config.optim)
     yield from _batch_conflicts(config)
     yield from _without_effect(config)
 
@@ -75,7 +73,8 @@ def check_remat(config: TrainConfig, device_type: str) -> None:
 
 def _without_effect(config: TrainConfig) -> Iterator[tuple[str, str]]:
     """Yields the parameters that are not the default, though the value of another one makes them unused."""
-    model, distill, optim = config.model, config.distill, config.optim
+    model, distill, optim, rl = config.model, config.distill, config.optim, config.rl
+    sampler = "distill.on_policy" if distill.on_policy else "grpo"
     of_distill = " ".join(leaf.name for leaf in fields(distill))
     no_growth = "has no effect with optim.batch_growth_factor=1; remove it or set optim.batch_growth_factor=2"
     rules = (
@@ -91,6 +90,20 @@ def _without_effect(config: TrainConfig) -> Iterator[tuple[str, str]]:
          "has no effect without a teacher; remove it or set distill.teacher"),
         (distill.teacher is not None and distill.files is None, "distill", "top_k", "distill.files",
          "is for distill.files; remove it or set that"),
+        (optim.objective.startswith("error-"), "tracking", "eval_generate_rows", "optim.objective",
+         "would answer without the head; set it to 0"),
+        (optim.schedule == "constant", "optim", "min_learning_rate_ratio", "optim.schedule",
+         "is the end of a decay, but optim.schedule=constant has none; set it to 0 or optim.schedule=cosine"),
+        (optim.eval_steps is None, "optim", "early_stop_patience", "optim.eval_steps",
+         "counts evaluations during training, but optim.eval_steps is null; set optim.eval_steps"),
+        (rl.loss_type == "cispo", "rl", "delta", "rl.loss_type",
+         "limits no ratio with rl.loss_type=cispo; remove it"),
+        (config.tracking.wandb == "off", "tracking", "wandb_adapter", "tracking.wandb",
+         "adds to a run on W&B, and tracking.wandb=off; set wandb=online"),
+        (config.on_policy, "optim",
+         "gradient_accumulation global_batch_size batch_growth_factor label_smoothing early_stop_patience",
+         "distill.on_policy" if distill.on_policy else "optim.objective",
+         f"is not for {sampler}: an update has as many passes as its completions need; remove it"),
         (optim.batch_growth_factor == 1, "optim", "batch_growth_steps batch_growth_max batch_growth_lr",
          "optim.batch_growth_factor", no_growth),
     )  # fmt: skip
@@ -125,8 +138,6 @@ def _mesh_conflicts(config: TrainConfig, mesh: str) -> Iterator[tuple[str, str]]
 def _objective_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
     optim, distill = config.optim, config.distill
     own = optim.objective != "supervised"
-    if optim.objective.startswith("error-") and config.tracking.eval_generate_rows:
-        yield "tracking.eval_generate_rows optim.objective", "would answer without the head; set it to 0"
     if optim.objective == "error-correction-alone" and not config.lora.r:
         yield "optim.objective lora.r", "keeps the weights, and lora.r=0 saves all of them anew; set lora.r=1"
     if distill.teacher is None:
@@ -157,15 +168,13 @@ def _objective_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
 
 def _policy_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
     """Yields the contradictions between the parameters of runs that sample."""
-    rl, optim, data = config.rl, config.optim, config.data
+    rl, data, sampler = config.rl, config.data, "distill.on_policy" if config.distill.on_policy else "grpo"
     if rl.loss_type == "cispo" and rl.epsilon_high < 1:
         text = "is the limit of the ratio itself with rl.loss_type=cispo, which is about 1; set rl.epsilon_high=5"
         yield "rl.epsilon_high rl.loss_type", text
     elif rl.loss_type != "cispo" and rl.epsilon_high < rl.epsilon:
         text = f"is below rl.epsilon={rl.epsilon:g}; raise it, or lower rl.epsilon"
         yield "rl.epsilon_high rl.epsilon", text
-    if rl.loss_type == "cispo" and rl.delta is not None:
-        yield "rl.delta rl.loss_type", "limits no ratio with rl.loss_type=cispo; remove it"
     if rl.beta and not config.lora.r:
         text = "compares with the model without its adapter, and lora.r=0 has none; set rl.beta=0 or lora.r=16"
         yield "rl.beta lora.r", text
@@ -181,23 +190,14 @@ def _policy_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
             yield f"rl.drop_zero_advantage rl.{name}", text
     if not config.on_policy:
         return
-    because, who = "optim.objective", "grpo"
-    if config.distill.on_policy:
-        because = who = "distill.on_policy"
     if rl.max_completion_length + (rl.max_prompt_length or 1) > data.max_length:
         text = f"and a prompt must fit a row of data.max_length={data.max_length}; raise that, or lower it"
         yield "rl.max_completion_length rl.max_prompt_length data.max_length", text
     if data.source == "synthetic":
-        yield f"data.source {because}", f"has random tokens and no prompts, so {who} cannot ask; name a source"
-    for name, unused in (
-        ("optim.gradient_accumulation", 1), ("optim.global_batch_size", None), ("optim.batch_growth_factor", 1),
-        ("optim.label_smoothing", 0), ("optim.early_stop_patience", None),
-    ):  # fmt: skip
-        if config[name] != unused:
-            text = f"is not for {who}: an update has as many passes as its completions need; remove it"
-            yield f"{name} {because}", text
-    if optim.eval_steps is not None and not config.tracking.eval_generate_rows:
-        text = f"evaluates answers alone in {who}, and tracking.eval_generate_rows=0; set that to 200 or more"
+        because = "distill.on_policy" if config.distill.on_policy else "optim.objective"
+        yield f"data.source {because}", f"has random tokens and no prompts, so {sampler} cannot ask; name a source"
+    if config.optim.eval_steps is not None and not config.tracking.eval_generate_rows:
+        text = f"evaluates answers alone in {sampler}, and tracking.eval_generate_rows=0; set that to 200 or more"
         yield "optim.eval_steps tracking.eval_generate_rows", text
 
 
@@ -213,7 +213,7 @@ def _is_name(text: str) -> bool:
 
 
 def _evaluation_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
-    data, optim = config.data, config.optim
+    data = config.data
     rows = "data.eval_rows data.eval_source data.eval_split"
     answers = "tracking.generate_rows", "tracking.eval_generate_rows"
     if data.eval_source is None and data.eval_split == data.split:
@@ -227,9 +227,6 @@ def _evaluation_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
             if config[name]:
                 advice = "remove that, or set data.eval_source or data.eval_split"
                 yield f"{name} {rows}", f"needs rows to evaluate on, but data.eval_rows=0; {advice}"
-    if optim.early_stop_patience is not None and optim.eval_steps is None:
-        text = "counts evaluations during training, but optim.eval_steps is null; set optim.eval_steps"
-        yield "optim.early_stop_patience optim.eval_steps", text
 
 
 def _schedule_conflicts(optim: OptimConfig) -> Iterator[tuple[str, str]]:
@@ -242,9 +239,6 @@ def _schedule_conflicts(optim: OptimConfig) -> Iterator[tuple[str, str]]:
     if optim.max_steps is not None and optim.warmup_steps > optim.max_steps:
         text = f"is more than optim.max_steps={optim.max_steps}; lower it or raise optim.max_steps"
         yield "optim.warmup_steps optim.max_steps", text
-    if optim.schedule == "constant" and optim.min_learning_rate_ratio:
-        text = "is the end of a decay, but optim.schedule=constant has none; set it to 0 or optim.schedule=cosine"
-        yield "optim.min_learning_rate_ratio optim.schedule", text
 
 
 def _batch_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:

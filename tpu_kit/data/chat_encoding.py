@@ -78,8 +78,7 @@ class ReasoningCounts(NamedTuple):
 
 def default_stop(tokenizer: Any) -> str | None:
     """Returns the token that ends a turn in `DEFAULT_TEMPLATE`; None if the tokenizer has no such token."""
-    stop: str | None = "<|im_end|>" if "<|im_end|>" in tokenizer.get_vocab() else tokenizer.eos_token
-    return stop
+    return "<|im_end|>" if "<|im_end|>" in tokenizer.get_vocab() else tokenizer.eos_token
 
 
 def ensure_chat_template(tokenizer: Any) -> bool:

@@ -349,8 +349,7 @@ class MappedData:
         """Returns the data, with memory-mapped arrays."""
         files = sorted(self.folder.glob("*.array"))
         arrays = [np.memmap(file, mode="r") if file.stat().st_size else b"" for file in files]
-        prepared: Prepared = pickle.loads(self.pickled, buffers=arrays)
-        return prepared
+        return pickle.loads(self.pickled, buffers=arrays)
 
 
 @contextlib.contextmanager

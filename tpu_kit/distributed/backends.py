@@ -46,8 +46,7 @@ class _XlaRuntime(Runtime):
     def to_device(self, batches: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
         import torch_xla.core.xla_model as xm
 
-        sent: list[dict[str, torch.Tensor]] = xm.send_cpu_data_to_device(batches, self.local_device)
-        return sent
+        return xm.send_cpu_data_to_device(batches, self.local_device)
 
     def seed(self, number: int) -> None:
         """Seeds this thread's device: each thread of XLA:CPU has its own random numbers."""

@@ -135,8 +135,7 @@ def _of_shards(shards: list[torch.Tensor], spec: Spec, shape: torch.Size) -> tor
     import torch_xla.distributed.spmd as xs
 
     sharding = xs.get_global_mesh().get_op_sharding(spec)
-    found: torch.Tensor = torch_xla._XLAC._global_tensor_from_cpu_shards(shards, sharding, shape)
-    return found
+    return torch_xla._XLAC._global_tensor_from_cpu_shards(shards, sharding, shape)
 
 
 def read(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -120,11 +120,10 @@ class Requests:
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Renders a chat as text."""
-        text: str = self._tokenizer.apply_chat_template(
+        return self._tokenizer.apply_chat_template(
             chat_history, tokenize=False, add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
         )  # fmt: skip
-        return text
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """Returns the chat template, for lm-eval's records."""

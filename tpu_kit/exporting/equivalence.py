@@ -140,8 +140,7 @@ def reload(folder: Path, prompts: Sequence[Sequence[int]], base: dict[str, Any] 
     Raises:
         ValueError: it cannot be read; the text ends with the error of transformers.
     """
-    result: list[torch.Tensor] = _in_child({"folder": str(folder.absolute()), "base": base, "prompts": [*prompts]})
-    return result
+    return _in_child({"folder": str(folder.absolute()), "base": base, "prompts": [*prompts]})
 
 
 Answer = list[tuple[int, dict[int, float]]]

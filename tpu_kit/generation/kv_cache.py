@@ -267,8 +267,7 @@ def cached_attention(
         if device_type == "tpu":
             attend = functools.partial(attention.splash_attention, spec=spec, trains=False)
         options = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
-        result: tuple[torch.Tensor, None] = attend(module, query, key, value, None, segment_ids=ones, **options)
-        return result
+        return attend(module, query, key, value, None, segment_ids=ones, **options)
     mask = cache.mask(sliding_window)
     output = _attend_one(query, key, value, mask, scaling, softcap, s_aux, plain=device_type in ("cpu", "cuda"))
     return output.reshape(batch, 1, heads, -1), None

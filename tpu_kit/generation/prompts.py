@@ -140,8 +140,7 @@ class PromptCodec:
 
     def _decode(self, tokens: Iterable[int]) -> str:
         ids = [token for token in tokens if token not in self._dropped]
-        text: str = self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-        return text
+        return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
     def _stop_in(self, text: str, sampling: Sampling) -> int | None:
         return min((start for stop in sampling.stop if (start := text.find(stop)) >= 0), default=None)

@@ -156,8 +156,7 @@ def think(
         LaunchError: the replica failed.
     """
     arguments = {"question": question, "options": options or SearchOptions()}
-    result: SearchResult = launch_with_adapter(_think_here, think, on_one_replica(config), adapter_dir, **arguments)
-    return result
+    return launch_with_adapter(_think_here, think, on_one_replica(config), adapter_dir, **arguments)
 
 
 def _think_here(config: TrainConfig, adapter: Path | None, question: str, options: SearchOptions) -> SearchResult:

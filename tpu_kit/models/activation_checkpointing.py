@@ -153,8 +153,7 @@ def keep(computed: torch.Tensor) -> torch.Tensor:
     if tape.known is None:
         tape.kept.append(computed)
         return computed
-    known: torch.Tensor = _Known.apply(computed, next(tape.known))
-    return known
+    return _Known.apply(computed, next(tape.known))
 
 
 def once(count: int, compute: Callable[[], Sequence[torch.Tensor]]) -> Sequence[torch.Tensor]:
@@ -288,8 +287,7 @@ class _Tiled(torch.nn.Module):
         else:  # each tile has tokens of every row, so that all devices work on it
             count = tiles_of(hidden.shape[1], max(1, self._tile_tokens * mesh.batch_shards // hidden.shape[0]))
         if count == 1:
-            whole: torch.Tensor = super().forward(hidden)
-            return whole
+            return super().forward(hidden)
         tiles = hidden.reshape(count, tokens // count, width) if mesh.size == 1 else partition.tiles(hidden, count)
         inputs, seeds = [tiles], seeds_of(self)
         if seeds and self.training:
@@ -335,8 +333,7 @@ def recomputed_scan(
         The outputs stacked, (N, ...), and the last carry, without a gradient.
     """
     tensors, structure = tree_flatten((carry, dict(constants), inputs))
-    found: Tensors = _RecomputedScan.apply(body, structure, unrolled, *tensors)
-    return found
+    return _RecomputedScan.apply(body, structure, unrolled, *tensors)
 
 
 class _RecomputedScan(torch.autograd.Function):
@@ -409,10 +406,8 @@ def _lora_forward(layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> tor
         drops = layer.training and getattr(layer.lora_dropout[name], "p", 0)
         same = x.dtype == base.weight.dtype == a.weight.dtype == b.weight.dtype
         if same and not drops and b.bias is None and not base.weight.requires_grad:
-            found: torch.Tensor = _LoraProduct.apply(x, base.weight, base.bias, a.weight, b.weight, layer.scaling[name])
-            return found
-    result: torch.Tensor = type(layer).forward(layer, x, *args, **kwargs)
-    return result
+            return _LoraProduct.apply(x, base.weight, base.bias, a.weight, b.weight, layer.scaling[name])
+    return type(layer).forward(layer, x, *args, **kwargs)
 
 
 class _LoraProduct(torch.autograd.Function):

@@ -323,8 +323,7 @@ class Shape:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Shape:
         """Reads the result of `asdict`, also from JSON."""
-        found: Shape = _read(cls, values)
-        return found
+        return _read(cls, values)
 
     @property
     def embedding(self) -> Embedding:

@@ -293,8 +293,7 @@ def splash_kernel(
         return result.transpose(1, 2)
     if not settings.trains:
         return pallas.splash_forward(settings, query, key, value, segment_ids, *others)[0]
-    output: torch.Tensor = _Splash.apply(settings, query, key, value, segment_ids, *others)
-    return output
+    return _Splash.apply(settings, query, key, value, segment_ids, *others)
 
 
 class _Splash(torch.autograd.Function):

@@ -136,10 +136,9 @@ def experts_forward(
     if kind != "xla":
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-        computed: torch.Tensor = ALL_EXPERTS_FUNCTIONS["grouped_mm"](
+        return ALL_EXPERTS_FUNCTIONS["grouped_mm"](
             _plain(self, hidden_states), hidden_states, top_k_index, top_k_weights
         )
-        return computed
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_states.dtype
     tiles = tiles_for(top_k_index.numel(), self.num_experts)
     at = grouped.layout(tiles, top_k_index)

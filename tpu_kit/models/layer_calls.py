@@ -200,8 +200,7 @@ def call_once(decoder: Any, name: str, layers: Placeholders, implementation: str
 
 def hidden_states_of(output: Any) -> torch.Tensor:
     """Returns the hidden states of what a layer returns, which may be a tuple."""
-    states: torch.Tensor = output[0] if isinstance(output, tuple) else output
-    return states
+    return output[0] if isinstance(output, tuple) else output
 
 
 def equal_layers(decoder: Any, name: str, layers: torch.nn.ModuleList, parts: Sequence[int]) -> tuple[list[int], bool]:

@@ -139,8 +139,7 @@ def unit_lower_inverse(strict: torch.Tensor) -> torch.Tensor:
     the part of the matrix between two neighbours. A product of powers of the matrix takes as many products, but for
     equal keys (a repeated token) its terms cancel, and it loses all digits.
     """
-    inverse: torch.Tensor = _Inverse.apply(strict)
-    return inverse
+    return _Inverse.apply(strict)
 
 
 class _Inverse(torch.autograd.Function):
@@ -255,8 +254,7 @@ def _shifted(tensor: torch.Tensor, back: int, segment_ids: torch.Tensor | None) 
 def _activated(tensor: torch.Tensor, name: str | None) -> torch.Tensor:
     from transformers.activations import ACT2FN
 
-    found: torch.Tensor = tensor if name is None else ACT2FN[name](tensor)
-    return found
+    return tensor if name is None else ACT2FN[name](tensor)
 
 
 # ------------------------------------------------------------------------------ in the place of transformers' functions

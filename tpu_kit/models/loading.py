@@ -328,8 +328,7 @@ class _Reading:
         except (SafetensorError, OSError) as error:
             self.problem = OSError(errno.EIO, str(error))
             return tensors
-        mapped: dict[str, torch.Tensor] = load_file(file)
-        return mapped
+        return load_file(file)
 
 
 # ------------------------------------------------------------------------------------------------------------ the cache

@@ -268,8 +268,7 @@ class _Chunked(torch.autograd.Function):
             carry["to_weight"].to(weight.dtype) if to_weight else None,
             carry["to_bias"].to(bias.dtype) if to_bias and bias is not None else None,
         )
-        total: torch.Tensor = carry["sums"]
-        return total
+        return carry["sums"]
 
     @staticmethod
     @torch.autograd.function.once_differentiable

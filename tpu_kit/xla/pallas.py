@@ -182,8 +182,7 @@ def call(
     name = f"xla::{function.func.__name__.strip('_')}"
     with _LOWERING:
         computation = requires_jax(_lowered)(*static)
-    results: list[torch.Tensor] = torch_xla._XLAC._xla_user_computation(name, list(tensors), computation)
-    return results
+    return torch_xla._XLAC._xla_user_computation(name, list(tensors), computation)
 
 
 @functools.cache

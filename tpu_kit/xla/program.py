@@ -57,24 +57,21 @@ def device() -> torch.device:
     """Returns the XLA device of this process."""
     import torch_xla
 
-    current: torch.device = torch_xla.device()
-    return current
+    return torch_xla.device()
 
 
 def placeholder(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Makes a tensor on the XLA device that has a shape but no memory."""
     from torch_xla.core.xla_builder import create_placeholder_tensor
 
-    tensor: torch.Tensor = create_placeholder_tensor(shape, dtype)
-    return tensor
+    return create_placeholder_tensor(shape, dtype)
 
 
 def tensor_number(tensor: torch.Tensor) -> int:
     """Returns the number by which torch_xla finds the buffers that a step replaces."""
     import torch_xla
 
-    number: int = torch_xla._XLAC._xla_get_tensor_id(tensor)
-    return number
+    return torch_xla._XLAC._xla_get_tensor_id(tensor)
 
 
 def is_input(tensor: torch.Tensor, number: int) -> bool:
@@ -299,5 +296,4 @@ def _stablehlo(program: Program) -> bytes:
         # "Malformed shape proto: element_type TUPLE should not have a layout". Without them, the default is used.
         if _RESULT_LAYOUTS in module.operation.attributes:
             del module.operation.attributes[_RESULT_LAYOUTS]
-        bytecode: bytes = mlir.module_to_bytecode(module)
-        return bytecode
+        return mlir.module_to_bytecode(module)

@@ -212,8 +212,7 @@ def slice_at(stack: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
     """Returns a slice of a stack, (G, ...), at `place`, an integer on the device."""
     if stack.device.type != "xla":
         return stack[place]
-    found: torch.Tensor = _taken()(stack, place)[0]
-    return found
+    return _taken()(stack, place)[0]
 
 
 class Traced:
@@ -260,8 +259,7 @@ class Traced:
         call: Any = torch_xla._XLAC._xla_user_computation
         if not self._stacks:
             given = [*tensors, *self._held]
-            found: list[torch.Tensor] = call(self._name, [given[place] for place in self._order], self._computation)
-            return found
+            return call(self._name, [given[place] for place in self._order], self._computation)
         device, end = tensors[0].device, 1 + len(tensors)
         zeros = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in self._stacks]
         count = torch.zeros((), dtype=torch.int64, device=device)
@@ -283,8 +281,7 @@ def write_slot(stack: torch.Tensor, new: torch.Tensor, place: torch.Tensor, slot
     if stack.device.type != "xla":
         stack[place].index_copy_(2, slot + torch.arange(new.shape[2], device=new.device), new)
         return stack
-    found: torch.Tensor = _slot_writer()(stack, new, place, slot)
-    return found
+    return _slot_writer()(stack, new, place, slot)
 
 
 @cache

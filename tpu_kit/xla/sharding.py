@@ -29,8 +29,7 @@ def constrain(tensor: torch.Tensor, spec: Spec, gradient: Spec | None = None, *,
     if not tensor.requires_grad or not torch.is_grad_enabled():
         return _constrained(tensor, spec)
     back = spec if gradient is None else mesh.fitted(gradient, tensor.shape)
-    sharded: torch.Tensor = _Constrain.apply(tensor, spec, back)
-    return sharded
+    return _Constrain.apply(tensor, spec, back)
 
 
 class _Constrain(torch.autograd.Function):
@@ -50,8 +49,7 @@ def _constrained(tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
 
     kind = str(tensor.dtype).removeprefix("torch.")
     computation = requires_jax(_constraint)(active_mesh(), tuple(tensor.shape), kind, spec)
-    sharded: torch.Tensor = torch_xla._XLAC._xla_user_computation("xla::constrain", [tensor], computation)[0]
-    return sharded
+    return torch_xla._XLAC._xla_user_computation("xla::constrain", [tensor], computation)[0]
 
 
 @functools.cache
@@ -86,10 +84,9 @@ def sharded_kernel(function: Callable[..., Any], inputs: Sequence[Spec], outputs
     from jax.sharding import PartitionSpec
 
     specs = [tuple(PartitionSpec(*spec) for spec in each) for each in (inputs, outputs)]
-    mapped: Callable[..., Any] = jax.shard_map(
+    return jax.shard_map(
         function, mesh=_sharding(mesh, ()).mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False
     )
-    return mapped
 
 
 def hlo_sharding(mesh: Mesh, spec: Spec) -> str:
