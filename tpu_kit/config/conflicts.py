@@ -197,7 +197,7 @@ def _policy_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
         because = "distill.on_policy" if config.distill.on_policy else "optim.objective"
         yield f"data.source {because}", f"has random tokens and no prompts, so {sampler} cannot ask; name a source"
     if config.optim.eval_steps is not None and not config.tracking.eval_generate_rows:
-        text = f"evaluates answers alone in {sampler}, and tracking.eval_generate_rows=0; set that to 200 or more"
+        text = f"evaluates answers alone in {sampler}; set tracking.eval_generate_rows to 200 or more, or this to null"
         yield "optim.eval_steps tracking.eval_generate_rows", text
 
 
