@@ -170,13 +170,15 @@ def test_greedy_answers_are_those_of_the_cpu() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_rewards_and_a_teacher(tmp_path: Path, dtype: str) -> None:
+def test_rewards_and_a_teacher(tmp_path: Path, dtype: str, capfd: pytest.CaptureFixture[str]) -> None:
     common = {"device_type": "cuda", "base_dtype": dtype, "max_steps": 3, "eval_steps": None, "logging_steps": 1}
     config = load_config("embedded-grpo", {
         **common, "eval_rows": 0, "eval_generate_rows": 0, "warmup_steps": 1,
         "reward_funcs": ["tests.support.reward_functions:random"], "output_dir": str(tmp_path / "grpo"),
     })  # fmt: skip
     assert grpo(config).step == 3
+    out, err = capfd.readouterr()
+    assert "recompile_limit" not in out + err, "all of its shapes are compiled"
     gaps = [r["sampler_gap"] for r in read_metrics(tmp_path / "grpo") if r["kind"] == "train"]
     print(f"FIGURE grpo {dtype}: sampler_gap {max(gaps):.1e}")
     assert max(gaps) < (1e-4 if dtype == "fp32" else 5e-2)

@@ -356,7 +356,7 @@ def test_what_is_measured_on_a_gpu_is_kept_for_its_kind(home: Path, monkeypatch:
     (program := home / "nvidia-smi").write_text('#!/bin/sh\necho "NVIDIA H100 80GB HBM3, 81559"\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(home), prepend=":")
-    monkeypatch.setattr(runtime, "_gpus", lambda: 1)
+    monkeypatch.setattr(runtime, "gpu_count", lambda: 1)
 
     def run(self: verify._Checks) -> Iterator[Record]:
         self.measured = replace(self.measured, time=2.0)

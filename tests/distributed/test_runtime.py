@@ -38,7 +38,7 @@ def machine(
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    monkeypatch.setattr(runtime, "_gpus", lambda: getattr(request, "param", 0))
+    monkeypatch.setattr(runtime, "gpu_count", lambda: getattr(request, "param", 0))
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_a_slice_of_several_hosts_is_a_mesh(tmp_path: Path) -> None:
         (0, LaunchConfig("xla-cpu"), 0, False, {}, "device_type=xla-cpu needs torch_xla"),
         (0, LaunchConfig(), 0, False, {"PJRT_DEVICE": "CPU"}, "(?s)needs torch_xla.*with PJRT_DEVICE unset"),
         (0, LaunchConfig("cuda"), 8, True, {}, "device_type=cuda, but PyTorch sees no GPU here .*nvidia-smi"),
-        (2, LaunchConfig("cuda", 3), 0, True, {}, r"num_replicas=3, but there are 2 GPU\(s\); use 2 or leave it out"),
+        (2, LaunchConfig("cuda", 3), 0, True, {}, r"num_replicas=3, with 2 GPU\(s\); use 2 or leave it out"),
         (0, LaunchConfig("tpu", 4), 8, True, {}, "num_replicas=4 with 8 TPU devices: .*; use num_replicas=8"),
         (0, LaunchConfig("xla-cpu"), 0, True, {"CPU_NUM_DEVICES": "four"}, "CPU_NUM_DEVICES='four'; it must be a numb"),
         (0, LaunchConfig("xla-cpu"), 0, True, {"CPU_NUM_DEVICES": "0"}, "CPU_NUM_DEVICES='0'"),

@@ -25,7 +25,7 @@ GIB = 2**30
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainConfig:
     """A run on a machine with one v5e and a cache of its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(runtime, "_gpus", lambda: 0)
+    monkeypatch.setattr(runtime, "gpu_count", lambda: 0)
     monkeypatch.delenv("PJRT_DEVICE", raising=False)
     model = write_config(tmp_path / "qwen", QWEN2_500M)
     return load_config(None, [f"model.name={model}", "max_steps=10", "batch_size=4", "device_type=tpu"])

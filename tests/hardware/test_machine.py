@@ -249,12 +249,12 @@ def test_gpu(tmp_path: Path) -> None:
     assert at.gpus() == []
     add_gpu(tmp_path)
     found = "1 x NVIDIA H100 80GB HBM3, driver 580.159.04"
-    assert machine.check_gpu(at, wanted=True, seen=True) == Check("GPU", "ok", found)
-    assert machine.check_gpu(at, wanted=False, seen=False).status == "skipped"
-    blind = machine.check_gpu(at, wanted=True, seen=False)
+    assert machine.check_gpu(at, wanted=True, seen=1) == Check("GPU", "ok", found)
+    assert machine.check_gpu(at, wanted=False, seen=0).status == "skipped"
+    blind = machine.check_gpu(at, wanted=True, seen=0)
     assert blind.status == "warning" and blind.found.startswith(f"{found}; torch 2.9.0+cpu does not see it: ")
     assert "requirements-gpu.txt" in blind.fix
-    hidden = machine.check_gpu(replace(at, environ={"CUDA_VISIBLE_DEVICES": ""}), wanted=True, seen=False)
+    hidden = machine.check_gpu(replace(at, environ={"CUDA_VISIBLE_DEVICES": ""}), wanted=True, seen=0)
     assert (hidden.found, hidden.fix) == (f"{found}; CUDA_VISIBLE_DEVICES= hides it", "unset CUDA_VISIBLE_DEVICES")
 
 

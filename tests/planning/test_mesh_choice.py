@@ -40,7 +40,7 @@ def planned(*settings: str, model: str = "meta-llama/Llama-3.1-8B") -> Plan:
 
 @pytest.fixture
 def eight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(runtime, "_gpus", lambda: 0)
+    monkeypatch.setattr(runtime, "gpu_count", lambda: 0)
     for name in ("PJRT_DEVICE", "CPU_NUM_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     return fake(tmp_path / "root", *[V5E] * 8)

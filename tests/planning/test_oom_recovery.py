@@ -21,7 +21,7 @@ GIB = 2**30
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "_gpus", lambda: 0)
+    monkeypatch.setattr(runtime, "gpu_count", lambda: 0)
     monkeypatch.delenv("PJRT_DEVICE", raising=False)
 
 

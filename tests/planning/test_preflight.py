@@ -29,7 +29,7 @@ def small(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "_gpus", lambda: 0)
+    monkeypatch.setattr(runtime, "gpu_count", lambda: 0)
     for name in ("PJRT_DEVICE", "CPU_NUM_DEVICES"):
         monkeypatch.delenv(name, raising=False)
 
@@ -144,7 +144,7 @@ def test_auto_on_a_gpu_asks_nvidia_smi(name: str, small: Path, tmp_path: Path, m
     program.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\necho "{name}, 143771"\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr(runtime, "_gpus", lambda: 2)
+    monkeypatch.setattr(runtime, "gpu_count", lambda: 2)
     at = Machine(root=tmp_path / "root", environ={"CUDA_VISIBLE_DEVICES": "3,4"}, version=lambda _: "2.9.0")
     found = check_before_launch(run(small, "batch_size=auto", "device_type=cuda"), at=at)
     assert found.room is not None and (found.room.limit, found.room.replicas) == (143771 * 2**20, 2)

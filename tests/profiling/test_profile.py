@@ -19,7 +19,7 @@ from tpu_kit.hardware.machine import Machine
 from tpu_kit.profiling import profile as profiling
 from tpu_kit.profiling.profile import Profile, profile
 from tpu_kit.profiling.recorder import record
-from tpu_kit.profiling.timeline import Event, Trace, read_trace
+from tpu_kit.profiling.timeline import PREFIX, Event, Trace, read_trace
 
 __all__ = ["world"]
 pytestmark = pytest.mark.usefixtures("quick_xla")
@@ -137,6 +137,29 @@ def test_bad_traces_are_told_in_a_line(run: Run, tmp_path: Path) -> None:
     (tmp_path / "trace.json").write_text(json.dumps({"events": []}))
     with pytest.raises(ValueError, match="or of another version of the profiler: profile the run again"):
         read_trace(tmp_path, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("nvjet_sm90_tst_192x192_64x4_2x1_v_bz_coopB_TNN", "matrix product"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x64_kernel0_0", "matrix product"),
+        ("triton_red_fused__log_softmax__to_copy_add_arange_eq_exp_mul_ne_prepare_softmax_online_sum_0", "elementwise"),
+        ("triton_poi_fused_addmm_copy_3", "elementwise"),
+        ("Memcpy HtoD (Pinned -> Device)", "copy"),
+        ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "collective"),
+    ],
+)
+def test_kernels_of_a_gpu_are_of_the_kind_that_they_are(name: str, kind: str, tmp_path: Path) -> None:
+    phases = [("input", 0, 1), ("step", 1, 8), ("dispatch", 8, 9), ("host", 9, 10)]
+    rows: list[dict[str, Any]] = [
+        {"cat": "user_annotation", "name": f"{PREFIX}{phase}", "ts": start, "dur": end - start, "tid": 1}
+        for phase, start, end in phases
+    ]
+    rows.append({"cat": "kernel", "name": name, "ts": 3, "dur": 2, "tid": 7, "args": {"device": 0}})
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": rows}))
+    (event,) = [one for one in read_trace(tmp_path, 1).events if one.device]
+    assert (event.name, event.kind, event.device) == (name, kind, "/device:0")
 
 
 def test_a_run_that_is_over_before_the_window(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.support.training_functions import OPTIM, contents, control, dealt, report_of, rows, split, tiny
@@ -18,7 +19,7 @@ from tpu_kit.models import causal_lm as models
 from tpu_kit.models.layer_scan import stack
 from tpu_kit.training.objectives import SupervisedObjective
 from tpu_kit.training.state import Report, TrainState, restore, sections
-from tpu_kit.training.step import SplitStep, _update, eval_step, train_step
+from tpu_kit.training.step import SplitStep, _set_compiler, _update, eval_step, train_step
 
 CPU = torch.device("cpu")
 AVERAGED = replace(OPTIM, ema_decay=0.9)
@@ -513,3 +514,13 @@ def test_an_update_in_two_programs_is_that_of_one(passes: int) -> None:
     for name, value in contents(states[0]).items():
         torch.testing.assert_close(contents(states[1])[name], value, rtol=1e-6, atol=1e-7, msg=name)
     torch.testing.assert_close(states[1].report, states[0].report, rtol=1e-5, atol=1e-6)
+
+
+def test_a_gpu_compiles_each_of_a_runs_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
+    _set_compiler(compiles=True)
+    counter = CompileCounter()
+    function = torch.compile(torch.neg, backend=counter, dynamic=False)
+    for length in range(1, 13):
+        function(torch.ones(length))
+    assert counter.frame_count == 12

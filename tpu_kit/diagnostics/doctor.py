@@ -37,7 +37,8 @@ def diagnose(config: TrainConfig | None = None, at: Machine | None = None) -> It
         replicas, used = backend.num_replicas, backend.device_type
         yield Check("Device type", "ok", str(backend))
     if at.gpus():
-        yield machine.check_gpu(at, asked == "cuda" or (asked == "auto" and used == "cpu"), used == "cuda")
+        wanted = asked == "cuda" or (asked == "auto" and used in ("cuda", "cpu"))
+        yield machine.check_gpu(at, wanted, runtime.gpu_count() if wanted else 0)
     yield host.check_memory(at, config, replicas or at.tpu_devices() or 1)
     yield host.check_disk(at, config)
     yield host.check_files(config)

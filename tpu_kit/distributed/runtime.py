@@ -120,7 +120,7 @@ def _choose(pjrt: str, at: Machine) -> tuple[DeviceType, str]:
     if at.tpus() and has_xla:
         return "tpu", f"{len(at.tpus())} x TPU {at.tpus()[0]} found"
     no_tpu = "a TPU was found, but torch_xla is not installed" if at.tpus() else "no TPU was found"
-    if count := _gpus():
+    if count := gpu_count():
         return "cuda", f"{no_tpu}; {count} GPU(s) found"
     return "cpu", f"{no_tpu}, and no GPU; launch.device_type=xla-cpu rehearses the TPU's path here"
 
@@ -136,7 +136,7 @@ def _require(device_type: str, at: Machine) -> None:
             "launch.device_type=tpu, but this machine has no TPU. On Colab: Runtime > Change runtime type; on Kaggle: "
             "Settings > Accelerator. launch.device_type=xla-cpu rehearses the same code on this CPU"
         )
-    if device_type == "cuda" and not _gpus():
+    if device_type == "cuda" and not gpu_count():
         raise ValueError(
             "launch.device_type=cuda, but PyTorch sees no GPU here (nvidia-smi tells whether the driver does). Use "
             "launch.device_type=auto, or install a PyTorch built for CUDA"
@@ -154,9 +154,9 @@ def _replicas(device_type: str, asked: int | None, at: Machine) -> int | None:
     if device_type == "cpu":
         return asked or 1
     if device_type == "cuda":
-        there = _gpus()
+        there = gpu_count()
         if (asked or 1) > there:
-            raise ValueError(f"launch.num_replicas={asked}, but there are {there} GPU(s); use {there} or leave it out")
+            raise ValueError(f"launch.num_replicas={asked}, with {there} GPU(s); use {there} or leave it out")
         return asked or there
     devices = at.tpu_devices()
     if devices and asked not in (None, 1, devices):
@@ -178,7 +178,7 @@ def _mesh(text: str, device_type: str, launch: LaunchConfig, at: Machine, hosts:
     return resolve_mesh(text, mesh_size(text) or _replicas(device_type, None, at) or 1, launch.mesh_rules)
 
 
-def _gpus() -> int:
+def gpu_count() -> int:
     """Counts the GPUs that PyTorch can use, through NVML, which opens no CUDA context in this process."""
     if importlib.util.find_spec("torch") is None:
         return 0

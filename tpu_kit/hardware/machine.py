@@ -238,13 +238,13 @@ def check_tpu(machine: Machine, asked: bool) -> Check:
     return Check("TPU", "ok", f"{text}, {len(nodes)} device files")
 
 
-def check_gpu(machine: Machine, wanted: bool, seen: bool) -> Check:
+def check_gpu(machine: Machine, wanted: bool, seen: int) -> Check:
     """Checks that PyTorch sees the GPUs of NVIDIA's driver: without them `device_type=auto` trains on the CPU.
 
     Args:
         machine: a machine with GPUs.
         wanted: whether the run is to use them.
-        seen: whether PyTorch sees one.
+        seen: number of those that PyTorch sees, if they are wanted.
     """
     gpus, driver = machine.gpus(), re.search(r"\s(\d+\.[\d.]+)\s", machine.read("proc/driver/nvidia/version"))
     found = f"{len(gpus)} x {gpus[0]}" + (f", driver {driver[1]}" if driver else "")

@@ -188,7 +188,7 @@ class _TorchSession:
 
         self._folder = folder
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if rt.device_type == "cuda" else [])]
-        self._profile: Any = torch.profiler.profile(activities=kinds)
+        self._profile: Any = torch.profiler.profile(activities=kinds, acc_events=True)  # else it warns of cycles
 
     def annotate(self, name: str, step: int) -> Any:
         annotation = torch.profiler.record_function(name)

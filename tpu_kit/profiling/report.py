@@ -26,7 +26,7 @@ from tpu_kit.profiling.timeline import PHASES, Trace
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MOST_ROWS = 10
+MOST_ROWS, LONGEST_NAME = 10, 60
 _PREDICTED = "predicted from the compiled program, not measured"
 
 INPUT, TRACING, HOST, EXPOSED = 0.05, 0.1, 0.05, 0.1
@@ -156,7 +156,7 @@ def _tables(p: Profile) -> dict[str, tables.Rows]:
             for name, seconds in sorted(layers.items(), key=lambda item: -item[1])[:MOST_ROWS]
         ],
         "Operations that cost most": [
-            {"operation": one.name, "kind": one.kind, "ms": f"{1000 * one.seconds:.3f}", "source": one.source}
+            {"operation": _short(one.name), "kind": one.kind, "ms": f"{1000 * one.seconds:.3f}", "source": one.source}
             for one in sorted(p.costs, key=lambda one: -one.seconds)[:MOST_ROWS]
         ],
         "Replicas": [
@@ -168,6 +168,11 @@ def _tables(p: Profile) -> dict[str, tables.Rows]:
     return {title: rows for title, rows in rows_of.items() if rows}
 
 
+def _short(name: str) -> str:
+    """A name that a table has room for: those of a GPU's kernels have up to hundreds of characters."""
+    return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 3]}..."
+
+
 def _notes(p: Profile) -> list[str]:
     if p.compiled is not None:
         assumed = ", ".join(f"{name} {value:g}" for name, value in factors().items())
@@ -176,7 +181,7 @@ def _notes(p: Profile) -> list[str]:
     counts = ", ".join(f"{count} {name}" for name, count in first.counts.items())
     return [
         f"rows are {first.fill:.1%} full; the first step took {first.first_seconds:.1f} s",
-        f"in {first.steps} steps: {counts or 'no counters on this device'}",
+        *([f"in {first.steps} steps: {counts}"] if counts else []),  # off XLA nothing is counted
         f"the trace and profile.png are in {p.folder}",
     ]
 

@@ -29,7 +29,9 @@ _BUCKET = {
     "collective": "exposed collectives",
 }  # fmt: skip
 _COLLECTIVE = re.compile(r"all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|nccl|c10d::|gloo:")
-_PRODUCT = re.compile(r"(?i)\bdot|convolution|gemm|(::|: |add|\bb?)mm|linear|matmul|attention|splash|flash")
+_PRODUCT = re.compile(
+    r"(?i)\bdot|convolution|gemm|(::|: |add|\bb?)mm|linear|matmul|attention|splash|flash|nvjet|cutlass|fmha|sdpa"
+)
 _COPY = re.compile(r"copy|transpose|::to\b|memcpy|Memcpy|dynamic-slice|dynamic-update")
 _NO_WORK = re.compile(r"(while|call|conditional|tuple|parameter|get-tuple-element|bitcast)(\.(\d+|clone))*( = |$)")
 
@@ -186,6 +188,8 @@ def _chrome(path: Path) -> Iterator[Event]:
 def _kind(name: str) -> str:
     if _COLLECTIVE.search(name):
         return "collective"
+    if name.startswith("triton_"):  # a kernel of torch.compile, named after all that is fused in it, such as _to_copy
+        return "matrix product" if name.startswith("triton_tem_") else "elementwise"
     if _PRODUCT.search(name):
         return "matrix product"
     return "copy" if _COPY.search(name) else "elementwise"

@@ -6,11 +6,14 @@ holds learning rate and step, and the optimizer counts on the device. The planne
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
+import torch._dynamo  # on which torch.compile is set up; transformers' models import it anyway
 
 from tpu_kit.config.loader import OptimConfig, TrainConfig
 from tpu_kit.config.mesh import Spec
@@ -67,11 +70,20 @@ def prepare_model(
         models.prepare_frozen(teacher, config, rt.device_type)
     models.to_device(model, rt.local_device)
     if rt.device_type == "cuda":  # the loss is compiled too
-        torch.compiler.set_stance("default" if config.launch.torch_compile else "force_eager")
+        _set_compiler(config.launch.torch_compile)
     if rt.device_type == "cuda" and scanned is None:
         for layer in layers_of(model.get_decoder())[1]:  # type: ignore[operator]  # alike, so it compiles once; mypy takes get_decoder for a tensor
             layer.compile(dynamic=False)
     return TrainState(model, rt.local_device, config.optim, saved, extra_sums)
+
+
+def _set_compiler(compiles: bool) -> None:
+    """Sets what torch.compile does in this process, without its warnings of what the kit means."""
+    torch.compiler.set_stance("default" if compiles else "force_eager")
+    # Layers have a program for each shape, with and without gradients; after 8, the default, `grpo` would run eagerly.
+    torch._dynamo.config.recompile_limit = 64
+    warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # base_dtype=fp32 asks for whole products
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)  # of the context of remat=outputs
 
 
 def train_step(
