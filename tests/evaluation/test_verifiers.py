@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -11,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tpu_kit.config.choices import VERIFIERS
@@ -119,9 +121,18 @@ def test_what_a_verifier_raises_is_told() -> None:
     assert found == Verdict(None, "TypeError: it returned 'yes'; return True, False, a number up to 1, or None")
 
 
-@pytest.mark.parametrize(("given", "correct"), [(1.0, True), (0.99, False), (1, True), (0, False), (None, None)])
-def test_a_share_counts_only_if_it_is_all(given: float | None, correct: bool | None) -> None:
+@pytest.mark.parametrize(
+    ("given", "correct"),
+    [(1.0, True), (0.99, False), (1, True), (0, False), (None, None), (np.True_, True), (np.float32(0), False)],
+)
+def test_a_share_counts_only_if_it_is_all(given: Any, correct: bool | None) -> None:
     assert judge({}, "18", OTHER, lambda row, answer: given) == Verdict(correct)
+
+
+@pytest.mark.parametrize("given", [math.nan, 100, "1"])
+def test_what_is_no_score_is_not_a_wrong_answer(given: Any) -> None:
+    found = judge({}, "18", OTHER, lambda row, answer: given)
+    assert found.correct is None and f"it returned {given!r}; return True" in found.error
 
 
 def test_a_users_function_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,9 +107,11 @@ def judge(row: Mapping[str, Any], text: str, config: DataConfig, verifier: str |
             score = _matches(verifier.removeprefix("regex:"), expected, answer)
         else:
             score = _RULES[verifier](row, answer)
-        if score is not None and not isinstance(score, (bool, int, float)):
+        if score is None:
+            return Verdict(None)
+        if isinstance(score, str) or not float(score) <= 1:  # also not a number
             raise TypeError(f"it returned {score!r}; return True, False, a number up to 1, or None")
-        return Verdict(None if score is None else float(score) == 1.0)
+        return Verdict(float(score) == 1.0)
     except (Exception, SystemExit) as error:  # a user's function may raise anything; the other rows are still judged
         return Verdict(None, f"{type(error).__name__}: {error}".strip())
 
