@@ -50,7 +50,7 @@ def test_functions_get_the_arguments_of_trl():
     assert seen["completions"][1] == [{"role": "assistant", "content": "5"}]
     assert seen["answer"] == ["4"] * 3 and seen["level"] == [0, 1, 2] and seen["question"] == ["2 + 2?"] * 3
     assert seen["trainer_state"].global_step == 3 and seen["trainer_state"].max_steps == 10
-    assert {"rows", "texts"}.isdisjoint(seen) and found.logged == {"seen": [2.0]}
+    assert "_attempts" not in seen and found.logged == {"seen": [2.0]}
     assert found.parts["one_column"] == [0, 1, 2] and found.parts["later"][1:] == [1, 15]
     assert math.isnan(found.parts["everything"][1])
     assert found.total == [1 + 0 + found.parts["later"][0], 1 + 1, 0.5 + 2 + 15]
@@ -102,8 +102,8 @@ def test_arguments_that_no_row_has_are_refused_before_the_run(function):
         r"<lambda> needs absent, which it does not get by name; it gets level, prompts, completion_ids, compl.*: rename"
     )
     with pytest.raises(ValueError, match=told):
-        rewards.check_arguments({"prompt": "2 + 2?", "level": 1})
-    Rewards(load_config(None, {}), ["length", "auto", lambda level, **rest: []]).check_arguments({"level": 1})
+        rewards.check([{"prompt": "2 + 2?", "level": 1}])
+    Rewards(load_config(None, {}), ["length", "auto", lambda level, **rest: []]).check([{"level": 1}])
 
 
 def test_names_that_are_no_reward_are_refused():

@@ -24,11 +24,12 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from tpu_kit.config.choices import VERIFIERS
-from tpu_kit.config.loader import TrainConfig
+from tpu_kit.config.loader import ConfigError, TrainConfig
 from tpu_kit.evaluation.verifiers import judge, verifier_named, well_formed
 
 RewardFunction = Callable[..., Any]
 _SHARED = ("trainer_state", "log_metric")  # the arguments that are not lists of one for each completion
+_OWN = "_attempts"  # the argument of the kit's own functions
 _LONG = 0.2  # share of max_completion_length at its end in which `length` falls to -1 (DAPO, arXiv:2503.14476)
 
 
@@ -94,15 +95,10 @@ class Rewards:
         """The names of the functions, in order."""
         return list(self._functions)
 
-    @property
-    def needs_answers(self) -> bool:
-        """Whether no reward judges a row without an answer."""
-        return all(name in VERIFIERS or name.startswith("regex:") for name in self._functions)
-
-    def check_arguments(self, row: Mapping[str, Any]) -> None:
-        """Raises ValueError if a function needs an argument that is neither a column of the rows nor one of ours."""
-        given = [*self._arguments([Attempt(row, "", "", [])]), *_SHARED]
-        offered = ", ".join(name for name in given if name not in ("rows", "texts"))  # of the kit's own functions
+    def check(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Raises ValueError if a function needs an argument that it does not get, or each an answer that no row has."""
+        given = [*self._arguments([Attempt(rows[0], "", "", [])]), *_SHARED]
+        offered = ", ".join(name for name in given if name != _OWN)
         for name, function in self._functions.items():
             for each in inspect.signature(function).parameters.values():
                 needed = each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
@@ -111,6 +107,12 @@ class Rewards:
                         f"the reward {name} needs {each.name}, which it does not get by name; it gets {offered}: "
                         "rename the argument, or give it a default"
                     )
+        compare = all(name in VERIFIERS or name.startswith("regex:") for name in self._functions)
+        if compare and not any(row.get("answer") for row in rows):
+            raise ConfigError(
+                ["rl.reward_funcs: no row has an answer to compare with; name its column, as in "
+                 "data.columns={answer: solution}, or a function that judges without one"]
+            )  # fmt: skip
 
     def __call__(self, attempts: Sequence[Attempt], step: int = 0, total_steps: int | None = None) -> Judgement:
         """Judges completions, each function in a thread of its own.
@@ -138,19 +140,15 @@ class Rewards:
     def _resolved(self, reward: str | RewardFunction) -> RewardFunction:
         if not isinstance(reward, str):
             return reward
+        data = self._config.data
         if reward == "think_format":
-            return lambda texts: [float(well_formed(text, self._config.data)) for text in texts]
+            return lambda _attempts: [float(well_formed(each.text, data)) for each in _attempts]
         if reward == "length":
             return self._within_length
         rule = verifier_named(reward, "rl.reward_funcs")
         if callable(rule):
             return rule
-
-        def verdicts(rows: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> list[float | None]:
-            judged = [judge(row, text, self._config.data, rule) for row, text in zip(rows, texts, strict=True)]
-            return [None if verdict.correct is None else float(verdict.correct) for verdict in judged]
-
-        return verdicts
+        return lambda _attempts: [judge(each.row, each.text, data, rule).correct for each in _attempts]
 
     def _within_length(self, completion_ids: Sequence[Sequence[int]]) -> list[float]:
         """DAPO's penalty: 0, falling to -1 in the last part of max_completion_length."""
@@ -164,18 +162,16 @@ class Rewards:
         chats = not isinstance(prompts[0], str)
         columns = {name: [row.get(name) for row in rows] for name in rows[0] if name != "prompt"}
         return columns | {
-            "prompts": prompts, "completion_ids": [list(ids) for ids in tokens], "rows": rows, "texts": texts,
+            "prompts": prompts, "completion_ids": [list(ids) for ids in tokens], _OWN: attempts,
             "completions": [[{"role": "assistant", "content": text}] if chats else text for text in texts],
         }  # fmt: skip
 
     def _judged(
         self, name: str, function: RewardFunction, attempts: Sequence[Attempt], given: Mapping[str, Any]
     ) -> list[float]:
-        wanted = inspect.signature(function).parameters.values()
-        own = {"rows", "texts"} - {each.name for each in wanted}
-        given = {key: value for key, value in given.items() if key not in own}
-        if not any(each.kind is each.VAR_KEYWORD for each in wanted):
-            given = {key: value for key, value in given.items() if key in {each.name for each in wanted}}
+        wanted = inspect.signature(function).parameters
+        every = any(each.kind is each.VAR_KEYWORD for each in wanted.values())
+        given = {key: value for key, value in given.items() if key in wanted or (every and key != _OWN)}
         try:
             return _called(function, given, len(attempts))
         except (Exception, SystemExit) as error:  # a user's function may raise anything
@@ -184,13 +180,13 @@ class Rewards:
     @staticmethod
     def _blame(function: RewardFunction, given: Mapping[str, Any], count: int, error: BaseException) -> str:
         """Finds the completion that a function fails for, by calling it for each alone."""
-        shared = {*_SHARED}
+        hidden = {*_SHARED, "completion_ids", _OWN}
         for number in range(count):
-            alone = {name: value if name in shared else value[number : number + 1] for name, value in given.items()}
+            alone = {name: value if name in _SHARED else value[number : number + 1] for name, value in given.items()}
             try:
                 _called(function, alone, 1)
             except (Exception, SystemExit) as again:
-                shown = {name: value[0] for name, value in alone.items() if name not in shared | {"completion_ids"}}
+                shown = {name: value[0] for name, value in alone.items() if name not in hidden}
                 frames = extract_tb(again.__traceback__)
                 own = max((index for index, frame in enumerate(frames) if frame.filename == __file__), default=0)
                 where = "".join(f" ({Path(at.filename).name}, line {at.lineno})" for at in frames[own + 1 : own + 2])

@@ -177,7 +177,7 @@ class Decoder:
         self.vocabulary = int(self._causal.get_output_embeddings().weight.shape[0])
         ends = torch.zeros(self.vocabulary, dtype=torch.int64)
         ends[[token for token in stops if token < self.vocabulary]] = 1
-        (self._ends,) = self.send([ends])
+        (self._ends,) = self._rt.put([ends])
         AttentionInterface.register(kv_cache.CACHED, kv_cache.cached_attention)  # without a mask of transformers
 
     @contextlib.contextmanager
@@ -223,7 +223,7 @@ class Decoder:
         copies, prompts = None, torch.arange(count).repeat_interleave(samples)
         for start in range(0, count, rows):
             part = slice(start, start + rows)
-            inputs = [*self.send([batch.ids[part], batch.lengths[part]]), *cache.tensors]
+            inputs = [*self._rt.put([batch.ids[part], batch.lengths[part]]), *cache.tensors]
             self._replace(cache, self._program(("prefill", rows, width), fill, inputs)(*inputs))
             if rows == len(prompts):
                 return cache
@@ -237,14 +237,14 @@ class Decoder:
 
     def copy_prompts(self, cache: Cache, index: torch.Tensor) -> Cache:
         """Returns a new cache of rows of another one, by their numbers (B,); it lives as long as the batch."""
-        (index,) = self.send([index])
+        (index,) = self._rt.put([index])
         copies = cache.of([_sharded(tensor.index_select(1, index)) for tensor in cache.tensors])
         self._rt.sync()
         return copies
 
     def _add_prompts(self, copies: Cache, cache: Cache, index: torch.Tensor, chosen: torch.Tensor) -> None:
         """Copies rows of a cache as `copy_prompts`, in place and where `chosen` (B,) is true."""
-        index, flags = self.send([index, chosen.to(self._dtype).view(1, -1, 1, 1, 1)])
+        index, flags = self._rt.put([index, chosen.to(self._dtype).view(1, -1, 1, 1, 1)])
         pairs = zip(cache.tensors, copies.tensors, strict=True)
         found = [torch.where(flags > 0, tensor.index_select(1, index), old) for tensor, old in pairs]
         del pairs  # it holds a pair
@@ -281,7 +281,7 @@ class Decoder:
         lengths, last = (tensor.repeat_interleave(samples) for tensor in (batch.lengths, batch.last))
         flags = torch.tensor(ended, dtype=torch.int64)
         carried = [last, flags, torch.zeros(1, dtype=torch.int64)] + ([] if occurred is None else [occurred])
-        sent = self.send([*carried, lengths, torch.tensor([width]), uniforms, knobs])
+        sent = self._rt.put([*carried, lengths, torch.tensor([width]), uniforms, knobs])
         return State(sent[: len(carried)], [*sent[len(carried) :], self._ends])
 
     def decode(self, kind: Kind, state: State, cache: Cache, steps: int) -> torch.Tensor:
@@ -367,7 +367,7 @@ class Decoder:
         Raises:
             ValueError: the output head is not a plain linear layer.
         """
-        (sent,) = self.send([ids])
+        (sent,) = self._rt.put([ids])
         (scores,) = self._program(("score", *ids.shape), lambda ids: [self._scores(ids)], [sent])(sent)
         self._rt.sync()
         return self._rt.to_host([scores])[0][:, :, :-1]
@@ -400,13 +400,9 @@ class Decoder:
 
     def prompt_cache(self, rows: int, slots: int = 0) -> Cache:
         """Returns the cache of the prompts, of `slots` except on XLA; that of the last call if it fits."""
-        self._prompt_cache = self._cache(self._prompt_cache, rows, slots)
-        return self._prompt_cache
-
-    def _cache(self, last: Cache | None, rows: int, slots: int) -> Cache:
         slots = self._slots if self._rt.is_xla else slots
-        if last is not None and last.rows_and_slots == (rows, slots):
-            return last
+        if self._prompt_cache is not None and self._prompt_cache.rows_and_slots == (rows, slots):
+            return self._prompt_cache
         if not self._buffers:  # one token through the layers; on XLA it is traced and never computed
             one = torch.zeros(1, 1, dtype=torch.int64, device=self._rt.local_device)
             empty = Cache({})
@@ -422,11 +418,8 @@ class Decoder:
         if mesh.size > 1:
             used = f"{size / GIB:.2f} GiB a device"
             print(f"cache            {used}; in the last layer {shape[1:]}, {stack_spec(shape)[1:]}", flush=True)
-        return Cache(stacks)
-
-    def send(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies CPU tensors to the device."""
-        return self._rt.put(tensors)
+        self._prompt_cache = Cache(stacks)
+        return self._prompt_cache
 
     def _program(
         self, key: Any, fn: Any, example: Sequence[torch.Tensor], steps: int | None = None, carried: int = 0

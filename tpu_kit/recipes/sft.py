@@ -66,7 +66,7 @@ from tpu_kit.training.state import start_from
 from tpu_kit.training.step import prepare_model
 from tpu_kit.training.teacher_files import prepare_files, read_columns
 from tpu_kit.training.trainer import Status, Trainer
-from tpu_kit.training.updates import DatasetUpdates, Updates
+from tpu_kit.training.updates import Updates
 
 SHOWN_REPORT = "TPU_KIT_SHOWN_REPORT"
 """In the environment: the data report that a notebook has shown, which a run does not print again."""
@@ -283,15 +283,8 @@ def check_rollouts(
     name = "distill.on_policy" if config.distill.on_policy else "grpo"
     if hosts.count > 1:
         raise ValueError(f"{name} on {hosts.count} hosts: completions are exchanged within one host; use one host")
-    if config.distill.on_policy:
-        return
-    rewards = Rewards(config, reward_funcs)
-    rewards.check_arguments(rows[0])
-    if rewards.needs_answers and not any(row.get("answer") for row in rows):
-        raise ConfigError(
-            ["rl.reward_funcs: no row has an answer to compare with; name its column, as in "
-             "data.columns={answer: solution}, or a function that judges without one"]
-        )  # fmt: skip
+    if not config.distill.on_policy:
+        Rewards(config, reward_funcs).check(rows)
 
 
 def prepare_run(config: TrainConfig) -> Prepared:
@@ -366,10 +359,10 @@ def trainer(
             _check_same(config, rt, checkpoint.step if checkpoint else 0, model)
         parts = stack.enter_context(_parts(config, rt, checkpoints)) if rt.shares_state else None
         saved, objective = None, objective_of(config)
-        source: Updates = DatasetUpdates(config, prepared, plan, rt)
+        source = Updates(config, prepared, plan, rt)
         if config.on_policy:
             rewards = None if config.distill.on_policy else Rewards(config, reward_funcs)
-            source = Rollouts(config, rt, model, objective, prepared, rewards)
+            source = Rollouts(config, prepared, plan, rt, model, objective, rewards)
         if checkpoint:
             total = sum(1 for _ in source.all())
             check_resume(checkpoint, config, plan.global_batch_size, prepared.fingerprint, total, quiet=rt.rank != 0)
@@ -453,18 +446,17 @@ def _parts(config: TrainConfig, rt: Runtime, checkpoints: CheckpointManager | No
 
 def _finish(loop: Trainer, status: Status, reason: str) -> TrainResult:
     """Waits until the last checkpoint is durable, and saves the adapter of a run that has ended, on rank 0 alone."""
-    folder, adapter, metrics, again = loop.config.output_path, "", loop.results(), loop.config.again
+    config, folder, adapter, metrics = loop.config, loop.config.output_path, "", loop.results()
+    checkpoint: str | None = str(config.checkpoints_place)
     if loop.parts is not None:
         loop.parts.wait()
-    if loop.checkpoints is None:
-        checkpoints = str(loop.config.checkpoints_place)
-        return TrainResult(status, reason, loop.step, loop.total, metrics, "", checkpoints, str(folder), again)
-    loop.checkpoints.wait()
-    if status != "preempted":
-        adapter, encoder = str(folder / "adapter"), loop.prepared.encoder
-        save_adapter(folder / "adapter", loop.model, loop.weights(), loop.config, encoder and encoder.tokenizer)
-    metrics |= {name: float(count) for name, count in loop.rt.counters().items() if name == "compiles"}
-    metrics |= peak_memory(loop.rt, loop.predicted_bytes)
-    complete = loop.checkpoints.complete()
-    checkpoint = str(complete[-1].path) if complete else None
-    return TrainResult(status, reason, loop.step, loop.total, metrics, adapter, checkpoint, str(folder), again)
+    if loop.checkpoints is not None:
+        loop.checkpoints.wait()
+        if status != "preempted":
+            adapter, encoder = str(folder / "adapter"), loop.prepared.encoder
+            save_adapter(folder / "adapter", loop.model, loop.weights(), config, encoder and encoder.tokenizer)
+        metrics |= {name: float(count) for name, count in loop.rt.counters().items() if name == "compiles"}
+        metrics |= peak_memory(loop.rt, loop.predicted_bytes)
+        complete = loop.checkpoints.complete()
+        checkpoint = str(complete[-1].path) if complete else None
+    return TrainResult(status, reason, loop.step, loop.total, metrics, adapter, checkpoint, str(folder), config.again)

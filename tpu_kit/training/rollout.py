@@ -112,10 +112,11 @@ class Rollouts(Updates):
 
     Args:
         config: the run.
+        prepared: the data, with tasks.
+        plan: the batch.
         rt: the replica.
         model: its model.
         objective: the loss of the packed completions.
-        prepared: the data, with tasks.
         rewards: what judges completions; None where the objective has a teacher.
     """
 
@@ -124,15 +125,17 @@ class Rollouts(Updates):
     def __init__(
         self,
         config: TrainConfig,
+        prepared: Prepared,
+        plan: BatchPlan,
         rt: Runtime,
         model: torch.nn.Module,
         objective: Objective,
-        prepared: Prepared,
         rewards: Rewards | None,
     ) -> None:
+        super().__init__(config, prepared, plan, rt)
         assert prepared.tasks is not None and prepared.encoder is not None
-        self._config, self._rl, self._rt, self._model = config, config.rl, rt, model
-        self._objective, self._prepared, self._rewards, self._tasks = objective, prepared, rewards, prepared.tasks
+        self._rl, self._model, self._objective = config.rl, model, objective
+        self._prepared, self._rewards, self._tasks = prepared, rewards, prepared.tasks
         self._names = rewards.names if rewards else []
         self._share_prompts = rewards is not None and attention.sees_all(model)
         self.rows = len(self._tasks.numbers)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -23,8 +22,8 @@ class NextUpdateError(ValueError):
     """The next update cannot be made, for a reason outside the training; all replicas raise it before that update."""
 
 
-class Updates(ABC):
-    """The updates of a run, and the batches of each.
+class Updates:
+    """The updates of a run and the batches of each: of packed rows, which a thread makes ahead.
 
     Attributes:
         splits: whether the number of passes changes, so that an update is two programs.
@@ -34,13 +33,15 @@ class Updates(ABC):
 
     splits = False
     generator: Generator | None = None
-    rows: int
 
-    @abstractmethod
+    def __init__(self, config: TrainConfig, prepared: Prepared, plan: BatchPlan, rt: Runtime) -> None:
+        self._config, self._data, self._plan, self._rt = config, prepared.train, plan, rt
+        self.rows = len(prepared.train)
+
     def all(self) -> Iterator[Update]:
         """Yields the updates of the whole run."""
+        return updates(self.rows, self._plan, self._config.optim)
 
-    @abstractmethod
     def after(self, step: int, agreement: PreemptionGuard) -> Iterator[tuple[Update, int, list[Tensors]]]:
         """Yields the updates after a step, their tokens on all replicas without padding, and this replica's batches.
 
@@ -49,10 +50,18 @@ class Updates(ABC):
         Raises:
             NextUpdateError: the batches of an update cannot be made.
         """
+        return prefetch(self._made(step))
 
-    @abstractmethod
+    def _made(self, step: int) -> Iterator[tuple[Update, int, list[Tensors]]]:
+        for update in islice(self.all(), step, None):
+            taken = rows_of(update, self.rows, self._config.data)
+            mine = shard_rows(taken, update, self._plan, self._rt.data_shards)
+            yield update, int(self._data.row_tokens[taken].sum()), [self._data.tensors(part) for part in mine]
+
     def source_rows(self, update: Update) -> list[int]:
         """Returns the data set rows of an update, sorted."""
+        packed = rows_of(update, self.rows, self._config.data)
+        return sorted({row for number in packed for row in self._data.source_rows(number)})
 
     def metrics(self, window: Sequence[Update]) -> dict[str, float]:
         """Returns further numbers for the log of some updates, each of which is asked for once."""
@@ -66,32 +75,5 @@ class Updates(ABC):
         """Returns what a checkpoint needs besides to continue after a step, of values for JSON."""
         return {}
 
-    def restore(self, document: Mapping[str, Any]) -> None:  # noqa: B027  optional
+    def restore(self, document: Mapping[str, Any]) -> None:
         """Continues from a `document`."""
-
-
-class DatasetUpdates(Updates):
-    """Updates of packed rows, which a thread makes ahead."""
-
-    def __init__(self, config: TrainConfig, prepared: Prepared, plan: BatchPlan, rt: Runtime) -> None:
-        self._config, self._data, self._plan, self._rt = config, prepared.train, plan, rt
-        self.rows = len(prepared.train)
-
-    def all(self) -> Iterator[Update]:
-        """See `Updates.all`."""
-        return updates(self.rows, self._plan, self._config.optim)
-
-    def after(self, step: int, agreement: PreemptionGuard) -> Iterator[tuple[Update, int, list[Tensors]]]:
-        """See `Updates.after`."""
-        return prefetch(self._made(step))
-
-    def _made(self, step: int) -> Iterator[tuple[Update, int, list[Tensors]]]:
-        for update in islice(self.all(), step, None):
-            taken = rows_of(update, self.rows, self._config.data)
-            mine = shard_rows(taken, update, self._plan, self._rt.data_shards)
-            yield update, int(self._data.row_tokens[taken].sum()), [self._data.tensors(part) for part in mine]
-
-    def source_rows(self, update: Update) -> list[int]:
-        """See `Updates.source_rows`."""
-        packed = rows_of(update, self.rows, self._config.data)
-        return sorted({row for number in packed for row in self._data.source_rows(number)})
