@@ -33,9 +33,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(rows: Any = None, tokenizer: Any = None, **settings: Any) -> Prepared:
-    numbers = {name: settings.pop(name) for name in ("model_positions", "vocab_size") if name in settings}
     config = DataConfig(**({"max_length": 256, "eval_rows": 0} | settings))
-    return prepare_rows(config, tokenizer or tiny_tokenizer(), ROWS if rows is None else rows, **numbers)
+    return prepare_rows(config, tokenizer or tiny_tokenizer(), ROWS if rows is None else rows)
 
 
 def documents(prepared: Prepared) -> list[list[int]]:
@@ -206,7 +205,7 @@ def test_embedded_fills_98_percent() -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model_dir())
-    made = prepare(DataConfig(split="train[:1000]"), tokenizer, model_positions=1024, vocab_size=640)
+    made = prepare(DataConfig(split="train[:1000]"), tokenizer)
     assert made.report.fill >= 0.98
     assert len(made.eval_rows) == 64 and made.eval_report is not None and made.eval_report.seen_in_training == 0
     ((ids, mask),) = examples_of(made.encoder, made.eval_rows[0])
@@ -310,17 +309,6 @@ def test_skipped_rows_of_files_keep_the_numbers_of_the_file(tmp_path: Path) -> N
     )
     sliced = prepare(DataConfig(source=str(path), split="train[2:]", eval_rows=0, on_bad_row="skip"), tiny_tokenizer())
     assert sliced.report.skipped_rows == ("rows.jsonl, line 5: column 'answer' is empty",)
-
-
-def test_model_and_tokenizer_must_fit() -> None:
-    with pytest.raises(
-        ValueError, match=r"data.max_length=256 is longer than the 128 positions of the model; set it to 128"
-    ):
-        run(model_positions=128)
-    ids = len(tiny_tokenizer())
-    run(vocab_size=ids)
-    with pytest.raises(ValueError, match=f"the tokenizer has {ids} ids and the model only {ids - 1} embeddings: they"):
-        run(vocab_size=ids - 1)
 
 
 def test_other_refusals() -> None:

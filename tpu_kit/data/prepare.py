@@ -174,7 +174,6 @@ def prepare(
     config: DataConfig,
     tokenizer: Any,
     *,
-    model_positions: int | None = None,
     vocab_size: int | None = None,
     run: Questions | None = None,
     learned: np.ndarray = NONE,
@@ -186,8 +185,7 @@ def prepare(
         config: the data section.
         tokenizer: a fast Hugging Face tokenizer (None for the synthetic source); without a chat template it gets
             `chat_encoding.DEFAULT_TEMPLATE` if the rows are chats.
-        model_positions: `max_position_embeddings` of the model; None skips the check.
-        vocab_size: rows of the model's embedding; None skips the check.
+        vocab_size: rows of the model's embedding, for the synthetic source.
         run: the questions of a finished run, to evaluate it: its held-out questions are held out too, and rows with a
             question that it was trained on are left out and counted.
         learned: prompts that the run's model was trained on before, int64: not held out, and kept as trained on.
@@ -196,7 +194,6 @@ def prepare(
     Raises:
         ValueError: rows, columns, files or settings are wrong; the text names them.
     """
-    _check_model(config, tokenizer, model_positions, vocab_size)
     if config.source == SYNTHETIC:
         return _synthetic(config, vocab_size)
     data = tokenize(config.source, config.split, tokenizer, config)
@@ -226,20 +223,6 @@ def prepare(
     raw = held.raw_rows(drawn(np.unique(eval_data.documents.source_rows), config.seed))[:3]
     questions = Questions(trained, np.unique(held.questions[chosen]))
     return Prepared(packed, eval_data, *raw, report, eval_report, data.encoder, questions, fingerprint, tasks)
-
-
-def _check_model(config: DataConfig, tokenizer: Any, positions: int | None, vocab_size: int | None) -> None:
-    """Raises ValueError if a model has too few positions for the rows, or too few embeddings for the tokenizer."""
-    if positions is not None and config.max_length > positions:
-        raise ValueError(
-            f"data.max_length={config.max_length} is longer than the {positions} positions of the model; "
-            f"set it to {positions} or less"
-        )
-    if tokenizer is not None and vocab_size is not None and len(tokenizer) > vocab_size:
-        raise ValueError(
-            f"the tokenizer has {len(tokenizer)} ids and the model only {vocab_size} embeddings: they do not belong "
-            "together. Load both from one folder"
-        )
 
 
 def _tasks(data: Tokenized, numbers: np.ndarray, max_prompt: int) -> Tasks:

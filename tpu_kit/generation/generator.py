@@ -23,6 +23,7 @@ from tpu_kit.generation.prompts import Completion, Prompt, PromptCodec, Row
 from tpu_kit.generation.reference_check import check_generation
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.models import causal_lm as models
+from tpu_kit.models.architecture import check_vocabulary
 
 _RATED_TOKENS = 4096  # at most in a batch of `Generator.rate`
 
@@ -75,7 +76,7 @@ class Generator:
         sizes = {"max_prompt": max_prompt, "max_new_tokens": max_new_tokens, "batch_size": batch_size, "block": block}
         if wrong := [f"{name}={value}" for name, value in sizes.items() if value < 1]:
             raise ValueError(f"{', '.join(wrong)}: must be 1 or more")
-        models.check_vocabulary(model, tokenizer)
+        check_vocabulary(len(tokenizer), models.base_model(model).get_input_embeddings().weight.shape[0])
         settings = models.base_model(model).config
         check_generation(settings, trust_remote_code=hasattr(settings, "auto_map"))  # its code runs already
         self._rt, self._config = rt or runtime.current(), models.text_config(model)

@@ -435,6 +435,24 @@ def check_groups(widths: Sequence[tuple[str, int]], group: int) -> None:
         )
 
 
+def check_positions(length: int, positions: int | None, whose: str = "the model") -> None:
+    """Raises ValueError if rows of `data.max_length` tokens are longer than a model's positions; None is no limit."""
+    if positions is not None and length > positions:
+        raise ValueError(
+            f"data.max_length={length} is longer than the {positions} positions of {whose}; set it to {positions} or "
+            "less"
+        )
+
+
+def check_vocabulary(ids: int, embeddings: int | None, whose: str = "the model") -> None:
+    """Raises ValueError if a tokenizer has more ids than a model has embeddings: XLA silently clamps the others."""
+    if embeddings is not None and ids > embeddings:
+        raise ValueError(
+            f"the tokenizer has {ids} ids and {whose} only {embeddings} embeddings: they do not belong together. Load "
+            "both from one folder, or take the tokens that were added out again"
+        )
+
+
 def check_targets(lora: LoraConfig, paths: Sequence[str], model: str) -> None:
     """Raises ValueError if a LoRA target matches none of a model's linear layers, whose paths begin with a dot."""
     if not lora.r or lora.targets == "all-linear":

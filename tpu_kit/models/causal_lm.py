@@ -28,7 +28,7 @@ from tpu_kit.models.quantization import QuantizedLinear
 from tpu_kit.models.quantization import layers_of as linear_layers
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
     from tpu_kit.config.loader import LoraConfig, ModelConfig, TrainConfig
 
@@ -370,20 +370,6 @@ def check_head(model: torch.nn.Module) -> None:
         raise ValueError(
             f"{type(base).__name__} changes its logits in a way that the chunked loss does not know, so its loss "
             f"would be wrong. Known families: {', '.join(COMPARED)}"
-        )
-
-
-def check_vocabulary(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Checks that every id of the tokenizer has an embedding; XLA silently clamps an id out of range.
-
-    Raises:
-        ValueError: if the tokenizer has more ids than the model has rows.
-    """
-    rows, ids = base_model(model).get_input_embeddings().weight.shape[0], len(tokenizer)
-    if ids > rows:
-        raise ValueError(
-            f"the tokenizer has {ids} ids and the model only {rows} embeddings: they do not belong together. Load both "
-            "from one folder, or take the tokens that were added out again"
         )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from tpu_kit.config.loader import TrainConfig
 from tpu_kit.config.mesh import Mesh
 from tpu_kit.hardware.chips import Chip
-from tpu_kit.models.architecture import FEW_TILES, Shape, check_groups
+from tpu_kit.models.architecture import FEW_TILES, Shape, check_groups, check_positions
 from tpu_kit.models.shape_cache import read_shape
 from tpu_kit.planning.activation_memory import PeakActivationModel
 from tpu_kit.planning.argument_memory import is_matrix, padded, shards, teacher_shape, teacher_tensors
@@ -86,11 +86,7 @@ def estimate(
             groups of int4 that do not divide the inputs of a linear layer.
     """
     shape = shape or read_shape(config.model)
-    if config.data.max_length > shape.positions:
-        raise ValueError(
-            f"data.max_length={config.data.max_length} is longer than the {shape.positions} positions of the model; "
-            f"set it to {shape.positions} or less"
-        )
+    check_positions(config.data.max_length, shape.positions)
     if config.lora.r and config.model.base_dtype == "int4":
         check_groups(shape.widths, config.model.quant_group)
     kind = _Rounds if config.on_policy else _Step

@@ -36,6 +36,7 @@ from tpu_kit.evaluation.verifiers import verifier_named
 from tpu_kit.generation.reference_check import check_training
 from tpu_kit.hardware.chips import GIB
 from tpu_kit.models import causal_lm as models
+from tpu_kit.models.architecture import check_positions, check_vocabulary
 from tpu_kit.models.base_identity import base_of_adapter, fingerprint, identify
 from tpu_kit.models.loading import load_frozen, read_config
 from tpu_kit.planning.objective_check import check_objective
@@ -294,10 +295,12 @@ def prepare_run(config: TrainConfig) -> Prepared:
         max_prompt = config.rl.longest_prompt(config.data.max_length)
     start = Questions.read(parent(config.lora.adapter)) if config.lora.adapter else None
     text = model.get_text_config() if model else None  # loading a model explains why its configuration cannot be read
+    tokenizer = None if config.data.source == SYNTHETIC else models.load_tokenizer(config.model)
+    check_positions(config.data.max_length, getattr(text, "max_position_embeddings", None))
+    check_vocabulary(len(tokenizer or ()), getattr(text, "vocab_size", None))
     return prepare(
         config.data,
-        None if config.data.source == SYNTHETIC else models.load_tokenizer(config.model),
-        model_positions=getattr(text, "max_position_embeddings", None),
+        tokenizer,
         vocab_size=getattr(text, "vocab_size", None),
         learned=start.trained if start else NONE,
         max_prompt=max_prompt,

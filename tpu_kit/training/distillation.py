@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from tpu_kit.config.loader import DistillConfig, ModelConfig, TrainConfig
 from tpu_kit.models import causal_lm as models
+from tpu_kit.models.architecture import check_positions, check_vocabulary
 from tpu_kit.models.layer_calls import keep_after, kept_states
 from tpu_kit.models.loading import load_tokenizer, read_config
 from tpu_kit.training.loss import IGNORE, Likelihood, chunked, head_outputs, rows_in_chunks, shift_labels
@@ -50,8 +51,8 @@ class DistillationObjective(Objective):
         try:
             other, settings = load_tokenizer(teacher).get_vocab(), read_config(teacher)
         except ValueError as error:
-            text = str(error).replace("model.name", "distill.teacher").replace("model.trust", "distill.teacher_trust")
-            raise ValueError(text) from error
+            told = str(error).replace("model.name", "distill.teacher").replace("model.trust", "distill.teacher_trust")
+            raise ValueError(told) from error
         if differ := sorted(token for token in own.keys() | other.keys() if own.get(token) != other.get(token)):
             raise ValueError(
                 f"{name} has another tokenizer than model.name={config.model.name}: {len(differ):,} of {len(own):,} "
@@ -60,11 +61,9 @@ class DistillationObjective(Objective):
             )
         models_of = [read_config(config.model), settings]  # None: loading says why it cannot be read
         sizes = [whole.get_text_config().vocab_size for whole in models_of if whole is not None]
-        if settings is not None and len(other) > sizes[-1]:
-            raise ValueError(
-                f"{name}: its tokenizer has {len(other)} ids and the model only {sizes[-1]} embeddings: they do not "
-                "belong together. Load both from one folder"
-            )
+        text = settings.get_text_config() if settings else None
+        check_vocabulary(len(other), getattr(text, "vocab_size", None), name)
+        check_positions(config.data.max_length, getattr(text, "max_position_embeddings", None), name)
         if sizes and config.distill.files and config.distill.top_k > min(sizes):
             raise ValueError(
                 f"distill.top_k={config.distill.top_k}: there are {min(sizes)} logits; set it to that or less"
@@ -78,12 +77,6 @@ class DistillationObjective(Objective):
                     f"distill.layers={config.distill.layers}: {of} has {count} layers, and no layer "
                     f"{', '.join(map(str, wrong))}; name layers from 1 to {count}"
                 )
-        positions = getattr(settings and settings.get_text_config(), "max_position_embeddings", None)
-        if positions is not None and config.data.max_length > positions:
-            raise ValueError(
-                f"data.max_length={config.data.max_length} is longer than the {positions} positions of {name}; set it "
-                f"to {positions} or less"
-            )
 
     def attach(self, model: torch.nn.Module, load: Callable[[ModelConfig], Any]) -> None:
         """Adds the teacher, and projections of states to the teacher's size where it is another."""

@@ -35,23 +35,21 @@ the gradient; returns sums over the tokens (fp32 scalars, the loss first) and th
 class Likelihood:
     """The negative log-likelihood of the labels, from the linear layer's outputs on: a `ChunkLoss`.
 
+    A second input weights each token, and a third one the entropy of each, which is subtracted.
+
     Attributes:
         head: the output layer, for its scale and soft cap.
         smoothing: weight e of the uniform distribution in the target: (1 - e) one-hot + e / V.
-        weighted: whether the second input is a weight for each token.
-        bonus: whether the third input weights the entropy of each token, which is subtracted.
     """
 
     head: OutputHead
     smoothing: float = 0.0
-    weighted: bool = False
-    bonus: bool = False
 
     def __call__(
         self, logits: torch.Tensor, inputs: Tensors, constants: Tensors, grad: bool
     ) -> tuple[Tensors, torch.Tensor | None]:
         """See `ChunkLoss`."""
-        dtype, labels, logits = logits.dtype, inputs[0], at_least_fp32(logits)
+        (labels, *weights), dtype, logits = inputs, logits.dtype, at_least_fp32(logits)
         scale, softcap = self.head.scale, self.head.softcap
         if scale != 1.0:
             logits = logits * scale
@@ -65,17 +63,17 @@ class Likelihood:
         uniform = self.smoothing / log_p.shape[-1]
         target = is_label * (1.0 - self.smoothing) + uniform
         losses = torch.where(carries, target * log_p, 0.0)
-        loss = -(losses * inputs[1][:, None] if self.weighted else losses).sum()
-        if self.bonus:
+        loss = -(losses * weights[0][:, None] if weights else losses).sum()
+        if weights[1:]:
             # The gradient of sum p log p with respect to the logits is p (log p + entropy).
-            bonus, entropy = inputs[2][:, None], -(log_p.exp() * log_p).sum(-1, keepdim=True)
+            bonus, entropy = weights[1][:, None], -(log_p.exp() * log_p).sum(-1, keepdim=True)
             loss = loss - (bonus * entropy).sum()
         if not grad:
             return [loss], None
         slope = torch.where(carries, log_p.exp() - target, 0.0)
-        if self.weighted:
-            slope = slope * inputs[1][:, None]
-        if self.bonus:
+        if weights:
+            slope = slope * weights[0][:, None]
+        if weights[1:]:
             slope = slope + bonus * log_p.exp() * (log_p + entropy)
         if softcap is not None:
             slope = slope * (1.0 - capped * capped)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tpu_kit.config.loader import ModelConfig, TrainConfig
+from tpu_kit.config.loader import TrainConfig
 from tpu_kit.data.batching import Documents, PackedDataset
 from tpu_kit.models import causal_lm as models
 from tpu_kit.training.loss import IGNORE, Likelihood, chunked, rows_in_chunks, shift_labels, token_logprobs
@@ -44,13 +44,6 @@ class PolicyObjective(Objective):
         self.correction = config.rl.importance_sampling_correction
         if self.correction == "auto":  # sampler and trainer compute alike in fp32; rounded, their programs differ
             self.correction = "off" if config.model.base_dtype == "fp32" else "sequence_mask"
-
-    def attach(self, model: torch.nn.Module, load: Callable[[ModelConfig], Any]) -> None:
-        """Adds nothing; with beta the model without its adapter is the reference."""
-        if self._rl.beta and not hasattr(model, "disable_adapter"):
-            raise ValueError(
-                "rl.beta compares with the model without its adapter, and lora.r=0 has none; set rl.beta=0"
-            )
 
     def cost(self, tokens: int, hidden_size: int) -> Cost:
         """See `Objective.cost`: the log-probabilities are computed before the loss, and with beta the reference's."""
@@ -85,7 +78,7 @@ class PolicyObjective(Objective):
             weights.append(batch["bonus"])
         (hidden, labels, *weights), chunk = rows_in_chunks(self._chunk, [hidden, labels, *weights])
         inputs = [each.flatten() for each in (labels, *weights)]
-        likelihood = Likelihood(head, weighted=True, bonus=len(weights) > 1)
+        likelihood = Likelihood(head)
         (weighted,) = chunked(likelihood, hidden.flatten(0, 1), head, inputs, chunk)
         gap = (logps.detach() - batch["sampler_logps"]).abs() * mask
         extra = (mask, entropy * mask, *(part * mask for part in parts), gap, (gap > GAP).float())
