@@ -131,7 +131,7 @@ def test_what_a_checkpoint_holds() -> None:
         assert {name: tensor.shape for name, tensor in named.items()} == shapes
     del found["parameters/last.weight"]
     with pytest.raises(
-        ValueError, match=r"1 of 5 differ, such as last.weight: none there, \(3, 7\) now. Use the model"
+        ValueError, match=r"1 of 5 tensors differ, such as last.weight: none there, \(3, 7\) now. Use the model"
     ):
         restore(Net(), found)
 
