@@ -36,7 +36,7 @@ from typing import IO, Any, TypeVar
 from tpu_kit.config.loader import TrainConfig
 from tpu_kit.distributed import cpu_simulation, preemption, runtime
 from tpu_kit.distributed.child_process import end_name, processor_times
-from tpu_kit.distributed.hosts import ONE, interface
+from tpu_kit.distributed.hosts import interface
 from tpu_kit.distributed.meeting import HostError, Meeting
 from tpu_kit.distributed.preemption import Notices, StopFlag, launch_folder
 from tpu_kit.distributed.runtime import Backend
@@ -131,7 +131,7 @@ class Supervisor:
         self, backend: Backend, folder: Path, hang_timeout: float, time_limit: float | None = None,
         meeting: Meeting | None = None,
     ) -> None:  # fmt: skip
-        self._backend, self._folder, self._meeting = backend, folder, meeting
+        self._backend, self._folder, self._meeting = backend, folder, meeting or Meeting()
         self._hang_timeout, self._time_limit = hang_timeout, time_limit
         self._reports: dict[str, Report] = {}  # by the file's name
         self._last_active = time.monotonic()
@@ -202,18 +202,17 @@ class Supervisor:
         started = checked = time.monotonic()
         steps, first, meeting = Steps(self._hang_timeout), self._backend.first_rank, self._meeting
         while True:
-            if meeting is not None:
-                meeting.check()
-                if meeting.hung:
-                    raise self._hung(process, "another host waits")
+            meeting.check()
+            if meeting.hung:
+                raise self._hung(process, "another host waits")
             if time.monotonic() - checked > _BEAT:
                 checked, before, times = time.monotonic(), times, processor_times(process.pid)
                 # A process that computes or compiles is alive, however long it writes nothing; one that waits is not.
                 computing = {pid for pid, now in times.items() if now - before.get(pid, 0) > _BUSY}
                 if computing:
-                    self._last_active = checked if meeting is None else meeting.active()
-                elif meeting is not None and meeting.idle_since() > self._last_active:
-                    self._last_active = meeting.idle_since()
+                    self._last_active = meeting.active()
+                elif meeting.others_active > self._last_active:
+                    self._last_active = meeting.others_active
                 elif checked - self._last_active > self._hang_timeout:
                     silent = f"no sign of life for {self._hang_timeout:g} s (launch.hang_timeout)"
                     raise self._hung(process, f"{silent}: no output, no processor time used")
@@ -291,7 +290,7 @@ class Supervisor:
             time.sleep(0.5)  # so that the stacks of two processes are not mixed
             if ranks := self._ranks(pid):
                 stacks[_names(ranks)] = self._stderr[-4096:]
-        if self._meeting is not None:
+        if self._meeting.hosts.count > 1:
             return self._meeting.hang(stacks)
         return LaunchError(f"{text}. The replicas were ended; what each thread was doing is printed above", rank)
 
@@ -399,11 +398,12 @@ def launch(
         KeyboardInterrupt, SystemExit: a signal, once all replicas have ended. A function that handles preemption
             (`preemption.PreemptionGuard`) returns its result at the first signal, and is ended at the second.
     """
-    hosts = meeting.hosts if meeting else ONE
-    backend = runtime.detect(config.launch if sharded else replace(config.launch, mesh=None), hosts=hosts)
+    meeting = meeting or Meeting()
+    several = meeting.hosts.count > 1
+    backend = runtime.detect(config.launch if sharded else replace(config.launch, mesh=None), hosts=meeting.hosts)
     _announce(f"tpu_kit: {backend}")
     budget = config.checkpoint.budget_minutes
-    if backend.device_type == "cpu" and backend.num_replicas == 1 and time_limit is None and meeting is None:
+    if backend.device_type == "cpu" and backend.num_replicas == 1 and time_limit is None and not several:
         return _inline(fn, config, Notices(budget))
     payload = _payload(fn, config)
     _check_host(backend, config)
@@ -411,7 +411,7 @@ def launch(
         try:
             return Supervisor(backend, folder, config.launch.hang_timeout, time_limit, meeting).run(payload, notices)
         except LaunchError as error:
-            if meeting is None or not _lost_a_peer(error.traceback):
+            if not several or not _lost_a_peer(error.traceback):
                 raise
             raise meeting.cause(error) from error
 

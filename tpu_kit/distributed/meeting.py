@@ -34,7 +34,7 @@ from typing import Any
 
 from tpu_kit.config.loader import LaunchConfig
 from tpu_kit.distributed.child_process import processor_times
-from tpu_kit.distributed.hosts import Hosts
+from tpu_kit.distributed.hosts import ONE, Hosts
 
 LOST = 20.0
 _BEAT = 0.25
@@ -59,13 +59,15 @@ class HostError(RuntimeError):
 class Meeting:
     """This host's part in the meeting of all hosts. A context manager: an error of the body is told to the others.
 
+    Of one host it agrees with itself, and needs no store and no thread.
+
     Args:
         hosts: of the run.
         patience: seconds in which all hosts must come.
         hang_timeout: seconds in which a host for whose facts others wait must use a second of processor time.
     """
 
-    def __init__(self, hosts: Hosts, patience: float, hang_timeout: float) -> None:
+    def __init__(self, hosts: Hosts = ONE, patience: float = 0.0, hang_timeout: float = 0.0) -> None:
         self.hosts, self._patience = hosts, patience
         self._hang_timeout = max(hang_timeout, _SEEN + LOST)  # `check_shared` looks for a file as long, and idles
         self._mine: dict[str, Any] = {
@@ -76,14 +78,15 @@ class Meeting:
         self._wake, self._closing = threading.Event(), threading.Event()
         self._documents: dict[int, dict[str, Any]] = {}
         self._moved: dict[int, float] = {}  # when a host's beat was last seen to change
-        self._alive = 0.0  # when a replica of any host was last seen to compute
+        self.others_active = 0.0  # when a replica of another host was last seen to compute, seconds, monotonic
         self._answered = time.monotonic()
         self._gone = self._busy = ""
         self._came = time.monotonic()
         self._thread = threading.Thread(target=self._serve, name="tpu_kit hosts", daemon=True)
 
     def __enter__(self) -> Meeting:
-        self._thread.start()
+        if self.hosts.count > 1:
+            self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
@@ -94,7 +97,8 @@ class Meeting:
             text, again = "a signal has ended it", True
         self._tell(over={"error": text, "again": again, "relayed": relayed})
         self._closing.set()
-        self._thread.join(_FAREWELL + 2)
+        if self._thread.is_alive():
+            self._thread.join(_FAREWELL + 2)
 
     # ------------------------------------------------------------------------------------------ what this host asks
 
@@ -198,10 +202,6 @@ class Meeting:
         self._mine["active"] += 1
         return time.monotonic()
 
-    def idle_since(self) -> float:
-        """When a replica of another host was last seen to compute, seconds, monotonic."""
-        return self._alive
-
     def hang(self, stacks: Mapping[str, str]) -> HostError:
         """Tells this host's stacks, by replica, and returns an error that names the hosts for which the others wait."""
         self._tell(hung=dict(stacks))
@@ -231,7 +231,8 @@ class Meeting:
 
     def ask_stop(self, reason: str) -> None:
         """Tells all hosts that the run must end."""
-        self._tell(stop=f"{reason} on {self.hosts.name(self.hosts.index)}")
+        where = f" on {self.hosts.name(self.hosts.index)}" if self.hosts.count > 1 else ""
+        self._tell(stop=f"{reason}{where}")
 
     def stop_asked(self) -> str | None:
         """The reason of the lowest host that has asked to end the run; None if none has."""
@@ -325,7 +326,7 @@ class Meeting:
             if before is None or before["beat"] != document["beat"]:
                 self._moved[i] = now
             if before is None or before["active"] != document["active"]:
-                self._alive = now
+                self.others_active = now
         self._documents = documents
 
     def _all_over(self) -> bool:

@@ -30,10 +30,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tpu_kit.distributed.meeting import Meeting
 from tpu_kit.hardware.machine import Machine
 
 if TYPE_CHECKING:
-    from tpu_kit.distributed.meeting import Meeting
     from tpu_kit.distributed.runtime import Runtime
 
 _POLL = 0.2  # seconds between two reads of the clock and the flag
@@ -290,7 +290,7 @@ class Notices:
 
     Args:
         budget: minutes from now after which the run is to end; None for no such limit.
-        meeting: of several hosts, which stop together.
+        meeting: of the hosts, which stop together; None for this one alone.
         folder: of the launch; None where the replica runs in this process.
 
     Attributes:
@@ -301,7 +301,7 @@ class Notices:
     _stack: contextlib.ExitStack
 
     def __init__(self, budget: float | None = None, meeting: Meeting | None = None, folder: Path | None = None) -> None:
-        self.at_once, self._meeting, self.flag = False, meeting, StopFlag(folder)
+        self.at_once, self._meeting, self.flag = False, meeting or Meeting(), StopFlag(folder)
         self._budget, self._started = budget, time.monotonic()
         self._signalled, self._closed = False, threading.Event()
         self._notices: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # a signal's handler may put into it
@@ -367,9 +367,6 @@ class Notices:
 
     def _stop(self, text: str) -> str:
         """Stops the replicas, those of all hosts at one step; returns the reason."""
-        if self._meeting is None:
-            self.flag.stop(text)
-            return text
         if self._meeting.stop_asked() is None:
             self._meeting.ask_stop(text)
         text = self._meeting.stop_asked() or text
@@ -381,7 +378,7 @@ class Notices:
         return text
 
     def _poll(self) -> str | None:
-        if self._meeting is not None and (asked := self._meeting.stop_asked()):
+        if asked := self._meeting.stop_asked():
             return asked
         if self._budget is not None and time.monotonic() - self._started > 60 * self._budget:
             return f"the time budget of {self._budget:g} min is used up"

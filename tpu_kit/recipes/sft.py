@@ -13,7 +13,6 @@ import secrets
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import date
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from tpu_kit.data.sources import SYNTHETIC, save_rows, saved_rows_path
 from tpu_kit.distributed import runtime
 from tpu_kit.distributed.hosts import ONE, Hosts, find_hosts, keep_log
 from tpu_kit.distributed.launch import launch
-from tpu_kit.distributed.meeting import Meeting, open_meeting
+from tpu_kit.distributed.meeting import Meeting
 from tpu_kit.distributed.preemption import PreemptionGuard, sigterm_raises
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.evaluation.evaluate import Comparison, check_answers, evaluate_adapter
@@ -158,9 +157,9 @@ def train(
         backend = runtime.detect(config.launch, hosts=hosts)  # refuses devices before it waits for the others
         if backend.mesh is not None and (problems := runtime.slice_problems(config)):
             raise ConfigError(problems)
-    with contextlib.ExitStack() as stack:
-        meeting = stack.enter_context(open_meeting(hosts, config.launch))
-        if meeting is not None:
+    launched = config.launch
+    with Meeting(hosts, launched.meeting_timeout, launched.hang_timeout) as meeting, contextlib.ExitStack() as stack:
+        if hosts.count > 1:
             print(f"hosts            {hosts.count}, by {hosts.source}; this is {hosts.name(hosts.index)}", flush=True)
             meeting.agree({"number of hosts": hosts.count, "packages": versions(config), **config.flat_values()})
         return _train(config, dataset, exact, reward_funcs, meeting, stack)
@@ -171,18 +170,18 @@ def _train(
     dataset: Dataset | DatasetDict | None,
     exact: bool,
     reward_funcs: Sequence[Any] | None,
-    meeting: Meeting | None,
+    meeting: Meeting,
     stack: contextlib.ExitStack,
 ) -> TrainResult:
-    hosts = meeting.hosts if meeting else ONE
+    hosts, several = meeting.hosts, meeting.hosts.count > 1
     check_tracking(config)
     verifier_named(config.tracking.verifier)
     backend = runtime.detect(config.launch, hosts=hosts)
-    if meeting is not None and config.distill.files:
+    if several and config.distill.files:
         raise ValueError("distill.files is not for several hosts: set it to null, so that each host runs the teacher")
-    config = keep_run(resolve_output_dir(config), meeting.today if meeting else date.today().isoformat())
+    config = keep_run(resolve_output_dir(config), meeting.today)
     folder = make_output_folder(config)
-    if meeting is not None:
+    if several:
         stack.enter_context(keep_log(hosts, folder))
         if not config.remote:
             meeting.check_shared(folder)
@@ -193,7 +192,7 @@ def _train(
         save_rows(dataset, folder / "data")
     prepared, outlook = check_run(config, exact, hosts, reward_funcs)
     config = outlook.config
-    if meeting is not None:
+    if several:
         batch = {"optim.batch_size": config.optim.batch_size, "replicas of a host": backend.num_replicas}
         facts = {f"base weights of {config.model.name}": fingerprint(identify(config.model)), "batch": batch}
         meeting.agree(facts | {"data (hash)": prepared.fingerprint, "device": backend.device_type})
