@@ -370,6 +370,9 @@ def test_embedded_tokenizer() -> None:
     assert found[0][0] == "<|user|>Tom has 2 apples.<|end|><|assistant|>"
     assert found[1][0].startswith("<think>\n") and found[1][0].endswith("</think>\n5<|end|>")
 
+    encode(COT | {"question": "Tom " * 3000}, tokenizer)  # it is truncated later, so "indexing errors" would mislead
+    assert "sequence-length-is-longer-than-the-specified-maximum" not in tokenizer.deprecation_warnings
+
 
 def test_thinking_template_is_written_after_its_own_prompt() -> None:
     """The prompt already opens the reasoning, and finished turns lose theirs: as DeepSeek-R1 does."""

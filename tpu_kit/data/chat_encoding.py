@@ -240,7 +240,7 @@ class Encoder:
         text = self.prompt(talk)
         if isinstance(talk.messages, str):
             return plain_prompt(self.tokenizer, text) if text else []
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def documents(self, talk: Conversation) -> list[Document]:
         """Renders a conversation as documents; each reply that carries loss does so in one of them.
@@ -335,7 +335,8 @@ class Encoder:
     def _tokenize(self, document: Document) -> tuple[list[int], list[bool]]:
         """Returns the ids of a document, and the mask of those in one of its spans."""
         text, spans = document.text, document.spans
-        out = self.tokenizer(text, add_special_tokens=document.plain, return_offsets_mapping=True)
+        # A row may be longer than the tokenizer's own limit: `max_length` cuts it, or leaves it out, later.
+        out = self.tokenizer(text, add_special_tokens=document.plain, return_offsets_mapping=True, verbose=False)
         ids, offsets = list(out["input_ids"]), [tuple(pair) for pair in out["offset_mapping"]]
         extra = _has_two_bos(self.tokenizer, ids)
         ids, offsets = ids[extra:], offsets[extra:]
