@@ -25,7 +25,7 @@ from tpu_kit.config.loader import LaunchConfig
 from tpu_kit.distributed import meeting as meeting_module
 from tpu_kit.distributed.hosts import ONE, PORT, Hosts, find_hosts, interface, keep_log
 from tpu_kit.distributed.launch import launch
-from tpu_kit.distributed.meeting import HostError, Meeting, open_meeting
+from tpu_kit.distributed.meeting import HostError, Meeting
 from tpu_kit.distributed.preemption import Notices
 from tpu_kit.distributed.runtime import detect
 from tpu_kit.hardware.machine import Machine
@@ -208,15 +208,18 @@ def assert_raised(found: Any, kind: type[Exception] | tuple[type[Exception], ...
         assert text in str(found), found
 
 
-def test_hosts_meet_twice_and_one_host_meets_nobody(hosts: Callable[[int], list[Hosts]]) -> None:
+def test_hosts_meet_twice_and_one_host_agrees_with_itself(hosts: Callable[[int], list[Hosts]]) -> None:
     def part(meeting: Meeting) -> str:
         meeting.agree({"config": {"a": (1, 2)}})
         meeting.agree({"data": "hash"})
         return "met"
 
     assert together(hosts(4), *[part] * 4) == ["met"] * 4
-    with open_meeting(ONE, LaunchConfig()) as nobody:
-        assert nobody is None
+    with Meeting() as alone:
+        assert part(alone) == "met"
+        alone.check()
+        alone.ask_stop("enough")
+        assert (alone.stop_asked(), alone.last_step(3)) == ("enough", 3)
 
 
 def test_all_hosts_have_the_date_of_host_0(

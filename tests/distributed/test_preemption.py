@@ -160,7 +160,7 @@ for round in range(15):
         os.write(writing, str(step - 1).encode())
         os._exit(0)
     time.sleep(random.Random(round).random() * 0.05)
-    flag.stop("enough")
+    flag.release(flag.hold("enough"))
     lasts = {os.read(end, 100) for end in ends}
     assert len(lasts) == 1 and lasts != {b"0"}, lasts
     for end in ends:
@@ -516,5 +516,5 @@ def test_flag_in_memory_that_has_room(room: int, monkeypatch: pytest.MonkeyPatch
     with launch_folder() as folder:
         assert Path(folder).parent == Path("/dev/shm" if in_memory else tempfile.gettempdir())
         flag, other = StopFlag(Path(folder)), StopFlag(Path(folder))
-        flag.stop("é" * 2000)
+        flag.release(flag.hold("é" * 2000))
         assert other.may_start(0, 0) and not other.may_start(0, 1) and 300 < len(other.reason) < 2000

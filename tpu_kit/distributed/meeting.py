@@ -19,7 +19,6 @@ call may never return where the network is cut.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -32,7 +31,6 @@ from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
 
-from tpu_kit.config.loader import LaunchConfig
 from tpu_kit.distributed.child_process import processor_times
 from tpu_kit.distributed.hosts import ONE, Hosts
 
@@ -365,9 +363,3 @@ class Meeting:
 
 def _processor_time(pid: int) -> float:
     return sum(processor_times(pid).values())
-
-
-def open_meeting(hosts: Hosts, launch: LaunchConfig) -> contextlib.AbstractContextManager[Meeting | None]:
-    """The meeting of several hosts; None for one."""
-    several = hosts.count > 1
-    return Meeting(hosts, launch.meeting_timeout, launch.hang_timeout) if several else contextlib.nullcontext()

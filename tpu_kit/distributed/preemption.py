@@ -126,19 +126,15 @@ class StopFlag:
         """Tells the calling process that this process got a SIGTERM; can be a signal's handler."""
         self._cells.asked = 1
 
-    def stop(self, reason: str) -> None:
-        """Sets the limit to the largest step started; called once."""
-        self.release(self.hold(reason))
-
     def hold(self, reason: str) -> int:
-        """Forbids new steps, and returns the largest step started."""
+        """Forbids new steps until `release`, and returns the largest step started; called once."""
         self._cells.reason = reason.encode()[:1023]
         self._cells.limit = _DECIDING
         time.sleep(_SETTLE)
         return max(self._cells.started[:])
 
     def release(self, last: int) -> None:
-        """Allows the steps up to the last one, after `hold`."""
+        """Allows the steps up to the last one, and none after it."""
         self._cells.limit = 1 + last
 
     def steps(self) -> dict[int, int]:
@@ -160,7 +156,7 @@ class StopFlag:
 
     @property
     def reason(self) -> str:
-        """Why to stop, 1,023 bytes at most; empty before `stop` or `hold`."""
+        """Why to stop, 1,023 bytes at most; empty before `hold`."""
         return str(self._cells.reason.decode(errors="replace"))
 
 
