@@ -21,7 +21,6 @@ import os
 import pickle
 import shutil
 import signal
-import socket
 import sys
 import threading
 import time
@@ -34,6 +33,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tpu_kit.distributed import cpu_simulation, preemption, runtime
+from tpu_kit.distributed.hosts import Hosts
 from tpu_kit.distributed.preemption import StopFlag
 from tpu_kit.distributed.runtime import Backend, Runtime
 from tpu_kit.storage import atomic
@@ -157,7 +157,7 @@ def _mesh_process(folder: str, payload: bytes, backend: Backend) -> None:
 
         start(mesh)
         if backend.hosts.count > 1:
-            _connect("gloo", backend.hosts.address, backend.hosts.index, backend.hosts.count)
+            _connect("gloo", backend.hosts, folder, backend.hosts.index, backend.hosts.count)
         return MeshRuntime(backend.device_type, mesh, torch_xla.device(), backend.hosts)
 
     with _exit_at_once(folder, backend.first_rank):
@@ -184,7 +184,7 @@ def _exit_at_once(folder: str, rank: int) -> Iterator[None]:
     os._exit(status)
 
 
-def _torch_replica(local_rank: int, folder: str, payload: bytes, backend: Backend, port: int) -> None:
+def _torch_replica(local_rank: int, folder: str, payload: bytes, backend: Backend) -> None:
     """Runs a replica in a GPU's process, or in one of several CPU processes."""
     _prepare(folder)
     import torch
@@ -202,10 +202,7 @@ def _torch_replica(local_rank: int, folder: str, payload: bytes, backend: Backen
         else:
             torch.set_num_threads(max(1, torch.get_num_threads() // replicas))  # as OMP_NUM_THREADS says, or all
         if world_size > 1:
-            alone = hosts.count == 1
-            address = ("127.0.0.1", port) if alone else hosts.address
-            kind = "nccl" if device_type == "cuda" else "gloo"
-            _connect(kind, address, rank, world_size, makes_store=alone and rank == 0)
+            _connect("nccl" if device_type == "cuda" else "gloo", hosts, folder, rank, world_size)
         return (CudaRuntime if device_type == "cuda" else CpuRuntime)(rank, world_size, device, hosts.count)
 
     _quiet(threads=local_rank == 0)
@@ -214,11 +211,15 @@ def _torch_replica(local_rank: int, folder: str, payload: bytes, backend: Backen
         dist.destroy_process_group()
 
 
-def _connect(kind: str, address: tuple[str, int], rank: int, world_size: int, makes_store: bool = False) -> None:
-    """Joins the process group of all replicas, which meet at a store; that of several hosts is there already."""
+def _connect(kind: str, hosts: Hosts, folder: str, rank: int, world_size: int) -> None:
+    """Joins the process group of all replicas, which meet at the store of the hosts, or at a file of the launch."""
     import torch.distributed as dist
 
-    store = dist.PrefixStore("replicas", dist.TCPStore(*address, is_master=makes_store, timeout=_LIMIT))
+    if hosts.count == 1:
+        store: dist.Store = dist.FileStore(str(Path(folder, "replicas")), world_size)
+    else:
+        store = dist.PrefixStore("replicas", dist.TCPStore(*hosts.address, is_master=False))
+    store.set_timeout(_LIMIT)
     with _no_stdout():
         dist.init_process_group(kind, store=store, timeout=_LIMIT, rank=rank, world_size=world_size)
 
@@ -336,11 +337,8 @@ def _processes(folder: str, payload: bytes, backend: Backend, hang_timeout: floa
         return []
     if backend.device_type == "xla-cpu":
         return [spawn.Process(target=_rehearsal, args=(*arguments, hang_timeout))]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     ranks = range(backend.num_replicas or 1)
-    return [spawn.Process(target=_torch_replica, args=(rank, *arguments, port)) for rank in ranks]
+    return [spawn.Process(target=_torch_replica, args=(rank, *arguments)) for rank in ranks]
 
 
 if __name__ == "__main__":
