@@ -9,9 +9,6 @@
 
 If the calling process ends for any reason, the launcher and all replicas end. One CPU replica runs in the calling
 process. preemption.py stops a launch early, after the training loop has saved.
-
-A launch hangs if no process uses the processor (a replica in a long compile cannot answer), or if a replica
-starts no step for too long.
 """
 
 from __future__ import annotations
@@ -207,7 +204,7 @@ class Supervisor:
                 raise self._hung(process, "another host waits")
             if time.monotonic() - checked > _BEAT:
                 checked, before, times = time.monotonic(), times, processor_times(process.pid)
-                # A process that computes or compiles is alive, however long it writes nothing; one that waits is not.
+                # A process that computes or compiles is alive, though it cannot answer; one that waits is not.
                 computing = {pid for pid, now in times.items() if now - before.get(pid, 0) > _BUSY}
                 if computing:
                     self._last_active = meeting.active()
