@@ -28,13 +28,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tpu_kit.distributed.meeting import Meeting
+from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.hardware.machine import Machine
-
-if TYPE_CHECKING:
-    from tpu_kit.distributed.runtime import Runtime
 
 _POLL = 0.2  # seconds between two reads of the clock and the flag
 

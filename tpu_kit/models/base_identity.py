@@ -16,12 +16,10 @@ from dataclasses import replace
 from fnmatch import fnmatch
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from tpu_kit.config.loader import ModelConfig
 from tpu_kit.models.architecture import locate
-
-if TYPE_CHECKING:
-    from tpu_kit.config.loader import ModelConfig
 
 Identity = Mapping[str, Any]
 

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from tpu_kit.config.loader import TrainConfig
 from tpu_kit.models import base_identity
 from tpu_kit.models.architecture import locate
 from tpu_kit.models.causal_lm import base_model
 from tpu_kit.models.states_head import StatesHead
 from tpu_kit.storage import atomic
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tpu_kit.config.loader import TrainConfig
 
 
 def _own(trained: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
