@@ -192,6 +192,10 @@ def test_look(tmp_path: Path) -> None:
     (tmp_path / "proc/driver/nvidia/version").write_text("NVRM version")
     found = look(machine(tmp_path))
     assert (found.platform, found.accelerator) == ("GPU machine", "NVIDIA GPU")
+    assert {"what": "accelerator", "found": "NVIDIA GPU"} in found.rows()
+    (tmp_path / "proc/driver/nvidia/gpus/0000:00:05.0").mkdir(parents=True)
+    (tmp_path / "proc/driver/nvidia/gpus/0000:00:05.0/information").write_text("Model: \t\t NVIDIA L4\nIRQ: 30\n")
+    assert {"what": "accelerator", "found": "NVIDIA L4"} in look(machine(tmp_path)).rows()
     for number in range(4):
         folder = tmp_path / f"sys/bus/pci/devices/0000:00:0{number}.0"
         folder.mkdir(parents=True)
@@ -433,11 +437,16 @@ def test_a_torch_that_does_not_see_the_gpu_is_a_failure(tmp_path: Path, monkeypa
     for name in ("transformers", "peft", "datasets", "yaml", "tpu_kit"):
         (tmp_path / f"{name}.py").touch()
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert install.check(Decision("gpu", ()))[0].found == "torch 2.9.0+cpu load together, and compute on the CPU"
+    assert install.check(Decision("gpu", ()))[0].found == (
+        "all packages load together (torch 2.9.0+cpu), and compute on the CPU"
+    )
     monkeypatch.setattr(Machine, "gpus", lambda _: ["NVIDIA L4"])
     (check,) = install.check(Decision("gpu", ()))
     assert check.status == "failure" and "compute on the CPU, not on the NVIDIA L4: torch is built" in check.found
     assert "pip uninstall -y torch" in check.fix
     (tmp_path / "torch.py").write_text((tmp_path / "torch.py").read_text().replace("False", "True"))
     (check,) = install.check(Decision("gpu", ()))
-    assert (check.status, check.found) == ("ok", "torch 2.9.0+cpu load together, and compute on NVIDIA L4")
+    assert (check.status, check.found) == (
+        "ok",
+        "all packages load together (torch 2.9.0+cpu), and compute on NVIDIA L4",
+    )

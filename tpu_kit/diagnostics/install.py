@@ -61,6 +61,7 @@ class Site:
         versions: of all installed packages, by normalised name.
         uv: path of uv; empty if there is none.
         pip: whether this Python has pip.
+        gpus: names of NVIDIA's GPUs, as far as their driver tells.
     """
 
     platform: str
@@ -70,6 +71,7 @@ class Site:
     versions: Mapping[str, str]
     uv: str = ""
     pip: bool = True
+    gpus: tuple[str, ...] = ()
 
     def version(self, package: str) -> str | None:
         """The installed version of a package."""
@@ -80,7 +82,7 @@ class Site:
         versions = {name: self.version(name) or "not installed" for name in (*PACKAGES, "transformers", "peft")}
         found = {
             "runs on": self.platform,
-            "accelerator": self.accelerator or "none: the CPU rehearses the TPU's path",
+            "accelerator": ", ".join(self.gpus) or self.accelerator or "none: the CPU rehearses the TPU's path",
             "system": self.system,
             "Python": _dotted(self.python),
             **versions,
@@ -99,7 +101,7 @@ def look(at: Machine | None = None) -> Site:
         next((name for variable, name in services.items() if variable in at.environ), machine),
         f"{len(tpus)} x {tpus[0]}" if tpus else _GPU if gpu else "",
         f"{platform.system()} {platform.machine()}", at.python, _installed(), shutil.which("uv") or "",
-        importlib.util.find_spec("pip") is not None,
+        importlib.util.find_spec("pip") is not None, () if tpus else tuple(at.gpus()),
     )  # fmt: skip
 
 
@@ -186,8 +188,9 @@ def decide(
         if have is None or not _within(have, bounds):
             wrong[name] = bounds, tested.get(name, bounds)
     if not wrong:
-        pair = ", ".join(f"{name} {site.version(name)}" for name in (PACKAGES if kind == "tpu" else ("torch",)))
-        return Decision(kind, (f"all packages are there, and {pair} pair",))
+        pair = ", ".join(f"{name} {site.version(name)}" for name in PACKAGES)
+        text = f"and {pair} pair" if kind == "tpu" else f"with torch {site.version('torch')}"
+        return Decision(kind, (f"all packages are there, {text}",))
     absent = [name for name in wrong if site.version(name) is None]
     why = [f"not installed: {', '.join(absent)}"] * bool(absent)
     why += [f"{name} is {now}, and must be {must}" for name, (must, _) in wrong.items() if (now := site.version(name))]
@@ -375,7 +378,7 @@ def check(decision: Decision) -> list[Check]:
         text = f"{loaded} loaded, then {done.last_lines(1)[:300]} ({done.how})"
         return [Check("They work", "failure", text, "run this notebook again from the top")]
     where = done.output.rpartition("computed on ")[2].splitlines()[0]
-    text, gpus = f"{loaded} load together, and compute on {where}", Machine().gpus()
+    text, gpus = f"all packages load together ({loaded}), and compute on {where}", Machine().gpus()
     if decision.kind == "gpu" and gpus and where == "the CPU":
         lost = f"{text}, not on the {gpus[0]}: torch is built without CUDA, or for a newer driver"
         return [Check("They work", "failure", lost, "pip uninstall -y torch, then run this notebook again")]

@@ -117,7 +117,7 @@ def measure_cores(config: TrainConfig) -> dict[str, Any]:
     rt.sync()
     names = ("all-reduce", "TFLOP/s", *(["GiB in use"] if used is not None else []))
     rows = [dict(zip(names, core, strict=False)) for core in rt.to_host([cores])[0].T.tolist()]
-    # Off XLA there are no counters, and nothing is compiled.
+    # Off XLA these operations have no counters, and nothing is compiled.
     counts = {name: after.get(name, 0) - before.get(name, 0) for name in ("compiles", "fallbacks")}
     return {"cores": [{"core": rank, **row} for rank, row in enumerate(rows)], **counts}
 

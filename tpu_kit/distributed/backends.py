@@ -28,6 +28,12 @@ class CudaRuntime(Runtime):
         """See `Runtime.memory`."""
         return torch.cuda.max_memory_allocated(self.local_device), torch.cuda.mem_get_info(self.local_device)[1]
 
+    def counters(self) -> dict[str, int]:
+        """See `Runtime.counters`; of programs those of torch.compile."""
+        from torch._dynamo.utils import counters
+
+        return {"compiles": int(counters["stats"]["unique_graphs"])}
+
 
 class _XlaRuntime(Runtime):
     is_xla = True

@@ -35,7 +35,7 @@ def open_bar(name: str, total: int | None, initial: int = 0, unit: str = "step")
         dynamic_ncols=terminal,
         ncols=None if terminal else 110,
         mininterval=0.5 if terminal else 2.0,
-        delay=0,  # TQDM_DELAY, which notebook/cells.py sets, is for the bars of other libraries
+        delay=0,  # TQDM_DELAY, which notebook/kernel.py sets, is for the bars of other libraries
         disable=NO_BAR in os.environ,
     )
 

@@ -337,7 +337,10 @@ class Runtime:
         return None, None
 
     def counters(self) -> dict[str, int]:
-        """Counts of this process since its start: compiles, executions, host reads and CPU fallbacks; empty off XLA."""
+        """Counts of this process since its start, none on a CPU.
+
+        Compiles; on XLA also executions, host reads and CPU fallbacks.
+        """
         return {}
 
 

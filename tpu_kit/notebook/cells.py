@@ -55,8 +55,6 @@ _SECRETS: Mapping[str, Callable[[str], str | None]] = {
     "Kaggle secrets": lambda name: importlib.import_module("kaggle_secrets").UserSecretsClient().get_secret(name),
 }
 
-# The notebook keeps each state of a tqdm bar, so only work of more than 5 s gets a bar, in child processes too.
-os.environ.setdefault("TQDM_DELAY", "5")
 # Progress bars are plain text also where ipywidgets is installed: a widget is dead without its kernel. Without its own
 # methods tqdm's class for notebooks is the one for text, in modules that have imported it before as well.
 with contextlib.suppress(ImportError):  # nothing is installed yet
@@ -420,7 +418,7 @@ def _curves(output_dir: str | Path) -> Bundle:
                 low, high = ([record[f"accuracy_{end}"] for record in points] for end in ("low", "high"))
                 loss.fill_between(steps, low, high, alpha=0.2, label="its 95 % interval")
             summary.append(f"{kind} {names[kind]} {values[0]:.4f} -> {values[-1]:.4f} at step {steps[-1]}")
-    loss.set(xlabel="step", ylabel="reward, and accuracy of held-out rows" if rewarded else "loss (nats per token)")
+    loss.set(xlabel="step", ylabel="reward, held-out accuracy" if rewarded else "loss (nats per token)")
     loss.legend()
     speed.plot([record["step"] for record in train], [record["tokens_per_second"] for record in train], marker=".")
     speed.set(xlabel="step", ylabel="tokens per second", ylim=(0, None))

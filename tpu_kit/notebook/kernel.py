@@ -11,6 +11,7 @@ import ast
 import base64
 import inspect
 import io
+import os
 import re
 import sys
 import traceback
@@ -33,6 +34,9 @@ COLOURS = {"ok": "#15803d", "warning": "#b45309", "failure": "#b91c1c", "skipped
 
 # The cell that installs the kit imports this module before the libraries that would warn.
 warnings.filterwarnings("ignore", message="IProgress not found")
+# A notebook keeps each state of a tqdm bar, so only work of more than 5 s gets a bar, in child processes too. tqdm
+# reads this once, when a library first imports it.
+os.environ.setdefault("TQDM_DELAY", "5")
 
 _PAPERMILL_HEADER = "# Parameters"
 _HEADER = re.compile(r"#\s*(@title\s*)?Parameters\b")

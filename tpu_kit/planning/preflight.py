@@ -60,22 +60,26 @@ class Preflight:
         return self.setting.time if self.setting and self.setting.where.chip.bf16_flops else None
 
     def duration(self, updates: int) -> str:
-        """Describes how many minutes so many updates take, and how that is known."""
+        """Describes how long so many updates take, and how that is known."""
         besides = "compiling, evaluation and checkpoints come on top"
         if self.time is not None:
             how = "by roofline, not measured" if self.time.measured is None else "as measured on this machine"
-            return f"about {updates * self.time.seconds / 60:,.1f} minutes {how}; {besides}"
+            return f"about {_duration(updates * self.time.seconds)} {how}; {besides}"
         one = self.setting
         learns = self.config.on_policy  # from as many tokens as the model writes
         if one is None or learns or one.where.device_type not in ("cpu", "xla-cpu"):
             return "not known before the first updates"
         done = work(seen_on(one.where.device_type, one.config), one.shape, one.update)
-        minutes = updates * one.where.replicas * done.flops / _host_rate() / 60
-        return f"at least {minutes:,.1f} minutes by the present speed of this CPU's matrix products; {besides}"
+        least = updates * one.where.replicas * done.flops / _host_rate()
+        return f"at least {_duration(least)} by the present speed of this CPU's matrix products; {besides}"
 
     def __str__(self) -> str:
         table = _table(self.setting, self.time) if self.setting else []
         return "\n".join([*table, *(f"plan             {note}" for note in self.notes)])
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds / 60:,.1f} minutes" if seconds >= 60 else f"{seconds:.2g} seconds"
 
 
 def _table(one: Setting, time: StepTime | None) -> list[str]:

@@ -181,7 +181,7 @@ def _notes(p: Profile) -> list[str]:
     counts = ", ".join(f"{count} {name}" for name, count in first.counts.items())
     return [
         f"rows are {first.fill:.1%} full; the first step took {first.first_seconds:.1f} s",
-        *([f"in {first.steps} steps: {counts}"] if counts else []),  # off XLA nothing is counted
+        *([f"in {first.steps} steps: {counts}"] if counts else []),  # on a CPU nothing is counted
         f"the trace and profile.png are in {p.folder}",
     ]
 

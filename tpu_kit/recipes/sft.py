@@ -326,7 +326,7 @@ def fine_tune(
 
     Its metrics: loss (of the last window) and eval_loss (of the weights in adapter_dir), nats per loss token;
     eval_accuracy with tracking.eval_generate_rows; eval_step, the step of both; train_seconds of all launches, with
-    evaluations and checkpoints; skipped_updates; compiles on XLA; and `metrics.peak_memory`.
+    evaluations and checkpoints; skipped_updates; compiles on XLA and a GPU; and `metrics.peak_memory`.
 
     Args:
         config: the run.
