@@ -187,8 +187,6 @@ def answer(
     for ask in asks:
         if not ask.prompts:
             raise ValueError("there are no prompts; give one or more")
-        if batch_size < 1 or ask.n < 1:
-            raise ValueError(f"batch_size={batch_size} and n={ask.n} must both be 1 or more")
     if max([len(rows), *(len(ask.prompts) for ask in asks)]) == 1:  # a prompt's samples come from one prefill
         config = on_one_replica(config)
     count = sum(len(ask.prompts) * ask.n for ask in asks)

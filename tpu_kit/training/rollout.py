@@ -110,14 +110,7 @@ def texts_of(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
 class Rollouts(Updates):
     """The updates of runs that sample: `rl.num_iterations` of each of `rl.steps_per_generation` parts of a rollout.
 
-    Args:
-        config: the run.
-        prepared: the data, with tasks.
-        plan: the batch.
-        rt: the replica.
-        model: its model.
-        objective: the loss of the packed completions.
-        rewards: what judges completions; None where the objective has a teacher.
+    `rewards` judges completions; None where the objective has a teacher.
     """
 
     splits = True
