@@ -16,7 +16,7 @@ from typing import Any
 from tests.support.child_processes import REPOSITORY
 from tpu_kit.config.loader import TrainConfig, as_trained, load_config
 from tpu_kit.config.mesh import Mesh, resolve_mesh
-from tpu_kit.hardware.chips import GIB, chip
+from tpu_kit.hardware.chips import GIB
 from tpu_kit.planning.compile_check import compile_programs
 from tpu_kit.planning.memory_estimate import estimate
 from tpu_kit.planning.rollouts import program_rows
@@ -46,7 +46,7 @@ def mesh_of(answer: dict[str, Any]) -> Mesh | None:
 def rows(answer: dict[str, Any]) -> list[dict[str, Any]]:
     """Bytes of a device in each program, by formula and by the compiler."""
     memory = estimate(
-        configuration(answer), num_replicas=answer["replicas"], mesh=mesh_of(answer), chip=chip("v5e")
+        configuration(answer), num_replicas=answer["replicas"], mesh=mesh_of(answer)
     )  # fmt: skip
     made: Any = {name: SimpleNamespace(**one) for name, one in answer["programs"].items()}
     return program_rows(memory.programs, made)

@@ -212,7 +212,7 @@ def test_the_formula_is_near_the_compiler(answer: dict[str, Any]) -> None:
 
 
 def estimated(config: TrainConfig, answer: dict[str, Any]) -> Any:
-    return estimate(config, num_replicas=answer["replicas"], mesh=recorded.mesh_of(answer), chip=chip("v5e"))
+    return estimate(config, num_replicas=answer["replicas"], mesh=recorded.mesh_of(answer))
 
 
 def test_a_pass_that_the_compiler_refuses_becomes_smaller(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +247,7 @@ def test_the_programs_of_a_tiny_model_compile(tmp_path: Path) -> None:
     config = as_trained(load_config(None, [f"model.name={model}", *settings, "eval_generate_rows=8", "batch_size=2"]))
     made = compile_programs(config, "v5e:1x1", 1, progress=False, cache_dir=tmp_path)
     assert all(one.fits for one in made.values())
-    programs = {one.name: one for one in estimate(config, chip=chip("v5e")).programs}
+    programs = {one.name: one for one in estimate(config).programs}
     assert made.keys() == programs.keys()
     for name, one in programs.items():
         # The batches of all passes are there; each pass reads one. What decoding reads besides is small.

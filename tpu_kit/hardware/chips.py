@@ -70,7 +70,6 @@ class Chip:
     Attributes:
         hbm_bytes: memory as published, read as GiB.
         usable_hbm_bytes: per device; the largest program arguments that libtpu 0.0.21 accepted, or CUDA's total memory.
-        vector_memory_bytes: per device; the most that libtpu 0.0.21 gave to arrays in memory on the chip.
         bf16_flops: peak dense FLOP/s: not the peaks for int8 or fp8 (v5e 393, v6e 1836, v7x 4614) or with sparsity.
         hbm_bandwidth: bytes/s.
         ici_bandwidth: bytes/s between chips, over all links and both directions (NVLink for GPUs).
@@ -88,7 +87,6 @@ class Chip:
     name: str
     hbm_bytes: int
     usable_hbm_bytes: int | None = None
-    vector_memory_bytes: int | None = None
     bf16_flops: float | None = None
     hbm_bandwidth: float
     ici_bandwidth: float | None = None

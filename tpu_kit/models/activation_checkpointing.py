@@ -245,8 +245,8 @@ class _Recomputed(torch.nn.Module):
 
 def autocast_now(device_type: str) -> dict[str, Any]:
     """Returns the arguments of `torch.autocast` for its present state, to restore it in a backward pass."""
-    if device_type == "meta":  # which has none, and no backward pass
-        return {}
+    if device_type == "meta":  # which has none
+        return {"device_type": "cpu", "enabled": False}
     return {
         "device_type": device_type, "enabled": torch.is_autocast_enabled(device_type),
         "dtype": torch.get_autocast_dtype(device_type), "cache_enabled": False,

@@ -209,6 +209,15 @@ def tile_rows(pairs: int, experts: int) -> int:
     return 1 << max(4, min(8, (pairs // (2 * experts)).bit_length() - 1))
 
 
+Alive = tuple[tuple[float, float], ...]
+"""Bytes for each token that are alive at once: outside of an MLP's tiles, and within. None has more of both."""
+
+
+def most(alive: Alive, tokens: int, tile: int) -> float:
+    """Returns the most bytes that are alive at once."""
+    return max(outside * tokens + within * tile for outside, within in alive)
+
+
 @dataclass(frozen=True)
 class Layer:
     """A kind of decoder layer.
@@ -223,6 +232,9 @@ class Layer:
         norm_follows: whether the result of the MLP has a norm before the residual addition.
         experts: at most one mixture; its parameters are in neither `linears` nor `others`.
         state: elements of the state of a row that `linear_attention` computes, H K V; 0 without one.
+        forward: what is alive in bf16 while the layer is computed, without what only a backward pass reads.
+        backward: while it is recomputed and its gradients are computed.
+        saved: bytes for each token that a forward pass leaves for the backward pass.
     """
 
     linears: tuple[Linear, ...]
@@ -232,8 +244,11 @@ class Layer:
     kv_heads: int
     head_dim: int
     norm_follows: bool
-    experts: tuple[Experts, ...] = ()
-    state: int = 0
+    experts: tuple[Experts, ...]
+    state: int
+    forward: Alive
+    backward: Alive
+    saved: float
 
     @cached_property
     def mlp_linears(self) -> tuple[Linear, ...]:
@@ -251,24 +266,12 @@ class Layer:
         return self.mlp_linears[-1].inputs if self.mlp_linears else 0
 
     @property
-    def gates(self) -> int:
-        """Arrays of (T, intermediate) that the MLP's backward pass reads: gate, up and product; without a gate two."""
-        outputs = sum(one.outputs for one in self.mlp_linears[:-1])
-        return 1 + round(outputs / self.intermediate) if self.intermediate else 0
-
-    @property
     def cached_heads(self) -> int:
         """Key-value heads whose keys and values generation keeps; 0 where the layer reads those of an earlier one."""
         parents = [one.path.rpartition(".")[0] for one in self.attention_linears]
         made = [one.outputs for one, of in zip(self.attention_linears, parents, strict=True) if of == parents[0]]
         # The output is the last. A layer that reads others' keys makes queries alone.
         return self.kv_heads if sum(made[:-1]) > self.heads * self.head_dim else 0
-
-    @property
-    def norms_heads(self) -> bool:
-        """Whether attention has parameters beside its linear layers: norms of queries and keys."""
-        modules = {one.path.rpartition(".")[0] for one in self.attention_linears}
-        return any(path.startswith(f"{module}.") for path, _ in self.others for module in modules if module)
 
     @cached_property
     def parameters(self) -> int:

@@ -186,11 +186,11 @@ def layers_of(decoder: torch.nn.Module) -> tuple[str, Any]:
     return max(lists.items(), key=lambda item: sum(1 for _ in item[1].modules()))
 
 
-def call_once(decoder: Any, name: str, layers: Placeholders, implementation: str) -> None:
-    """Calls a decoder on a row of two tokens, with other layers and attention than its own, which come back."""
+def call_once(decoder: Any, name: str, layers: Placeholders, implementation: str, tokens: int = 2) -> None:
+    """Calls a decoder on a row of tokens, with other layers and attention than its own, which come back."""
     config, own = decoder.config, (decoder._modules[name], decoder.config._attn_implementation)
     decoder._modules[name], config._attn_implementation = layers, implementation
-    ones = torch.ones(1, 2, dtype=torch.int64, device=next(decoder.parameters()).device)
+    ones = torch.ones(1, tokens, dtype=torch.int64, device=next(decoder.parameters()).device)
     try:
         with torch.no_grad():
             decoder(input_ids=ones, position_ids=ones, use_cache=False, **attention.inputs(attention.SDPA, ones))

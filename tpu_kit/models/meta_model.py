@@ -1,18 +1,28 @@
-"""Builds models on PyTorch's "meta" device, without weights, and derives their shapes."""
+"""Builds models on PyTorch's "meta" device, without weights, derives their shapes, and traces their layers.
+
+A trace tells what of a layer is in memory at once: the results of matrix products, of attention's kernel and of sums,
+and what products and kernels read. The TPU compiler fuses every other operation into those that read its result: what
+it reads stays alive instead.
+"""
 
 from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Iterable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch._dynamo  # transformers' models import it, and torch 2.8 cannot do that under `torch.device`
 from torch.nn.modules.module import register_module_forward_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tpu_kit.config.loader import ModelConfig
 from tpu_kit.models import attention, experts, layer_calls, linear_attention
-from tpu_kit.models.architecture import Experts, Layer, Linear, Shape, brief, locate, shipped_shape
+from tpu_kit.models.architecture import Alive, Experts, Layer, Linear, Shape, brief, locate, shipped_shape
 from tpu_kit.models.loading import absent_family, leave_out_towers, read_config
 
 if TYPE_CHECKING:
@@ -21,6 +31,12 @@ if TYPE_CHECKING:
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 _RECORDED = "tpu_kit_recorded"
 _MOST_POSITIONS = 2**30  # of a model that says none
+TOKENS = 64 * 41
+"""Tokens of the row: whole chunks of linear attention. A tensor with a multiple of so many elements has all tokens."""
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward", "embedding", "index", "gather",
+            "scatter", "scatter_add", "index_put", "index_add", "cumsum", "sort", "topk")  # fmt: skip
+SUMS = ("sum", "mean", "amax", "var", "var_mean", "logsumexp")
+LANES = 128
 
 
 def build(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -149,7 +165,7 @@ def _layers(decoder: Any) -> tuple[list[int], list[Layer], list[int]]:
     except layer_calls.CannotScanError:  # no loop: other devices run the layers one by one
         equal, pairs = list(range(len(layers))), False
     run = _FirstLayers(layers, equal, pairs)
-    layer_calls.call_once(decoder, name, run, _RECORDED)
+    layer_calls.call_once(decoder, name, run, _RECORDED, TOKENS)
     kinds: list[Layer] = list(dict.fromkeys(run.kinds.values()))
     return equal, kinds, [kinds.index(run.kinds[number]) for number in equal]
 
@@ -160,7 +176,7 @@ _attention_calls: list[tuple[torch.nn.Module, int, int, int]] = []
 
 def _record_attention(module: torch.nn.Module, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
     _attention_calls.append((module, query.shape[1], key.shape[1], query.shape[-1]))
-    return attention.sdpa_attention(module, query, key, value, *args, **kwargs)
+    return attend(query, key, value).transpose(1, 2), None
 
 
 class _FirstLayers(layer_calls.Placeholders):
@@ -203,7 +219,11 @@ def _kind(layer: torch.nn.Module, hidden: torch.Tensor, args: Any, kwargs: Any) 
     states: list[tuple[int, int, int]] = []
     token, hook = linear_attention.sizes_of_states.set(states), register_module_forward_hook(note)
     try:
-        output = layer_calls.hidden_states_of(layer(hidden, *args, **kwargs))
+        with torch.enable_grad(), Trace() as trace:
+            output = layer_calls.hidden_states_of(layer(hidden.requires_grad_(), *args, **kwargs))
+            trace.turn()
+            trained = [hidden, *(param for param in layer.parameters() if param.requires_grad)]
+            torch.autograd.grad(output, trained, torch.empty_like(output), allow_unused=True)
     finally:
         hook.remove()
         linear_attention.sizes_of_states.reset(token)
@@ -224,4 +244,150 @@ def _kind(layer: torch.nn.Module, hidden: torch.Tensor, args: Any, kwargs: Any) 
     follows = any(one is results.get(path, layer) for path in last for one in inputs)
     every = tuple(_experts(path, part, chosen[path]) for path, part in mixtures.items())
     state = sum(map(math.prod, states))
-    return output, Layer(tuple(linears.values()), others, mlp, heads, kv_heads, size, follows, every, state)
+    of_mlp = [linear for path, linear in linears.items() if mlp and path.startswith(f"{mlp}.")]
+    wide = {width for linear in of_mlp for width in (linear.inputs, linear.outputs)}
+    shape = tuple(linears.values()), others, mlp, heads, kv_heads, size, follows, every, state
+    return output.detach(), Layer(*shape, *trace.alive(wide - {hidden.shape[-1]}))
+
+
+# ---------------------------------------------------------------------------------------- the trace of a layer
+
+_active: ContextVar[Trace] = ContextVar("trace")
+
+
+@dataclass
+class _Value:
+    """A tensor: its elements and bytes for each token, the values it is made of, and whether it is in memory."""
+
+    elements: int
+    bytes: float
+    sources: set[int]
+    stored: bool
+
+
+class Trace(TorchDispatchMode):
+    """Records the operations within it, on tensors of `TOKENS` tokens; call `turn` before the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: list[_Value] = []
+        self.places: dict[int, int] = {}  # of a tensor's storage, which its views share
+        self.kept: list[torch.Tensor] = []  # or another tensor would get the storage's address
+        self.backward = 0
+
+    def __enter__(self) -> Trace:
+        self.token = _active.set(self)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        _active.reset(self.token)
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = operation(*args, **(kwargs or {}))
+        name = operation._schema.name.partition("::")[2]
+        sources = {self.place(one) for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)}
+        made = [one for one in tree_leaves(output) if isinstance(one, torch.Tensor)]
+        new = [self.place(one) for one in made if one.untyped_storage()._cdata not in self.places]  # not views
+        self.note(sources, new, name in PRODUCTS, name in SUMS)
+        return output
+
+    def note(self, sources: set[int], made: Iterable[int], reads: bool, stored: bool) -> None:
+        """Records values that are made of others, which are in memory if the operation `reads` them."""
+        for number in sources:
+            self.values[number].stored |= reads
+        for number in made:
+            self.values[number].sources, self.values[number].stored = sources, reads or stored
+
+    def place(self, tensor: torch.Tensor) -> int:
+        """The number of a tensor's value. One that nothing made, such as the layer's input, is in memory."""
+        storage = tensor.untyped_storage()._cdata
+        if storage not in self.places:
+            self.places[storage] = len(self.values)
+            self.kept.append(tensor)
+            elements, rest = divmod(tensor.numel(), TOKENS)
+            elements *= not rest and elements % TOKENS > 0  # neither a weight nor a mask
+            self.values.append(_Value(elements, elements * tensor.element_size(), set(), True))
+        return self.places[storage]
+
+    def turn(self) -> None:
+        """Tells that the backward pass begins."""
+        self.backward = len(self.values)
+
+    def alive(self, wide: set[int]) -> tuple[Alive, Alive, float]:
+        """What is alive at once, forward and backward, and the bytes that the forward pass leaves to the backward one.
+
+        Args:
+            wide: sizes of arrays that exist for one tile of tokens at a time.
+        """
+        forward, last = self._lives(self.backward), self._lives(len(self.values))
+        within = [value.elements in wide for value in self.values]
+        # A recomputation of the MLP that its own backward pass does not need is left out.
+        start = next((n for n in range(self.backward, len(within)) if within[n]), self.backward)
+        saved = sum(self.values[n].bytes for n, end in last.items() if n < self.backward <= end)
+        return self._most(forward, within, 0, self.backward), self._most(last, within, start, len(within)), saved
+
+    def _lives(self, count: int) -> dict[int, int]:
+        """For each of the first values that is in memory, the last one that is made of it."""
+        last: dict[int, int] = {}
+        roots: list[set[int]] = []
+        for number, value in enumerate(self.values[:count]):
+            made_of = {root for source in value.sources for root in roots[source]}
+            if value.stored:
+                last |= dict.fromkeys((number, *made_of), number)
+            roots.append({number} if value.stored else made_of)
+        return last
+
+    def _most(self, last: dict[int, int], within: list[bool], start: int, end: int) -> Alive:
+        """The bytes outside and within tiles at the moments of [start, end) at which no other has more of both."""
+        sizes, found = [0.0, 0.0], set[tuple[float, float]]()
+        freed: dict[int, list[int]] = {}
+        for now in range(end):
+            for number in freed.pop(now, ()):
+                sizes[within[number]] -= self.values[number].bytes
+            if now in last:  # a result may take the place of what it is made of
+                freed.setdefault(max(last[now], now + 1), []).append(now)
+                sizes[within[now]] += self.values[now].bytes
+            if now >= start:
+                found.add((sizes[0], sizes[1]))
+        return tuple(sorted(one for one in found if not any(_more(other, one) for other in found)))
+
+
+def _more(one: tuple[float, float], other: tuple[float, float]) -> bool:
+    return one != other and one[0] >= other[0] and one[1] >= other[1]
+
+
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Stands for attention's kernel, (B, heads, S, D) to (B, heads, S, D of the values)."""
+    if query.shape[1] % key.shape[1]:
+        raise ValueError(f"{query.shape[1]} query heads are no multiple of {key.shape[1]} key-value heads")
+    output: torch.Tensor = _Kernel.apply(query, key, value)
+    return output
+
+
+class _Kernel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        given, axes = (query, key, value), query.shape[:-1]
+        output, sums = _call(given, [((*axes, value.shape[-1]), query.dtype), (axes, torch.float32)])
+        ctx.save_for_backward(*given, output, sums)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        saved = ctx.saved_tensors
+        return tuple(_call([*saved, *upstream], [(one.shape, one.dtype) for one in saved[:3]]))
+
+
+def _call(given: Sequence[torch.Tensor], results: Sequence[tuple[Any, torch.dtype]]) -> list[torch.Tensor]:
+    """Makes the results of a call of the kernel, of these shapes and dtypes; its heads are padded to whole lanes."""
+    trace = _active.get()
+    sources = {*map(trace.place, given)}
+    made = [given[0].new_empty(shape, dtype=dtype) for shape, dtype in results]
+    trace.note(sources, map(trace.place, made), True, True)
+    for one in (*given, *made):
+        value, size = trace.values[trace.place(one)], one.shape[-1]
+        if one.dim() == 4:
+            value.bytes = value.elements * one.element_size() * (-(-size // LANES) * LANES / size)
+    return made

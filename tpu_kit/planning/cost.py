@@ -16,11 +16,10 @@ from tpu_kit.config.mesh import Mesh
 from tpu_kit.distributed.runtime import seen_on
 from tpu_kit.hardware.chips import Chip
 from tpu_kit.hardware.slices import TargetSlice
-from tpu_kit.models.architecture import Shape
-from tpu_kit.models.sharding_rules import spec_of
+from tpu_kit.models.architecture import Linear, Shape
+from tpu_kit.models.sharding_rules import is_column, spec_of
 from tpu_kit.planning.activation_memory import objective_beside
 from tpu_kit.planning.argument_memory import model_tensors, teacher_shape, trained_count
-from tpu_kit.planning.mesh_memory import per_device
 from tpu_kit.planning.rollouts import WHOLE_ROWS, cache_bytes, rollout_of, update_plan
 
 if TYPE_CHECKING:
@@ -262,6 +261,24 @@ def link_seconds(collectives: Iterable[Collective], chip: Chip, *, synchronous: 
     return chip.devices_per_chip * sum(
         (one.synchronous if synchronous else one.moved) / (network if one.over_dcn else links) for one in collectives
     )
+
+
+def per_device(shape: Shape, mesh: Mesh) -> Shape:
+    """The model as the products of one device see it: its part of the heads, the MLP's columns and the vocabulary."""
+    parts = mesh.model
+    if parts == 1:
+        return shape
+
+    def part(one: Linear) -> Linear:
+        side = "outputs" if is_column(one.path, one.outputs, one.inputs, shape.hidden) else "inputs"
+        return replace(one, **{side: getattr(one, side) // parts})
+
+    kinds = tuple(
+        replace(kind, linears=tuple(map(part, kind.linears)), heads=kind.heads // parts,
+                kv_heads=max(1, kind.kv_heads // parts))
+        for kind in shape.kinds
+    )  # fmt: skip
+    return replace(shape, kinds=kinds, vocabulary=-(-shape.vocabulary // parts))
 
 
 def _forward(shape: Shape, dtype: str, tokens: int, length: int, chunks: int, seen: float) -> Work:

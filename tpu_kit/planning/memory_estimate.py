@@ -6,7 +6,6 @@ once. `activation_memory` derives the temporaries, this module the arguments and
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,12 +13,10 @@ from typing import Any
 
 from tpu_kit.config.loader import TrainConfig
 from tpu_kit.config.mesh import Mesh
-from tpu_kit.hardware.chips import Chip
-from tpu_kit.models.architecture import FEW_TILES, Shape, check_groups, check_positions
+from tpu_kit.models.architecture import FEW_TILES, Shape, check_groups, check_positions, most
 from tpu_kit.models.shape_cache import read_shape
 from tpu_kit.planning.activation_memory import PeakActivationModel
 from tpu_kit.planning.argument_memory import is_matrix, padded, shards, teacher_shape, teacher_tensors
-from tpu_kit.planning.mesh_memory import MeshActivationModel
 from tpu_kit.planning.rollouts import ProgramPeak, cache_bytes, rollout_of, update_plan
 
 LOOP_CODE = 26 * 2**20
@@ -45,7 +42,7 @@ class Memory:
     Attributes:
         parts: bytes by name at the peak: base_weights, teacher_weights, adapters, optimizer, ema, batch,
             objective, objective_saved, layer_inputs, saved_activations, mask, gradients, weight_copies, layer,
-            attention, loss_chunk, teacher, all_reduce, update, heap, code.
+            loss_chunk, teacher, all_reduce, update, heap, code.
         argument_bytes: weights, state and batch.
         temporary_bytes: buffers that live only within the step.
         code_bytes: the program.
@@ -69,16 +66,14 @@ class Memory:
 
 
 def estimate(
-    config: TrainConfig, *, num_replicas: int = 1, shape: Shape | None = None, chip: Chip | None = None,
-    mesh: Mesh | None = None,
-) -> Memory:  # fmt: skip
+    config: TrainConfig, *, num_replicas: int = 1, shape: Shape | None = None, mesh: Mesh | None = None
+) -> Memory:
     """Estimates the memory of a training step on a TPU.
 
     Args:
         config: the run; its model is read by `shape_cache.read_shape`.
         num_replicas: data-parallel replicas; each holds everything. Not used with a mesh.
         shape: the model's shape, if it was read before.
-        chip: the TPU; without it the vector memory of v5e is assumed.
         mesh: the devices over which the model is sharded; None for replicas.
 
     Raises:
@@ -90,20 +85,15 @@ def estimate(
     if config.lora.r and config.model.base_dtype == "int4":
         check_groups(shape.widths, config.model.quant_group)
     kind = _Rounds if config.on_policy else _Step
-    return kind(config, shape, num_replicas, chip, mesh).memory()
+    return kind(config, shape, num_replicas, mesh).memory()
 
 
 class _Step:
     """Arguments, temporaries and code."""
 
-    def __init__(
-        self, config: TrainConfig, shape: Shape, num_replicas: int, chip: Chip | None, mesh: Mesh | None
-    ) -> None:
+    def __init__(self, config: TrainConfig, shape: Shape, num_replicas: int, mesh: Mesh | None) -> None:
         self.config, self.shape, self.mesh, self.replicas = config, shape, mesh, num_replicas
-        if mesh is None:
-            self.alive = PeakActivationModel(config, shape, num_replicas, chip)
-        else:
-            self.alive = MeshActivationModel(config, shape, mesh, chip)
+        self.alive = PeakActivationModel(config, shape, num_replicas, mesh)
 
     def arguments(self) -> dict[str, int]:
         """The buffers before the step: weights, adapters, optimizer, average, batches; of a mesh a device's shards.
@@ -215,17 +205,12 @@ class _Rounds(_Step):
         yield made("apply", (*trained, *state), parts, SMALLEST_CODE, also=sent)
 
     def prefill(self, rows: int, width: int) -> dict[str, float]:
-        """Temporaries of a prefill: attention, its inputs in two layouts; on a mesh weights stay where they lie."""
-        mesh, step, optim = self.mesh or Mesh(), copy.copy(self.alive), self.config.optim
-        step.rows, step.length = -(-rows // mesh.data), width
-        step.tokens = step.rows * width
-        step.tiles = -(-step.tokens // min(optim.mlp_tile or step.tokens, step.tokens))
-        kinds = step.shape.kinds
-        return {
-            "weight_copies": step.copies(),
-            "layer": step.states(3) + (max(map(step.slices, kinds)) if mesh.size == 1 else 0.0),
-            "attention": max((step.heads(2, one) + step.pairs(2, one)) / mesh.fsdp for one in kinds),
-        }  # fmt: skip
+        """Temporaries of a prefill: those of a layer; on a mesh weights stay where they lie."""
+        mesh, optim = self.mesh or Mesh(), self.config.optim
+        tokens = -(-rows // mesh.data) * width
+        tile = min(optim.mlp_tile or tokens, tokens)
+        layer = max(most(kind.forward, tokens, tile) for kind in self.shape.kinds) * self.alive.compute / 2
+        return {"weight_copies": self.alive.copies(), "layer": layer / mesh.fsdp}
 
     def decode(self, rows: int, cache: int) -> dict[str, float]:
         """Temporaries of decode steps: the cache in the layout in which slots are written, and logits.

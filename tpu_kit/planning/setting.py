@@ -53,7 +53,7 @@ class Setting:
     def memory(self) -> Memory:
         """The memory by formula; raises ValueError as `estimate`."""
         config, where = seen_on(self.where.device_type, self.config), self.where
-        return estimate(config, num_replicas=where.replicas, shape=self.shape, chip=where.chip, mesh=where.mesh)
+        return estimate(config, num_replicas=where.replicas, shape=self.shape, mesh=where.mesh)
 
     @cached_property
     def peaks(self) -> dict[str, int]:
@@ -315,7 +315,7 @@ def _smallest_slice(one: Setting) -> str | None:
             if not alone:
                 if devices == 1 or not can_shard(each):
                     continue
-                if estimate(each, shape=one.shape, chip=chip, mesh=Mesh(fsdp=devices)).total_bytes > limit:
+                if estimate(each, shape=one.shape, mesh=Mesh(fsdp=devices)).total_bytes > limit:
                     continue
             price = chip.price.on_demand * count if chip.price else float("inf")
             name = chip.slice_name(count) + ("" if alone else f" with mesh=fsdp={devices}")
