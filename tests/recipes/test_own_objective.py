@@ -72,6 +72,13 @@ def test_the_loss_of_the_readme_trains(
         assert all(line["host_syncs_per_step"] == 0 for line in steps)
 
 
+def test_a_loss_without_weight_is_told(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its logs are not a number, though no update is skipped: its gradients are finite."""
+    changes: dict[str, object] = {"device_type": "cpu", "max_steps": 1}
+    trained(world, tmp_path / "run", f"{OWN}:weightless", **changes)
+    assert capsys.readouterr().err.count(f"{OWN}:weightless had the weight 0 in all updates up to step 1") == 1
+
+
 @pytest.mark.usefixtures("quick_xla")
 def test_parameters_of_a_loss_are_trained_and_resumed_and_not_in_the_adapter(world: Path, tmp_path: Path) -> None:
     settings = {"device_type": "cpu", "num_replicas": 1, "max_steps": 4}

@@ -54,6 +54,11 @@ def squared(model: Any, batch: Any) -> Sums:
     return Sums(logits.square().mean(-1).sum(), (labels != -100).sum().float())
 
 
+def weightless(model: Any, batch: Any) -> Sums:
+    loss, weight = squared(model, batch)[:2]
+    return Sums(loss, weight * 0)
+
+
 def calls(model: Any, batch: Any) -> Sums:
     return model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
 

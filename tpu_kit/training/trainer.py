@@ -281,6 +281,12 @@ class Trainer:
         if self.rt.rank == 0:
             for text in (*self._slowness.notice(pending.before, pending.now, steps), *self.updates.warnings(extra)):
                 _warn(text)
+            if good and not weight and not self._split:
+                _warn(
+                    f"optim.objective={self.config.optim.objective} had the weight 0 in all updates up to step "
+                    f"{last.step} since the last log, so their loss has no mean (nan): let Sums.weight count what its "
+                    "loss sums, and look at what it leaves out"
+                )
         if skipped:
             self._report_skipped(pending.window, report)
 
