@@ -121,6 +121,8 @@ def test_given_twice(write: Any) -> None:
         ("run_name=7", "run_name", "7"),
         ("revision=00123", "model.revision", "00123"),
         ("revision=null", "model.revision", None),
+        ("revision=None", "model.revision", None),  # as the cell of a notebook has it
+        ("eval_steps=None", "optim.eval_steps", None),
         ("system_prompt=You are: 'a' = {b}", "data.system_prompt", "You are: 'a' = {b}"),
         ("think_open=${x}", "data.think_open", "${x}"),
         ("targets=[q_proj, v_proj]", "lora.targets", ("q_proj", "v_proj")),

@@ -44,9 +44,11 @@ _SHARED = {"seed"}
 
 
 def read_value(name: str, text: str) -> Any:
-    """Returns the value of `name=text` on the command line; raises ConfigError if it is not YAML."""
+    """Returns the value of `name=text` on the command line: YAML, or Python's None; raises ConfigError for others."""
     from tpu_kit.config import strict_yaml  # not needed for --help
 
+    if text == "None":  # copied from the parameters of a notebook; as a text it would name a folder
+        return None
     return strict_yaml.load(text, f"{name}: {show(text)}")
 
 
@@ -133,14 +135,14 @@ class _Reader:
                 continue
             for name in self._names(key, value):
                 if name.startswith("data.columns.") or parameters()[name].text_only:
-                    self._set(name, None if value == "null" else value, "command line")
+                    self._set(name, None if value in ("null", "None") else value, "command line")
                     continue
                 try:
                     read = read_value(name, value)
                 except ConfigError as error:
                     self.problems += error.problems
                     continue
-                if read is None and parameters()[name].default is None and value not in ("null", "~"):
+                if read is None and parameters()[name].default is None and value not in ("null", "~", "None"):
                     self.problems.append(f"{name}: {show(value)} reads as null; write {name}=null for none")
                 else:
                     self._set(name, read, "command line")
