@@ -373,3 +373,8 @@ def watched(path: Path) -> list[str]:
     client.execute()
     nbformat.write(made, path.with_name("out.ipynb"))
     return shown
+
+
+def test_bars_are_of_long_work_alone_as_tqdm_is_imported_later() -> None:
+    code = "import os, sys\nimport tpu_kit.diagnostics.install\nprint(os.environ['TQDM_DELAY'], 'tqdm' in sys.modules)"
+    assert run_python(code, env={"TQDM_DELAY": None}).stdout == "5 False\n"
