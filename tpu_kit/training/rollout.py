@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import pickle
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -332,7 +331,7 @@ class Rollouts(Updates):
             NextUpdateError: the rewards of a replica failed.
         """
         rewards = zip(judgement.total, *(judgement.parts[name] for name in self._names), strict=True)
-        mine = {key: (completions[key], *each) for key, each in zip(sorted(completions), rewards, strict=True)}
+        mine = {key: (asdict(completions[key]), *each) for key, each in zip(sorted(completions), rewards, strict=True)}
         answers, logged = dict[tuple[int, int], tuple[Any, ...]](), defaultdict[str, list[float]](list)
         for theirs, values, failure in self._exchange((mine, judgement.logged, error)):
             if failure:
@@ -341,16 +340,16 @@ class Rollouts(Updates):
             for name, each in values.items():
                 logged[name] += each
         means = {name: sum(values) / len(values) for name, values in logged.items()}
-        return [answers[key] for key in sorted(answers)], means
+        return [(Completion(**reply), *scores) for _, (reply, *scores) in sorted(answers.items())], means
 
     def _exchange(self, mine: T) -> list[T]:
         """Returns what each replica gives, by rank: they are on one host, and share its disk."""
         if self._rt.world_size == 1:
             return [mine]
-        files = [self._config.output_path / f".exchanged-{rank}" for rank in range(self._rt.world_size)]
-        files[self._rt.rank].write_bytes(pickle.dumps(mine))
+        files = [self._config.output_path / f"exchanged-{rank}.pt" for rank in range(self._rt.world_size)]
+        torch.save(mine, files[self._rt.rank])
         self._rt.barrier()
-        values = [pickle.loads(file.read_bytes()) for file in files]
+        values = [torch.load(file, weights_only=True) for file in files]
         self._rt.barrier()
         files[self._rt.rank].unlink()
         return values
