@@ -29,6 +29,7 @@ from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.evaluation.evaluate import Accuracy, count_correct
 from tpu_kit.hardware.host import chips_of
 from tpu_kit.models.base_identity import identify
+from tpu_kit.models.layer_calls import unstacked
 from tpu_kit.training.adapter_files import base_document, result_files
 from tpu_kit.training.metrics import Evaluations, RecompileMonitor, Tracker, model_flops_per_token, peak_memory
 from tpu_kit.training.objectives import Objective
@@ -378,7 +379,12 @@ class Trainer:
 
     def weights(self) -> Tensors:
         """Returns the resulting weights on the CPU; for rank 0, once the last checkpoint is durable."""
-        return weights_of(self._chosen_step or self.step, self.config)
+        chosen = self._chosen_step or self.step
+        if self.parts is not None or chosen != self.step:
+            return weights_of(chosen, self.config)
+        named = self.state.average or self.state.params
+        values = self.rt.to_host(list(named.values()))
+        return unstacked(self.state.stacks, dict(zip(named, values, strict=True)))
 
     # ---------------------------------------------------------------------------------------------------- checkpoints
 
