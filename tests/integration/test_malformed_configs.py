@@ -327,7 +327,7 @@ ARGUMENTS: list[tuple[list[str], str]] = [
     (["batch_size=3=4"], "is not a whole number"),
     (["max_steps="], "optim.max_steps: '' reads as null; write optim.max_steps=null for none"),
     (["max_steps=#5"], "optim.max_steps: '#5' reads as null"),
-    (["max_steps=None"], "'None' is not a whole number or null"),
+    (["max_steps=nul"], "'nul' is not a whole number or null"),
     (["max_steps=010"], "YAML reads 010 as another number"),
     ([f"{HALF}=3"], "no such parameter"),
     ([f"run_name={HALF}"], "holds a character that no file can"),

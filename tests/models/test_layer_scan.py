@@ -126,7 +126,7 @@ def loss_and_gradients(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -
 
 @pytest.mark.parametrize(
     ("rank", "tile", "keeps", "error"),
-    [(4, None, False, 1e-6), (0, None, False, 1e-6), (4, 7, False, 3e-5), (4, None, True, 1e-6), (0, None, True, 1e-6)],
+    [(4, None, False, 1e-6), (0, None, False, 1e-6), (4, 7, False, 1e-4), (4, None, True, 1e-6), (0, None, True, 1e-6)],
 )
 @pytest.mark.parametrize(
     "family", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
