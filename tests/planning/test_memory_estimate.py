@@ -71,13 +71,10 @@ def of(folder: Path, shape: dict[str, Any], *settings: str, **changes: Any) -> M
 # ---------------------------------------------------------------------------------------------- against the compiler
 
 
-MISSED = "smollm2-135m-4 v5e:1x1 base_dtype=fp32 batch_size=4 mlp_tile=1024"  # 17 % of 0.37 GiB too high
-
-
 def test_its_errors_together(tmp_path: Path) -> None:
     """Too low is worse than too high: a step that does not fit ends, one that is thought larger than it is runs."""
     found = {name_of(one): error(one, tmp_path) for one in ANSWERS + RECORDED["drawn"]}
-    assert len(found) >= 119 and found.pop(MISSED) < 0.18
+    assert len(found) >= 119
     sizes = [abs(one) for one in found.values()]
     assert statistics.median(sizes) <= 0.025 and sum(size <= 0.08 for size in sizes) >= 0.9 * len(sizes)
     assert min(found.values()) >= -RESERVE and max(found.values()) <= 0.15, found

@@ -27,7 +27,7 @@ from tpu_kit.planning.argument_memory import LANES, is_matrix, model_tensors, pa
 if TYPE_CHECKING:
     from tpu_kit.training.objectives import Objective
 
-WORK = 1.1
+WORK = 1.3
 """Bytes in HBM for each traced byte of a layer."""
 UNPACKED = {"int8": 0.7, "int4": 1.5}
 """Bytes for each weight of a layer that is cut out of a stack and converted."""
@@ -35,8 +35,8 @@ GATHERED = {"int8": 1.0, "int4": 2.75, "bf16": 2.5, "fp32": 5.0}
 """As much on a mesh, where the weights of a layer, and some of the next one, are gathered over fsdp."""
 CHUNK_STATES, TOKENS_OF_CHUNK = 3, 64
 """Arrays in fp32 of the states between the chunks of linear attention, beyond those in the trace."""
-VECTOR_MEMORY = 112 * 2**20
-"""Bytes that the chip's vector memory holds instead of HBM: of v5e and v6e, which have 128 MiB."""
+VECTOR_MEMORY = 80 * 2**20
+"""Bytes that the chip's vector memory, 128 MiB of v5e and v6e, holds instead of HBM."""
 SPLASH_BLOCK = 1024  # tokens; half as many for heads of more than 128
 
 
@@ -278,13 +278,16 @@ class PeakActivationModel:
             return self.work(kind.backward, self.tile) + self.scores() + more
         if not self.keeps and not self.mesh:  # the log of sums, over all lanes
             more += padded((self.rows * kind.heads, self.length, LANES), 4)
-        return max(self.work(kind.backward, self.tile), self.at_attention(kind)) + more
+        work = max(self.work(kind.backward, self.tile), self.at_attention(kind))
+        if kind.norm_follows:  # its input and the gradient of its result, in fp32
+            work += 2 * 4.0 * self.tokens * self.shape.hidden / self.parts
+        return work - min(VECTOR_MEMORY, max(0.0, work - VECTOR_MEMORY)) + more
 
     def at_attention(self, kind: Layer) -> float:
         """The backward pass of attention, where splash makes a gradient of the queries for each block of keys."""
         block = SPLASH_BLOCK >> (-(-max(1, kind.head_dim) // LANES) - 1).bit_length()
         query = padded((self.rows * kind.heads, self.length, kind.head_dim), self.compute) / self.parts
-        return self.work(kind.backward, 0) + (self.length // block - 1) * query - VECTOR_MEMORY
+        return self.work(kind.backward, 0) + (self.length // block - 1) * query
 
     def work(self, alive: Alive, tile: int) -> float:
         """Bytes of a layer's own tensors, some of them for one tile of the MLP."""
