@@ -34,6 +34,9 @@ from tpu_kit.distributed.meeting import Meeting
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.hardware.machine import Machine
 
+RESULT_TYPE = "application/vnd.tpu-kit.result+json"
+"""MIME type under which a notebook cell stores whether its run was preempted."""
+
 _POLL = 0.2  # seconds between two reads of the clock and the flag
 
 _AWAY, _PAUSED, _STEPPING = 0, 1, 2  # states of a replica; "away": it does not handle notices

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 DeviceType = Literal["tpu", "cuda", "cpu", "xla-cpu"]
 
+# New objects after which the kit's processes look for garbage. Python's 700 take a quarter of the time in which torch,
+# torch_xla and transformers are imported, whose millions of objects stay.
+GC_THRESHOLD = 50_000
 REHEARSAL_REPLICAS = 4  # of xla-cpu, where neither the config nor the environment has a number
 # Share of memory that a choice of the batch leaves free, not measured. The formula is made for a TPU's compiler; a GPU
 # also holds a context, libraries and the gaps of its allocator, and other processes use host memory.

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import io
 import multiprocessing
 import os
@@ -206,9 +207,10 @@ def _torch_replica(local_rank: int, folder: str, payload: bytes, backend: Backen
         return (CudaRuntime if device_type == "cuda" else CpuRuntime)(rank, world_size, device, hosts.count)
 
     _quiet(threads=local_rank == 0)
-    _replica(rank, local_rank == 0, make, folder, payload)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    with _exit_at_once(folder, rank):
+        _replica(rank, local_rank == 0, make, folder, payload)
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def _connect(kind: str, hosts: Hosts, folder: str, rank: int, world_size: int) -> None:
@@ -268,6 +270,7 @@ def _no_stdout() -> Iterator[None]:
 
 def _prepare(folder: str) -> None:
     """Makes a replica's process print its stacks, and end with the launcher; opens the flag."""
+    gc.set_threshold(runtime.GC_THRESHOLD)
     _show_stacks()
     if sys.platform == "linux":  # the kernel does it, also while a thread holds the GIL
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -23,8 +23,8 @@ from typing import Any
 
 from tpu_kit.config.fields import SECRET_ADVICE, is_secret_name, is_secret_value
 from tpu_kit.config.loader import ConfigError
+from tpu_kit.distributed.preemption import RESULT_TYPE
 from tpu_kit.notebook.kernel import check_names
-from tpu_kit.recipes.sft import RESULT_TYPE
 
 OK, FAILED, PREEMPTED = 0, 1, 75
 _SAME = 1.0  # seconds

@@ -23,7 +23,6 @@ from tpu_kit.config.loader import ConfigError, TrainConfig
 from tpu_kit.config.schema import RlConfig
 from tpu_kit.models import causal_lm as models
 from tpu_kit.models.states_head import StatesHead, file_names, find_head, title
-from tpu_kit.planning.trace import ROW, empty_model
 from tpu_kit.training.objectives import Objective, Sums, objective_of
 
 _SAMPLING = (
@@ -70,6 +69,8 @@ def _check_sampling(config: TrainConfig) -> None:
 
 
 def _check_own(config: TrainConfig, objective: Objective) -> None:
+    from tpu_kit.planning.trace import ROW, empty_model  # it loads the compiler of torch, which takes a second
+
     name, file = f"optim.objective={config.optim.objective}", inspect.getsourcefile(imported(config.optim.objective))
     whole = replace(config, model=replace(config.model, base_dtype="fp32"))  # "meta" has no autocast
     with torch.device("meta"):

@@ -27,7 +27,7 @@ from tpu_kit.distributed import runtime
 from tpu_kit.distributed.hosts import ONE, Hosts, find_hosts, keep_log
 from tpu_kit.distributed.launch import launch
 from tpu_kit.distributed.meeting import Meeting
-from tpu_kit.distributed.preemption import PreemptionGuard, sigterm_raises
+from tpu_kit.distributed.preemption import RESULT_TYPE, PreemptionGuard, sigterm_raises
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.evaluation.evaluate import Comparison, check_answers, evaluate_adapter
 from tpu_kit.evaluation.rewards import Rewards
@@ -41,7 +41,6 @@ from tpu_kit.models.loading import load_frozen, read_config
 from tpu_kit.planning.objective_check import check_objective
 from tpu_kit.planning.oom_recovery import out_of_memory, suggestion
 from tpu_kit.planning.preflight import Preflight, check_before_launch, predicted_bytes
-from tpu_kit.planning.trace import empty_model
 from tpu_kit.storage import atomic
 from tpu_kit.storage.object_store import at_hand, parent
 from tpu_kit.storage.output_location import (
@@ -70,8 +69,6 @@ from tpu_kit.training.updates import Updates
 
 SHOWN_REPORT = "TPU_KIT_SHOWN_REPORT"
 """In the environment: the data report that a notebook has shown, which a run does not print again."""
-RESULT_TYPE = "application/vnd.tpu-kit.result+json"
-"""MIME type under which a notebook cell stores the status of a `TrainResult`."""
 
 
 @dataclass(frozen=True)
@@ -268,6 +265,8 @@ def check_run(
 
 def _check_start(config: TrainConfig, adapter: str) -> None:
     """Raises ValueError if `lora.adapter` was trained on other weights, or does not fit the model and its objective."""
+    from tpu_kit.planning.trace import empty_model  # it loads the compiler of torch, which takes a second
+
     with at_hand(adapter) as folder:
         base_of_adapter(config.model, folder)
         with torch.device("meta"):

@@ -13,7 +13,6 @@ from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
-import torch._dynamo  # on which torch.compile is set up; transformers' models import it anyway
 
 from tpu_kit.config.loader import OptimConfig, TrainConfig
 from tpu_kit.config.mesh import Spec
@@ -79,6 +78,8 @@ def prepare_model(
 
 def _set_compiler(compiles: bool) -> None:
     """Sets what torch.compile does in this process, without its warnings of what the kit means."""
+    import torch._dynamo  # takes a second, so only where there is a model
+
     torch.compiler.set_stance("default" if compiles else "force_eager")
     # Layers have a program for each shape, with and without gradients; after 8, the default, `grpo` would run eagerly.
     torch._dynamo.config.recompile_limit = 64
