@@ -34,6 +34,7 @@ def even_then_stop(completions: list[Any], trainer_state: Any, **kwargs: Any) ->
     if trainer_state.global_step == 3 and "TPU_KIT_TEST_STOP" in os.environ:
         del os.environ["TPU_KIT_TEST_STOP"]
         os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1)  # on a busy machine the calling process reads of it later than two short updates take
     return even(completions)
 
 
