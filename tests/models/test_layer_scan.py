@@ -125,15 +125,17 @@ def loss_and_gradients(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -
 
 
 @pytest.mark.parametrize(
-    ("rank", "tile", "keeps", "error"),
-    [(4, None, False, 1e-6), (0, None, False, 1e-6), (4, 7, False, 1e-4), (4, None, True, 1e-6), (0, None, True, 1e-6)],
+    ("rank", "tile", "keeps"),
+    [(4, None, False), (0, None, False), (4, 7, False), (4, None, True), (0, None, True)],
 )
 @pytest.mark.parametrize(
     "family", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 )
 def test_loss_and_gradients_are_those_of_the_unrolled_layers(
-    family: str, rank: int, tile: int | None, keeps: bool, error: float
+    family: str, rank: int, tile: int | None, keeps: bool
 ) -> None:
+    # Tiles sum in another order; the gradients of gemma4, with 14 layers, then differ by up to 7e-5, of others by 3e-6.
+    error = 1e-6 if tile is None else 1e-4 if family == "gemma4" else 1e-5
     unrolled = built(family, LoraConfig(r=rank))
     looped = copy.deepcopy(unrolled)
     runs = layer_scan.stack(decoder_of(looped), tile, keeps).runs
@@ -145,7 +147,7 @@ def test_loss_and_gradients_are_those_of_the_unrolled_layers(
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
         assert gradient.abs().max() > 1e-4, name
-        atol = error * float(gradient.abs().max())  # tiles sum in another order
+        atol = error * float(gradient.abs().max())
         torch.testing.assert_close(found[name], gradient, rtol=error, atol=atol, msg=name)
 
 
