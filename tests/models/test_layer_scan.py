@@ -471,15 +471,22 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], dict[str, An
     return functools.cache(lambda: launch(layer_functions.on_one_device, at(folder, "on", "xla-cpu")))
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], dict[str, Any]]:
+    """The same on the CPU."""
+    folder = tmp_path_factory.mktemp("plain")
+    return functools.cache(lambda: launch(layer_functions.on_one_device, at(folder, "off", "cpu")))
+
+
 @needs_xla
 @pytest.mark.parametrize(
     ("replicas", "remat"),
     [(1, "full"), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((4, "full"), (2, "outputs")))],
 )
 def test_on_xla_it_is_one_program_with_the_same_numbers(
-    tmp_path: Path, replicas: int, remat: str, alone: Callable[[], dict[str, Any]]
+    tmp_path: Path, replicas: int, remat: str, alone: Callable[[], dict[str, Any]], plain: Callable[[], dict[str, Any]]
 ) -> None:
-    expected = launch(layer_functions.updates, at(tmp_path, "off", "cpu"))
+    expected = plain()["updates"]
     if replicas == 1:
         found = alone()["updates"]
     else:
@@ -501,9 +508,9 @@ def test_on_xla_it_is_one_program_with_the_same_numbers(
 
 @needs_xla
 def test_on_xla_dropout_is_that_of_the_cpu_and_follows_the_seed(
-    tmp_path: Path, alone: Callable[[], dict[str, Any]]
+    alone: Callable[[], dict[str, Any]], plain: Callable[[], dict[str, Any]]
 ) -> None:
-    expected = launch(layer_functions.gradients_with_dropout, at(tmp_path, "on", "cpu"))
+    expected = plain()["dropout"]
     found = dict(alone()["dropout"])
     own = found.pop("own")
     assert len(found) == 3
@@ -533,17 +540,15 @@ def test_the_program_of_a_step_has_the_layers_as_loops(alone: Callable[[], dict[
 
 @needs_xla
 def test_a_decoder_that_the_kit_does_not_know_is_trained_sharded_and_generates_in_the_loop(
-    tmp_path: Path, alone: Callable[[], dict[str, Any]]
+    tmp_path: Path, alone: Callable[[], dict[str, Any]], plain: Callable[[], dict[str, Any]]
 ) -> None:
-    plain, sharded = (
-        launch(layer_functions.own_decoder, layer_functions.own_config(tmp_path, *where), sharded=True)
-        for where in (("cpu",), ("xla-cpu", "fsdp=2"))
-    )
-    found = alone()["own"]
+    config = layer_functions.own_config(tmp_path, "xla-cpu", "fsdp=2")
+    sharded = launch(layer_functions.own_decoder, config, sharded=True)
+    found, expected = alone()["own"], plain()["own"]
     refused = found["refused"]
     assert refused.startswith("XLA has no aten::histc, which ") and "layer_functions.py:" in refused
     for one in (found, sharded):
         assert one["layers"] == "3 x 1 in a loop"
         assert one["table"] == [[1, 1], [0, 0]], "a write into a view of a new tensor is lost below the mode"
-        assert one["loss"] == pytest.approx(plain["loss"], rel=1e-5)
-        assert one["replies"] == plain["replies"] and all(len(reply) == 8 for reply in one["replies"])
+        assert one["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert one["replies"] == expected["replies"] and all(len(reply) == 8 for reply in one["replies"])

@@ -51,6 +51,32 @@ for batch, heads, pairs, length, head_dim, window, cap, prefixes, sinks in (
 print(json.dumps(errors))
 """
 
+KERNEL_FORMATS = """
+import json
+from dataclasses import replace
+import jax, torch_xla
+from jax._src import tpu_custom_call
+from tpu_kit.hardware.compatibility import PAIRINGS
+from tpu_kit.xla import pallas
+
+shapes = (((1, 1, 128, 64), "bfloat16"),) * 3 + (((1, 128), "int32"),)
+chosen, serialize, written = tpu_custom_call.get_ir_version, tpu_custom_call._lower_mosaic_module_to_asm, []
+
+def noted(*args, ir_version, **kwargs):
+    written.append(ir_version)
+    return serialize(*args, ir_version=ir_version, **kwargs)
+
+tpu_custom_call._lower_mosaic_module_to_asm = noted
+for kernel_format in (None, 4):
+    pallas.find_pairing = lambda _: replace(PAIRINGS[0], kernel_format=kernel_format)
+    pallas._lowered.cache_clear()
+    specs = (pallas.PER_HEAD,) * 3 + (("data", None),)
+    pallas._lowered(pallas._forward, (pallas.SplashSettings(),), shapes, specs, specs[:2], "tpu", None)
+    jax.clear_caches()
+assert tpu_custom_call.get_ir_version is chosen
+print(json.dumps(written))
+"""
+
 FOR_THE_TPU_COMPILER = """
 import json, os
 import torch, torch_xla
@@ -81,9 +107,19 @@ os._exit(0)  # libtpu hangs at times on its way out
 """
 
 
+@pytest.fixture(scope="module")
+def found() -> tuple[list[float], list[int]]:
+    """What one child printed: the errors of each case, and the formats of the kernels."""
+    printed = run_python(IN_INTERPRET_MODE + KERNEL_FORMATS, env={"JAX_PLATFORMS": "cpu"}).stdout
+    errors, formats = map(json.loads, printed.splitlines()[-2:])
+    return errors, formats
+
+
 @needs_jax
-def test_the_kernel_gives_the_numbers_of_the_reference_forward_and_backward() -> None:
-    errors = json.loads(run_python(IN_INTERPRET_MODE, env={"JAX_PLATFORMS": "cpu"}).stdout.splitlines()[-1])
+def test_the_kernel_gives_the_numbers_of_the_reference_forward_and_backward(
+    found: tuple[list[float], list[int]],
+) -> None:
+    errors = found[0]
     assert max(errors) < 1e-5, errors  # both in fp32
 
 
@@ -94,34 +130,7 @@ def test_the_tpu_compiler_takes_it_with_windows_soft_caps_sinks_and_head_sizes()
     assert calls == [4, 2, 2, 2]  # forward, and all of the backward; of prefixes again
 
 
-KERNEL_FORMAT = """
-import json
-from dataclasses import replace
-import jax, torch_xla
-from jax._src import tpu_custom_call
-from tpu_kit.hardware.compatibility import PAIRINGS
-from tpu_kit.xla import pallas
-
-shapes = (((1, 1, 128, 64), "bfloat16"),) * 3 + (((1, 128), "int32"),)
-chosen, serialize, written = tpu_custom_call.get_ir_version, tpu_custom_call._lower_mosaic_module_to_asm, []
-
-def noted(*args, ir_version, **kwargs):
-    written.append(ir_version)
-    return serialize(*args, ir_version=ir_version, **kwargs)
-
-tpu_custom_call._lower_mosaic_module_to_asm = noted
-for kernel_format in (None, 4):
-    pallas.find_pairing = lambda _: replace(PAIRINGS[0], kernel_format=kernel_format)
-    pallas._lowered.cache_clear()
-    specs = (pallas.PER_HEAD,) * 3 + (("data", None),)
-    pallas._lowered(pallas._forward, (pallas.SplashSettings(),), shapes, specs, specs[:2], "tpu", None)
-    jax.clear_caches()
-assert tpu_custom_call.get_ir_version is chosen
-print(json.dumps(written))
-"""
-
-
 @needs_jax
-def test_kernels_are_written_as_an_older_libtpu_reads_them() -> None:
+def test_kernels_are_written_as_an_older_libtpu_reads_them(found: tuple[list[float], list[int]]) -> None:
     """Kaggle's libtpu 0.0.17 reads format 4 at most. It fails where JAX moves the function that chooses the format."""
-    assert json.loads(run_python(KERNEL_FORMAT).stdout.splitlines()[-1]) == [7, 4]
+    assert found[1] == [7, 4]

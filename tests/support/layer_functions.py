@@ -114,9 +114,11 @@ def gradients_with_dropout(config: TrainConfig) -> dict[str, Any]:
 
 
 def on_one_device(config: TrainConfig) -> dict[str, Any]:
-    """`updates`, `gradients_with_dropout`, `alike_loops`, `loops_of_step` and `own_decoder`, in one launch."""
-    found = {"updates": updates(config), "dropout": gradients_with_dropout(config), "alike": alike_loops(config)}
-    return {**found, "loops": loops_of_step(config), "own": own_decoder(own_config(config.output_path, "xla-cpu"))}
+    """`updates`, `gradients_with_dropout`, `own_decoder`, on XLA also `alike_loops` and `loops_of_step`: one launch."""
+    found: dict[str, Any] = {"updates": updates(config), "dropout": gradients_with_dropout(config)}
+    if runtime.current().is_xla:
+        found |= {"alike": alike_loops(config), "loops": loops_of_step(config)}
+    return {**found, "own": own_decoder(own_config(config.output_path, config.launch.device_type))}
 
 
 def alike_loops(config: TrainConfig) -> list[tuple[dict[str, Any], dict[str, Any], int]]:
