@@ -145,3 +145,10 @@ def test_without_a_prediction_the_next_smaller_batch(tmp_path: Path) -> None:
     )
     error = out_of_memory(MemoryError("no room"), outlook)
     assert error is not None and str(error).startswith("MemoryError: no room\n\nOut of memory. The next setting")
+
+
+def test_a_small_model_on_a_cpu_takes_fewer_rows_though_the_code_of_two_passes_is_larger(tmp_path: Path) -> None:
+    settings = ["batch_size=4", "global_batch_size=4", "max_length=96", "device_type=cpu", f"output_dir={tmp_path}/run"]
+    outlook = check_before_launch(load_config("embedded-cot", settings))
+    assert outlook.setting is not None
+    assert next_setting(outlook)[0] == {"batch_size": 2}

@@ -27,6 +27,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
 from multiprocessing.context import SpawnProcess
 from multiprocessing.process import BaseProcess
@@ -140,8 +141,12 @@ def _rehearsal(folder: str, payload: bytes, backend: Backend, hang_timeout: floa
     preemption.catch_sigterm()
     _quiet(threads=True)
     write(folder, 0, "started", os.getpid())  # before torch_xla is loaded, which may fail
-    with _exit_at_once(folder, 0):
-        cpu_simulation.run(lambda: _xla_replica(0, folder, payload, backend), backend.num_replicas or 1, hang_timeout)
+    with _exit_at_once(folder, 0), ThreadPoolExecutor(1) as thread:
+        replica, count = (lambda: _xla_replica(0, folder, payload, backend)), backend.num_replicas or 1
+        work = thread.submit(cpu_simulation.run, replica, count, hang_timeout)
+        while not work.done():  # Python's handlers run in this thread alone, which no signal wakes that another one got
+            wait([work], _LOOK)
+        work.result()
 
 
 def _mesh_process(folder: str, payload: bytes, backend: Backend) -> None:

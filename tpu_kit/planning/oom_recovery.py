@@ -96,7 +96,7 @@ def next_setting(outlook: Preflight, used: int | None = None) -> tuple[dict[str,
     factor = max(1.0, used / before) if used else 1.0
     bound = where.budget / factor if used else min(where.budget, SMALLER * before)
     settings = [replace(setting, config=one) for one in candidates]
-    if min(one.peak_bytes for one in settings) >= before:  # of a rollout, which has no passes
+    if config.on_policy and min(one.peak_bytes for one in settings) >= before:  # a rollout has no passes
         return {}, ""
     fitting = [one for one in settings if one.peak_bytes <= bound]
     if where.chip.bf16_flops is None:  # the formula is made for TPUs, and cannot rank
