@@ -226,7 +226,7 @@ def test_integers_are_counted_as_they_are_stored(settings: list[str], tmp_path: 
     assert sum(math.prod(one.shape) * one.size for one in stored) == expected
     found, plain = estimate(config), of(tmp_path, QWEN2_500M)
     assert found.parts["base_weights"] == pytest.approx(expected, rel=0.01)  # and tiles filled up
-    assert plain.total_bytes - found.total_bytes > 0.9 * (plain.parts["base_weights"] - expected)
+    assert plain.total_bytes - found.total_bytes > 0.85 * (plain.parts["base_weights"] - expected)
 
 
 def test_a_compiler_counts_what_loops_carry_twice(tmp_path: Path) -> None:
