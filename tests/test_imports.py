@@ -210,7 +210,9 @@ def test_no_module_and_no_public_name_loads_torch_xla() -> None:
     )  # fmt: skip
     public = f"import tpu_kit\nfor name in {names}: assert name in dir(tpu_kit) and getattr(tpu_kit, name)\n"
     first = (
-        "import os, sys, tpu_kit\nassert os.environ['OMP_WAIT_POLICY'] == 'PASSIVE' and 'torch' not in sys.modules\n"
+        "import os, sys, tpu_kit\nassert os.environ['OMP_WAIT_POLICY'] == 'PASSIVE'\n"
+        "import tpu_kit.notebook.runner\nassert 'torch' not in sys.modules\n"
+        "assert tpu_kit.train and 'torch._dynamo' not in sys.modules\n"  # a second of each launch
     )
     run_python(first + public + import_all(MODULES, "torch_xla"), env={"OMP_WAIT_POLICY": None})
 

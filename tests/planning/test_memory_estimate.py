@@ -206,8 +206,11 @@ def test_parameters_are_those_of_transformers(family: str, tmp_path: Path) -> No
     assert trained == trained_count(shape, config)
 
 
-@pytest.mark.parametrize("settings", [["base_dtype=int8"], ["base_dtype=int4", "quant_group=64"]])
-def test_integers_are_counted_as_they_are_stored(settings: list[str], tmp_path: Path) -> None:
+# What the compiler (libtpu 0.0.21, v5e) saves: 1,670,543,360 bytes in bf16, less 1,314,469,376 or 1,240,301,568.
+@pytest.mark.parametrize(
+    ("settings", "saved"), [(["base_dtype=int8"], 356073984), (["base_dtype=int4", "quant_group=64"], 430241792)]
+)
+def test_integers_are_counted_as_they_are_stored(settings: list[str], saved: int, tmp_path: Path) -> None:
     from tpu_kit.models.quantization import Scheme
 
     model = write_config(tmp_path / "model", QWEN2_500M)
@@ -226,7 +229,7 @@ def test_integers_are_counted_as_they_are_stored(settings: list[str], tmp_path: 
     assert sum(math.prod(one.shape) * one.size for one in stored) == expected
     found, plain = estimate(config), of(tmp_path, QWEN2_500M)
     assert found.parts["base_weights"] == pytest.approx(expected, rel=0.01)  # and tiles filled up
-    assert plain.total_bytes - found.total_bytes > 0.85 * (plain.parts["base_weights"] - expected)
+    assert plain.total_bytes - found.total_bytes == pytest.approx(saved, rel=0.06)
 
 
 def test_a_compiler_counts_what_loops_carry_twice(tmp_path: Path) -> None:

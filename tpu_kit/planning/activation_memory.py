@@ -281,6 +281,7 @@ class PeakActivationModel:
         work = max(self.work(kind.backward, self.tile), self.at_attention(kind))
         if kind.norm_follows:  # its input and the gradient of its result, in fp32
             work += 2 * 4.0 * self.tokens * self.shape.hidden / self.parts
+        # Of a working set that would fit into vector memory nothing was seen to lie there; of twice as much, the half.
         return work - min(VECTOR_MEMORY, max(0.0, work - VECTOR_MEMORY)) + more
 
     def at_attention(self, kind: Layer) -> float:
