@@ -57,7 +57,7 @@ train-real: $(VENV)/installed-real
 	@$(BIN)/python -m tpu_kit train smollm2-real num_replicas=$(REAL_REPLICAS)
 
 test: lint types
-	@$(BIN)/python -m pytest -m "not slow" --numprocesses $(WORKERS) --dist loadfile
+	@$(BIN)/python -m pytest -m "not slow" --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-slow: $(VENV)/installed-slow
 	@$(BIN)/python -m tests.benchmarks.headline --readme
