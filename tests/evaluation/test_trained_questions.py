@@ -119,7 +119,7 @@ def test_a_source_that_changed_since_the_run(
     text = (
         f"the run of the adapter did not know {count} of these {count + 3} questions, and 1 of the 4 that it held out"
     )
-    assert f"{text} are not among them: the source has changed since" in capsys.readouterr().err
+    assert f"{text} are not among them: data.eval_rows or the source is another" in capsys.readouterr().err
 
 
 def test_rows_of_another_source_and_their_adapter_in_a_bucket(

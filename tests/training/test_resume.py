@@ -126,10 +126,14 @@ def test_other_packages_and_another_objective_are_told(
     assert f"; torch is '1.0', was {state['versions']['torch']!r}" in capfd.readouterr().out
 
 
-def test_another_run_is_refused_with_what_differs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_another_run_is_refused_with_what_differs(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "run"
     sft.train(run_config(folder, max_steps=4))
     before = ended(folder)
+    launch = sft.launch
+    monkeypatch.setattr(sft, "launch", None)
     with pytest.raises(ValueError, match="is of another run:") as caught:
         sft.train(run_config(folder, r=8, learning_rate=1e-3))
     text = str(caught.value)
@@ -137,6 +141,7 @@ def test_another_run_is_refused_with_what_differs(tmp_path: Path, capfd: pytest.
         assert part in text
     with pytest.raises(ValueError, match=r"rows per update \(optim.batch_size, passes, replicas\): 2 there, 4 now"):
         sft.train(run_config(folder, batch_size=4))
+    monkeypatch.setattr(sft, "launch", launch)
     assert ended(folder) == before  # nothing is lost
     capfd.readouterr()
     assert sft.train(run_config(folder, max_steps=6)).step == 6  # longer is no other run

@@ -374,7 +374,7 @@ def held_out(config: TrainConfig, run: Questions | None = None) -> Prepared:
         new, gone = len(np.setdiff1d(now, before)), len(np.setdiff1d(before, now))
         if new or gone:
             text = f"the run of the adapter did not know {new} of these {len(now)} questions, and {gone} of the "
-            text += f"{len(before)} that it held out are not among them: the source has changed since, or is another"
+            text += f"{len(before)} that it held out are not among them: data.eval_rows or the source is another"
             print(f"note: {text}", file=sys.stderr, flush=True)
     return prepared
 

@@ -189,6 +189,8 @@ def _train(
         save_rows(dataset, folder / "data")
     prepared, outlook = check_run(config, exact, hosts, reward_funcs)
     config = outlook.config
+    rows = batch_arithmetic(config, outlook.room.replicas).global_batch_size if outlook.room else None
+    refuse_early(config, rows, prepared.fingerprint)
     if several:
         batch = {"optim.batch_size": config.optim.batch_size, "replicas of a host": backend.num_replicas}
         facts = {f"base weights of {config.model.name}": fingerprint(identify(config.model)), "batch": batch}

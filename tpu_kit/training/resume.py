@@ -66,11 +66,11 @@ def keep_run(config: TrainConfig, today: str) -> TrainConfig:
     return replace(config, data=data, model=base_identity.pin(config.model, base))
 
 
-def refuse_early(config: TrainConfig) -> None:
-    """Raises ValueError as `check_resume`, before the run writes anything; does not compare the data and the batch."""
+def refuse_early(config: TrainConfig, global_batch: int | None = None, fingerprint: str | None = None) -> None:
+    """Raises ValueError as `check_resume`, before the launch; compares the batch and the data once they are known."""
     with contextlib.suppress(OSError, DamagedError):  # the run itself reports it
         if checkpoint := _newest(config):
-            _refuse(checkpoint, _problems(checkpoint, config))
+            _refuse(checkpoint, _problems(checkpoint, config, global_batch, fingerprint))
             if config.optim.max_steps is not None:
                 _refuse_end(checkpoint, config, config.optim.max_steps)
 
@@ -85,11 +85,7 @@ def check_resume(
     Raises:
         ValueError: the run differs from the checkpoint's (the text names all differences), or ends before it.
     """
-    problems = _problems(checkpoint, config, global_batch)
-    other_data = checkpoint.document("state")["fingerprint"] != fingerprint
-    if other_data and not any(text.startswith("data.") for text in problems):
-        problems.append("the data: other rows, tokens or packing than there, though its parameters are the same")
-    _refuse(checkpoint, problems)
+    _refuse(checkpoint, _problems(checkpoint, config, global_batch, fingerprint))
     _refuse_end(checkpoint, config, total)
     if not quiet:
         before, now = flatten(checkpoint.document("config")), config.flat_values()
@@ -137,8 +133,10 @@ def _identity(checkpoint: Checkpoint, name: str) -> base_identity.Identity | Non
     return checkpoint.document(name) if f"{name}.json" in checkpoint.files else None
 
 
-def _problems(checkpoint: Checkpoint, config: TrainConfig, global_batch: int | None = None) -> list[str]:
-    """How the run differs from the checkpoint's in parameters, base weights and, where it is known, rows per update."""
+def _problems(
+    checkpoint: Checkpoint, config: TrainConfig, global_batch: int | None, fingerprint: str | None
+) -> list[str]:
+    """How the run differs in parameters and base weights and, where they are known, in rows per update and data."""
     before, now = flatten(checkpoint.document("config")), config.flat_values()
     problems = [f"{name}: {before[name]!r} there, {now[name]!r} now" for name in changes(before, now)[1]]
     models = ((base_identity.NAME, "base", "model.name", config.model),
@@ -147,9 +145,12 @@ def _problems(checkpoint: Checkpoint, config: TrainConfig, global_batch: int | N
         identity = base_identity.identify(model) if model else None
         if differ := base_identity.differences(_identity(checkpoint, document), identity):
             problems.append(f"the {whose} weights, {name}={config[name]}: {'; '.join(differ)}")
-    rows = checkpoint.document("state")["global_batch_size"]
-    if global_batch not in (None, rows):
+    state = checkpoint.document("state")
+    if global_batch not in (None, rows := state["global_batch_size"]):
         problems.append(f"rows per update (optim.batch_size, passes, replicas): {rows} there, {global_batch} now")
+    other_data = fingerprint not in (None, state["fingerprint"])
+    if other_data and not any(text.startswith("data.") for text in problems):
+        problems.append("the data: other rows, tokens or packing than there, though its parameters are the same")
     return problems
 
 
