@@ -208,12 +208,12 @@ class _Checks:
 
     def _memory(self) -> dict[str, dict[str, float]]:
         if self._backend.device_type == "cuda":
-            raise NotMeasured("no compiler tells the memory of a GPU's step")
+            raise NotMeasured("not measured: no compiler tells the memory of a GPU's step")
         ratios = {}
         for config in self._shapes():
             measured = self._step(config)["peak_bytes"]
             if measured is None:
-                raise NotMeasured(f"{self._backend.device_type} does not count the memory of its programs")
+                raise NotMeasured(f"not measured: {self._backend.device_type} does not count the memory of its programs")
             compiled = compile_step(config, self.measured.device, progress=False, time_limit=self._limit).total_bytes
             ratios[_name(config)] = compare(measured, compiled)
         return ratios
@@ -224,7 +224,7 @@ class _Checks:
         assert seconds is not None
         chip = chips.CHIPS.get(self.measured.device)
         if chip is None or chip.bf16_flops is None:
-            raise NotMeasured(f"{seconds:.3f} s a step; no peak of {self.measured.device} is known to compare with")
+            raise NotMeasured(f"{seconds:.3f} s, not compared: no peak of {self.measured.device} is known")
         predicted = step_time(work(config, read_shape(config.model), batch_arithmetic(config, 1)), chip).seconds
         return {_name(config): compare(seconds, predicted)}
 
@@ -259,7 +259,7 @@ class _Checks:
             good, found = judge(figures)
             status = "ok" if good else failed
         except NotMeasured as reason:
-            status, found = "skipped", f"not measured: {reason}"
+            status, found = "skipped", str(reason)
         except Exception as failure:  # of any kind: the next checks must still run
             error = f"{str(failure) or type(failure).__name__}\n\nIts last output:\n{output.getvalue()[-4000:]}"
             found = _brief(failure)
