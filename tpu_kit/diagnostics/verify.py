@@ -213,7 +213,7 @@ class _Checks:
         for config in self._shapes():
             measured = self._step(config)["peak_bytes"]
             if measured is None:
-                raise NotMeasured(f"not measured: {self._backend.device_type} does not count the memory of its programs")
+                raise NotMeasured(f"not measured: {self._backend.device_type} counts no memory of its programs")
             compiled = compile_step(config, self.measured.device, progress=False, time_limit=self._limit).total_bytes
             ratios[_name(config)] = compare(measured, compiled)
         return ratios
