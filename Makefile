@@ -16,7 +16,7 @@ REPLICAS ?= 4
 REAL_REPLICAS ?= 2
 # A mesh over which `make train` shards the model in place of replicas, such as fsdp=4.
 MESH ?=
-# Processes that share the quick tests, a file each. More than two want a core each: replicas wait for one another.
+# Processes that share the quick tests, a file each, in order, as the last ones are short. More than two want a core each: replicas wait for one another.
 WORKERS ?= 2
 # Another index for torch's wheels: make TORCH_INDEX=https://... test
 TORCH_INDEX ?=
