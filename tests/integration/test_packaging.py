@@ -6,6 +6,7 @@ import ast
 import importlib.metadata
 import os
 import re
+import subprocess
 import sys
 import tomllib
 import zipfile
@@ -16,7 +17,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.support.child_processes import REPOSITORY
+from tests.support.child_processes import REPOSITORY, run_python
 from tpu_kit.hardware.compatibility import PACKAGES, PAIRINGS
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
@@ -99,6 +100,15 @@ def test_wheel_contains_all_of_the_package(wheel: Path) -> None:
     assert any(name.startswith("tpu_kit/assets/") for name in expected)
     assert any(name.startswith("tpu_kit/configs/") for name in expected)
     assert any(name.endswith("licenses/LICENSE") for name in packed)
+
+
+def test_the_console_script_is_the_command(wheel: Path, tmp_path: Path) -> None:
+    run_python(["-m", "pip", "install", "--no-deps", "--no-index", "--quiet", "--target", str(tmp_path), str(wheel)])
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    script = [str(tmp_path / "bin" / "tpu_kit"), "train", "nothing.yaml"]
+    done = subprocess.run(script, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "nothing.yaml: no such configuration file" in done.stderr
 
 
 @pytest.mark.skipif(not Path(sys.executable).with_name("ruff").exists(), reason="needs ruff: pip install -e .[dev]")
