@@ -1,14 +1,56 @@
-"""The part of the Hugging Face hub that describes models, on this machine."""
+"""The part of the Hugging Face hub's HTTP API that the kit uses, on this machine.
+
+It describes models, takes uploads (git-LFS, "basic" transfers) and commits, and serves files. What it answers was
+recorded from the hub by its clients' sources (huggingface_hub 2.4, 2026-11); Xet transfers are not spoken, so clients
+need HF_HUB_DISABLE_XET=1.
+"""
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import hashlib
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+USER = "ann"
+"""The user of each token."""
+
+
+@dataclass
+class Repository:
+    """One repository of models.
+
+    Attributes:
+        private: as it was created.
+        commits: the sha of each commit -> its files, in order.
+        messages: of the commits.
+    """
+
+    private: bool = False
+    commits: dict[str, dict[str, bytes]] = field(default_factory=lambda: {hashlib.sha1().hexdigest(): {}})
+    messages: list[str] = field(default_factory=list)
+
+    @property
+    def head(self) -> str:
+        """The sha of the newest commit."""
+        return list(self.commits)[-1]
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        """The files of the newest commit."""
+        return self.commits[self.head]
+
+    def commit(self, files: dict[str, bytes], message: str) -> str:
+        """Adds a commit; returns its sha."""
+        sha = hashlib.sha1(f"{self.head} {message} {sorted(files)}".encode()).hexdigest()
+        self.commits[sha] = files
+        self.messages.append(message)
+        return sha
 
 
 @dataclass
@@ -19,36 +61,171 @@ class Hub:
         url: for HF_ENDPOINT.
         paths: of the requests.
         models: what it answers about a model, by its name.
+        roles: token -> its role, "write" or "read".
+        repositories: by name.
+        objects: uploaded files by their sha256.
+        card_errors: what it finds wrong with a card.
+        fault: called before each request with method and path; what it returns, a status and headers, is the answer.
     """
 
     url: str = ""
     paths: list[str] = field(default_factory=list)
     models: dict[str, Any] = field(default_factory=dict)
+    roles: dict[str, str] = field(default_factory=dict)
+    repositories: dict[str, Repository] = field(default_factory=dict)
+    objects: dict[str, bytes] = field(default_factory=dict)
+    card_errors: list[dict[str, str]] = field(default_factory=list)
+    fault: Callable[[str, str], tuple[int, dict[str, str]] | None] = lambda method, path: None
+
+
+class _Refusal(Exception):
+    def __init__(self, status: int, text: str, headers: dict[str, str] | None = None, **more: Any) -> None:
+        super().__init__(text)
+        self.status, self.headers, self.content = status, headers or {}, {"error": text, **more}
+
+
+class _Handler(BaseHTTPRequestHandler):
+    hub: Hub
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def _serve(self) -> None:
+        path = self.path.partition("?")[0]
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.hub.paths.append(path)
+        try:
+            if (failed := self.hub.fault(self.command, path)) is not None:
+                raise _Refusal(failed[0], "a fault of the test", failed[1])
+            answer = self._answer(path, body)
+        except _Refusal as refusal:
+            return self._send(refusal.status, json.dumps(refusal.content).encode(), refusal.headers)
+        raw = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+        self._send(200, raw, {"X-Repo-Commit": self._commit_of(path)} if "/resolve/" in path else {})
+
+    do_GET = do_POST = do_PUT = do_HEAD = _serve
+
+    def _send(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        kinds = {"Content-Type": "application/json", "ETag": f'"{hashlib.sha1(body).hexdigest()}"'}
+        for name, value in {**kinds, **headers, "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        with contextlib.suppress(ConnectionError):  # a client that was killed
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body)
+
+    def _role(self) -> str | None:
+        token = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
+        return self.hub.roles.get(token)
+
+    def _writable(self, name: str) -> Repository:
+        if self._role() != "write" or name.partition("/")[0] != USER:
+            raise _Refusal(403, f"You don't have the required permissions to write to {name}")
+        return self._repository(name)
+
+    def _repository(self, name: str) -> Repository:
+        repository = self.hub.repositories.get(name)
+        if repository is None or (repository.private and self._role() is None):
+            raise _Refusal(401, "Repository not found", {"X-Error-Code": "RepoNotFound"})
+        return repository
+
+    def _commit_of(self, path: str) -> str:
+        name, _, rest = path.strip("/").partition("/resolve/")
+        repository, revision = self._repository(name), rest.partition("/")[0]
+        return revision if revision in repository.commits else repository.head
+
+    def _answer(self, path: str, body: bytes) -> Any:
+        hub, parts = self.hub, path.strip("/").split("/")
+        if path == "/api/whoami-v2":
+            if (role := self._role()) is None:
+                raise _Refusal(401, "Invalid user token.")
+            return {"type": "user", "name": USER, "orgs": [], "auth": {"accessToken": {"role": role}}}
+        if path == "/api/validate-yaml":  # of a card
+            if hub.card_errors:
+                raise _Refusal(400, "invalid", errors=hub.card_errors, warnings=[])
+            return {"errors": [], "warnings": []}
+        if path == "/api/repos/create":
+            return self._create(json.loads(body))
+        if "/resolve/" in path:
+            file = path.partition("/resolve/")[2].partition("/")[2]
+            files = self._repository("/".join(parts[:2])).commits[self._commit_of(path)]
+            if file not in files:
+                raise _Refusal(404, "Entry not found", {"X-Error-Code": "EntryNotFound"})
+            return files[file]
+        if path.endswith(".git/info/lfs/objects/batch"):
+            wanted = json.loads(body)["objects"]
+            return {"transfer": "basic", "objects": [self._slot(each) for each in wanted]}
+        if parts[0] == "lfs":
+            if hashlib.sha256(body).hexdigest() != parts[1]:
+                raise _Refusal(400, "the content is not that of its hash")
+            hub.objects[parts[1]] = body
+            return {}
+        name = "/".join(parts[2:4])
+        if len(parts) > 4 and parts[4] == "preupload":
+            self._writable(name)
+            return {"files": [self._mode(each) for each in json.loads(body)["files"]]}
+        if len(parts) > 4 and parts[4] == "commit":
+            return self._commit(name, [json.loads(line) for line in body.splitlines()])
+        if len(parts) > 4 and parts[4] == "tree":
+            listed = sorted(self._repository(name).files.items())
+            return [{"type": "file", "path": file, "size": len(raw), "oid": "0" * 40} for file, raw in listed]
+        if name in hub.repositories:
+            repository = self._repository(name)
+            files = [{"rfilename": file} for file in sorted(repository.files)]
+            return {"id": name, "sha": repository.head, "private": repository.private, "siblings": files}
+        name = path.removeprefix("/api/models/").partition("/revision/")[0]
+        if name not in hub.models:
+            raise _Refusal(404, "what?")
+        return hub.models[name]
+
+    def _create(self, asked: dict[str, Any]) -> Any:
+        owner = asked.get("organization") or USER
+        if self._role() != "write" or owner != USER:
+            raise _Refusal(403, f"You don't have the rights to create a model under the namespace {owner!r}")
+        name = f"{owner}/{asked['name']}"
+        if name in self.hub.repositories:
+            raise _Refusal(409, "You already created this model repo", url=f"{self.hub.url}/{name}")
+        self.hub.repositories[name] = Repository(asked.get("private") or asked.get("visibility") == "private")
+        return {"url": f"{self.hub.url}/{name}"}
+
+    @staticmethod
+    def _mode(file: dict[str, Any]) -> dict[str, Any]:
+        large = file["path"].endswith((".safetensors", ".gguf", ".bin"))
+        return {"path": file["path"], "uploadMode": "lfs" if large else "regular", "shouldIgnore": False}
+
+    def _slot(self, wanted: dict[str, Any]) -> dict[str, Any]:
+        if wanted["oid"] in self.hub.objects:
+            return wanted
+        return wanted | {"actions": {"upload": {"href": f"{self.hub.url}/lfs/{wanted['oid']}"}}}
+
+    def _commit(self, name: str, lines: list[dict[str, Any]]) -> Any:
+        repository, header = self._writable(name), lines[0]["value"]
+        if header.get("parentCommit") not in (None, repository.head):
+            raise _Refusal(412, "A commit has happened since. Please refresh and try again.")
+        files = dict(repository.files)
+        for line in lines[1:]:
+            value = line["value"]
+            if line["key"] == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                files[value["path"]] = self.hub.objects[value["oid"]]
+            elif line["key"] == "deletedFile":
+                del files[value["path"]]
+            else:
+                raise _Refusal(400, f"{line['key']}?")
+        sha = repository.commit(files, header["summary"])
+        return {"success": True, "commitOid": sha, "commitUrl": f"{self.hub.url}/{name}/commit/{sha}"}
 
 
 @contextlib.contextmanager
 def run_hub() -> Iterator[Hub]:
     """Runs one."""
     hub = Hub()
-
-    class Handler(BaseHTTPRequestHandler):
-        def log_message(self, *_: object) -> None:
-            pass
-
-        def do_GET(self) -> None:
-            path = self.path.partition("?")[0]
-            hub.paths.append(path)
-            name = path.removeprefix("/api/models/").partition("/revision/")[0]
-            text = json.dumps(hub.models.get(name, {"error": "what?"})).encode()
-            self.send_response(200 if name in hub.models else 404)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text)
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    handler = type("Handler", (_Handler,), {"hub": hub})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     hub.url = f"http://127.0.0.1:{server.server_port}"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     try:
         yield hub
     finally:

@@ -25,6 +25,8 @@ from tpu_kit.data.held_out import UNKNOWN
 from tpu_kit.evaluation.evaluate import Accuracy, read_comparison
 from tpu_kit.exporting import formats
 from tpu_kit.exporting.equivalence import Check, logits, mean_difference
+from tpu_kit.exporting.hub import Pushed, check_repository
+from tpu_kit.exporting.hub import push as push_folder
 from tpu_kit.exporting.options import ExportOptions
 from tpu_kit.exporting.streaming import stream
 from tpu_kit.generation.prompts import PromptCodec
@@ -61,6 +63,7 @@ class Exported:
         files: names of its files.
         checks: the comparisons, each within its limits.
         notes: missing checks, and how to use the export.
+        pushed: the commit on the hub; None if it was not pushed.
     """
 
     format: str
@@ -68,9 +71,11 @@ class Exported:
     files: tuple[str, ...]
     checks: tuple[Check, ...]
     notes: tuple[str, ...]
+    pushed: Pushed | None = None
 
     def __str__(self) -> str:
         lines = [f"checked, {check}" for check in self.checks] + list(self.notes)
+        lines += [str(self.pushed)] if self.pushed else []
         return "\n  ".join([f"{self.format} in {self.folder}: {', '.join(self.files)}", *lines])
 
 
@@ -81,8 +86,10 @@ def export(
     *,
     dtype: str = "bf16",
     base: str | None = None,
+    push: str | None = None,
+    private: bool = True,
 ) -> Exported:
-    """Writes a run's model for another program, and checks it.
+    """Writes a run's model for another program, checks it, and pushes it to the hub if `push` names a repository.
 
     Args:
         run_dir: the output of training, with config.yaml and adapter/: a folder, or gs://bucket/run.
@@ -91,16 +98,23 @@ def export(
         out: as in `ExportOptions`; for gs://bucket/run `runs/<run_name>/export/<format>` by default.
         dtype: as in `ExportOptions`.
         base: as in `ExportOptions`.
+        push: as in `ExportOptions`.
+        private: as in `ExportOptions`.
 
     Raises:
-        ValueError: the run is incomplete, the adapter is missing, damaged or of another model, the disk is full, a
-            tool is missing, the object store cannot be read, or the export differs from the tuned model.
+        ValueError: the hub refuses the repository or the upload, the run is incomplete, the adapter is missing, damaged
+            or of another model, the disk is full, a tool is missing, the object store cannot be read, or the export
+            differs from the tuned model.
     """
-    options = ExportOptions(format, None if out is None else str(out), dtype, base)
+    options = ExportOptions(format, None if out is None else str(out), dtype, base, push, private)
+    if push:
+        print(f"to be pushed to {check_repository(push)}", flush=True)  # before minutes of work
     if not is_url(run_dir):
-        return _export(Path(run_dir), False, options)
-    with at_hand(run_dir, "adapter", "config.yaml", "eval.json", "metrics.jsonl") as folder:
-        return _export(folder, True, options)
+        done = _export(Path(run_dir), False, options)
+    else:
+        with at_hand(run_dir, "adapter", "config.yaml", "eval.json", "metrics.jsonl") as folder:
+            done = _export(folder, True, options)
+    return replace(done, pushed=push_folder(Path(done.folder), push, private=private)) if push else done
 
 
 def _export(folder: Path, copied: bool, options: ExportOptions) -> Exported:
@@ -137,7 +151,8 @@ def _export(folder: Path, copied: bool, options: ExportOptions) -> Exported:
             notes.append(f"PEFT loads the adapter without the {title(head)}, tpu_kit's generate with it")
         card = model_card(config, folder, kind, work.base_id, use, [*map(str, checks), *notes])
         (part / "README.md").write_text(card)
-        done = {"format": format, "checks": [asdict(check) for check in checks], "notes": notes}
+        written = sorted(path.relative_to(part).as_posix() for path in part.rglob("*") if path.is_file())
+        done = {"format": format, "files": written, "checks": [asdict(check) for check in checks], "notes": notes}
         (part / _MARKER).write_text(json.dumps(done, indent=1))
     files = tuple(sorted(path.name for path in target.iterdir()))
     placed = tuple(note.replace(formats.HERE, str(target)) for note in notes)

@@ -28,6 +28,8 @@ class ExportOptions:
     out: str | None = knob(None, "The folder; null = RUN_DIR/export/FORMAT. An earlier export there is replaced.")
     dtype: str = knob("bf16", f"The type of merged weights: {', '.join(DTYPES)}.")
     base: str | None = knob(None, "The base model's name on the hub, if training read it from a folder.")
+    push: str | None = knob(None, "The repository on the Hugging Face hub to push the export to, such as ann/my-model.")
+    private: bool = knob(True, "Whether a repository that push creates is private.")
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
