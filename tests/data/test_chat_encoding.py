@@ -17,6 +17,7 @@ from tests.support.given_rows import examples_of
 from tests.support.tiny_tokenizer import CHATML, tiny_tokenizer
 from tpu_kit.assets.embedded import model_dir
 from tpu_kit.config.loader import DataConfig
+from tpu_kit.data.cells import RowError
 from tpu_kit.data.chat_encoding import (
     Encoder,
     Example,
@@ -27,7 +28,6 @@ from tpu_kit.data.chat_encoding import (
 )
 from tpu_kit.data.columns import detect_layout
 from tpu_kit.data.prepare import prepare
-from tpu_kit.data.schemas import RowError
 from tpu_kit.data.sources import save_rows
 
 COT = {"question": "What is 2 + 3?", "reasoning": "Two and three\nmake five.", "answer": "5"}

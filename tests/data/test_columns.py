@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,18 +10,21 @@ from datasets import Dataset
 
 from tests.support.reasoning_sets import CHOICES, OPTIONS, SETS, Known
 from tpu_kit.config.loader import DataConfig
-from tpu_kit.data.columns import Layout, detect_layout, empty_columns, is_filled
-from tpu_kit.data.schemas import RowError, conversation, problem
+from tpu_kit.data.cells import RowError, is_filled
+from tpu_kit.data.column_values import read_layout
+from tpu_kit.data.columns import Layout, detect_layout
+from tpu_kit.data.schemas import conversation, problem
 
 
 def detect(rows: list[dict[str, Any]], **settings: Any) -> Layout:
     data = Dataset.from_list(rows)
-    return detect_layout(data.column_names, DataConfig(**settings), empty_columns(data))
+    return read_layout(data, data.column_names, DataConfig(**settings))
 
 
 def read(rows: list[dict[str, Any]], **settings: Any) -> tuple[str, Any]:
     layout = detect(rows, **settings)
-    return str(layout), conversation(Dataset.from_list(rows)[0], layout, DataConfig(**settings))
+    talk = conversation(Dataset.from_list(rows)[0], layout, DataConfig(**settings))
+    return str(replace(layout, examples={}, notes=())), talk
 
 
 @pytest.mark.parametrize("known", SETS, ids=lambda known: known.name)
@@ -41,7 +45,8 @@ def test_at_least_twenty_sets_are_known() -> None:
 def test_a_column_without_values_has_no_role_however_many_rows_there_are() -> None:
     """But a column whose first value is far down has one."""
     rows = [{"question": f"q{i}", "cot": None, "explanation": "e", "answer": "a"} for i in range(3000)]
-    assert str(detect(rows)) == "cot (question=question, reasoning=explanation, answer=answer), not used: cot"
+    roles = "cot (question=question, reasoning=explanation, answer=answer), not used: cot"
+    assert str(replace(detect(rows), notes=())) == roles
     rows[2500]["cot"] = "trace"
     assert detect(rows).columns["reasoning"] == "cot"
     blank = [{"question": "q", "reasoning": " ", "rationale": "r", "answer": "a"}]
@@ -124,10 +129,11 @@ def test_the_number_of_an_option_becomes_its_label() -> None:
 
 
 def test_rows_whose_cells_do_not_fit() -> None:
-    with pytest.raises(RowError, match="column 'context' holds a dict, text is needed"):
-        read([{"question": "q", "context": {"title": ["t"]}, "answer": "a"}])
-    with pytest.raises(RowError, match="column 'reasoning' holds a list, text is needed"):
-        read([{"question": "q", "reasoning": ["a", "b"], "answer": "a"}])
+    asked = read([{"question": "q", "context": {"title": ["t"]}, "answer": "a"}])[1].messages[0]["content"]
+    assert asked == '{"title": ["t"]}\n\nq'
+    assert read([{"question": "q", "reasoning": ["a", "b"], "answer": "c"}])[1].messages[1]["content"] == (
+        "<think>\na\nb\n</think>\nc"
+    )
     config, layout = DataConfig(), detect_layout(["question", "reasoning", "answer"], DataConfig())
     row = {"question": "q", "reasoning": "r", "answer": "<think>s</think>a"}
     with pytest.raises(

@@ -347,7 +347,7 @@ GOOD = '{"question": "What is 2 + 3?", "answer": "5"}\n'
     ("rows", "settings", "text"),
     [
         ('{"a": 1}\n', {}, r"missing columns: they fit no format; the data has a\. Name them"),
-        (GOOD + '{"question": "q", "answer": ["5"]}\n', {}, r"line 2: column 'answer' holds a list, text is needed"),
+        (GOOD + '{"question": "q", "answer": true}\n', {}, r"line 2: column 'answer' holds true, a truth value"),
         (GOOD + "{bad}\n", {}, r"rows.jsonl, line 2, column 2: not valid JSON"),
         (GOOD, {"max_length": 8}, r"no loss tokens left: data.max_length=8 is too short for all 1 rows"),
         (GOOD, {"max_length": 1 << 20}, r"data.max_length=1048576 is longer than the \d+ positions of the model"),

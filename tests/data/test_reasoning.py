@@ -12,10 +12,10 @@ from tests.data.test_chat_encoding import TRL, TRL_TEMPLATES
 from tests.support.given_rows import examples_of, prepare_rows
 from tests.support.tiny_tokenizer import CHATML, tiny_tokenizer
 from tpu_kit.config.loader import DataConfig
+from tpu_kit.data.cells import RowError
 from tpu_kit.data.chat_encoding import Encoder, ReasoningCounts, decoded_example
 from tpu_kit.data.columns import answer_of, detect_layout, last_boxed, reasoning_of, split_solution, with_own_tags
 from tpu_kit.data.prepare import Prepared
-from tpu_kit.data.schemas import RowError
 
 # Reasoning is kept for the turns after the last question alone, from its key or from the content, as Qwen3's does.
 QWEN3 = """
@@ -352,9 +352,12 @@ def test_a_split_chat_is_held_out_whole(tmp_path: Path, monkeypatch: pytest.Monk
 def test_solutions_and_boxes() -> None:
     config = DataConfig()
     assert last_boxed(r"\boxed{1} then \boxed{\frac{1}{2}}.") == r"\frac{1}{2}" and last_boxed(r"\boxed{1") is None
-    assert split_solution("So.\nThe answer is: 5", config, boxed=False) == ("So.", "5")
+    stated = "So.\nThe answer is: 5"
+    assert split_solution(stated, config, boxed=False, closings=["The answer is:"]) == ("So.", "5")
+    assert split_solution(stated, config, boxed=False) == ("", stated)
     assert split_solution(r"It is \boxed{5}.", config, boxed=False) == ("", r"It is \boxed{5}.")
     assert split_solution("<think>r</think> a ", config, boxed=False) == ("r", "a")
-    for text, words in (("<think>r</think>\n", "nothing after </think>"), ("r ####", "nothing after ####")):
+    assert split_solution("r ####", config, boxed=True, closings=["####"]) == ("", "r ####")
+    for text, words in (("<think>r</think>\n", "nothing after </think>"), ("r\n####", "nothing after ####")):
         with pytest.raises(ValueError, match=words):
-            split_solution(text, config, boxed=True)
+            split_solution(text, config, boxed=True, closings=["####"])

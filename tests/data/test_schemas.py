@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from tpu_kit.config.loader import DataConfig
+from tpu_kit.data.cells import RowError
 from tpu_kit.data.columns import detect_layout, reasoning_of, reply
-from tpu_kit.data.schemas import RowError, conversation, normalised
+from tpu_kit.data.schemas import conversation, normalised
 
 
 def layout(names: str, **settings: Any) -> str:
@@ -109,13 +110,13 @@ USER, REPLY = {"role": "user", "content": "q"}, {"role": "assistant", "content":
     ("row", "text"),
     [
         ({"question": "", "reasoning": "r", "answer": "a"}, "column 'question' is empty"),
-        ({"question": "q", "reasoning": None, "answer": "a"}, "column 'reasoning' is empty"),
         ({"question": "q", "reasoning": "r", "answer": " \n"}, "column 'answer' is empty"),
-        ({"question": "q", "reasoning": ["r"], "answer": "a"}, "column 'reasoning' holds a list, text is needed"),
-        ({"question": "q", "answer": True}, "column 'answer' holds a bool"),
-        ({"question": "q", "answer": "because ####"}, "column 'answer' has nothing after ####"),
+        (
+            {"question": "q", "reasoning": [["r"], 7], "answer": "a"},
+            "column 'reasoning' holds reasoning that is no text",
+        ),
+        ({"question": "q", "answer": True}, "column 'answer' holds true, a truth value; write the text that is meant"),
         ({"prompt": "p", "completion": ""}, "column 'completion' is empty"),
-        ({"prompt": "p", "completion": "c", "label": False}, "its label is false, so its completion is not wanted"),
         ({"prompt": "p", "completion": [REPLY]}, "must both be text or both be lists of messages"),
         ({"prompt": [USER], "completion": [USER]}, "column 'completion' has no assistant turn"),
         (
@@ -134,7 +135,6 @@ USER, REPLY = {"role": "user", "content": "q"}, {"role": "assistant", "content":
             {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": ""}]},
             "the completion, is empty",
         ),
-        ({"messages": [USER, REPLY], "system": 1}, "column 'system' holds a int, text is needed"),
         ({"question": "q", "answer": float("nan")}, "column 'answer' holds nan"),
         ({"messages": [USER]}, "has no assistant turn"),
         ({"messages": [{"content": "q"}, REPLY]}, "message 0 of column 'messages' has no role"),
@@ -148,8 +148,11 @@ def test_rows_that_cannot_be_used(row: dict[str, Any], text: str) -> None:
         read(row)
 
 
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+
+
 def test_a_tool_call_is_a_completion() -> None:
-    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
+    call = {"role": "assistant", "content": None, "tool_calls": [CALL]}
     assert read({"messages": [USER, call]}).messages[1] == {key: call[key] for key in ("role", "tool_calls")}
 
 

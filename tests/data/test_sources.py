@@ -206,10 +206,56 @@ def test_a_row_of_megabytes(tmp_path: Path) -> None:
     assert load(write(tmp_path / "rows.jsonl", lines([row, ROWS[0]])))[0] == row
 
 
-def test_a_folder_of_files_is_named_by_a_glob(tmp_path: Path) -> None:
-    write(tmp_path / "rows.jsonl", lines(ROWS))
-    with pytest.raises(ValueError, match=r"a folder; name the files in it, such as /.*/\*.jsonl"):
+CARD = """---
+configs:
+- config_name: main
+  data_files: [{split: train, path: data/train-*}, {split: test, path: data/test-*}]
+- config_name: other
+  data_files: other.jsonl
+---
+"""
+
+
+def test_a_folder_as_the_hub_has_it(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    for name, rows in (
+        ("train-00000-of-00002", ROWS[:3]),
+        ("train-00001-of-00002", ROWS[3:]),
+        ("test-00000-of-00001", ROWS[:2]),
+    ):
+        Dataset.from_list(rows).to_parquet(tmp_path / "data" / f"{name}.parquet")
+    write(tmp_path / "README.md", "# Rows\n")
+    assert load(str(tmp_path)).to_list() == ROWS and load(str(tmp_path), "train[:4]").to_list() == ROWS[:4]
+    assert load(str(tmp_path), "test").to_list() == ROWS[:2]
+    with pytest.raises(ValueError, match=r"there is no split 'dev'; .* has (train, test|test, train)"):
+        load(str(tmp_path), "dev")
+    write(tmp_path / "other.jsonl", lines(ROWS[:1]))
+    with pytest.raises(ValueError, match=r"no split has the files other.jsonl; name files in it, such as /.*\.jsonl"):
         load(str(tmp_path))
+    write(tmp_path / "README.md", CARD)
+    with pytest.raises(ValueError, match=r"its configurations are main, other; name one, as in .*:main"):
+        load(str(tmp_path))
+    assert load(f"{tmp_path}:main", "test").to_list() == ROWS[:2] and load(f"{tmp_path}:other").to_list() == ROWS[:1]
+
+
+def test_a_folder_without_rows(tmp_path: Path) -> None:
+    write(tmp_path / "notes.bin", "x")
+    with pytest.raises(ValueError, match=r"a folder without files of rows; name files in it, such as /.*/\*.jsonl"):
+        load(str(tmp_path))
+
+
+def test_the_list_of_data_sets_of_llama_factory_is_no_source(tmp_path: Path) -> None:
+    path = write(tmp_path / "dataset_info.json", '{"mine": {"file_name": "mine.json"}, "hub": {"hf_hub_url": "a/b"}}')
+    for source in (path, str(tmp_path)):
+        with pytest.raises(ValueError, match=r"of LLaMA-Factory; name the file, .* \(mine: mine.json, hub: a/b\), and"):
+            load(source)
+
+
+def test_headers_of_csv_with_spaces(tmp_path: Path) -> None:
+    source = write(tmp_path / "rows.csv", 'question, answer \nq, "a, b"\n"r", 7\n')
+    assert load(source)[:] == {"question": ["q", "r"], "answer": ["a, b", "7"]}
+    source = write(tmp_path / "kept.csv", "question,answer\nq, a\n")
+    assert load(source)[:] == {"question": ["q"], "answer": [" a"]}
 
 
 def test_zst_needs_its_package(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 ROLES: dict[str, tuple[str, ...]] = {
-    "cot": ("system", "question", "context", "options", "reasoning", "answer"),
+    "cot": ("system", "history", "question", "context", "options", "tools", "reasoning", "answer"),
     "messages": ("system", "messages", "tools", "reasoning", "answer"),
-    "prompt_completion": ("prompt", "completion", "tools"),
+    "prompt_completion": ("system", "prompt", "completion", "tools"),
     "text": ("text",),
     "prompt": ("system", "prompt", "tools", "answer"),
 }
@@ -74,11 +74,14 @@ def check_rows_held_out(count: float) -> None:
 
 
 def check_roles(columns: Mapping[str, str], fmt: str) -> None:
-    """Raises ValueError if no row of `data.format` has columns of all these roles; with "auto" no row of any format."""
+    """Raises ValueError if no row of `data.format` has columns of all these roles; with "auto" no row of any format.
+
+    A name with an empty value may be a role, or a column that is left out.
+    """
     known = sorted({role for roles in ROLES.values() for role in roles})
-    if unknown := sorted(set(columns) - set(known)):
-        raise ValueError(f"names the unknown role {', '.join(unknown)}; the roles are {', '.join(known)}")
     named = {role for role, column in columns.items() if column}
+    if unknown := sorted(named - set(known)):
+        raise ValueError(f"names the unknown role {', '.join(unknown)}; the roles are {', '.join(known)}")
     formats = ROLES if fmt == "auto" else {fmt: ROLES[fmt]}
     if not any(named <= set(roles) for roles in formats.values()):
         of_each = "; ".join(f"{name} has {', '.join(roles)}" for name, roles in formats.items())

@@ -22,8 +22,10 @@ from os.path import commonprefix
 from typing import Any, NamedTuple
 
 from tpu_kit.config.loader import DataConfig
+from tpu_kit.data.cells import RowError
 from tpu_kit.data.columns import MESSAGE_KEYS, Layout, answer_of, in_message, reasoning_of, reply
-from tpu_kit.data.schemas import Conversation, RowError, conversation, learns
+from tpu_kit.data.messages import learns
+from tpu_kit.data.schemas import Conversation, conversation
 
 DEFAULT_TEMPLATE = (
     "{{ BOS }}{% for message in messages %}"

@@ -9,22 +9,31 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import shorten
+from types import MappingProxyType
 from typing import Any
 
 from tpu_kit.config.choices import ROLES
 from tpu_kit.config.loader import DataConfig
+from tpu_kit.data.cells import RowError, parsed, plain_value
 
 MESSAGE_KEYS = ("reasoning_content", "reasoning", "thinking")
 """Keys of a message that hold reasoning beside its content; the first with text counts."""
 
-_TABLES = tomllib.loads(Path(__file__).with_name("columns.toml").read_text())
+TABLES = tomllib.loads(Path(__file__).with_name("columns.toml").read_text())
+"""The contents of columns.toml, which explains them."""
+STATED, MARKED = "The answer is:", "####"
+"""What may stand between the reasoning and the answer of a solution: in MetaMathQA, in GSM8K."""
 _STATED = re.compile(r"\n[ \t]*The answer is:[ \t]*(\S.*?)\s*\Z", re.IGNORECASE)
 _BOX = re.compile(r"\\boxed\s*\{")
 _BRACE = re.compile(r"\\.|[{}]")
-_MARKED = re.compile(r"####[ \t]*(.*?)\s*\Z")  # on the last line: elsewhere it is a heading of Markdown
+_MARKED = re.compile(r"(?:\A|\n)[ \t]*####[ \t]*([^\n]*?)\s*\Z")
+_HEADING = re.compile(r"^[ \t]*#{1,6} ", re.MULTILINE)
+_NUMBER = re.compile(r"[-+]?[$€£]? ?[-+]?\d[\d,]*(\.\d+)?(/\d+)? ?%?")
+CLOSINGS = {STATED: r"(?i)\n[ \t]*The answer is:[ \t]*\S[^\n]*\s*$", MARKED: r"(?:^|\n)[ \t]*####[^\n]*\s*$"}
+"""The patterns of texts that end so, for Arrow."""
 
 
 def reply(reasoning: str, answer: str, config: DataConfig) -> str:
@@ -74,10 +83,10 @@ def with_own_tags(text: str, config: DataConfig) -> str:
     A reply becomes `reply` of its reasoning and its answer. In another text, such as a system prompt that names the
     tags, each tag is replaced.
     """
-    for opening, closing in _TABLES["tags"]:
+    for opening, closing in TABLES["tags"]:
         if closing == config.think_close or (opening not in text and closing not in text):
             continue
-        for tag in _TABLES["answer_tags"]:
+        for tag in TABLES["answer_tags"]:
             text = text.replace(tag, "")
         before, closed, after = text.partition(closing)
         if closed and before.lstrip().startswith(opening):
@@ -86,11 +95,17 @@ def with_own_tags(text: str, config: DataConfig) -> str:
     return text
 
 
-def split_solution(text: str, config: DataConfig, *, boxed: bool) -> tuple[str, str]:
+def split_solution(text: str, config: DataConfig, *, boxed: bool, closings: Collection[str] = ()) -> tuple[str, str]:
     r"""Splits a solution into reasoning and answer; the reasoning is empty if there is none.
 
-    The separators are the tags, a last line "The answer is: ..." (MetaMathQA), "####" on the last line (GSM8K) and, if
-    `boxed`, the last \boxed{} (MATH), which stays in the reasoning too.
+    The separators are the tags, the `closings`, a last line of "####" and a number (GSM8K) and, if `boxed`, the last
+    \boxed{} (MATH), which stays in the reasoning too.
+
+    Args:
+        text: the solution.
+        config: the data section.
+        boxed: whether it may end in a box.
+        closings: those of `STATED` and `MARKED` with which all rows of the source end.
 
     Raises:
         ValueError: nothing follows the tags or the "####".
@@ -99,12 +114,13 @@ def split_solution(text: str, config: DataConfig, *, boxed: bool) -> tuple[str, 
         if not answer.strip():
             raise ValueError(f"nothing after {config.think_close}")
         return reasoning_of(text, config), answer.strip()
-    if stated := _STATED.search(text):
+    if STATED in closings and (stated := _STATED.search(text)):
         return _MARKED.sub("", text[: stated.start()]).strip(), stated[1]
-    if marked := _MARKED.search(text):
-        if not marked[1]:
-            raise ValueError("nothing after ####")
-        return text[: marked.start()].strip(), marked[1]
+    if (marked := _MARKED.search(text)) and not _HEADING.search(text[: marked.start()]):
+        if MARKED in closings and not marked[1]:
+            raise ValueError(f"nothing after {MARKED}")
+        if MARKED in closings or _NUMBER.fullmatch(marked[1]):
+            return text[: marked.start()].strip(), marked[1]
     if boxed and (inner := last_boxed(text)):
         return text.strip(), inner
     return "", text
@@ -125,7 +141,7 @@ def last_boxed(text: str) -> str | None:
     return content
 
 
-NAMES: Mapping[str, Sequence[Sequence[str]]] = _TABLES["names"]
+NAMES: Mapping[str, Sequence[Sequence[str]]] = TABLES["names"]
 """Role -> the names of its columns, compared without case, in groups of falling priority. Two columns of one group are
 ambiguous, which is an error."""
 SOLUTIONS = NAMES["reasoning"][1]
@@ -135,7 +151,6 @@ _NEEDED = {
     "messages": ("messages",), "prompt_completion": ("prompt", "completion"), "cot": ("question", "answer"),
     "text": ("text",), "prompt": ("prompt",),
 }  # fmt: skip
-_ROWS = 1000  # read at a time
 
 
 @dataclass(frozen=True)
@@ -143,91 +158,152 @@ class Layout:
     """The format and the roles of the columns of a data set.
 
     Attributes:
-        format: "cot", "messages", "prompt_completion" or "text".
-        columns: role -> column.
+        format: "cot", "messages", "prompt_completion", "text" or "prompt".
+        columns: role -> column; a field of a column of objects has a dotted name.
         ignored: unused columns.
-        filled: whether Arrow stores the arguments of tool calls as a struct, in which None stands for a missing key.
+        filled: whether Arrow stores contents or the arguments of tool calls as structs, in which None stands for a
+            missing key.
+        left_out: the columns, and keys of messages with dotted names, that the user leaves out.
+        switches: columns in which false says that a row is not wanted.
+        turns: columns with lists of messages.
+        closings: those of `STATED` and `MARKED` with which the answers of all rows end.
+        first_option: the number of the first option, 0 or 1.
+        features: of columns whose values Arrow stores otherwise than they are written (`cells.plain_value`).
+        examples: unused column -> one of its values.
+        notes: what the values decided, for the report.
     """
 
     format: str
     columns: Mapping[str, str]
     ignored: tuple[str, ...]
     filled: bool = False
+    left_out: frozenset[str] = frozenset()
+    switches: tuple[str, ...] = ()
+    turns: frozenset[str] = frozenset()
+    closings: frozenset[str] = frozenset()
+    first_option: int = 0
+    features: Mapping[str, Any] = field(default_factory=dict)
+    examples: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         used = ", ".join(f"{role}={column}" for role, column in self.columns.items())
-        return f"{self.format} ({used})" + (f", not used: {', '.join(self.ignored)}" if self.ignored else "")
+        unused = [
+            column + (f" ({self.examples[column]})" if column in self.examples else "") for column in self.ignored
+        ]
+        notes = "".join(f"\n{' ' * 17}{note}" for note in self.notes)
+        return f"{self.format} ({used})" + (f", not used: {', '.join(unused)}" if unused else "") + notes
+
+    def needed(self, names: Collection[str]) -> list[str]:
+        """Returns the columns of the data, of these names, that a row is read from."""
+        used = {*self.columns.values(), *self.switches}
+        return sorted({head for column in used if (head := head_of(column, names))})
+
+    def plain(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a row with the values as they were written, and with the fields that dotted names name.
+
+        Raises:
+            RowError: there is no such field.
+        """
+        made = dict(row)
+        for column, feature in self.features.items():
+            made[column] = plain_value(row.get(column), feature)
+        for column in self.columns.values():
+            head = head_of(column, row)
+            if head and head != column:
+                made[column] = _field(made[head], head, column.removeprefix(head + "."))
+        return made
 
 
-def stores_arguments(feature: Any, name: str = "") -> bool:
-    """Returns whether a column stores the arguments of tool calls as a struct of Arrow."""
+def head_of(column: str, names: Collection[str]) -> str:
+    """Returns the column that holds the field of a dotted name: the name itself if it is one; empty without one."""
+    while column not in names:
+        column, dot, _ = column.rpartition(".")
+        if not dot:
+            return ""
+    return column
+
+
+def _field(value: Any, column: str, fields: str) -> Any:
+    for name in fields.split("."):
+        value = parsed(value, column)
+        if value is not None and (not isinstance(value, Mapping) or name not in value):
+            raise RowError(f"column {column!r} has no field {name!r}: {str(value)[:60]}")
+        value = value and value[name]
+    return value
+
+
+def stores_structs(feature: Any, name: str = "") -> bool:
+    """Returns whether a column stores contents, or the arguments of tool calls, as structs of Arrow."""
     if isinstance(feature, dict):
-        return name == "arguments" or any(stores_arguments(inner, key) for key, inner in feature.items())
-    return hasattr(feature, "feature") and stores_arguments(feature.feature, name)
+        return name in ("arguments", "content", "value") or any(
+            stores_structs(inner, key) for key, inner in feature.items()
+        )
+    return hasattr(feature, "feature") and stores_structs(feature.feature, name)
 
 
-def empty_columns(rows: Any) -> list[str]:
-    """Returns the columns of a `datasets.Dataset` without a value; only these are read to their end."""
-    empty = list(rows.column_names)
-    for start in range(0, len(rows), _ROWS):
-        if not empty:
-            break
-        # In Arrow's form: images would be decoded otherwise.
-        table = rows.select_columns(empty).with_format("arrow")[start : start + _ROWS]
-        empty = [name for name in empty if not any(map(is_filled, table.column(name).to_pylist()))]
-    return empty
-
-
-def is_filled(value: Any) -> bool:
-    """Returns whether a cell holds more than None, white space, NaN, or a list or struct of only these."""
-    if isinstance(value, str):
-        return bool(value.strip())
-    if isinstance(value, Mapping):
-        return any(map(is_filled, value.values()))
-    if isinstance(value, list):
-        return any(map(is_filled, value))
-    return value is not None and value == value
-
-
-def detect_layout(columns: Sequence[str], config: DataConfig, empty: Collection[str] = ()) -> Layout:
+def detect_layout(
+    columns: Sequence[str],
+    config: DataConfig,
+    empty: Collection[str] = (),
+    kinds: Mapping[str, str] = MappingProxyType({}),
+) -> Layout:
     """Finds the format and the roles of columns; `config.format` and `config.columns` override.
 
     Args:
         columns: their names.
-        config: the data section. With an empty name in `config.columns` no column has that role.
-        empty: the columns without a value (`empty_columns`), which get no role by their name.
+        config: the data section. With an empty name in `config.columns` no column has that role, or the column of that
+            name has none.
+        empty: the columns without a value, or with flags alone, which get no role by their name.
+        kinds: the columns that hold "turns" or "calls" of tools.
 
     Raises:
         ValueError: an unknown role, a missing column, columns that fit no format, or several that fit one role.
     """
     named, listed = dict(config.columns or {}), shorten(", ".join(columns), 500) or "none"
-    if absent := sorted({column for column in named.values() if column} - set(columns)):
-        raise ValueError(f"data.columns: no column {', '.join(absent)}; the data has {listed}")
+    left_out = {name for name, column in named.items() if not column and head_of(name, columns)}
+    absent = {column for column in named.values() if column and not head_of(column, columns)}
+    absent |= {name for name, column in named.items() if not column and name not in NAMES} - left_out
+    if absent:
+        raise ValueError(f"data.columns: no column {', '.join(sorted(absent))}; the data has {listed}")
 
     def find(role: str) -> str | None:
         if role in named:
             return named[role] or None
         for group in NAMES[role]:
-            fitting = [column for column in columns if column.lower() in group and column not in empty]
+            names = [column for column in columns if column not in empty and column not in left_out]
+            fitting = [column for column in names if column.strip().lower() in group]
             if len(fitting) > 1:
                 text = f"ambiguous columns: {role} could be {' or '.join(fitting)}. Say which, as in data.columns="
                 raise ValueError(f"{text}{{{role}: {fitting[0]}}}")
             if fitting:
                 return fitting[0]
+        if role == "answer":  # as in xLAM's sets
+            return next(
+                (column for column in columns if column.strip().lower() == "answers" and kinds.get(column) == "calls"),
+                None,
+            )
         return None
 
-    fmt = _format(config, find)
+    fmt = _format(config, find, kinds)
     roles = [role for role in ROLES.get(fmt, ()) if fmt in ("cot", "prompt") or role not in ("reasoning", "answer")]
-    if fmt == "messages" and "answer" in named:  # the last reply of a chat is in columns of its own
+    if fmt == "messages" and ("answer" in named or not find("messages")):  # the last reply is in columns of its own
         roles += ["reasoning", "answer"]
     used = {role: column for role in roles if (column := find(role))}
-    is_instruction = used.get("question", "").lower() == "instruction"
-    if used.get("context", "").lower() == "input" and not is_instruction and "context" not in named:
+    asked = find("question") or find("prompt") or ""
+    if fmt == "messages" and "messages" not in used and "messages" not in named and kinds.get(asked) == "turns":
+        used = {"messages": asked} | used
+    if fmt == "cot" and kinds.get(used.get("question", "")) == "turns" and "question" not in named:
+        raise ValueError(_asks_in_turns(used["question"], used.get("answer"), columns))
+    is_instruction = used.get("question", "").strip().lower() == "instruction"
+    if used.get("context", "").strip().lower() == "input" and not is_instruction and "context" not in named:
         del used["context"]
     if used.get("reasoning") == used.get("answer"):  # a solution without another answer is both
         used.pop("answer" if "reasoning" in named else "reasoning", None)
     missing = [role for role in _NEEDED.get(fmt, ()) if role not in used]
     if not fmt or missing:
+        if not fmt and kinds.get(asked) == "turns":
+            raise ValueError(_asks_in_turns(asked, None, columns))
         wanted = f"format {fmt} needs {' and '.join(missing)}" if fmt else "they fit no format"
         without = f" ({', '.join(empty)} without values)" if empty else ""
         without += " (for grpo, prompts alone are data.format=prompt)" if not fmt and find("prompt") else ""
@@ -236,29 +312,42 @@ def detect_layout(columns: Sequence[str], config: DataConfig, empty: Collection[
             f"missing columns: {wanted}; the data has {listed}{without}. Name them, for example "
             f"data.columns={{{example}}}, or set data.format"
         )
-    return Layout(fmt, used, tuple(column for column in columns if column not in used.values()))
+    unused = tuple(column for column in columns if column not in {head_of(name, columns) for name in used.values()})
+    turns = frozenset(column for column, kind in kinds.items() if kind == "turns")
+    return Layout(fmt, used, unused, left_out=frozenset(left_out), turns=turns)
 
 
-def _format(config: DataConfig, find: Callable[[str], str | None]) -> str:
+def _asks_in_turns(asked: str, answer: str | None, columns: Collection[str]) -> str:
+    """Returns what to do with a column of messages without replies, as TRL and verl have for GRPO."""
+    given = answer or next((f"{name}.ground_truth" for name in columns if name == "reward_model"), "COLUMN")
+    return (
+        f"column {asked!r} holds messages without a reply. For grpo set data.format=prompt and data.columns={{prompt: "
+        f"{asked}, answer: {given}}}; to train on the text of a column as the last reply, set data.columns={{messages: "
+        f"{asked}, answer: {given}}}"
+    )
+
+
+def _format(config: DataConfig, find: Callable[[str], str | None], kinds: Mapping[str, str]) -> str:
     """Returns `data.format`, or the first format that the columns fit; empty if they fit none."""
     if config.format != "auto":
         return config.format
-    named = {role for role, column in (config.columns or {}).items() if column} - {"system"}
+    named = {role for role, column in (config.columns or {}).items() if column} - {"system", "tools"}
     for fmt in ("messages", "prompt_completion", "text"):
         if named & (set(ROLES[fmt]) - set(ROLES["cot"])):
             return fmt
+    if named <= {"reasoning", "answer"} and find("messages") and (not named or not find("question")):
+        return "messages"
     if named:
         return "cot"
-    if find("messages"):
-        return "messages"
     if find("prompt") and find("completion") and not find("reasoning"):
         return "prompt_completion"
-    if find("question") and find("answer"):
-        return "cot"
+    if (asked := find("question")) and (answer := find("answer")):
+        is_reply = answer.strip().lower() in TABLES["replies"]["names"]
+        return "messages" if kinds.get(asked) == "turns" and is_reply else "cot"
     return "text" if find("text") else ""
 
 
 def role_of(turn: Mapping[str, Any]) -> Any:
     """Returns the role of a message as chat templates name it."""
     role = turn.get("role") or turn.get("from")
-    return _TABLES["roles"].get(str(role), role)
+    return TABLES["roles"].get(str(role), role)

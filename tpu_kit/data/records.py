@@ -138,9 +138,16 @@ def _as_row(value: Any, location: str) -> Record:
 
 
 def _csv(stream: Any, file: str, separator: str) -> Iterator[Record]:
-    """Yields the rows of CSV with all cells as text: 007 is not 7, NA and null are words, an empty cell is empty."""
+    """Yields the rows of CSV with all cells as text: 007 is not 7, NA and null are words, an empty cell is empty.
+
+    White space around the names of columns is cut off, and before a cell if the header has it after each separator.
+    """
     csv.field_size_limit(sys.maxsize)  # the default refuses cells over 128 KiB
-    reader = csv.reader(_text_lines(stream, file), delimiter=separator, strict=True)
+    header = next((line for line in stream if line.strip()), "")
+    stream.seek(0)
+    spaced = separator + " "
+    spaced_out = spaced in header and header.count(spaced) == header.count(separator)
+    reader = csv.reader(_text_lines(stream, file), delimiter=separator, strict=True, skipinitialspace=spaced_out)
     names: list[str] = []
     line = 1
     try:
@@ -149,7 +156,7 @@ def _csv(stream: Any, file: str, separator: str) -> Iterator[Record]:
             if not cells:  # a blank line
                 continue
             if not names:
-                names = [name or f"Unnamed: {i}" for i, name in enumerate(cells)]
+                names = [name.strip() or f"Unnamed: {i}" for i, name in enumerate(cells)]
                 if twice := sorted({name for name in names if names.count(name) > 1}):
                     text = f"column {', '.join(twice)} occurs twice; rename one of them"
                     raise ValueError(f"data source {file}: {text}")

@@ -4,38 +4,29 @@ The formats are `cot` (question, reasoning, answer), `messages` (chats, with too
 `chat_encoding.py` encodes the conversation as token ids.
 """
 
-import contextlib
 import hashlib
-import json
-import math
 import unicodedata
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from tpu_kit.config.loader import DataConfig
+from tpu_kit.data.cells import RowError, alternatives, as_text, is_filled, options_of, parsed, switch
 from tpu_kit.data.columns import (
     SOLUTIONS,
     Layout,
     answer_of,
-    in_message,
-    is_filled,
     reasoning_of,
     reply,
     role_of,
     split_solution,
     with_own_tags,
 )
+from tpu_kit.data.messages import content_text, learns, read_calls, read_messages, read_tools, thought_of_column
 
 _PLAIN = str.maketrans("\N{LEFT SINGLE QUOTATION MARK}\N{RIGHT SINGLE QUOTATION MARK}\N{LEFT DOUBLE QUOTATION MARK}"
                        "\N{RIGHT DOUBLE QUOTATION MARK}\N{EN DASH}\N{EM DASH}\N{MINUS SIGN}", "''\"\"---")  # fmt: skip
 NO_REPLY = "..."
 """The reply in the conversation of a row that has none; no run trains on it."""
-
-_SHAREGPT_KEYS = {"from": "role", "value": "content"}
-
-
-class RowError(ValueError):
-    """One row cannot be used; the caller adds its number."""
 
 
 class Conversation(NamedTuple):
@@ -80,11 +71,6 @@ def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(normalised(text).encode(), digest_size=8).digest(), "little", signed=True)
 
 
-def learns(message: Mapping[str, Any]) -> bool:
-    """Returns whether a message is a reply that carries loss, which `weight: 0` and `train: false` prevent."""
-    return message["role"] == "assistant" and message.get("weight") != 0 and message.get("train") is not False
-
-
 def normalised(text: str) -> str:
     """Returns a question without case, extra white space, typographic quotes and dashes, and final punctuation."""
     text = unicodedata.normalize("NFC", text).translate(_PLAIN).casefold()
@@ -95,42 +81,127 @@ def conversation(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> 
     """Reads one row.
 
     Raises:
-        RowError: a cell is empty or has the wrong type for its role, or no assistant turn carries loss.
+        RowError: a cell is empty or cannot be read as its role, the row says that it is not wanted, or no assistant
+            turn carries loss.
     """
-    columns = layout.columns
+    row, columns = layout.plain(row), layout.columns
+    for column in layout.switches:
+        if switch(row.get(column)) is False:
+            raise RowError(
+                f"its {column} is {str(row[column]).lower()}, so it is not wanted; remove such rows, or set "
+                f"data.columns={{{column}: ''}} to train on them (there is no preference tuning)"
+            )
     if layout.format == "text":
-        return Conversation(_cell(row, columns["text"]), 0)
-    system = _system(row, layout, config)
+        return Conversation(_text(row, columns["text"]), 0)
+    if layout.format == "prompt_completion":
+        return _completed(row, layout, config)
+    system, tools = _system(row, layout, config), None
+    if "tools" in columns:
+        tools = read_tools(row.get(columns["tools"]), columns["tools"])
     if layout.format == "cot":
-        question, reasoning, answer = problem(row, layout, config).values()
-        content = reply(reasoning, answer, config) if reasoning else answer
-        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": content}]
-        messages = _messages(turns, columns["question"], 1, system, config)
-        return Conversation(messages, len(messages) - 1)
-    tools = without_none(_parsed(row.get(columns["tools"]), columns["tools"])) or None if "tools" in columns else None
+        return _solved_problem(row, layout, config, system, tools)
     if layout.format == "messages":
-        turns = _parsed(row.get(columns["messages"]), columns["messages"])
-        if "answer" in columns:
-            turns = [*turns, _last_turn(turns, row, columns, config)] if isinstance(turns, list) else turns
-        messages = _messages(turns, columns["messages"], 0, system, config, layout.filled)
+        turns = parsed(row.get(columns["messages"]), columns["messages"])
+        last = _last_turn(turns, row, layout, config, tools) if "answer" in columns and isinstance(turns, list) else []
+        turns = [*turns, *last] if isinstance(turns, list) else turns
+        messages = read_messages(turns, columns["messages"], 0, system, config, layout)
         replies = [i for i, message in enumerate(messages) if learns(message)]
-        return Conversation(messages, replies[-1 if "answer" in columns else 0], tools)
-    if layout.format == "prompt":
-        asked = row.get(columns["prompt"])
-        turns = asked if isinstance(asked, list) else [{"role": "user", "content": _cell(row, columns["prompt"])}]
-        turns = [*turns, {"role": "assistant", "content": NO_REPLY}]
-        messages = _messages(turns, columns["prompt"], len(turns) - 1, system, config, layout.filled)
+        return Conversation(messages, replies[-1 if last else 0], tools)
+    asked = row.get(columns["prompt"])
+    asked = parsed(asked, columns["prompt"]) if columns["prompt"] in layout.turns else asked
+    turns = asked if isinstance(asked, list) else [{"role": "user", "content": _cell(row, columns["prompt"])}]
+    turns = [*turns, {"role": "assistant", "content": NO_REPLY}]
+    messages = read_messages(turns, columns["prompt"], len(turns) - 1, system, config, layout)
+    expected_answer(row, layout)
+    return Conversation(messages, len(messages) - 1, tools)
+
+
+def _solved_problem(
+    row: Mapping[str, Any], layout: Layout, config: DataConfig, system: str | None, tools: list[Any] | None
+) -> Conversation:
+    column = layout.columns["question"]
+    question, reasoning, answer = problem(row, layout, config).values()
+    earlier = _history(row, layout)
+    turns = [*earlier, {"role": "user", "content": question}, _reply(row, layout, config, tools, reasoning, answer)]
+    messages = read_messages(turns, column, 1, system, config, layout)
+    if not earlier:
         return Conversation(messages, len(messages) - 1, tools)
-    if row.get("label") is False:  # KTO's mark of a completion
-        raise RowError("its label is false, so its completion is not wanted; remove such rows")
-    prompt, completion = row.get(columns["prompt"]), row.get(columns["completion"])
-    if isinstance(prompt, list) != isinstance(completion, list):
-        raise RowError("prompt and completion must both be text or both be lists of messages")
-    if isinstance(prompt, list) and isinstance(completion, list):
-        messages = _messages(prompt + completion, columns["completion"], len(prompt), system, config, layout.filled)
+    return Conversation(messages, next(i for i, message in enumerate(messages) if learns(message)), tools)
+
+
+def _reply(
+    row: Mapping[str, Any], layout: Layout, config: DataConfig, tools: list[Any] | None, reasoning: str, answer: str
+) -> dict[str, Any]:
+    """Returns a reply; an answer that is a list of calls of the row's tools becomes tool calls."""
+    called = _calls(row[layout.columns["answer"]], tools)
+    if called:
+        thought = {"reasoning_content": reasoning} if reasoning else {}
+        return {"role": "assistant", "content": None, "tool_calls": called} | thought
+    return {"role": "assistant", "content": reply(reasoning, answer, config) if reasoning else answer}
+
+
+def _calls(value: Any, tools: list[Any] | None) -> list[dict[str, Any]]:
+    names = {tool["function"]["name"] for tool in tools or ()}
+    if not names or not isinstance(value, str | list | Mapping):
+        return []
+    try:
+        calls = read_calls(value, "")
+    except RowError:
+        return []
+    return calls if all(call["function"]["name"] in names for call in calls) else []
+
+
+def _completed(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
+    """Reads a prompt and its completion: two texts, or a chat whose end may be text."""
+    columns = layout.columns
+    prompt, completion = (
+        parsed(row.get(columns[role]), columns[role]) if columns[role] in layout.turns else row.get(columns[role])
+        for role in ("prompt", "completion")
+    )
+    if isinstance(prompt, list) and prompt and all(isinstance(turn, Mapping) for turn in prompt):
+        if not _is_turns(completion):
+            completion = [{"role": "assistant", "content": _cell(row, columns["completion"])}]
+        system = _system(row, layout, config)
+        messages = read_messages(prompt + completion, columns["completion"], len(prompt), system, config, layout)
+        tools = read_tools(row.get(columns["tools"]), columns["tools"]) if "tools" in columns else None
         return Conversation(messages, len(messages) - len(completion), tools)
+    if _is_turns(completion):
+        raise RowError("prompt and completion must both be text or both be lists of messages")
+    for role in ("system", "tools"):
+        if is_filled(row.get(columns.get(role, ""))):
+            name = columns[role]
+            raise RowError(
+                f"column {name!r} needs a chat, and prompt and completion are plain text: set data.columns={{question: "
+                f"{columns['prompt']}, answer: {columns['completion']}}} to train on chats, or {{{name}: ''}}"
+            )
     asked = _cell(row, columns["prompt"])
     return Conversation(asked + _cell(row, columns["completion"]), len(asked))
+
+
+def _is_turns(value: Any) -> TypeGuard[list[Any]]:
+    return isinstance(value, list) and any(
+        isinstance(turn, Mapping) and ("role" in turn or "from" in turn) for turn in value
+    )
+
+
+def _history(row: Mapping[str, Any], layout: Layout) -> list[dict[str, Any]]:
+    """Returns the turns before the question, from a list of messages or of pairs of a question and its reply."""
+    column = layout.columns.get("history", "")
+    value = parsed(row.get(column), column) if column else None
+    if not is_filled(value):
+        return []
+    if _is_turns(value):
+        return list(value)
+    turns: list[dict[str, Any]] = []
+    for pair in value if isinstance(value, list) else [None]:
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise RowError(
+                f"column {column!r} holds neither messages nor pairs of a question and its reply: {str(value)[:60]}; "
+                f"set data.columns={{{column}: ''}} to leave it out"
+            )
+        for role, said in zip(("user", "assistant"), pair, strict=True):
+            turns.append({"role": role, "content": as_text(said, f"column {column!r}")})
+    return turns
 
 
 def problem(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> dict[str, str]:
@@ -139,32 +210,58 @@ def problem(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> dict[
     The question includes its context and its options.
 
     Raises:
-        RowError: a cell is empty, or is neither text nor a number.
+        RowError: a cell is empty, or is no text, number, object or list.
     """
-    columns = layout.columns
-    question, options = _cell(row, columns["question"]), _options(row, columns)
+    row, columns = layout.plain(row), layout.columns
+    question, options = (
+        _cell(row, columns["question"]),
+        options_of(row.get(columns.get("options", "")), columns.get("options", "")),
+    )
     if "context" in columns and is_filled(row.get(columns["context"])):
         context = _cell(row, columns["context"])
         # A passage comes before the question about it; an instruction comes before its input.
-        first = columns["question"].lower() == "instruction"
+        first = columns["question"].strip().lower() == "instruction"
         question = f"{question}\n\n{context}" if first else f"{context}\n\n{question}"
     if options:
         question += "\n\n" + "\n".join(f"{label}) {text}" for label, text in options.items())
-    reasoning, answer = _solved(row, columns, config, options)
+    reasoning, answer = _solved(row, layout, config, options)
     return {"question": question, "reasoning": reasoning, "answer": answer}
 
 
-def _solved(
-    row: Mapping[str, Any], columns: Mapping[str, str], config: DataConfig, options: Mapping[str, str]
-) -> tuple[str, str]:
+def expected_answer(row: Mapping[str, Any], layout: Layout) -> Any:
+    """Returns what the answer to a row is judged by: a text, or a list of texts of which any is right.
+
+    Raises:
+        RowError: it is an object.
+    """
+    column = layout.columns.get("answer", "")
+    value = layout.plain(row).get(column)
+    if isinstance(value, Mapping):
+        raise RowError(
+            f"column {column!r} holds an object, no answer: {str(value)[:60]}; name its field, as in "
+            f"data.columns={{answer: {column}.{next(iter(value), 'FIELD')}}}"
+        )
+    if isinstance(value, list):
+        if is_filled(value) and not alternatives(value):
+            raise RowError(f"column {column!r} holds a list of other things than texts and numbers: {str(value)[:60]}")
+        return alternatives(value)
+    return as_text(value, column) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+def _solved(row: Mapping[str, Any], layout: Layout, config: DataConfig, options: Mapping[str, str]) -> tuple[str, str]:
     """Returns the reasoning (empty without one) and the answer from the columns of a row."""
-    answer = with_own_tags(_chosen(_cell(row, columns["answer"]), options, columns["answer"]), config)
-    if "reasoning" not in columns:
+    columns = layout.columns
+    answer = with_own_tags(
+        _chosen(_cell(row, columns["answer"]), options, columns["answer"], layout.first_option), config
+    )
+    reasoning = thought_of_column(row.get(columns["reasoning"]), columns["reasoning"]) if "reasoning" in columns else ""
+    if not reasoning:
+        boxed = columns["answer"].strip().lower() in SOLUTIONS
         try:
-            return split_solution(answer, config, boxed=columns["answer"].lower() in SOLUTIONS)
+            return split_solution(answer, config, boxed=boxed, closings=layout.closings)
         except ValueError as error:
             raise RowError(f"column {columns['answer']!r} has {error}") from error
-    reasoning = with_own_tags(_cell(row, columns["reasoning"]), config)
+    reasoning = with_own_tags(reasoning, config)
     if answer_of(answer, config) != answer:
         raise RowError(
             f"column {columns['answer']!r} holds reasoning in tags, and column {columns['reasoning']!r} holds some "
@@ -173,28 +270,14 @@ def _solved(
     return reasoning_of(reasoning, config) or reasoning, answer
 
 
-def _options(row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, str]:
-    """Returns the options of a row by label, from a list of texts or {"label": [...], "text": [...]}."""
-    column = columns.get("options", "")
-    value = row.get(column)
-    if not is_filled(value):
-        return {}
-    texts, labels = value, None
-    if isinstance(value, Mapping):
-        texts, labels = value.get("text"), value.get("label")
-    if not isinstance(texts, list) or not all(isinstance(x, str | int | float) for x in texts):
-        raise RowError(f"column {column!r} holds no list of options: {str(value)[:60]}")
-    labels = labels or [chr(ord("A") + i) for i in range(len(texts))]
-    return {str(label): str(x).strip() for label, x in zip(labels, texts, strict=True)}
-
-
-def _chosen(answer: str, options: Mapping[str, str], column: str) -> str:
-    """Returns the answer, or the label of the option with that number, counted from 0."""
+def _chosen(answer: str, options: Mapping[str, str], column: str, first: int) -> str:
+    """Returns the answer, or the label of the option with that number, counted from `first`."""
     if not options or not answer.strip().isdecimal() or answer.strip() in options:
         return answer
-    number, labels = int(answer), list(options)
-    if (answer.strip() in options.values()) != (number < len(labels)):
-        return labels[number] if number < len(labels) else answer
+    number, labels = int(answer) - first, list(options)
+    is_number = 0 <= number < len(labels)
+    if (answer.strip() in options.values()) != is_number:
+        return labels[number] if is_number else answer
     raise RowError(f"column {column!r} holds {answer}: whether that is an option or its number is not certain")
 
 
@@ -208,119 +291,38 @@ def final_answer(talk: Conversation, config: DataConfig) -> str:
 
 
 def _system(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> str | None:
-    text = row.get(layout.columns["system"]) if "system" in layout.columns else None
-    if text is not None and not isinstance(text, str):
-        raise RowError(f"column {layout.columns['system']!r} holds a {type(text).__name__}, text is needed")
-    return with_own_tags(text, config) if text else config.system_prompt
+    column = layout.columns.get("system", "")
+    value = row.get(column)
+    if not is_filled(value):
+        return config.system_prompt
+    return with_own_tags(content_text(value, f"column {column!r}"), config)
 
 
 def _last_turn(
-    turns: list[Any], row: Mapping[str, Any], columns: Mapping[str, str], config: DataConfig
-) -> dict[str, Any]:
-    if turns and isinstance(turns[-1], Mapping) and role_of(turns[-1]) == "assistant":
-        raise RowError(f"column {columns['messages']!r} ends in a reply, and {columns['answer']!r} holds another")
-    reasoning, answer = _solved(row, columns, config, {})
-    role, content = ("from", "value") if turns and "from" in turns[0] else ("role", "content")
-    return {role: "assistant", content: reply(reasoning, answer, config) if reasoning else answer}
-
-
-def _messages(
-    value: Any, column: str, first: int, system: str | None, config: DataConfig, filled: bool = False
+    turns: list[Any], row: Mapping[str, Any], layout: Layout, config: DataConfig, tools: list[Any] | None
 ) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or not value or not all(isinstance(message, Mapping) for message in value):
-        raise RowError(f"column {column!r} must be a list of messages, got {str(value)[:60]!r}")
-    messages = [without_none(message, filled) for message in value]
-    if any("from" in message for message in messages):  # ShareGPT
-        messages = [{_SHAREGPT_KEYS.get(key, key): value for key, value in message.items()} for message in messages]
-        messages = [{**message, "role": role_of(message)} for message in messages]
-    for i, message in enumerate(messages):
-        name = f"message {i} of column {column!r}"
-        if not isinstance(message.get("role"), str):
-            raise RowError(f"{name} has no role")
-        if message.get("weight", 1) not in (0, 1):
-            raise RowError(f"{name} has the weight {message['weight']}; it must be 0 or 1")
-        message |= _tool_calls(message, name)
-        if isinstance(message.get("content"), list):
-            message["content"] = _joined(message["content"], name)
-        if isinstance(message.get("content"), str) and message["role"] in ("assistant", "system"):
-            message["content"] = with_own_tags(message["content"], config)
-        said = message.get("content") or message.get("tool_calls") or in_message(message, config) or None
-        if i >= first and message["role"] == "assistant" and not (said.strip() if isinstance(said, str) else said):
-            raise RowError(f"{name}, the completion, is empty")
-        if said is None and "content" not in message:
-            raise RowError(f"{name}, from {message['role']}, has no content")
-    if not any(map(learns, messages[first:])):
-        roles = ", ".join(sorted({message["role"] for message in messages}))
-        text = f"column {column!r} has no assistant turn that carries loss, so there is nothing to learn"
-        raise RowError(f"{text}; its turns are from {roles}")
-    if system and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": system})
-    return messages
+    """Returns the last reply of a chat from columns of its own; none if the chat has it and the columns are empty."""
+    columns = layout.columns
+    is_answered = bool(turns) and isinstance(turns[-1], Mapping) and role_of(turns[-1]) == "assistant"
+    if is_answered and not is_filled(row.get(columns["answer"])):
+        return []
+    if is_answered:
+        said = turns[-1].get("content", turns[-1].get("value"))
+        if said == row[columns["answer"]]:
+            return []
+        raise RowError(f"column {columns['messages']!r} ends in a reply, and {columns['answer']!r} holds another")
+    reasoning, answer = _solved(row, layout, config, {})
+    return [_reply(row, layout, config, tools, reasoning, answer)]
 
 
-def _tool_calls(message: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Returns the parts of a message that change for chat templates: calls are tool calls, with decoded arguments."""
-    made: dict[str, Any] = {}
-    calls = list(message.get("tool_calls") or ())
-    if message["role"] == "function_call":  # ShareGPT: the content is a call, or a list of calls
-        try:
-            said = json.loads(message["content"])
-            calls = [
-                {"type": "function", "function": dict(call)} for call in (said if isinstance(said, list) else [said])
-            ]
-        except (TypeError, ValueError) as error:
-            raise RowError(f"{name} holds no function call as JSON: {str(message.get('content'))[:60]!r}") from error
-        made = {"role": "assistant", "content": ""}
-    for i, call in enumerate(calls):
-        function = call.get("function", call)
-        if isinstance(function.get("arguments"), str):
-            with contextlib.suppress(json.JSONDecodeError):
-                decoded = {**function, "arguments": json.loads(function["arguments"])}
-                calls[i] = {**call, "function": decoded} if "function" in call else decoded
-    return made | ({"tool_calls": calls} if calls else {})
-
-
-def _joined(parts: list[Any], name: str) -> str:
-    """Returns the text of a message in parts, as in chats with images."""
-    for part in parts:
-        if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise RowError(f"{name} has a part of type {kind}; only text can be trained on")
-    return "".join(part["text"] for part in parts)
-
-
-def _parsed(value: Any, column: str) -> Any:
-    """Returns a value that a file holds as JSON text, as CSV files do."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value) if value.strip() else None
-    except json.JSONDecodeError as error:
-        raise RowError(f"column {column!r} is not valid JSON: {error}: {value[:60]!r}") from error
-
-
-def without_none(value: Any, filled: bool = True) -> Any:
-    """Removes the None of missing keys; in the arguments of tool calls only if Arrow `filled` them in."""
-    if isinstance(value, Mapping):
-        return {
-            key: item if key == "arguments" and not filled else without_none(item, filled)
-            for key, item in value.items()
-            if item is not None
-        }
-    return [without_none(item, filled) for item in value] if isinstance(value, list) else value
+def _text(row: Mapping[str, Any], column: str) -> str:
+    """Returns the cell of plain text."""
+    value = row.get(column)
+    if isinstance(value, Mapping | list):
+        raise RowError(f"column {column!r} holds a {type(value).__name__}, text is needed: {str(value)[:60]}")
+    return as_text(value, f"column {column!r}")
 
 
 def _cell(row: Mapping[str, Any], column: str) -> str:
-    """Returns a cell as text; whole numbers have no decimal point."""
-    value = row.get(column)
-    if isinstance(value, float) and not math.isfinite(value):
-        raise RowError(f"column {column!r} holds {value}, which is no answer")
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return str(value)
-    if value is None or (isinstance(value, str) and not value.strip()):
-        raise RowError(f"column {column!r} is empty")
-    if not isinstance(value, str):
-        raise RowError(f"column {column!r} holds a {type(value).__name__}, text is needed: {str(value)[:60]}")
-    return value
+    """Returns a cell of a question, a context, an answer, a prompt or a completion as text."""
+    return content_text(row.get(column), f"column {column!r}")

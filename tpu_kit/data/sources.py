@@ -15,14 +15,18 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, NamedTuple
 
+import fsspec
 from datasets import (
     Dataset,
     DatasetDict,
     DownloadConfig,
     ReadInstruction,
+    get_dataset_config_names,
     load_dataset,
+    load_dataset_builder,
     load_from_disk,
 )
 from datasets import config as datasets_config
@@ -46,9 +50,10 @@ SHOWN = 5
 """Bad rows that an error names."""
 
 _KINDS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
-_SAVED = ("dataset_info.json", "dataset_dict.json")
+_SAVED = ("state.json", "dataset_dict.json")
+_ABOUT_ROWS = ("dataset_info.json", "dataset_infos.json")
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
-_VERSION = 4  # increase it when records.py reads other rows from the same file
+_VERSION = 5  # increase it when records.py reads other rows from the same file
 _SPLIT = re.compile(r"(\w+)(?:\[:(\d+)\])?")
 
 
@@ -56,8 +61,9 @@ def load_rows(source: str, split: str = "train", seed: int = 0, *, skip: bool = 
     """Loads the rows of a source; JSON and CSV files add the columns `records.LOCATION` and `records.PROBLEM`.
 
     Args:
-        source: "embedded", a path, glob or URL (`gs://...`) of files, a folder of `save_to_disk`, or a data set of the
-            hub, with its configuration after a colon if it has several (`openai/gsm8k:main`).
+        source: "embedded", a path, glob or URL (`gs://...`) of files, a folder of `save_to_disk`, a folder of a data
+            set as the hub has it, or a data set of the hub; the last two with the configuration after a colon if they
+            have several (`openai/gsm8k:main`).
         split: a name, perhaps with a slice, as in `train[:1000]`. Files have one split, `train`.
         seed: of generated rows.
         skip: as in `check_rows`; the cells of an unreadable row are None.
@@ -139,8 +145,11 @@ class _Files(NamedTuple):
 
 def _find_files(source: str, split: str) -> _Files | None:
     """Returns the files of a path, glob or URL; None for a data set of the hub."""
-    if os.path.isdir(source):
-        raise ValueError(f"data source {source}: a folder; name the files in it, such as {Path(source, '*.jsonl')}")
+    if registry := _registry(source):
+        raise ValueError(registry)
+    folder, _, subset = (source, "", "") if os.path.isdir(source) else source.rpartition(":")
+    if os.path.isdir(folder):
+        return _folder_files(folder, subset, split)
     if not (kind := _kind(source)):
         if "://" in source or "*" in source or os.path.isfile(source):
             raise ValueError(f"data source {source}: the name must end in {', '.join(_KINDS)}")
@@ -148,6 +157,55 @@ def _find_files(source: str, split: str) -> _Files | None:
     if not re.match(r"train(\[|$)", split):
         raise ValueError(f"data source {source}: files have one split, train, not {split!r}")
     return _Files(*_glob(source), kind)
+
+
+def _folder_files(folder: str, subset: str, split: str) -> _Files:
+    """Returns the files of a split of a folder, by its README and their names, as `datasets` finds them."""
+    advice = f"name files in it, such as {Path(folder, '*.jsonl')}"
+    logging.getLogger("huggingface_hub.repocard").setLevel(logging.ERROR)  # it warns of a README without metadata
+    try:
+        names = get_dataset_config_names(folder)
+        if (subset or "default") not in names and (subset or len(names) > 1):
+            listed = f"its configurations are {', '.join(names)}; name one, as in {folder}:{names[0]}"
+            raise ValueError(f"data source {folder}: {listed}")
+        splits = load_dataset_builder(folder, subset or None).config.data_files or {}
+    except ValueError:
+        raise
+    except Exception as error:  # `datasets` has many kinds
+        raise ValueError(f"data source {folder}: a folder without files of rows; {advice}") from error
+    name = split.partition("[")[0]
+    if name not in splits:
+        raise ValueError(f"data.split: there is no split {name!r}; {folder} has {', '.join(map(str, splits))}")
+    used = {str(Path(path)) for paths in splits.values() for path in paths}
+    if len(names) == 1:  # `datasets` takes the files of one kind and one way of naming splits, without a word of others
+        inner = (path.relative_to(folder) for path in Path(folder).rglob("*") if path.name not in _ABOUT_ROWS)
+        visible = [path for path in inner if not any(part.startswith(".") for part in path.parts)]
+        left = sorted(str(path) for path in visible if _kind(path.name) and str(Path(folder, path)) not in used)
+        if left:
+            listed = shorten(", ".join(left), 200)
+            raise ValueError(f"data source {folder}: no split has the files {listed}; {advice}, or move them away")
+    paths = sorted(map(str, splits[name]))
+    if len(kinds := {_kind(path) for path in paths}) != 1 or None in kinds:
+        listed = ", ".join(sorted(Path(path).suffix for path in paths))
+        raise ValueError(f"data source {folder}: the split has files of the kinds {listed}; {advice}")
+    return _Files(fsspec.filesystem("file"), paths, str(kinds.pop()))
+
+
+def _registry(source: str) -> str:
+    """Returns why LLaMA-Factory's list of data sets, or the folder with it, is no source; empty for another source."""
+    path = Path(source, _ABOUT_ROWS[0]) if os.path.isdir(source) else Path(source)
+    if path.name != _ABOUT_ROWS[0] or not path.is_file():
+        return ""
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+        keys = ("file_name", "hf_hub_url", "ms_hub_url")
+        sets = {name: about for name, about in entries.items() if {*about} & {*keys}}
+    except (OSError, ValueError, AttributeError, TypeError):
+        return ""
+    where = {name: next(about[key] for key in keys if key in about) for name, about in sets.items()}
+    listed = shorten(", ".join(f"{name}: {place}" for name, place in where.items()), 300)
+    advice = f"name the file, or the data set of the hub, of one of them in data.source ({listed}), and its columns in "
+    return f"data source {source}: a list of data sets of LLaMA-Factory; {advice}data.columns" if sets else ""
 
 
 def _kind(path: str) -> str | None:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,14 +18,15 @@ from datasets import config as datasets_config
 
 from tpu_kit.config.loader import DataConfig
 from tpu_kit.data.batching import Documents
+from tpu_kit.data.cells import RowError, alternatives, without_none
 from tpu_kit.data.chat_encoding import Encoder, Example, ReasoningCounts, ensure_chat_template, freeze_date
-from tpu_kit.data.columns import detect_layout, empty_columns, stores_arguments
+from tpu_kit.data.column_values import read_layout
 from tpu_kit.data.records import LOCATION, PROBLEM
-from tpu_kit.data.schemas import NO_REPLY, RowError, final_answer, problem, without_none
+from tpu_kit.data.schemas import NO_REPLY, expected_answer, final_answer, problem
 from tpu_kit.data.sources import check_rows, load_rows
 
 _ROWS_PER_PROCESS = 10_000  # below this, a second process costs more time than it saves
-_CACHE_VERSION = 11  # increase it when the code below gives other tokens, or another error, for the same row
+_CACHE_VERSION = 12  # increase it when the code below gives other tokens, or another error, for the same row
 _DOCUMENT = Features(
     {
         "row": Value("int64"), "input_ids": List(Value("int32")), "loss_mask": List(Value("bool")),
@@ -104,9 +105,12 @@ class Tokenized:
         talks = [encoder.conversation(row) for row in rows]
         for row, talk in zip(rows, talks, strict=True):
             if encoder.layout.format == "cot":
+                cell = encoder.layout.plain(row).get(encoder.layout.columns["answer"])
                 row |= problem(row, encoder.layout, encoder.config)
-            elif (column := encoder.layout.columns.get("answer")) and encoder.layout.format == "prompt":
-                row["answer"] = row[column]
+                if texts := alternatives(cell):  # the list itself is what a supervised run trains on
+                    row["answer"] = [*texts, row["answer"]]
+            elif encoder.layout.columns.get("answer") and encoder.layout.format == "prompt":
+                row["answer"] = expected_answer(row, encoder.layout)
             elif row.get("answer") is None and (said := final_answer(talk, encoder.config)) != NO_REPLY and said:
                 row["answer"] = said
         prompts, ids = [encoder.prompt(talk) for talk in talks], [encoder.prompt_ids(talk) for talk in talks]
@@ -123,12 +127,12 @@ def tokenize(source: str, split: str, tokenizer: Any, config: DataConfig) -> Tok
     encoder = _encoder(rows, tokenizer, config, source)
     name, folder = _fingerprint(rows, encoder), Path(datasets_config.HF_DATASETS_CACHE) / "tpu_kit"
     folder.mkdir(parents=True, exist_ok=True)
-    used = {*encoder.layout.columns.values(), PROBLEM} & {*rows.column_names}
-    table = rows.select_columns(sorted(used)).map(
+    used = [*encoder.layout.needed(rows.column_names), *({PROBLEM} & {*rows.column_names})]
+    table = rows.select_columns(used).map(
         partial(_tokenize_rows, encoder=encoder),
         batched=True,
         with_indices=True,
-        remove_columns=sorted(used),
+        remove_columns=used,
         features=_DOCUMENT,
         num_proc=_processes(len(rows), config.num_proc),
         cache_file_name=str(folder / f"{name}.arrow"),
@@ -157,18 +161,19 @@ def tokenize(source: str, split: str, tokenizer: Any, config: DataConfig) -> Tok
 def _encoder(rows: Dataset, tokenizer: Any, config: DataConfig, source: str) -> Encoder:
     columns = [column for column in rows.column_names if column not in (LOCATION, PROBLEM)]
     try:
-        layout = detect_layout(columns, config, empty_columns(rows.select_columns(columns)))
+        layout = read_layout(rows, columns, config)
     except ValueError as error:
         headed = Path(source).suffix in (".csv", ".tsv")
         header = ". The first line of CSV names the columns, such as question,answer, between commas" if headed else ""
         raise ValueError(f"{source}: {error}{header}") from error
     plain = layout.format == "text"
     if layout.format == "prompt_completion":
-        prompts = (row[layout.columns["prompt"]] for row in rows)
+        prompts = (layout.plain(row).get(layout.columns["prompt"]) for row in rows)
         plain = isinstance(next((prompt for prompt in prompts if isinstance(prompt, str | list)), None), str)
+        plain &= layout.columns["prompt"] not in layout.turns
     if plain and config.system_prompt:
         raise ValueError("data.system_prompt needs chats; these rows are plain text, without a chat template")
-    encoder = Encoder(tokenizer, replace(layout, filled=stores_arguments(rows.features)), config)
+    encoder = Encoder(tokenizer, layout, config)
     if not plain:
         ensure_chat_template(tokenizer)
         encoder.open_reasoning(rows)
@@ -212,7 +217,7 @@ def _fingerprint(rows: Dataset, encoder: Encoder) -> str:
         del config[setting]  # represented by the rows or the template, or applied after tokenising
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     parts = [_CACHE_VERSION, rows._fingerprint, tokenizer.backend_tokenizer.to_str(), special, config]
-    parts += [freeze_date(str(tokenizer.chat_template), encoder.config.date), str(encoder.layout)]
+    parts += [freeze_date(str(tokenizer.chat_template), encoder.config.date), repr(encoder.layout)]
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 

@@ -1,0 +1,170 @@
+"""Reads single values of a row: texts, numbers, objects, JSON text, options and switches.
+
+One rule makes every value of a row text: text stays, a number is written shortest, an object or a list becomes JSON,
+and anything else is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from datasets import ClassLabel, Value
+
+_LETTERED = re.compile(r"\(?([A-Za-z])[).:](?:\s+|(?=\S))")
+_NO, _YES = ("false", "0", "no", "0.0"), ("true", "1", "yes", "1.0")
+
+
+class RowError(ValueError):
+    """One row cannot be used; the caller adds its number."""
+
+
+def as_text(value: Any, place: str) -> str:
+    """Returns a value as text; whole numbers have no decimal point.
+
+    Args:
+        value: text, a number, an object or a list.
+        place: names the value in an error, such as "column 'answer'".
+
+    Raises:
+        RowError: it is empty, true or false, not a finite number, or no value of JSON.
+    """
+    if value is None or (isinstance(value, str) and not value.strip()):
+        raise RowError(f"{place} is empty")
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bool):
+        raise RowError(f"{place} holds {str(value).lower()}, a truth value; write the text that is meant, such as yes")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise RowError(f"{place} holds {value}, which is no answer")
+    if isinstance(value, int | float):
+        return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+    if not isinstance(value, Mapping | list):
+        raise RowError(f"{place} holds a {type(value).__name__}, text is needed: {str(value)[:60]}")
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise RowError(f"{place} holds a {type(value).__name__} that JSON cannot hold: {error}") from error
+
+
+def alternatives(value: Any) -> list[str]:
+    """Returns the texts of a list of texts and numbers, of which any is a right answer; empty for another value."""
+    items = [item for item in value if item is not None] if isinstance(value, list) else []
+    if any(isinstance(item, bool) or not isinstance(item, str | int | float) for item in items):
+        return []
+    return [as_text(item, "an answer") for item in items if is_filled(item)]
+
+
+def parsed(value: Any, column: str) -> Any:
+    """Returns a value that a file holds as JSON text, as CSV files do."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value) if value.strip() else None
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise RowError(f"column {column!r} is not valid JSON: {error}: {value[:60]!r}") from error
+
+
+def without_none(value: Any, filled: bool = True) -> Any:
+    """Removes the None of missing keys; in contents and in arguments of tool calls only if Arrow `filled` them in."""
+    if isinstance(value, Mapping):
+        kept = () if filled else ("arguments", "content", "value")
+        return {
+            key: item if key in kept else without_none(item, filled) for key, item in value.items() if item is not None
+        }
+    return [without_none(item, filled) for item in value] if isinstance(value, list) else value
+
+
+def is_filled(value: Any) -> bool:
+    """Returns whether a cell holds more than None, white space, NaN, or a list or struct of only these."""
+    if isinstance(value, str):
+        return bool(value.strip())
+    if isinstance(value, Mapping):
+        return any(map(is_filled, value.values()))
+    if isinstance(value, list):
+        return any(map(is_filled, value))
+    return value is not None and value == value
+
+
+def switch(value: Any) -> bool | None:
+    """Returns a switch such as `train` or `label`, in any spelling; None if the value is no switch."""
+    text = str(value).strip().lower() if isinstance(value, str | int | float) else ""
+    return {**dict.fromkeys(_NO, False), **dict.fromkeys(_YES, True)}.get(text)
+
+
+def plain_value(value: Any, feature: Any) -> Any:
+    """Returns a value of Arrow as its user wrote it: the name of a class, and a float32 with its shortest text."""
+    if value is None:
+        return None
+    if isinstance(feature, ClassLabel):
+        return feature.int2str(value) if isinstance(value, int) and 0 <= value < feature.num_classes else None
+    if isinstance(feature, Value):
+        return float(str(np.dtype(feature.dtype).type(value))) if is_short_float(feature) else value
+    if isinstance(feature, Mapping) and isinstance(value, Mapping):
+        return {key: plain_value(item, feature.get(key)) for key, item in value.items()}
+    inner = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
+    return [plain_value(item, inner) for item in value] if isinstance(value, list) and inner is not None else value
+
+
+def is_short_float(feature: Any) -> bool:
+    """Returns whether a feature of `datasets` stores floats with fewer bits than Python's."""
+    return isinstance(feature, Value) and feature.dtype in ("float16", "float32")
+
+
+def options_of(value: Any, column: str) -> dict[str, str]:
+    """Returns options by label.
+
+    They are a list of texts, perhaps with letters of their own ("A) one"), {"label": [...], "text": [...]}, an object
+    from label to text, a list of objects with one label and one text, or one of these as JSON text.
+
+    Raises:
+        RowError: the value is none of these.
+    """
+    if not is_filled(value):
+        return {}
+    refused = RowError(f"column {column!r} holds no list of options: {str(value)[:60]}")
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            raise refused from None
+    labels: list[Any] | None = None
+    texts = value
+    if isinstance(value, Mapping) and isinstance(value.get("text"), list):
+        texts, labels = value["text"], value.get("label")
+    elif isinstance(value, Mapping):
+        given = {label: text for label, text in value.items() if text is not None}  # Arrow's None is a missing key
+        texts, labels = list(given.values()), list(given)
+    elif isinstance(value, list) and value and all(isinstance(x, Mapping) and len(x) == 2 for x in value):
+        pairs = [_labelled(option) for option in value]
+        labels, texts = [label for label, _ in pairs], [text for _, text in pairs]
+    if not isinstance(texts, list) or not all(isinstance(x, str | int | float) for x in texts):
+        raise refused
+    texts = [as_text(text, f"an option of column {column!r}").strip() for text in texts]
+    if not labels:
+        labels, texts = _own_letters(texts)
+    if len(labels) != len(texts) or len(set(map(str, labels))) < len(labels):
+        raise RowError(f"column {column!r} has {len(texts)} options and the labels {labels}")
+    return {str(label).strip(): text for label, text in zip(labels, texts, strict=True)}
+
+
+def _labelled(option: Mapping[str, Any]) -> tuple[Any, Any]:
+    for label in ("label", "key", "id", "letter", "option"):
+        if label in option:
+            return option[label], next((text for name, text in option.items() if name != label), None)
+    return None, None
+
+
+def _own_letters(texts: list[str]) -> tuple[list[str], list[str]]:
+    """Returns labels and texts of options; labels that the texts begin with are cut off."""
+    expected = [chr(ord("A") + i) for i in range(len(texts))]
+    matches = [_LETTERED.match(text) for text in texts]
+    if len(texts) > 1 and [match[1].upper() if match else "" for match in matches] == expected:
+        return [match[1] for match in matches if match], [
+            text[match.end() :].strip() for text, match in zip(texts, matches, strict=True) if match
+        ]
+    return expected, texts

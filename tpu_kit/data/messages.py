@@ -1,0 +1,343 @@
+"""Reads the turns of a chat, however a file writes them, as messages of chat templates.
+
+A message that is read has a role, a content (text) unless it calls tools, perhaps `reasoning_content`, and
+`train: false` if its reply carries no loss.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from tpu_kit.config.loader import DataConfig
+from tpu_kit.data.cells import RowError, as_text, is_filled, parsed, switch, without_none
+from tpu_kit.data.columns import MESSAGE_KEYS, TABLES, Layout, in_message, reasoning_of, role_of, with_own_tags
+
+_KEYS: Mapping[str, list[str]] = TABLES["message_keys"]
+_SWITCHES, _DETAILS, _REASONING = _KEYS["switches"], _KEYS["details"], (*MESSAGE_KEYS, *_KEYS["reasoning"])
+_REFUSED = re.compile(_KEYS["refused"][0])
+_THOUGHT, _TEXTS = (
+    ("thinking", "reasoning", "redacted_thinking"),
+    ("text", "thinking", "reasoning", "summary", "content"),
+)
+_FLAGS, _NONE = frozenset(TABLES["flags"]["words"]), frozenset(TABLES["flags"]["none"])
+_IMAGE = re.compile(r"\A\s*(?:<image>|<(?:video|audio)>\s*(?:\n|\Z))|\n\s*<image>\s*\Z")
+
+
+def learns(message: Mapping[str, Any]) -> bool:
+    """Returns whether a message of `read_messages` is a reply that carries loss."""
+    return message["role"] == "assistant" and message.get("train") is not False
+
+
+def read_messages(
+    value: Any, column: str, first: int, system: str | None, config: DataConfig, layout: Layout
+) -> list[dict[str, Any]]:
+    """Reads a list of messages, or its JSON text.
+
+    Args:
+        value: the cell.
+        column: its name.
+        first: the first message whose reply may carry loss; an empty reply from there on is an error.
+        system: the system turn; None or empty without one.
+        config: the data section.
+        layout: of the rows.
+
+    Raises:
+        RowError: a message cannot be read, or no reply carries loss.
+    """
+    value = parsed(value, column)
+    if not isinstance(value, list) or not value or not all(isinstance(message, Mapping) for message in value):
+        raise RowError(f"column {column!r} must be a list of messages, got {str(value)[:60]!r}")
+    messages: list[dict[str, Any]] = []
+    for i, turn in enumerate(value):
+        keys = {key for key in turn if f"{column}.{key}" in layout.left_out}
+        kept = {key: item for key, item in turn.items() if key not in keys}
+        messages.append(_message(without_none(kept, layout.filled), f"message {i} of column {column!r}", config))
+    for i, message in enumerate(messages):
+        said = message.get("content") or message.get("tool_calls") or in_message(message, config)
+        name = f"message {i} of column {column!r}"
+        if i >= first and learns(message) and not (said.strip() if isinstance(said, str) else said):
+            raise RowError(f"{name}, the completion, is empty")
+    _skip_greeting(messages)
+    if not any(map(learns, messages[first:])):
+        roles = ", ".join(sorted({message["role"] for message in messages}))
+        text = f"column {column!r} has no assistant turn that carries loss, so there is nothing to learn"
+        raise RowError(f"{text}; its turns are from {roles}")
+    if system and messages[0]["role"] == "system":
+        if layout.columns.get("system") and messages[0]["content"].strip() != system.strip():
+            name = layout.columns["system"]
+            raise RowError(
+                f"column {name!r} and the system turn in column {column!r} differ; set data.columns={{{name}: ''}} to "
+                "use the turn, or join the two"
+            )
+    elif system:
+        messages.insert(0, {"role": "system", "content": system})
+    return messages
+
+
+def _skip_greeting(messages: list[dict[str, Any]]) -> None:
+    """Takes the loss from the replies with which a chat begins: nothing asks for them."""
+    for message in messages:
+        if message["role"] != "assistant":
+            break
+        message["train"] = False
+
+
+def _message(turn: Mapping[str, Any], name: str, config: DataConfig) -> dict[str, Any]:
+    message = dict(turn)
+    if "from" in message and "role" not in message:  # ShareGPT
+        message["role"] = message.pop("from")
+        if "value" in message:
+            message["content"] = message.pop("value")
+    if not isinstance(message.get("role"), str) or not message["role"].strip():
+        raise RowError(f"{name} has no role")
+    message["role"] = role_of(message)
+    for key in [key for key in message if _REFUSED.search(str(key)) and key not in (*_SWITCHES, *_DETAILS)]:
+        if is_filled(message.pop(key)):
+            raise RowError(
+                f"{name} has {key!r}: {str(turn[key])[:40]!r}, which cannot be trained on; delete it, or set "
+                f"data.columns={{{_column(name)}.{key}: ''}} to leave it out"
+            )
+    _read_switches(message, name)
+    _read_calls(message, name)
+    content = message.pop("content", None)
+    thoughts = _thoughts_of_keys(message, name)
+    if _is_parts(content):
+        content, thought = _read_parts(content, name)
+        thoughts |= {"content": thought} if thought else {}
+    if content is not None and not (isinstance(content, list) and not content and message["role"] != "tool"):
+        message["content"] = content if isinstance(content, str) else as_text(content, name)
+    elif thoughts:
+        message["content"] = ""
+    elif not message.get("tool_calls"):
+        raise RowError(f"{name}, from {message['role']}, has no content")
+    if isinstance(message.get("content"), str) and message["role"] in ("assistant", "system"):
+        message["content"] = with_own_tags(message["content"], config)
+    if message["role"] == "user" and _IMAGE.search(message.get("content", "")):
+        raise RowError(f"{name} has the place of an image: images are not supported")
+    return _with_thoughts(message, thoughts, name, config)
+
+
+def _column(name: str) -> str:
+    return name.rpartition("column ")[2].strip("'")
+
+
+# -------------------------------------------------------------------------------------------------- switches of loss
+
+
+def _read_switches(message: dict[str, Any], name: str) -> None:
+    """Replaces the keys that switch the loss of a message on or off by `train: false` where it is off."""
+    found: dict[str, bool] = {}
+    for key in _SWITCHES:
+        if key not in message:
+            continue
+        value = message.pop(key)
+        on = switch(value)
+        if on is None:
+            advice = "it must be true or false (0 or 1)"
+            raise RowError(f"{name} has the {key} {value!r}; {advice}")
+        found[key] = on != (key == "masked")
+    for key in _DETAILS:
+        if is_filled(details := message.pop(key, None)):
+            found[key] = _of_whole_text(details, key, message.get("content"), name)
+    if len(set(found.values())) > 1:
+        raise RowError(f"{name} has switches of its loss that differ: {', '.join(found)}; keep one of them")
+    if False in found.values():
+        message["train"] = False
+    elif message["role"] != "assistant" and any(on and key.startswith("train") for key, on in found.items()):
+        raise RowError(f"{name}, from {message['role']}, is marked to be learned; only replies carry loss")
+
+
+def _of_whole_text(details: Any, key: str, content: Any, name: str) -> bool:
+    """Returns the switch of ranges of characters that all say the same of a whole text."""
+    refused = RowError(
+        f"{name} has {key}, loss on parts of a text, which is not supported; split the turn, or delete it"
+    )
+    if not isinstance(details, list) or not isinstance(content, str):
+        raise refused
+    try:
+        ranges = sorted((int(part["begin_offset"]), int(part["end_offset"])) for part in details)
+        switches = {switch(part["train"]) for part in details}
+    except (KeyError, TypeError, ValueError):
+        raise refused from None
+    end = 0
+    for start, stop in ranges:
+        if start > end:
+            raise refused
+        end = max(end, stop + 1)
+    if len(switches) > 1 or None in switches or end < len(content):
+        raise refused
+    return True in switches
+
+
+# --------------------------------------------------------------------------------------------- contents and reasoning
+
+
+def _is_parts(content: Any) -> bool:
+    """Returns whether a content is a list of parts with types, as in chats with images."""
+    types = TABLES["parts"]["types"]
+    return isinstance(content, list) and any(
+        isinstance(part, Mapping) and part.get("type") in types for part in content
+    )
+
+
+def content_text(value: Any, place: str) -> str:
+    """Returns a content that is text, a number, an object, a list, or a list of parts of text, as text."""
+    if not _is_parts(value):
+        return as_text(value, place)
+    text, thought = _read_parts(value, place)
+    if thought:
+        raise RowError(f"{place} has a part of type thinking; only messages have reasoning")
+    return as_text(text, place)
+
+
+def _read_parts(parts: list[Any], name: str) -> tuple[str, str]:
+    """Returns text and reasoning of a content in parts."""
+    texts, thoughts = [], []
+    for part in parts:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind in _THOUGHT and (thought := _thought(part, name)):
+            thoughts.append(thought)
+        elif kind in ("text", "input_text", "output_text") and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        else:
+            raise RowError(f"{name} has a part of type {kind}; only text can be trained on")
+    return "".join(texts), "\n".join(thoughts)
+
+
+def _thoughts_of_keys(message: dict[str, Any], name: str) -> dict[str, str]:
+    """Takes the reasoning that a message holds beside its content; returns it by its key."""
+    found = {}
+    for key in _REASONING:
+        if is_filled(value := message.pop(key, None)):
+            if isinstance(value, bool) or (isinstance(value, str) and value.strip().lower() in _FLAGS - _NONE):
+                raise RowError(
+                    f"{name} has {key}={str(value).lower()}, a flag, no reasoning; set "
+                    f"data.columns={{{_column(name)}.{key}: ''}} to leave it out"
+                )
+            if isinstance(value, str) and value.strip().lower() in _NONE:
+                continue
+            found[key] = _thought(value, f"{name}, {key},")
+    return found
+
+
+def _thought(value: Any, name: str) -> str:
+    """Returns reasoning as text, from text, a list of texts, or objects with a text.
+
+    Raises:
+        RowError: it is something else, such as encrypted.
+    """
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Mapping):
+        texts = [value[key] for key in _TEXTS if is_filled(value.get(key))]
+        if texts:
+            return _thought(texts[0], name)
+    if isinstance(value, list) and value:
+        return "\n".join(_thought(part, name) for part in value if is_filled(part))
+    raise RowError(f"{name} holds reasoning that is no text: {str(value)[:60]}")
+
+
+def thought_of_column(value: Any, column: str) -> str:
+    """Returns the reasoning of a cell; empty if it holds none, or a word such as N/A in its place."""
+    if not is_filled(value) or (isinstance(value, str) and value.strip().lower() in _NONE):
+        return ""
+    if isinstance(value, bool) or (isinstance(value, str) and value.strip().lower() in _FLAGS):
+        raise RowError(
+            f"column {column!r} holds {str(value).lower()!r}, a flag, beside reasoning in other rows; empty such cells"
+        )
+    if isinstance(value, int | float):
+        return as_text(value, f"column {column!r}")
+    return _thought(value, f"column {column!r}")
+
+
+def _with_thoughts(message: dict[str, Any], thoughts: dict[str, str], name: str, config: DataConfig) -> dict[str, Any]:
+    if not thoughts:
+        return message
+    if message["role"] != "assistant":
+        raise RowError(f"{name}, from {message['role']}, has {next(iter(thoughts))}; only replies have reasoning")
+    tagged = reasoning_of(message.get("content", ""), config)
+    texts = {" ".join(text.split()): text for text in [*thoughts.values(), *([tagged] if tagged else [])]}
+    if len(texts) > 1:
+        keys = ", ".join([*thoughts, *(["tags in its content"] if tagged else [])])
+        raise RowError(f"{name} holds several reasonings that differ: {keys}; keep one of them")
+    key = next((key for key in thoughts if key in MESSAGE_KEYS), "reasoning_content")
+    return message | {key: next(iter(texts.values()))}
+
+
+# ------------------------------------------------------------------------------------------------------- tool calls
+
+
+def _read_calls(message: dict[str, Any], name: str) -> None:
+    """Makes the calls of a message tool calls with decoded arguments, whatever its keys are."""
+    calls: list[Any] = []
+    if is_filled(given := message.pop("tool_calls", None)):
+        calls = read_calls(given, name)
+    if is_filled(given := message.pop("function_call", None)):
+        calls += read_calls(given, name)
+    if message["role"] in ("function_call", "tool_call"):  # ShareGPT, ms-swift: the content is a call, or several
+        calls = read_calls(message["content"], name)
+        message |= {"role": "assistant", "content": ""}
+    if calls:
+        message["tool_calls"] = calls
+
+
+def read_calls(value: Any, name: str) -> list[dict[str, Any]]:
+    """Returns tool calls with decoded arguments; they may be JSON text, or a list of it.
+
+    Raises:
+        RowError: they have no names.
+    """
+    calls = []
+    for call in _decoded_list(value):
+        function = _decoded(call.get("function", call)) if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+            raise RowError(f"{name} holds no function call as JSON: {str(value)[:60]!r}")
+        made = {**function, "arguments": _decoded(function.get("arguments", function.get("parameters", {})))}
+        if "arguments" not in function:
+            made.pop("parameters", None)
+        about = {key: item for key, item in call.items() if key != "function"} if "function" in call else {}
+        calls.append({"type": "function", **about, "function": made})
+    return calls
+
+
+def read_tools(value: Any, column: str) -> list[dict[str, Any]] | None:
+    """Returns the definitions of tools as templates want them; None without any.
+
+    Raises:
+        RowError: one has no name.
+    """
+    value = without_none(parsed(value, column))
+    if not is_filled(value):
+        return None
+    tools = []
+    for tool in _decoded_list(value):
+        function = _decoded(tool.get("function", tool)) if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise RowError(f"column {column!r} holds a tool without a name: {str(tool)[:60]!r}")
+        function = {key: item for key, item in function.items() if key != "type" or function is not tool}
+        parameters = _decoded(function.get("parameters"))
+        # xLAM's sets list the parameters themselves, where JSON Schema has them below "properties".
+        if isinstance(parameters, Mapping) and parameters and "properties" not in parameters:  # noqa: SIM102
+            if all(isinstance(about, Mapping) for about in parameters.values()):
+                parameters = {"type": "object", "properties": dict(parameters)}
+        function |= {"parameters": parameters} if parameters is not None else {}
+        about = {key: item for key, item in tool.items() if key != "function"} if "function" in tool else {}
+        tools.append({"type": "function", **about, "function": function})
+    return tools
+
+
+def _decoded_list(value: Any) -> list[Any]:
+    value = _decoded(value)
+    return [_decoded(item) for item in value] if isinstance(value, list) else [value]
+
+
+def _decoded(value: Any) -> Any:
+    if isinstance(value, str):
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+    return value
