@@ -271,6 +271,46 @@ def test_a_file_of_accelerate_is_refused_in_one_line(write: Any) -> None:
     assert problem.startswith("compute_environment: this is a file of accelerate") and "launch.mesh=fsdp=-1" in problem
 
 
+LLAMA_FACTORY = """
+model_name_or_path: meta-llama/Meta-Llama-3-8B-Instruct
+stage: sft
+do_train: true
+finetuning_type: lora
+lora_rank: 16
+lora_target: all
+dataset_dir: data
+template: llama3
+cutoff_len: 1024
+preprocessing_num_workers: 16
+output_dir: saves/llama3
+overwrite_cache: true
+plot_loss: true
+per_device_train_batch_size: 1
+learning_rate: 1.0e-4
+lr_scheduler_type: cosine
+val_size: 0.1
+"""
+
+
+def test_a_file_of_llama_factory_is_not_trls(write: Any) -> None:
+    config = load_config(write(LLAMA_FACTORY), {"source": "rows.jsonl"})
+    assert (config.lora.r, config.lora.targets, config.lora.dropout) == (16, "all-linear", 0)
+    assert (config.data.max_length, config.data.num_proc, config.data.packing) == (1024, 16, False)
+    assert (config.data.eval_rows, config.optim.epochs, config.optim.schedule) == (0.1, 3, "cosine")
+    named = problems(write(LLAMA_FACTORY + "dataset: identity,alpaca_en_demo\nmax_samples: 10\nmask_history: true\n"))
+    assert [text.split(":")[0] for text in named] == ["dataset", "max_samples", "mask_history"]
+    assert "entries of LLaMA-Factory's dataset_info.json; set data.source" in named[0]
+    full = load_config(write(LLAMA_FACTORY.replace("type: lora", "type: full")), {"source": "rows.jsonl"})
+    assert full.lora.r == 0
+    assert "may be lora or full" in problems(write(LLAMA_FACTORY.replace("type: lora", "type: freeze")))[0]
+    assert "answers (sft)" in problems(write(LLAMA_FACTORY.replace("stage: sft", "stage: dpo")))[0]
+
+
+def test_the_list_of_data_sets_of_llama_factory_is_no_configuration(write: Any) -> None:
+    (problem,) = problems(write('{"mine": {"file_name": "mine.json"}, "hub": {"hf_hub_url": "a/b"}}'))
+    assert problem.startswith("mine: this is LLaMA-Factory's list of data sets; give its training file")
+
+
 def test_no_note_and_no_problem_shows_a_secret(write: Any) -> None:
     (found,) = problems(write("hub_token: plain-words\n"))
     assert "plain-words" not in found and "hub_token" in found

@@ -1,4 +1,4 @@
-"""Translates the files of TRL's SFT and GRPO scripts, of axolotl and of TrainingArguments to the kit's parameters.
+"""Translates files of TRL's SFT and GRPO scripts, axolotl, LLaMA-Factory and TrainingArguments to the kit's parameters.
 
 other_trainers.toml has their names. Each key of theirs becomes a parameter of the kit, a note why it needs none, or a
 problem with what to do instead; keys that are ours or unknown are left to the loader.
@@ -79,6 +79,9 @@ def translate(values: Mapping[str, Any], ours: Collection[str]) -> Translation:
     """Translates the values of a file; `ours` are the kit's names, with and without their sections."""
     for key in _TABLES["not_trainers"].keys() & values.keys():
         return Translation("", problems=[f"{key}: {_TABLES['not_trainers'][key]}"])
+    registry = _TABLES["registry"]
+    if values and all(isinstance(item, Mapping) and item.keys() & {*registry["keys"]} for item in values.values()):
+        return Translation("", problems=[f"{next(iter(values))}: {registry['text']}"])
     trainers: dict[str, dict[str, Any]] = _TABLES["trainers"]
     flat = dict(_flat(values))
     _name_sources(flat)

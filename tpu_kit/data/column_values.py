@@ -38,6 +38,7 @@ _SAID = r'(?s)"(content|value|tool_calls|function_call)"\s*:'
 _CALLS = r'(?s)^\s*\[\s*(\{|"\s*\{).*"arguments\\?"\s*:'
 _TOOLS = r'(?s)^\s*\[\s*(\{|"\s*\{).*"name\\?"\s*:.*"parameters\\?"\s*:'
 _IMAGES = r"^data:(image|audio|video)/|(?i)^\S+\.(png|jpe?g|webp|gif|bmp|mp4|mov|wav|mp3|flac)$"
+_ANSWERED = r'"(role|from)"\s*:\s*"(assistant|gpt|chatgpt|bot)"[^{}]*\}\s*\]\s*$'
 _SWITCHES, _OPTIONS = re.compile(TABLES["switches"]["names"]), re.compile(TABLES["options"]["names"])
 _WEIGHTS = re.compile("loss|weight")
 
@@ -55,7 +56,8 @@ def read_layout(rows: Dataset, names: Sequence[str], config: DataConfig) -> Layo
     """
     first = first_values(rows, names)
     empty = [name for name in names if name not in first]
-    kinds = {name: kind for name in first if (kind := _kind_of(rows, name))}
+    unknown = [name for name in first if name.strip().lower() not in NAMES["messages"][0]]
+    kinds = {name: kind for name in unknown if (kind := _kind_of(rows, name))}
     flags = _flags(rows, [name for name in first if name not in (config.columns or {}).values()])
     layout = detect_layout(names, config, [*empty, *flags], kinds)
     layout, config = _with_last_reply(rows, layout, config, names, [*empty, *flags], kinds)
@@ -212,10 +214,10 @@ def _with_last_reply(
     candidates = [name for name in layout.ignored if name.strip().lower() in answers and name not in empty]
     candidates = [name for name in candidates if name not in layout.left_out]
     column = layout.columns["messages"]
-    if not candidates or not any(
-        _ends_in_question(row[column]) and any(is_filled(row[name]) for name in candidates)
-        for row in rows.select_columns([column, *candidates])
-    ):
+    if not candidates or column not in rows.features:
+        return layout, config
+    part = rows.select(_not_answered(rows, column)).select_columns([column, *candidates])
+    if not any(_ends_in_question(row[column]) and any(is_filled(row[name]) for name in candidates) for row in part):
         return layout, config
     replies = [name for name in candidates if name.strip().lower() in TABLES["replies"]["names"]]
     if len(replies) != 1:
@@ -227,6 +229,14 @@ def _with_last_reply(
         )
     config = replace(config, columns={**(config.columns or {}), "messages": column, "answer": replies[0]})
     return detect_layout(names, config, empty, kinds), config
+
+
+def _not_answered(rows: Dataset, column: str) -> Sequence[int]:
+    """Returns the rows whose chats may end in a question: all but those whose text is certain to end in a reply."""
+    if not _is_text(rows.features[column]):
+        return range(len(rows))
+    masks = [pc.match_substring_regex(array, _ANSWERED) for array in _slices(rows, column)]
+    return [number for number, match in enumerate(pa.chunked_array(masks).to_pylist()) if not match]
 
 
 def _ends_in_question(value: Any) -> bool:
