@@ -10,10 +10,11 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from datasets import ClassLabel, Value
+from datasets import ClassLabel, Dataset, Features, Json, LargeList, List, Value
 
 _LETTERED = re.compile(r"\(?([A-Za-z])[).:](?:\s+|(?=\S))")
 _NO, _YES = ("false", "0", "no", "0.0"), ("true", "1", "yes", "1.0")
@@ -23,7 +24,7 @@ class RowError(ValueError):
     """One row cannot be used; the caller adds its number."""
 
 
-def as_text(value: Any, place: str) -> str:
+def text_of(value: Any, place: str) -> str:
     """Returns a value as text; whole numbers have no decimal point.
 
     Args:
@@ -56,7 +57,7 @@ def alternatives(value: Any) -> list[str]:
     items = [item for item in value if item is not None] if isinstance(value, list) else []
     if any(isinstance(item, bool) or not isinstance(item, str | int | float) for item in items):
         return []
-    return [as_text(item, "an answer") for item in items if is_filled(item)]
+    return [text_of(item, "an answer") for item in items if is_filled(item)]
 
 
 def parsed(value: Any, column: str) -> Any:
@@ -97,17 +98,51 @@ def switch(value: Any) -> bool | None:
 
 
 def plain_value(value: Any, feature: Any) -> Any:
-    """Returns a value of Arrow as its user wrote it: the name of a class, and a float32 with its shortest text."""
+    """Returns a value of Arrow as its user wrote it.
+
+    JSON is decoded, a class gets its name, a float32 its shortest text, and an object loses the None of missing keys.
+
+    Args:
+        value: as a data set of `without_decoding` gives it; lists and objects may be decoded already.
+        feature: its feature.
+    """
     if value is None:
         return None
+    if isinstance(feature, Json):
+        return json.loads(value) if isinstance(value, str) else value
     if isinstance(feature, ClassLabel):
-        return feature.int2str(value) if isinstance(value, int) and 0 <= value < feature.num_classes else None
+        return feature.int2str(value) if 0 <= value < feature.num_classes else None
     if isinstance(feature, Value):
         return float(str(np.dtype(feature.dtype).type(value))) if is_short_float(feature) else value
     if isinstance(feature, Mapping) and isinstance(value, Mapping):
-        return {key: plain_value(item, feature.get(key)) for key, item in value.items()}
+        return {key: plain_value(item, feature.get(key)) for key, item in value.items() if item is not None}
     inner = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
     return [plain_value(item, inner) for item in value] if isinstance(value, list) and inner is not None else value
+
+
+def decoded(value: Any, feature: Any) -> Any:
+    """Returns a value of a data set of `without_decoding` with its JSON decoded."""
+    if isinstance(feature, Json):
+        return None if value is None else json.loads(value)
+    if isinstance(feature, Mapping) and isinstance(value, Mapping):
+        return {key: decoded(item, feature.get(key)) for key, item in value.items()}
+    inner = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
+    return [decoded(item, inner) for item in value] if isinstance(value, list) and inner is not None else value
+
+
+def without_decoding(rows: Dataset) -> Dataset:
+    """Returns a data set that gives JSON as text: `datasets` decodes 0.3 as 0.30000000000000004."""
+
+    def changed(feature: Any) -> Any:
+        if isinstance(feature, Json):
+            return Json(decode=False)
+        if isinstance(feature, dict):
+            return {key: changed(inner) for key, inner in feature.items()}
+        return replace(feature, feature=changed(feature.feature)) if isinstance(feature, List | LargeList) else feature
+
+    info = rows.info.copy()
+    info.features = Features({name: changed(feature) for name, feature in rows.features.items()})
+    return Dataset(rows.data, info, rows.split, rows._indices, rows._fingerprint)
 
 
 def is_short_float(feature: Any) -> bool:
@@ -144,7 +179,7 @@ def options_of(value: Any, column: str) -> dict[str, str]:
         labels, texts = [label for label, _ in pairs], [text for _, text in pairs]
     if not isinstance(texts, list) or not all(isinstance(x, str | int | float) for x in texts):
         raise refused
-    texts = [as_text(text, f"an option of column {column!r}").strip() for text in texts]
+    texts = [text_of(text, f"an option of column {column!r}").strip() for text in texts]
     if not labels:
         labels, texts = _own_letters(texts)
     if len(labels) != len(texts) or len(set(map(str, labels))) < len(labels):

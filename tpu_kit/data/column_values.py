@@ -17,9 +17,10 @@ import pyarrow.compute as pc
 from datasets import Audio, ClassLabel, Dataset, Image, Json, Value, Video
 
 from tpu_kit.config.loader import DataConfig
-from tpu_kit.data.cells import is_filled, is_short_float, options_of, plain_value, switch
+from tpu_kit.data.cells import decoded, is_filled, is_short_float, options_of, plain_value, switch
 from tpu_kit.data.columns import (
     CLOSINGS,
+    HEADED,
     MARKED,
     NAMES,
     TABLES,
@@ -40,6 +41,8 @@ _TOOLS = r'(?s)^\s*\[\s*(\{|"\s*\{).*"name\\?"\s*:.*"parameters\\?"\s*:'
 _IMAGES = r"^data:(image|audio|video)/|(?i)^\S+\.(png|jpe?g|webp|gif|bmp|mp4|mov|wav|mp3|flac)$"
 _ANSWERED = r'"(role|from)"\s*:\s*"(assistant|gpt|chatgpt|bot)"[^{}]*\}\s*\]\s*$'
 _SWITCHES, _OPTIONS = re.compile(TABLES["switches"]["names"]), re.compile(TABLES["options"]["names"])
+_WITHOUT = "objects have fixed fields in Arrow, so fields without a value are left out"
+_NO_THOUGHT = rf'(?i)^"?\s*({"|".join(TABLES["flags"]["none"])})\s*"?$'
 _WEIGHTS = re.compile("loss|weight")
 
 
@@ -64,13 +67,13 @@ def read_layout(rows: Dataset, names: Sequence[str], config: DataConfig) -> Layo
     notes = [
         f"{name} is a flag ({', '.join(values)}), so it is not read as reasoning" for name, values in flags.items()
     ]
+    layout = replace(layout, switches=tuple(_unwanted(rows, layout, first)))
     features = {name: rows.features[name] for name in layout.needed(names) if _is_converted(rows.features[name])}
     layout = replace(
         layout,
         filled=stores_structs({name: rows.features[name] for name in names}),
         features=features,
         examples={name: _shown(first[name]) for name in layout.ignored if name in first},
-        switches=tuple(_unwanted(rows, layout, first)),
     )
     harmful = {name: value for name, value in first.items() if name not in flags}
     _refuse(layout, config, harmful, kinds, _weights(rows, layout, first))
@@ -101,12 +104,10 @@ def first_values(rows: Dataset, names: Sequence[str]) -> dict[str, Any]:
         for array in _slices(rows, name):
             if _is_text(feature):
                 array = array.filter(pc.invert(pc.match_substring_regex(array, r'^(\s*|\[\s*\]|\{\s*\}|null|"")$')))
-            values = (json.loads(text) for text in array.drop_null().to_pylist()) if isinstance(feature, Json) else (
-                item for item in array.drop_null().to_pylist()
-            )  # fmt: skip
+            values = (plain_value(item, feature) for item in array.drop_null().to_pylist())
             value = next((value for value in values if is_filled(value)), None)
             if value is not None:
-                found[name] = plain_value(value, feature)
+                found[name] = value
                 break
     return found
 
@@ -120,16 +121,19 @@ def _distinct(rows: Dataset, name: str, most: int) -> list[Any] | None:
     """Returns the different values of a column, in lower case if they are texts; None if there are more than `most`."""
     found: set[Any] = set()
     feature = rows.features[name]
-    if not isinstance(feature, Value | ClassLabel):
+    if not isinstance(feature, Value | ClassLabel | Json):
         return None
     for array in _slices(rows, name):
         values = pc.unique(array).drop_null()
         if len(values) > 100 * most:
             return None
-        found |= {v.strip().lower() if isinstance(v, str) else plain_value(v, feature) for v in values.to_pylist()}
+        plain = [json.loads(v) if isinstance(feature, Json) else plain_value(v, feature) for v in values.to_pylist()]
+        if any(isinstance(value, list | dict) for value in plain):
+            return None
+        found |= {value.strip().lower() if isinstance(value, str) else value for value in plain}
         if len(found) > most:
             return None
-    return sorted(found - {""}, key=str)
+    return sorted(found - {"", None}, key=str)
 
 
 def _kind_of(rows: Dataset, name: str) -> str:
@@ -184,10 +188,8 @@ def _flags(rows: Dataset, names: Sequence[str]) -> dict[str, list[str]]:
 
 def _is_converted(feature: Any) -> bool:
     """Returns whether `plain_value` changes values of a feature."""
-    if isinstance(feature, ClassLabel) or is_short_float(feature):
+    if isinstance(feature, ClassLabel | Mapping | Json) or is_short_float(feature):
         return True
-    if isinstance(feature, Mapping):
-        return any(map(_is_converted, feature.values()))
     inner = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
     return inner is not None and _is_converted(inner)
 
@@ -217,7 +219,11 @@ def _with_last_reply(
     if not candidates or column not in rows.features:
         return layout, config
     part = rows.select(_not_answered(rows, column)).select_columns([column, *candidates])
-    if not any(_ends_in_question(row[column]) and any(is_filled(row[name]) for name in candidates) for row in part):
+    if not any(
+        _ends_in_question(row[column])
+        and any(is_filled(decoded(row[name], rows.features[name])) for name in candidates)
+        for row in part
+    ):
         return layout, config
     replies = [name for name in candidates if name.strip().lower() in TABLES["replies"]["names"]]
     if len(replies) != 1:
@@ -321,6 +327,8 @@ def _role_for(layout: Layout, problems: Mapping[str, str]) -> str:
 def _with_values(rows: Dataset, layout: Layout) -> tuple[Layout, list[str]]:
     """Returns the layout with the facts that its values decide, and what the report says of them."""
     told = []
+    if layout.filled:
+        told.append(_WITHOUT)
     if layout.format == "messages" and "answer" in layout.columns:
         column = layout.columns["answer"]
         told.append(f"{column} is the last reply of a chat; the replies before it carry no loss")
@@ -330,13 +338,18 @@ def _with_values(rows: Dataset, layout: Layout) -> tuple[Layout, list[str]]:
         column = layout.columns.get(role, "")
         if column not in rows.features or column in layout.turns or (role == "answer" and "tools" in layout.columns):
             continue
+        if role == "answer" and layout.format == "prompt":
+            continue
         if count := _objects(rows, column):
             told.append(f"{count:,} of {len(rows):,} cells of {column} are objects or lists, read as JSON text")
+            told += [f"{column}: {_WITHOUT}"] * (not isinstance(rows.features[column], Json))
     column = layout.columns.get("answer", "")
     if column in rows.features and _is_text(rows.features[column]) and "reasoning" not in layout.columns:
         filled, found = _count(rows, column, r"\S"), []
         for closing, pattern in CLOSINGS.items():
-            if not (count := _count(rows, column, pattern)):
+            if not (
+                count := _count(rows, column, pattern) - (_count(rows, column, HEADED) if closing == MARKED else 0)
+            ):
                 continue
             if count == filled:
                 found.append(closing)
@@ -348,6 +361,9 @@ def _with_values(rows: Dataset, layout: Layout) -> tuple[Layout, list[str]]:
                     f"not read as reasoning{numbers}"
                 )
         layout = replace(layout, closings=frozenset(found))
+    thought = layout.columns.get("reasoning", "")
+    if thought in rows.features and _is_text(rows.features[thought]) and (count := _count(rows, thought, _NO_THOUGHT)):
+        told.append(f"{thought}: {count:,} cells with a word such as N/A are read as no reasoning")
     if "options" in layout.columns and column:
         base, note = _first_option(rows, layout)
         layout, told = replace(layout, first_option=base), told + note
@@ -388,31 +404,21 @@ def _first_option(rows: Dataset, layout: Layout) -> tuple[int, list[str]]:
 
 
 def _notes_of_chats(rows: Dataset, layout: Layout) -> list[str]:
-    """Returns what is told of chats: keys of messages that are not used, and replies with which chats begin."""
+    """Returns what is told of chats: keys of messages that are not read, and replies with which chats begin."""
     column = layout.columns.get("messages", "")
     if column not in rows.features:
         return []
-    part = rows.select(range(min(len(rows), _CHATS))).select_columns([column])
-    known = TABLES["message_keys"]
-    read = {
-        *known["harmless"],
-        *known["switches"],
-        *known["details"],
-        *known["reasoning"],
-        "from",
-        "value",
-        "function_call",
-    }
-    read |= {"reasoning_content", "reasoning", "thinking"}
+    systems = [name for name in (layout.columns.get("system", ""),) if name in rows.features]
+    part = rows.select(range(min(len(rows), _CHATS))).select_columns([column, *systems])
+    known = {key for name in ("read", "switches", "details", "reasoning") for key in TABLES["message_keys"][name]}
     unread: dict[str, str] = {}
-    greeted = chats = 0
+    greeted = 0
     for row in part:
         try:
             turns = json.loads(row[column]) if isinstance(row[column], str) else row[column]
-            chats += 1
-            greeted += role_of(turns[0]) == "assistant"
+            greeted += role_of(turns[0]) == "assistant" and not any(is_filled(row[name]) for name in systems)
             for turn in turns:
-                for key in turn.keys() - read - unread.keys():
+                for key in turn.keys() - known - unread.keys():
                     if is_filled(turn[key]):
                         unread[key] = _shown(turn[key])
         except (ValueError, TypeError, AttributeError, IndexError, KeyError, RecursionError):

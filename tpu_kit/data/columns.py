@@ -32,6 +32,8 @@ _BRACE = re.compile(r"\\.|[{}]")
 _MARKED = re.compile(r"(?:\A|\n)[ \t]*####[ \t]*([^\n]*?)\s*\Z")
 _HEADING = re.compile(r"^[ \t]*#{1,6} ", re.MULTILINE)
 _NUMBER = re.compile(r"[-+]?[$€£]? ?[-+]?\d[\d,]*(\.\d+)?(/\d+)? ?%?")
+HEADED = r"(?s)(?:^|\n)[ \t]*#{1,6} .*\n[ \t]*####[^\n]*\s*$"
+"""The pattern, for Arrow, of a text with another heading before the last line of `MARKED`, which is a heading then."""
 CLOSINGS = {STATED: r"(?i)\n[ \t]*The answer is:[ \t]*\S[^\n]*\s*$", MARKED: r"(?:^|\n)[ \t]*####[^\n]*\s*$"}
 """The patterns of texts that end so, for Arrow."""
 
@@ -278,7 +280,7 @@ def detect_layout(
                 raise ValueError(f"{text}{{{role}: {fitting[0]}}}")
             if fitting:
                 return fitting[0]
-        if role == "answer":  # as in xLAM's sets
+        if role == "answer" and find("tools"):  # as in xLAM's sets
             return next(
                 (column for column in columns if column.strip().lower() == "answers" and kinds.get(column) == "calls"),
                 None,
@@ -307,6 +309,8 @@ def detect_layout(
         wanted = f"format {fmt} needs {' and '.join(missing)}" if fmt else "they fit no format"
         without = f" ({', '.join(empty)} without values)" if empty else ""
         without += " (for grpo, prompts alone are data.format=prompt)" if not fmt and find("prompt") else ""
+        if {"chosen", "rejected"} <= {column.strip().lower() for column in columns}:
+            without += " (there is no preference tuning; a role for chosen alone trains on it)"
         example = f"{missing[0]}: COLUMN" if fmt else "question: problem, reasoning: rationale, answer: target"
         raise ValueError(
             f"missing columns: {wanted}; the data has {listed}{without}. Name them, for example "
@@ -350,4 +354,5 @@ def _format(config: DataConfig, find: Callable[[str], str | None], kinds: Mappin
 def role_of(turn: Mapping[str, Any]) -> Any:
     """Returns the role of a message as chat templates name it."""
     role = turn.get("role") or turn.get("from")
-    return TABLES["roles"].get(str(role), role)
+    low = str(role).strip().lower()
+    return TABLES["roles"].get(low, low if low in ("system", "user", "assistant", "tool") else role)

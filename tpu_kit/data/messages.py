@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tpu_kit.config.loader import DataConfig
-from tpu_kit.data.cells import RowError, as_text, is_filled, parsed, switch, without_none
+from tpu_kit.data.cells import RowError, text_of, is_filled, parsed, switch, without_none
 from tpu_kit.data.columns import MESSAGE_KEYS, TABLES, Layout, in_message, reasoning_of, role_of, with_own_tags
 
 _KEYS: Mapping[str, list[str]] = TABLES["message_keys"]
@@ -60,20 +60,20 @@ def read_messages(
         name = f"message {i} of column {column!r}"
         if i >= first and learns(message) and not (said.strip() if isinstance(said, str) else said):
             raise RowError(f"{name}, the completion, is empty")
+    if system and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system})
+        first += 1
+    elif system and layout.columns.get("system") and messages[0]["content"].strip() != system.strip():
+        name = layout.columns["system"]
+        raise RowError(
+            f"column {name!r} and the system turn in column {column!r} differ; set data.columns={{{name}: ''}} to use "
+            "the turn, or join the two"
+        )
     _skip_greeting(messages)
     if not any(map(learns, messages[first:])):
         roles = ", ".join(sorted({message["role"] for message in messages}))
         text = f"column {column!r} has no assistant turn that carries loss, so there is nothing to learn"
         raise RowError(f"{text}; its turns are from {roles}")
-    if system and messages[0]["role"] == "system":
-        if layout.columns.get("system") and messages[0]["content"].strip() != system.strip():
-            name = layout.columns["system"]
-            raise RowError(
-                f"column {name!r} and the system turn in column {column!r} differ; set data.columns={{{name}: ''}} to "
-                "use the turn, or join the two"
-            )
-    elif system:
-        messages.insert(0, {"role": "system", "content": system})
     return messages
 
 
@@ -108,7 +108,7 @@ def _message(turn: Mapping[str, Any], name: str, config: DataConfig) -> dict[str
         content, thought = _read_parts(content, name)
         thoughts |= {"content": thought} if thought else {}
     if content is not None and not (isinstance(content, list) and not content and message["role"] != "tool"):
-        message["content"] = content if isinstance(content, str) else as_text(content, name)
+        message["content"] = content if isinstance(content, str) else text_of(content, name)
     elif thoughts:
         message["content"] = ""
     elif not message.get("tool_calls"):
@@ -186,11 +186,11 @@ def _is_parts(content: Any) -> bool:
 def content_text(value: Any, place: str) -> str:
     """Returns a content that is text, a number, an object, a list, or a list of parts of text, as text."""
     if not _is_parts(value):
-        return as_text(value, place)
+        return text_of(value, place)
     text, thought = _read_parts(value, place)
     if thought:
         raise RowError(f"{place} has a part of type thinking; only messages have reasoning")
-    return as_text(text, place)
+    return text_of(text, place)
 
 
 def _read_parts(parts: list[Any], name: str) -> tuple[str, str]:
@@ -246,10 +246,11 @@ def thought_of_column(value: Any, column: str) -> str:
         return ""
     if isinstance(value, bool) or (isinstance(value, str) and value.strip().lower() in _FLAGS):
         raise RowError(
-            f"column {column!r} holds {str(value).lower()!r}, a flag, beside reasoning in other rows; empty such cells"
+            f"column {column!r} holds {str(value).lower()!r}, a flag, no reasoning; empty such cells, or set "
+            "data.columns={reasoning: ''}"
         )
     if isinstance(value, int | float):
-        return as_text(value, f"column {column!r}")
+        return text_of(value, f"column {column!r}")
     return _thought(value, f"column {column!r}")
 
 

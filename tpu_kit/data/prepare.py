@@ -199,7 +199,7 @@ def prepare(
     data = tokenize(config.source, config.split, tokenizer, config)
     held, train, repeated = None, np.ones(len(data.documents), dtype=bool), 0
     if eval_split := _eval_split(config):
-        held = tokenize(*eval_split, tokenizer, config)
+        held = tokenize(*eval_split, tokenizer, config, like=data.encoder.layout)
         wanted = np.ones(len(held.documents), dtype=bool)
     elif config.eval_rows != 0 or run:
         picked = choose_questions(data.questions, data.earlier, config, learned)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeGuard
 
 from tpu_kit.config.loader import DataConfig
-from tpu_kit.data.cells import RowError, alternatives, as_text, is_filled, options_of, parsed, switch
+from tpu_kit.data.cells import RowError, alternatives, text_of, is_filled, options_of, parsed, switch
 from tpu_kit.data.columns import (
     SOLUTIONS,
     Layout,
@@ -36,11 +36,13 @@ class Conversation(NamedTuple):
         messages: a chat, or plain text.
         first: index of the first message (in plain text, character) after the prompt, which carries no loss.
         tools: JSON schemas for the chat template.
+        added: messages at the start that are not of the row: 1 with the system turn of `data.system_prompt`, else 0.
     """
 
     messages: list[dict[str, Any]] | str
     first: int
     tools: list[Any] | None = None
+    added: int = 0
 
     @property
     def asked(self) -> Any:
@@ -78,13 +80,22 @@ def normalised(text: str) -> str:
 
 
 def conversation(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
-    """Reads one row.
+    """Reads one row; a chat without a system turn gets that of `data.system_prompt`.
 
     Raises:
         RowError: a cell is empty or cannot be read as its role, the row says that it is not wanted, or no assistant
             turn carries loss.
     """
-    row, columns = layout.plain(row), layout.columns
+    talk = _of_row(layout.plain(row), layout, config)
+    if not config.system_prompt or isinstance(talk.messages, str) or talk.messages[0]["role"] == "system":
+        return talk
+    turn = {"role": "system", "content": config.system_prompt}
+    return talk._replace(messages=[turn, *talk.messages], first=talk.first + 1, added=1)
+
+
+def _of_row(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
+    """Reads what the row itself says."""
+    columns = layout.columns
     for column in layout.switches:
         if switch(row.get(column)) is False:
             raise RowError(
@@ -148,7 +159,9 @@ def _calls(value: Any, tools: list[Any] | None) -> list[dict[str, Any]]:
         calls = read_calls(value, "")
     except RowError:
         return []
-    return calls if all(call["function"]["name"] in names for call in calls) else []
+    if unknown := {call["function"]["name"] for call in calls} - names:
+        raise RowError(f"its reply calls {', '.join(sorted(unknown))}, and its tools are {', '.join(sorted(names))}")
+    return calls
 
 
 def _completed(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
@@ -187,7 +200,9 @@ def _is_turns(value: Any) -> TypeGuard[list[Any]]:
 def _history(row: Mapping[str, Any], layout: Layout) -> list[dict[str, Any]]:
     """Returns the turns before the question, from a list of messages or of pairs of a question and its reply."""
     column = layout.columns.get("history", "")
-    value = parsed(row.get(column), column) if column else None
+    value = row.get(column)
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        value = parsed(value, column)
     if not is_filled(value):
         return []
     if _is_turns(value):
@@ -200,7 +215,7 @@ def _history(row: Mapping[str, Any], layout: Layout) -> list[dict[str, Any]]:
                 f"set data.columns={{{column}: ''}} to leave it out"
             )
         for role, said in zip(("user", "assistant"), pair, strict=True):
-            turns.append({"role": role, "content": as_text(said, f"column {column!r}")})
+            turns.append({"role": role, "content": text_of(said, f"column {column!r}")})
     return turns
 
 
@@ -209,14 +224,17 @@ def problem(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> dict[
 
     The question includes its context and its options.
 
+    Args:
+        row: of `Layout.plain`.
+        layout: of the rows.
+        config: the data section.
+
     Raises:
         RowError: a cell is empty, or is no text, number, object or list.
     """
-    row, columns = layout.plain(row), layout.columns
-    question, options = (
-        _cell(row, columns["question"]),
-        options_of(row.get(columns.get("options", "")), columns.get("options", "")),
-    )
+    columns = layout.columns
+    question = _cell(row, columns["question"])
+    options = options_of(row.get(columns["options"]), columns["options"]) if "options" in columns else {}
     if "context" in columns and is_filled(row.get(columns["context"])):
         context = _cell(row, columns["context"])
         # A passage comes before the question about it; an instruction comes before its input.
@@ -229,13 +247,13 @@ def problem(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> dict[
 
 
 def expected_answer(row: Mapping[str, Any], layout: Layout) -> Any:
-    """Returns what the answer to a row is judged by: a text, or a list of texts of which any is right.
+    """Returns what the answer to a row of `Layout.plain` is judged by: a text, or a list of which any text is right.
 
     Raises:
         RowError: it is an object.
     """
     column = layout.columns.get("answer", "")
-    value = layout.plain(row).get(column)
+    value = row.get(column)
     if isinstance(value, Mapping):
         raise RowError(
             f"column {column!r} holds an object, no answer: {str(value)[:60]}; name its field, as in "
@@ -245,7 +263,7 @@ def expected_answer(row: Mapping[str, Any], layout: Layout) -> Any:
         if is_filled(value) and not alternatives(value):
             raise RowError(f"column {column!r} holds a list of other things than texts and numbers: {str(value)[:60]}")
         return alternatives(value)
-    return as_text(value, column) if isinstance(value, int | float) and not isinstance(value, bool) else value
+    return text_of(value, column) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
 def _solved(row: Mapping[str, Any], layout: Layout, config: DataConfig, options: Mapping[str, str]) -> tuple[str, str]:
@@ -294,7 +312,7 @@ def _system(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> str |
     column = layout.columns.get("system", "")
     value = row.get(column)
     if not is_filled(value):
-        return config.system_prompt
+        return None
     return with_own_tags(content_text(value, f"column {column!r}"), config)
 
 
@@ -320,7 +338,7 @@ def _text(row: Mapping[str, Any], column: str) -> str:
     value = row.get(column)
     if isinstance(value, Mapping | list):
         raise RowError(f"column {column!r} holds a {type(value).__name__}, text is needed: {str(value)[:60]}")
-    return as_text(value, f"column {column!r}")
+    return text_of(value, f"column {column!r}")
 
 
 def _cell(row: Mapping[str, Any], column: str) -> str:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,9 +18,10 @@ from datasets import config as datasets_config
 
 from tpu_kit.config.loader import DataConfig
 from tpu_kit.data.batching import Documents
-from tpu_kit.data.cells import RowError, alternatives, without_none
+from tpu_kit.data.cells import RowError, alternatives, decoded, without_decoding, without_none
 from tpu_kit.data.chat_encoding import Encoder, Example, ReasoningCounts, ensure_chat_template, freeze_date
 from tpu_kit.data.column_values import read_layout
+from tpu_kit.data.columns import Layout
 from tpu_kit.data.records import LOCATION, PROBLEM
 from tpu_kit.data.schemas import NO_REPLY, expected_answer, final_answer, problem
 from tpu_kit.data.sources import check_rows, load_rows
@@ -98,33 +99,40 @@ class Tokenized:
 
     def raw_rows(self, numbers: np.ndarray) -> RawRows:
         """Returns rows of the source with their prompts."""
-        encoder, rows = self.encoder, []
+        encoder, layout = self.encoder, self.encoder.layout
         names = [name for name in self.rows.column_names if name not in (LOCATION, PROBLEM)]
-        for row in self.rows.select(numbers).select_columns(names):
-            rows.append(without_none(row) if encoder.layout.filled else row)
-        talks = [encoder.conversation(row) for row in rows]
-        for row, talk in zip(rows, talks, strict=True):
-            if encoder.layout.format == "cot":
-                cell = encoder.layout.plain(row).get(encoder.layout.columns["answer"])
-                row |= problem(row, encoder.layout, encoder.config)
-                if texts := alternatives(cell):  # the list itself is what a supervised run trains on
+        stored = list(self.rows.select(numbers).select_columns(names))
+        talks = [encoder.conversation(row) for row in stored]
+        rows = [{name: decoded(cell, self.rows.features[name]) for name, cell in row.items()} for row in stored]
+        rows = [without_none(row) for row in rows] if layout.filled else rows
+        for row, cells, talk in zip(rows, map(layout.plain, stored), talks, strict=True):
+            if layout.format == "cot":
+                row |= problem(cells, layout, encoder.config)
+                if texts := alternatives(cells[layout.columns["answer"]]):  # a supervised run trains on the list itself
                     row["answer"] = [*texts, row["answer"]]
-            elif encoder.layout.columns.get("answer") and encoder.layout.format == "prompt":
-                row["answer"] = expected_answer(row, encoder.layout)
+            elif "answer" in layout.columns and layout.format == "prompt":
+                row["answer"] = expected_answer(cells, layout)
             elif row.get("answer") is None and (said := final_answer(talk, encoder.config)) != NO_REPLY and said:
                 row["answer"] = said
         prompts, ids = [encoder.prompt(talk) for talk in talks], [encoder.prompt_ids(talk) for talk in talks]
         return RawRows(rows, prompts, ids, [talk.asked for talk in talks])
 
 
-def tokenize(source: str, split: str, tokenizer: Any, config: DataConfig) -> Tokenized:
+def tokenize(source: str, split: str, tokenizer: Any, config: DataConfig, like: Layout | None = None) -> Tokenized:
     """Loads the rows of a source and tokenises them, or reads them from the cache of `datasets`.
+
+    Args:
+        source: the source.
+        split: its split.
+        tokenizer: the tokenizer.
+        config: the data section.
+        like: the layout of the training rows: what their values decide holds for these rows too.
 
     Raises:
         ValueError: as `load_rows`, `detect_layout` and `check_rows`.
     """
-    rows = load_rows(source, split, config.seed, skip=config.on_bad_row == "skip")
-    encoder = _encoder(rows, tokenizer, config, source)
+    rows = without_decoding(load_rows(source, split, config.seed, skip=config.on_bad_row == "skip"))
+    encoder = _encoder(rows, tokenizer, config, source, like)
     name, folder = _fingerprint(rows, encoder), Path(datasets_config.HF_DATASETS_CACHE) / "tpu_kit"
     folder.mkdir(parents=True, exist_ok=True)
     used = [*encoder.layout.needed(rows.column_names), *({PROBLEM} & {*rows.column_names})]
@@ -158,7 +166,7 @@ def tokenize(source: str, split: str, tokenizer: Any, config: DataConfig) -> Tok
     )  # fmt: skip
 
 
-def _encoder(rows: Dataset, tokenizer: Any, config: DataConfig, source: str) -> Encoder:
+def _encoder(rows: Dataset, tokenizer: Any, config: DataConfig, source: str, like: Layout | None) -> Encoder:
     columns = [column for column in rows.column_names if column not in (LOCATION, PROBLEM)]
     try:
         layout = read_layout(rows, columns, config)
@@ -166,6 +174,8 @@ def _encoder(rows: Dataset, tokenizer: Any, config: DataConfig, source: str) -> 
         headed = Path(source).suffix in (".csv", ".tsv")
         header = ". The first line of CSV names the columns, such as question,answer, between commas" if headed else ""
         raise ValueError(f"{source}: {error}{header}") from error
+    if like:
+        layout = replace(layout, closings=like.closings, first_option=like.first_option)
     plain = layout.format == "text"
     if layout.format == "prompt_completion":
         prompts = (layout.plain(row).get(layout.columns["prompt"]) for row in rows)
