@@ -230,7 +230,7 @@ def test_a_folder_as_the_hub_has_it(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"there is no split 'dev'; .* has (train, test|test, train)"):
         load(str(tmp_path), "dev")
     write(tmp_path / "other.jsonl", lines(ROWS[:1]))
-    with pytest.raises(ValueError, match=r"no split has the files other.jsonl; name files in it, such as /.*\.jsonl"):
+    with pytest.raises(ValueError, match=r"such as /.*\.jsonl, or move away those that are in no split: other.jsonl"):
         load(str(tmp_path))
     write(tmp_path / "README.md", CARD)
     with pytest.raises(ValueError, match=r"its configurations are main, other; name one, as in .*:main"):
@@ -240,7 +240,7 @@ def test_a_folder_as_the_hub_has_it(tmp_path: Path) -> None:
 
 def test_a_folder_without_rows(tmp_path: Path) -> None:
     write(tmp_path / "notes.bin", "x")
-    with pytest.raises(ValueError, match=r"a folder without files of rows; name files in it, such as /.*/\*.jsonl"):
+    with pytest.raises(ValueError, match=r"a folder; name the files in it, such as /.*/\*.jsonl; none has rows"):
         load(str(tmp_path))
 
 

@@ -236,6 +236,8 @@ UNWANTED = r"line 2: its label is {}, so it is not wanted; remove such rows, or 
         ([chat(user("a"), reply("b"), label=True), chat(user("c"), reply("d"), label=False)], UNWANTED.format("false")),
         ([{"question": "a", "answer": "b", "kto_tag": True}, {"question": "c", "answer": "d", "kto_tag": False}],
          r"line 2: its kto_tag is false, so it is not wanted"),
+        ([{"prompt": "a", "completion": "b", "label": word} for word in ("good", "bad")],
+         r"'label' \(good\) may hold whether a row is wanted, which only true and false say"),
         ([{"question": "a", "answer": "b", "weight": 0.5}], r"'weight' \(0.5\) may hold weights of rows, which are not"),
         # Columns that change what a row means.
         ([chat(user("Add."), reply("x"), history=[["h", "r"]])], r"'history' \(.*\) may hold earlier turns.*set data.columns={history: ''}$"),

@@ -85,7 +85,9 @@ class DataConfig:
         "auto", "What a row holds; auto looks at the column names. prompt has no reply, for models that sample them."
     )
     columns: dict[str, str] | None = knob(  # noqa: RUF009 - a dataclasses.field, not a shared dictionary
-        None, "Role -> column, as in {question: problem, reasoning: rationale, answer: target}; an empty name: none."
+        None,
+        "Role -> column, or a field of one (reward_model.ground_truth), as in {question: problem, answer: target}; an "
+        "empty name leaves out the role or the column.",
     )
     think_open: str = knob("<think>", "Text before the reasoning; Gemma 4's is <|channel>thought.")
     think_close: str = knob("</think>", "Text between the reasoning and the answer; Gemma 4's is <channel|>.")

@@ -32,7 +32,7 @@ from tpu_kit.data.columns import (
 )
 
 _SLICE = 10_000  # rows in memory at a time
-_CHATS = 10_000  # rows whose chats are looked at
+_CHATS = 2_000  # rows whose chats are looked at
 _FEW = 8  # the most different values of a flag
 _TURNS = r'(?s)^\s*\[\s*\{.*"(role|from)"\s*:\s*"'
 _SAID = r'(?s)"(content|value|tool_calls|function_call)"\s*:'
@@ -43,7 +43,7 @@ _ANSWERED = r'"(role|from)"\s*:\s*"(assistant|gpt|chatgpt|bot)"[^{}]*\}\s*\]\s*$
 _SWITCHES, _OPTIONS = re.compile(TABLES["switches"]["names"]), re.compile(TABLES["options"]["names"])
 _WITHOUT = "objects have fixed fields in Arrow, so fields without a value are left out"
 _NO_THOUGHT = rf'(?i)^"?\s*({"|".join(TABLES["flags"]["none"])})\s*"?$'
-_WEIGHTS = re.compile("loss|weight")
+_WEIGHTS, _LABELS = re.compile("loss|weight"), re.compile("label|kto_tag|(is_)?desirable")
 
 
 def read_layout(rows: Dataset, names: Sequence[str], config: DataConfig) -> Layout:
@@ -67,7 +67,8 @@ def read_layout(rows: Dataset, names: Sequence[str], config: DataConfig) -> Layo
     notes = [
         f"{name} is a flag ({', '.join(values)}), so it is not read as reasoning" for name, values in flags.items()
     ]
-    layout = replace(layout, switches=tuple(_unwanted(rows, layout, first)))
+    unwanted, others = _switches(rows, layout, first)
+    layout = replace(layout, switches=tuple(unwanted))
     features = {name: rows.features[name] for name in layout.needed(names) if _is_converted(rows.features[name])}
     layout = replace(
         layout,
@@ -76,7 +77,7 @@ def read_layout(rows: Dataset, names: Sequence[str], config: DataConfig) -> Layo
         examples={name: _shown(first[name]) for name in layout.ignored if name in first},
     )
     harmful = {name: value for name, value in first.items() if name not in flags}
-    _refuse(layout, config, harmful, kinds, _weights(rows, layout, first))
+    _refuse(layout, config, harmful, kinds, others)
     layout, told = _with_values(rows, layout)
     return replace(layout, notes=(*notes, *told, *_notes_of_chats(rows, layout)))
 
@@ -103,7 +104,8 @@ def first_values(rows: Dataset, names: Sequence[str]) -> dict[str, Any]:
         feature = rows.features[name]
         for array in _slices(rows, name):
             if _is_text(feature):
-                array = array.filter(pc.invert(pc.match_substring_regex(array, r'^(\s*|\[\s*\]|\{\s*\}|null|"")$')))
+                blank = r'^(\s*|\[\s*\]|\{\s*\}|null|"")$' if isinstance(feature, Json) else r"^\s*$"
+                array = array.filter(pc.invert(pc.match_substring_regex(array, blank)))
             values = (plain_value(item, feature) for item in array.drop_null().to_pylist())
             value = next((value for value in values if is_filled(value)), None)
             if value is not None:
@@ -253,30 +255,30 @@ def _ends_in_question(value: Any) -> bool:
         return False  # told when the row is read
 
 
-def _unwanted(rows: Dataset, layout: Layout, first: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the unused columns in which false says that a row is not wanted."""
-    for name in layout.ignored:
-        if name in first and name not in layout.left_out and _SWITCHES.fullmatch(name.strip().lower()):
-            values = _distinct(rows, name, _FEW)
-            switches = [switch(value) for value in values or ()]
-            if False in switches and None not in switches:
-                yield name
+def _switches(rows: Dataset, layout: Layout, first: Mapping[str, Any]) -> tuple[list[str], dict[str, str]]:
+    """Looks at the unused columns that may say of each row whether it is wanted.
 
-
-def _weights(rows: Dataset, layout: Layout, first: Mapping[str, Any]) -> list[str]:
-    """Returns the unused columns with weights of rows other than 0 and 1."""
-    found = []
+    Returns:
+        The columns in which some rows have false, and those with other values than true and false that change what a
+        row means, each with what it may hold.
+    """
+    unwanted, others = [], {}
     for name in layout.ignored:
-        is_named = _SWITCHES.fullmatch(name.strip().lower()) and _WEIGHTS.search(name.lower())
-        if is_named and name in first and isinstance(first[name], int | float):
-            values = _distinct(rows, name, _FEW)
-            if values is None or any(switch(value) is None for value in values):
-                found.append(name)
-    return found
+        low = name.strip().lower()
+        if name not in first or name in layout.left_out or not _SWITCHES.fullmatch(low):
+            continue
+        switches = [switch(value) for value in _distinct(rows, name, _FEW) or [None]]
+        if None not in switches:
+            unwanted += [name] * (False in switches)
+        elif _WEIGHTS.search(low) and isinstance(first[name], int | float):
+            others[name] = "weights of rows, which are not supported"
+        elif _LABELS.fullmatch(low) and layout.format in ("prompt_completion", "messages"):
+            others[name] = "whether a row is wanted, which only true and false say"
+    return unwanted, others
 
 
 def _refuse(
-    layout: Layout, config: DataConfig, first: Mapping[str, Any], kinds: Mapping[str, str], weights: Sequence[str]
+    layout: Layout, config: DataConfig, first: Mapping[str, Any], kinds: Mapping[str, str], others: Mapping[str, str]
 ) -> None:
     """Raises ValueError if unused columns change what a row means."""
     patterns = {**TABLES["refused"]["any"], **TABLES["refused"].get(layout.format, {})}
@@ -291,15 +293,9 @@ def _refuse(
             continue  # data.columns says that no column has its role
         if low in NAMES["messages"][0] and named & {"question", "prompt", "text"}:
             continue  # data.columns says that the row is read from other columns
-        looks = {"turns": "turns of a chat", "tools": "definitions of tools", "calls": "calls of tools"}
-        looks["images"] = patterns[
-            "(input_?)?(image|img|video|audio|picture|photo)s?(_?(path|url|file|bytes)s?)?|pixel_values"
-        ]
-        why = next(
-            (why for pattern, why in patterns.items() if re.fullmatch(pattern, low)), looks.get(kinds.get(name, ""))
-        )
-        if name in weights:
-            why = "weights of rows, which are not supported"
+        looks = TABLES["refused"]["values"].get(kinds.get(name, ""))
+        why = next((why for pattern, why in patterns.items() if re.fullmatch(pattern, low)), looks)
+        why = others.get(name, why)
         if name in options and len(options) > 1 and layout.format == "cot":
             why = "an option of the question; put all into one column, options"
         if why:

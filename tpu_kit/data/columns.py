@@ -207,6 +207,8 @@ class Layout:
         Raises:
             RowError: there is no such field.
         """
+        if not self.features and not any(column not in row for column in self.columns.values()):
+            return dict(row)
         made = dict(row)
         for column, feature in self.features.items():
             made[column] = plain_value(row.get(column), feature)

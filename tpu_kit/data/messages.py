@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tpu_kit.config.loader import DataConfig
-from tpu_kit.data.cells import RowError, text_of, is_filled, parsed, switch, without_none
+from tpu_kit.data.cells import RowError, is_filled, parsed, switch, text_of, without_none
 from tpu_kit.data.columns import MESSAGE_KEYS, TABLES, Layout, in_message, reasoning_of, role_of, with_own_tags
 
 _KEYS: Mapping[str, list[str]] = TABLES["message_keys"]

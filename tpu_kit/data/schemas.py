@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeGuard
 
 from tpu_kit.config.loader import DataConfig
-from tpu_kit.data.cells import RowError, alternatives, text_of, is_filled, options_of, parsed, switch
+from tpu_kit.data.cells import RowError, alternatives, is_filled, options_of, parsed, switch, text_of
 from tpu_kit.data.columns import (
     SOLUTIONS,
     Layout,

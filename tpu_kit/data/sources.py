@@ -161,7 +161,7 @@ def _find_files(source: str, split: str) -> _Files | None:
 
 def _folder_files(folder: str, subset: str, split: str) -> _Files:
     """Returns the files of a split of a folder, by its README and their names, as `datasets` finds them."""
-    advice = f"name files in it, such as {Path(folder, '*.jsonl')}"
+    advice = f"data source {folder}: a folder; name the files in it, such as {Path(folder, '*.jsonl')}"
     logging.getLogger("huggingface_hub.repocard").setLevel(logging.ERROR)  # it warns of a README without metadata
     try:
         names = get_dataset_config_names(folder)
@@ -172,7 +172,7 @@ def _folder_files(folder: str, subset: str, split: str) -> _Files:
     except ValueError:
         raise
     except Exception as error:  # `datasets` has many kinds
-        raise ValueError(f"data source {folder}: a folder without files of rows; {advice}") from error
+        raise ValueError(f"{advice}; none has rows") from error
     name = split.partition("[")[0]
     if name not in splits:
         raise ValueError(f"data.split: there is no split {name!r}; {folder} has {', '.join(map(str, splits))}")
@@ -183,11 +183,11 @@ def _folder_files(folder: str, subset: str, split: str) -> _Files:
         left = sorted(str(path) for path in visible if _kind(path.name) and str(Path(folder, path)) not in used)
         if left:
             listed = shorten(", ".join(left), 200)
-            raise ValueError(f"data source {folder}: no split has the files {listed}; {advice}, or move them away")
+            raise ValueError(f"{advice}, or move away those that are in no split: {listed}")
     paths = sorted(map(str, splits[name]))
     if len(kinds := {_kind(path) for path in paths}) != 1 or None in kinds:
         listed = ", ".join(sorted(Path(path).suffix for path in paths))
-        raise ValueError(f"data source {folder}: the split has files of the kinds {listed}; {advice}")
+        raise ValueError(f"{advice}; the split {name} has files of the kinds {listed}")
     return _Files(fsspec.filesystem("file"), paths, str(kinds.pop()))
 
 
