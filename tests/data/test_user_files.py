@@ -125,6 +125,7 @@ Q, A = "user: Add.\n", "> assistant: "
         ([chat(user("h"), reply("r"), user("Add."), response="x")], "user: h\nassistant: r\n" + Q + A + "x"),
         ([chat(user("Add."), output={"n": 1})], Q + A + '{"n": 1}'),
         ([chat(user("Add."), reply("x"), response="x", id=3)], Q + A + "x"),
+        ([chat(user("Add."), reply("x"), prompt="Add.", instruction="Add.")], Q + A + "x"),
         ([chat({"role": "system", "content": "s"}, user("Add."), reply("x"), system="s")], "system: s\n" + Q + A + "x"),
         ([{"prompt": [user("Add.")], "completion": "x", "system": "s"}], "system: s\n" + Q + A + "x"),
         ([{"query": "Add.", "answers": '[{"name": "add", "arguments": {"a": 2}}]', "tools": json.dumps([TOOL])}],
@@ -269,6 +270,8 @@ UNWANTED = r"line 2: its label is {}, so it is not wanted; remove such rows, or 
         ([{"prompt": [user("a")], "reward_model": {"ground_truth": "4"}}],
          r"'prompt' holds messages without a reply. For grpo set data.format=prompt and data.columns={prompt: prompt, answer: reward_model.ground_truth}"),
         ([{"prompt": [user("a")], "solution": "4"}], r"without a reply. For grpo .*answer: solution}; to train on the text"),
+        ([{"question": "a", "answer": [reply("b")]}], r"column 'answer' holds messages, and answer is text: set data.columns="),
+        ([{"dialog": [user("a"), reply("b")], "id": 1}], r"they fit no format; .* Name them, for example data.columns={messages: dialog}"),
         ([{"prompt": "a", "chosen": "b", "rejected": "c"}], r"there is no preference tuning; a role for chosen alone trains on it"),
     ],
 )  # fmt: skip

@@ -10,6 +10,7 @@ import re
 import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from textwrap import shorten
 from types import MappingProxyType
@@ -271,34 +272,19 @@ def detect_layout(
     if absent:
         raise ValueError(f"data.columns: no column {', '.join(sorted(absent))}; the data has {listed}")
 
-    def find(role: str) -> str | None:
-        if role in named:
-            return named[role] or None
-        for group in NAMES[role]:
-            names = [column for column in columns if column not in empty and column not in left_out]
-            fitting = [column for column in names if column.strip().lower() in group]
-            if len(fitting) > 1:
-                text = f"ambiguous columns: {role} could be {' or '.join(fitting)}. Say which, as in data.columns="
-                raise ValueError(f"{text}{{{role}: {fitting[0]}}}")
-            if fitting:
-                return fitting[0]
-        if role == "answer" and find("tools"):  # as in xLAM's sets
-            return next(
-                (column for column in columns if column.strip().lower() == "answers" and kinds.get(column) == "calls"),
-                None,
-            )
-        return None
-
+    find = partial(_column_of, columns=columns, named=named, skipped={*empty, *left_out}, kinds=kinds)
     fmt = _format(config, find, kinds)
     roles = [role for role in ROLES.get(fmt, ()) if fmt in ("cot", "prompt") or role not in ("reasoning", "answer")]
     if fmt == "messages" and ("answer" in named or not find("messages")):  # the last reply is in columns of its own
         roles += ["reasoning", "answer"]
     used = {role: column for role in roles if (column := find(role))}
-    asked = find("question") or find("prompt") or ""
-    if fmt == "messages" and "messages" not in used and "messages" not in named and kinds.get(asked) == "turns":
+    if (
+        fmt == "messages"
+        and "messages" not in {*used, *named}
+        and kinds.get(asked := find("question") or "") == "turns"
+    ):
         used = {"messages": asked} | used
-    if fmt == "cot" and kinds.get(used.get("question", "")) == "turns" and "question" not in named:
-        raise ValueError(_asks_in_turns(used["question"], used.get("answer"), columns))
+    _check_turns(fmt, used, columns, kinds)
     is_instruction = used.get("question", "").strip().lower() == "instruction"
     if used.get("context", "").strip().lower() == "input" and not is_instruction and "context" not in named:
         del used["context"]
@@ -306,21 +292,67 @@ def detect_layout(
         used.pop("answer" if "reasoning" in named else "reasoning", None)
     missing = [role for role in _NEEDED.get(fmt, ()) if role not in used]
     if not fmt or missing:
-        if not fmt and kinds.get(asked) == "turns":
+        if not fmt and kinds.get(asked := find("prompt") or find("question") or "") == "turns":
             raise ValueError(_asks_in_turns(asked, None, columns))
-        wanted = f"format {fmt} needs {' and '.join(missing)}" if fmt else "they fit no format"
-        without = f" ({', '.join(empty)} without values)" if empty else ""
-        without += " (for grpo, prompts alone are data.format=prompt)" if not fmt and find("prompt") else ""
-        if {"chosen", "rejected"} <= {column.strip().lower() for column in columns}:
-            without += " (there is no preference tuning; a role for chosen alone trains on it)"
-        example = f"{missing[0]}: COLUMN" if fmt else "question: problem, reasoning: rationale, answer: target"
-        raise ValueError(
-            f"missing columns: {wanted}; the data has {listed}{without}. Name them, for example "
-            f"data.columns={{{example}}}, or set data.format"
-        )
+        raise ValueError(_missing_text(fmt, missing, columns, empty, kinds, bool(find("prompt"))))
     unused = tuple(column for column in columns if column not in {head_of(name, columns) for name in used.values()})
     turns = frozenset(column for column, kind in kinds.items() if kind == "turns")
     return Layout(fmt, used, unused, left_out=frozenset(left_out), turns=turns)
+
+
+def _column_of(
+    role: str, columns: Sequence[str], named: Mapping[str, str], skipped: Collection[str], kinds: Mapping[str, str]
+) -> str | None:
+    """Returns the column of a role by `data.columns`, or else by the names of those that are not skipped."""
+    if role in named:
+        return named[role] or None
+    by_name = [column for column in columns if column not in skipped]
+    for group in NAMES[role]:
+        fitting = [column for column in by_name if column.strip().lower() in group]
+        if len(fitting) > 1:
+            text = f"ambiguous columns: {role} could be {' or '.join(fitting)}. Say which, as in data.columns="
+            raise ValueError(f"{text}{{{role}: {fitting[0]}}}")
+        if fitting:
+            return fitting[0]
+    if role == "answer" and _column_of("tools", columns, named, skipped, kinds):  # as in xLAM's sets
+        calls = [column for column in by_name if kinds.get(column) == "calls"]
+        return next((column for column in calls if column.strip().lower() == "answers"), None)
+    return None
+
+
+def _check_turns(fmt: str, used: Mapping[str, str], columns: Sequence[str], kinds: Mapping[str, str]) -> None:
+    """Raises ValueError if a column of messages has a role of text."""
+    if fmt == "cot" and kinds.get(used.get("question", "")) == "turns":
+        raise ValueError(_asks_in_turns(used["question"], used.get("answer"), columns))
+    for role in ("text", "context", "options", "reasoning", "answer"):
+        if role in used and kinds.get(used[role]) == "turns" and fmt in ("cot", "text"):
+            raise ValueError(
+                f"column {used[role]!r} holds messages, and {role} is text: set data.columns={{messages: "
+                f"{used[role]}}} to train on them, or {{{used[role]}: ''}} to leave them out"
+            )
+
+
+def _missing_text(
+    fmt: str,
+    missing: Sequence[str],
+    columns: Sequence[str],
+    empty: Collection[str],
+    kinds: Mapping[str, str],
+    has_prompt: bool,
+) -> str:
+    """Returns which columns a format lacks, and how to name them."""
+    wanted = f"format {fmt} needs {' and '.join(missing)}" if fmt else "they fit no format"
+    without = f" ({', '.join(empty)} without values)" if empty else ""
+    without += " (for grpo, prompts alone are data.format=prompt)" if not fmt and has_prompt else ""
+    if {"chosen", "rejected"} <= {column.strip().lower() for column in columns}:
+        without += " (there is no preference tuning; a role for chosen alone trains on it)"
+    example = f"{missing[0]}: COLUMN" if fmt else "question: problem, reasoning: rationale, answer: target"
+    if not fmt and (chats := [column for column, kind in kinds.items() if kind == "turns"]):
+        example = f"messages: {chats[0]}"
+    return (
+        f"missing columns: {wanted}; the data has {shorten(', '.join(columns), 500) or 'none'}{without}. Name them, "
+        f"for example data.columns={{{example}}}, or set data.format"
+    )
 
 
 def _asks_in_turns(asked: str, answer: str | None, columns: Collection[str]) -> str:
