@@ -206,6 +206,10 @@ def test_failure_of_the_last_one_is_raised_at_the_end(folder: Path, monkeypatch:
 FILES = ["adapter_model.safetensors", "optimizer.safetensors", "rng.safetensors", "config.json", "state.json"]
 
 
+def everything(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
@@ -278,13 +282,20 @@ def test_damage_is_found_on_reading(folder: Path) -> None:
             found.document("state")
 
 
-def test_all_damaged_is_none(folder: Path) -> None:
+def test_all_damaged_is_refused_and_stays_where_it_is(folder: Path) -> None:
     with CheckpointManager(folder, keep=2) as store:
         for step in (1, 2):
             save(store, step)
             flip(folder / f"step-0000000{step}" / "state.json")
+        before = everything(folder)
+        with pytest.raises(ValueError, match="has no complete checkpoint, but this is there:") as refused:
+            store.newest()
+        for step in (1, 2):
+            assert f"step-0000000{step}/state.json is not what was written: its MD5 is another" in str(refused.value)
+        assert "start anew: another output_dir, or checkpoint.resume=never" in str(refused.value)
+        assert everything(folder) == before
+        store.restart()
         assert store.newest() is None
-        assert [found.path.name for found in store.rejected] == ["step-00000002", "step-00000001"]
 
 
 def test_format_of_a_newer_version_is_not_damage(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -641,7 +652,7 @@ def test_list(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         printed = capsys.readouterr().out.splitlines()
         assert "verified, best" in printed[0] and "1,001" in printed[1]
         damaged = folder / "step-00001000" / "optimizer.safetensors"
-        assert printed[2:] == [f"damaged: {damaged} is not what was written: its SHA-256 is another"]
+        assert printed[2:] == [f"damaged: {damaged} is not what was written: its MD5 is another"]
         assert damaged.exists()  # a list changes nothing
 
         assert manager.report(str(folder), verify=True, as_json=True) == 1

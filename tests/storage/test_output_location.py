@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import os
+import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -52,29 +52,59 @@ def test_kaggle(tmp_path: Path) -> None:
     assert outside.output_dir == "/tmp/x" and f"Kaggle keeps {working} alone" in outside.warning
 
 
-def test_a_run_attached_to_a_kaggle_notebook_is_copied_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The output of another notebook's version, as Kaggle mounts it: read-only, below the version's name."""
+def attach(at: Machine, where: str, name: str, *steps: int) -> Path:
+    """Makes checkpoints of a run among the inputs of a Kaggle notebook, which are read-only."""
+    folder = at.root / "kaggle/input" / where
+    for step in steps:
+        (one := folder / f"step-{step:08d}").mkdir(parents=True)
+        (one / "manifest.json").write_text(where)
+        (one / "config.json").write_text(json.dumps({"run_name": name}))
+        one.chmod(0o555)
+    folder.chmod(0o555)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "where", ["my-data", "my-data/checkpoints", "datasets/me/slug/versions/1/out/mine[1]/checkpoints"]
+)
+def test_a_run_among_the_inputs_of_a_kaggle_notebook_is_copied_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], where: str
+) -> None:
+    """The output of another notebook's version, or a data set of any name and depth."""
     at, config = Machine(tmp_path, BATCH), load_config(None, {"run_name": "mine[1]"})
-    for number, version in enumerate(("train-v1", "notebooks/someone/train-v2")):
-        attached = tmp_path / "kaggle/input" / version / "runs/mine[1]"
-        (attached / "checkpoints/step-00000040").mkdir(parents=True)
-        (attached / "config.yaml").write_text(version)
-        os.utime(attached / "config.yaml", (number, number))
-    settled = resolve_output_dir(config, at)
+    attach(at, "train-v1/runs/mine[1]/checkpoints", "mine[1]", 8)
+    newest = attach(at, where, "mine[1]", 8, 40)
+    attach(at, "else", "another", 900)
+    if newest.name == "checkpoints":
+        newest = newest.parent
+        (newest / "config.yaml").write_text("run_name: mine[1]\n")
+        (newest / "config.yaml").chmod(0o444)
     folder = tmp_path / "kaggle/working/runs/mine[1]"
-    assert settled.output_dir == str(folder) and (folder / "checkpoints/step-00000040").is_dir()
-    assert (folder / "config.yaml").read_text() == "notebooks/someone/train-v2", "the newest"
-    assert "an input of this notebook" in capsys.readouterr().out
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text("of a session that ended before its first checkpoint")
+    assert resolve_output_dir(config, at).output_dir == str(folder)
+    assert (folder / "checkpoints/step-00000040/manifest.json").read_text() == where
+    assert ((folder / "config.yaml").read_text() == "run_name: mine[1]\n") == ("checkpoints" in where)
+    assert all(path.stat().st_mode & 0o200 for path in folder.rglob("*")), "what is read-only cannot go on"
+    assert f"copies           {newest}, an input of this notebook, to {folder}" in capsys.readouterr().out
     (folder / "config.yaml").write_text("went on")
     resolve_output_dir(config, at)
     assert (folder / "config.yaml").read_text() == "went on"
     assert "copies" not in capsys.readouterr().out
 
 
+def test_other_runs_among_the_inputs_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    at = Machine(tmp_path, BATCH)
+    first, second = attach(at, "a/damaged/checkpoints", "x", 8), attach(at, "b/deep", "other", 8)
+    (first / "step-00000008/config.json").write_text("{")
+    resolve_output_dir(run(), at)
+    listed = f"{first} (run_name=damaged), {second} (run_name=other)"
+    told = f"hold checkpoints of other runs, which are not continued: {listed}"
+    assert told in capsys.readouterr().out and not (tmp_path / "kaggle/working").exists()
+
+
 def test_nothing_is_copied_elsewhere_or_where_a_run_starts_anew(tmp_path: Path) -> None:
-    attached = tmp_path / "kaggle/input/v1/runs/mine"
-    attached.mkdir(parents=True)
-    (attached / "config.yaml").touch()
+    attach(Machine(tmp_path, BATCH), "v1/runs/mine/checkpoints", "mine", 4)
     resolve_output_dir(run(), Machine(tmp_path, COLAB))
     resolve_output_dir(load_config(None, {"run_name": "mine", "resume": "never"}), Machine(tmp_path, BATCH))
     resolve_output_dir(load_config(None, {"run_name": "other"}), Machine(tmp_path, BATCH))

@@ -25,6 +25,7 @@ from tpu_kit.evaluation.evaluate import held_out
 from tpu_kit.hardware.machine import Machine
 from tpu_kit.models.causal_lm import load_tokenizer
 from tpu_kit.recipes import sft
+from tpu_kit.storage.object_store import ObjectFolder, upload
 from tpu_kit.training import resume
 from tpu_kit.training.metrics import read_metrics
 
@@ -82,6 +83,92 @@ def test_resumed_equals_uninterrupted(where: dict[str, Any], tmp_path: Path) -> 
         assert trained[end]["tokens_per_second"] * seconds == pytest.approx(tokens[end] - tokens[start])
 
 
+def test_a_run_that_is_moved_goes_on_bit_for_bit(
+    tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """From a folder to a bucket, to another folder, to another mount; its rows and its model move too."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(embedded.model_dir(), tmp_path / "model")
+    lines = [json.dumps(row) + "\n" for row in embedded.cot_rows("train", 60)]
+    Path("rows.jsonl").write_text("".join(lines))
+    common = {"source": "rows.jsonl", "model.name": "./model", "schedule": "constant", "eval_steps": None}
+    whole = tmp_path / "whole"
+    sft.train(run_config(whole, **common))
+    interrupted(whole, tmp_path / "first")
+    upload(tmp_path / "first", f"{bucket}/run")
+    moved = common | {"source": str(tmp_path / "rows.jsonl"), "model.name": str(tmp_path / "model")}
+    there = {**SETTINGS, **moved, "max_steps": 6, "output_dir": f"{bucket}/run"}
+    assert sft.train(load_config("embedded-cot", {"device_type": "cpu", **there})).step == 6
+    (tmp_path / "second").mkdir()
+    for name in (store := ObjectFolder(f"{bucket}/run")).list():
+        (tmp_path / "second" / name).parent.mkdir(parents=True, exist_ok=True)
+        store.get(name, tmp_path / "second" / name)
+    shutil.move(tmp_path / "second", tmp_path / "mount")
+    Path("data").mkdir()
+    Path("rows.jsonl").rename("data/others.jsonl")
+    Path("model").rename("data/model")
+    capfd.readouterr()
+    moved |= {"source": "data/*.jsonl", "model.name": "data/model"}
+    assert sft.train(run_config(tmp_path / "mount", **moved)).step == 8
+    said = capfd.readouterr().out
+    assert "resumed          from step 6" in said
+    for name, before, now in (("data.source", "rows.jsonl", "data/*.jsonl"), ("model.name", "model", "data/model")):
+        assert f"moved            {name}: {tmp_path}/{before} -> {now}, same content" in said
+    assert ended(tmp_path / "mount")[0] == ended(whole)[0]
+    assert ended(tmp_path / "mount")[1][-2:] == ended(whole)[1][-2:]
+
+    Path("data/others.jsonl").write_text("".join(lines[1:]))
+    with pytest.raises(ValueError, match=r"data.source: 'data/\*.jsonl' there, 'data/./others.jsonl' now"):
+        sft.train(run_config(tmp_path / "mount", **moved | {"source": "data/./others.jsonl"}))
+    weights = bytearray(Path("data/model/model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    shutil.copytree("data/model", "other")
+    Path("other/model.safetensors").write_bytes(weights)
+    with pytest.raises(
+        ValueError, match=r"model.name: 'data/model' there, 'other' now, whose weights are not known to be"
+    ):
+        sft.train(run_config(tmp_path / "mount", **moved | {"model.name": "other"}))
+
+
+@pytest.mark.parametrize(
+    ("move", "told"),
+    [
+        ("nested", "run/mine is a run: to continue it, set output_dir="),
+        ("results", "run/adapter is the result of a run whose checkpoints are not there"),
+        ("inside", "run/step-00000004 is a checkpoint: set output_dir to the folder that holds its folder"),
+        ("cut", "step-00000004/manifest.json is missing"),
+        ("trainer", "run/checkpoint-500 is a checkpoint of transformers' Trainer"),
+        ("zip", "run/checkpoints.zip is an archive: unpack it"),
+    ],
+)
+@pytest.mark.parametrize("where", ["folder", "bucket"])
+def test_what_tells_of_a_run_is_never_taken_for_none(
+    tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, where: str, move: str, told: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sft, "check_run", None)  # it is refused before anything is prepared
+    folder = tmp_path / "run"
+    step = folder / {"nested": "mine/checkpoints", "inside": "."}.get(move, "checkpoints") / "step-00000004"
+    step.mkdir(parents=True)
+    (step / "state.json").write_text("{}")
+    if move in ("nested", "inside"):
+        (step / "manifest.json").write_text("{}")
+    if move in ("results", "trainer", "zip"):
+        shutil.rmtree(folder / "checkpoints")
+        other = {"results": "adapter/adapter_config.json", "trainer": "checkpoint-500/trainer_state.json"}
+        (file := folder / other.get(move, "checkpoints.zip")).parent.mkdir(exist_ok=True)
+        file.write_text("{}")
+    output_dir = str(folder)
+    if where == "bucket":
+        output_dir = f"{request.getfixturevalue('bucket')}/run"
+        upload(folder, output_dir)
+    before = everything(folder)
+    for resumes in ("auto", "must"):
+        with pytest.raises(ValueError, match=told):
+            sft.train(load_config("embedded-cot", {"device_type": "cpu", "output_dir": output_dir, "resume": resumes}))
+    assert everything(folder) == before
+
+
 def test_dropout_of_the_model_itself_is_resumed(tmp_path: Path) -> None:
     model = tmp_path / "model"
     tokenizer = AutoTokenizer.from_pretrained(embedded.model_dir())
@@ -122,7 +209,7 @@ def test_other_packages_and_another_objective_are_told(
     (saved,) = scan(config.checkpoints_place)[0]
     monkeypatch.setattr(resume, "installed_version", lambda name: "1.0" if name == "torch" else None)
     state = saved.document("state")
-    resume.check_resume(saved, config, state["global_batch_size"], state["fingerprint"], 1, quiet=False)
+    resume.check_resume(saved, config, state["global_batch_size"], sft.prepare_run(config), 1, quiet=False)
     assert f"; torch is '1.0', was {state['versions']['torch']!r}" in capfd.readouterr().out
 
 

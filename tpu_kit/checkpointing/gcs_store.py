@@ -1,13 +1,6 @@
 """Commits checkpoints in an object store, which cannot rename: an object is created that names those that count.
 
-<output_dir>/checkpoints/
-  step-00000400/
-    3f9a1c07b2de/            an attempt to save the step
-      adapter_model.safetensors, state.json, ...
-      manifest.json          see tpu_kit.checkpointing.manifest
-    91b2e07c553d/            set aside by `CheckpointManager.newest`
-      manifest.json.corrupt
-  owner-00000007.json        names the folders that count; see `BucketStore`
+layout.py lists the names, which are those of a folder on a disk.
 """
 
 from __future__ import annotations
@@ -15,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import socket
 import sys
 import tempfile
@@ -28,12 +20,21 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import Tensor
 
-from tpu_kit.checkpointing.local_store import Entry, FolderStore, Listing, lock
+from tpu_kit.checkpointing.layout import (
+    Contents,
+    Listing,
+    Owner,
+    attempt_name,
+    owner_name,
+    owner_numbers,
+    place_hash,
+    read_owner,
+    same_step,
+    sort_out,
+)
+from tpu_kit.checkpointing.local_store import Entry, FolderStore, lock
 from tpu_kit.checkpointing.manifest import CORRUPT, MANIFEST, Checkpoint, error_number, holder_name, in_use
 from tpu_kit.storage.object_store import ObjectFolder
-
-_FOLDER = re.compile(r"step-\d{8,}/[0-9a-f]{12}(?=/)")  # of an attempt
-_OWNER = re.compile(r"owner-(\d{8,})\.json")
 
 
 class BucketStore(FolderStore):
@@ -47,13 +48,17 @@ class BucketStore(FolderStore):
     A former owner may create a deleted number again, but it is not the largest then; that is checked after each
     creation. Nobody deletes the largest number, so what was never the largest never counts. Only the owner deletes what
     has counted.
+
+    What was copied here from another place, as its name tells, counts until the owner drops it: `dropped` holds its
+    name for as long as it has files.
     """
 
     files: ObjectFolder
-    attempt_name = "step-{step:08d}/{name}"
 
     def __init__(self, url: str) -> None:
         self.files = ObjectFolder(url)
+        self._here = place_hash(self.files.url)
+        self.attempt_name = attempt_name(self.files.url)
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -85,29 +90,32 @@ class BucketStore(FolderStore):
 
     def restart(self) -> None:
         """See `FolderStore.restart`."""
-        names = [name for name in self.files.list() if name.startswith("step-")]
-        if names:
+        listing = self.files.list()
+        if names := [name for name in listing if not owner_numbers([name])]:
             previous = ObjectFolder(f"{self.files.url}.previous")
             previous.remove(previous.list())
             for name in sorted(names, key=lambda name: name.endswith(MANIFEST)):
                 self.files.copy(name, previous)
-            self._update(drop=self._commits)
+            self._update(drop=self._sorted(listing, self._about).counted)
             self.files.remove(names)
 
-    def _snapshot(self) -> tuple[Listing, list[str]]:
-        listing, _, owner = self._read_owner()
-        return listing, owner["commits"]
+    def _snapshot(self) -> tuple[Listing, Contents]:
+        listing, _, owner = read_owner(self.files)
+        return listing, self._sorted(listing, owner)
+
+    def _sorted(self, listing: Listing, owner: Owner) -> Contents:
+        return sort_out(listing, owner, self._here)
 
     @contextmanager
     def _commit(self, folder: str, step: int, shared: bool) -> Iterator[None]:
         self._check()
-        replaced = [one for one in self._commits if one.startswith(f"step-{step:08d}/")]
+        replaced = [one for one in self._about["commits"] if same_step(one, step)]
         try:
             yield
             self._update(add=[folder], drop=replaced)
         except ValueError:  # after an OSError the files stay: the commit may have been made, and its answer lost
             with suppress(OSError):
-                if folder not in self._snapshot()[1]:  # else the process that has taken over counts on it
+                if folder not in self._snapshot()[1].counted:  # else the process that has taken over counts on it
                     self._delete(folder)
             raise
         with suppress(OSError):  # else the next run's `_clean` deletes them
@@ -129,20 +137,23 @@ class BucketStore(FolderStore):
     def _clean(self) -> None:
         listing = self.files.list()
         self._check()  # only now: a later owner may have written files before the list was made
-        kept = {*self._commits, *(name.rpartition("/")[0] for name in listing if name.endswith(CORRUPT))}
-        self.files.remove(name for name in listing if (folder := _FOLDER.match(name)) and folder[0] not in kept)
+        left = set(self._sorted(listing, self._about).left)
+        self.files.remove(name for name in listing if name.partition("/")[0] in left)
 
     def _take_over(self) -> None:
-        self._about: dict[str, Any] = {"holder": holder_name(), "id": uuid.uuid4().hex, "released": False}
         while True:
-            _, self._number, before = self._read_owner()
-            self._commits = before["commits"]
+            listing, self._number, before = read_owner(self.files)
+            contents = self._sorted(listing, before)
+            self._about: dict[str, Any] = {
+                "holder": holder_name(), "id": uuid.uuid4().hex, "released": False, "place": self._here,
+                "commits": contents.counted, "dropped": contents.left,
+            }  # fmt: skip
             try:
                 self._update()
                 break
             except ValueError:  # another process has just committed a checkpoint, or taken over
                 continue
-        if not before["released"]:
+        if not before.get("released", True):
             print(f"{before['holder']} was writing to {self.files.url}: this process takes it over", file=sys.stderr)
 
     def _release(self) -> None:
@@ -152,41 +163,27 @@ class BucketStore(FolderStore):
 
     def _update(self, add: Iterable[str] = (), drop: Iterable[str] = ()) -> None:
         """Changes the folders that count; raises ValueError if another process has become the owner."""
-        dropped = set(drop)
-        commits = [*(folder for folder in self._commits if folder not in dropped), *add]
-        content = json.dumps({**self._about, "commits": commits}).encode()
+        commits = [*(folder for folder in self._about["commits"] if folder not in {*drop}), *add]
+        about = {**self._about, "commits": commits, "dropped": sorted({*self._about["dropped"], *drop})}
         try:
-            self.files.create(_owner_name(self._number + 1), content)
+            self.files.create(owner_name(self._number + 1), json.dumps(about).encode())
         except FileExistsError:
             self._check()  # an update whose answer was lost was made
             return self._update(add, drop)
         self._number += 1
-        listing, self._commits = self._check(), commits
+        listing, self._about = self._check(), about
+        there = {name.partition("/")[0] for name in listing}
+        about["dropped"] = [folder for folder in about["dropped"] if folder in there]
         with suppress(OSError):  # the next update deletes them
-            self.files.remove(_owner_name(number) for number in _owner_numbers(listing) if number < self._number)
+            self.files.remove(owner_name(number) for number in owner_numbers(listing) if number < self._number)
 
     def _check(self) -> Listing:
         """Lists all objects; raises ValueError if one of them is a later owner's."""
-        listing, number, owner = self._read_owner()
+        listing, number, owner = read_owner(self.files)
         if number > self._number and owner["id"] != self._about["id"]:
             raise in_use(self.files.url, owner["holder"])
         self._number = max(number, self._number)
         return listing
-
-    def _read_owner(self) -> tuple[Listing, int, dict[str, Any]]:
-        """Lists all objects; returns the number and the content of the newest owner object too.
-
-        Without one, as in a copy, the number is -1, and all checkpoints count.
-        """
-        while True:
-            listing = self.files.list()
-            number = max(_owner_numbers(listing), default=-1)
-            if number < 0:
-                folders = sorted({folder[0] for folder in map(_FOLDER.match, listing) if folder})
-                commits = [folder for folder in folders if f"{folder}/{MANIFEST}" in listing]
-                return listing, number, {"released": True, "commits": commits}
-            with suppress(FileNotFoundError):  # a commit has replaced it since
-                return listing, number, json.loads(self.files.read(_owner_name(number)))
 
 
 def _lock_file(url: str) -> Path:
@@ -197,11 +194,3 @@ def _lock_file(url: str) -> Path:
 def _no_temporary_folder(error: Exception) -> OSError:
     text = f"{tempfile.gettempdir()} cannot be written to ({error}): set TMPDIR to another folder"
     return OSError(error_number(error), text)
-
-
-def _owner_numbers(names: Iterable[str]) -> list[int]:
-    return [int(match[1]) for name in names if (match := _OWNER.fullmatch(name))]
-
-
-def _owner_name(number: int) -> str:
-    return f"owner-{number:08d}.json"

@@ -1,24 +1,15 @@
 """Commits checkpoints in a folder of this machine, in steps that `gcs_store` shares.
 
 The files of an attempt to save a step, and the parts of several hosts, are written under its random name, then the
-manifest. Then one atomic operation makes the checkpoint valid: here a rename.
-
-<output_dir>/checkpoints/
-  step-00000400/             a complete checkpoint; only its manifest counts, not its name
-    adapter_model.safetensors, state.json, ...
-    manifest.json            see tpu_kit.checkpointing.manifest
-  .step-00000412.3f9a1c07b2de.part/  an attempt, or what is left of it where its process was killed
-  .step-00000412.old/        for a moment, while the same step is saved again
-  step-00000300.corrupt/     set aside by `CheckpointManager.newest`
-  .lock                      held by the one process that writes here; names its host and PID
+manifest. Then one atomic operation makes the checkpoint valid: here a rename. layout.py lists the names.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import json
+import os
 import re
 import secrets
 import shutil
@@ -32,6 +23,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tpu_kit.checkpointing.layout import Contents, Listing, owner_name, owner_numbers, read_owner, same_step, sort_out
 from tpu_kit.checkpointing.manifest import (
     CORRUPT,
     MANIFEST,
@@ -42,6 +34,7 @@ from tpu_kit.checkpointing.manifest import (
     file_digest,
     holder_name,
     in_use,
+    new_digest,
     read_checkpoint,
     seal,
 )
@@ -53,9 +46,8 @@ from tpu_kit.storage.object_store import ObjectFolder
 
 _NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.ENOLCK}  # some network and FUSE folders
 
-Listing = dict[str, tuple[int, str]]
 Entry = dict[str, Any]
-"""Size and digest of a file, in a manifest."""
+"""Size and MD5 of a file, in a manifest."""
 
 
 class FolderStore:
@@ -77,7 +69,8 @@ class FolderStore:
             damaged = now
 
     def _look(self, verify: bool) -> tuple[list[Checkpoint], list[Rejected]]:
-        listing, folders = self._snapshot()
+        listing, contents = self._snapshot()
+        folders = contents.counted
         manifests = self.files.read_all(f"{folder}/{MANIFEST}" for folder in folders)
         found: dict[int, Checkpoint] = {}
         rejected = []
@@ -91,6 +84,10 @@ class FolderStore:
             except DamagedError as error:
                 rejected.append(Rejected(folder, self.files.place(folder), str(error)))
         return [found[step] for step in sorted(found)], rejected
+
+    def contents(self) -> Contents:
+        """What lies at the place."""
+        return self._snapshot()[1]
 
     def write_part(self, step: int, attempt: str, name: str, tensors: Mapping[str, Tensor]) -> None:
         """Writes the part `name` of one of several hosts, then its receipt; see `parts`."""
@@ -146,13 +143,14 @@ class FolderStore:
         aside = self.folder / f"{folder}{CORRUPT}"
         if aside.exists():
             aside = self.folder / f"{folder}.{time.time_ns()}{CORRUPT}"
-        (self.folder / folder).rename(aside)
+        with suppress(FileNotFoundError):  # an owner object names it, and it has no files
+            (self.folder / folder).rename(aside)
         return aside.name
 
     def restart(self) -> None:
-        """Moves all checkpoints to `<place>.previous`, whose content it deletes."""
-        previous = self.folder.with_name(self.folder.name + ".previous")
-        entries = [path for path in self.folder.iterdir() if path.is_dir()]
+        """Moves all that is there to `previous`, whose content it deletes."""
+        previous = self.previous
+        entries = [path for path in self.folder.iterdir() if path.name not in (".lock", previous.name, "lost+found")]
         if entries:
             shutil.rmtree(previous, ignore_errors=True)
             previous.mkdir()
@@ -160,13 +158,18 @@ class FolderStore:
                 path.rename(previous / path.name)
             atomic.sync(self.folder)
 
-    def _snapshot(self) -> tuple[Listing, list[str]]:
-        """Lists all files, and the folders of the checkpoints that count; of one step the last one counts."""
-        listing = self.files.list()
-        # Hidden names come first, so that a step's new checkpoint hides the old one that it is about to replace.
-        folders = sorted({name.partition("/")[0] for name in listing if "/" in name})
-        counted = [name for name in folders if name.startswith("step-") or f"{name}/{MANIFEST}" in listing]
-        return listing, [name for name in counted if not name.endswith((PART, CORRUPT))]
+    @property
+    def previous(self) -> Path:
+        """Where `restart` moves the checkpoints: beside them, on their disk, or inside where that is a whole disk."""
+        folder = self.folder.resolve()
+        beside = folder.with_name(f"{folder.name}.previous")
+        inside = os.path.ismount(folder) or not os.access(folder.parent, os.W_OK)
+        return folder / ".previous" if inside else beside
+
+    def _snapshot(self) -> tuple[Listing, Contents]:
+        """Lists all files, and sorts them into what they belong to."""
+        listing, _, owner = read_owner(self.files)  # of the object store that they were copied from
+        return listing, sort_out(listing, owner)
 
     @contextmanager
     def _commit(self, folder: str, step: int, shared: bool) -> Iterator[None]:
@@ -181,6 +184,18 @@ class FolderStore:
             if not shared:  # else other hosts may still write there
                 shutil.rmtree(part, ignore_errors=True)
             raise
+        with suppress(OSError):  # the next commit does it
+            self._settle(step)
+
+    def _settle(self, step: int) -> None:
+        """After a commit: removes what was copied from an object store and is the same step, or did not count there."""
+        listing, contents = self._snapshot()
+        left = [name for name in contents.left if not name.endswith(PART)]
+        others = [name for name in contents.counted if same_step(name, step) and name != f"step-{step:08d}"]
+        for name in [*left, *others]:
+            self._remove(self.folder / name)
+        for number in sorted(owner_numbers(listing)):
+            (self.folder / owner_name(number)).unlink()
 
     def _put_tensors(self, name: str, tensors: Mapping[str, Tensor]) -> Entry:
         path = self.folder / name
@@ -193,13 +208,11 @@ class FolderStore:
 
     def _save(self, path: Path, tensors: Mapping[str, Tensor]) -> Entry:
         save_file({key: value.contiguous() for key, value in tensors.items()}, path, metadata={"format": "pt"})
-        kind = self.files.digest_kind
-        return {"bytes": path.stat().st_size, kind: file_digest(path, kind)}
+        return {"bytes": path.stat().st_size, "md5": file_digest(path)}
 
     def _put(self, name: str, text: str) -> Entry:
         self.files.write(name, content := text.encode())
-        kind = self.files.digest_kind
-        return {"bytes": len(content), kind: hashlib.new(kind, content).hexdigest()}
+        return {"bytes": len(content), "md5": new_digest(content).hexdigest()}
 
     def _receipts(self, folder: str) -> dict[str, bytes]:
         receipts = (name for name in self.files.list(folder) if re.fullmatch(r"training-\d+\.json", Path(name).name))

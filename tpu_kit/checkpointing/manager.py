@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,10 @@ from tpu_kit.checkpointing.manifest import (
     holder_name,
 )
 from tpu_kit.checkpointing.parts import Attempt, BackgroundWriter
-from tpu_kit.config.loader import ConfigError
+from tpu_kit.config.loader import ANEW, ConfigError
 from tpu_kit.storage.object_store import is_url, join
 
+_SHOWN = 6  # lines of what lies in a folder
 _UNITS = (("d", 86400), ("h", 3600), ("min", 60))  # of an age, with their seconds
 
 
@@ -90,21 +91,29 @@ class CheckpointManager(BackgroundWriter):
         Damaged ones of larger steps are renamed to *.corrupt, reported on stderr, and added to `rejected`.
 
         Raises:
-            ValueError: one has a format that this tpu_kit does not read.
-            OSError: the place cannot be read; nothing is set aside then.
+            ValueError: one has a format that this tpu_kit does not read, or there is none, but something else, such as
+                a damaged one or a part of a copy; see `remains`.
+            OSError: the place cannot be read.
         """
         complete, damaged = self._store.scan()
-        for rejected in damaged:
-            self._set_aside(rejected)
-        for checkpoint in reversed(complete):
+        newest: Checkpoint | None = None
+        while complete and newest is None:
+            checkpoint = complete.pop()
             try:
                 checkpoint.verify()
+                newest = checkpoint
             except DamagedError as error:
-                self._set_aside(Rejected(checkpoint.folder, checkpoint.path, str(error)))
-            else:
-                self._durable = checkpoint.step
-                return checkpoint
-        return None
+                damaged.append(Rejected(checkpoint.folder, checkpoint.path, str(error)))
+        if newest is None:
+            if found := remains(self.place, damaged):
+                raise not_empty(self.place, found)
+            return None
+        for rejected in damaged:
+            self._set_aside(rejected)
+        for name, what in self._store.contents().strange.items():
+            _warn(f"{self._store.files.place(name)} {what}, and is ignored")
+        self._durable = newest.step
+        return newest
 
     def restart(self) -> None:
         """Moves all checkpoints to `<place>.previous`, whose content it deletes, for a run that starts anew."""
@@ -269,6 +278,37 @@ def scan(place: Path | str, *, verify: bool = False) -> tuple[list[Checkpoint], 
     return open_store(place).scan(verify)
 
 
+def remains(place: Path | str, damaged: Sequence[Rejected] | None = None) -> list[str]:
+    """Says what lies in a checkpoints folder without a complete one; empty where a run may begin.
+
+    Such as a part of a copy, what was set aside, or a checkpoint of another tool.
+
+    Args:
+        place: as in `scan`.
+        damaged: of `scan`; None scans.
+
+    Raises:
+        OSError: the place cannot be read.
+    """
+    store = open_store(place)
+    damaged = store.scan()[1] if damaged is None else damaged
+    contents = store.contents()
+    found = [one.reason for one in damaged]
+    found += [f"{store.files.place(name)} was set aside as damaged" for name in contents.aside]
+    found += [f"{store.files.place(name)} {what}" for name, what in contents.strange.items()]
+    return found
+
+
+def not_empty(place: Path | str, found: Sequence[str]) -> ValueError:
+    """Makes the error for a run without a complete checkpoint in whose folder lies what `remains` has found."""
+    more = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
+    return ValueError(
+        f"{place} has no complete checkpoint, but this is there:\n  "
+        + "\n  ".join([*found[:_SHOWN], *more])
+        + f"\nCopy the whole run again or correct output_dir, or start anew: {ANEW}"
+    )
+
+
 def report(run: str, verify: bool = False, as_json: bool = False) -> int:
     """Prints the checkpoints of a run, from its output_dir or the checkpoints folder there; see `scan`.
 
@@ -288,6 +328,7 @@ def report(run: str, verify: bool = False, as_json: bool = False) -> int:
         if is_url(run) and not good and not damaged:
             place = join(run, "checkpoints")
             good, damaged = scan(place, verify=verify)
+        others = open_store(place).contents().strange
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
@@ -300,7 +341,7 @@ def report(run: str, verify: bool = False, as_json: bool = False) -> int:
             for found in good
         ]
         rejected = [{"path": str(one.path), "reason": one.reason} for one in damaged]
-        print(json.dumps({"complete": complete, "damaged": rejected}, indent=1))
+        print(json.dumps({"complete": complete, "damaged": rejected, "others": others}, indent=1))
         return int(bool(damaged))
     for found in good:
         state = ("verified" if verify else "complete") + ", best" * (found is best)
@@ -309,6 +350,8 @@ def report(run: str, verify: bool = False, as_json: bool = False) -> int:
         print(f"step {found.step:>9,}{size:>14}{_age(ages[found.step]):>9}  {state:<14}  {values}".rstrip())
     for one in damaged:
         print(f"damaged: {one.reason}")
+    for name, what in others.items():
+        print(f"ignored: {join(place, name)} {what}")
     if not good and not damaged:
         print(f"no checkpoints in {place}")
     return int(bool(damaged))

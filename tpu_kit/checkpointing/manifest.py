@@ -1,8 +1,9 @@
 """Defines the format of a checkpoint: reads it and checks it against its manifest.
 
-The manifest holds a format number, the step, the time, metrics, and the size and digest of every file: SHA-256, or in
-an object store the MD5 that the store computes too. A folder without a valid manifest is no checkpoint. Tensors are
-safetensors, everything else is JSON (Python's, with NaN and Infinity): nothing is unpickled.
+The manifest holds a format number, the step, the time, metrics, and the size and MD5 of every file, which object stores
+compute too: so a checkpoint can be copied from a folder to an object store and back. A folder without a valid manifest
+is no checkpoint. Tensors are safetensors, everything else is JSON (Python's, with NaN and Infinity): nothing is
+unpickled.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tpu_kit.storage.local_folder import LocalFolder
 from tpu_kit.storage.object_store import ObjectFolder, leads_out
 
 MANIFEST = "manifest.json"
-FORMAT = 3
+FORMAT = 4
 CORRUPT = ".corrupt"  # suffix of a checkpoint that is set aside
 _READ_BYTES = 16 * MIB  # of a request
 
@@ -54,7 +55,7 @@ class Checkpoint:
     created: float  # seconds since the epoch, by the writer's clock; the order is by step
     metrics: dict[str, float]  # of `CheckpointManager.save`
     best: bool  # whether it was the best of its run when it was saved; see `best_of`
-    files: dict[str, tuple[int, str]]  # name to (bytes, digest), without the manifest
+    files: dict[str, tuple[int, str]]  # name to (bytes, MD5), without the manifest
     source: LocalFolder | ObjectFolder = field(repr=False, compare=False)  # the folder of the run's checkpoints
     folder: str  # its name there
 
@@ -64,7 +65,7 @@ class Checkpoint:
         return sum(size for size, _ in self.files.values())
 
     def check(self, listing: Mapping[str, tuple[int, str]]) -> None:
-        """Raises DamagedError at the first file that is missing or has another size or digest in `source.list`."""
+        """Raises DamagedError at the first file that is missing or has another size or MD5 in `source.list`."""
         for name, (size, digest) in self.files.items():
             if f"{self.folder}/{name}" not in listing:
                 raise DamagedError(f"{self._place(name)} is missing")
@@ -76,17 +77,16 @@ class Checkpoint:
 
     def verify(self, *names: str) -> None:
         """Checks the content of all files, or of some; raises DamagedError at the first that has changed."""
-        self.check(self.source.list(self.folder))
-        if isinstance(self.source, LocalFolder):  # an object store lists its digests
-            for name in names or self.files:
-                if file_digest(Path(self.path, name), self.source.digest_kind) != self.files[name][1]:
-                    raise self._changed(name)
+        self.check(listing := self.source.list(self.folder))
+        for name in names or self.files:
+            if not listing[f"{self.folder}/{name}"][1] and self._digest(name) != self.files[name][1]:
+                raise self._changed(name)
 
     def document(self, name: str) -> Any:
         """Reads `<name>.json`; raises DamagedError, and ValueError if there is no such file."""
         self._open(file := f"{name}.json")
         content = self._read(file)
-        if hashlib.new(self.source.digest_kind, content).hexdigest() != self.files[file][1]:
+        if new_digest(content).hexdigest() != self.files[file][1]:
             raise self._changed(file)
         return json.loads(content)
 
@@ -95,7 +95,7 @@ class Checkpoint:
         self._open(file := f"{name}.safetensors")
         if select is not None:  # else the digest of what is read is compared
             self.verify(file)
-        content, found = hashlib.new(self.source.digest_kind), dict[str, Tensor]()
+        content, found = new_digest(), dict[str, Tensor]()
         begin, block = 0, b""  # the last block that was read, and where it begins
 
         def read(start: int, end: int) -> bytes:
@@ -140,12 +140,18 @@ class Checkpoint:
         except FileNotFoundError as error:
             raise DamagedError(f"{self._place(name)} is missing") from error
 
+    def _digest(self, name: str) -> str:
+        """The MD5 of a file that `source.list` has none for: on a disk, or an object that was uploaded in parts."""
+        found, size = new_digest(), self.files[name][0]
+        for start in range(0, size, _READ_BYTES):
+            found.update(self._read(name, start, min(start + _READ_BYTES, size)))
+        return found.hexdigest()
+
     def _place(self, name: str) -> Path | str:
         return self.source.place(f"{self.folder}/{name}")
 
     def _changed(self, name: str) -> DamagedError:
-        kind = {"sha256": "SHA-256", "md5": "MD5"}[self.source.digest_kind]
-        return DamagedError(f"{self._place(name)} is not what was written: its {kind} is another")
+        return DamagedError(f"{self._place(name)} is not what was written: its MD5 is another")
 
 
 @dataclass(frozen=True)
@@ -178,8 +184,7 @@ def read_checkpoint(source: LocalFolder | ObjectFolder, folder: str, text: bytes
     if text is None:
         raise DamagedError(f"{place} is missing")
     manifest = unseal(text, place, source.place(folder))
-    entries = manifest["files"].items()
-    files = {name: (entry["bytes"], entry[source.digest_kind]) for name, entry in entries}
+    files = {name: (entry["bytes"], entry["md5"]) for name, entry in manifest["files"].items()}
     about = {name: manifest[name] for name in ("step", "created", "metrics", "best")}
     return Checkpoint(path=source.place(folder), files=files, source=source, folder=folder, **about)
 
@@ -217,10 +222,15 @@ def _seal(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-def file_digest(path: Path, kind: str) -> str:
-    """A digest of a file's content, in hexadecimal."""
+def new_digest(content: bytes = b"") -> Any:
+    """An MD5: it finds what a disk or a network has changed, and is no protection from people."""
+    return hashlib.md5(content, usedforsecurity=False)
+
+
+def file_digest(path: Path) -> str:
+    """The MD5 of a file's content, in hexadecimal."""
     with path.open("rb") as file:
-        return hashlib.file_digest(file, kind).hexdigest()
+        return hashlib.file_digest(file, new_digest).hexdigest()
 
 
 def error_number(error: Exception) -> int:

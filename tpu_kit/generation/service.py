@@ -384,7 +384,7 @@ def _adapter_near(folder: Path) -> str:
     if (folder / "adapter").is_dir():
         return f"give {folder / 'adapter'}"
     run = folder if (folder / "checkpoints").is_dir() else folder.parent
-    if steps := sorted(run.glob("checkpoints/step-*[0-9]")):
+    if steps := sorted(run.glob("checkpoints/step-*[0-9a-f]")):
         return f"the run has not ended: continue it, or give its newest checkpoint, {steps[-1]}"
     return "give the one that training wrote"
 

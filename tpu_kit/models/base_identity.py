@@ -1,7 +1,8 @@
 """Identifies the weights of a base model, so that a run or an adapter does not silently go on with other weights.
 
 An identity is a JSON document, base.json in checkpoints and adapters: the size of each weight file, a digest of samples
-of each local file, and for a model of the hub the repository, the commit and the hub's own hash of each file.
+of each local file, and for a model of the hub the repository, the commit and the hub's own hash of each file. It names
+no folder: the same weights in another folder have the same identity.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatch
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 from tpu_kit.config.loader import ModelConfig
 from tpu_kit.models.architecture import locate
+from tpu_kit.storage.local_folder import open_folder
+from tpu_kit.storage.object_store import is_url
 
 Identity = Mapping[str, Any]
 
@@ -37,13 +40,13 @@ def identify(model: ModelConfig) -> Identity | None:
     """
     name = locate(model)
     if Path(name).is_dir():
-        return {"files": _local_files(Path(name), model)}
+        return {"files": _local_files(Path(name), model), **_settings(Path(name))}
     from huggingface_hub import HfApi, try_to_load_from_cache
 
     file, cached = model.gguf_file or "config.json", None
     if isinstance(path := try_to_load_from_cache(name, file, revision=model.revision), str):
         snapshot = Path(path.removesuffix(file))
-        cached = {"repo": name, "commit": snapshot.name, "files": _local_files(snapshot, model)}
+        cached = {"repo": name, "commit": snapshot.name, "files": _local_files(snapshot, model), **_settings(snapshot)}
         if snapshot.name == model.revision and cached["files"]:  # a commit does not change
             return cached
     try:
@@ -88,6 +91,40 @@ def differences(began: Identity | None, now: Identity | None) -> list[str]:
         elif any(old[kind] != new[kind] for kind in old.keys() & new.keys()):
             found.append(f"{name} has other content")
     return found
+
+
+def other_place(began: Identity | None, now: Identity | None) -> list[str]:
+    """Returns how a model at another place differs from what it was, or why that is unknown; empty if it is the same.
+
+    Its weights must have a digest in common: a folder and its moved copy, or what the hub's cache holds and a copy.
+    """
+    if not began or not now or not began["files"] or not now["files"]:
+        return ["their files cannot be compared"]
+    if found := differences(began, now):
+        return found
+    if "commit" in began and began["commit"] == now.get("commit"):
+        return []
+    if "settings" in began and "settings" in now and began["settings"] != now["settings"]:
+        return ["config.json has other content"]
+    pairs = ((name, one.keys() & now["files"][name].keys()) for name, one in began["files"].items())
+    return [f"{name} cannot be compared: download the model first" for name, kinds in pairs if kinds <= {"bytes"}]
+
+
+def identify_adapter(place: str) -> Identity:
+    """Returns the identity of an adapter's folder or URL, by the content of its tensors.
+
+    Raises:
+        OSError: an object store cannot be read.
+    """
+    folder = open_folder(place if is_url(place) else Path(place).expanduser())
+    files = {name: file for name, file in folder.list().items() if name.endswith(".safetensors") and "/" not in name}
+    digests = {name: digest or _md5(Path(folder.place(name))) for name, (_, digest) in files.items()}
+    return {"files": {name: {"bytes": size, "md5": digests[name]} for name, (size, _) in files.items()}}
+
+
+def _md5(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, partial(hashlib.md5, usedforsecurity=False)).hexdigest()
 
 
 def fingerprint(identity: Identity | None) -> str:
@@ -165,6 +202,16 @@ def _local_files(folder: Path, model: ModelConfig) -> dict[str, dict[str, Any]]:
             if path.parent.name == "blobs" and re.fullmatch(f"{_COMMIT}|[0-9a-f]{{64}}", path.name):
                 files[name]["hub"] = path.name  # the hub's cache names files by their hashes
     return files
+
+
+def _settings(folder: Path) -> dict[str, str]:
+    """Returns a digest of config.json without what names the place or the version; empty where there is none."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # loading says what is wrong
+        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        for name in ("_name_or_path", "transformers_version"):
+            settings.pop(name, None)
+        return {"settings": hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()}
+    return {}
 
 
 @lru_cache(1024)

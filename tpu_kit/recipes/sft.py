@@ -10,9 +10,11 @@ import functools
 import hashlib
 import os
 import secrets
+import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -185,12 +187,11 @@ def _train(
     if dataset is not None:
         config = replace(config, data=replace(config.data, source=str(saved_rows_path(dataset, folder / "data"))))
     refuse_early(config)
-    if dataset is not None:
-        save_rows(dataset, folder / "data")
-    prepared, outlook = check_run(config, exact, hosts, reward_funcs)
-    config = outlook.config
-    rows = batch_arithmetic(config, outlook.room.replicas).global_batch_size if outlook.room else None
-    refuse_early(config, rows, prepared.fingerprint)
+    with _rows_saved(dataset, config.data.source):
+        prepared, outlook = check_run(config, exact, hosts, reward_funcs)
+        config = outlook.config
+        rows = batch_arithmetic(config, outlook.room.replicas).global_batch_size if outlook.room else None
+        refuse_early(config, rows, prepared)
     if several:
         batch = {"optim.batch_size": config.optim.batch_size, "replicas of a host": backend.num_replicas}
         facts = {f"base weights of {config.model.name}": fingerprint(identify(config.model)), "batch": batch}
@@ -220,6 +221,22 @@ def _train(
     if config.remote:
         upload_results(config, result.adapter_dir)
     return result
+
+
+@contextlib.contextmanager
+def _rows_saved(dataset: Dataset | DatasetDict | None, source: str) -> Iterator[None]:
+    """Writes rows in memory to `source`, and removes them if the block raises: a refused run leaves no files."""
+    fresh = dataset is not None and not os.path.exists(source)
+    try:
+        if dataset is not None:
+            save_rows(dataset, Path(source).parent)
+        yield
+    except BaseException:
+        if fresh:
+            shutil.rmtree(source, ignore_errors=True)
+            with contextlib.suppress(OSError):  # other rows are there
+                Path(source).parent.rmdir()
+        raise
 
 
 def _answer_held_out(
@@ -368,7 +385,7 @@ def trainer(
             source = Rollouts(config, prepared, plan, rt, model, objective, rewards)
         if checkpoint:
             total = sum(1 for _ in source.all())
-            check_resume(checkpoint, config, plan.global_batch_size, prepared.fingerprint, total, quiet=rt.rank != 0)
+            check_resume(checkpoint, config, plan.global_batch_size, prepared, total, quiet=rt.rank != 0)
             saved = training_tensors(checkpoint)
         prepared.train.columns = read_columns(config, prepared)
         state = prepare_model(model, config, rt, saved, len(objective.extra))

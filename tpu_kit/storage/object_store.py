@@ -11,7 +11,7 @@ import errno
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,8 +54,6 @@ class ObjectFolder:
         ValueError: the package for the scheme is missing, or the URL names no bucket.
     """
 
-    digest_kind = "md5"
-
     def __init__(self, url: str) -> None:
         scheme, _, path = url.partition("://")
         self.url = f"{scheme}://{path.rstrip('/')}"
@@ -93,6 +91,17 @@ class ObjectFolder:
             advice = "remove it, or use a folder that only you and people you trust can write to"
             raise OSError(errno.EINVAL, f"{text}: {advice}")
         return {name: about for name, about in objects.items() if not f"/{name}".endswith("/")}  # which marks a folder
+
+    def names(self, folder: str = "") -> Sequence[str]:
+        """Lists the objects, and the folders with a slash at the end, of a folder alone; empty if it is missing."""
+        root = f"{self._root}/{folder}".rstrip("/")
+        with self._explained():
+            try:
+                found = self._files.ls(root, detail=True)
+            except FileNotFoundError:
+                return []
+        names = {about["name"].rstrip("/").removeprefix(f"{root}/"): about["type"] for about in found}
+        return [f"{name}/" if kind == "directory" else name for name, kind in names.items() if "/" not in name]
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
         """An object's content, or a range of it, cut off where the object ends."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import glob
+import contextlib
+import json
 import os
 import shutil
 import sys
@@ -16,6 +17,7 @@ from tpu_kit.storage import atomic
 from tpu_kit.storage.object_store import ObjectFolder, upload
 
 _DRIVE, _WORKING, _INPUT = "content/drive/MyDrive", "kaggle/working", "kaggle/input"
+_CHECKPOINTS, _DEEPEST = "checkpoints", 8  # levels below the inputs at which checkpoints are looked for
 _BUCKET = "output_dir=gs://your-bucket/run"
 
 
@@ -71,19 +73,66 @@ def _on_kaggle(given: str | None, run_name: str, at: Machine) -> Place:
 
 
 def fetch_run(place: Place, run_name: str, at: Machine | None = None) -> None:
-    """Copies a run from a Kaggle notebook's inputs to the place where the run writes, if nothing is there."""
+    """Copies a run from a Kaggle notebook's inputs to the place where the run writes, if that has no checkpoints.
+
+    Checkpoints are found by their manifests, at any depth and in folders of any name; their configuration has the run's
+    name. Of several runs, the one with the most updates is copied. Runs of other names are listed.
+    """
     at = at or Machine()
     target = Path(place.output_dir)
-    if "KAGGLE_KERNEL_RUN_TYPE" not in at.environ or "://" in place.output_dir or target.exists():
+    if "KAGGLE_KERNEL_RUN_TYPE" not in at.environ or "://" in place.output_dir or _steps(target / _CHECKPOINTS):
         return
-    inputs, depths = at.root / _INPUT, ("*", "*/*", "*/*/*", "*/*/*/*")
-    found = [path for depth in depths for path in inputs.glob(f"{depth}/{glob.escape(run_name)}/config.yaml")]
+    runs = {folder: _name_of(folder) for folder in _checkpoints_below(at.root / _INPUT)}
+    found = [folder for folder, name in runs.items() if name == run_name]
     if not found:
+        if runs:
+            listed = ", ".join(f"{folder} (run_name={name})" for folder, name in sorted(runs.items()))
+            print(f"inputs           hold checkpoints of other runs, which are not continued: {listed}", flush=True)
         return
-    newest = max(found, key=lambda path: path.stat().st_mtime).parent
-    print(f"copies           {newest}, an input of this notebook, to {target}", flush=True)
-    with atomic.replacing(target) as part:
-        shutil.copytree(newest, part)
+    newest = max(found, key=lambda folder: _steps(folder)[-1])
+    whole = newest.name == _CHECKPOINTS  # else a copy of the checkpoints alone
+    print(f"copies           {newest.parent if whole else newest}, an input of this notebook, to {target}", flush=True)
+    target.mkdir(parents=True, exist_ok=True)
+    # An input is read-only: its permissions are not copied. The checkpoints come last, and whole.
+    for path in newest.parent.iterdir() if whole else ():
+        if path.name != _CHECKPOINTS:
+            with atomic.replacing(target / path.name) as part:
+                _copy(path, part)
+    with atomic.replacing(target / _CHECKPOINTS) as part:
+        _copy(newest, part)
+
+
+def _copy(path: Path, to: Path) -> None:
+    if path.is_dir():
+        to.mkdir()
+        for inner in path.iterdir():
+            _copy(inner, to / inner.name)
+    else:
+        shutil.copyfile(path, to)
+
+
+def _checkpoints_below(folder: Path, depth: int = 0) -> list[Path]:
+    """Finds the folders that hold checkpoints; nothing is looked for inside of them."""
+    if _steps(folder):
+        return [folder]
+    inner = []
+    if depth < _DEEPEST:
+        with contextlib.suppress(OSError), os.scandir(folder) as entries:
+            inner = [Path(entry) for entry in entries if entry.is_dir()]
+    return [found for path in inner for found in _checkpoints_below(path, depth + 1)]
+
+
+def _name_of(checkpoints: Path) -> str:
+    """The name of the run that has written checkpoints; of their folder where it cannot be read."""
+    file = checkpoints / _steps(checkpoints)[-1] / "config.json"
+    with contextlib.suppress(OSError, ValueError, AttributeError, KeyError):
+        return str(json.loads(file.read_text(encoding="utf-8"))["run_name"])
+    return checkpoints.parent.name
+
+
+def _steps(checkpoints: Path) -> list[str]:
+    """The names of checkpoints, in the order of their steps."""
+    return sorted(path.parent.name for path in checkpoints.glob("step-*/manifest.json"))
 
 
 def resolve_output_dir(config: TrainConfig, at: Machine | None = None) -> TrainConfig:

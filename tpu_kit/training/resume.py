@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,15 +13,23 @@ from typing import Any
 
 import torch
 
-from tpu_kit.checkpointing.manager import CheckpointManager, scan
+from tpu_kit.checkpointing.layout import lies_around
+from tpu_kit.checkpointing.manager import CheckpointManager, not_empty, remains, scan
 from tpu_kit.checkpointing.manifest import Checkpoint, DamagedError, Select
 from tpu_kit.config.choices import FUNCTION
 from tpu_kit.config.loader import ANEW, TrainConfig, changes, flatten
+from tpu_kit.data.prepare import Prepared
 from tpu_kit.hardware.compatibility import installed_version
 from tpu_kit.models import base_identity
+from tpu_kit.storage.local_folder import open_folder
+from tpu_kit.storage.object_store import parent
 from tpu_kit.training.state import joined, sections
 
 Tensors = dict[str, torch.Tensor]
+
+TEACHER, START = "teacher", "start"
+"""Documents of a checkpoint with the identities of `distill.teacher` and `lora.adapter`."""
+_ROWS = ("data.source", "data.eval_source")
 
 
 def find_checkpoint(config: TrainConfig, owned: CheckpointManager | None) -> Checkpoint | None:
@@ -66,28 +75,38 @@ def keep_run(config: TrainConfig, today: str) -> TrainConfig:
     return replace(config, data=data, model=base_identity.pin(config.model, base))
 
 
-def refuse_early(config: TrainConfig, global_batch: int | None = None, fingerprint: str | None = None) -> None:
-    """Raises ValueError as `check_resume`, before the launch; compares the batch and the data once they are known."""
+def refuse_early(config: TrainConfig, global_batch: int | None = None, prepared: Prepared | None = None) -> None:
+    """Raises ValueError as `check_resume`, before the launch; compares the batch and the data once they are known.
+
+    Where the run would start anew, nothing of another run may lie in its folder.
+    """
     with contextlib.suppress(OSError, DamagedError):  # the run itself reports it
         if checkpoint := _newest(config):
-            _refuse(checkpoint, _problems(checkpoint, config, global_batch, fingerprint))
+            _refuse(checkpoint, _compare(checkpoint, config, global_batch, prepared)[0])
             if config.optim.max_steps is not None:
                 _refuse_end(checkpoint, config, config.optim.max_steps)
+        elif config.checkpoint.resume != "never":
+            place = config.checkpoints_place
+            if found := remains(place) + lies_around(open_folder(parent(place))):
+                raise not_empty(place, found)
 
 
 def check_resume(
-    checkpoint: Checkpoint, config: TrainConfig, global_batch: int, fingerprint: str, total: int, quiet: bool
+    checkpoint: Checkpoint, config: TrainConfig, global_batch: int, prepared: Prepared, total: int, quiet: bool
 ) -> None:
     """Checks that the run may continue from the checkpoint; prints harmless differences.
 
-    The run has `global_batch` rows per update, data with this fingerprint, and `total` updates.
+    The run has `global_batch` rows per update, this data, and `total` updates.
 
     Raises:
         ValueError: the run differs from the checkpoint's (the text names all differences), or ends before it.
     """
-    _refuse(checkpoint, _problems(checkpoint, config, global_batch, fingerprint))
+    problems, moved = _compare(checkpoint, config, global_batch, prepared)
+    _refuse(checkpoint, problems)
     _refuse_end(checkpoint, config, total)
     if not quiet:
+        for name, (earlier, after) in moved.items():
+            print(f"moved            {name}: {earlier} -> {after}, same content", flush=True)
         before, now = flatten(checkpoint.document("config")), config.flat_values()
         pairs = {name: (now[name], before[name]) for name in changes(before, now)[0]}
         old, new = checkpoint.document("state")["versions"], versions(config)
@@ -133,25 +152,65 @@ def _identity(checkpoint: Checkpoint, name: str) -> base_identity.Identity | Non
     return checkpoint.document(name) if f"{name}.json" in checkpoint.files else None
 
 
-def _problems(
-    checkpoint: Checkpoint, config: TrainConfig, global_batch: int | None, fingerprint: str | None
-) -> list[str]:
-    """How the run differs in parameters and base weights and, where they are known, in rows per update and data."""
+def _compare(
+    checkpoint: Checkpoint, config: TrainConfig, global_batch: int | None, prepared: Prepared | None
+) -> tuple[list[str], dict[str, tuple[str, str]]]:
+    """Compares parameters and weights and, where they are known, rows per update and data.
+
+    Of rows and weights the content counts, not where they are.
+
+    Returns:
+        How the run differs, and the parameters that name another place with the same content: before and now.
+    """
     before, now = flatten(checkpoint.document("config")), config.flat_values()
-    problems = [f"{name}: {before[name]!r} there, {now[name]!r} now" for name in changes(before, now)[1]]
-    models = ((base_identity.NAME, "base", "model.name", config.model),
-              ("teacher", "teacher's", "distill.teacher", config.teacher))  # fmt: skip
-    for document, whose, name, model in models:
-        identity = base_identity.identify(model) if model else None
-        if differ := base_identity.differences(_identity(checkpoint, document), identity):
-            problems.append(f"the {whose} weights, {name}={config[name]}: {'; '.join(differ)}")
-    state = checkpoint.document("state")
-    if global_batch not in (None, rows := state["global_batch_size"]):
-        problems.append(f"rows per update (optim.batch_size, passes, replicas): {rows} there, {global_batch} now")
-    other_data = fingerprint not in (None, state["fingerprint"])
-    if other_data and not any(text.startswith("data.") for text in problems):
-        problems.append("the data: other rows, tokens or packing than there, though its parameters are the same")
-    return problems
+    state, moved = checkpoint.document("state"), dict[str, tuple[str, str]]()
+    differ = {name: f"{name}: {before[name]!r} there, {now[name]!r} now" for name in changes(before, now)[1]}
+    for document, whose, name in _WEIGHTS:
+        # Updates no longer depend on the adapter that training started from; another name must be another name for it.
+        identity = identity_of(document, config) if document != START or name in differ else None
+        began = _identity(checkpoint, document)
+        if name not in differ:
+            if found := base_identity.differences(began, identity):
+                differ[f"{name} "] = f"the {whose} weights, {name}={config[name]}: {'; '.join(found)}"
+        elif before[name] and now[name]:
+            if found := base_identity.other_place(began, identity):
+                differ[name] += f", whose weights are not known to be the same: {'; '.join(found)}"
+            else:
+                moved[name] = before[name], now[name]
+                del differ[name]
+                if document == base_identity.NAME:
+                    differ.pop("model.revision", None)
+    if rows := [name for name in _ROWS if name in differ and before[name] and now[name]]:
+        same = prepared is not None and rows_digest(prepared) == state["rows_digest"]
+        moved |= {name: (before[name], now[name]) for name in rows if same}
+        for name in rows if same or prepared is None else ():  # once they are read
+            del differ[name]
+    if global_batch not in (None, rows_there := state["global_batch_size"]):
+        differ["rows"] = f"rows per update (optim.batch_size, passes, replicas): {rows_there} there, {global_batch} now"
+    other_data = prepared is not None and prepared.fingerprint != state["fingerprint"]
+    if other_data and not any(name.startswith("data.") for name in differ):
+        differ["data"] = "the data: other rows, tokens or packing than there, though its parameters are the same"
+    return [*differ.values()], moved
+
+
+_WEIGHTS = ((base_identity.NAME, "base", "model.name"), (TEACHER, "teacher's", "distill.teacher"),
+            (START, "start's", "lora.adapter"))  # fmt: skip
+
+
+def identity_of(document: str, config: TrainConfig) -> base_identity.Identity | None:
+    """Returns the identity of the base, the teacher or the adapter that training starts from; None without one."""
+    if document == START:
+        return base_identity.identify_adapter(config.lora.adapter) if config.lora.adapter else None
+    model = config.teacher if document == TEACHER else config.model
+    return base_identity.identify(model) if model else None
+
+
+def rows_digest(prepared: Prepared) -> str:
+    """Returns a hash of all rows: trained on, held out, and answered in reinforcement learning."""
+    held = prepared.eval.fingerprint() if prepared.eval else ""
+    asked = prepared.tasks.rows.rows if prepared.tasks else []
+    rows = json.dumps([prepared.eval_rows, asked], sort_keys=True, default=str)
+    return hashlib.blake2b(f"{prepared.fingerprint} {held} {rows}".encode(), digest_size=16).hexdigest()
 
 
 def _refuse(checkpoint: Checkpoint, problems: list[str]) -> None:

@@ -28,12 +28,11 @@ from tpu_kit.distributed.preemption import PreemptionGuard
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.evaluation.evaluate import Accuracy, count_correct
 from tpu_kit.hardware.host import chips_of
-from tpu_kit.models.base_identity import identify
 from tpu_kit.models.layer_calls import unstacked
 from tpu_kit.training.adapter_files import base_document, result_files
 from tpu_kit.training.metrics import Evaluations, RecompileMonitor, Tracker, model_flops_per_token, peak_memory
 from tpu_kit.training.objectives import Objective
-from tpu_kit.training.resume import versions, weights_of
+from tpu_kit.training.resume import START, TEACHER, identity_of, rows_digest, versions, weights_of
 from tpu_kit.training.state import Report, TrainState, sections
 from tpu_kit.training.step import Control, SplitStep, eval_step, train_step
 from tpu_kit.training.updates import NextUpdateError, Updates
@@ -101,7 +100,9 @@ class Trainer:
         self._history: list[dict[str, Any]] | None = None
         self._tracker: Tracker | None = None
         self._wandb_id: str | None = None
-        self._teacher = identify(config.teacher) if config.teacher and checkpoints else None
+        names = (TEACHER, START) if checkpoints else ()
+        self._identities = {name: identity for name in names if (identity := identity_of(name, config))}
+        self._rows_digest = rows_digest(prepared) if checkpoints else ""
 
     def __enter__(self) -> Trainer:
         if self.rt.rank == 0:
@@ -432,7 +433,8 @@ class Trainer:
         state = {
             "logged": self._logged, "rows": self._rows, "tokens": self._tokens, "skipped": self.skipped,
             "train_seconds": self._seconds, "metrics": finite,
-            "fingerprint": self.prepared.fingerprint, "global_batch_size": self.plan.global_batch_size,
+            "fingerprint": self.prepared.fingerprint, "rows_digest": self._rows_digest,
+            "global_batch_size": self.plan.global_batch_size,
             "versions": versions(self.config), "wandb_id": self._tracker.wandb_id,
         }  # fmt: skip
         if attempt is None:
@@ -441,7 +443,7 @@ class Trainer:
             files["training"] = tensors
         documents |= {"updates": self.updates.document(self.step)} if self.updates.splits else {}
         documents |= {"state": state, "config": self.config.to_dict(), "history": self._tracker.history}
-        documents |= base_document(self.model) | ({"teacher": self._teacher} if self._teacher else {})
+        documents |= base_document(self.model) | self._identities
         metrics = {**self.metrics, **self.evaluations.figures(self.step)}
         metrics.pop("eval_step", None)
         best = self.evaluations.best_step == self.step
