@@ -23,7 +23,13 @@ if TYPE_CHECKING:
     from tpu_kit.recipes.grpo import grpo
     from tpu_kit.recipes.sft import TrainResult, train
 
+from tpu_kit.hardware.surroundings import ensure_home, prefer_packages
+
 __version__ = "0.1.0"
+
+# Before other libraries read them.
+ensure_home()
+prefer_packages()
 
 # accelerate and transformers import torch_xla where it is installed, which sets PJRT_DEVICE as if the user had chosen a
 # device. Replicas on XLA start with "1".

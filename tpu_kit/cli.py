@@ -22,6 +22,7 @@ from typing import Any, NoReturn, get_origin
 import tpu_kit
 from tpu_kit.config.fields import closest, knob, knobs_of
 from tpu_kit.config.loader import ConfigError, describe, explain, load_config, read_value
+from tpu_kit.distributed.output import safe_output
 from tpu_kit.exporting.options import ExportOptions
 from tpu_kit.generation.sampling import Sampling, SearchOptions
 from tpu_kit.pods.engines import ENGINES
@@ -31,6 +32,11 @@ OK, FAILED, BAD_USAGE, PREEMPTED = 0, 1, 2, 75  # 75 is EX_TEMPFAIL of sysexits.
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code."""
+    with safe_output():
+        return _main(arguments)
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     texts = (sys.argv[1:] if arguments is None else list(arguments)) or ["--help"]
     if not texts[0].startswith("-") and texts[0] not in COMMANDS:
         near = closest(texts[0], COMMANDS)
@@ -44,9 +50,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as end:
         if args is None:  # --help or --version
             return OK
-        killed = end.code == 128 + signal.SIGTERM
-        print("ended by SIGTERM" if killed else f"ended by sys.exit({end.code!r}) of its code", file=sys.stderr)
-        return 128 + signal.SIGTERM if killed else FAILED
+        from tpu_kit.distributed.preemption import STOPS, stop_name
+
+        killed = stop_name(end)
+        print(f"ended by {killed}" if killed else f"ended by sys.exit({end.code!r}) of its code", file=sys.stderr)
+        return next((128 + number for number in STOPS if number.name == killed), FAILED)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT

@@ -445,12 +445,16 @@ def test_second_writer_is_refused_and_the_first_ends_when_it_has_saved(folder: P
             CheckpointManager(folder, keep=1)
 
 
+@pytest.mark.parametrize("where", ["a network folder", "Windows"])
 def test_folder_without_locks_is_told(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], where: str
 ) -> None:
     part = folder / ".step-00000001.1.part"
     part.mkdir(parents=True)
-    monkeypatch.setattr(local_store.fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOTSUP, "none")))
+    if where == "Windows":
+        monkeypatch.setitem(sys.modules, "fcntl", None)
+    else:
+        monkeypatch.setattr("fcntl.flock", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOTSUP, "none")))
     with CheckpointManager(folder, keep=1) as store:
         save(store, 1)
         assert_is_step(store.newest(), 1)

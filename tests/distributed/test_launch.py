@@ -225,6 +225,26 @@ def test_not_enough_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         launch(replica_functions.return_rank, config_for(tmp_path, "cpu", f"model.name={model}", "lora.r=0", "keep=3"))
 
 
+@pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
+def test_variables_that_change_what_is_computed_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_USE_BF16", "1")
+    monkeypatch.setenv("XLA_DOWNCAST_BF16", "0")
+    config = load_config(None, {"device_type": "xla-cpu", "num_replicas": 2})
+    with pytest.raises(ValueError, match=r"^unset XLA_USE_BF16: torch_xla would compute in other types"):
+        launch(replica_functions.print_and_wait, config)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
+def test_a_flag_that_xla_does_not_know_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_FLAGS", "--xla_mistyped=1")
+    config = load_config(None, {"device_type": "xla-cpu", "num_replicas": 2})
+    told = "-> XLA_FLAGS has a flag that this XLA does not know: --xla_mistyped=1. Remove it"
+    with pytest.raises(LaunchError, match=told) as caught:
+        launch(replica_functions.print_and_wait, config)
+    assert len(str(caught.value).splitlines()) == 2
+
+
 def test_not_enough_host_memory(tmp_path: Path) -> None:
     model = tmp_path / "huge"
     model.mkdir()

@@ -238,27 +238,28 @@ def test_signal_after_a_notice_of_another_kind(tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize(
-    ("device_type", "to_launcher"),
+    ("device_type", "to_launcher", "number"),
     [
-        pytest.param("xla-cpu", True, marks=[needs_xla, pytest.mark.slow]),
-        pytest.param("cpu", True, marks=pytest.mark.slow),
-        ("cpu", False),
+        pytest.param("xla-cpu", True, signal.SIGUSR1, marks=[needs_xla, pytest.mark.slow]),
+        pytest.param("cpu", True, signal.SIGHUP, marks=pytest.mark.slow),
+        pytest.param("cpu", False, signal.SIGTERM, marks=pytest.mark.slow),
+        ("cpu", False, signal.SIGUSR1),
     ],
 )
-def test_sigterm_to_another_process_of_the_launch(
-    device_type: str, to_launcher: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_signal_to_another_process_of_the_launch(
+    device_type: str, to_launcher: bool, number: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A machine that shuts down sends it to every process."""
+    """A machine that shuts down, or a cluster that gives notice, sends it to every process."""
 
     def end() -> None:
         _, replica = marked(tmp_path, "stepping-1")
         parent = int(Path(f"/proc/{replica}/stat").read_text().rpartition(")")[2].split()[1])
-        os.kill(parent if to_launcher and device_type == "cpu" else replica, signal.SIGTERM)
+        os.kill(parent if to_launcher and device_type == "cpu" else replica, number)
 
     after(end)
     lasts = launch(replica_functions.agreed_steps, config_for(tmp_path, device_type))
-    assert_agreed(lasts, 2, "^a process of the launch got a SIGTERM$")
-    assert "got a SIGTERM: saving a checkpoint at the next step\n" in capsys.readouterr().err
+    assert_agreed(lasts, 2, "^a signal to a process of the launch$")
+    assert "a signal to a process of the launch: saving a checkpoint at the next step\n" in capsys.readouterr().err
 
 
 def test_rank_that_dies_after_the_notice(tmp_path: Path) -> None:
@@ -283,6 +284,20 @@ def test_inline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         launch(replica_functions.print_and_wait, config)
 
 
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1], ids=["SIGHUP", "SIGUSR1"])
+def test_a_closed_terminal_and_a_notice_of_a_cluster_save(
+    number: signal.Signals, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where it comes twice, as from a terminal and its shell."""
+    after(lambda: marked(tmp_path, "stepping-0"), this_process(number))
+    after(lambda: marked(tmp_path, "stepping-0"), this_process(number))
+    before = signal.getsignal(number)
+    lasts = launch(replica_functions.agreed_steps, config_for(tmp_path, "cpu", INLINE))
+    assert assert_agreed(lasts, 1, f"^{number.name} received$") >= 3
+    assert f"tpu_kit: {number.name} received: saving a checkpoint at the next step\n" in capsys.readouterr().err
+    assert signal.getsignal(number) == before
+
+
 def test_launch_from_another_thread(tmp_path: Path) -> None:
     """There no signal can be caught; the rest is heard all the same."""
     results: list[Any] = []
@@ -296,20 +311,22 @@ def test_launch_from_another_thread(tmp_path: Path) -> None:
     assert_agreed(results[0], 1, "preempted")
 
 
+@pytest.mark.parametrize("number", preemption.STOPS)
 @pytest.mark.parametrize("kind", ["ignored", "own"])
-def test_handlers_of_the_caller(kind: str) -> None:
+def test_handlers_of_the_caller(kind: str, number: int) -> None:
     """An ignored signal stays ignored (nohup), and the caller's own handler is called where nothing heeds notices."""
     called: list[int] = []
     own: Any = signal.SIG_IGN if kind == "ignored" else lambda number, _: called.append(number)
-    before = signal.signal(signal.SIGTERM, own)
+    before = signal.signal(number, own)
     try:
-        with Notices():
-            os.kill(os.getpid(), signal.SIGTERM)
+        with Notices(), preemption.stops_raise():
+            assert number not in preemption.catch_stops()
+            os.kill(os.getpid(), number)
             time.sleep(0.05)
-        assert signal.getsignal(signal.SIGTERM) is own
-        assert called == ([] if kind == "ignored" else [signal.SIGTERM])
+        assert signal.getsignal(number) is own
+        assert called == ([] if kind == "ignored" else [number])
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(number, before)
 
 
 # ------------------------------------------------------------------------------------------------------- clock, cloud

@@ -39,6 +39,13 @@ def saved(tmp_path_factory):
     return folder
 
 
+def test_a_git_lfs_pointer_is_no_model(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(ValueError, match=r"only a git-lfs pointer is there in place of model.safetensors: run `git"):
+        load_base(ModelConfig(name=str(tmp_path)), torch.float32)
+
+
 def test_the_embedded_model_loads_with_its_tokenizer():
     config = ModelConfig()
     model, tokenizer = load_model(config, LoraConfig()), load_tokenizer(config)

@@ -81,6 +81,22 @@ def test_a_folder_is_replaced_whole_or_stays(tmp_path: Path) -> None:
     assert names(tmp_path) == ["x", "x/two"]
 
 
+@pytest.mark.parametrize("exists", [True, False])
+def test_what_a_link_names_is_replaced_and_the_link_stays(tmp_path: Path, exists: bool) -> None:
+    (tmp_path / "disk").mkdir()
+    for name, make in (("folder", write_folder), ("file", lambda path, _: atomic.write_text(path, "new"))):
+        target = tmp_path / "disk" / name
+        if exists:
+            make(target, "old")
+        (tmp_path / name).symlink_to(target)
+        make(tmp_path / name, "new")
+        assert (tmp_path / name).is_symlink() and (tmp_path / name).resolve() == target
+    assert names(tmp_path / "disk") == ["file", "folder", "folder/new"]
+    assert (tmp_path / "disk/file").read_text() == "new" and names(tmp_path) == [
+        "disk", "disk/file", "disk/folder", "disk/folder/new", "file", "folder"
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_a_folder_outlives_a_kill_at_each_rename(tmp_path: Path, number: int) -> None:
     """Killed before the first, between both, and after them: the old folder or the new one is there, or comes back."""

@@ -154,9 +154,9 @@ for _name in ("a.jsonl", "a.json"):
         refuse(f"{_code} {_name}", _name, GOOD.encode(_code), "line 1.*(not UTF-8|NUL)")
     read(f"BOM {_name}", _name, "\ufeff" + GOOD)
     refuse(f"HTML {_name}", _name, "<!DOCTYPE html><html>404</html>", "line 1, column 1: not valid JSON")
-refuse("a Git LFS pointer", "a.jsonl", "version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "line 1, column 1")
+refuse("a Git LFS pointer", "a.jsonl", "version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull")
 refuse("a Git LFS pointer as parquet", "a.parquet", "version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
-       "a.parquet: cannot be read")  # fmt: skip
+       "a.parquet: this is a git-lfs pointer and not the file: run `git lfs pull`")  # fmt: skip
 refuse("only a BOM a.csv", "a.csv", b"\xef\xbb\xbf", "no rows|no column")
 refuse("only blank lines a.csv", "a.csv", "\n\n\n", "no rows|no column")
 refuse("NUL bytes a.csv", "a.csv", b"question,answer\nq,\0\0\n", "line 2.*NUL")

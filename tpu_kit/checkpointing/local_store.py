@@ -7,7 +7,6 @@ manifest. Then one atomic operation makes the checkpoint valid: here a rename. l
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import re
@@ -41,7 +40,7 @@ from tpu_kit.checkpointing.manifest import (
 from tpu_kit.checkpointing.parts import Attempt
 from tpu_kit.storage import atomic
 from tpu_kit.storage.atomic import OLD, PART
-from tpu_kit.storage.local_folder import LocalFolder
+from tpu_kit.storage.local_folder import LocalFolder, make_folder
 from tpu_kit.storage.object_store import ObjectFolder
 
 _NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.ENOLCK}  # some network and FUSE folders
@@ -103,7 +102,7 @@ class FolderStore:
             ValueError: another process writes there.
             OSError: the place cannot be written to; the text says what to do.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
         with lock(self.folder / ".lock", self.folder) as alone:
             if alone:  # the writers of leftovers are dead
                 self._clean()
@@ -244,12 +243,14 @@ def lock(path: Path, place: Path | str) -> Iterator[bool]:
     """
     with path.open("a+") as file:
         try:
+            import fcntl  # not on Windows
+
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             file.seek(0)
             raise in_use(place, file.read().strip() or "another process") from error
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
+        except (OSError, ImportError) as error:
+            if isinstance(error, OSError) and error.errno not in _NO_LOCKS:
                 raise
             text = f"warning: {path.parent} has no file locks: make sure that only one run writes there"
             print(text, file=sys.stderr)

@@ -234,6 +234,6 @@ def file_digest(path: Path) -> str:
 
 
 def error_number(error: Exception) -> int:
-    """The errno of a system error; safetensors, written in Rust, has it only in its text."""
-    number = re.search(r"os error (\d+)", str(error)) if isinstance(error, SafetensorError) else None
+    """The errno of a system error; libraries written in Rust have it only in their text."""
+    number = None if isinstance(error, OSError) else re.search(r"os error (\d+)", str(error))
     return int(number[1]) if number else getattr(error, "errno", None) or errno.EIO

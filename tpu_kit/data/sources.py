@@ -36,6 +36,7 @@ from tpu_kit.config.fields import closest
 from tpu_kit.data.records import LOCATION, PROBLEM, Record, read_records, write_records
 from tpu_kit.hardware.host import ask_hub_once
 from tpu_kit.storage import atomic
+from tpu_kit.storage.local_folder import is_lfs_pointer
 
 SYNTHETIC = "synthetic"
 """The source of rows of random tokens, which need no tokenizer."""
@@ -282,6 +283,8 @@ def _glob(source: str) -> tuple[Any, list[str]]:
                 raise ValueError(f"data source {path}: this is not a regular file; name another")
             if info["size"] == 0:
                 raise ValueError(f"data source {path}: the file is empty; write rows into it, or name another")
+            if info["size"] < 1024 and is_lfs_pointer(system.cat_file(path)):
+                raise ValueError(f"data source {path}: this is a git-lfs pointer and not the file: run `git lfs pull`")
     except ImportError as error:
         raise ValueError(f"data source {source}: {error}; for gs:// run: pip install gcsfs") from error
     except FileNotFoundError:

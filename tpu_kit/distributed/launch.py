@@ -35,6 +35,7 @@ from tpu_kit.distributed import cpu_simulation, preemption, runtime
 from tpu_kit.distributed.child_process import end_name, processor_times
 from tpu_kit.distributed.hosts import interface
 from tpu_kit.distributed.meeting import HostError, Meeting
+from tpu_kit.distributed.output import SafeStream
 from tpu_kit.distributed.preemption import Notices, StopFlag, launch_folder
 from tpu_kit.distributed.runtime import Backend
 from tpu_kit.distributed.worker import LAUNCHER, Report
@@ -58,9 +59,13 @@ _CONSEQUENCE = (
 
 
 def advice(text: str) -> str:
-    """Says what to do about an error or traceback, one line for each known cause; empty where none is known."""
-    known = tomllib.loads(Path(__file__).with_name("known_errors.toml").read_text())["error"]
-    return "\n".join(f"-> {error['advice']}" for error in known if re.search(error["pattern"], text, re.IGNORECASE))
+    """Says what to do about an error or traceback, one line for each known cause; empty where none is known.
+
+    {} in an advice is what the group of its pattern has found.
+    """
+    known = tomllib.loads(Path(__file__).with_name("known_errors.toml").read_text(encoding="utf-8"))["error"]
+    found = ((error["advice"], re.search(error["pattern"], text, re.IGNORECASE)) for error in known)
+    return "\n".join(f"-> {text.replace('{}', (match.groups() or ('',))[0] or '')}" for text, match in found if match)
 
 
 class LaunchError(RuntimeError):
@@ -146,6 +151,7 @@ class Supervisor:
         path = [str(Path(__file__).parents[2]), *filter(None, sys.path)]
         settings = {
             "PYTHONPATH": os.pathsep.join(dict.fromkeys(path)), "PYTHONUNBUFFERED": "1",
+            "PYTHONIOENCODING": "utf-8:backslashreplace",  # `_stream` decodes it
             "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",  # torch-tpu, where it is installed, would open the TPU
         }  # fmt: skip
         process = subprocess.Popen(
@@ -177,7 +183,7 @@ class Supervisor:
 
     def _stream(self, source: IO[bytes] | None, target: IO[str]) -> threading.Thread:
         assert source is not None
-        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        decoder, safe = codecs.getincrementaldecoder("utf-8")(errors="replace"), SafeStream(target)
 
         def copy() -> None:
             while chunk := os.read(source.fileno(), 65536):
@@ -186,9 +192,8 @@ class Supervisor:
                 if target is sys.stderr:
                     self._stderr = (self._stderr + text)[-16384:]
                 # Where our own output is closed (`| head`), the replicas must still not block on a full pipe.
-                with contextlib.suppress(OSError, ValueError):
-                    target.write(text)
-                    target.flush()
+                safe.write(text)
+                safe.flush()
 
         thread = threading.Thread(target=copy, daemon=True)
         thread.start()
@@ -255,7 +260,8 @@ class Supervisor:
             return ValueError(first.value)
         if first.kind == "ended":
             ends = [report.value for report in failures if report.kind == "ended"]
-            text = "\n".join(self._end_of(*end) for end in ends) + self._last_words()
+            text = "\n".join(self._end_of(*end) for end in ends)
+            text += f"\n{known}" if (known := advice(self._stderr)) else self._last_words()
             ranks = self._ranks(first.value[0])
             return LaunchError(text, ranks[0] if len(ranks) == 1 else None)
         errors: dict[str, list[int]] = {}  # by text: all replicas often fail with the same one
@@ -283,7 +289,7 @@ class Supervisor:
         for pid in dict.fromkeys([*self._values("started").values(), process.pid]):
             self._stderr = ""
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGUSR1)  # faulthandler prints all stacks, even of threads without the GIL
+                os.kill(pid, signal.SIGQUIT)  # faulthandler prints all stacks, even of threads without the GIL
             time.sleep(0.5)  # so that the stacks of two processes are not mixed
             if ranks := self._ranks(pid):
                 stacks[_names(ranks)] = self._stderr[-4096:]
@@ -443,9 +449,21 @@ def _payload(fn: Callable[..., Any], config: TrainConfig) -> bytes:
         ) from error
 
 
+_OTHER_NUMBERS = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16", "XLA_USE_FP16", "XLA_DOWNCAST_FP16", "XLA_USE_32BIT_LONG")
+
+
+def _is_on(name: str) -> bool:
+    return os.environ.get(name, "").lower() not in ("", "0", "false")
+
+
 def _check_host(backend: Backend, config: TrainConfig) -> None:
     """Refuses what would fail in the replicas: too little memory or disk, or a TPU that another process holds."""
     at = Machine()
+    if backend.device_type in ("tpu", "xla-cpu") and (changed := [name for name in _OTHER_NUMBERS if _is_on(name)]):
+        raise ValueError(
+            f"unset {' and '.join(changed)}: torch_xla would compute in other types than the program says, for "
+            "example in bf16 for fp32; model.base_dtype chooses the type"
+        )
     processes = backend.num_replicas or max(len(at.tpus()), 1)
     memory = check_memory(at, config, processes)
     if memory.status == "failure":

@@ -1,8 +1,8 @@
 """Stops all replicas of a launch at the same step: the notices that a run must end soon, and the flag that tells them.
 
 calling process: Notices                       replicas: PreemptionGuard
-SIGTERM, SIGINT, the cloud's metadata server,  with PreemptionGuard(rt) as guard:
-a time budget                                      while guard.should_run(step): ...
+SIGINT, SIGTERM, SIGHUP, SIGUSR1, a budget,    with PreemptionGuard(rt) as guard:
+the cloud's metadata server                        while guard.should_run(step): ...
          |                                                 |
          +------------------ StopFlag ----------------------+
 
@@ -36,6 +36,10 @@ from tpu_kit.hardware.machine import Machine
 
 RESULT_TYPE = "application/vnd.tpu-kit.result+json"
 """MIME type under which a notebook cell stores whether its run was preempted."""
+
+# What asks a run to save and end: also a terminal that is closed, and a cluster's notice (sbatch --signal=USR1@60).
+STOPS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
+_AT_ONCE = (signal.SIGINT, signal.SIGTERM)  # the second one ends a run; a terminal's SIGHUP often comes twice
 
 _POLL = 0.2  # seconds between two reads of the clock and the flag
 
@@ -124,7 +128,7 @@ class StopFlag:
         self._cells.state[rank] = _AWAY
 
     def ask(self, *_: object) -> None:
-        """Tells the calling process that this process got a SIGTERM; can be a signal's handler."""
+        """Tells the calling process that this process got one of `STOPS`; can be a signal's handler."""
         self._cells.asked = 1
 
     def hold(self, reason: str) -> int:
@@ -152,7 +156,7 @@ class StopFlag:
 
     @property
     def asked(self) -> bool:
-        """Whether another process of the launch got a SIGTERM."""
+        """Whether another process of the launch got one of `STOPS`."""
         return bool(self._cells.asked)
 
     @property
@@ -174,8 +178,8 @@ class PreemptionGuard:
                 ...
             save()  # inside, so that a signal does not end the process while it saves
 
-    Inside the guard the first SIGINT or SIGTERM is a notice; outside it a signal ends the launch. Without a launch
-    every step may start. `reason` is None until `should_run` has returned False.
+    Inside the guard the first SIGINT, and one of `STOPS`, is a notice; outside it a signal ends the launch. Without a
+    launch every step may start. `reason` is None until `should_run` has returned False.
     """
 
     def __init__(self, rt: Runtime) -> None:
@@ -186,14 +190,12 @@ class PreemptionGuard:
         self.pause()
         # An inline replica's process has the handler of `Notices`; where replicas are threads, worker.py has set one.
         in_main = threading.current_thread() is threading.main_thread()
-        self._catches = self._flag is not None and in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-        if self._catches:
-            catch_sigterm()
+        self._caught = catch_stops() if self._flag is not None and in_main else []
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._catches:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in self._caught:
+            signal.signal(number, signal.SIG_DFL)
         if self._flag is not None:
             self._flag.leave(self._rank)
 
@@ -228,30 +230,45 @@ def join(flag: StopFlag | None) -> None:
     _flag = flag
 
 
-def catch_sigterm() -> None:
-    """Makes a SIGTERM a notice where the replicas handle notices, else this process's end; in the main thread."""
+def catch_stops() -> list[signal.Signals]:
+    """Makes `STOPS` notices where the replicas handle notices, else this process's end; in the main thread.
 
-    def handle(*_: object) -> None:
+    Returns those that had no other handler, and were not ignored (nohup ignores SIGHUP): the others stay as they are.
+    """
+
+    def handle(number: int, _: object) -> None:
         if _flag is not None and _flag.handled:
             _flag.ask()
         else:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
-    signal.signal(signal.SIGTERM, handle)
+    caught = [number for number in STOPS if signal.getsignal(number) is signal.SIG_DFL]
+    for number in caught:
+        signal.signal(number, handle)
+    return caught
 
 
 @contextlib.contextmanager
-def sigterm_raises() -> Iterator[None]:
-    """Lets SIGTERM raise SystemExit(143), as SIGINT raises KeyboardInterrupt; nothing where another handler is set."""
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
-        yield
-        return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+def stops_raise() -> Iterator[None]:
+    """Lets `STOPS` raise SystemExit(128 + number), as SIGINT raises KeyboardInterrupt, where no handler is set."""
+    in_main = threading.current_thread() is threading.main_thread()
+    free = [number for number in STOPS if in_main and signal.getsignal(number) is signal.SIG_DFL]
+    for number in free:
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in free:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def stop_name(end: BaseException) -> str:
+    """Names the signal that has raised KeyboardInterrupt or SystemExit; empty for another end."""
+    if isinstance(end, KeyboardInterrupt):
+        return "SIGINT"
+    code = end.code if isinstance(end, SystemExit) else None
+    return next((number.name for number in STOPS if code == 128 + number), "")
 
 
 def watch_metadata(give: Callable[[str], None], closed: threading.Event) -> None:
@@ -281,9 +298,9 @@ def watch_metadata(give: Callable[[str], None], closed: threading.Event) -> None
 class Notices:
     """Receives, in the calling process, everything that ends a launch early, and tells its replicas once.
 
-    SIGINT and SIGTERM are caught in the main thread alone, and only where they were not ignored. The first one is a
-    notice if the function that runs handles preemption (`PreemptionGuard`). If not, and at the second signal, the
-    launch ends: by KeyboardInterrupt after SIGINT, by SystemExit(143) after SIGTERM.
+    SIGINT and `STOPS` are caught in the main thread alone, and only where they were not ignored. The first one is a
+    notice if the function that runs handles preemption (`PreemptionGuard`). If not, and at a second SIGINT or SIGTERM,
+    the launch ends: by KeyboardInterrupt after SIGINT, else by SystemExit(128 + number).
 
     Args:
         budget: minutes from now after which the run is to end; None for no such limit.
@@ -313,7 +330,7 @@ class Notices:
             arguments = self._notices.put, self._closed
             threading.Thread(target=watch_metadata, args=arguments, name="tpu_kit metadata", daemon=True).start()
             if threading.current_thread() is threading.main_thread():
-                for number in (signal.SIGINT, signal.SIGTERM):
+                for number in (signal.SIGINT, *STOPS):
                     before = signal.getsignal(number)
                     if before not in (None, signal.SIG_IGN):  # None: not Python's, and could not be restored
                         self._before[number] = before
@@ -331,6 +348,8 @@ class Notices:
         if self.flag.handled and not self._signalled:
             self._signalled = True
             self._notices.put(signal.Signals(number).name)
+            return
+        if self._signalled and number not in _AT_ONCE:
             return
         if not self._signalled and callable(before) and before is not signal.default_int_handler:
             before(number, frame)
@@ -352,6 +371,7 @@ class Notices:
                 if notice is None:
                     return
             is_signal = notice in signal.Signals.__members__
+            again = is_signal and signal.Signals[notice] in _AT_ONCE
             text = f"{notice} received" if is_signal else notice
             if not stopped:
                 stopped, text = True, self._stop(text)
@@ -360,7 +380,7 @@ class Notices:
                 text += ", too: the checkpoint is being saved"
             else:
                 continue
-            print(f"tpu_kit: {text}{'; once more ends at once' if is_signal else ''}", file=sys.stderr, flush=True)
+            print(f"tpu_kit: {text}{'; once more ends at once' if again else ''}", file=sys.stderr, flush=True)
 
     def _stop(self, text: str) -> str:
         """Stops the replicas, those of all hosts at one step; returns the reason."""
@@ -380,5 +400,5 @@ class Notices:
         if self._budget is not None and time.monotonic() - self._started > 60 * self._budget:
             return f"the time budget of {self._budget:g} min is used up"
         if self.flag.asked and self.flag.handled:
-            return "a process of the launch got a SIGTERM"
+            return "a signal to a process of the launch"
         return None

@@ -138,7 +138,7 @@ def _xla_replica(_index: int, folder: str, payload: bytes, backend: Backend) -> 
 def _rehearsal(folder: str, payload: bytes, backend: Backend, hang_timeout: float) -> None:
     """Runs the process that holds the replicas of XLA:CPU, which are threads."""
     _prepare(folder)
-    preemption.catch_sigterm()
+    preemption.catch_stops()
     _quiet(threads=True)
     write(folder, 0, "started", os.getpid())  # before torch_xla is loaded, which may fail
     with _exit_at_once(folder, 0), ThreadPoolExecutor(1) as thread:
@@ -283,11 +283,11 @@ def _prepare(folder: str) -> None:
 
 
 def _show_stacks() -> None:
-    """Makes this process print its stacks at a crash, and on SIGUSR1, which the caller sends to processes that hang."""
+    """Makes this process print its stacks at a crash, and on SIGQUIT, which the caller sends to processes that hang."""
     import faulthandler
 
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    faulthandler.register(signal.SIGQUIT, all_threads=True)
 
 
 def _die_with_caller(folder: str) -> None:
@@ -315,8 +315,9 @@ def main() -> None:
     """Starts the replicas and waits until they end: the launcher."""
     folder, backend, hang_timeout, payload = pickle.load(sys.stdin.buffer)
     _show_stacks()
-    # The replicas get a SIGTERM too, and decide how to end. (They would inherit SIG_IGN.)
-    signal.signal(signal.SIGTERM, StopFlag(Path(folder)).ask)
+    # The replicas get the signal too, and decide how to end. (They would inherit SIG_IGN, as that of nohup.)
+    for number in [number for number in preemption.STOPS if signal.getsignal(number) is not signal.SIG_IGN]:
+        signal.signal(number, StopFlag(Path(folder)).ask)
     threading.Thread(target=_die_with_caller, args=(folder,), daemon=True).start()
     replicas, over = _processes(folder, payload, backend, hang_timeout), threading.Event()
     watcher = threading.Thread(target=_watch_children, args=(folder, replicas, over))
@@ -353,4 +354,4 @@ if __name__ == "__main__":
     main()
 elif __name__ == "__mp_main__" and os.environ.get("PJRT_DEVICE") == "TPU":
     # The main thread of a TPU's process, which only waits for its replicas: they are threads.
-    preemption.catch_sigterm()
+    preemption.catch_stops()

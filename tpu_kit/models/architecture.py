@@ -23,6 +23,7 @@ from tpu_kit.config.loader import LoraConfig, ModelConfig
 from tpu_kit.config.mesh import Mesh
 from tpu_kit.hardware.host import ask_hub_once
 from tpu_kit.models.sharding_rules import Embedding
+from tpu_kit.storage.local_folder import is_lfs_pointer
 
 ALONE = 2**24
 """Number of elements from which on the squares of a gradient are summed by themselves; see `training.step`.
@@ -75,11 +76,21 @@ def locate(config: ModelConfig) -> str:
             if any((folder / name).exists() for name in ("adapter_config.json", "adapter")):  # of a run, or the run
                 advice = "; to use a tuned model, run `python -m tpu_kit export RUN format=merged` and give its folder"
             raise ValueError(f"model.name={config.name}: the folder has no {wanted} (it holds: {have}){advice}")
+        if pointers := sorted(path.name for path in folder.iterdir() if path.is_file() and _is_pointer(path)):
+            raise ValueError(
+                f"model.name={config.name}: only a git-lfs pointer is there in place of {', '.join(pointers[:3])}: run "
+                "`git lfs install && git lfs pull` in that folder, or `hf download`"
+            )
         return str(folder)
     if config.name.startswith((".", "~", os.sep)) or config.name.count("/") > 1:
         raise ValueError(f"model.name={config.name}: there is no such folder. Give a folder, a hub id or embedded")
     ask_hub_once()
     return config.name
+
+
+def _is_pointer(path: Path) -> bool:
+    with path.open("rb") as file:
+        return is_lfs_pointer(file.read(64))
 
 
 def unreachable(config: ModelConfig, error: Exception) -> str:

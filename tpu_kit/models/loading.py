@@ -10,8 +10,8 @@ Every error becomes a `ValueError` that says what to do next, because transforme
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import fcntl
 import hashlib
 import json
 import shutil
@@ -343,7 +343,10 @@ def _through_cache(config: ModelConfig, scheme: Scheme, folder: Path) -> PreTrai
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / f"{place.name}.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            with contextlib.suppress(ImportError):  # Windows, where each process may write its own
+                import fcntl
+
+                fcntl.flock(lock, fcntl.LOCK_EX)
             if not (place / "config.json").is_file():
                 with atomic.replacing(place) as part:
                     part.mkdir()

@@ -23,7 +23,7 @@ from typing import Any
 
 from tpu_kit.config.fields import SECRET_ADVICE, is_secret_name, is_secret_value
 from tpu_kit.config.loader import ConfigError
-from tpu_kit.distributed.preemption import RESULT_TYPE
+from tpu_kit.distributed.preemption import RESULT_TYPE, STOPS
 from tpu_kit.notebook.kernel import check_names
 
 OK, FAILED, PREEMPTED = 0, 1, 75
@@ -59,8 +59,9 @@ def run(paths: Sequence[Path], out: Path, parameters: Mapping[str, Any]) -> int:
     except OSError as error:
         raise ConfigError([f"out={out} cannot be made ({error.strerror}); name another folder"]) from None
     job = _Job()
-    signal.signal(signal.SIGINT, job.stop)
-    signal.signal(signal.SIGTERM, job.stop)
+    for stop in (signal.SIGINT, *STOPS):
+        if signal.getsignal(stop) is not signal.SIG_IGN:  # as nohup ignores SIGHUP
+            signal.signal(stop, job.stop)
     for number, (path, names, configures) in enumerate(notebooks, 1):
         print(f"[{number}/{len(paths)}] {path.name}", flush=True)
         values = {key: value for key, value in parameters.items() if key in names or (configures and key not in named)}
@@ -106,7 +107,7 @@ class _Job:
         self.kernel: Any = None
 
     def stop(self, number: int, frame: FrameType | None) -> None:
-        """Handles SIGINT and SIGTERM."""
+        """Handles SIGINT and `preemption.STOPS`."""
         now, before = time.monotonic(), self.last
         if now - before < _SAME:
             return

@@ -29,7 +29,8 @@ from tpu_kit.distributed import runtime
 from tpu_kit.distributed.hosts import ONE, Hosts, find_hosts, keep_log
 from tpu_kit.distributed.launch import launch
 from tpu_kit.distributed.meeting import Meeting
-from tpu_kit.distributed.preemption import RESULT_TYPE, PreemptionGuard, sigterm_raises
+from tpu_kit.distributed.output import safe_output
+from tpu_kit.distributed.preemption import RESULT_TYPE, PreemptionGuard, stop_name, stops_raise
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.evaluation.evaluate import Comparison, check_answers, evaluate_adapter
 from tpu_kit.evaluation.rewards import Rewards
@@ -157,7 +158,8 @@ def train(
         if backend.mesh is not None and (problems := runtime.slice_problems(config)):
             raise ConfigError(problems)
     launched = config.launch
-    with Meeting(hosts, launched.meeting_timeout, launched.hang_timeout) as meeting, contextlib.ExitStack() as stack:
+    meets = Meeting(hosts, launched.meeting_timeout, launched.hang_timeout)
+    with safe_output(), meets as meeting, contextlib.ExitStack() as stack:
         if hosts.count > 1:
             print(f"hosts            {hosts.count}, by {hosts.source}; this is {hosts.name(hosts.index)}", flush=True)
             meeting.agree({"number of hosts": hosts.count, "packages": versions(config), **config.flat_values()})
@@ -215,11 +217,16 @@ def _train(
     assert result is not None, "the first replica of each host returns it"
     if hosts.index:
         return result
+    if config.remote:
+        upload_results(config, result.adapter_dir)  # before the answers, which may take long
     result, compared = _answer_held_out(config, result, prepared)
     if result.status != "preempted":
         log_result(config, result.step, result.metrics, compared, result.adapter_dir)
-    if config.remote:
-        upload_results(config, result.adapter_dir)
+    if config.remote and compared:
+        upload_results(config)
+    for shown in (compared, f"uploaded         {config.remote}" if config.remote else None):
+        if shown:
+            print(shown, flush=True)
     return result
 
 
@@ -246,12 +253,10 @@ def _answer_held_out(
     if not config.tracking.generate_rows or result.status == "preempted":
         return result, None
     try:
-        with sigterm_raises():
+        with stops_raise():
             compared = evaluate_adapter(config, result.adapter_dir, prepared)
-        print(compared, flush=True)
     except (KeyboardInterrupt, SystemExit) as error:
-        signal = "SIGINT" if isinstance(error, KeyboardInterrupt) else "SIGTERM"
-        reason = f"{signal} received while held-out rows were answered"
+        reason = f"{stop_name(error) or 'an end'} received while held-out rows were answered"
         return replace(result, status="preempted", reason=reason), None
     metrics = dict(result.metrics)
     for when, side in (("before", compared.base), ("after", compared.tuned)):

@@ -19,7 +19,7 @@ _CANNOT_SYNC = {errno.ENOSYS, errno.ENOTSUP, errno.EINVAL}  # folders of some FU
 def replacing(path: Path, *, shared: bool = False, durable: bool = False) -> Iterator[Path]:
     """Yields a path beside `path` for a new file or folder, and renames that to `path` when the block ends.
 
-    If the block raises, `path` is unchanged.
+    If the block raises, `path` is unchanged. Of a symbolic link, what it names is made or replaced, on its own disk.
 
     Args:
         path: the file or folder to make or replace; its parent must exist once the block ends.
@@ -27,6 +27,7 @@ def replacing(path: Path, *, shared: bool = False, durable: bool = False) -> Ite
             process has left.
         durable: whether the result must survive a crash of the machine; the block must `sync` the files of a folder.
     """
+    path = path.resolve() if path.is_symlink() else path
     hidden = f".{path.name}.{secrets.token_hex(4)}" if shared else f".{path.name}"
     part, old = path.with_name(hidden + PART), path.with_name(hidden + OLD)
     _remove(part)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -62,6 +63,25 @@ class LocalFolder:
         """Makes or replaces a file, in a folder that exists; it survives a crash of the machine."""
         with atomic.replacing(self.place(name), durable=True) as part:
             part.write_bytes(content)
+
+
+_LFS = b"version https://git-lfs.github.com/spec/v1"
+
+
+def is_lfs_pointer(start: bytes) -> bool:
+    """Whether a file that begins with these bytes is git-lfs's note of where the real file is."""
+    return start.startswith(_LFS)
+
+
+def make_folder(path: Path) -> None:
+    """Makes a folder and those above it, unless it is there; raises OSError, for a link to nowhere with its target."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        if not path.is_symlink():
+            raise
+        text = f"it is a link to {path.readlink()}, which is not there: mount its disk, or make that folder"
+        raise OSError(errno.ENOENT, text) from error
 
 
 def _unless_gone(error: OSError) -> None:

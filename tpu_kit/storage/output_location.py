@@ -14,6 +14,7 @@ from pathlib import Path
 from tpu_kit.config.loader import TrainConfig
 from tpu_kit.hardware.machine import Machine
 from tpu_kit.storage import atomic
+from tpu_kit.storage.local_folder import make_folder
 from tpu_kit.storage.object_store import ObjectFolder, upload
 
 _DRIVE, _WORKING, _INPUT = "content/drive/MyDrive", "kaggle/working", "kaggle/input"
@@ -150,7 +151,7 @@ def make_output_folder(config: TrainConfig) -> Path:
     """Makes the run's folder; raises ValueError if it cannot be written to."""
     folder = config.output_path
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise ValueError(
@@ -176,8 +177,13 @@ def set_results_aside(config: TrainConfig) -> None:
         ObjectFolder(config.remote).remove(["eval.json"])
 
 
-def upload_results(config: TrainConfig, adapter_dir: str) -> None:
-    """Uploads the local files of a run to its object store, which has the checkpoints already; raises ValueError."""
+def upload_results(config: TrainConfig, adapter_dir: str = "") -> None:
+    """Uploads the local files of a run to its object store, which has the checkpoints already; raises ValueError.
+
+    Args:
+        config: the run.
+        adapter_dir: its adapter; empty uploads the other files alone.
+    """
     assert config.remote is not None
     try:
         if adapter_dir:
@@ -190,4 +196,3 @@ def upload_results(config: TrainConfig, adapter_dir: str) -> None:
             f"{error}. Nothing is lost: the checkpoints are uploaded, the rest is in {config.output_path}; "
             f"{config.again} to upload it"
         ) from error
-    print(f"uploaded         {config.remote}", flush=True)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tpu_kit.checkpointing.manifest import error_number
 from tpu_kit.config.loader import TrainConfig
 from tpu_kit.models import base_identity
 from tpu_kit.models.architecture import locate
@@ -77,23 +79,41 @@ def save_adapter(
         trained: CPU tensors by the names of `trainable_parameters` of the model without stacks.
         config: the run.
         tokenizer: saved beside the weights, with its chat template; None if the run needed none.
+
+    Raises:
+        OSError: they cannot be written; the text says what to do.
     """
+    try:
+        with atomic.replacing(folder) as part:
+            part.mkdir(parents=True)
+            _write(part, model, trained, config, tokenizer)
+    except Exception as error:  # of safetensors and tokenizers, too, which are written in Rust
+        if not isinstance(error, OSError) and "os error" not in str(error):
+            raise
+        code = error_number(error)
+        advice = f"make room or set that right, and {config.again}: the checkpoints are complete"
+        raise OSError(
+            code, f"the trained weights could not be written to {folder} ({os.strerror(code)}): {advice}"
+        ) from error
+
+
+def _write(
+    part: Path, model: torch.nn.Module, trained: Mapping[str, torch.Tensor], config: TrainConfig, tokenizer: Any
+) -> None:
     from safetensors.torch import save_file
 
     files, documents = result_files(model, trained, config)
-    with atomic.replacing(folder) as part:
-        part.mkdir(parents=True)
-        if not hasattr(model, "peft_config"):
-            whole = base_model(model)
-            whole.config.save_pretrained(part)
-            if whole.generation_config is not None:
-                whole.generation_config.save_pretrained(part)
-            files["model"] = {name: value.contiguous() for name, value in _own(trained).items()}
-        for name, content in (documents | base_document(model)).items():
-            (part / f"{name}.json").write_text(json.dumps(content, indent=2, sort_keys=True))
-        for name, tensors in files.items():
-            path = part / f"{name}.safetensors"
-            save_file(tensors, path, metadata={"format": "pt"})
-            path.chmod(0o644)  # safetensors makes it readable by the owner alone
-        if tokenizer is not None:
-            tokenizer.save_pretrained(part)
+    if not hasattr(model, "peft_config"):
+        whole = base_model(model)
+        whole.config.save_pretrained(part)
+        if whole.generation_config is not None:
+            whole.generation_config.save_pretrained(part)
+        files["model"] = {name: value.contiguous() for name, value in _own(trained).items()}
+    for name, content in (documents | base_document(model)).items():
+        (part / f"{name}.json").write_text(json.dumps(content, indent=2, sort_keys=True))
+    for name, tensors in files.items():
+        path = part / f"{name}.safetensors"
+        save_file(tensors, path, metadata={"format": "pt"})
+        path.chmod(0o644)  # safetensors makes it readable by the owner alone
+    if tokenizer is not None:
+        tokenizer.save_pretrained(part)

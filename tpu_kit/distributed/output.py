@@ -1,0 +1,61 @@
+"""Lets printing end nothing: a run outlives its terminal, a closed pipe, and an encoding without some characters."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+
+class SafeStream:
+    """A stream for text that raises nothing.
+
+    Characters that the target cannot encode are escaped. Once the target is closed, the text is dropped.
+    """
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+
+    def write(self, text: str) -> int:
+        """Writes a text; returns its length."""
+        try:
+            self._target.write(text)
+        except UnicodeEncodeError as error:
+            self._target.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
+        except (OSError, ValueError):  # the terminal or the reader of the pipe has ended, or the file is closed
+            self._drop()
+        return len(text)
+
+    def flush(self) -> None:
+        """Passes on what was written."""
+        try:
+            self._target.flush()
+        except (OSError, ValueError):
+            self._drop()
+
+    def _drop(self) -> None:
+        """Sends all further text, that in the buffer too, to nowhere: else Python would report it as it ends."""
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._target.fileno())
+            os.close(nowhere)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._target, name)
+
+
+@contextlib.contextmanager
+def safe_output() -> Iterator[None]:
+    """Makes stdout and stderr `SafeStream`s for the block."""
+    before = sys.stdout, sys.stderr
+    safe: list[Any] = [stream if isinstance(stream, SafeStream) else SafeStream(stream) for stream in before]
+    sys.stdout, sys.stderr = safe
+    try:
+        yield
+    finally:
+        for stream in safe:
+            stream.flush()
+        if [sys.stdout, sys.stderr] == safe:
+            sys.stdout, sys.stderr = before
