@@ -424,7 +424,7 @@ def plan(args: argparse.Namespace) -> int:
         "--spot": _switch("ask for Spot capacity, which is cheaper and may be taken away"),
         "--zone": {"metavar": "ZONE", "help": "where; xpk and gcloud need it"},
         "--image": {"metavar": "NAME", "help": "for jobset and xpk another container image"},
-        "--out": {"metavar": "FOLDER", "help": "the folder for the files; pods/RUN_NAME by default"},
+        "--out": {"metavar": "FOLDER", "help": "the folder for the files; pods/RUN_NAME/ENGINE by default"},
     },
 )
 def pod(args: argparse.Namespace) -> int:
@@ -433,7 +433,7 @@ def pod(args: argparse.Namespace) -> int:
     from tpu_kit.pods.slice_job import check_job
 
     job = check_job(args.config, args.slice, args.engine, args.zone, args.image, args.spot)
-    print(write(job, args.engine, Path(args.out or f"pods/{job.name}")))
+    print(write(job, args.engine, Path(args.out or f"pods/{job.name}/{args.engine}")))
     return OK
 
 

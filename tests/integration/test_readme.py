@@ -40,6 +40,7 @@ RUN_BY = {
     "make test-slow": "network",
     "make install": "network",
     "git clone": "network",
+    "git lfs": "network",
     "export": "test_several_hosts.test_two_hosts_stop_together_and_one_goes_on_alike",
     "%pip install": "network",
     "pip install": "network",

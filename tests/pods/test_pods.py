@@ -10,6 +10,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -18,8 +19,10 @@ import yaml
 from tests.support.child_processes import REPOSITORY
 from tests.support.slice_jobs import SLICES, VALUES, host, kubernetes_expands, make_job, programs, stand_in
 from tpu_kit.cli import main
+from tpu_kit.config import strict_yaml
 from tpu_kit.config.loader import ConfigError, load_config
 from tpu_kit.hardware.compatibility import REPOSITORY as KIT
+from tpu_kit.pods import engines, report
 from tpu_kit.pods.engines import ENGINES, RESTARTS, start_script
 from tpu_kit.pods.slice_job import OFFERS, check_job
 
@@ -329,6 +332,7 @@ def test_the_page_shows_what_the_commands_print(
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setattr(report, "published", lambda: "commit 1a2b3c4d5e6f, pushed (origin/main)")
     (tmp_path / "my.yaml").write_text(re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[0])
     status = main(shlex.split(command)[3:])
     found = capsys.readouterr()
@@ -336,6 +340,7 @@ def test_the_page_shows_what_the_commands_print(
     assert status == (0 if found.out else 2)
     if found.out:
         folder = Path(re.search(r" to (pods/\S+);", found.out)[1])
+        assert folder.name == re.search(r"--with (\w+)", command)[1]
         written = re.search(r"wrote (.*) to ", found.out)[1].split(", ")
         assert sorted(written) == sorted(path.name for path in folder.iterdir())
         assert (folder / "commands.txt").read_text() in found.out
@@ -365,6 +370,77 @@ def test_each_name_of_a_place_is_checked(name: str) -> None:
     teacher = {"distill.teacher": "Qwen/Qwen2.5-7B-Instruct"} if name.startswith("distill.") else {}
     with pytest.raises(ConfigError, match=f"{name}: './here' is on this machine"):
         check_job(load_config(VALUES, teacher | {name: "./here"}), "v4-32", "skypilot", None, None, False)
+
+
+def test_what_a_host_asks_for_and_installs(tmp_path: Path) -> None:
+    def requests(*changes: str) -> dict[str, Any]:
+        files, _ = ENGINES["jobset"](
+            check_job(load_config(VALUES, changes), "v4-32", "jobset", None, None, False), tmp_path
+        )
+        of_job = yaml.safe_load(files["jobset.yaml"])["spec"]["replicatedJobs"][0]["template"]["spec"]
+        resources = of_job["template"]["spec"]["containers"][0]["resources"]
+        assert resources["limits"] == {"google.com/tpu": 4}
+        return {name: int(str(value).removesuffix("Gi")) for name, value in resources["requests"].items()}
+
+    small = requests("name=Qwen/Qwen2.5-0.5B-Instruct")
+    large = requests("name=Qwen/Qwen2.5-7B-Instruct")
+    whole = requests("name=Qwen/Qwen2.5-7B-Instruct", "lora.r=0")
+    assert small["google.com/tpu"] == 4 and small["cpu"] == 8
+    assert (
+        10 <= small["memory"] <= large["memory"] < 64 and 20 < small["ephemeral-storage"] < large["ephemeral-storage"]
+    )
+    assert large["ephemeral-storage"] + 60 < whole["ephemeral-storage"] < 200
+    script = start_script(make_job("xpk"))
+    assert " --torch-backend cpu -r requirements.txt" in script
+    text = re.search(r"^cat > config.yaml <<'END_OF_CONFIG'\n(.*?)^END_OF_CONFIG", script, re.MULTILINE | re.DOTALL)[1]
+    assert len(text.splitlines()) < 16 and load_config(yaml.safe_load(text)) == load_config(VALUES)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ["objective=mine:loss"],
+        ["objective=mine:loss", "max_loss_rise=5.0"],
+        ["columns={question: q}"],
+        ["layers=1:2", "teacher=a/b", "hidden_weight=1"],
+    ],
+)
+def test_the_parameters_that_differ_are_the_run(changes: list[str]) -> None:
+    config = load_config(VALUES, changes)
+    assert load_config(strict_yaml.load(engines._config_text(config), "config.yaml")) == config
+
+
+def test_prices_are_of_the_zone() -> None:
+    def rate(zone: str | None, spot: bool) -> float | None:
+        return check_job(load_config(VALUES), "v6e-32", "skypilot", zone, None, spot).rate
+
+    assert (rate("us-east5-b", True), rate("us-central1-a", True), rate(None, True)) == (1.215, 0.54421, 0.54421)
+    assert (rate("asia-south1-b", False), rate("southamerica-west1-a", True)) == (3.24, None)
+    for offer in OFFERS.values():
+        assert {zone.rpartition("-")[0] for zone in offer.zones} == offer.prices.keys()
+
+
+def test_whether_the_commit_was_pushed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def git(*arguments: str) -> None:
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", "-C", str(clone), *identity, *arguments], check=True, capture_output=True)
+
+    clone, remote = tmp_path / "clone", tmp_path / "remote"
+    (clone / "tpu_kit").mkdir(parents=True)
+    remote.mkdir()
+    subprocess.run(["git", "init", "--quiet", "--bare", str(remote)], check=True)
+    monkeypatch.setattr(engines, "_PACKAGE", clone / "tpu_kit")
+    assert engines.published().startswith("main of http")
+    git("init", "--quiet", "-b", "main")
+    (clone / "tpu_kit/a.py").touch()
+    git("add", "-A")
+    git("commit", "--quiet", "-m", "first")
+    git("remote", "add", "origin", str(remote))
+    assert engines.published().endswith(", NOT PUSHED: push it, or the hosts cannot install it")
+    git("push", "--quiet", "origin", "main")
+    assert engines.published().endswith(", pushed (origin/main)")
+    (clone / "tpu_kit/a.py").write_text("changed")
+    assert engines.published().endswith("pushed (origin/main); 1 changed files are not in it: commit and push them")
 
 
 def test_another_name_of_a_slice_is_written_as_the_provider_does() -> None:

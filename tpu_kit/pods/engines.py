@@ -7,6 +7,7 @@ the job; every other one, such as 75 (preempted), runs the script again, which r
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import string
 import subprocess
@@ -16,11 +17,17 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from textwrap import indent
 
+from tpu_kit.config.fields import nest
+from tpu_kit.config.loader import TrainConfig, load_config
+from tpu_kit.hardware.chips import GIB
 from tpu_kit.hardware.compatibility import REPOSITORY
+from tpu_kit.hardware.host import PROCESS_BYTES, loading_bytes, model_bytes
 from tpu_kit.pods.slice_job import OFFERS, SliceJob
 
 RESTARTS = 20  # at most
 _GRACE_SECONDS = 120  # until a host that is told to stop is killed, where the engine lets one choose
+_CPUS = 8  # of a host: to tokenize, compile and load; a host with one chip has 24
+_SPARE_MEMORY, _ENVIRONMENT = 8 * GIB, 20 * GIB  # for the page cache; for packages, rows, caches and logs
 _PACKAGE = Path(__file__).parents[1]
 
 Written = tuple[dict[str, str], dict[str, str]]
@@ -47,22 +54,61 @@ def start_script(job: SliceJob, report: str = "", train: str = "exec {}") -> str
     command = "distill" if job.config.distill.teacher else "train"
     values = {
         "packages": "\n".join(pin for pin in pins if pin and not pin.startswith("#")),
-        "config": job.config.to_yaml().rstrip(), "kit": REPOSITORY, "revision": _revision(), "report": report,
+        "config": _config_text(job.config), "kit": REPOSITORY, "revision": _revision(), "report": report,
         "train": train.replace("{}", f"env/bin/python -m tpu_kit {command} config.yaml"),
     }  # fmt: skip
     return f"{_fill('start.sh', job, **values)}\n"
 
 
+def _config_text(config: TrainConfig) -> str:
+    """Returns the parameters that differ from the defaults as YAML, which reads back as an equal configuration."""
+    from tpu_kit.config import strict_yaml  # PyYAML is not needed for --help
+
+    defaults, values = TrainConfig().flat_values(), config.flat_values()
+    text = strict_yaml.dump(nest({name: value for name, value in values.items() if value != defaults[name]}))
+    same = load_config(strict_yaml.load(text, "config.yaml") or {}) == config
+    return (text if same else config.to_yaml()).rstrip()  # some defaults depend on other parameters
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(_PACKAGE.parent), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
 def _revision() -> str:
     """Returns the commit of this installation, so that a restarted host runs the same code; else "main"."""
-    clone = _PACKAGE.parent
     with suppress(OSError, subprocess.CalledProcessError, PackageNotFoundError):
-        if (clone / ".git").exists():
-            command = ["git", "-C", str(clone), "rev-parse", "HEAD"]
-            return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        if (_PACKAGE.parent / ".git").exists():
+            return _git("rev-parse", "HEAD")
         origin = json.loads(distribution("tpu_kit").read_text("direct_url.json") or "{}")
         return origin.get("vcs_info", {}).get("commit_id", "main")
     return "main"
+
+
+def published() -> str:
+    """Says which commit of the kit the hosts install, and whether it, and all changes here, were pushed."""
+    revision = _revision()
+    if not (_PACKAGE.parent / ".git").exists() or revision == "main":
+        return f"{revision} of {REPOSITORY}"
+    with suppress(OSError, subprocess.CalledProcessError):
+        branches = _git("branch", "--remotes", "--contains", revision).split()
+        changed = _git("status", "--porcelain", "--untracked-files=no", "--", "tpu_kit").splitlines()
+        where = f"pushed ({branches[0]})" if branches else "NOT PUSHED: push it, or the hosts cannot install it"
+        edits = f"; {len(changed)} changed files are not in it: commit and push them" if changed else ""
+        return f"commit {revision[:12]}, {where}{edits}"
+    return f"commit {revision[:12]}"
+
+
+def _requests(job: SliceJob) -> str:
+    """Returns what the container of a host asks for besides chips: without it, a full node evicts this pod first.
+
+    The host holds the weights while they are loaded, each process its libraries, and the disk what it downloads.
+    """
+    processes = 1 if job.topology.hosts > 1 or job.config.launch.mesh else job.topology.chips_per_host
+    size, saved = loading_bytes(job.config, sharded=processes == 1) or 0.0, model_bytes(job.config)[0] or 0.0
+    memory = 1.25 * processes * (size + PROCESS_BYTES) + _SPARE_MEMORY
+    disk = saved * (1 if job.config.lora.r else 6) + _ENVIRONMENT  # a checkpoint of all weights is staged: 5 times bf16
+    return f"cpu: {_CPUS}, memory: {math.ceil(memory / GIB)}Gi, ephemeral-storage: {math.ceil(disk / GIB)}Gi"
 
 
 def skypilot(job: SliceJob, folder: Path) -> Written:
@@ -89,7 +135,7 @@ def jobset(job: SliceJob, folder: Path) -> Written:
     toleration = "\n            - {key: cloud.google.com/gke-spot, operator: Exists, effect: NoSchedule}"
     values = _fill(
         "jobset.yaml", job, grace=_GRACE_SECONDS, label=OFFERS[job.chip.name].label, shape=job.shape, selector=selector,
-        tolerations=toleration if job.spot else "", chips=job.topology.chips_per_host,
+        tolerations=toleration if job.spot else "", chips=job.topology.chips_per_host, requests=_requests(job),
         script=indent(start_script(job).replace("$", "$$"), " " * 16),
     )  # fmt: skip
     create = f"kubectl create secret generic {job.name} --from-env-file={_quoted(folder, 'secrets.env')}"

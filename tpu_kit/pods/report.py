@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tpu_kit.hardware.chips import GIB
-from tpu_kit.pods.engines import ENGINES
+from tpu_kit.pods.engines import ENGINES, published
 from tpu_kit.pods.slice_job import SliceJob
 from tpu_kit.storage.atomic import write_text
 
@@ -31,16 +31,17 @@ def write(job: SliceJob, engine: str, folder: Path) -> str:
         f"{job.topology.chips_per_host}; {capacity}; image {job.image}"
     )
     written = ", ".join([*files, "commands.txt"])
-    return "\n".join([size, *_cost(job), f"wrote {written} to {folder}; nothing was started", lines])
+    kit = f"kit: {published()}"
+    return "\n".join([size, *_cost(job), kit, f"wrote {written} to {folder}; nothing was started", lines])
 
 
 def _cost(job: SliceJob) -> list[str]:
     """Estimates the price of an hour, and of the run where the planner knows its length."""
     from tpu_kit.planning.planner import plan  # loads much
 
-    price = job.chip.price
-    rate = price and (price.spot if job.spot else price.on_demand)
-    kind = "Spot price of us-central, which changes daily" if job.spot else "list price of us-central"
+    rate, listed = job.rate, job.chip.price
+    where = job.region or "us-central"
+    kind = f"Spot price of {where}, which changes daily" if job.spot else f"list price of {where}"
     an_hour = f"estimate: ${rate * job.topology.chips:.2f} an hour ({kind})" if rate else "estimate: no known price"
     try:
         (found,) = plan(job.config, [job.slice])
@@ -51,6 +52,8 @@ def _cost(job: SliceJob) -> list[str]:
         return [an_hour, f"estimate: DOES NOT FIT: {memory}; before you launch: {found.advice}"]
     if found.run is None or found.run.run_hours is None:
         return [f"{an_hour}; not known for the run: {found.unknown}; {memory}"]
-    dollars = found.run.spot if job.spot else found.run.on_demand
+    dollars, of_planner = (found.run.spot, listed and listed.spot) if job.spot else (
+        found.run.on_demand, listed and listed.on_demand)  # fmt: skip
+    dollars = dollars * rate / of_planner if dollars is not None and rate and of_planner else None
     cost = "" if dollars is None else f" and ${dollars:.2f}" + (" with interruptions" if job.spot else "")
     return [f"{an_hour}; {found.run.run_hours:.3g} hours{cost} for the run; {memory}"]

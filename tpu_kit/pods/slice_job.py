@@ -31,6 +31,7 @@ class Offer(NamedTuple):
     runtime: str  # software version of a TPU VM for PyTorch (docs.cloud.google.com/tpu/docs/runtimes)
     label: str  # GKE's node label `cloud.google.com/gke-tpu-accelerator` (xpk 1.16, system_characteristics.py)
     zones: list[str]  # those with a price in the catalogue that `chips` has the prices from
+    prices: dict[str, tuple[float, float | None]]  # by region, of a chip-hour on demand and Spot: of that catalogue
 
 
 OFFERS = {
@@ -60,6 +61,19 @@ class SliceJob:
     def slice(self) -> str:
         """The provider's name of the slice, such as "v5litepod-64"."""
         return self.chip.slice_name(self.topology.chips)
+
+    @property
+    def region(self) -> str | None:
+        """The region of the zone."""
+        return self.zone.rpartition("-")[0] if self.zone else None
+
+    @property
+    def rate(self) -> float | None:
+        """Dollars of a chip-hour in the region, or in us-central where no zone is given; None if it is not known."""
+        if self.region is None:
+            price = self.chip.price
+            return price and (price.spot if self.spot else price.on_demand)
+        return OFFERS[self.chip.name].prices[self.region][int(self.spot)]
 
     @property
     def shape(self) -> str:

@@ -12,6 +12,6 @@ cat > config.yaml <<'END_OF_CONFIG'
 END_OF_CONFIG
 [ -x uv/bin/uv ] || python3 -m pip install --quiet --target uv uv
 [ -x env/bin/python ] || uv/bin/uv venv --quiet --seed --python 3.12 env
-uv/bin/uv pip install --quiet --python env/bin/python -r requirements.txt
+uv/bin/uv pip install --quiet --python env/bin/python --torch-backend cpu -r requirements.txt  # torch without CUDA
 uv/bin/uv pip install --quiet --python env/bin/python --no-deps 'tpu_kit @ @@kit/archive/@@revision.tar.gz'
 @@train
