@@ -215,8 +215,11 @@ def _train(
             raise explained from error
         raise
     assert result is not None, "the first replica of each host returns it"
-    if hosts.index:
-        return result
+    return result if hosts.index else _conclude(config, result, prepared)
+
+
+def _conclude(config: TrainConfig, result: TrainResult, prepared: Prepared) -> TrainResult:
+    """Uploads what a run has written, answers held-out rows, and logs, uploads and only then prints the comparison."""
     if config.remote:
         upload_results(config, result.adapter_dir)  # before the answers, which may take long
     result, compared = _answer_held_out(config, result, prepared)
@@ -224,9 +227,10 @@ def _train(
         log_result(config, result.step, result.metrics, compared, result.adapter_dir)
     if config.remote and compared:
         upload_results(config)
-    for shown in (compared, f"uploaded         {config.remote}" if config.remote else None):
-        if shown:
-            print(shown, flush=True)
+    if compared:
+        print(compared, flush=True)
+    if config.remote:
+        print(f"uploaded         {config.remote}", flush=True)
     return result
 
 
