@@ -21,11 +21,13 @@ from typing import Any, NoReturn, get_origin
 
 import tpu_kit
 from tpu_kit.config.fields import closest, knob, knobs_of
-from tpu_kit.config.loader import ConfigError, describe, explain, load_config, read_value
+from tpu_kit.config.loader import ConfigError, describe, explain, read_value
 from tpu_kit.distributed.output import safe_output
 from tpu_kit.exporting.options import ExportOptions
+from tpu_kit.generation.requests import AnsweringModel, Prompts, Question
 from tpu_kit.generation.sampling import Sampling, SearchOptions
 from tpu_kit.pods.engines import ENGINES
+from tpu_kit.storage.run_folder import AUTO, read_command
 
 OK, FAILED, BAD_USAGE, PREEMPTED = 0, 1, 2, 75  # 75 is EX_TEMPFAIL of sysexits.h: try again
 
@@ -134,8 +136,8 @@ def parse(texts: Sequence[str]) -> argparse.Namespace:
     """Reads a command and its arguments.
 
     Returns:
-        The files and flags; `function`, of the command; `config`, if the command takes a configuration; `options`,
-        an instance of each of its dataclasses; `settings`, the other `key=value` texts.
+        The files and flags; `function`, of the command; `config`, if the command takes a configuration, and the
+        `adapter` that answers; `options`, an instance of each of its dataclasses; `settings`, the other `key=value`.
 
     Raises:
         ConfigError: flags or values are wrong, a file is missing, or there are too many files.
@@ -162,7 +164,14 @@ def parse(texts: Sequence[str]) -> argparse.Namespace:
     if problems:
         raise ConfigError(problems)
     if "config" in args:
-        args.config = load_config(args.config, args.settings)
+        named = next((each.adapter for each in args.options if isinstance(each, AnsweringModel)), AUTO)
+        answers = any(issubclass(kind, AnsweringModel) for kind in kinds)
+        try:
+            args.config, args.adapter = read_command(args.config, args.settings, named, answers=answers)
+        except ConfigError:
+            raise
+        except ValueError as error:  # a run or an adapter that is not there
+            raise ConfigError([str(error)]) from error
     return args
 
 
@@ -201,7 +210,8 @@ def _switch(text: str) -> Mapping[str, Any]:
     return {"action": "store_true", "help": text}
 
 
-_CONFIG = {"config": {"nargs": "?", "metavar": "config.yaml", "help": "a file, or the name of a shipped configuration"}}
+_FILE = "a file, the name of a shipped configuration, or the folder of a run, also in gs://"
+_CONFIG = {"config": {"nargs": "?", "metavar": "config.yaml", "help": _FILE}}
 _JSON = {"--json": _switch("print JSON, and nothing else")}
 
 
@@ -263,32 +273,27 @@ def doctor(args: argparse.Namespace) -> int:
     return report(args.config, args.json)
 
 
-@dataclass
-class _Adapter:
-    adapter: str | None = knob(None, "The adapter folder of a run, also in gs://; null = the base model.")
-
-
 @command(
     "The held-out rows are those of the adapter's run, or else those of `train`, without questions that the training\n"
     "data have too. generate_rows=200 limits the rows, generate_tokens the length of an answer; verifier judges it.\n"
     "With an adapter the result is written as eval.json into the run's folder.\n\n"
     "Exit codes: 0 done, 1 error, 2 bad arguments.",
     _CONFIG | _JSON,
-    (_Adapter,),
+    (AnsweringModel,),
 )
 def evaluate(args: argparse.Namespace) -> int:
     """Compare the base and the tuned model on held-out rows."""
     from tpu_kit.evaluation import evaluate as evaluation
 
     (options,) = args.options
-    if options.adapter:
-        comparison = evaluation.evaluate_adapter(args.config, options.adapter)
+    if args.adapter:
+        comparison = evaluation.evaluate_adapter(args.config, args.adapter, chat=options.chat)
         text, values = str(comparison), comparison.to_dict()
     else:
-        prepared = evaluation.held_out(args.config)
+        prepared = evaluation.held_out(args.config, plain=options.chat is False)
         report = evaluation.evaluate(args.config, prepared)
         seen = prepared.eval_report.seen_in_training if prepared.eval_report else 0
-        text = f"{report}\n{seen} rows left out, because the training data have their questions"
+        text = f"base model only\n{report}\n{seen} rows left out, because the training data have their questions"
         values = {"base": report.to_dict(), "seen_in_training": seen}
     print(json.dumps(values, indent=2) if args.json else text)
     return OK
@@ -309,30 +314,11 @@ def export(args: argparse.Namespace) -> int:
     return OK
 
 
-@dataclass
-class _Prompts(_Adapter):
-    prompt: tuple[str, ...] = knob((), "The question; may be given several times.")
-    prompts: str | None = knob(None, "A file of texts, one a line, or .jsonl with a prompt, or messages and tools.")
-    chat: bool = knob(True, "Put prompts through the chat template; false = use them as they are.")
-    n: int = knob(1, "Samples of each prompt.", at_least=1)
-    rows: int = knob(8, "The most rows of a batch in each replica.", at_least=1)
-    truncate: bool = knob(False, "Cut off the beginning of a prompt that is too long.")
-
-    def __post_init__(self) -> None:
-        from tpu_kit.generation.prompts import read_prompts
-
-        prompts = [*self.prompt, *(read_prompts(self.prompts) if self.prompts else [])]
-        if not prompts and not sys.stdin.isatty():
-            raise ValueError('prompt: there is none; give prompt="..." or prompts=FILE')
-        chats = [[{"role": "user", "content": each}] if isinstance(each, str) else each for each in prompts]
-        self.asked = chats if self.chat else prompts
-
-
 @command(
     "Without a prompt, on a terminal, it is a chat: /exit or Ctrl-D ends it.\n\n"
     "Exit codes: 0 done, 1 error, 2 bad arguments.",
     _CONFIG | _JSON,
-    (_Prompts, Sampling),
+    (Prompts, Sampling),
 )
 def generate(args: argparse.Namespace) -> int:
     """Answer prompts with a base or tuned model."""
@@ -340,9 +326,9 @@ def generate(args: argparse.Namespace) -> int:
 
     request, sampling = args.options
     if not request.asked:
-        generation.chat(args.config, sampling, adapter_dir=request.adapter)
+        generation.chat(args.config, sampling, adapter_dir=args.adapter, template=request.chat)
         return OK
-    settings = {"adapter_dir": request.adapter, "truncate": request.truncate}
+    settings = {"adapter_dir": args.adapter, "truncate": request.truncate, "chat": request.chat}
     if len(request.asked) == request.n == 1 and not args.json:
         generation.stream(args.config, request.asked[0], sampling, **settings)
         return OK
@@ -459,25 +445,13 @@ def profile(args: argparse.Namespace) -> int:
     return OK
 
 
-@dataclass
-class _Question(_Adapter):
-    prompt: str | None = knob(None, "The question.")
-    out: str | None = knob(None, "A file for the tree as HTML.")
-
-    def __post_init__(self) -> None:
-        if not self.prompt:
-            raise ValueError('prompt: there is none; give prompt="..."')
-        if self.out and not Path(self.out).absolute().parent.is_dir():
-            raise ValueError(f"out={self.out}: there is no folder {Path(self.out).parent}; make it, or name another")
-
-
-@command("Exit codes: 0 done, 1 error, 2 bad arguments.", _CONFIG | _JSON, (_Question, SearchOptions))
+@command("Exit codes: 0 done, 1 error, 2 bad arguments.", _CONFIG | _JSON, (Question, SearchOptions))
 def search(args: argparse.Namespace) -> int:
     """Answer a question by a tree of thoughts, and print the tree."""
     from tpu_kit.generation.tree_search import think
 
     question, options = args.options
-    tree = think(args.config, question.prompt, options, adapter_dir=question.adapter)
+    tree = think(args.config, question.prompt, options, adapter_dir=args.adapter, chat=question.chat)
     if question.out:
         Path(question.out).write_text(tree._repr_html_())
     print(json.dumps(tree.to_dict(), indent=2) if args.json else tree)

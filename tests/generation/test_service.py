@@ -340,12 +340,13 @@ def test_what_cannot_be_generated() -> None:
         generator(model, max_prompt=0, block=0)
 
 
-def test_a_chat_needs_a_template() -> None:
+def test_a_chat_of_several_turns_needs_a_template() -> None:
     tokenizer = load_tokenizer(ModelConfig())
     tokenizer.chat_template = None
     mine = Generator(make("llama"), tokenizer, CPU)
-    with pytest.raises(ValueError, match="prompt 0: the tokenizer has no chat template, so a chat cannot be rendered"):
-        mine.generate([QUESTION])
+    assert mine.codec.encode(QUESTION) == mine.codec.encode(QUESTION[0]["content"])
+    with pytest.raises(ValueError, match="prompt 0: it is a chat of more than one user turn, or with tools, and no"):
+        mine.generate([[{"role": "system", "content": "Be brief."}, *QUESTION]])
     tokenizer.chat_template = "{{ raise_exception('only one system message') }}"
     with pytest.raises(ValueError, match=r"the chat template refuses the conversation: .*only one system message"):
         mine.generate([QUESTION])

@@ -288,6 +288,18 @@ class Encoder:
         return text
 
     @cached_property
+    def header(self) -> str:
+        """The text of the chat template between a question and its reply; empty without one."""
+        if not self.tokenizer.chat_template:
+            return ""
+        turns = [{"role": "user", "content": f"{_PROBE}1"}, {"role": "assistant", "content": f"{_PROBE}2"}]
+        try:
+            between = self.render(turns, None).partition(f"{_PROBE}1")[2].partition(f"{_PROBE}2")[0]
+        except RowError:  # a template for other chats
+            return ""
+        return between.partition(self.config.think_open)[0].strip()
+
+    @cached_property
     def _tails(self) -> tuple[str, str]:
         """The text after the content of the last assistant turn, and after one before another turn."""
         turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _PROBE}]

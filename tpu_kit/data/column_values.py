@@ -332,7 +332,7 @@ def _with_values(rows: Dataset, layout: Layout) -> tuple[Layout, list[str]]:
         told.append(f"the replies in {layout.columns['history']} carry loss too")
     for role in ("question", "context", "answer", "prompt", "completion"):
         column = layout.columns.get(role, "")
-        if column not in rows.features or column in layout.turns or (role == "answer" and "tools" in layout.columns):
+        if column not in rows.features or column in layout.chats or (role == "answer" and "tools" in layout.columns):
             continue
         if role == "answer" and layout.format == "prompt":
             continue

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from textwrap import shorten
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from tpu_kit.config.choices import ROLES
 from tpu_kit.config.loader import DataConfig
@@ -168,12 +168,14 @@ class Layout:
             missing key.
         left_out: the columns, and keys of messages with dotted names, that the user leaves out.
         switches: columns in which false says that a row is not wanted.
-        turns: columns with lists of messages.
+        chats: columns with lists of messages.
         closings: those of `STATED` and `MARKED` with which the answers of all rows end.
         first_option: the number of the first option, 0 or 1.
         features: of columns whose values Arrow stores otherwise than they are written (`cells.plain_value`).
         examples: unused column -> one of its values.
         notes: what the values decided, for the report.
+        turns: what makes the turns of the rows: the chat template, their text itself, in the template's form, or
+            nothing, as plain text has none.
     """
 
     format: str
@@ -182,12 +184,13 @@ class Layout:
     filled: bool = False
     left_out: frozenset[str] = frozenset()
     switches: tuple[str, ...] = ()
-    turns: frozenset[str] = frozenset()
+    chats: frozenset[str] = frozenset()
     closings: frozenset[str] = frozenset()
     first_option: int = 0
     features: Mapping[str, Any] = field(default_factory=dict)
     examples: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    turns: Literal["template", "text", "none"] = "template"
 
     def __str__(self) -> str:
         used = ", ".join(f"{role}={column}" for role, column in self.columns.items())
@@ -296,8 +299,8 @@ def detect_layout(
             raise ValueError(_asks_in_turns(asked, None, columns))
         raise ValueError(_missing_text(fmt, missing, columns, empty, kinds, bool(find("prompt"))))
     unused = tuple(column for column in columns if column not in {head_of(name, columns) for name in used.values()})
-    turns = frozenset(column for column, kind in kinds.items() if kind == "turns")
-    return Layout(fmt, used, unused, left_out=frozenset(left_out), turns=turns)
+    chats = frozenset(column for column, kind in kinds.items() if kind == "turns")
+    return Layout(fmt, used, unused, left_out=frozenset(left_out), chats=chats)
 
 
 def _column_of(

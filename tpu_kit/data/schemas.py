@@ -119,7 +119,7 @@ def _of_row(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conve
         replies = [i for i, message in enumerate(messages) if learns(message)]
         return Conversation(messages, replies[-1 if last else 0], tools)
     asked = row.get(columns["prompt"])
-    asked = parsed(asked, columns["prompt"]) if columns["prompt"] in layout.turns else asked
+    asked = parsed(asked, columns["prompt"]) if columns["prompt"] in layout.chats else asked
     turns = asked if isinstance(asked, list) else [{"role": "user", "content": _cell(row, columns["prompt"])}]
     turns = [*turns, {"role": "assistant", "content": NO_REPLY}]
     messages = read_messages(turns, columns["prompt"], len(turns) - 1, system, config, layout)
@@ -168,7 +168,7 @@ def _completed(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Co
     """Reads a prompt and its completion: two texts, or a chat whose end may be text."""
     columns = layout.columns
     prompt, completion = (
-        parsed(row.get(columns[role]), columns[role]) if columns[role] in layout.turns else row.get(columns[role])
+        parsed(row.get(columns[role]), columns[role]) if columns[role] in layout.chats else row.get(columns[role])
         for role in ("prompt", "completion")
     )
     if isinstance(prompt, list) and prompt and all(isinstance(turn, Mapping) for turn in prompt):

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pyarrow.compute as pc
@@ -26,6 +26,7 @@ from tpu_kit.data.records import LOCATION, PROBLEM
 from tpu_kit.data.schemas import NO_REPLY, expected_answer, final_answer, problem
 from tpu_kit.data.sources import check_rows, load_rows
 
+_LOOKED_AT = 1000  # rows of plain text, to see whether it has turns
 _ROWS_PER_PROCESS = 10_000  # below this, a second process costs more time than it saves
 _CACHE_VERSION = 12  # increase it when the code below gives other tokens, or another error, for the same row
 _DOCUMENT = Features(
@@ -180,14 +181,20 @@ def _encoder(rows: Dataset, tokenizer: Any, config: DataConfig, source: str, lik
     if layout.format == "prompt_completion":
         prompts = (layout.plain(row).get(layout.columns["prompt"]) for row in rows)
         plain = isinstance(next((prompt for prompt in prompts if isinstance(prompt, str | list)), None), str)
-        plain &= layout.columns["prompt"] not in layout.turns
+        plain &= layout.columns["prompt"] not in layout.chats
     if plain and config.system_prompt:
         raise ValueError("data.system_prompt needs chats; these rows are plain text, without a chat template")
     encoder = Encoder(tokenizer, layout, config)
     if not plain:
         ensure_chat_template(tokenizer)
         encoder.open_reasoning(rows)
-    return encoder
+        return encoder
+    names = [name for role in ("text", "prompt", "completion") if (name := layout.columns.get(role)) is not None]
+    first = map(layout.plain, rows.select(range(min(len(rows), _LOOKED_AT))))
+    texts = ["".join(str(row.get(name)) for name in names) for row in first]
+    with_turns = sum(encoder.header in text for text in texts) if encoder.header else 0
+    turns: Literal["text", "none"] = "text" if 2 * with_turns > len(texts) else "none"
+    return replace(encoder, layout=replace(encoder.layout, turns=turns))
 
 
 def _tokenize_rows(batch: Mapping[str, list[Any]], numbers: list[int], encoder: Encoder) -> dict[str, list[Any]]:

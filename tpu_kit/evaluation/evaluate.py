@@ -20,6 +20,7 @@ from tpu_kit.data.prepare import Prepared, prepare
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.evaluation.verifiers import judge, verifier_named, well_formed
 from tpu_kit.generation.generator import Generator
+from tpu_kit.generation.prompts import plain_template
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.generation.service import GenerationRequest, answer
 from tpu_kit.models.base_identity import base_of_adapter
@@ -27,11 +28,20 @@ from tpu_kit.models.causal_lm import max_positions
 from tpu_kit.models.loading import load_tokenizer, read_config
 from tpu_kit.models.states_head import without_head
 from tpu_kit.storage import atomic
-from tpu_kit.storage.object_store import ObjectFolder, at_hand, parent
+from tpu_kit.storage.object_store import ObjectFolder, at_hand
+from tpu_kit.storage.run_folder import adapter_of, find_run
 
 _BATCH = 32  # rows that a replica answers at a time
 _Z = 1.959963984540054  # the 97.5 % quantile of the normal distribution, for 95 % intervals
 _SHOWN = 3  # samples in the table
+_ABOUT = (
+    "adapter_config.json",
+    "config.json",
+    "base.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)  # of an adapter, without its weights
 
 
 @dataclass(frozen=True)
@@ -262,7 +272,9 @@ def compare(
     return Comparison(base, tuned, gained, lost, mcnemar(lost, gained), seen_in_training, training_data_known)
 
 
-def evaluate_adapter(config: TrainConfig, adapter_dir: str | Path, prepared: Prepared | None = None) -> Comparison:
+def evaluate_adapter(
+    config: TrainConfig, adapter_dir: str | Path, prepared: Prepared | None = None, *, chat: bool | None = None
+) -> Comparison:
     """Compares the base and the tuned model on the held-out rows, and writes eval.json into the adapter's run.
 
     The rows are those that the adapter's run held out and those that `config` holds out, without questions that the run
@@ -271,28 +283,33 @@ def evaluate_adapter(config: TrainConfig, adapter_dir: str | Path, prepared: Pre
 
     Args:
         config: the run; `tracking.generate_rows` limits the rows (0 = all held-out rows).
-        adapter_dir: the output of training, a folder or gs://bucket/run/adapter.
+        adapter_dir: a run or its adapter, a folder or gs://bucket/run.
         prepared: the data of the adapter's run; None prepares the rows of `config`.
+        chat: whether the chat template renders the questions of rows that are no plain text; None does so unless the
+            adapter was trained on plain text.
 
     Raises:
         ValueError: the adapter was trained on other base weights; or as in `evaluate` and `prepare`.
         LaunchError: a replica failed.
     """
-    with at_hand(adapter_dir, "adapter_config.json", "config.json", "base.json") as folder:  # both models have one base
+    run, adapter_dir = find_run(adapter_dir).folder, adapter_of(adapter_dir)
+    with at_hand(adapter_dir, *_ABOUT) as folder:  # both models have one base
         config = dataclasses.replace(config, model=base_of_adapter(config.model, folder))
-    run = parent(adapter_dir)
+        plain = chat is False or (chat is None and not load_tokenizer(config.model, folder).chat_template)
     questions = prepared.questions if prepared else Questions.read(run)
     if questions and not config.data.date:  # so the folder is that of a run
         with at_hand(run, "config.yaml") as folder:
             trained = flatten(read_yaml(folder / "config.yaml")) if (folder / "config.yaml").is_file() else {}
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, date=trained.get("data.date")))
-    prepared = prepared or held_out(config, questions)
-    with at_hand(adapter_dir) as folder, without_head(folder) as plain:
+    if prepared is None:
+        prepared = held_out(config, questions, plain)
+        _tell_form(prepared, plain, chat)
+    with at_hand(adapter_dir) as folder, without_head(folder) as headless:
         base, tuned = evaluate(config, prepared), evaluate(config, prepared, folder)
         seen = prepared.eval_report.seen_in_training if prepared.eval_report else 0
         comparison = compare(base, tuned, seen, training_data_known=questions is not None)
-        if plain != folder:
-            comparison = dataclasses.replace(comparison, head=compare(evaluate(config, prepared, plain), tuned))
+        if headless != folder:
+            comparison = dataclasses.replace(comparison, head=compare(evaluate(config, prepared, headless), tuned))
     written = json.dumps(comparison.to_dict(), indent=2)
     try:
         if isinstance(run, str):
@@ -302,6 +319,21 @@ def evaluate_adapter(config: TrainConfig, adapter_dir: str | Path, prepared: Pre
     except OSError as error:  # such as of a folder that can only be read: the result is printed all the same
         print(f"warning: {run}/eval.json could not be written ({error.strerror or error})", file=sys.stderr)
     return comparison
+
+
+def _tell_form(prepared: Prepared, plain: bool, chat: bool | None) -> None:
+    """Says on stderr where rows and model have not the same form; raises ValueError for chat=True of plain text."""
+    if prepared.encoder is None or prepared.encoder.layout.turns == "template":
+        if plain and chat is None:
+            text = "as plain text, without a chat template, as the adapter was trained (chat=true: with it)"
+            print(f"asked            {text}", file=sys.stderr, flush=True)
+    elif chat:
+        raise ValueError(
+            "chat=true: the rows are plain text, which no chat template renders; give questions or messages"
+        )
+    elif not plain:
+        print("note: the rows are plain text and are asked as they are, and the adapter was trained through the chat "
+              "template", file=sys.stderr, flush=True)  # fmt: skip
 
 
 def read_comparison(run: Path) -> dict[str, Any] | None:
@@ -360,15 +392,23 @@ def check_answers(config: TrainConfig, prepared: Prepared) -> None:
         )
 
 
-def held_out(config: TrainConfig, run: Questions | None = None) -> Prepared:
+def held_out(config: TrainConfig, run: Questions | None = None, plain: bool = False) -> Prepared:
     """Prepares the data of a configuration to evaluate a model on its held-out rows; `run` as in `prepare`.
 
     A note on stderr tells whether the run held other questions out.
 
+    Args:
+        config: the run.
+        run: as in `prepare`.
+        plain: ask the questions as plain text, without a chat template and a system prompt.
+
     Raises:
-        ValueError: as in `prepare`.
+        ValueError: as in `prepare`; or `plain` and a question is a chat of several turns.
     """
-    prepared = prepare(config.data, load_tokenizer(config.model), run=run)
+    tokenizer, data = load_tokenizer(config.model), config.data
+    if plain:
+        tokenizer.chat_template, data = plain_template(tokenizer), dataclasses.replace(data, system_prompt=None)
+    prepared = prepare(data, tokenizer, run=run)
     if run and prepared.questions:
         now, before = prepared.questions.held_out, run.held_out
         new, gone = len(np.setdiff1d(now, before)), len(np.setdiff1d(before, now))

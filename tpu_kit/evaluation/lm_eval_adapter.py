@@ -9,7 +9,6 @@ Each kind of request is one launch, whose replicas share the work; the calling p
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from tpu_kit.generation.sampling import Sampling
 from tpu_kit.generation.service import GenerationRequest, answer
 from tpu_kit.models import causal_lm as models
 from tpu_kit.models.loading import load_tokenizer, read_config
-from tpu_kit.storage.object_store import at_hand
+from tpu_kit.storage.run_folder import adapter_at_hand
 
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first one given wins
 _PASSED_ON = ("top_k", "top_p", "min_p", "repetition_penalty", "seed")
@@ -36,7 +35,7 @@ def harness_model(
 
     Args:
         config: the model and where it runs.
-        adapter_dir: the adapter folder of a run; None for the base model.
+        adapter_dir: a run or its adapter; None for the base model.
         batch_size: the most rows of a batch in each replica.
         truncate: cut off the beginning of contexts that are too long; otherwise they are errors.
 
@@ -60,7 +59,7 @@ class Requests:
     def __init__(self, config: TrainConfig, adapter_dir: str | Path | None, batch_size: int, truncate: bool) -> None:
         super().__init__()
         self._config, self._adapter, self._batch_size, self._truncate = config, adapter_dir, batch_size, truncate
-        with contextlib.nullcontext() if adapter_dir is None else at_hand(adapter_dir) as folder:
+        with adapter_at_hand(adapter_dir) as folder:
             self._tokenizer = load_tokenizer(config.model, folder)
         settings = read_config(config.model)
         positions = models.max_positions(settings.get_text_config()) if settings else None

@@ -38,6 +38,7 @@ from tpu_kit.models.loading import load_base, load_tokenizer
 from tpu_kit.models.states_head import file_names, find_head, title, without_head
 from tpu_kit.storage import atomic
 from tpu_kit.storage.object_store import at_hand, is_url
+from tpu_kit.storage.run_folder import find_run
 from tpu_kit.training.metrics import best_evaluation, read_metrics
 from tpu_kit.training.objectives import objective_of
 
@@ -45,6 +46,11 @@ _MARKER = "export.json"  # a folder that holds it may be replaced
 _SPARE = 64 * MIB  # for the tokenizer, the card and the file system
 _NOTHING = 1e-5  # least mean change of a logit by tuning, as a share of their spread
 _PROMPTS = 6
+_PLAIN = (
+    "it was trained on plain text, so these files have no chat template: ask for completions, not for chats (vLLM: "
+    "/v1/completions, llama.cpp: /completion)"
+)
+_BASES = "; that of the base model does not fit"
 _QUESTIONS = (
     "What is 17 + 25?",
     "Name the capital of France and one river that flows through it.",
@@ -92,7 +98,8 @@ def export(
     """Writes a run's model for another program, checks it, and pushes it to the hub if `push` names a repository.
 
     Args:
-        run_dir: the output of training, with config.yaml and adapter/: a folder, or gs://bucket/run.
+        run_dir: the output of training, with config.yaml and adapter/: a folder, or gs://bucket/run; or its
+            config.yaml or adapter.
         format: "adapter" for PEFT; "merged" for transformers; "vllm"; "gguf-f16", "gguf-bf16", "gguf-q8_0" for
             llama.cpp and Ollama; "gguf-lora" for an adapter in llama.cpp.
         out: as in `ExportOptions`; for gs://bucket/run `runs/<run_name>/export/<format>` by default.
@@ -109,6 +116,8 @@ def export(
     options = ExportOptions(format, None if out is None else str(out), dtype, base, push, private)
     if push:
         print(f"to be pushed to {check_repository(push)}", flush=True)  # before minutes of work
+    with contextlib.suppress(ValueError):  # what is missing is told below
+        run_dir = find_run(run_dir).folder
     if not is_url(run_dir):
         done = _export(Path(run_dir), False, options)
     else:
@@ -147,6 +156,8 @@ def _export(folder: Path, copied: bool, options: ExportOptions) -> Exported:
             kind, checks, notes, use = formats.gguf_adapter(work, tools)
         else:
             kind, checks, notes, use = formats.gguf_model(work, format.removeprefix("gguf-"), tools)
+        if not work.tokenizer.chat_template:
+            notes.append(_PLAIN + _BASES if format in ("adapter", "gguf-lora") else _PLAIN)
         if head:
             notes.append(f"PEFT loads the adapter without the {title(head)}, tpu_kit's generate with it")
         card = model_card(config, folder, kind, work.base_id, use, [*map(str, checks), *notes])

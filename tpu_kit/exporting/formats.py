@@ -192,7 +192,8 @@ def gguf_model(work: Work, outtype: str, tools: Path) -> Parts:
     shutil.rmtree(scratch)
     _write_modelfile(work, target.name)
     more, notes = _in_llama_cpp(work, target, outtype)
-    notes.append("Ollama was not run: it uses its own template that is nearest to the file's chat template")
+    near = "its own template that is nearest to the file's chat template"
+    notes.append(f"Ollama was not run: it uses {near if work.tokenizer.chat_template else 'the prompt as it is'}")
     use = f"```sh\nllama-server -m {target.name} --jinja\nollama create {work.config.run_name} -f Modelfile\n```"
     return f"merged weights as GGUF ({outtype})", checks + more, notes, use
 

@@ -18,6 +18,11 @@ Prompt = str | Sequence[Mapping[str, Any]] | Mapping[str, Any] | Sequence[int]
 """A plain text, the messages of a chat, {"messages": ..., "tools": ...}, or token ids."""
 
 
+def is_chat(prompt: Prompt) -> bool:
+    """Whether a prompt is a chat, and no text or token ids."""
+    return isinstance(prompt, Mapping) or (not isinstance(prompt, str) and isinstance(next(iter(prompt), 0), Mapping))
+
+
 @dataclass(frozen=True)
 class Completion:
     """One reply.
@@ -96,10 +101,12 @@ class PromptCodec:
         row.ended = True
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Returns the token ids of a prompt; the tokenizer's template renders a chat.
+        """Returns the token ids of a prompt.
+
+        The tokenizer's template renders a chat; without one a chat of one user turn is its text.
 
         Raises:
-            ValueError: the prompt is empty, there is no chat template, or the template refuses the chat.
+            ValueError: the prompt is empty, or the template refuses the chat, or there is none for several turns.
         """
         if isinstance(prompt, str):
             ids = plain_prompt(self.tokenizer, prompt)  # the Generator checks lengths
@@ -118,12 +125,9 @@ class PromptCodec:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def _chat(self, chat: Sequence[Mapping[str, Any]], tools: list[Any] | None = None) -> list[int]:
-        if not self.tokenizer.chat_template:
-            raise ValueError(
-                "the tokenizer has no chat template, so a chat cannot be rendered: give the tokenizer that the model "
-                "was tuned with, set tokenizer.chat_template, or give the prompt as plain text (chat=false)"
-            )
         messages = [dict(message) for message in chat]
+        if not self.tokenizer.chat_template:  # as after training on plain text
+            return plain_prompt(self.tokenizer, text_of(messages, tools))
         if self.data.system_prompt and messages[0].get("role") != "system":
             messages = [{"role": "system", "content": self.data.system_prompt}, *messages]
         return self.plain(_encoder(self.tokenizer, self.data).render(messages, tools, prompt=True))
@@ -162,6 +166,32 @@ class PromptCodec:
             text, reasoning, answer, tuple(row.tokens), "stop" if row.ended else "length", sum(row.logprobs),
             tuple(row.logprobs),
         )  # fmt: skip
+
+
+def text_of(messages: Sequence[Mapping[str, Any]], tools: Any = None) -> str:
+    """Returns the text of a chat of one user turn; raises ValueError for another chat, which needs a template."""
+    content = messages[0].get("content") if len(messages) == 1 else None
+    if tools or not isinstance(content, str) or messages[0].get("role") != "user":
+        raise ValueError(
+            "it is a chat of more than one user turn, or with tools, and no chat template is used, as the model was "
+            "trained on plain text or chat=false asks for it: give one text, or set chat=true"
+        )
+    return content
+
+
+def plain_template(tokenizer: Any) -> str:
+    """Returns a chat template that renders a question and its reply as plain text, as `PromptCodec` asks without one.
+
+    It refuses prompts that `text_of` refuses.
+    """
+    begin = tokenizer.bos_token if tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id] else ""
+    refused = "the model was trained on plain text, so the prompt must be one user turn; or set chat=true"
+    return (
+        "{% if add_generation_prompt and (tools or messages | length != 1 or messages[0].role != 'user') %}"
+        f"{{{{ raise_exception({refused!r}) }}}}{{% endif %}}{{{{ {begin or ''!r} }}}}{{% for message in messages %}}"
+        f"{{{{ message.content }}}}{{% if message.role == 'assistant' %}}{{{{ {tokenizer.eos_token!r} }}}}{{% endif %}}"
+        "{% endfor %}"
+    )
 
 
 def split_reasoning(text: str, data: DataConfig, opened: bool = False) -> tuple[str | None, str]:

@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,12 +22,13 @@ from typing import Any, NamedTuple
 import torch
 
 from tpu_kit.config.loader import ConfigError, ModelConfig, TrainConfig
+from tpu_kit.data.chat_encoding import ensure_chat_template
 from tpu_kit.distributed import runtime
 from tpu_kit.distributed.launch import launch
 from tpu_kit.distributed.progress import follow_answers
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.generation.generator import Generator, Rating
-from tpu_kit.generation.prompts import Completion, Prompt, PromptCodec
+from tpu_kit.generation.prompts import Completion, Prompt, PromptCodec, is_chat, text_of
 from tpu_kit.generation.reference_check import check_generation
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.models import causal_lm as models
@@ -35,7 +36,7 @@ from tpu_kit.models import experts, states_head
 from tpu_kit.models.base_identity import base_of_adapter
 from tpu_kit.models.loading import brief, load_base, load_frozen, load_tokenizer, read_config
 from tpu_kit.models.shape_cache import read_shape
-from tpu_kit.storage.object_store import at_hand
+from tpu_kit.storage.run_folder import adapter_at_hand, unfinished
 
 __all__ = ["Completion", "Generator", "Prompt", "Sampling", "chat", "generate", "stream"]
 
@@ -83,6 +84,7 @@ def generate(
     adapter_dir: str | Path | None = None,
     batch_size: int = 8,
     truncate: bool = False,
+    chat: bool | None = None,
 ) -> list[Completion]:
     """Loads the model in every replica of `config.launch`, or once on its mesh, and completes the prompts.
 
@@ -91,9 +93,11 @@ def generate(
         prompts: see `GenerationRequest`, as for `n` and `truncate`.
         sampling: greedy by default.
         n: samples of each prompt.
-        adapter_dir: the adapter of a run, a folder or gs://bucket/run/adapter; None for the base model.
+        adapter_dir: a run or its adapter, a folder or gs://bucket/run; None for the base model.
         batch_size: the most rows of a batch in each replica.
         truncate: whether to shorten prompts.
+        chat: whether the chat template renders prompts: True also texts, False no chats. None renders chats, unless
+            the adapter was trained on plain text: then a chat of one user turn is asked as its text.
 
     Returns:
         n completions for each prompt, those of a prompt one after the other.
@@ -106,7 +110,7 @@ def generate(
     ask = GenerationRequest(list(prompts), sampling or Sampling(), n, truncate)
     if n > 1 and not ask.sampling.temperature:
         print(f"note: n={n} samples at temperature=0 are equal; set temperature above 0", file=sys.stderr, flush=True)
-    return answer(config, [ask], adapter_dir=adapter_dir, batch_size=batch_size).completions[0]
+    return answer(config, [ask], adapter_dir=adapter_dir, batch_size=batch_size, chat=chat).completions[0]
 
 
 def stream(
@@ -116,14 +120,18 @@ def stream(
     *,
     adapter_dir: str | Path | None = None,
     truncate: bool = False,
+    chat: bool | None = None,
 ) -> None:
     """Prints the completion of one prompt while a replica generates it; see `generate` for arguments and errors."""
-    arguments = {"prompt": prompt, "sampling": sampling or Sampling(), "truncate": truncate}
+    (prompt,) = as_asked([prompt], chat)
+    arguments = {"prompt": prompt, "sampling": sampling or Sampling(), "truncate": truncate, "chat": chat}
     launch_with_adapter(_stream_here, stream, on_one_replica(config), adapter_dir, **arguments)
 
 
-def _stream_here(config: TrainConfig, adapter: Path | None, prompt: Prompt, sampling: Sampling, truncate: bool) -> None:
-    model, tokenizer = load_here(config, adapter, runtime.current())
+def _stream_here(
+    config: TrainConfig, adapter: Path | None, prompt: Prompt, sampling: Sampling, truncate: bool, chat: bool | None
+) -> None:
+    model, tokenizer = load_here(config, adapter, runtime.current(), chat, [prompt])
     generator = generator_for(model, tokenizer, config, [prompt], sampling.max_new_tokens, batch_size=1)
     _print_reply(generator, prompt, sampling, truncate)
 
@@ -132,16 +140,47 @@ _CHAT_TOKENS = 4096  # of a conversation and the next reply, if the model has as
 _CHAT_BLOCK = 4  # tokens of a printed piece
 
 
-def chat(config: TrainConfig, sampling: Sampling, *, adapter_dir: str | Path | None = None) -> None:
-    """Runs a chat in the terminal, on one replica, until /exit or the end of the input; see `generate`."""
+def as_asked(prompts: Sequence[Prompt], chat: bool | None) -> list[Prompt]:
+    """Returns prompts in the form that `chat` asks for; see `generate`.
+
+    Raises:
+        ValueError: chat=False, and a chat has more than one user turn.
+    """
+    if chat is None:
+        return list(prompts)
+    made: list[Prompt] = []
+    for number, prompt in enumerate(prompts):
+        if chat and isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+        elif is_chat(prompt) and not chat:
+            whole: Any = prompt if isinstance(prompt, Mapping) else {"messages": prompt}
+            try:
+                prompt = text_of(whole["messages"], whole.get("tools"))
+            except ValueError as error:
+                raise ValueError(f"prompt {number}: {error}") from error
+        made.append(prompt)
+    return made
+
+
+def chat(
+    config: TrainConfig, sampling: Sampling, *, adapter_dir: str | Path | None = None, template: bool | None = None
+) -> None:
+    """Runs a chat in the terminal, on one replica, until /exit or the end of the input.
+
+    The arguments are those of `generate`; `template` is its `chat`. Without a chat template each line is continued as
+    it is, without the lines before it.
+    """
     # The replica makes no progress while the user types.
     single = on_one_replica(replace(config, launch=replace(config.launch, hang_timeout=1e9)))
-    arguments = {"sampling": sampling, "terminal": os.ttyname(sys.stdin.fileno())}
+    arguments = {"sampling": sampling, "terminal": os.ttyname(sys.stdin.fileno()), "template": template}
     launch_with_adapter(_chat_here, chat, single, adapter_dir, **arguments)
 
 
-def _chat_here(config: TrainConfig, adapter: Path | None, sampling: Sampling, terminal: str) -> None:
-    model, tokenizer = load_here(config, adapter, runtime.current())
+def _chat_here(
+    config: TrainConfig, adapter: Path | None, sampling: Sampling, terminal: str, template: bool | None
+) -> None:
+    model, tokenizer = load_here(config, adapter, runtime.current(), template, [[{}]])
+    plain = template is False or not tokenizer.chat_template
     limit = min(_CHAT_TOKENS, models.max_positions(models.text_config(model)) or _CHAT_TOKENS)
     generator = Generator(
         model, tokenizer, max_prompt=max(1, limit - sampling.max_new_tokens), max_new_tokens=sampling.max_new_tokens,
@@ -157,7 +196,9 @@ def _chat_here(config: TrainConfig, adapter: Path | None, sampling: Sampling, te
             if not line or line.strip() == "/exit":
                 print(flush=True)
                 return
-            if line.strip():
+            if line.strip() and plain:
+                _print_reply(generator, line.rstrip("\n"), sampling, truncate=True)
+            elif line.strip():
                 conversation.append({"role": "user", "content": line.strip()})
                 text = _print_reply(generator, conversation, sampling, truncate=True)
                 conversation.append({"role": "assistant", "content": text})
@@ -179,6 +220,7 @@ def answer(
     *,
     adapter_dir: str | Path | None = None,
     batch_size: int = 8,
+    chat: bool | None = None,
 ) -> Answers:
     """Loads the model in every replica of `config.launch`, completes prompts and rates `rows` of token ids.
 
@@ -187,6 +229,7 @@ def answer(
     for ask in asks:
         if not ask.prompts:
             raise ValueError("there are no prompts; give one or more")
+    asks = [replace(ask, prompts=as_asked(ask.prompts, chat)) for ask in asks]
     if max([len(rows), *(len(ask.prompts) for ask in asks)]) == 1:  # a prompt's samples come from one prefill
         config = on_one_replica(config)
     count = sum(len(ask.prompts) * ask.n for ask in asks)
@@ -195,7 +238,7 @@ def answer(
         if count > 1:
             model = "base model" if adapter_dir is None else "/".join(Path(adapter_dir).parts[-2:])  # runs/NAME/adapter
             stack.enter_context(follow_answers(folder, config.output_path, model, count))
-        arguments = {"asks": list(asks), "rows": list(rows), "batch_size": batch_size, "folder": folder}
+        arguments = {"asks": asks, "rows": list(rows), "batch_size": batch_size, "folder": folder, "chat": chat}
         launch_with_adapter(_answer_share, answer, config, adapter_dir, **arguments)
         shares = [json.loads(file.read_text()) for file in folder.glob("*.json")]
     completions = []
@@ -217,10 +260,11 @@ def _answer_share(
     rows: list[Sequence[int]],
     batch_size: int,
     folder: Path,
+    chat: bool | None,
 ) -> None:
     """Computes this replica's share, and writes it into the folder."""
     rt = runtime.current()
-    model, tokenizer = load_here(config, adapter, rt)
+    model, tokenizer = load_here(config, adapter, rt, chat, [prompt for ask in asks for prompt in ask.prompts])
     mine = max((-(-len(ask.prompts) // rt.world_size) * ask.n for ask in asks), default=1)
     batches = -(-mine // batch_size)
     generator = generator_for(
@@ -267,7 +311,7 @@ def launch_with_adapter(
             shape = read_shape(config.model)
         if shape and (problems := shape.mesh_problems(mesh)):
             raise ConfigError(problems)
-    with contextlib.nullcontext() if adapter_dir is None else at_hand(adapter_dir) as adapter:
+    with adapter_at_hand(adapter_dir) as adapter:
         config = replace(config, model=base_of_adapter(config.model, adapter))
         job = functools.partial(fn, adapter=adapter, **arguments)
         return launch(functools.update_wrapper(job, public), config, sharded=True)
@@ -292,9 +336,22 @@ def generator_for(
     )  # fmt: skip
 
 
-def load_here(config: TrainConfig, adapter: Path | None, rt: Runtime) -> tuple[torch.nn.Module, Any]:
-    """Loads the model on the replica's device, and its tokenizer."""
+def load_here(
+    config: TrainConfig, adapter: Path | None, rt: Runtime, chat: bool | None = None, prompts: Sequence[Prompt] = ()
+) -> tuple[torch.nn.Module, Any]:
+    """Loads the model on the replica's device, and its tokenizer, whose chat template renders prompts.
+
+    Training on plain text leaves no template in the adapter's folder. If `chat` is true, the base's takes its place;
+    None says so once, if there is a chat among the prompts.
+    """
     model, tokenizer = runtime.load_once(rt, lambda: _read(config, adapter, rt))
+    if chat and not tokenizer.chat_template:
+        base = load_tokenizer(config.model)
+        ensure_chat_template(base)
+        tokenizer.chat_template = base.chat_template
+    elif not tokenizer.chat_template and rt.rank == 0 and any(map(is_chat, prompts)):
+        text = "as plain text: the tokenizer of the adapter, or of the base model, has no chat template, as after"
+        print(f"asked            {text} training on plain text (chat=true: by the base's)", file=sys.stderr, flush=True)
     return models.to_device(model, rt.local_device), tokenizer
 
 
@@ -384,9 +441,7 @@ def _adapter_near(folder: Path) -> str:
     if (folder / "adapter").is_dir():
         return f"give {folder / 'adapter'}"
     run = folder if (folder / "checkpoints").is_dir() else folder.parent
-    if steps := sorted(run.glob("checkpoints/step-*[0-9a-f]")):
-        return f"the run has not ended: continue it, or give its newest checkpoint, {steps[-1]}"
-    return "give the one that training wrote"
+    return unfinished(run) if (run / "checkpoints").is_dir() else "give the one that training wrote"
 
 
 def read_adapter(folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:

@@ -142,6 +142,7 @@ def think(
     options: SearchOptions | None = None,
     *,
     adapter_dir: str | Path | None = None,
+    chat: bool | None = None,
 ) -> SearchResult:
     """Loads a model on one device, and answers a question by a tree of thoughts.
 
@@ -150,23 +151,28 @@ def think(
         question: as a user asks it.
         options: of the search.
         adapter_dir: as in `service.generate`.
+        chat: whether the chat template renders the question; None does so if the adapter's tokenizer has one.
 
     Raises:
         ValueError: as in `search` and `service.generate`.
         LaunchError: the replica failed.
     """
-    arguments = {"question": question, "options": options or SearchOptions()}
+    arguments = {"question": question, "options": options or SearchOptions(), "chat": chat}
     return launch_with_adapter(_think_here, think, on_one_replica(config), adapter_dir, **arguments)
 
 
-def _think_here(config: TrainConfig, adapter: Path | None, question: str, options: SearchOptions) -> SearchResult:
-    model, tokenizer = load_here(config, adapter, runtime.current())
+def _think_here(
+    config: TrainConfig, adapter: Path | None, question: str, options: SearchOptions, chat: bool | None
+) -> SearchResult:
+    asked: Prompt = [{"role": "user", "content": question}]
+    model, tokenizer = load_here(config, adapter, runtime.current(), chat, [] if chat is False else [asked])
+    if chat is False:
+        tokenizer.chat_template = None
     most = max(options.thought_tokens, options.answer_tokens)
     # The longest chain, with room for the template of the question, the tags and the question of self-evaluation.
     room = options.max_thoughts * options.thought_tokens + _FRAME
-    prompt = [{"role": "user", "content": question}] if tokenizer.chat_template else question
     rows = options.beam * options.thoughts_per_step
-    generator = generator_for(model, tokenizer, config, [prompt], most, rows, room)
+    generator = generator_for(model, tokenizer, config, [asked], most, rows, room)
     return search(generator, question, options)
 
 

@@ -45,7 +45,7 @@ def load_tokenizer(config: ModelConfig, adapter: str | Path | None = None) -> Pr
     Args:
         config: the model.
         adapter: what training wrote: with a tokenizer in it, that is taken, and with it the chat template of the
-            training.
+            training, or none after training on plain text. A checkpoint has no tokenizer, and says which it was.
 
     Raises:
         ValueError: if the folder or hub repository cannot be read, or holds no tokenizer.
@@ -60,7 +60,10 @@ def load_tokenizer(config: ModelConfig, adapter: str | Path | None = None) -> Pr
     if config.gguf_file and not (Path(name) / "tokenizer_config.json").is_file():
         options["gguf_file"] = config.gguf_file
     try:
-        return AutoTokenizer.from_pretrained(name, **options)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, **options)
+        if adapter is not None and not own and _saw_plain_text(Path(adapter)):
+            tokenizer.chat_template = None
+        return tokenizer
     except (OSError, ValueError, TypeError, KeyError) as error:
         if Path(name).is_dir():
             raise ValueError(
@@ -68,6 +71,12 @@ def load_tokenizer(config: ModelConfig, adapter: str | Path | None = None) -> Pr
                 "Copy the tokenizer's files of the original model into it (tokenizer.json, tokenizer_config.json)"
             ) from error
         raise ValueError(unreachable(config, error)) from error
+
+
+def _saw_plain_text(checkpoint: Path) -> bool:
+    """Whether the run of a checkpoint trained on plain text; False for another folder."""
+    state = checkpoint / "state.json"
+    return state.is_file() and json.loads(state.read_text()).get("turns") == "none"
 
 
 def load_base(config: ModelConfig, dtype: torch.dtype | Literal["auto"]) -> PreTrainedModel:

@@ -45,14 +45,14 @@ from tpu_kit.planning.objective_check import check_objective
 from tpu_kit.planning.oom_recovery import out_of_memory, suggestion
 from tpu_kit.planning.preflight import Preflight, check_before_launch, predicted_bytes
 from tpu_kit.storage import atomic
-from tpu_kit.storage.object_store import at_hand, parent
 from tpu_kit.storage.output_location import (
     make_output_folder,
     resolve_output_dir,
     set_results_aside,
     upload_results,
 )
-from tpu_kit.training.adapter_files import save_adapter
+from tpu_kit.storage.run_folder import adapter_at_hand, find_run
+from tpu_kit.training.adapter_files import save_adapter, tokenizer_to_save
 from tpu_kit.training.metrics import check_tracking, log_result, peak_memory
 from tpu_kit.training.objectives import objective_of
 from tpu_kit.training.resume import (
@@ -295,7 +295,8 @@ def _check_start(config: TrainConfig, adapter: str) -> None:
     """Raises ValueError if `lora.adapter` was trained on other weights, or does not fit the model and its objective."""
     from tpu_kit.planning.trace import empty_model  # it loads the compiler of torch, which takes a second
 
-    with at_hand(adapter) as folder:
+    with adapter_at_hand(adapter) as folder:
+        assert folder is not None
         base_of_adapter(config.model, folder)
         with torch.device("meta"):
             model = models.adapt(empty_model(config), config.lora, config.model.base_dtype)
@@ -319,7 +320,7 @@ def prepare_run(config: TrainConfig) -> Prepared:
     model, max_prompt = read_config(config.model), None
     if config.on_policy:
         max_prompt = config.rl.longest_prompt(config.data.max_length)
-    start = Questions.read(parent(config.lora.adapter)) if config.lora.adapter else None
+    start = Questions.read(find_run(config.lora.adapter).folder) if config.lora.adapter else None
     text = model.get_text_config() if model else None  # loading a model explains why its configuration cannot be read
     tokenizer = None if config.data.source == SYNTHETIC else models.load_tokenizer(config.model)
     check_positions(config.data.max_length, getattr(text, "max_position_embeddings", None))
@@ -340,7 +341,8 @@ def _read(config: TrainConfig, data: MappedData | None) -> tuple[torch.nn.Module
     model = models.load_model(config.model, config.lora, seed=config.optim.seed)
     objective_of(config).attach(model, load_frozen)
     if config.lora.adapter:
-        with at_hand(config.lora.adapter) as folder:
+        with adapter_at_hand(config.lora.adapter) as folder:
+            assert folder is not None
             start_from(model, folder)
     prepared = data.read() if data else prepare_run(config)
     return model, prepared
@@ -423,17 +425,28 @@ def trainer(
         yield loop, agreement
 
 
+TEMPLATES = {
+    "none": [
+        "chat template    none is used: the rows are plain text. The adapter is saved without one, so generate, search "
+        "and evaluate ask it as plain text"
+    ],
+    "text": ["chat template    not applied: most rows have its turns in their text already; prompts are asked by it"],
+}
+"""Lines of the report for each `Layout.turns` but "template"."""
+
+
 def data_report(prepared: Prepared, plan: BatchPlan, total: int, config: TrainConfig) -> str:
     """Describes the rows and the batches of a run of `total` updates."""
     warmup, rl = config.optim.warmup_steps, config.rl
     long = f"warning          optim.warmup_steps={warmup} is more than the {total:,} updates; lower it or raise epochs"
+    turns = TEMPLATES.get(prepared.encoder.layout.turns, []) if prepared.encoder else []
     if prepared.tasks:
         each = f"{config.num_generations} completions of up to {rl.max_completion_length} tokens"
         batch = f"rollout          {rl.prompts_per_rollout} prompts x {each}; {total:,} updates"
     else:
         left = len(prepared.train) % plan.global_batch_size
         batch = f"batch            {plan}; {total:,} updates; {left} rows of each epoch are left over"
-    return "\n".join([str(prepared), batch, *[long] * (warmup > total)])
+    return "\n".join([str(prepared), *turns, batch, *[long] * (warmup > total)])
 
 
 def _check_same(config: TrainConfig, rt: Runtime, step: int, model: torch.nn.Module) -> None:
@@ -483,7 +496,7 @@ def _finish(loop: Trainer, status: Status, reason: str) -> TrainResult:
         loop.checkpoints.wait()
         if status != "preempted":
             adapter, encoder = str(folder / "adapter"), loop.prepared.encoder
-            save_adapter(folder / "adapter", loop.model, loop.weights(), config, encoder and encoder.tokenizer)
+            save_adapter(folder / "adapter", loop.model, loop.weights(), config, encoder and tokenizer_to_save(encoder))
         metrics |= {name: float(count) for name, count in loop.rt.counters().items() if name == "compiles"}
         metrics |= peak_memory(loop.rt, loop.predicted_bytes)
         complete = loop.checkpoints.complete()

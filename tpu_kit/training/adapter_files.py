@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ import torch
 
 from tpu_kit.checkpointing.manifest import error_number
 from tpu_kit.config.loader import TrainConfig
+from tpu_kit.data.chat_encoding import Encoder
 from tpu_kit.models import base_identity
 from tpu_kit.models.architecture import locate
 from tpu_kit.models.causal_lm import base_model
@@ -64,6 +66,18 @@ def result_files(
     if isinstance(head := getattr(model, "objective", None), StatesHead):
         files[head.name], documents[head.name] = head.files(trained)
     return files, documents
+
+
+def tokenizer_to_save(encoder: Encoder) -> Any:
+    """Returns the tokenizer of the rows: without its chat template after training on plain text.
+
+    So nothing asks the model, or a copy of its folder, through a template that it was not trained with.
+    """
+    if encoder.layout.turns != "none":
+        return encoder.tokenizer
+    tokenizer = copy.copy(encoder.tokenizer)
+    tokenizer.chat_template = None
+    return tokenizer
 
 
 def save_adapter(
