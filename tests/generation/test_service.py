@@ -78,10 +78,10 @@ def test_all_that_is_wrong_with_a_sampling_at_once() -> None:
     assert str(error.value) == (
         "sampling: max_new_tokens: 0 is out of range; give a number at least 1 (the default is 256); "
         "temperature: -1 is out of range; give a number at least 0 and below 10000.0 (the default is 0.0); "
-        "top_k: -1 is out of range; give a number at least 0 (the default is 0); "
-        "top_p: 0 is out of range; give a number above 0 and at most 1 (the default is 1.0); "
-        "min_p: 2 is out of range; give a number at least 0 and at most 1 (the default is 0.0); "
-        "repetition_penalty: 0 is out of range; give a number above 0 and below 10000.0 (the default is 1.0); "
+        "top_k: -1 is out of range; give a number at least 0 (the default is null); "
+        "top_p: 0 is out of range; give a number above 0 and at most 1 (the default is null); "
+        "min_p: 2 is out of range; give a number at least 0 and at most 1 (the default is null); "
+        "repetition_penalty: 0 is out of range; give a number above 0 and below 10000.0 (the default is null); "
         "seed: -1 is out of range; give a number at least 0 (the default is 0); "
         "stop: 'a' is not a list of texts; write ['a']"
     )
@@ -105,13 +105,13 @@ def test_tokens_are_drawn_as_transformers_would(settings: dict[str, Any]) -> Non
     logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(0)) * 2
     before = torch.tensor([[1, 2, 3], [4, 4, 9], [30, 31, 32]])
     processors: list[Any] = [TemperatureLogitsWarper(sampling.temperature)]
-    if sampling.repetition_penalty != 1:
+    if sampling.repetition_penalty:
         processors.insert(0, RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
     processors += [TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
-    processors += [TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []
+    processors += [TopPLogitsWarper(sampling.top_p)] if sampling.top_p else []
     processors += [MinPLogitsWarper(sampling.min_p)] if sampling.min_p else []
     wanted = torch.softmax(LogitsProcessorList(processors)(before, logits.clone()), -1)
-    occurred = torch.zeros(3, 40).scatter(1, before, 1.0) if sampling.repetition_penalty != 1 else None
+    occurred = torch.zeros(3, 40).scatter(1, before, 1.0) if sampling.penalises else None
     found = torch.zeros(3, 40)
     for row in range(3):  # evenly spread uniforms give each token its share, to one draw
         uniforms = (torch.arange(draws) + 0.5) / draws

@@ -238,9 +238,28 @@ def scores(one: Generator, prompts: list[list[int]], replies: list[list[int]]) -
     return [(sum(logprobs), all(likeliest)) for logprobs, likeliest in parts]
 
 
+RULES: dict[str, Any] = {
+    "repetition_penalty": 1.2, "no_repeat_ngram_size": 2, "min_new_tokens": 6, "suppress_tokens": [26],
+    "bad_words_ids": [[28, 30], [33]], "sequence_bias": [[[31], 2.0]], "begin_suppress_tokens": [27],
+}  # fmt: skip
+"""Of a generation config."""
+
+
+def _with_rules(rt: Runtime) -> bool:
+    """Whether the tokens are transformers' with a generation config, from one decode program."""
+    model = make("llama")
+    model.generation_config.update(**RULES)
+    wanted, mine = stock(model, MIXED), generator(model, rt)
+    before, same = rt.counters()["compiles"], tokens(mine.generate(MIXED, Sampling(NEW))) == wanted
+    compiled = rt.counters()["compiles"] - before
+    mine.generate(MIXED[::-1], Sampling(NEW))
+    # Two widths of prompts and one decode program.
+    return same and compiled <= 3 and rt.counters()["compiles"] == before + compiled
+
+
 def greedy(rt: Runtime) -> dict[str, Any]:
-    """Whether the tokens are transformers', for some families and LoRA, and this CPU's, for samples."""
-    found: dict[str, Any] = _same(rt, *_GREEDY)
+    """Whether the tokens are transformers', for some families, LoRA and rules, and this CPU's, for samples."""
+    found: dict[str, Any] = _same(rt, *_GREEDY) | {"rules": _with_rules(rt)}
     drawn = Sampling(max_new_tokens=20, temperature=0.9, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.3)
     mine = generator(make("llama")).generate(MIXED[:3], drawn, n=3)
     theirs = generator(make("llama"), rt).generate(MIXED[:3], drawn, n=3)

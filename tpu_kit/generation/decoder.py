@@ -24,8 +24,9 @@ from tpu_kit.distributed.mesh import active_mesh
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.generation import kv_cache
 from tpu_kit.generation.decode_sharding import weights_in_place
+from tpu_kit.generation.generation_rules import NO_RULES, GenerationRules
 from tpu_kit.generation.kv_cache import Buffer, Cache, Prompts, Step, stack_spec
-from tpu_kit.generation.sampling import Kind
+from tpu_kit.generation.sampling import Kind, Sampling
 from tpu_kit.hardware.chips import GIB
 from tpu_kit.models import causal_lm as models
 from tpu_kit.models import linear_attention
@@ -99,6 +100,7 @@ def choose(
     knobs: torch.Tensor,
     kind: Kind,
     occurred: torch.Tensor | None = None,
+    scores: torch.Tensor | None = None,
 ) -> Choice:
     """Chooses a token for each row, on the device.
 
@@ -110,11 +112,12 @@ def choose(
         knobs: (6,) as `Sampling.knobs` returns them.
         kind: `Sampling.kind`; each has its own program.
         occurred: (B, V) fp32, 1 where a token occurred already; None without a repetition penalty.
+        scores: (B, V) fp32, the logits as rules have changed them; None without rules.
     """
     temperature, top_k, top_p, min_p, penalty, own = knobs.unbind()
-    scores = logits
+    scores = logits if scores is None else scores
     if occurred is not None:
-        scores = torch.where(occurred > 0, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+        scores = torch.where(occurred > 0, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
     if kind == "greedy":
         token = scores.argmax(-1)
     elif kind == "plain":
@@ -141,12 +144,27 @@ def _draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     return torch.minimum(index, last)
 
 
+class Plan(NamedTuple):
+    """What the decode program of a batch depends on besides the shapes of its inputs.
+
+    Attributes:
+        kind: of the sampling.
+        penalises: whether tokens that occurred have another logit.
+        rules: of the model's generation config.
+    """
+
+    kind: Kind
+    penalises: bool = False
+    rules: GenerationRules = NO_RULES
+
+
 @dataclass
 class State:
     """The tensors that one block of decode steps passes to the next, on the device; see `Decoder._step`."""
 
     carried: list[torch.Tensor]
     constant: list[torch.Tensor]
+    plan: Plan
     done: int = 0  # steps
 
 
@@ -177,6 +195,7 @@ class Decoder:
         self.vocabulary = int(self._causal.get_output_embeddings().weight.shape[0])
         ends = torch.zeros(self.vocabulary, dtype=torch.int64)
         ends[[token for token in stops if token < self.vocabulary]] = 1
+        self._end_flags = ends
         (self._ends,) = self._rt.put([ends])
         AttentionInterface.register(kv_cache.CACHED, kv_cache.cached_attention)  # without a mask of transformers
 
@@ -264,8 +283,8 @@ class Decoder:
         samples: int,
         ended: Sequence[bool],
         uniforms: torch.Tensor,
-        knobs: torch.Tensor,
-        occurred: torch.Tensor | None,
+        sampling: Sampling,
+        rules: GenerationRules = NO_RULES,
     ) -> State:
         """Sends the inputs of the decode steps.
 
@@ -274,17 +293,32 @@ class Decoder:
             samples: of each prompt.
             ended: whether each row is padding.
             uniforms: (steps, rows), from `Sampling.uniforms`.
-            knobs: from `Sampling.knobs`.
-            occurred: (rows, V) fp32 for the repetition penalty.
+            sampling: without open options.
+            rules: of the model's generation config.
         """
         width = batch.ids.shape[1]
         lengths, last = (tensor.repeat_interleave(samples) for tensor in (batch.lengths, batch.last))
         flags = torch.tensor(ended, dtype=torch.int64)
-        carried = [last, flags, torch.zeros(1, dtype=torch.int64)] + ([] if occurred is None else [occurred])
-        sent = self._rt.put([*carried, lengths, torch.tensor([width]), uniforms, knobs])
-        return State(sent[: len(carried)], [*sent[len(carried) :], self._ends])
+        plan = Plan(sampling.kind, sampling.penalises, rules)
+        carried = [last, flags, torch.zeros(1, dtype=torch.int64)]
+        carried += [self._occurred(batch, samples)] if plan.penalises else []
+        if rules.reads_tokens:
+            slots = self._slots if self._rt.is_xla else width + len(uniforms)
+            said = torch.nn.functional.pad(batch.ids, (0, slots - width)).repeat_interleave(samples, 0)
+            carried.append(said)
+        constant = [lengths, torch.tensor([width]), uniforms, sampling.knobs(self.vocabulary)]
+        constant += rules.tensors(self.vocabulary, self._end_flags) if rules != NO_RULES else []
+        sent = self._rt.put([*carried, *constant])
+        return State(sent[: len(carried)], [self._ends, *sent[len(carried) :]], plan)
 
-    def decode(self, kind: Kind, state: State, cache: Cache, steps: int) -> torch.Tensor:
+    def _occurred(self, batch: Batch, samples: int) -> torch.Tensor:
+        """Returns (rows, V) fp32, 1 for each token of a prompt without its last one, which the first step adds."""
+        present = torch.arange(batch.ids.shape[1]) < batch.lengths[:, None]
+        occurred = torch.zeros(len(batch.ids), self.vocabulary + 1)
+        occurred.scatter_(1, torch.where(present, batch.ids, self.vocabulary), 1.0)
+        return occurred[:, :-1].repeat_interleave(samples, 0)
+
+    def decode(self, state: State, cache: Cache, steps: int) -> torch.Tensor:
         """Runs a block of steps.
 
         Returns:
@@ -292,18 +326,18 @@ class Decoder:
             there are always `block` steps. On the CPU there are fewer once all rows have ended.
         """
         if self._rt.is_xla:
-            return self._decode_program(kind, state, cache)
+            return self._decode_program(state, cache)
         reports = []
         for _ in range(steps):
-            *state.carried, report = self._step(kind, state.carried, state.constant, cache)
+            *state.carried, report = self._step(state.plan, state.carried, state.constant, cache)
             state.done += 1
             reports.append(report)
             if self._rt.device_type == "cpu" and bool(state.carried[1].all()):
                 break
         return torch.stack(reports, 1).cpu()
 
-    def _decode_program(self, kind: Kind, state: State, cache: Cache) -> torch.Tensor:
-        count = len(state.carried)
+    def _decode_program(self, state: State, cache: Cache) -> torch.Tensor:
+        plan, count = state.plan, len(state.carried)
         # From the last stack to the first: torch_xla numbers the inputs of a program from a call's last one on, but its
         # results by the age of their tensors, and XLA writes a result over the first input of its size that is left.
         # So each stack is written over itself, where two that change places would be copied.
@@ -312,10 +346,10 @@ class Decoder:
 
         def step(*tensors: torch.Tensor) -> list[torch.Tensor]:
             mine = cache.of(tensors[count:carried][::-1])
-            *changed, output = self._step(kind, tensors[:count], tensors[carried:], mine)
+            *changed, output = self._step(plan, tensors[:count], tensors[carried:], mine)
             return [*changed, *reversed(mine.tensors), output]
 
-        shapes = (kind, count, len(state.carried[0]), *(tuple(tensor.shape) for tensor in state.constant))
+        shapes = (plan, count, len(state.carried[0]), *(tuple(tensor.shape) for tensor in state.constant))
         program = self._program(("decode", *shapes), step, inputs, self.block, carried)
         results = program(*inputs)
         report, state.carried = results.pop(), results[:count]
@@ -327,30 +361,36 @@ class Decoder:
         return self._rt.to_host([report])[0].transpose(0, 1)
 
     def _step(
-        self, kind: Kind, carried: Sequence[torch.Tensor], constant: Sequence[torch.Tensor], cache: Cache
+        self, plan: Plan, carried: Sequence[torch.Tensor], constant: Sequence[torch.Tensor], cache: Cache
     ) -> list[torch.Tensor]:
         """Generates one token for every row; returns the new carried tensors, and (2, B) fp32 for the host.
 
         Args:
-            kind: of the sampling.
-            carried: the last tokens (B,) int64, whether rows have ended (B,) int64, the number of this step (1,) int64
-                and, with a repetition penalty, the tokens that occurred (B, V) fp32.
-            constant: lengths (B,), width (1,), uniforms (T, B), knobs (6,), whether each token ends a row (V,) int64.
+            plan: of the batch.
+            carried: the last tokens (B,) int64, whether rows have ended (B,) int64, the number of this step (1,) int64,
+                with a repetition penalty the tokens that occurred (B, V) fp32, and with rules that read them the tokens
+                up to the last (B, T) int64.
+            constant: whether each token ends a row (V,) int64, lengths (B,), width (1,), uniforms (T, B), knobs (6,),
+                and `GenerationRules.tensors`.
             cache: gets the new keys and values.
         """
-        token, ended, step, *occurred = carried
-        lengths, width, uniforms, knobs, ends = constant
-        seen = [occurred[0].scatter(1, token[:, None], 1.0)] if occurred else []
+        token, ended, step, *more = carried
+        ends, lengths, width, uniforms, knobs, *tensors = constant
+        occurred = more.pop(0).scatter(1, token[:, None], 1.0) if plan.penalises else None
+        said = more[0].scatter(1, (lengths + step)[:, None], token[:, None]) if plan.rules.reads_tokens else None
         slots = Cache(cache.stacks, Step(lengths, width, step))
         slots.time_limits = self._time_limits
         position = (lengths + step)[:, None]
         output = self._causal(input_ids=token[:, None], position_ids=position, **self._with(slots))
         slots.store_states()
         uniform = uniforms.index_select(0, step)[0]
-        choice = choose(output.logits[:, -1].float(), uniform, knobs, kind, *seen)
+        logits = output.logits[:, -1].float()
+        scores = plan.rules.apply(logits, step, lengths + step, said, tensors) if tensors else None
+        choice = choose(logits, uniform, knobs, plan.kind, occurred, scores)
         open_ = ended == 0
         report = torch.stack([torch.where(open_, choice.token, -1).float(), choice.logprob * open_])
-        return [choice.token, torch.maximum(ended, ends.index_select(0, choice.token)), step + 1, *seen, report]
+        kept = [tensor for tensor in (occurred, said) if tensor is not None]
+        return [choice.token, torch.maximum(ended, ends.index_select(0, choice.token)), step + 1, *kept, report]
 
     # --------------------------------------------------------------------------------------------------------- score
 

@@ -10,6 +10,7 @@ reads the device once for `block` tokens of the whole batch.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from tpu_kit.config.loader import DataConfig
 from tpu_kit.distributed import runtime
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.generation.decoder import BLOCK, Batch, Decoder, cache_slots, filled, fitting, widths_to
+from tpu_kit.generation.generation_rules import NO_RULES, ModelDefaults
 from tpu_kit.generation.prompts import Completion, Prompt, PromptCodec, Row
 from tpu_kit.generation.reference_check import check_generation
 from tpu_kit.generation.sampling import Sampling
@@ -56,6 +58,10 @@ class Generator:
         prefill_rows: prompts of one prefill on XLA; None takes those of a batch. See `Decoder.prefill`.
         data: the tags of the reasoning, and the system prompt.
 
+    Attributes:
+        codec: encodes prompts and decodes replies.
+        defaults: what the model's generation config says, which `Sampling.model_defaults` applies.
+
     Raises:
         ValueError: a size is below 1, or the model's architecture does not work with the key/value cache.
     """
@@ -84,6 +90,8 @@ class Generator:
         self._prefill_rows = prefill_rows
         self._positions = models.max_positions(self._config) or math.inf
         self.codec = PromptCodec(tokenizer, models.base_model(model), data or DataConfig())
+        self.defaults = ModelDefaults.of(models.base_model(model).generation_config)
+        self._told: set[str] = set()
         self._widths = widths_to(max_prompt)
         self._steps = -(-max_new_tokens // block) * block
         slots = cache_slots(max_prompt, max_new_tokens, block)
@@ -139,6 +147,7 @@ class Generator:
         """
         if n < 1:
             raise ValueError(f"n={n}: must be 1 or more samples")
+        sampling = self._filled(sampling)
         encoded = self._encode(prompts, sampling, truncate)
         rank, world = replica or (self._rt.rank, self._rt.world_size)
         size = 1 if len(encoded) == 1 else max(1, self._batch_size // n)
@@ -168,7 +177,7 @@ class Generator:
 
         To print them: `for piece in generator.stream(...): print(piece, end="", flush=True)`.
         """
-        sampling = sampling or Sampling(self._limits[1])
+        sampling = self._filled(sampling or Sampling(self._limits[1]))
         (ids,) = self._encode([prompt], sampling, truncate)
         sent = ""
         for (row,) in self._batch([ids], [0], 1, 1, sampling, self._width(len(ids) - 1)):
@@ -213,6 +222,14 @@ class Generator:
         return ratings
 
     # -------------------------------------------------------------------------------------------------------- batches
+
+    def _filled(self, sampling: Sampling) -> Sampling:
+        """Fills in what the model's generation config says, and tells it once."""
+        line = self.defaults.describe(sampling)
+        if line and self._rt.rank == 0 and line not in self._told:
+            self._told.add(line)
+            print(line, file=sys.stderr, flush=True)
+        return self.defaults.fill(sampling)
 
     def _encode(self, prompts: Sequence[Prompt], sampling: Sampling, truncate: bool) -> list[list[int]]:
         if not prompts:
@@ -274,14 +291,12 @@ class Generator:
         with self._decoder.ready():
             at_once = self._prefill_rows if self._prefill_rows and size % self._prefill_rows == 0 else size
             cache = self._decoder.prefill(batch, n, steps, at_once if self._rt.is_xla else size)
-            state = self._decoder.begin(
-                batch, n, [False] * len(rows) + [True] * fillers, sampling.uniforms(self._steps, streams),
-                sampling.knobs(self._decoder.vocabulary),
-                self._occurred(prompts, n, fillers) if sampling.repetition_penalty != 1 else None,
-            )  # fmt: skip
+            rules = self.defaults.rules if sampling.model_defaults else NO_RULES
+            ended = [False] * len(rows) + [True] * fillers
+            state = self._decoder.begin(batch, n, ended, sampling.uniforms(self._steps, streams), sampling, rules)
             going, most = True, sampling.max_new_tokens
             while going and state.done < steps:
-                tokens, logprobs = self._decoder.decode(sampling.kind, state, cache, min(block, most - state.done))
+                tokens, logprobs = self._decoder.decode(state, cache, min(block, most - state.done))
                 for row, new, chances in zip(rows, tokens.T.long().tolist(), logprobs.T.tolist(), strict=False):
                     self.codec.extend(row, new, chances, sampling)
                 going = any(not row.ended and len(row.tokens) < most for row in rows)
@@ -297,9 +312,3 @@ class Generator:
         result = any(_votes.values())
         self._rt.barrier()
         return result
-
-    def _occurred(self, prompts: list[list[int]], n: int, fillers: int) -> torch.Tensor:
-        occurred = torch.zeros(len(prompts), self._decoder.vocabulary)
-        for index, prompt in enumerate(prompts):
-            occurred[index, prompt] = 1.0
-        return torch.cat([occurred.repeat_interleave(n, 0), torch.zeros(fillers, self._decoder.vocabulary)])

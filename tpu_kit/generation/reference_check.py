@@ -401,8 +401,8 @@ def replies(model: PreTrainedModel, prompts: list[list[int]], steps: int = 12) -
     uniforms = torch.zeros(steps, len(prompts))
     with decoder.ready():
         cache = decoder.prefill(batch, 1, steps)
-        state = decoder.begin(batch, 1, [False] * len(prompts), uniforms, sampling.knobs(decoder.vocabulary), None)
-        return decoder.decode(sampling.kind, state, cache, steps)
+        state = decoder.begin(batch, 1, [False] * len(prompts), uniforms, sampling)
+        return decoder.decode(state, cache, steps)
 
 
 if __name__ == "__main__":

@@ -28,20 +28,30 @@ class Sampling:
         0.0, "0 takes the likeliest token; above, the logits are divided by it and a token is drawn.",
         at_least=0, below=1e4,
     )  # fmt: skip
-    top_k: int = knob(0, "Draw among this many likeliest tokens; 0 = all.", at_least=0)
-    top_p: float = knob(
-        1.0, "Then among the fewest likeliest whose probabilities sum to it; 1 = all.", above=0, at_most=1
-    )
-    min_p: float = knob(
-        0.0, "Then among those at least this share as likely as the likeliest; 0 = all.", at_least=0, at_most=1
-    )
+    top_k: int | None = knob(
+        None, "Draw among this many likeliest tokens; 0 = all, null = as the model's generation_config, or all.",
+        at_least=0,
+    )  # fmt: skip
+    top_p: float | None = knob(
+        None, "Then among the fewest likeliest whose probabilities sum to it; 1 = all, null as for top_k.",
+        above=0, at_most=1,
+    )  # fmt: skip
+    min_p: float | None = knob(
+        None, "Then among those at least this share as likely as the likeliest; 0 = all, null as for top_k.",
+        at_least=0, at_most=1,
+    )  # fmt: skip
     # Keskar et al., arXiv:1909.05858.
-    repetition_penalty: float = knob(
-        1.0, "Divides the logit of a token that occurred, in prompt or reply; multiplies one below 0. 1 = none.",
+    repetition_penalty: float | None = knob(
+        None, "Divides the logit of a token that occurred, in prompt or reply; multiplies one below 0. 1 = none, null "
+        "as for top_k.",
         above=0, below=1e4,
     )  # fmt: skip
     seed: int = knob(0, "Seed of the draws.", at_least=0)
     stop: tuple[str, ...] = knob((), "A reply ends before the first of these texts.")
+    model_defaults: bool = knob(
+        True, "Apply the model's generation_config, as transformers does: the options above that are null, and others "
+        "such as no_repeat_ngram_size and min_new_tokens.",
+    )  # fmt: skip
     tempered_logprobs: bool = knob(
         False, "Give log-probabilities of the distribution at this temperature, not of the model's own."
     )
@@ -55,7 +65,12 @@ class Sampling:
         """The program that `decoder.choose` needs."""
         if self.temperature == 0:
             return "greedy"
-        return "plain" if self.top_k == 0 and self.top_p == 1 and self.min_p == 0 else "filtered"
+        return "filtered" if self.top_k or self.min_p or self.top_p not in (None, 1) else "plain"
+
+    @property
+    def penalises(self) -> bool:
+        """Whether tokens that occurred have another logit."""
+        return self.repetition_penalty not in (None, 1)
 
     def knobs(self, vocabulary: int) -> torch.Tensor:
         """Returns (6,) fp32 for `decoder.choose`: the options, and the temperature of the log-probabilities."""
@@ -63,7 +78,7 @@ class Sampling:
 
         top_k, temperature = self.top_k or vocabulary, self.temperature or 1.0
         own = temperature if self.tempered_logprobs else 1.0
-        return torch.tensor([temperature, top_k, self.top_p, self.min_p, self.repetition_penalty, own])
+        return torch.tensor([temperature, top_k, self.top_p or 1, self.min_p or 0, self.repetition_penalty or 1, own])
 
     def uniforms(self, steps: int, rows: Sequence[tuple[int, int]]) -> torch.Tensor:
         """Draws numbers in [0, 1), (steps, rows) fp32; a row is (number of the prompt, number of its sample).

@@ -170,8 +170,8 @@ def trace_generation(
                 return lower(decoder.copy_prompts(cache, prompts).tensors, set(), numbers, specs)
             uniforms = torch.zeros(sampling.max_new_tokens, rows)
             ended = [False] * rows
-            inputs_of_steps = decoder.begin(batch, 1, ended, uniforms, sampling.knobs(decoder.vocabulary), None)
-            decoder.decode(sampling.kind, inputs_of_steps, cache, BLOCK)
+            inputs_of_steps = decoder.begin(batch, 1, ended, uniforms, sampling)
+            decoder.decode(inputs_of_steps, cache, BLOCK)
             return lower([*replica.read, *inputs_of_steps.carried, *buffers], replaced, numbers, specs)
 
 

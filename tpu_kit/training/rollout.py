@@ -239,8 +239,9 @@ class Rollouts(Updates):
         number = (update.step - 1) // rl.updates_per_rollout
         seed = int(np.random.SeedSequence([self._config.optim.seed, number]).generate_state(1)[0])
         sampling = Sampling(
-            rl.max_completion_length, temperature=rl.sampling_temperature, seed=seed, tempered_logprobs=True
-        )
+            rl.max_completion_length, temperature=rl.sampling_temperature, seed=seed, tempered_logprobs=True,
+            model_defaults=False,  # as TRL does: the samples are the policy's own, whose likelihood is trained
+        )  # fmt: skip
         ids = [self._tasks.rows.prompt_ids[row] for row in chosen]
         completions = self.generator.share(ids, sampling, each, stop=lambda: agreement.stopped_before(update.step))
         sampled = time.monotonic()
@@ -309,7 +310,10 @@ class Rollouts(Updates):
         rows, data = self._tasks.rows, self._config.data
         attempts = [
             Attempt(
-                rows.rows[row], rows.asked[row], opened(rows.prompts[row], data) + completion.text, completion.tokens
+                rows.rows[row],
+                rows.asked[row],
+                opened(rows.prompts[row], data, rows.asked[row]) + completion.text,
+                completion.tokens,
             )
             for row, completion in ((chosen[prompt], completions[prompt, n]) for prompt, n in sorted(completions))
         ]
