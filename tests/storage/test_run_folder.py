@@ -72,9 +72,9 @@ def test_a_configuration_beside_no_run_is_a_file(runs: Path) -> None:
     ("named", "told"),
     [
         ("b", "there is no adapter in {0}/b: the run has not ended: continue it, or give its newest checkpoint, {0}"),
-        ("", "{0} has no config.yaml and no adapter_config.json, so it is neither a run nor an adapter; {0} holds the "
+        ("", "{0} has no adapter_config.json and no config.yaml, so it is neither a run nor an adapter; {0} holds the "
              "runs a, b"),
-        ("others", "{0}/others has no config.yaml and no adapter_config.json, so it is neither a run nor an adapter; "
+        ("others", "{0}/others has no adapter_config.json and no config.yaml, so it is neither a run nor an adapter; "
                    "{0}/others holds notes.txt; give the folder that training wrote"),
         ("c/adapter", "there is no adapter folder {0}/c/adapter, and no run; give the one that training wrote"),
         ("c", "there is no adapter folder {0}/c, and no run; {0} holds the runs a, b"),

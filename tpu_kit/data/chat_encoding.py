@@ -235,7 +235,7 @@ class Encoder:
     def prompt(self, talk: Conversation) -> str:
         """Returns the text before the last assistant turn."""
         asked = talk.asked
-        return asked if isinstance(asked, str) else self.render(asked, talk.tools, prompt=True)
+        return asked if isinstance(asked, str) else self.render(asked, talk.tools, prompt=True, begun=bool(talk.begun))
 
     def prompt_ids(self, talk: Conversation) -> list[int]:
         """Returns the token ids of `prompt`; only plain text gets the special tokens of the tokenizer."""
@@ -253,7 +253,17 @@ class Encoder:
         if isinstance(talk.messages, str):
             reasoning = reasoning_of(talk.messages[talk.first :], self.config)
             return [Document(talk.messages, [(talk.first, len(talk.messages))], [reasoning], plain=True)]
-        return _Chat(self, talk).documents()
+        return [self._continuation(talk)] if talk.begun else _Chat(self, talk).documents()
+
+    def _continuation(self, talk: Conversation) -> Document:
+        """Renders a chat whose last reply continues words of the prompt; the rest of the reply carries loss."""
+        assert not isinstance(talk.messages, str)
+        prompt, text = self.prompt(talk), self.render(talk.messages, talk.tools)
+        if not text.startswith(prompt):
+            raise RowError(
+                "the chat template renders the reply otherwise than the words of the prompt that it continues"
+            )
+        return Document(text, [(len(prompt), len(text) - len(self.rest))], [""])
 
     def encode(self, document: Document) -> Example:
         """Returns the token ids of a document and its loss mask.
@@ -276,13 +286,16 @@ class Encoder:
             raise RowError("no token carries loss")
         return Example(ids, mask)
 
-    def render(self, messages: list[dict[str, Any]], tools: list[Any] | None, prompt: bool = False) -> str:
-        """Returns the text of a chat, or the prompt for the reply to it."""
+    def render(
+        self, messages: list[dict[str, Any]], tools: list[Any] | None, prompt: bool = False, begun: bool = False
+    ) -> str:
+        """Returns the text of a chat, or the prompt for the reply to it, which the last message has `begun`."""
         try:
             template = freeze_date(self.tokenizer.get_chat_template(tools=tools), self.config.date)
             text: str = self.tokenizer.apply_chat_template(
-                messages, tools=tools, chat_template=template, tokenize=False, add_generation_prompt=prompt
-            )
+                messages, tools=tools, chat_template=template, tokenize=False,
+                add_generation_prompt=prompt and not begun, continue_final_message=begun,
+            )  # fmt: skip
         except Exception as error:  # a template may raise anything
             raise RowError(f"the chat template refuses the conversation: {type(error).__name__}: {error}") from error
         return text

@@ -136,6 +136,7 @@ class Prepared:
         questions: of the training rows and of the held-out rows; None for random tokens.
         fingerprint: hash of all tokens, loss masks, packing and order.
         tasks: the training rows to answer in reinforcement learning; None without it.
+        eval_asked: for each held-out row its prompt as messages, or text.
     """
 
     train: PackedDataset
@@ -149,6 +150,7 @@ class Prepared:
     questions: Questions | None
     fingerprint: str
     tasks: Tasks | None = None
+    eval_asked: list[Any] = field(default_factory=list)
 
     def __str__(self) -> str:
         lines = str(self.report).splitlines()
@@ -220,9 +222,11 @@ def prepare(
         text += ", or in those of lora.adapter (data.eval_rows=0 holds none out)" if len(learned) else ""
         raise ValueError(f"{text}; name other rows in data.eval_source")
     eval_data, eval_report = _pack(held, chosen, seen_in_training=held.count(wanted & ~chosen))
-    raw = held.raw_rows(drawn(np.unique(eval_data.documents.source_rows), config.seed))[:3]
+    raw = held.raw_rows(drawn(np.unique(eval_data.documents.source_rows), config.seed))
     questions = Questions(trained, np.unique(held.questions[chosen]))
-    return Prepared(packed, eval_data, *raw, report, eval_report, data.encoder, questions, fingerprint, tasks)
+    return Prepared(
+        packed, eval_data, *raw[:3], report, eval_report, data.encoder, questions, fingerprint, tasks, raw.asked
+    )
 
 
 def _tasks(data: Tokenized, numbers: np.ndarray, max_prompt: int) -> Tasks:

@@ -37,19 +37,23 @@ class Conversation(NamedTuple):
         first: index of the first message (in plain text, character) after the prompt, which carries no loss.
         tools: JSON schemas for the chat template.
         added: messages at the start that are not of the row: 1 with the system turn of `data.system_prompt`, else 0.
+        begun: words with which the last reply begins and that are in the prompt; the model continues them.
     """
 
     messages: list[dict[str, Any]] | str
     first: int
     tools: list[Any] | None = None
     added: int = 0
+    begun: str = ""
 
     @property
     def asked(self) -> Any:
-        """The messages before the last reply, or the text before the completion."""
+        """The messages before the last reply, with the words that it begins with, or the text before the completion."""
         if isinstance(self.messages, str):
             return self.messages[: self.first]
-        return self.messages[: max(i for i, message in enumerate(self.messages) if message["role"] == "assistant")]
+        last = max(i for i, message in enumerate(self.messages) if message["role"] == "assistant")
+        words = [{"role": "assistant", "content": self.begun}] if self.begun else []
+        return self.messages[:last] + words
 
     @property
     def questions(self) -> list[int]:
@@ -62,7 +66,7 @@ class Conversation(NamedTuple):
         hashes, prompt = [], 0
         for i, message in enumerate(self.messages):
             if i >= self.first and learns(message):
-                hashes.append(prompt)
+                hashes.append(_hash(f"{prompt} assistant: {self.begun}") if self.begun else prompt)
             if message["role"] != "system":
                 said = f"{message.get('content')}{message.get('tool_calls') or ''}"
                 prompt = _hash(f"{prompt} {message['role']}: {said}" if prompt else said)
@@ -124,7 +128,7 @@ def _of_row(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conve
     turns = [*turns, {"role": "assistant", "content": NO_REPLY}]
     messages = read_messages(turns, columns["prompt"], len(turns) - 1, system, config, layout)
     expected_answer(row, layout)
-    return Conversation(messages, len(messages) - 1, tools)
+    return _continued(messages, len(messages) - 1, tools)
 
 
 def _solved_problem(
@@ -177,7 +181,7 @@ def _completed(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Co
         system = _system(row, layout, config)
         messages = read_messages(prompt + completion, columns["completion"], len(prompt), system, config, layout)
         tools = read_tools(row.get(columns["tools"]), columns["tools"]) if "tools" in columns else None
-        return Conversation(messages, len(messages) - len(completion), tools)
+        return _continued(messages, len(messages) - len(completion), tools)
     if _is_turns(completion):
         raise RowError("prompt and completion must both be text or both be lists of messages")
     for role in ("system", "tools"):
@@ -217,6 +221,18 @@ def _history(row: Mapping[str, Any], layout: Layout) -> list[dict[str, Any]]:
         for role, said in zip(("user", "assistant"), pair, strict=True):
             turns.append({"role": role, "content": text_of(said, f"column {column!r}")})
     return turns
+
+
+def _continued(messages: list[dict[str, Any]], first: int, tools: list[Any] | None) -> Conversation:
+    """Returns a conversation in which a prompt that ends in the assistant's own words is continued, as TRL does."""
+    words, reply = messages[first - 1 : first + 1] if first else ({"role": ""}, messages[0])
+    if words["role"] != "assistant" or reply["role"] != "assistant":
+        return Conversation(messages, first, tools)
+    said, rest = words.get("content"), reply.get("content")
+    if not isinstance(said, str) or not isinstance(rest, str) or len(messages) > first + 1 or words.get("tool_calls"):
+        raise RowError("the prompt ends in a reply, which one message of text can continue, and no others can")
+    whole = [*messages[: first - 1], {**reply, "content": said + rest}]
+    return Conversation(whole, first - 1, tools, begun=said)
 
 
 def problem(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> dict[str, str]:
@@ -305,6 +321,7 @@ def final_answer(talk: Conversation, config: DataConfig) -> str:
         said = talk.messages[talk.first :] if talk.first else ""
     else:
         said = next(turn.get("content") or "" for turn in reversed(talk.messages) if turn["role"] == "assistant")
+        said = NO_REPLY if talk.begun and said == talk.begun + NO_REPLY else said
     return answer_of(str(said), config).strip()
 
 

@@ -445,8 +445,11 @@ def evaluate(config: TrainConfig, prepared: Prepared, adapter_dir: str | Path | 
     ask = GenerationRequest(_prompt_ids(prepared, count), Sampling(limit))
     answers = answer(config, [ask], [each.tolist() for each in ids], adapter_dir=adapter_dir, batch_size=_BATCH)
     replies, samples = answers.completions[0], []
-    for row, prompt, reply in zip(prepared.eval_rows[:count], prepared.eval_prompts[:count], replies, strict=True):
-        text = opened(prompt, config.data) + reply.text
+    asked = prepared.eval_asked or [None] * len(prepared.eval_rows)
+    for row, prompt, begun, reply in zip(
+        prepared.eval_rows[:count], prepared.eval_prompts[:count], asked[:count], replies, strict=True
+    ):
+        text = opened(prompt, config.data, begun) + reply.text
         expected, verdict = row.get("answer"), judge(row, text, config.data, rule)
         question = str(row.get("question") or prompt)
         samples.append(
@@ -490,7 +493,8 @@ def count_correct(
     )  # fmt: skip
     verdicts = []
     for (row, _), reply in generator.share(ids, sampling).items():
-        text = opened(prepared.eval_prompts[row], data) + reply.text
+        begun = prepared.eval_asked[row] if prepared.eval_asked else None
+        text = opened(prepared.eval_prompts[row], data, begun) + reply.text
         verdicts.append(judge(prepared.eval_rows[row], text, data, rule))
     if errors := [verdict.error for verdict in verdicts if verdict.error]:
         text = f"{len(errors)} of {len(verdicts)} answers of replica {rt.rank} were not judged"
@@ -510,6 +514,16 @@ def _prompt_ids(prepared: Prepared, count: int | None) -> list[list[int]]:
     return ids
 
 
-def opened(prompt: str, data: DataConfig) -> str:
-    """Returns the opening tag of the reasoning if the prompt ends with it, as the first part of the answer."""
+def opened(prompt: str, data: DataConfig, asked: Any = None) -> str:
+    """Returns the first part of the answer that the prompt has.
+
+    Args:
+        prompt: its text.
+        data: the tags.
+        asked: the prompt as messages, or text. Where it ends in the assistant's own words, these are continued; else
+            the prompt may end with the opening tag of the reasoning.
+    """
+    words = str(asked[-1].get("content") or "") if isinstance(asked, list) and asked[-1]["role"] == "assistant" else ""
+    if words and prompt.endswith(words.rstrip()):
+        return words
     return f"{data.think_open}\n" if prompt.rstrip().endswith(data.think_open) else ""

@@ -103,7 +103,8 @@ class PromptCodec:
     def encode(self, prompt: Prompt) -> list[int]:
         """Returns the token ids of a prompt.
 
-        The tokenizer's template renders a chat; without one a chat of one user turn is its text.
+        The tokenizer's template renders a chat, whose last message is continued if it is the assistant's; without a
+        template a chat of one user turn is its text.
 
         Raises:
             ValueError: the prompt is empty, or the template refuses the chat, or there is none for several turns.
@@ -130,7 +131,8 @@ class PromptCodec:
             return plain_prompt(self.tokenizer, text_of(messages, tools))
         if self.data.system_prompt and messages[0].get("role") != "system":
             messages = [{"role": "system", "content": self.data.system_prompt}, *messages]
-        return self.plain(_encoder(self.tokenizer, self.data).render(messages, tools, prompt=True))
+        begun = messages[-1].get("role") == "assistant"  # its words are continued, as TRL does
+        return self.plain(_encoder(self.tokenizer, self.data).render(messages, tools, prompt=True, begun=begun))
 
     def opens_reasoning(self, ids: Sequence[int]) -> bool:
         """Whether a prompt ends with the opening tag of the reasoning."""
@@ -241,7 +243,7 @@ def _prompt(place: str, line: str) -> Prompt:
             f'{place}: a system prompt, or tools beside a text, are not read; write {{"messages": [{{"role": "system", '
             '"content": "..."}, ...], "tools": [...]}'
         )
-    if chat and prompt[-1].get("role") == "assistant":
+    if chat and prompt[-1].get("role") == "assistant" and (len(prompt) == 1 or not prompt[-1].get("content")):
         raise ValueError(f"{place}: the chat ends in a reply, so it asks nothing; remove its last message")
     return {"messages": prompt, "tools": tools} if tools else prompt
 

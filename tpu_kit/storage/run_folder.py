@@ -57,7 +57,7 @@ def find_run(place: Path | str) -> Run:
     if CONFIG in names or {f"{ADAPTER}/", f"{_CHECKPOINTS}/"} & names:
         return Run(here, join(here, ADAPTER) if f"{ADAPTER}/" in names else None)
     raise ValueError(
-        f"{here} has no {CONFIG} and no adapter_config.json, so it is neither a run nor an adapter; {_near(here)}"
+        f"{here} has no adapter_config.json and no {CONFIG}, so it is neither a run nor an adapter; {_near(here)}"
     )
 
 
