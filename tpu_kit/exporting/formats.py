@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from tpu_kit.assets.embedded import model_dir
-from tpu_kit.config.loader import TrainConfig
+from tpu_kit.config.loader import ModelConfig, TrainConfig
 from tpu_kit.distributed.child_process import run_child
 from tpu_kit.exporting.equivalence import Check, compare, compare_llama_cpp, logits, reload, run_llama_cpp
 from tpu_kit.exporting.options import DTYPES
@@ -33,9 +33,11 @@ from tpu_kit.exporting.streaming import StreamedModel, stream
 from tpu_kit.generation.service import ADAPTER_FILES
 from tpu_kit.models import experts
 from tpu_kit.models.causal_lm import base_model, cast
-from tpu_kit.models.loading import load_base
+from tpu_kit.models.loading import load_base, locate
 
 HERE = "path/of/this/folder"  # in the texts beside the files, which may move
+_PROCESSOR_FILES = ("PROCESSOR_NAME", "IMAGE_PROCESSOR_NAME", "VIDEO_PROCESSOR_NAME", "FEATURE_EXTRACTOR_NAME",
+                    "AUDIO_TOKENIZER_NAME")  # fmt: skip  # of transformers.utils
 BYTES = {"fp32": 4.0, "bf16": 2.0, "f16": 2.0, "q8_0": 34 / 32}  # per weight
 
 
@@ -106,13 +108,16 @@ def adapter(work: Work) -> Parts:
     path = work.part / ADAPTER_FILES[0]
     settings = json.loads(path.read_text()) | {"base_model_name_or_path": named, "revision": model.revision}
     path.write_text(json.dumps(settings, indent=2, sort_keys=True))
+    unfetched = copy_processor(model, work.part)
     base = {"revision": model.revision, "gguf_file": model.gguf_file} | {
         "pretrained_model_name_or_path": str(model_dir()) if model.name == "embedded" else model.name
     }
     exported = reload(work.part, work.whole, {option: value for option, value in base.items() if value})
     check = _accept(compare(work.tuned, exported, work.effect, "fp32", "PEFT, on the base"))
     unnamed = f"the base model {Path(model.name).name} has no name on the hub: give base=owner/name to share this"
-    notes = [] if work.base_id else [unnamed]
+    notes = unfetched + ([] if work.base_id else [unnamed])
+    if (note := _other_class(work)) is not None:
+        notes.append(note)
     if work.config.lora.experts:
         notes.append(_adapters_of_experts_in_vllm(work))
     use = (
@@ -120,6 +125,18 @@ def adapter(work: Work) -> Parts:
         f'model = AutoPeftModelForCausalLM.from_pretrained("{HERE}")\n```'
     )
     return "a LoRA adapter", [check], notes, use
+
+
+def _other_class(work: Work) -> str | None:
+    """Says for which class an adapter is, where config.json of the base names another one."""
+    loaded = type(base_model(work.model)).__name__
+    named = next(iter(_settings(work.config.model).get("architectures") or ()), loaded)
+    if named == loaded:
+        return None
+    return (
+        f"PEFT loads it on {loaded}, as AutoPeftModelForCausalLM does, and not on {named}, which the base's "
+        "config.json names: its layers have other names, and PEFT would leave the adapter out with a warning"
+    )
 
 
 def _adapters_of_experts_in_vllm(work: Work) -> str:
@@ -158,6 +175,8 @@ def merged(work: Work, format: str) -> Parts:
     """Writes a folder for transformers, or for vLLM with the command that serves it."""
     checks = [_merge(work)]
     _save(work, work.part, getattr(torch, DTYPES[work.dtype]))
+    whole = reads_more_than_text(base_model(work.model))
+    unfetched = copy_processor(work.config.model, work.part) if whole else []
     exported = reload(work.part, work.whole)
     by, mixture = f"transformers, from {work.dtype}", any(True for _ in experts.modules_of(work.model))
     checks.append(_accept(compare(work.tuned, exported, work.effect, work.dtype, by, mixture)))
@@ -167,9 +186,9 @@ def merged(work: Work, format: str) -> Parts:
             f'model = AutoModelForCausalLM.from_pretrained("{HERE}")\n'
             f'tokenizer = AutoTokenizer.from_pretrained("{HERE}")\n```'
         )
-        return f"merged weights in {work.dtype}", checks, [], use
+        return f"merged weights in {work.dtype}", checks, unfetched, use
     command = f"vllm serve {HERE} --served-model-name {work.name} --dtype {DTYPES[work.dtype]}"
-    notes = [f"serve it with: {command}", "vLLM itself was not run: transformers read the files"]
+    notes = [*unfetched, f"serve it with: {command}", "vLLM itself was not run: transformers read the files"]
     return f"merged weights in {work.dtype} for vLLM", checks, notes, f"```sh\n{command}\n```"
 
 
@@ -262,6 +281,51 @@ def _in_llama_cpp(work: Work, model: Path, stored: str, adapter: Path | None = N
 
 
 # -------------------------------------------------------------------------------------------- model folders
+
+
+def reads_more_than_text(model: Any) -> bool:
+    """Whether a model has parts for images or sound."""
+    decoder = {*model.get_decoder().modules(), model.get_output_embeddings()}
+    return any(isinstance(part, torch.nn.Linear) and part not in decoder for part in model.modules())
+
+
+def _settings(model: ModelConfig) -> dict[str, Any]:
+    """Returns the config.json of a base model as it is written; empty if it cannot be read. It runs no code."""
+    from transformers import PretrainedConfig
+
+    with contextlib.suppress(OSError, ValueError):
+        return dict(PretrainedConfig.get_config_dict(locate(model), revision=model.revision)[0])
+    return {}
+
+
+def copy_processor(model: ModelConfig, folder: Path) -> list[str]:
+    """Copies the files with which transformers prepares images and sound for a model, those that the base has.
+
+    Returns:
+        A note if the hub was not reached.
+    """
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+    from transformers import utils
+
+    name = locate(model)
+    if "text_config" not in _settings(model):  # it reads text alone
+        return []
+    for file in sorted({getattr(utils, constant) for constant in _PROCESSOR_FILES}):
+        try:
+            source = (
+                Path(name) / file if Path(name).is_dir() else Path(hf_hub_download(name, file, revision=model.revision))
+            )
+            if source.is_file():
+                shutil.copyfile(source, folder / file)
+        except EntryNotFoundError as error:
+            if isinstance(error, FileNotFoundError):  # it is not in the cache, and the hub cannot be asked
+                return [
+                    f"the files of the base's processor, such as {file}, are not in the hub's cache: copy them here"
+                ]
+        except OSError as error:
+            return [f"the files of the base's processor could not be fetched ({error}): copy them here"]
+    return []
 
 
 def _save_model(model: Any, tokenizer: Any, folder: Path, dtype: torch.dtype) -> None:

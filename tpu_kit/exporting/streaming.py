@@ -82,6 +82,10 @@ class StreamedModel:
         self._buffers = {names[id(buffer)]: buffer for buffer in model.buffers() if id(buffer) in names}
         for name, buffer in self._buffers.items():
             buffer.copy_(self._read(name))
+        causal: Any = models.base_model(model)
+        whole = getattr(causal, causal.base_model_prefix, causal)
+        if whole is not causal.get_decoder():  # a model for images reads a row of the embedding's weight itself
+            units[id(causal.get_input_embeddings())] = whole
         parents = {id(child): part for part in model.modules() for child in part.children()}
         for part in model.modules():
             slots = [

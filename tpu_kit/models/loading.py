@@ -195,6 +195,24 @@ def leave_out_towers(settings: Any) -> bool:
     return bool(found)
 
 
+@cache
+def modules_left_out(config: ModelConfig) -> tuple[str, ...]:
+    """Returns the names of the modules that loading leaves out of a model for text: its towers for images and sound.
+
+    They are those of the whole model, built without weights.
+    """
+    from transformers import AutoModelForCausalLM
+
+    settings, text = (read_config(config) for _ in range(2))
+    if settings is None or not leave_out_towers(text):
+        return ()
+    with torch.device("meta"):
+        whole, loaded = (
+            {name for name, _ in AutoModelForCausalLM.from_config(each).named_modules()} for each in (settings, text)
+        )
+    return tuple(sorted(whole - loaded))
+
+
 def forget_quantizer(model: PreTrainedModel) -> None:
     """Lets transformers train and save a model whose weights are plain now, or ours; else it refuses to."""
     model.hf_quantizer, model.is_quantized = None, False

@@ -17,6 +17,7 @@ from tpu_kit.data.chat_encoding import Encoder
 from tpu_kit.models import base_identity
 from tpu_kit.models.architecture import locate
 from tpu_kit.models.causal_lm import base_model
+from tpu_kit.models.loading import modules_left_out
 from tpu_kit.models.states_head import StatesHead
 from tpu_kit.storage import atomic
 
@@ -42,8 +43,17 @@ def adapter_tensors(model: torch.nn.Module, trained: Mapping[str, torch.Tensor])
 
 
 def adapter_settings(model: Any, config: TrainConfig) -> dict[str, Any]:
-    """Makes the contents of adapter_config.json."""
+    """Makes the contents of adapter_config.json.
+
+    PEFT matches targets by the end of a name. The whole model may have such modules in its towers for images and sound,
+    which training did not load, so these are excluded by name.
+    """
     settings = {**model.peft_config["default"].to_dict(), "inference_mode": True}
+    targets = settings["target_modules"]
+    if not isinstance(targets, str):
+        ends = tuple(f".{target}" for target in targets or ())
+        excluded = [name for name in modules_left_out(config.model) if f".{name}".endswith(ends)] if ends else []
+        settings["exclude_modules"] = sorted({*(settings["exclude_modules"] or ()), *excluded}) or None
     name = config.model.name
     settings["base_model_name_or_path"] = locate(config.model) if name == "embedded" else name
     return {name: sorted(value) if isinstance(value, set) else value for name, value in settings.items()}
