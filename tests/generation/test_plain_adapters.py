@@ -128,6 +128,10 @@ def test_exports_of_plain_text_have_no_chat_template(
     done = export(run / "adapter", "merged", tmp_path / "merged", dtype="fp32")
     assert not list((tmp_path / "merged").glob("chat_template*"))
     assert not json.loads((tmp_path / "merged" / "tokenizer_config.json").read_text()).get("chat_template")
+    (tmp_path / "config.yaml").write_text((run / "config.yaml").read_text())
+    shutil.copytree(run / "adapter", tmp_path / "copied")
+    with pytest.raises(ValueError, match=r"copied has no config\.yaml: give the folder that a run wrote"):
+        export(tmp_path / "copied", "merged")
     assert "it was trained on plain text, so these files have no chat template: ask for completions" in str(done)
 
 

@@ -16,8 +16,11 @@ import pytest
 
 from tests.support.child_processes import REPOSITORY
 from tpu_kit.cli import COMMANDS
+from tpu_kit.config.fields import knobs_of
 from tpu_kit.config.loader import TrainConfig, load_config
 from tpu_kit.config.schema import parameters
+from tpu_kit.generation.requests import Prompts
+from tpu_kit.generation.sampling import Sampling
 from tpu_kit.recipes.sft import TrainResult
 
 MAIN = REPOSITORY / "README.md"
@@ -200,7 +203,7 @@ def test_settings_and_modules_named_in_the_text_exist(path: Path) -> None:
         "nprocs",
         "kit_source",
     }
-    leaves = {one.leaf for one in parameters().values()}
+    leaves = {one.leaf for one in parameters().values()} | {*knobs_of(Sampling), *knobs_of(Prompts)}
     strange = {name for name in known if name not in leaves and not name.isupper()}
     assert not strange, strange
     for name in re.findall(r"`(tpu_kit(?:\.\w+)+)`", TEXTS[path]):

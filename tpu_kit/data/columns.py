@@ -174,7 +174,7 @@ class Layout:
         features: of columns whose values Arrow stores otherwise than they are written (`cells.plain_value`).
         examples: unused column -> one of its values.
         notes: what the values decided, for the report.
-        turns: what makes the turns of the rows: the chat template, their text itself, in the template's form, or
+        turns_by: what makes the turns of the rows: the chat template, their text itself, in the template's form, or
             nothing, as plain text has none.
     """
 
@@ -190,7 +190,7 @@ class Layout:
     features: Mapping[str, Any] = field(default_factory=dict)
     examples: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    turns: Literal["template", "text", "none"] = "template"
+    turns_by: Literal["template", "text", "none"] = "template"
 
     def __str__(self) -> str:
         used = ", ".join(f"{role}={column}" for role, column in self.columns.items())

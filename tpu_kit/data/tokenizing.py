@@ -189,12 +189,19 @@ def _encoder(rows: Dataset, tokenizer: Any, config: DataConfig, source: str, lik
         ensure_chat_template(tokenizer)
         encoder.open_reasoning(rows)
         return encoder
-    names = [name for role in ("text", "prompt", "completion") if (name := layout.columns.get(role)) is not None]
-    first = map(layout.plain, rows.select(range(min(len(rows), _LOOKED_AT))))
-    texts = ["".join(str(row.get(name)) for name in names) for row in first]
+    first = rows.select_columns(layout.needed(columns)).select(range(min(len(rows), _LOOKED_AT)))
+    texts = [text for row in first if (text := _plain_text(row, encoder))]
     with_turns = sum(encoder.header in text for text in texts) if encoder.header else 0
     turns: Literal["text", "none"] = "text" if 2 * with_turns > len(texts) else "none"
-    return replace(encoder, layout=replace(encoder.layout, turns=turns))
+    return replace(encoder, layout=replace(encoder.layout, turns_by=turns))
+
+
+def _plain_text(row: Mapping[str, Any], encoder: Encoder) -> str:
+    """Returns the text of a row; empty if it cannot be read, which is told when it is tokenised."""
+    try:
+        return str(encoder.conversation(row).messages)
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
+        return ""
 
 
 def _tokenize_rows(batch: Mapping[str, list[Any]], numbers: list[int], encoder: Encoder) -> dict[str, list[Any]]:

@@ -262,7 +262,7 @@ def evaluate_adapter(
 
 def _tell_form(prepared: Prepared, plain: bool, chat: bool | None) -> None:
     """Says on stderr where rows and model have not the same form; raises ValueError for chat=True of plain text."""
-    if prepared.encoder is None or prepared.encoder.layout.turns == "template":
+    if prepared.encoder is None or prepared.encoder.layout.turns_by == "template":
         if plain and chat is None:
             text = "as plain text, without a chat template, as the adapter was trained (chat=true: with it)"
             print(f"asked            {text}", file=sys.stderr, flush=True)
@@ -425,7 +425,8 @@ def count_correct(
     ids = _prompt_ids(prepared, config.tracking.eval_generate_rows)
     data, limit, rule = config.data, config.tracking.generate_tokens, verifier_named(config.tracking.verifier)
     # The program of samples takes the likeliest token, too, at a temperature at which no other one is drawn.
-    sampling = Sampling(config.rl.max_completion_length, temperature=1e-8) if generator else Sampling(limit)
+    nearly = Sampling(config.rl.max_completion_length, temperature=1e-8, top_k=0, top_p=1.0, min_p=0.0)
+    sampling = nearly if generator else Sampling(limit)
     generator = generator or Generator(
         model, prepared.encoder.tokenizer, rt, max_prompt=max(map(len, ids)), max_new_tokens=limit,
         batch_size=min(_BATCH, -(-len(ids) // rt.world_size)), data=data,

@@ -37,8 +37,8 @@ from tpu_kit.models.causal_lm import base_model
 from tpu_kit.models.loading import load_base, load_tokenizer
 from tpu_kit.models.states_head import file_names, find_head, title, without_head
 from tpu_kit.storage import atomic
-from tpu_kit.storage.object_store import at_hand, is_url
-from tpu_kit.storage.run_folder import find_run
+from tpu_kit.storage.object_store import at_hand, is_url, join
+from tpu_kit.storage.run_folder import ADAPTER, find_run
 from tpu_kit.training.metrics import best_evaluation, read_metrics
 from tpu_kit.training.objectives import objective_of
 
@@ -117,7 +117,8 @@ def export(
     if push:
         print(f"to be pushed to {check_repository(push)}", flush=True)  # before minutes of work
     with contextlib.suppress(ValueError):  # what is missing is told below
-        run_dir = find_run(run_dir).folder
+        folder, adapter = find_run(run_dir)
+        run_dir = folder if adapter in (None, join(folder, ADAPTER)) else run_dir  # not of a copied adapter
     if not is_url(run_dir):
         done = _export(Path(run_dir), False, options)
     else:

@@ -432,14 +432,14 @@ TEMPLATES = {
     ],
     "text": ["chat template    not applied: most rows have its turns in their text already; prompts are asked by it"],
 }
-"""Lines of the report for each `Layout.turns` but "template"."""
+"""Lines of the report for each `Layout.turns_by` but "template"."""
 
 
 def data_report(prepared: Prepared, plan: BatchPlan, total: int, config: TrainConfig) -> str:
     """Describes the rows and the batches of a run of `total` updates."""
     warmup, rl = config.optim.warmup_steps, config.rl
     long = f"warning          optim.warmup_steps={warmup} is more than the {total:,} updates; lower it or raise epochs"
-    turns = TEMPLATES.get(prepared.encoder.layout.turns, []) if prepared.encoder else []
+    turns = TEMPLATES.get(prepared.encoder.layout.turns_by, []) if prepared.encoder else []
     if prepared.tasks:
         each = f"{config.num_generations} completions of up to {rl.max_completion_length} tokens"
         batch = f"rollout          {rl.prompts_per_rollout} prompts x {each}; {total:,} updates"

@@ -83,7 +83,7 @@ def tokenizer_to_save(encoder: Encoder) -> Any:
 
     So nothing asks the model, or a copy of its folder, through a template that it was not trained with.
     """
-    if encoder.layout.turns != "none":
+    if encoder.layout.turns_by != "none":
         return encoder.tokenizer
     tokenizer = copy.copy(encoder.tokenizer)
     tokenizer.chat_template = None

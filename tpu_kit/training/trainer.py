@@ -436,7 +436,7 @@ class Trainer:
             "fingerprint": self.prepared.fingerprint, "rows_digest": self._rows_digest,
             "global_batch_size": self.plan.global_batch_size,
             "versions": versions(self.config), "wandb_id": self._tracker.wandb_id,
-            "turns": self.prepared.encoder and self.prepared.encoder.layout.turns,
+            "turns": self.prepared.encoder and self.prepared.encoder.layout.turns_by,
         }  # fmt: skip
         if attempt is None:
             stored = sections(tensors)
