@@ -15,7 +15,7 @@ from tests.support.cached_model import put_in_cache, use_cache
 from tests.support.hub import run_hub
 from tpu_kit.config.loader import ModelConfig
 from tpu_kit.models import base_identity
-from tpu_kit.models.base_identity import differences, identify, pin
+from tpu_kit.models.base_identity import differences, identify, other_place, pin
 
 NAME, COMMIT = "owner/tiny", "c" * 40
 WEIGHTS = os.urandom(3_000_000)
@@ -69,6 +69,27 @@ def test_hub_cache_and_folder_tell_of_the_same_weights(
     for began in (ours, online, cached):
         for now in (ours, online, {**cached, "commit": "d" * 40}):
             assert differences(began, now) == []
+    # A folder and the cache have samples in common, a folder and the hub alone nothing.
+    assert (
+        other_place(ours, cached)
+        == other_place(cached, ours)
+        == other_place(online, {**cached, "commit": "d" * 40})
+        == []
+    )
+    assert other_place(ours, online) == [f"{name} cannot be compared: download the model first" for name in SHARDS]
+    assert other_place(ours, None) == other_place(None, ours) == ["their files cannot be compared"]
+
+
+def test_another_configuration_of_the_same_weights_is_another_model(folder: Path, tmp_path: Path) -> None:
+    began = known(ModelConfig(name=str(folder)))
+    moved = folder.rename(tmp_path / "moved")
+    for settings, told in (
+        ({"_name_or_path": "x", "transformers_version": "6"}, []),
+        ({"rope_theta": 1}, ["config.json has other content"]),
+    ):
+        (moved / "config.json").write_text(json.dumps(settings))
+        assert other_place(began, known(ModelConfig(name=str(moved)))) == told
+        assert differences(began, known(ModelConfig(name=str(moved)))) == []
 
 
 @pytest.mark.parametrize(

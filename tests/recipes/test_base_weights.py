@@ -65,6 +65,33 @@ def test_a_run_does_not_resume_on_other_weights(world: Path, tmp_path: Path, cap
     capfd.readouterr()
 
 
+def test_a_teacher_and_a_start_may_move(
+    world: Path, teacher: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    first, run = Path(sft.train(run_config(world, tmp_path / "first", world / "model")).adapter_dir), tmp_path / "run"
+    shutil.copytree(teacher, tmp_path / "teacher")
+    before = {"distill.teacher": str(tmp_path / "teacher"), "lora.adapter": str(first)}
+    sft.train(run_config(world, run, world / "model", **before))
+    (tmp_path / "teacher").rename(tmp_path / "moved")
+    first.parent.rename(tmp_path / "start")
+    now = {"distill.teacher": str(tmp_path / "moved"), "lora.adapter": str(tmp_path / "start/adapter")}
+    capfd.readouterr()
+    assert sft.train(run_config(world, run, world / "model", **now, max_steps=3)).step == 3
+    said = capfd.readouterr().out
+    assert all(f"moved            {name}: {before[name]} -> {now[name]}, same content" in said for name in now)
+    shutil.copytree(tmp_path / "moved", tmp_path / "other")
+    change_weights(tmp_path / "other")
+    shutil.copytree(tmp_path / "start", tmp_path / "another")
+    path = tmp_path / "another/adapter/adapter_model.safetensors"
+    save_file({name: value + 1 for name, value in load_file(path).items()}, path, metadata={"format": "pt"})
+    others = {"distill.teacher": str(tmp_path / "other"), "lora.adapter": str(tmp_path / "another/adapter")}
+    with pytest.raises(ValueError, match="is of another run") as caught:
+        sft.train(run_config(world, run, world / "model", **others, max_steps=4))
+    for name, file in (("distill.teacher", "model"), ("lora.adapter", "adapter_model")):
+        told = f"{name}: {now[name]!r} there, {others[name]!r} now, whose weights are not known to be the same: "
+        assert f"{told}{file}.safetensors has other content" in str(caught.value)
+
+
 def test_a_run_goes_on_from_the_commit_with_which_it_began(world: Path, tmp_path: Path, cached: Path) -> None:
     run = tmp_path / "run"
     sft.train(run_config(world, run, NAME))

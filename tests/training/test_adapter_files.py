@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -192,3 +193,25 @@ def test_adapted_from_a_model_that_was_never_on_disk() -> None:
     assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in names
     assert adapter_settings(model, config)["base_model_name_or_path"] == "some/model"
     assert isinstance(adapter_settings(model, config)["target_modules"], list)
+
+
+def test_a_full_disk_is_told_with_what_to_do(folder: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """For weights, which safetensors writes, and for the tokenizer's files, which tokenizers writes: both in Rust."""
+    config = configure(str(folder), **{"lora.r": 64})
+    model, weights = trained(config)
+    save_adapter(tmp_path / "adapter", model, weights, config, tokenizer)
+    before = (tmp_path / "adapter/adapter_model.safetensors").read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for most, given in ((4096, None), (len(before) + 4096, tokenizer)):
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most if given is None else 20_000, limits[1]))
+            small = weights if given is None else {}
+            told = (
+                rf"the trained weights could not be written to {tmp_path}/adapter \(File too large\): make room or set"
+            )
+            with pytest.raises(OSError, match=told) as raised:
+                save_adapter(tmp_path / "adapter", model, small, config, given)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert str(raised.value).endswith("and run this again: the checkpoints are complete")
+        assert (tmp_path / "adapter/adapter_model.safetensors").read_bytes() == before
