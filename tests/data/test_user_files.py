@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from datasets import ClassLabel, Dataset, Features, List, Value
 
-from tests.data.test_reasoning import QWEN3
+from tests.data.test_reasoning import KEY
 from tests.support.tiny_tokenizer import tiny_tokenizer
 from tpu_kit.config.loader import DataConfig
 from tpu_kit.data.chat_encoding import decoded_example
@@ -29,8 +29,8 @@ TOOL = {
 WRAPPED = {"type": "function", "function": TOOL}
 SHOWN = json.dumps(WRAPPED)
 CALLED = '<call>{"name": "add", "arguments": {"a": 2}}</call>'
-# The tools come before the chat; the block of an empty reasoning is left out below.
-TEMPLATE = "{% for tool in tools or [] %}{{ 'tool ' + (tool | tojson) + '<|im_end|>\n' }}{% endfor %}" + QWEN3
+TEMPLATE = "{% for tool in tools or [] %}{{ 'tool ' + (tool | tojson) + '<|im_end|>\n' }}{% endfor %}" + KEY
+"""The tools come before the chat, and a chat is one document."""
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +72,7 @@ def trained(made: Prepared) -> list[str]:
             f"\N{SYMBOL FOR START OF TEXT}{part}" if loss else part
             for part, loss in decoded_example(made.encoder.tokenizer, made.example(number))
         )
-        turns = text.replace("<think>\n\n</think>\n\n", "").replace("<|im_start|>", "").split("<|im_end|>")
+        turns = text.replace("<|im_start|>", "").split("<|im_end|>")
         lines = []
         for turn in filter(None, map(str.strip, turns)):
             mark = "> " * ("\N{SYMBOL FOR START OF TEXT}" in turn)
@@ -108,16 +108,16 @@ Q, A = "user: Add.\n", "> assistant: "
         (json.dumps([user("Add."), reply({"n": None})]), Q + A + '{"n": null}'),
         # Reasoning, wherever it stands.
         *[
-            ([chat(user("Add."), reply("x", **{key: value}))], Q + A + "<think>\nhm\n</think>\n\nx")
+            ([chat(user("Add."), reply("x", **{key: value}))], Q + A + "<think>\nhm\n</think>\nx")
             for key, value in {
                 "reasoning_details": [{"type": "reasoning.text", "text": "hm"}], "reasoning": ["hm"], "thought": "hm",
                 "thinking": {"text": "hm"},
             }.items()
         ],
         ([chat(user("Add."), reply([{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "x"}]))],
-         Q + A + "<think>\nhm\n</think>\n\nx"),
+         Q + A + "<think>\nhm\n</think>\nx"),
         ([{"question": "Add.", "reasoning": [{"text": "h"}, {"text": "m"}], "answer": "x"}],
-         Q + A + "<think>\nh\nm\n</think>\n\nx"),
+         Q + A + "<think>\nh\nm\n</think>\nx"),
         # Columns beside a question or a chat.
         ([{"instruction": "Add.", "output": "x", "system": "s", "history": [["h", "r"]]}],
          "system: s\nuser: h\n> assistant: r\n" + Q + A + "x"),
@@ -140,9 +140,9 @@ Q, A = "user: Add.\n", "> assistant: "
         ([{"question": "Add.", "answer": "# R\nSend it.\n\n#### See also: x"}], Q + A + "# R\nSend it.\n\n#### See also: x"),
         ([{"question": "Add.", "answer": "As\n#### See x"}, {"question": "b", "answer": "c"}], Q + A + "As\n#### See x"),
         ([{"question": "Add.", "answer": "So.\n#### 1,000"}, {"question": "b", "answer": "c"}],
-         Q + A + "<think>\nSo.\n</think>\n\n1,000"),
-        ([{"question": "Add.", "answer": "So.\n#### Yes"}], Q + A + "<think>\nSo.\n</think>\n\nYes"),
-        ([{"question": "Add.", "answer": "So.\nThe answer is: 5"}], Q + A + "<think>\nSo.\n</think>\n\n5"),
+         Q + A + "<think>\nSo.\n</think>\n1,000"),
+        ([{"question": "Add.", "answer": "So.\n#### Yes"}], Q + A + "<think>\nSo.\n</think>\nYes"),
+        ([{"question": "Add.", "answer": "So.\nThe answer is: 5"}], Q + A + "<think>\nSo.\n</think>\n5"),
         ([{"question": "Add.", "answer": "So.\nThe answer is: 5"}, {"question": "b", "answer": "c"}],
          Q + A + "So.\nThe answer is: 5"),
         # Switches of the loss of a reply.
