@@ -251,6 +251,7 @@ def test_adamw_of_small_moments_is_adamw_for_adapters_alone(write: Any, name: st
          'lr_scheduler_type: \'polynomial\' has no counterpart here; optim.schedule is "cosine", "linear" or "const'),
         ("model_name_or_path: a/b\nnum_generations: 4\ntop_p: 0.9", "top_p: 0.9 has no counterpart here; completions"),
         ("model_name_or_path: a/b\nreward_funcs: [accuracy_reward]", "write module:function, such as trl.rewards:accu"),
+        ("model_name_or_path: a/b\nreward_funcs: [accuracy, format]", "names of open-r1: its accuracy is math here"),
         ("model_name_or_path: a/b\nreward_funcs: [math]\nper_device_train_batch_size: 8", "set rl.prompts_per_update"),
         ("lr: 1\nlearning_rate: 2", "optim.learning_rate: given twice"),
         ("num_epochs: 1\nnum_train_epochs: 2", "optim.epochs: given twice, as 1 and as num_train_epochs=2"),

@@ -22,6 +22,20 @@ ROLES: dict[str, tuple[str, ...]] = {
 VERIFIERS = ("auto", "exact", "numeric", "choice", "math", "reasoning_gym")
 """The rules of `evaluation.verifiers`, which also takes regex:PATTERN and module:function."""
 
+REWARDS = ("think_format", "length")
+"""The names of `evaluation.rewards` that are no verifiers."""
+
+_CODE = "the kit runs no code of a model; write module:function, which sends it to a sandbox"
+_TRL = "write module:function, such as a function of trl.rewards"
+_OPEN_R1_REWARDS = {
+    "accuracy": "use math, or auto", "format": "use think_format; for <answer> tags too write module:function",
+    "soft_overlong_punishment": "use length", "cosine": _TRL, "repetition_penalty": _TRL,
+    "len": "use length, which is DAPO's",
+    "tag_count": "use think_format, or write module:function", "reasoning_steps": "write module:function",
+    "code": _CODE, "binary_code": _CODE, "ioi_code": _CODE, "cf_code": _CODE, "code_format": "use regex:PATTERN",
+}  # fmt: skip
+"""Names of open-r1's rewards -> what to do instead; its `length` is another than the kit's, which has the name here."""
+
 OBJECTIVES = {
     "supervised": "tpu_kit.training.objectives:SupervisedObjective",
     "error-correction": "tpu_kit.training.error_correction:ErrorCorrectionObjective",
@@ -57,8 +71,23 @@ def check_verifier(name: str) -> None:
             re.compile(name.removeprefix("regex:"))
         except re.error as error:
             raise ValueError(f"has a pattern that cannot be read ({error}); correct it") from error
+    elif name in _OPEN_R1_REWARDS:
+        raise ValueError(f"is a reward of open-r1; {_OPEN_R1_REWARDS[name]}")
     elif name not in VERIFIERS and not FUNCTION.fullmatch(name):
         raise ValueError(f"names no rule; use {', '.join(VERIFIERS)}, regex:PATTERN or module:function")
+
+
+def check_rewards(names: tuple[str, ...]) -> None:
+    """Raises ValueError if a text is neither a verifier nor one of `REWARDS`."""
+    problems, offered = [], ", ".join([*REWARDS, "auto"])
+    for name in names:
+        try:
+            if name not in REWARDS:
+                check_verifier(name)
+        except ValueError as error:
+            problems.append(f"{name!r} {str(error).replace('use auto', f'use {offered}')}")
+    if problems:
+        raise ValueError("; ".join(problems))
 
 
 def check_objective(name: str) -> None:

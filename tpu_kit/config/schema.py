@@ -15,6 +15,7 @@ from tpu_kit.config.choices import (
     OBJECTIVES,
     VERIFIERS,
     check_objective,
+    check_rewards,
     check_rows_held_out,
     check_verifier,
     layer_pairs,
@@ -226,6 +227,7 @@ class RlConfig:
         ("auto",),
         f"What judges a completion: {', '.join(VERIFIERS)} (1 if the answer is correct), think_format, length, "
         "regex:PATTERN or module:function.",
+        check=check_rewards,
     )
     reward_weights: tuple[float, ...] | None = knob(None, "A weight for each reward; null = 1.")
     num_generations: int = knob(8, "Completions of a prompt: a group, of grpo.", at_least=2, at_most=1024)
