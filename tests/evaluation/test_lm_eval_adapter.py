@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -103,6 +104,28 @@ def test_texts_up_to_their_stop_strings(model: Requests) -> None:
     assert first.startswith(cut)
     with pytest.raises(ValueError, match="generation options num_beams: the generator does not have them"):
         model.generate_until([Request((context, {"num_beams": 4}))])
+
+
+def test_the_answer_follows_the_reasoning(config: TrainConfig, model: Requests) -> None:
+    """As with `think_end_token` of lm-eval's own models; here the tags are words that the model writes."""
+    context = "Tom has 3 pens. Tom buys"
+
+    def answers(tags: tuple[str, str], *requests: tuple[str, list[str], int]) -> list[str]:
+        data = replace(config.data, think_open=tags[0], think_close=tags[1])
+        tagged = Requests(replace(config, data=data), None, 8, False)
+        return tagged.generate_until(
+            [Request((text, {"until": until, "max_gen_toks": length})) for text, until, length in requests]
+        )
+
+    (text,) = model.generate_until([Request((context, {"until": [], "max_gen_toks": 40}))])
+    assert text == " 2. Tom buys 2 so 3 + 2 = 5."
+    cases = [(context, ["buys"], 40), (context, [" ="], 40), (context, ["\n", "3"], 40), (context, [" "], 40)]
+    found = answers(("2.", "so"), *cases, (context, [" "], 6), (f"{context} 2.", ["buys"], 40))
+    assert found == ["3 + 2 = 5.", "3 + 2", "", "3", "", "3 + 1 = 4."]  # the fifth has not closed its reasoning
+    assert answers(("<think>", "</think>"), (context, ["buys"], 40)) == [" 2. Tom "]  # there is no reasoning
+    utils = pytest.importorskip("lm_eval.models.utils")
+    theirs = [utils.postprocess_generated_text(text, until, "so") for _, until, _ in cases]
+    assert found[:4] == theirs
 
 
 def test_the_chat_template_is_the_adapters(config: TrainConfig, tmp_path: Path, bucket: str) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tpu_kit.config.loader import TrainConfig
+from tpu_kit.generation.prompts import Completion
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.generation.service import GenerationRequest, answer
 from tpu_kit.models import causal_lm as models
@@ -66,7 +67,10 @@ class Requests:
         self._positions = positions or config.data.max_length
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
-        """Returns the texts that follow the contexts, each up to the first of its stop strings.
+        """Returns the answers to the contexts, each up to the first of its stop strings.
+
+        Reasoning between the tags of `config.data` is left out, and stop strings do not end it, as with
+        `think_end_token` of lm-eval's own models. A reply that ends within its reasoning has an empty answer.
 
         Raises:
             ValueError: the generator lacks an option, or a context is too long.
@@ -82,7 +86,7 @@ class Requests:
         texts = [""] * len(requests)
         for numbers, completions in zip(groups.values(), self._answer(asks).completions, strict=True):
             for number, completion in zip(numbers, completions, strict=True):
-                texts[number] = completion.text
+                texts[number] = self._answer_of(completion)
         return texts
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
@@ -132,6 +136,11 @@ class Requests:
     def tokenizer_name(self) -> str:
         """The name under which lm-eval caches rendered requests."""
         return self._config.model.name.replace("/", "__")
+
+    def _answer_of(self, completion: Completion) -> str:
+        if completion.reasoning is None:
+            return completion.text
+        return completion.text.rpartition(self._config.data.think_close)[2].lstrip() if completion.answer else ""
 
     def _answer(self, asks: Sequence[GenerationRequest], rows: Sequence[Sequence[int]] = ()) -> Any:
         return answer(self._config, asks, rows, adapter_dir=self._adapter, batch_size=self._batch_size)
@@ -196,4 +205,5 @@ def _sampling(options: Mapping[str, Any]) -> Sampling:
     passed = {name: rest.pop(name) for name in _PASSED_ON if name in rest}
     if rest:
         raise ValueError(f"generation options {', '.join(rest)}: the generator does not have them; remove them")
-    return Sampling(int(lengths[0]) if lengths else 256, float(temperature), stop=stop, **passed)
+    length = int(lengths[0]) if lengths else 256
+    return Sampling(length, float(temperature), stop=stop, stop_in_reasoning=False, **passed)

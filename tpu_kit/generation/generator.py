@@ -181,7 +181,7 @@ class Generator:
         (ids,) = self._encode([prompt], sampling, truncate)
         sent = ""
         for (row,) in self._batch([ids], [0], 1, 1, sampling, self._width(len(ids) - 1)):
-            text = self.codec.text(row.tokens, sampling)
+            text = self.codec.text(row, sampling)
             if not row.ended and len(row.tokens) < sampling.max_new_tokens:
                 text = self.codec.settled(text, sampling)
             if len(text) > len(sent):

@@ -93,10 +93,10 @@ class PromptCodec:
             row.tokens.append(token)
             row.logprobs.append(logprob)
             row.ended = token in self.stops
-        if not sampling.stop or self._stop_in(self._decode(row.tokens), sampling) is None:
+        if not sampling.stop or self._stop_in(self._decode(row.tokens), sampling, row.opened) is None:
             return
         lengths = range(before + 1, len(row.tokens) + 1)
-        end = next(n for n in lengths if self._stop_in(self._decode(row.tokens[:n]), sampling) is not None)
+        end = next(n for n in lengths if self._stop_in(self._decode(row.tokens[:n]), sampling, row.opened) is not None)
         del row.tokens[end:], row.logprobs[end:]
         row.ended = True
 
@@ -139,17 +139,25 @@ class PromptCodec:
         tail = self.tokenizer.decode(list(ids[-16:]), clean_up_tokenization_spaces=False)
         return bool(tail.rstrip().endswith(self.data.think_open))
 
-    def text(self, tokens: Iterable[int], sampling: Sampling) -> str:
-        """Decodes tokens without special ones, up to the first stop string."""
-        text = self._decode(tokens)
-        return text[: self._stop_in(text, sampling)]
+    def text(self, row: Row, sampling: Sampling) -> str:
+        """Decodes a reply without special tokens, up to the first stop string."""
+        text = self._decode(row.tokens)
+        return text[: self._stop_in(text, sampling, row.opened)]
 
     def _decode(self, tokens: Iterable[int]) -> str:
         ids = [token for token in tokens if token not in self._dropped]
         return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
-    def _stop_in(self, text: str, sampling: Sampling) -> int | None:
-        return min((start for stop in sampling.stop if (start := text.find(stop)) >= 0), default=None)
+    def _stop_in(self, text: str, sampling: Sampling, opened: bool) -> int | None:
+        """Returns where the first stop string begins; white space around the reasoning belongs to it."""
+        begin = 0
+        if not sampling.stop_in_reasoning:
+            reasoning, closed, answer = text.partition(self.data.think_close)
+            if closed:
+                begin = len(text) - len(answer.lstrip())
+            elif opened or (said := reasoning.lstrip()).startswith(tag := self.data.think_open) or tag.startswith(said):
+                return None
+        return min((start for stop in sampling.stop if (start := text.find(stop, begin)) >= 0), default=None)
 
     def settled(self, text: str, sampling: Sampling) -> str:
         """Returns the beginning of an unfinished text that later tokens cannot change."""
@@ -162,7 +170,7 @@ class PromptCodec:
 
     def completion(self, row: Row, sampling: Sampling) -> Completion:
         """Makes the completion of a finished reply."""
-        text = self.text(row.tokens, sampling)
+        text = self.text(row, sampling)
         reasoning, answer = split_reasoning(text, self.data, row.opened)
         return Completion(
             text, reasoning, answer, tuple(row.tokens), "stop" if row.ended else "length", sum(row.logprobs),

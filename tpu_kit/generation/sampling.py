@@ -52,6 +52,7 @@ class Sampling:
         True, "Apply the model's generation_config, as transformers does: the options above that are null, and others "
         "such as no_repeat_ngram_size and min_new_tokens.",
     )  # fmt: skip
+    stop_in_reasoning: bool = knob(True, "Whether the texts of stop also end a reply within its reasoning.")
     tempered_logprobs: bool = knob(
         False, "Give log-probabilities of the distribution at this temperature, not of the model's own."
     )
