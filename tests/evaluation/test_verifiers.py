@@ -5,7 +5,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import re
+import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +19,7 @@ import numpy as np
 import pytest
 
 from tpu_kit.config.choices import VERIFIERS
-from tpu_kit.config.loader import DataConfig
+from tpu_kit.config.loader import DataConfig, load_config
 from tpu_kit.evaluation.verifiers import _RULES, Verdict, judge, verifier_named, well_formed
 
 OTHER = DataConfig(source="rows.jsonl")
@@ -159,7 +162,7 @@ def test_a_users_function_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         with pytest.raises(ValueError) as error:
             verifier_named(name)
         assert text in str(error.value)
-    assert {"auto", *_RULES} == set(VERIFIERS)
+    assert {"exact", "reasoning_gym", *_RULES} - {"regex"} == set(VERIFIERS)
 
 
 def test_a_package_is_asked_for_if_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,12 +194,138 @@ def test_auto_agrees_with_a_reader() -> None:
 
     Replies of SmolLM2-135M-Instruct to 35 questions in 5 forms (temperature 0.4), and replies written by hand.
     """
-    assert len(ANSWERS) >= 300 and len({row["text"] for row in ANSWERS if row["by"] != "hand"}) >= 100
+    assert len(ANSWERS) >= 1000 and len({row["text"] for row in ANSWERS if row["by"] != "hand"}) >= 100
     labels = Counter(row["correct"] for row in ANSWERS)
     wrong = [(row, judge({"answer": row["expected"]}, row["text"], OTHER)) for row in ANSWERS]
     wrong = [(row, verdict) for row, verdict in wrong if verdict != Verdict(row["correct"])]
     counts = Counter(row["correct"] for row, _ in wrong)
     assert counts[False] <= 0.01 * labels[False] and counts[True] <= 0.03 * labels[True], wrong
+
+
+@pytest.mark.parametrize(
+    ("expected", "text", "correct"),
+    [
+        ("3", r"\boxed{3}, that is \boxed{4", False),  # cut off: an earlier box is no answer either
+        ("3", r"\boxed{3}, that is \boxed{}", False),
+        ("3", "<answer>3</answer> or <answer>4", False),
+        ("Rome", "<reasoning>Is it Oslo?</reasoning><answer>\nRome\n</answer>", True),
+        ("Oslo", "<reasoning>The answer is Oslo.</reasoning>", False),
+        ("7", r"\boxed{6, 7}", False),
+        ("7", "6 or 7", False),
+        ("7", r"\boxed{x > 7}", False),
+        ("7", r"\boxed{7!}", False),
+        ("7", r"\boxed{\pm 7}", False),
+        ("80%", r"\boxed{0.8}", True),
+        ("0.8", r"\boxed{80\%}", True),
+        ("0.8", r"\boxed{8\%}", False),
+        ("6 m", r"\boxed{6\text{ meters}}", True),
+        ("6 m", r"\boxed{6\text{ cm}}", False),
+        ("k - 3", r"\boxed{-3 + k}", True),
+        ("oak, elm, ash", r"\boxed{\text{ash, oak, elm}}", True),
+        ("4, 4, 5", r"\boxed{4, 5, 5}", False),
+        (r"2 \pm \sqrt{3}", r"\boxed{2 - \sqrt{3}, 2 + \sqrt{3}}", True),
+        ("x = 9", r"\boxed{9}", True),
+        ("x = 9", r"\boxed{y = 9}", False),
+        (r"\frac{1}{7^{40}}", r"\boxed{\frac{1}{7^{41}}}", False),
+        ("0.00000003", r"\boxed{0.00000004}", False),
+        ("112_3", r"\boxed{112}", False),
+        ("8:15", "The bus leaves at 8:15.", True),
+        ("8:15 pm", "<answer>20:15</answer>", True),
+        ("3 May 2021", "<answer>2021-05-03</answer>", True),
+        ("D", "The answer is (D) Oslo, not (A) Rome.", True),
+        ("6", r"\boxed{5}. Wait, it should be 6.", True),
+        ("6", "Answer: We add the 2 apples to the 4 pears on the table. So she has 6 fruits.", True),
+        ("Rome", "Answer: Rome. It has been the capital of Italy for more than a hundred years.", True),
+    ],
+)
+def test_the_whole_of_a_marked_statement_counts(expected: str, text: str, correct: bool) -> None:
+    assert judge({"answer": expected}, text, OTHER) == Verdict(correct)
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "verdict"),
+    [
+        (["Paris", "Lutetia"], "It is Lutetia.", Verdict(True)),
+        (["Paris", "Lutetia"], "London", Verdict(False)),
+        (["18", 18.5, None], "The answer is 18.5.", Verdict(True)),
+        ([], "18", Verdict(None)),
+        ([" ", None], "18", Verdict(None)),
+    ],
+)
+def test_each_answer_of_a_list_is_right(answer: Any, text: str, verdict: Verdict) -> None:
+    assert judge({"answer": answer}, text, OTHER) == verdict
+
+
+def test_a_list_of_answers_with_each_rule() -> None:
+    assert judge({"answer": ["a", "b"]}, "b", OTHER, "exact") == Verdict(True)
+    assert judge({"answer": ["7", "9"]}, "2 + 7 = 9", OTHER, "regex:= (.*)") == Verdict(True)
+    assert judge({"answer": ["many", "5"]}, "5", OTHER, "numeric") == Verdict(True)
+    assert "'many' is no number" in judge({"answer": ["many", "5"]}, "6", OTHER, "numeric").error
+    assert "the row's answer is an object; name its field" in judge({"answer": {"value": 18}}, "18", OTHER).error
+
+
+@pytest.mark.parametrize("expected", ["18", r"\frac{\sqrt{2}}{2}", "1, 2", "12:30"])
+@pytest.mark.parametrize(
+    "part",
+    [
+        " ", "1 ", "1,111", "A ", "12 May ", "x=1,", "answer is ", "answer: ", "is the answer ", "#### 5\n", "$1", "**",
+        r"\text{a", r"\boxed{", r"\boxed{1} ", r"\[", r"\frac", "<answer>", "</reasoning>", "Wait, it is 5. ", "not a ",
+    ],
+)  # fmt: skip
+def test_the_time_for_a_long_reply_is_linear_in_its_length(part: str, expected: str) -> None:
+    judge({"answer": r"\sqrt{2}"}, r"\boxed{x}", OTHER)  # imports math-verify
+    begin = time.process_time()
+    assert judge({"answer": expected}, part * (30_000 // len(part)) + "x", OTHER).correct is False
+    assert time.process_time() - begin < 1
+
+
+def test_plain_text_is_not_read_as_a_formula() -> None:
+    text = "We add the two numbers, 12 and 30, and take a third of it (as before). " * 40 + "So the area is 14 m."
+    judge({"answer": r"\sqrt{2}"}, r"\boxed{x}", OTHER)
+    begin = time.process_time()
+    for _ in range(10):
+        assert judge({"answer": r"\frac{\sqrt{3}}{2}"}, text, OTHER) == Verdict(False)
+    assert (time.process_time() - begin) / 10 < 0.05
+
+
+@pytest.mark.parametrize(
+    "formula",
+    ["9^{9^{9^{9}}}", "$10^{10^{10}}$", "9**9**9", "(10^{9})!", "((9!)!)!", "100000!", r"\sqrt{9^{9^9}}", "2^{1000000}",
+     r"9^{9 \cdot 10^9}", r"\left(9^{9}\right)^{9^{9}}"],
+)  # fmt: skip
+def test_giant_numbers_are_not_worked_out(formula: str) -> None:
+    judge({"answer": r"\sqrt{2}"}, r"\boxed{x}", OTHER)
+    begin = time.process_time()
+    for other in ("5", "5!", r"\sqrt{5}"):
+        assert judge({"answer": other}, rf"\boxed{{{formula}}}", OTHER) == Verdict(False)
+        assert judge({"answer": formula}, rf"\boxed{{{other}}}", OTHER) == Verdict(False)
+    assert judge({"answer": formula}, rf"\boxed{{{formula}}}", OTHER) == Verdict(True)
+    assert time.process_time() - begin < 1
+
+
+def test_a_judge_loads_neither_torch_nor_math_verify_before_a_formula() -> None:
+    code = (
+        "import sys; from tpu_kit.config.loader import DataConfig; from tpu_kit.evaluation.verifiers import judge;"
+        "assert judge({'answer': '18'}, '18', DataConfig()).correct;"
+        "print(*sorted({'torch', 'torch_xla', 'transformers', 'numpy', 'sympy', 'math_verify'} & sys.modules.keys()))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"reward_funcs": ["accuracy", "format"]},
+         "'accuracy' is a reward of open-r1; use math, or auto; 'format' is a reward of open-r1; use think_format"),
+        ({"reward_funcs": ["auto", "tag_count"]}, "'tag_count' is a reward of open-r1; use think_format, or"),
+        ({"reward_funcs": ["never"]}, "'never' names no rule; use think_format, length, auto, exact"),
+        ({"verifier": "accuracy"}, "tracking.verifier: 'accuracy' is a reward of open-r1; use math"),
+    ],
+)  # fmt: skip
+def test_names_of_other_rewards_are_refused_as_they_are_read(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(text)):
+        load_config(None, settings)
+    load_config(None, {"reward_funcs": ["auto", "think_format", "length", "regex:(.*)", "my_rules:f"]})
 
 
 @pytest.mark.parametrize("threaded", [False, True])
