@@ -27,7 +27,8 @@ def attempts(chat: bool = True) -> list[Attempt]:
 
 def judged(*functions: Any, chat: bool = True, **settings: Any) -> Any:
     config = load_config(None, {"max_completion_length": 20} | settings)
-    return Rewards(config, functions)(attempts(chat), 3, 10)
+    with Rewards(config, functions) as rewards:
+        return rewards(attempts(chat), 3, 10)
 
 
 def test_functions_get_the_arguments_of_trl():

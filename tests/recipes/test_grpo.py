@@ -232,7 +232,7 @@ def test_what_functions_log_is_the_mean_over_the_replicas(tmp_path: Path, monkey
     replies = [Completion(text, None, text, (1,), "stop", -1.0, (-1.0,)) for text in "ab"]
     for number, each in enumerate(logged):
         judgement = Judgement([float(number)], {"one": [2.0 * number]}, each)
-        answers, means = one._exchanged({(1 - number, 0): replies[number]}, judgement, "")
+        answers, means, _ = one._exchanged({(1 - number, 0): replies[number]}, judgement, "")
     assert means == {"depth": 3.0, "tools": 1.0}
     assert answers == [(replies[1], 1.0, 2.0), (replies[0], 0.0, 0.0)], "in the order of the prompts"
     with pytest.raises(NextUpdateError, match="the reward failed"):
@@ -461,6 +461,10 @@ def test_prompts_are_those_that_a_model_is_asked_with() -> None:
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
+        (
+            {"importance_sampling_level": "sequence"},
+            "rl.epsilon_high: 0.28 clips ratios of tokens; with rl.importance_sampling_level=sequence a ratio is",
+        ),
         ({"loss_type": "cispo"}, "rl.epsilon_high: 0.28 is the limit of the ratio itself with rl.loss_type=cispo"),
         ({"importance_sampling_level": None}, "rl.importance_sampling_level"),
         ({"epsilon_high": 0.1}, "rl.epsilon_high: 0.1 is below rl.epsilon=0.2; raise it"),
@@ -504,18 +508,18 @@ def test_auto_weights_the_sampler_where_it_is_rounded() -> None:
 def test_held_out_answers_are_greedy_and_choose_the_weights(tmp_path: Path, monkeypatch: Any) -> None:
     """The programs of samples answer as greedy decoding does."""
     texts: list[str] = []
-    right, shares = evaluate.judge, iter([(1, 4), (3, 4), (2, 4)])
+    right, shares = evaluate.judge_all, iter([(1, 4), (3, 4), (2, 4)])
 
-    def judge(row: Any, text: str, *others: Any) -> Any:
-        texts.append(text)
-        return right(row, text, *others)
+    def judge_all(replies: Any, *others: Any) -> Any:
+        texts.extend(text for _, text in replies)
+        return right(replies, *others)
 
     def count_correct(*given: Any) -> tuple[int, int]:
         evaluate.count_correct(*given)
         evaluate.count_correct(*given[:4])
         return next(shares)
 
-    monkeypatch.setattr(evaluate, "judge", judge)
+    monkeypatch.setattr(evaluate, "judge_all", judge_all)
     monkeypatch.setattr(trainer, "count_correct", count_correct)
     settings = {"eval_rows": 4, "eval_steps": 1, "eval_generate_rows": 4, "generate_tokens": 24, "max_steps": 3}
     result = grpo(run_of(tmp_path, **settings))

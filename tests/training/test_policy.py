@@ -167,14 +167,15 @@ def difference(
     return max(float((found[name] - wanted[name]).abs().max()) for name in wanted) / largest
 
 
+SEQUENCE = {"importance_sampling_level": "sequence", "epsilon": 0.1, "epsilon_high": 0.1}
 KINDS = [
-    {"loss_type": kind, "importance_sampling_level": level, **({"epsilon_high": 5.0} if kind == "cispo" else {})}
+    {"loss_type": kind, **level, **({"epsilon_high": 5.0} if kind == "cispo" else {})}
     for kind in ("grpo", "dr_grpo", "dapo", "bnpo", "cispo")
-    for level in ("token", "sequence")
+    for level in ({"importance_sampling_level": "token"}, SEQUENCE)
 ]
 OTHERS = [
     {"loss_type": "grpo", "beta": 0.04, "epsilon_high": 0.3},
-    {"loss_type": "dapo", "beta": 0.04, "importance_sampling_level": "sequence", "use_bias_correction_kl": False},
+    {"loss_type": "dapo", "beta": 0.04, **SEQUENCE, "use_bias_correction_kl": False},
     {"loss_type": "dr_grpo", "delta": 1.5, "sampling_temperature": 0.7},
     {"loss_type": "dapo", "importance_sampling_correction": "sequence_mask", "importance_sampling_cap": 1.2},
     {"loss_type": "grpo", "importance_sampling_correction": "token_truncate", "importance_sampling_cap": 1.05},

@@ -21,6 +21,8 @@ _NAMES = (
     "data.split", "data.eval_split", "output_dir", "tracking.wandb_project",
 )  # fmt: skip
 
+_SEQUENCE_EPSILON = 0.1  # far above what clips a ratio of whole completions (GSPO, arXiv:2507.18071: 3e-4 and 4e-4)
+
 
 def conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
     """Yields the contradictions between parameters: the names involved, and the problem with the first of them."""
@@ -175,6 +177,12 @@ def _policy_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
     elif rl.loss_type != "cispo" and rl.epsilon_high < rl.epsilon:
         text = f"is below rl.epsilon={rl.epsilon:g}; raise it, or lower rl.epsilon"
         yield "rl.epsilon_high rl.epsilon", text
+    elif rl.loss_type != "cispo" and rl.importance_sampling_level == "sequence" and rl.epsilon_high > _SEQUENCE_EPSILON:
+        text = (
+            "clips ratios of tokens; with rl.importance_sampling_level=sequence a ratio is the mean of a completion's "
+            "tokens, which is hardly ever 0.1 away from 1; set rl.epsilon=3e-4 and rl.epsilon_high=4e-4"
+        )
+        yield "rl.epsilon_high rl.epsilon rl.importance_sampling_level", text
     if rl.beta and not config.lora.r:
         text = "compares with the model without its adapter, and lora.r=0 has none; set rl.beta=0 or lora.r=16"
         yield "rl.beta lora.r", text

@@ -17,9 +17,10 @@ them arrived"). On two busy cores, 8 of 9 launches of 50 steps aborted with dona
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 _meeting: _Meeting | None = None
@@ -33,6 +34,7 @@ class _Meeting:
         self._condition = threading.Condition()
         self._arrived: set[int] = set()
         self._round = 0
+        self._unhurried = 0  # replicas that may take their time
         self._failure: str | None = None
 
     def wait(self, rank: int) -> None:
@@ -47,6 +49,8 @@ class _Meeting:
                 self._condition.notify_all()
                 return
             moved = self._condition.wait_for(lambda: self._round != now or self._failure, self._timeout)
+            while not moved and self._unhurried:
+                moved = self._condition.wait_for(lambda: self._round != now or self._failure, self._timeout)
             if self._round != now:
                 return
             if not moved:
@@ -63,6 +67,16 @@ class _Meeting:
         with self._condition:
             self._failure = self._failure or why
             self._condition.notify_all()
+
+    @contextlib.contextmanager
+    def unhurried(self) -> Iterator[None]:
+        with self._condition:
+            self._unhurried += 1
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._unhurried -= 1
 
 
 class MeetingError(RuntimeError):
@@ -113,6 +127,13 @@ def meet(rank: int) -> None:
     """Waits on the host for all replicas; raises MeetingError if one failed or did not reach the barrier."""
     assert _meeting is not None, "`run` comes first"
     _meeting.wait(rank)
+
+
+@contextlib.contextmanager
+def unhurried() -> Iterator[None]:
+    """Lets the other replicas wait as long as the body takes, which judges completions under limits of its own."""
+    with _meeting.unhurried() if _meeting else contextlib.nullcontext():
+        yield
 
 
 def end(why: str) -> None:

@@ -38,6 +38,7 @@ from tpu_kit.distributed.meeting import HostError, Meeting
 from tpu_kit.distributed.output import SafeStream
 from tpu_kit.distributed.preemption import Notices, StopFlag, launch_folder
 from tpu_kit.distributed.runtime import Backend
+from tpu_kit.distributed.sending import payload_of
 from tpu_kit.distributed.worker import LAUNCHER, Report
 from tpu_kit.hardware.host import check_disk, check_memory
 from tpu_kit.hardware.machine import Machine, check_holder, check_process, preset_per_process
@@ -388,7 +389,7 @@ def launch(
     """Runs `fn(config)` in every replica and returns the result of this host's first one.
 
     Args:
-        fn: a function of a module; in it, `runtime.current()` is the replica's runtime. It returns what can be pickled.
+        fn: in it, `runtime.current()` is the replica's runtime. It returns what can be pickled. See `sending`.
         config: the run; its `launch` section chooses the device.
         time_limit: seconds after which all replicas are ended; with a limit a single CPU replica is a process too.
         sharded: whether `fn` runs once, for all devices of `launch.mesh`, where that is set.
@@ -408,7 +409,7 @@ def launch(
     budget = config.checkpoint.budget_minutes
     if backend.device_type == "cpu" and backend.num_replicas == 1 and time_limit is None and not several:
         return _inline(fn, config, Notices(budget))
-    payload = _payload(fn, config)
+    payload = payload_of(fn, config)
     _check_host(backend, config)
     with launch_folder() as name, Notices(budget, meeting, folder := Path(name)) as notices:
         try:
@@ -432,21 +433,6 @@ def _inline(fn: Callable[[TrainConfig], T], config: TrainConfig, notices: Notice
         finally:
             runtime.enter(None)
             preemption.join(None)
-
-
-def _payload(fn: Callable[..., Any], config: TrainConfig) -> bytes:
-    name = getattr(fn, "__qualname__", repr(fn))
-    if getattr(fn, "__module__", None) == "__main__":
-        raise ValueError(
-            f"{name} is defined in a notebook cell or in the script itself, and replicas are other processes, which "
-            f"cannot find it there. Put it into a file, say steps.py, and use: from steps import {name}"
-        )
-    try:
-        return pickle.dumps((fn, config))
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise ValueError(
-            f"{name} cannot be sent to the replicas ({error}): use a plain function of a module"
-        ) from error
 
 
 _OTHER_NUMBERS = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16", "XLA_USE_FP16", "XLA_DOWNCAST_FP16", "XLA_USE_32BIT_LONG")

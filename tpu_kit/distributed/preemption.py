@@ -224,6 +224,10 @@ class PreemptionGuard:
         return self._flag is not None and self._flag.forbids(step)
 
 
+class Terminated(SystemExit):
+    """One of `STOPS` ends the launch; no error of a user's function, which may call `sys.exit`."""
+
+
 def join(flag: StopFlag | None) -> None:
     """Makes `flag` the one that this process's replicas read; called by launch alone."""
     global _flag
@@ -254,8 +258,12 @@ def stops_raise() -> Iterator[None]:
     """Lets `STOPS` raise SystemExit(128 + number), as SIGINT raises KeyboardInterrupt, where no handler is set."""
     in_main = threading.current_thread() is threading.main_thread()
     free = [number for number in STOPS if in_main and signal.getsignal(number) is signal.SIG_DFL]
+
+    def handle(number: int, _: object) -> None:
+        raise Terminated(128 + number)
+
     for number in free:
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
+        signal.signal(number, handle)
     try:
         yield
     finally:
@@ -355,7 +363,7 @@ class Notices:
             before(number, frame)
             return
         self.at_once = self._signalled
-        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+        raise KeyboardInterrupt if number == signal.SIGINT else Terminated(128 + number)
 
     def _serve(self) -> None:
         """Passes notices on; in a thread, because a signal's handler must not print or wait."""

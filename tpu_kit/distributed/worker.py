@@ -14,7 +14,6 @@ Notices go the other way, through a flag in that folder (preemption.py).
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import io
 import multiprocessing
@@ -34,14 +33,15 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tpu_kit.distributed import cpu_simulation, preemption, runtime
+from tpu_kit.distributed import cpu_simulation, main_thread, preemption, runtime
+from tpu_kit.distributed.child_process import end_with_parent
 from tpu_kit.distributed.hosts import Hosts
 from tpu_kit.distributed.preemption import StopFlag
 from tpu_kit.distributed.runtime import Backend, Runtime
+from tpu_kit.distributed.sending import refuse_devices, restored
 from tpu_kit.storage import atomic
 
 LAUNCHER = -1  # the launcher's number among the ranks
-_PR_SET_PDEATHSIG = 1
 _LIMIT = timedelta(days=1)  # of a collective: the calling process judges what hangs
 _LOOK = 0.2  # seconds between two looks at the replicas' processes
 
@@ -71,9 +71,10 @@ class _ResultPickler(pickle.Pickler):
     """Refuses tensors that would touch a device in the process that reads them."""
 
     def persistent_id(self, obj: Any) -> None:
-        device = getattr(obj, "device", None) if type(obj).__module__.startswith("torch") else None
-        if device is not None and device.type != "cpu":
-            raise pickle.PicklingError(f"it holds a tensor on {device}; read it with runtime.current().to_host([...])")
+        try:
+            refuse_devices(obj)
+        except pickle.PicklingError as error:
+            raise pickle.PicklingError(f"{error}; read it with runtime.current().to_host([...])") from None
 
 
 def _pickled(name: str, result: Any) -> bytes:
@@ -93,7 +94,7 @@ def _replica(rank: int, first: bool, make: Callable[[], Runtime], folder: str, p
     write(folder, rank, "started", os.getpid())
     try:
         runtime.enter(make())
-        fn, config = pickle.loads(payload)
+        fn, config = restored(payload)
         result = fn(config)
         write(folder, rank, "done", _pickled(getattr(fn, "__qualname__", repr(fn)), result) if first else None)
     except BaseException as error:
@@ -139,6 +140,7 @@ def _rehearsal(folder: str, payload: bytes, backend: Backend, hang_timeout: floa
     """Runs the process that holds the replicas of XLA:CPU, which are threads."""
     _prepare(folder)
     preemption.catch_stops()
+    main_thread.serve()
     _quiet(threads=True)
     write(folder, 0, "started", os.getpid())  # before torch_xla is loaded, which may fail
     with _exit_at_once(folder, 0), ThreadPoolExecutor(1) as thread:
@@ -277,8 +279,7 @@ def _prepare(folder: str) -> None:
     """Makes a replica's process print its stacks, and end with the launcher; opens the flag."""
     gc.set_threshold(runtime.GC_THRESHOLD)
     _show_stacks()
-    if sys.platform == "linux":  # the kernel does it, also while a thread holds the GIL
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     preemption.join(StopFlag(Path(folder)))
 
 
@@ -355,3 +356,4 @@ if __name__ == "__main__":
 elif __name__ == "__mp_main__" and os.environ.get("PJRT_DEVICE") == "TPU":
     # The main thread of a TPU's process, which only waits for its replicas: they are threads.
     preemption.catch_stops()
+    main_thread.serve()

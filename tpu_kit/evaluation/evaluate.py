@@ -20,7 +20,8 @@ from tpu_kit.data.prepare import Prepared, prepare
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.evaluation.accuracy import Accuracy as Accuracy
 from tpu_kit.evaluation.accuracy import mcnemar as mcnemar
-from tpu_kit.evaluation.verifiers import judge, verifier_named, well_formed
+from tpu_kit.evaluation.judging import judge_all
+from tpu_kit.evaluation.verifiers import verifier_named, well_formed
 from tpu_kit.generation.generator import Generator
 from tpu_kit.generation.prompts import plain_template
 from tpu_kit.generation.sampling import Sampling
@@ -320,7 +321,7 @@ def check_answers(config: TrainConfig, prepared: Prepared) -> None:
             ]
         )
     rule = verifier_named(tracking.verifier)
-    verdicts = [judge(row, str(row.get("answer") or ""), config.data, rule) for row in rows]
+    verdicts = judge_all([(row, str(row.get("answer") or "")) for row in rows], config.data, rule)
     if all(verdict.correct is None for verdict in verdicts):
         reason = verdicts[0].error or "the row has no answer to compare with"
         raise ConfigError(
@@ -383,13 +384,15 @@ def evaluate(config: TrainConfig, prepared: Prepared, adapter_dir: str | Path | 
     ids, masks = zip(*map(prepared.eval.document, documents.tolist()), strict=True)
     ask = GenerationRequest(_prompt_ids(prepared, count), Sampling(limit))
     answers = answer(config, [ask], [each.tolist() for each in ids], adapter_dir=adapter_dir, batch_size=_BATCH)
-    replies, samples = answers.completions[0], []
+    replies, samples, rows, prompts = answers.completions[0], [], prepared.eval_rows[:count], prepared.eval_prompts
     asked = prepared.eval_asked or [None] * len(prepared.eval_rows)
-    for row, prompt, begun, reply in zip(
-        prepared.eval_rows[:count], prepared.eval_prompts[:count], asked[:count], replies, strict=True
-    ):
-        text = opened(prompt, config.data, begun) + reply.text
-        expected, verdict = row.get("answer"), judge(row, text, config.data, rule)
+    texts = [
+        opened(prompt, config.data, begun) + reply.text
+        for prompt, begun, reply in zip(prompts[:count], asked[:count], replies, strict=True)
+    ]
+    verdicts = judge_all([*zip(rows, texts, strict=True)], config.data, rule)
+    for row, prompt, text, verdict in zip(rows, prompts[:count], texts, verdicts, strict=True):
+        expected = row.get("answer")
         question = str(row.get("question") or prompt)
         samples.append(
             Sample(question, None if expected is None else str(expected), text, verdict.correct, verdict.error)
@@ -431,11 +434,12 @@ def count_correct(
         model, prepared.encoder.tokenizer, rt, max_prompt=max(map(len, ids)), max_new_tokens=limit,
         batch_size=min(_BATCH, -(-len(ids) // rt.world_size)), data=data,
     )  # fmt: skip
-    verdicts = []
+    answers = []
     for (row, _), reply in generator.share(ids, sampling).items():
         begun = prepared.eval_asked[row] if prepared.eval_asked else None
         text = opened(prepared.eval_prompts[row], data, begun) + reply.text
-        verdicts.append(judge(prepared.eval_rows[row], text, data, rule))
+        answers.append((prepared.eval_rows[row], text))
+    verdicts = judge_all(answers, data, rule)
     if errors := [verdict.error for verdict in verdicts if verdict.error]:
         text = f"{len(errors)} of {len(verdicts)} answers of replica {rt.rank} were not judged"
         print(f"warning: {text}, the verifier raised {errors[0]}", file=sys.stderr, flush=True)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tpu_kit.config.loader import TrainConfig
-from tpu_kit.distributed import runtime
+from tpu_kit.distributed import main_thread, runtime
 from tpu_kit.generation.generator import Generator
 from tpu_kit.generation.prompts import Completion, Prompt
 from tpu_kit.generation.sampling import Sampling, Scorer, SearchOptions
@@ -276,7 +276,8 @@ class _Search:
             return [1 / (1 + math.exp(min(700.0, no - yes))) for yes, no in zip(sums[::2], sums[1::2], strict=True)]
         assert callable(how)
         try:
-            scores = [float(how(self.root.text, child.steps)) for child in children]
+            question, chains = self.root.text, [child.steps for child in children]
+            scores = main_thread.call(lambda: [float(how(question, steps)) for steps in chains])
         except Exception as error:  # a user's function may raise anything
             text = f"{type(error).__name__}: {error}"
             raise ValueError(

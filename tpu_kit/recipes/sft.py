@@ -392,7 +392,7 @@ def trainer(
         saved, objective = None, objective_of(config)
         source = Updates(config, prepared, plan, rt)
         if config.on_policy:
-            rewards = None if config.distill.on_policy else Rewards(config, reward_funcs)
+            rewards = None if config.distill.on_policy else stack.enter_context(Rewards(config, reward_funcs))
             source = Rollouts(config, prepared, plan, rt, model, objective, rewards)
         if checkpoint:
             total = sum(1 for _ in source.all())

@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
 from itertools import islice
+from textwrap import shorten
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -24,6 +26,7 @@ import torch
 from tpu_kit.config.loader import BatchPlan, TrainConfig
 from tpu_kit.data.batching import PackedDataset, Update, eval_batches, rows_of, updates
 from tpu_kit.data.prepare import Prepared
+from tpu_kit.distributed.main_thread import CallEnded
 from tpu_kit.distributed.preemption import PreemptionGuard
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.evaluation.evaluate import opened
@@ -41,6 +44,7 @@ from tpu_kit.training.updates import NextUpdateError, Tensors, Updates
 T = TypeVar("T")
 _EPSILON = 1e-4  # added to the standard deviation, as TRL does
 GROUP_FILE = "group.json"  # in a run's folder: a group of completions of the last rollout, with their rewards
+_SHOWN = 300  # characters of a prompt and a completion in a warning
 _UNJUDGED = 10  # consecutive rollouts without a reward, after which there will be none
 _FLAT = 1e-6  # a standard deviation, as a share of the largest reward, up to which the rewards of a group are equal
 
@@ -133,6 +137,7 @@ class Rollouts(Updates):
         self.rows = len(self._tasks.numbers)
         self._tokenizer = prepared.encoder.tokenizer
         self._told: set[str] = set()  # the warnings that were given
+        self._first: tuple[Sequence[int], Sequence[int], float] | None = None  # prompt, completion, reward of the last
         self._unjudged = 0  # the last rollouts without a reward
         self._sampled: list[Sampled] = []  # of the present rollout
         self._packed: list[PackedDataset | None] = []  # of each part of its prompts
@@ -198,10 +203,13 @@ class Rollouts(Updates):
         if means.get("completions/not_judged") == 1:
             found["unjudged"] = "no reward function judged a completion since the last log, so nothing was learned"
         elif means.get("frac_reward_zero_std") == 1:
+            zero = [name for name in self._names if means.get(f"rewards/{name}") == 0]
+            silent = f" {', '.join(zero)}: 0 everywhere, the function may fail silently." if zero else ""
             found["flat"] = (
                 "all completions of a prompt got the same reward, for each prompt since the last log (for "
-                f"{means['frac_all_wrong']:.0%} of them none is right), so nothing was learned. Start from an adapter "
-                "that solves some of the problems (lora.adapter), or take other problems or rewards"
+                f"{means['frac_all_wrong']:.0%} of them none is right), so nothing was learned.{silent} Start from an "
+                f"adapter that solves some of the problems (lora.adapter), or take other problems or rewards"
+                f"{self._example()}"
             )
         if means.get("completions/truncated") == 1:
             effect = ", and have no loss (rl.mask_truncated_completions)" * self._rl.mask_truncated_completions
@@ -211,6 +219,14 @@ class Rollouts(Updates):
             )
         told, self._told = self._told, self._told | found.keys()
         return [text for name, text in found.items() if name not in told]
+
+    def _example(self) -> str:
+        """Describes a completion of the last rollout; empty before the first."""
+        if self._first is None:
+            return ""
+        texts = (self._tokenizer.decode(ids) for ids in self._first[:2])
+        prompt, completion = (shorten(text, _SHOWN, placeholder=" ...") for text in texts)
+        return f". An example: prompt {prompt!r}, completion {completion!r}, reward {self._first[2]:g}"
 
     def document(self, step: int) -> dict[str, Any]:
         """See `Updates.document`: the metrics to log, and a rollout that has updates left."""
@@ -247,11 +263,16 @@ class Rollouts(Updates):
         sampled = time.monotonic()
         if agreement.stopped_before(update.step):
             return False
-        judgement, error = self._judge(chosen, completions, update.step, total)
+        try:
+            judgement, error = self._judge(
+                chosen, completions, update.step, total, lambda: agreement.stopped_before(update.step)
+            )
+        except CallEnded:
+            return False
         judged = time.monotonic()
         if not agreement.should_run(update.step):
             return False
-        answers, logged = self._exchanged(completions, judgement, error)
+        answers, logged, errors = self._exchanged(completions, judgement, error)
         replies, *scores = zip(*answers, strict=True)
         rewards, *parts = (torch.tensor(column, dtype=torch.float32) for column in scores)
         rewards = rewards.view(len(chosen), each)
@@ -260,7 +281,10 @@ class Rollouts(Updates):
             raise NextUpdateError(
                 f"none of rl.reward_funcs={','.join(self._names)} judged any of the {rewards.numel()} completions of "
                 f"step {update.step}: a rule needs an answer in the row, and a function must return some numbers"
+                f"{''.join(f'; {name}' for name in errors)}"
             )
+        self._tell_errors(update.step, errors)
+        self._first = ids[0], replies[0].tokens, float(rewards[0, 0])
         advantages = advantages_of(rewards, rl.scale_rewards).flatten().tolist()
         self._pack([
             Sampled(
@@ -298,9 +322,10 @@ class Rollouts(Updates):
             atomic.write_text(self._config.output_path / GROUP_FILE, text)
 
     def _judge(
-        self, chosen: Sequence[int], completions: Mapping[tuple[int, int], Completion], step: int, total: int
-    ) -> tuple[Judgement, str]:
-        """Judges this replica's completions; without rewards all are equal.
+        self, chosen: Sequence[int], completions: Mapping[tuple[int, int], Completion], step: int, total: int,
+        stop: Callable[[], bool],
+    ) -> tuple[Judgement, str]:  # fmt: skip
+        """Judges this replica's completions, unless it raises CallEnded by `stop`; without rewards all are equal.
 
         Returns:
             The rewards, and why they failed: the other replicas wait in the exchange, after which all end alike.
@@ -318,18 +343,19 @@ class Rollouts(Updates):
             for row, completion in ((chosen[prompt], completions[prompt, n]) for prompt, n in sorted(completions))
         ]
         try:
-            return self._rewards(attempts, step, total), ""
+            return self._rewards(attempts, step, total, stop), ""
         except ValueError as error:
             none = [math.nan] * len(attempts)
             return Judgement(none, dict.fromkeys(self._names, none)), str(error)
 
     def _exchanged(
         self, completions: Mapping[tuple[int, int], Completion], judgement: Judgement, error: str
-    ) -> tuple[list[tuple[Any, ...]], dict[str, float]]:
+    ) -> tuple[list[tuple[Any, ...]], dict[str, float], dict[str, list[str]]]:
         """Exchanges completions and rewards between the replicas.
 
         Returns:
-            Each completion with its reward and that of each function, by prompt; and the means of what functions log.
+            Each completion with its reward and that of each function, by prompt; the means of what functions log; and
+            `Judgement.errors`.
 
         Raises:
             NextUpdateError: the rewards of a replica failed.
@@ -337,14 +363,25 @@ class Rollouts(Updates):
         rewards = zip(judgement.total, *(judgement.parts[name] for name in self._names), strict=True)
         mine = {key: (asdict(completions[key]), *each) for key, each in zip(sorted(completions), rewards, strict=True)}
         answers, logged = dict[tuple[int, int], tuple[Any, ...]](), defaultdict[str, list[float]](list)
-        for theirs, values, failure in self._exchange((mine, judgement.logged, error)):
+        errors = defaultdict[str, list[str]](list)
+        for theirs, values, unjudged, failure in self._exchange((mine, judgement.logged, judgement.errors, error)):
             if failure:
                 raise NextUpdateError(failure)
             answers |= theirs
             for name, each in values.items():
                 logged[name] += each
+            for name, examples in unjudged.items():
+                errors[name] += examples
         means = {name: sum(values) / len(values) for name, values in logged.items()}
-        return [(Completion(**reply), *scores) for _, (reply, *scores) in sorted(answers.items())], means
+        return [(Completion(**reply), *scores) for _, (reply, *scores) in sorted(answers.items())], means, errors
+
+    def _tell_errors(self, step: int, errors: Mapping[str, Sequence[str]]) -> None:
+        """Says on rank 0 what rules did not judge, the first time that each error occurs."""
+        for name, examples in errors.items():
+            if self._rt.rank == 0 and name not in self._told:
+                text = f"{len(examples)} completions of step {step} were not judged by {name}, such as {examples[0]}"
+                print(f"warning: {text}", file=sys.stderr, flush=True)
+            self._told.add(name)
 
     def _exchange(self, mine: T) -> list[T]:
         """Returns what each replica gives, by rank: they are on one host, and share its disk."""

@@ -1,0 +1,120 @@
+"""Sends a function and a configuration to the replicas, with all that they need of a notebook's cells or a script.
+
+Replicas are other processes, which import functions of modules but cannot find those of `__main__`: cloudpickle sends
+these by value, with the variables that they read. A replica has a copy: what it changes there stays there. A name of
+the configuration such as "__main__:my_reward" is sent, too.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import io
+import pickle
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from types import FunctionType, ModuleType
+from typing import Any
+
+from tpu_kit.config.loader import TrainConfig
+
+_MAIN = "__main__:"
+_ERRORS = (pickle.PicklingError, AttributeError, TypeError, ValueError, RecursionError, NotImplementedError)
+
+
+def payload_of(fn: Callable[..., Any], config: TrainConfig) -> bytes:
+    """Pickles a function, its configuration, and what that names of `__main__`.
+
+    Raises:
+        ValueError: something cannot be sent, such as an open file, a lock or a tensor on a device; it names it.
+    """
+    main, arguments = sys.modules["__main__"], getattr(fn, "keywords", {})  # of a partial
+    named = _named([config.flat_values(), arguments])
+    mine = {name: getattr(main, name) for name in dict.fromkeys(named) if hasattr(main, name)}
+    try:
+        return _dumped((fn, config, mine))
+    except _ERRORS as error:
+        name = getattr(fn, "__qualname__", repr(fn))
+        cause = next(filter(None, (_culprit(value, label) for label, value in ((name, fn), *mine.items()))), None)
+        where, why = cause or (name, str(error))
+        raise ValueError(
+            f"{where} cannot be sent to the replicas, which are other processes ({why}): make it within the function, "
+            "or put the function into a file, say rewards.py, which replicas import"
+        ) from error
+
+
+def restored(payload: bytes) -> tuple[Callable[..., Any], TrainConfig]:
+    """Returns function and configuration in a replica, whose `__main__` gets what the configuration names of it."""
+    fn, config, mine = pickle.loads(payload)
+    vars(sys.modules["__main__"]).update(mine)
+    return fn, config
+
+
+def refuse_devices(value: Any) -> None:
+    """Raises PicklingError for a tensor on a device, which the process that reads it would touch."""
+    device = getattr(value, "device", None) if type(value).__module__.startswith("torch") else None
+    if device is not None and device.type != "cpu":
+        raise pickle.PicklingError(f"it holds a tensor on {device}")
+
+
+def _dumped(value: Any) -> bytes:
+    import cloudpickle
+
+    class Pickler(cloudpickle.Pickler):
+        def persistent_id(self, obj: Any) -> None:
+            refuse_devices(obj)
+
+    buffer = io.BytesIO()
+    Pickler(buffer).dump(value)
+    return buffer.getvalue()
+
+
+def _named(values: Iterable[Any]) -> Iterator[str]:
+    """Yields the names of `__main__` in texts, also of lists and dictionaries."""
+    for value in values:
+        if isinstance(value, str):
+            if value.startswith(_MAIN):
+                yield value.removeprefix(_MAIN)
+        elif isinstance(value, Mapping | list | tuple):
+            yield from _named(value.values() if isinstance(value, Mapping) else value)
+
+
+def _culprit(value: Any, label: str, seen: frozenset[int] = frozenset()) -> tuple[str, str] | None:
+    """Finds the innermost value that cannot be sent: its place and the error; None where all can be."""
+    if id(value) in seen:
+        return None
+    try:
+        _dumped(value)
+        return None
+    except _ERRORS as error:
+        text = str(error)
+    for inner, part in _parts(value):
+        where = f"{inner} of {label}" if isinstance(value, FunctionType) else inner or label
+        if found := _culprit(part, where, seen | {id(value)}):
+            return found
+    return label, text
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yields what is sent with a value: its name where it is a variable of a function or an argument, and itself."""
+    if isinstance(value, functools.partial):
+        yield "", value.func
+        yield from (("", each) for each in value.args)
+        yield from value.keywords.items()
+    elif isinstance(value, FunctionType):
+        read = inspect.getclosurevars(value)
+        variables = {**read.globals, **read.nonlocals}
+        yield from ((f"the variable {name}", each) for name, each in variables.items() if not _is_module(each))
+    elif isinstance(value, Mapping):
+        yield from ((str(name), each) for name, each in value.items())
+    elif isinstance(value, list | tuple | set):
+        yield from ((getattr(each, "__qualname__", ""), each) for each in value)
+    elif is_dataclass(value) and not isinstance(value, type):
+        yield from ((each.name, getattr(value, each.name)) for each in fields(value))
+    elif hasattr(value, "__dict__") and not isinstance(value, type | ModuleType):
+        yield from ((f"the attribute {name}", each) for name, each in vars(value).items())
+
+
+def _is_module(value: Any) -> bool:
+    return isinstance(value, ModuleType)
