@@ -34,7 +34,7 @@ XLA_MODULES = {
 # Modules that answer before torch is loaded, or without it.
 LIGHT = (
     "config.loader", "hardware.chips", "diagnostics.doctor", "diagnostics.install", "notebook.cells",
-    "distributed.launch", "pods.report", "cli", "__main__",
+    "distributed.launch", "evaluation.judging", "pods.report", "cli", "__main__",
 )  # fmt: skip
 
 

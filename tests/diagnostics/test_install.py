@@ -31,7 +31,7 @@ PAIR = {"torch": "2.9.0+cpu", "torch-xla": "2.9.0", "libtpu": "0.0.21", "jax": "
 KAGGLE = {"torch": "2.8.0+cpu", "torch-xla": "2.8.0", "libtpu": "0.0.17", "jax": "0.7.2", "jaxlib": "0.7.2"}
 RIGHT = PAIR | {
     "transformers": "5.23.0", "peft": "0.21.2", "pyyaml": "6.0.4", "datasets": "5.2.0", "math-verify": "0.9.0",
-    "matplotlib": "3.11.2",
+    "matplotlib": "3.11.2", "cloudpickle": "3.1.2",
 }  # fmt: skip
 LAPTOP = Site("computer without an accelerator", "", "Linux x86_64", (3, 12), RIGHT, "", True)
 COLAB = replace(LAPTOP, platform="Colab", accelerator="1 x v5e")
@@ -49,10 +49,11 @@ def test_where_all_is_right_nothing_is_done(capsys: pytest.CaptureFixture[str]) 
 
 def test_one_line_installs_all() -> None:
     decision = decide(replace(LAPTOP, versions=WITHOUT))
-    names = "torch, torch_xla, libtpu, jax, jaxlib, datasets, math-verify, matplotlib, peft, pyyaml, transformers"
-    assert decision.why == (f"not installed: {names}",)
+    others = "cloudpickle, datasets, math-verify, matplotlib, peft, pyyaml, transformers"
+    assert decision.why == (f"not installed: torch, torch_xla, libtpu, jax, jaxlib, {others}",)
     wanted = (
-        "torch==2.9.0", "torch_xla==2.9.0", "libtpu==0.0.21", "jax==0.7.1", "jaxlib==0.7.1", "datasets==5.2.0",
+        "torch==2.9.0", "torch_xla==2.9.0", "libtpu==0.0.21", "jax==0.7.1", "jaxlib==0.7.1", "cloudpickle==3.1.2",
+        "datasets==5.2.0",
         "math-verify==0.9.0", "matplotlib==3.11.2", "peft==0.21.2", "pyyaml==6.0.4", "transformers==5.23.0",
     )  # fmt: skip
     assert decision.command == (sys.executable, "-m", "pip", "install", "--quiet", *wanted)
@@ -71,7 +72,7 @@ def test_what_pairs_is_left_alone_and_what_is_missing_is_added() -> None:
     assert decision.add == ("peft==0.21.2", "pyyaml==6.0.4")
     assert decision.command == (sys.executable, "-m", "pip", "install", "--quiet", *decision.add)
     assert set(decision.keep) == {f"{name}=={version}" for name, version in there.items()}
-    assert "Left as they are: 9 packages" in str(decision)
+    assert "Left as they are: 10 packages" in str(decision)
 
 
 def test_a_kit_that_is_not_installed_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:

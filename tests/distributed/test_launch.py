@@ -20,6 +20,7 @@ from typing import Any, cast
 import nbclient
 import nbformat
 import pytest
+import torch
 
 from tests.support import replica_functions
 from tests.support.child_processes import PYTHONPATH, QUICK_XLA_FLAGS, child_environment
@@ -172,19 +173,27 @@ def test_an_error_that_says_what_to_do_has_no_traceback(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------------------------- what cannot be sent
 
 
-def test_function_of_a_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica_functions.return_rank, "__module__", "__main__")
-    with pytest.raises(
-        ValueError,
-        match=r"return_rank is defined in a notebook cell or in the script itself, .*"
-        r"Put it into a file, say steps.py, and use: from steps import return_rank",
-    ):
-        launch(replica_functions.return_rank, config_for(tmp_path, "cpu"))  # fmt: skip
+def test_values_that_cannot_be_sent_are_named(tmp_path: Path) -> None:
+    """What a function reads, however deep, also as an argument of what is launched."""
+    lock, tensor = threading.Lock(), torch.empty(1, device="meta")
+    with open(tmp_path / "log", "w") as log:
 
+        def writes(completions: Any) -> None:
+            log.write(completions)
 
-def test_function_that_cannot_be_sent(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"lambda> cannot be sent to the replicas \(.*\): use a plain function of a m"):
-        launch(lambda config: None, config_for(tmp_path, "cpu"))
+        def waits(config: TrainConfig, given: Any = None) -> None:
+            with lock:
+                pass
+
+        config = config_for(tmp_path, "cpu")
+        for function, told in (
+            (waits, r"the variable lock of .*waits cannot be sent to the replicas, .*_thread.lock' obj"),
+            (functools.partial(replica_functions.return_rank, rewards=["auto", writes]),
+             r"the variable log of .*writes cannot be sent .*files that are not opened for reading.*: make it within"),
+            (lambda config: tensor, r"the variable tensor of .*lambda> cannot be sent .*it holds a tensor on meta"),
+        ):  # fmt: skip
+            with pytest.raises(ValueError, match=told):
+                launch(function, config)
 
 
 def test_result_that_cannot_be_sent(tmp_path: Path) -> None:
@@ -577,7 +586,9 @@ def test_launch_cell_twice_in_one_kernel(tmp_path: Path, monkeypatch: pytest.Mon
         f"config = load_config(overrides={settings(tmp_path, 'cpu')!r})",
         "print(launch(replica_functions.print_slowly, config))",
         "print(launch(replica_functions.print_slowly, config))",
-        "def mine(config):\n    pass\nlaunch(mine, config)",
+        "import os\nseen = []\ndef twice(number):\n    return 2 * number + len(seen)\ndef mine(config):\n"
+        "    seen.append(1)\n    return twice(3), os.getpid()\nnumber, pid = launch(mine, config)\n"
+        "print(number, pid != os.getpid(), seen)",
         "import sys; print('torch_xla' in sys.modules)",
         "from tpu_kit.distributed import launch as module; [module._announce('here') for _ in range(3)]",
     ]
@@ -587,8 +598,8 @@ def test_launch_cell_twice_in_one_kernel(tmp_path: Path, monkeypatch: pytest.Mon
         text = "".join(output.get("text", "") for output in cell.outputs if output.get("name") == "stdout")
         device = "tpu_kit: device_type=cpu, 2 replica(s): as asked for\n"  # stderr looks like an error
         assert text == device + "line 0 of rank 0\nline 1 of rank 0\nline 2 of rank 0\n(0, 2)\n", cell.outputs
-    (error,) = [output for output in notebook.cells[3].outputs if output.output_type == "error"]
-    assert error.ename == "ValueError" and "mine is defined in a notebook cell" in error.evalue
+    text = "".join(output.get("text", "") for output in notebook.cells[3].outputs)
+    assert text == f"{device}7 True []\n", "the replica has a copy of the cell's functions and variables"
     assert "".join(output.text for output in notebook.cells[4].outputs) == "False\n"  # in one message or two
     assert notebook.cells[5].outputs[0].text == "here\n", "once a cell"
 

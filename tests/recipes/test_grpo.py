@@ -15,6 +15,7 @@ import os
 import re
 import signal
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from tpu_kit.assets.embedded import cot_rows
 from tpu_kit.cli import main
 from tpu_kit.config.loader import ConfigError, TrainConfig, load_config, of_rewards
 from tpu_kit.distributed.preemption import StopFlag
-from tpu_kit.evaluation import evaluate
+from tpu_kit.evaluation import evaluate, judging
 from tpu_kit.evaluation.rewards import Judgement, Rewards
 from tpu_kit.generation.decoder import Decoder
 from tpu_kit.generation.prompts import Completion
@@ -161,6 +162,93 @@ def test_a_run_that_is_preempted_ends_as_the_undisturbed_one(
     assert main(["grpo", str(file)]) == 0
     assert same(tmp_path / "parts", undisturbed)
     assert logged(tmp_path / "parts", "reward") == logged(undisturbed, "reward")
+
+
+XLA_CPU = {"device_type": "xla-cpu", "num_replicas": 2}
+EVERYWHERE = [
+    pytest.param({}, id="cpu"),
+    pytest.param({"num_replicas": 2}, marks=pytest.mark.slow, id="cpu-2"),
+    pytest.param(XLA_CPU, marks=[pytest.mark.slow, needs_xla], id="xla-cpu-2"),
+]
+
+
+@pytest.mark.usefixtures("quick_xla")
+@pytest.mark.parametrize("where", EVERYWHERE)
+@pytest.mark.parametrize("end", ["SIGTERM", "SIGINT", "hang_timeout"])
+def test_a_run_that_waits_for_a_reward_ends_and_goes_on(
+    end: str, where: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The updates before are saved; on XLA:CPU the replicas' functions wait in one main thread, one after the other."""
+    config = run_of(
+        tmp_path, reward_funcs=["tests.support.reward_functions:waits_once"], max_steps=3, save_steps=100, **where,
+        hang_timeout=6 if end == "hang_timeout" else 300,
+    )  # fmt: skip
+    monkeypatch.setenv("TPU_KIT_TEST_STOP", str(tmp_path / "waits"))
+
+    def give() -> None:
+        while not (tmp_path / "waits").exists():
+            time.sleep(0.05)
+        time.sleep(0.3)
+        os.kill(os.getpid(), getattr(signal, end))
+
+    if end == "hang_timeout":
+        told = (
+            r"waits_once has returned nothing and used no processor time for \d s \(reward_functions.py, line \d+\); a "
+            "call may wait for 80% of launch.hang_timeout=6: .*The 1 updates before are saved"
+        )
+        with pytest.raises(ValueError, match=told):
+            grpo(config)
+    else:
+        threading.Thread(target=give).start()
+        result = grpo(config)
+        assert (result.status, result.step) == ("preempted", 1) and end in result.reason
+    monkeypatch.delenv("TPU_KIT_TEST_STOP")
+    assert grpo(config).status == "finished" and set(logged(tmp_path, "resumed_from")) == {1}
+
+
+@pytest.mark.usefixtures("quick_xla")
+@pytest.mark.parametrize("where", EVERYWHERE)
+def test_functions_run_in_the_main_thread_and_are_sent_by_value(where: dict[str, Any], tmp_path: Path) -> None:
+    """As those of a notebook cell, which no replica can import: with what they read, async and an object among them."""
+    weight = 3.0
+
+    def alarmed(completions: list[Any], **kwargs: Any) -> list[float]:
+        signal.alarm(0)  # raises off the main thread, as math-verify's `parse` does
+        return [weight * (1 + len(each[0]["content"])) for each in completions]
+
+    async def later(completions: list[Any]) -> list[float]:
+        return [weight] * len(completions)
+
+    class Judge:
+        def __call__(self, completions: list[Any]) -> list[float]:
+            return [weight] * len(completions)
+
+    grpo(run_of(tmp_path, max_steps=1, **where), reward_funcs=[alarmed, later, Judge(), "think_format"])
+    assert logged(tmp_path, "rewards/later") == logged(tmp_path, "rewards/Judge") == [3]
+    assert logged(tmp_path, "rewards/alarmed")[0] > 3
+
+
+@pytest.mark.usefixtures("quick_xla")
+@pytest.mark.parametrize("where", EVERYWHERE)
+def test_judgements_without_end_are_told_and_not_counted(
+    where: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also those of held-out answers, before and during training."""
+    monkeypatch.setattr(judging, "SECONDS", 0.2)
+    endless = r"regex:(?:|){64}\x00"
+    settings = {"eval_rows": 2, "eval_generate_rows": 2, "eval_steps": 1, "generate_tokens": 24, "max_steps": 1}
+    config = run_of(tmp_path, reward_funcs=[endless, "length"], prompts_per_update=2, num_generations=2, **settings,
+                    **where)  # fmt: skip
+    assert grpo(config).status == "finished"
+    said = capsys.readouterr().err
+    told = r" \(the judgement takes more than 0.2 s of processor time\), such as '.*' for the answer '\d+'"
+    assert re.search(f"warning: 4 completions of step 1 were not judged by {re.escape(endless)}{told}", said), said
+    assert logged(tmp_path, "rewards/length") and not logged(tmp_path, f"rewards/{endless}")
+    with pytest.raises(ValueError, match=r"judged any of the 4 completions of step 1: .*; regex.*takes more than"):
+        grpo(run_of(tmp_path / "alone", reward_funcs=[endless], num_generations=2, max_steps=1, **where))
+    with pytest.raises(ValueError, match=r"can judge none of the 2 held-out rows .*takes more than 0.2 s of processor"):
+        grpo(run_of(tmp_path / "held-out", verifier=r"regex:(?:\d+)+x\x00", **settings, **where),
+             Dataset.from_list([{"question": f"{n}?", "answer": str(n) * 60} for n in range(1, 9)]))  # fmt: skip
 
 
 @pytest.mark.slow
@@ -341,6 +429,12 @@ def test_groups_of_equal_rewards_change_nothing(
     capsys.readouterr()
     result = grpo(again, reward_funcs=[reward_functions.equal])
     assert capsys.readouterr().err.count("so nothing was learned. Start from an adapter") == 1
+    zero = run_of(tmp_path / "zero", max_steps=2)
+    grpo(zero, reward_funcs=[reward_functions.silent, reward_functions.equal])
+    del shared[-2:]
+    told = capsys.readouterr().err
+    assert told.count("learned. silent: 0 everywhere, the function may fail silently. Start from an adapter") == 1
+    assert re.search(r"problems or rewards. An example: prompt '.*\?.*', completion '.*', reward 0.5\n", told)
     assert result.metrics["reward"] == logged(tmp_path / "end", "reward")[-1]
     assert all(torch.equal(value, before[name]) for name, value in weights(tmp_path / "end").items())
     assert logged(tmp_path / "end", "frac_reward_zero_std")[2:] == [1, 1]

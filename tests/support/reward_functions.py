@@ -61,3 +61,25 @@ def even_and_logged(completions: list[Any], log_metric: Any) -> list[float]:
     for each in (rewards := even(completions)):
         log_metric("seen", each)
     return rewards
+
+
+def silent(completions: list[Any], **kwargs: Any) -> list[float]:
+    """Fails for each completion without a word."""
+    rewards = []
+    for each in completions:
+        try:
+            rewards.append(float(each["content"]))  # it is a list
+        except Exception:
+            rewards.append(0.0)
+    return rewards
+
+
+def waits_once(completions: list[Any], trainer_state: Any) -> list[float]:
+    """Waits at the second update while TPU_KIT_TEST_STOP names a file, which it makes."""
+    if trainer_state.global_step == 2 and (place := os.environ.get("TPU_KIT_TEST_STOP")):
+        Path(place).touch()
+        try:
+            time.sleep(1000)
+        except Exception:
+            return [0.0] * len(completions)
+    return even(completions)

@@ -75,7 +75,7 @@ class Judges:
     """
 
     def __init__(self, config: DataConfig) -> None:
-        self._data = asdict(config)
+        self._settings = {"data": asdict(config), "seconds": SECONDS}
         self._children: list[_Child] = []
         self._most = min(_PROCESSES, len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1)
 
@@ -116,7 +116,7 @@ class Judges:
             while waiting or selector.get_map():
                 slow = time.monotonic() - started > _PATIENCE * len(selector.get_map())
                 if waiting and (child := self._free(anew=slow)):
-                    child.ask(self._data, waiting.popleft(), replies)
+                    child.ask(self._settings, waiting.popleft(), replies)
                     selector.register(child.answers, selectors.EVENT_READ, child)
                     continue
                 ready = [key.data for key, _ in selector.select(_LOOK)]
@@ -168,13 +168,12 @@ class _Child:
         """Whether it can be asked; its starting thread may have ended, and it with that."""
         return self._process.poll() is None
 
-    def ask(self, data: Mapping[str, Any], numbers: Sequence[int], replies: Sequence[Reply]) -> None:
+    def ask(self, settings: Mapping[str, Any], numbers: Sequence[int], replies: Sequence[Reply]) -> None:
         """Sends it some replies."""
         self.asked.extend(numbers)
         self._since = time.monotonic()
-        line = json.dumps(
-            {"data": data, "replies": [replies[number] for number in numbers]}, default=_plain, skipkeys=True
-        )
+        asked = {**settings, "replies": [replies[number] for number in numbers]}
+        line = json.dumps(asked, default=_plain, skipkeys=True)
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended; `read` finds that
             self._process.stdin.write(line.encode() + b"\n")
@@ -216,7 +215,7 @@ class _Child:
         if self._late:
             why = f"was not done after {_WAITING:g} s"
         elif status == -signal.SIGPROF:
-            why = f"takes more than {SECONDS} s of processor time"
+            why = f"takes more than {SECONDS:g} s of processor time"
         return [(self.asked.popleft(), Verdict(None, f"the judgement {why}"))], [*self.asked]
 
 
@@ -248,7 +247,7 @@ def _serve(answers: IO[str]) -> None:
         ask = json.loads(line)
         data = DataConfig(**ask["data"])
         for row, text, rule in ask["replies"]:
-            signal.setitimer(signal.ITIMER_PROF, SECONDS)  # whose signal ends the process
+            signal.setitimer(signal.ITIMER_PROF, ask["seconds"])  # whose signal ends the process
             verdict = judge(row, text, data, rule)
             signal.setitimer(signal.ITIMER_PROF, 0)
             if verdict.error.startswith("MemoryError"):

@@ -121,6 +121,11 @@ class Rewards:
     def __exit__(self, *_: object) -> None:
         self._judges.close()
 
+    @property
+    def functions(self) -> list[str]:
+        """The names of the functions of users."""
+        return list(self._functions)
+
     def check(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Raises ValueError if a function needs an argument that it does not get, or each an answer that no row has."""
         given = [*self._arguments([Attempt(rows[0], "", "", [])]), *_SHARED]
@@ -226,11 +231,9 @@ class Rewards:
         except CallEnded as ended:
             if ended.why == "stop":
                 raise
-            limit = (
-                f"launch.hang_timeout={self._config.launch.hang_timeout:g}, of which a call may take {_PATIENCE:.0%}"
-            )
-            text = f"the reward {name} {ended.why}{_place(ended)}; raise {limit}, if it waits for something slow"
-            raise ValueError(text) from ended
+            limit = f"{_PATIENCE:.0%} of launch.hang_timeout={self._config.launch.hang_timeout:g}"
+            text = f"a call may wait for {limit}: raise that if something slow is asked"
+            raise ValueError(f"the reward {name} {ended.why}{_place(ended)}; {text}") from ended
         except (Exception, SystemExit) as error:  # a user's function may raise anything
             raise ValueError(f"the reward {name} {self._blame(name, given, count, stop, error)}") from error
 

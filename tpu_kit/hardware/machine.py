@@ -202,8 +202,7 @@ def check_process(machine: Machine) -> Check:
     if extension is not None and extension._xla_runtime_is_initialized():
         found = 'it has touched the XLA device: a launch would fail with "Runtime is already initialized"'
         return Check("This process", "failure", found, f"{restart()}; do not call torch_xla.device() in a cell")
-    note = "; functions given to launch() must live in a module, not in a cell" if in_kernel() else ""
-    return Check("This process", "ok", f"it has not touched the XLA device{note}")
+    return Check("This process", "ok", "it has not touched the XLA device")
 
 
 def in_kernel() -> bool:

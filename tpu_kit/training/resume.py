@@ -227,6 +227,8 @@ def versions(config: TrainConfig) -> dict[str, str]:
     names = ("tpu_kit", "torch", "torch_xla", "transformers", "peft")
     found = {name: version for name in names if (version := installed_version(name))}
     for name in filter(FUNCTION.fullmatch, (config.optim.objective, *config.rl.reward_funcs)):
+        if name.startswith("__main__:"):
+            continue  # of a notebook's cell: no file
         if file := getattr(importlib.import_module(name.partition(":")[0]), "__file__", None):
             found[name] = f"code {hashlib.blake2s(Path(file).read_bytes(), digest_size=4).hexdigest()}"
     return found

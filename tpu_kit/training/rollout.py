@@ -138,6 +138,7 @@ class Rollouts(Updates):
         self._tokenizer = prepared.encoder.tokenizer
         self._told: set[str] = set()  # the warnings that were given
         self._first: tuple[Sequence[int], Sequence[int], float] | None = None  # prompt, completion, reward of the last
+        self._zero: list[str] = []  # functions of users whose rewards were all 0 then
         self._unjudged = 0  # the last rollouts without a reward
         self._sampled: list[Sampled] = []  # of the present rollout
         self._packed: list[PackedDataset | None] = []  # of each part of its prompts
@@ -203,8 +204,7 @@ class Rollouts(Updates):
         if means.get("completions/not_judged") == 1:
             found["unjudged"] = "no reward function judged a completion since the last log, so nothing was learned"
         elif means.get("frac_reward_zero_std") == 1:
-            zero = [name for name in self._names if means.get(f"rewards/{name}") == 0]
-            silent = f" {', '.join(zero)}: 0 everywhere, the function may fail silently." if zero else ""
+            silent = f" {', '.join(self._zero)}: 0 everywhere, the function may fail silently." if self._zero else ""
             found["flat"] = (
                 "all completions of a prompt got the same reward, for each prompt since the last log (for "
                 f"{means['frac_all_wrong']:.0%} of them none is right), so nothing was learned.{silent} Start from an "
@@ -284,6 +284,10 @@ class Rollouts(Updates):
                 f"{''.join(f'; {name}' for name in errors)}"
             )
         self._tell_errors(update.step, errors)
+        functions = self._rewards.functions if self._rewards else []
+        self._zero = [
+            name for name, part in zip(self._names, parts, strict=True) if name in functions and not part.any()
+        ]
         self._first = ids[0], replies[0].tokens, float(rewards[0, 0])
         advantages = advantages_of(rewards, rl.scale_rewards).flatten().tolist()
         self._pack([
