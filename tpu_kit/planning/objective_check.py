@@ -71,7 +71,10 @@ def _check_sampling(config: TrainConfig) -> None:
 def _check_own(config: TrainConfig, objective: Objective) -> None:
     from tpu_kit.planning.trace import ROW, empty_model  # it loads the compiler of torch, which takes a second
 
-    name, file = f"optim.objective={config.optim.objective}", inspect.getsourcefile(imported(config.optim.objective))
+    name, target = f"optim.objective={config.optim.objective}", imported(config.optim.objective)
+    # Of a class in a notebook's cell Python does not know the file, of its methods it does.
+    methods = filter(inspect.isfunction, vars(target).values())
+    file = inspect.getsourcefile(next(methods, target) if isinstance(target, type) else target)
     whole = replace(config, model=replace(config.model, base_dtype="fp32"))  # "meta" has no autocast
     with torch.device("meta"):
         model = models.adapt(empty_model(whole), config.lora, "fp32").train()

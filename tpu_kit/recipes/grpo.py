@@ -24,7 +24,7 @@ def grpo(
         config: the run; its section `rl`.
         dataset: as in `sft.train`; rows need a prompt, and what the rewards read.
         reward_funcs: a name or a function, or several, in place of `rl.reward_funcs`; see `evaluation.rewards`. Where
-            replicas are processes, functions of a notebook's cell or a script are copied to them: `distributed.sending`.
+            replicas are processes, functions of a notebook or a script are copied to them, see `distributed.sending`.
         exact: as in `sft.train`.
 
     Raises:
