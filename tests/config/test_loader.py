@@ -337,7 +337,7 @@ def test_round_trips(seed: int, tmp_path: Path) -> None:
         values = trial
     config = load_config(values)
     for name, value in values.items():
-        assert config[name] == value
+        assert config[name] == (config.usual_rate if (name, value) == ("optim.learning_rate", None) else value)
     assert load_config(config.to_dict()) == config
     assert load_config(json.loads(json.dumps(config.to_dict()))) == config
     path = tmp_path / "run.yaml"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tpu_kit.config.loader import ConfigError, DataConfig, LoraConfig, OptimConfig, TrainConfig, load_config
-from tpu_kit.config.schema import parameters
+from tpu_kit.config.schema import USUAL, parameters
 
 
 def problems(**values: Any) -> list[str]:
@@ -31,7 +31,7 @@ def test_every_parameter_is_explained() -> None:
 def test_defaults_are_a_valid_run() -> None:
     config = TrainConfig()
     assert config["optim.batch_size"] == config.optim.batch_size == 4
-    assert config.sources == {}
+    assert config.sources == {"optim.learning_rate": USUAL}
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_a_section_is_not_changed_by_what_it_is_put_in() -> None:
 
 def test_values_set_in_code_say_so() -> None:
     config = replace(TrainConfig(), run_name="b")
-    assert config.sources == {"run_name": "code"}
+    assert config.sources == {"run_name": "code", "optim.learning_rate": USUAL}
     assert replace(config, sources={}) == config
 
 

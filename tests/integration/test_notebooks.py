@@ -128,7 +128,7 @@ def test_training_shows_what_it_did(folder: Path) -> None:
     outputs = outputs_of(folder, "4-")
     text, html = shown(outputs), shown(outputs, "text/html")
     assert f"{STEPS} of {STEPS} updates" in text and "tokens/s/chip" in text
-    assert "compiled programs 2" in text, "before the evaluation at the end"
+    assert "compiled programs 3" in text, "a set-up, the evaluation, the update"
     assert f"newest checkpoint runs/notebook-4/checkpoints/step-{STEPS:08d}" in text
     assert re.search(r"<mark [^>]*>&lt;think&gt;", html)
     pictures = [output.data["image/png"] for output in outputs if "image/png" in output.get("data", {})]
@@ -171,7 +171,7 @@ def test_a_model_learns_from_rewards(folder: Path) -> None:
 def test_all_run_on_xla(tmp_path: Path) -> None:
     folder = tmp_path / "work"
     run_notebooks(folder, "CPU", NOTEBOOKS, *FEW, *FEW_LATER, "num_replicas=2")
-    for name, programs in (("4-", 2), ("6-", 2), ("7-", 6)):
+    for name, programs in (("4-", 3), ("6-", 3), ("7-", 6)):
         assert f"compiled programs {programs}" in shown(outputs_of(folder, name)), name
 
 

@@ -16,6 +16,7 @@ from tests.planning.test_memory_estimate import ANSWERS, configuration, name_of
 from tests.support.compiler_models import LLAMA_8B, QWEN2_500M, TINY, cache_bytes_per_token, write_config
 from tpu_kit.cli import main
 from tpu_kit.config.loader import ModelConfig, TrainConfig, batch_arithmetic, load_config
+from tpu_kit.config.schema import LEAST_UPDATES
 from tpu_kit.data.prepare import prepare
 from tpu_kit.hardware.slices import RESERVE, find_slice
 from tpu_kit.models.architecture import did_you_mean, shipped_shape, shipped_shapes
@@ -25,7 +26,7 @@ from tpu_kit.planning import compile_check, planner, setting
 from tpu_kit.planning.compile_check import Compiled, CompilerUnavailable
 from tpu_kit.planning.cost import step_time, work
 from tpu_kit.planning.memory_estimate import Memory, estimate
-from tpu_kit.planning.planner import LEAST_UPDATES, best_batch, plan
+from tpu_kit.planning.planner import best_batch, plan
 from tpu_kit.planning.report import report
 from tpu_kit.planning.run_cost import count_rows, time_plan
 from tpu_kit.planning.setting import largest

@@ -10,13 +10,14 @@ import pytest
 from tests.hardware.test_machine import V5E, fake
 from tests.support.compiler_models import LLAMA_8B, QWEN2_500M, write_config
 from tpu_kit.config.loader import ConfigError, TrainConfig, batch_arithmetic, load_config
+from tpu_kit.config.schema import LEAST_UPDATES
 from tpu_kit.distributed import runtime
 from tpu_kit.distributed.hosts import Hosts
 from tpu_kit.hardware.machine import Machine
 from tpu_kit.hardware.slices import find_slice
 from tpu_kit.planning import compile_check, preflight
 from tpu_kit.planning.compile_check import Compiled
-from tpu_kit.planning.planner import LEAST_UPDATES, best_batch
+from tpu_kit.planning.planner import best_batch
 from tpu_kit.planning.preflight import check_before_launch
 
 GIB = 2**30

@@ -401,7 +401,8 @@ def test_the_cell_that_shows_the_data_counts_the_updates_of_prompts(
     settings = {"split": "train[:7]", "eval_rows": 4, "epochs": 1, "max_steps": None, "batch_size": 8}
     cells.show_data(of_rewards(run_of(tmp_path, **settings, prompts_per_update=1, num_iterations=2)))
     said = capsys.readouterr().out
-    assert "; 14 updates\n" in said and "14 updates teach little: raise max_steps or epochs, or lower prompts_" in said
+    assert "; 14 updates\n" in said and "14 updates are few, and teach little: raise optim.max_s" in said
+    assert "or lower rl.prompts_per_update" in said
 
 
 def test_the_texts_of_tokens_make_up_the_text() -> None:

@@ -7,8 +7,10 @@ import functools
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -120,9 +122,9 @@ def test_one_program_for_each_kind_of_update_and_one_for_evaluation(
     backends: Callable[[str, int], dict[str, Any]], replicas: int
 ) -> None:
     ended = backends("xla-cpu", replicas)
-    assert ended["set_up"] <= 3
-    assert ended["counters"]["compiles"] == ended["set_up"] + 2 + 1  # accumulation 1, accumulation 2, evaluation
-    assert [record["compiles"] for record in ended["train"]] == [ended["set_up"] + 1, ended["set_up"] + 3]
+    assert ended["set_up"] <= 3 + 1  # and the evaluation before the first update, whose program the later ones take
+    assert ended["counters"]["compiles"] == ended["set_up"] + 2  # accumulation 1, accumulation 2
+    assert [record["compiles"] for record in ended["train"]] == [ended["set_up"] + 1, ended["set_up"] + 2]
 
 
 @needs_xla
@@ -132,13 +134,13 @@ def test_an_execution_for_each_update_and_no_reading_between_logs(
 ) -> None:
     ended = backends("xla-cpu", replicas)
     counters, batches = ended["counters"], 1  # the held-out rows fill four packed ones
-    syncs = 1 + 10 + 2 * batches  # set-up, updates, two evaluations
+    syncs = 1 + 10 + 3 * batches  # set-up, updates, three evaluations
     assert [note["syncs"] for note in ended["ranks"]] == [syncs] * replicas
     assert counters["executions"] == syncs * replicas
     assert counters["host_syncs"] == counters["fallbacks"] == 0
     # The loop's own readings are all there are, and they come at the logs, the evaluations, and the end.
     assert counters["device_reads"] == sum(tensors for note in ended["ranks"] for _, tensors in note["reads"])
-    logs = {1 + 5, 1 + 5 + batches, 1 + 10 + batches, syncs}  # syncs before them
+    logs = {1 + batches, 1 + batches + 5, 1 + 5 + 2 * batches, 1 + 10 + 2 * batches, syncs}  # syncs before them
     assert {before for note in ended["ranks"] for before, _ in note["reads"]} == logs
     for record in ended["train"]:
         assert record["host_syncs_per_step"] == record["fallbacks_per_step"] == 0
@@ -246,6 +248,37 @@ def test_what_a_run_says_and_writes(configure: Configure) -> None:
     assert result.metrics["loss"] == last["loss"]
     assert result.metrics["eval_loss"] == min(record["loss"] for record in evaluated)
     assert load_config(config.output_path / "config.yaml") == keep_run(config, "")
+
+
+def test_the_held_out_loss_before_training_is_told_once(
+    configure: Configure, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = configure(max_steps=2, save_steps=1)
+    sft.train(config)
+    (start,) = records(config, "start")
+    said = capfd.readouterr().out
+    assert (start["step"], start["uniform"]) == (0, pytest.approx(math.log(640)))
+    assert f"held-out loss    {start['loss']:.4g} before training; 6.461 is a uniform guess among 640 tokens" in said
+    assert "2 updates are few, and teach little: raise optim.max_steps or optim.epochs, or lower optim.bat" in said
+    longer = sft.train(replace(config, optim=replace(config.optim, max_steps=4)))
+    assert longer.step == 4 and records(config, "start") == [start]
+    assert "before training" not in capfd.readouterr().out
+    unchanged = sft.train(configure("frozen", learning_rate=1e-12, max_steps=1))
+    assert unchanged.metrics["eval_loss"] == pytest.approx(start["loss"], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"max_steps": 2, "learning_rate": 1e-4}, r"\. 2 updates are few: raise optim.max_steps or optim.epochs"),
+        ({"learning_rate": 1000.0, "max_steps": 4}, r"such rows at random\. Try a third of optim.learning_rate"),
+        ({"max_steps": 25, "batch_size": 8}, ""),
+    ],
+)  # fmt: skip
+def test_a_run_that_teaches_nothing_says_so(configure: Configure, changes: dict[str, Any], expected: str) -> None:
+    result = sft.train(configure(**changes))
+    assert bool(result.warning) == bool(expected) and re.search(expected, result.warning), result.warning
+    assert (f"\nwarning: the held-out loss {result.warning[18:30]}" in str(result)) == bool(expected)
 
 
 @pytest.mark.parametrize("remat", ["full", pytest.param("outputs", marks=pytest.mark.slow)])

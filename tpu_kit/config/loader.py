@@ -23,6 +23,7 @@ from tpu_kit.config.fields import SECRET_ADVICE, ConfigError, closest, is_secret
 from tpu_kit.config.mesh import environment_mesh, mesh_text
 from tpu_kit.config.schema import (  # noqa: F401 - other modules import the sections from here
     SECTIONS,
+    USUAL,
     CheckpointConfig,
     DataConfig,
     DistillConfig,
@@ -310,7 +311,10 @@ def batch_arithmetic(config: TrainConfig, num_replicas: int) -> BatchPlan:
 def of_rewards(config: TrainConfig) -> TrainConfig:
     """Sets what `grpo` needs besides the section `rl`."""
     # The loss is about 0 whatever the model does, so a rise of it says nothing.
-    return replace(config, optim=replace(config.optim, objective="policy", max_loss_rise=None))
+    optim = replace(config.optim, objective="policy", max_loss_rise=None)
+    if config.sources.get("optim.learning_rate") == USUAL and optim.learning_rate == config.usual_rate:
+        optim = replace(optim, learning_rate=None)
+    return replace(config, optim=optim)
 
 
 def as_trained(config: TrainConfig) -> TrainConfig:

@@ -358,6 +358,7 @@ def learning_rate(step: int, total_steps: int, optim: OptimConfig, growth: float
     warmup = optim.warmup_steps or math.ceil(optim.warmup_ratio * total_steps)
     done = step - 1
     factor = {"none": 1.0, "sqrt": math.sqrt(growth), "linear": growth}[optim.batch_growth_lr]
+    assert optim.learning_rate is not None, "TrainConfig replaces null"
     peak = optim.learning_rate * factor
     if done < warmup:
         return peak * done / warmup

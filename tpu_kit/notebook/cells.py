@@ -88,6 +88,19 @@ def config(
     return replace(loaded, output_dir=output.output_dir, sources={**loaded.sources, **why})
 
 
+def start_config(run: TrainConfig, path: str, sections: Collection[str], values: Mapping[str, Any]) -> TrainConfig:
+    """Builds the configuration of the training that makes the teacher or the adapter that a run starts from.
+
+    Args:
+        run: the run.
+        path: a YAML file or a shipped configuration, for all that the run does not give.
+        sections: those of the run's, such as its rows and its machine.
+        values: by leaf name, over those of the file and of the run.
+    """
+    shared = {name: value for name, value in run.flat_values().items() if name.partition(".")[0] in sections}
+    return config({**shared, **values}, path)
+
+
 def run_config(namespace: Mapping[str, Any], also: Collection[str] = ()) -> TrainConfig:
     """Reads the configuration of a trained run, which its `run_name` (or `output_dir`) identifies.
 
@@ -160,7 +173,6 @@ def show_data(config: TrainConfig) -> Prepared:
         ValueError: `train` would refuse the rows, the batch or the settings.
     """
     from tpu_kit.data.batching import updates
-    from tpu_kit.planning.planner import LEAST_UPDATES
     from tpu_kit.recipes import sft
     from tpu_kit.training.resume import keep_run
     from tpu_kit.training.rollout import updates_of
@@ -172,9 +184,7 @@ def show_data(config: TrainConfig) -> Prepared:
     total = sum(1 for _ in made)
     os.environ[sft.SHOWN_REPORT] = report = sft.data_report(prepared, plan, total, config)
     print(report)
-    fewer = "prompts_per_update" if tasks else "batch_size"
-    few = f"{total} updates teach little: raise max_steps or epochs, or lower {fewer}"
-    for note in [*outlook.notes, *[few] * (total < LEAST_UPDATES)]:
+    for note in outlook.notes:
         print(f"plan             {note}")
     print(f"time             {outlook.duration(total)}")
     return prepared

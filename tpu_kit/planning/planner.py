@@ -16,7 +16,7 @@ from typing import Any, Literal
 from tpu_kit.config.conflicts import check_remat
 from tpu_kit.config.loader import ConfigError, TrainConfig, as_trained, batch_arithmetic
 from tpu_kit.config.mesh import mesh_size
-from tpu_kit.config.schema import MOST_ROWS
+from tpu_kit.config.schema import LEAST_UPDATES, MOST_ROWS
 from tpu_kit.distributed import runtime
 from tpu_kit.hardware.chips import GIB
 from tpu_kit.hardware.slices import TargetSlice, find_slice
@@ -34,9 +34,6 @@ from tpu_kit.planning.setting import Advice, Inference, Setting, advise, inferen
 TIE = 0.02
 """Settings whose speeds differ by less count as equally fast: the one with fewest passes is picked, as it compiles
 sooner."""
-LEAST_UPDATES = 20
-"""The least updates of an epoch where `batch_size=auto` chooses the rows of an update: with fewer, a small data set is
-hardly learned."""
 MOST_TOKENS = 2**31
 """Tokens of a pass at which indices overflow."""
 _COMPILED = (

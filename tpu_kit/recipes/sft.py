@@ -22,9 +22,11 @@ from datasets import Dataset, DatasetDict
 
 from tpu_kit.checkpointing.manager import CheckpointManager, HostParts
 from tpu_kit.config.loader import BatchPlan, ConfigError, TrainConfig, batch_arithmetic
+from tpu_kit.config.schema import LEAST_UPDATES
 from tpu_kit.data.held_out import NONE, Questions
 from tpu_kit.data.prepare import MappedData, Prepared, on_disk, prepare
 from tpu_kit.data.sources import SYNTHETIC, save_rows, saved_rows_path
+from tpu_kit.data.untrained_tokens import describe_untrained
 from tpu_kit.distributed import runtime
 from tpu_kit.distributed.hosts import ONE, Hosts, find_hosts, keep_log
 from tpu_kit.distributed.launch import launch
@@ -55,6 +57,7 @@ from tpu_kit.storage.run_folder import adapter_at_hand, find_run
 from tpu_kit.training.adapter_files import save_adapter, tokenizer_to_save
 from tpu_kit.training.metrics import check_tracking, log_result, peak_memory
 from tpu_kit.training.objectives import objective_of
+from tpu_kit.training.outcome import MORE_UPDATES
 from tpu_kit.training.resume import (
     check_resume,
     find_checkpoint,
@@ -88,6 +91,7 @@ class TrainResult:
         checkpoint_dir: the newest checkpoint; None if there is none.
         output_dir: the run's folder.
         again: `TrainConfig.again`.
+        warning: why the run seems to have taught nothing, by its held-out loss; empty where it has.
     """
 
     status: Status
@@ -99,6 +103,7 @@ class TrainResult:
     checkpoint_dir: str | None
     output_dir: str
     again: str = "run this again"
+    warning: str = ""
 
     def __str__(self) -> str:
         if self.status == "preempted":
@@ -118,6 +123,7 @@ class TrainResult:
         for name, value in self.metrics.items():
             text = f"{value / GIB:.2f} GiB" if name.endswith("_bytes") else f"{value:.6g}"
             lines.append(f"  {name:<{width}}{text}")
+        lines += [f"warning: {self.warning}"] if self.warning else []
         return "\n".join(lines)
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
@@ -399,6 +405,10 @@ def trainer(
             check_resume(checkpoint, config, plan.global_batch_size, prepared, total, quiet=rt.rank != 0)
             saved = training_tensors(checkpoint)
         prepared.train.columns = read_columns(config, prepared)
+        untrained = ""
+        if rt.rank == 0:
+            head = models.output_embedding(model).weight  # before it leaves the CPU
+            untrained = describe_untrained(prepared, head, adapters=bool(config.lora.r))
         state = prepare_model(model, config, rt, saved, len(objective.extra))
         rt.sync()
         rt.barrier()
@@ -418,6 +428,8 @@ def trainer(
             if os.environ.get(SHOWN_REPORT) != report:
                 print(report)
             print(f"model            {models.count_parameters(model)}")
+            if untrained:
+                print(f"unknown tokens   {untrained}")
             if loop.evaluations.stopped:
                 print(f"stopped          at step {loop.step} before; nothing is trained: {loop.evaluations.reason}")
             sys.stdout.flush()
@@ -446,7 +458,10 @@ def data_report(prepared: Prepared, plan: BatchPlan, total: int, config: TrainCo
     else:
         left = len(prepared.train) % plan.global_batch_size
         batch = f"batch            {plan}; {total:,} updates; {left} rows of each epoch are left over"
-    return "\n".join([str(prepared), *turns, batch, *[long] * (warmup > total)])
+    few = f"warning          {total:,} updates are few, and teach little: {MORE_UPDATES}"
+    if prepared.tasks:
+        few = few.replace("optim.batch_size or data.max_length", "rl.prompts_per_update")
+    return "\n".join([str(prepared), *turns, batch, *[long] * (warmup > total), *[few] * (total < LEAST_UPDATES)])
 
 
 def _check_same(config: TrainConfig, rt: Runtime, step: int, model: torch.nn.Module) -> None:
@@ -501,4 +516,6 @@ def _finish(loop: Trainer, status: Status, reason: str) -> TrainResult:
         metrics |= peak_memory(loop.rt, loop.predicted_bytes)
         complete = loop.checkpoints.complete()
         checkpoint = str(complete[-1].path) if complete else None
-    return TrainResult(status, reason, loop.step, loop.total, metrics, adapter, checkpoint, str(folder), config.again)
+    warning = "" if status == "preempted" else loop.warning(metrics)
+    ended = status, reason, loop.step, loop.total, metrics, adapter, checkpoint, str(folder), config.again
+    return TrainResult(*ended, warning)

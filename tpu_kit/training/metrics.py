@@ -23,6 +23,7 @@ from tpu_kit.hardware import chips
 from tpu_kit.hardware.host import check_wandb
 from tpu_kit.hardware.machine import Machine
 from tpu_kit.storage import atomic
+from tpu_kit.training.outcome import START, describe_start
 
 if TYPE_CHECKING:
     from tpu_kit.distributed.runtime import Runtime
@@ -222,8 +223,8 @@ class Evaluations:
 class Tracker:
     """Writes the metrics of a run, on rank 0 alone, and shows the progress bar on stderr.
 
-    Each record of `<output_dir>/metrics.jsonl` has `kind` ("train" or "eval") and `step`. A value that is not finite is
-    null, and `nonfinite` has its text, as in ``{"loss": null, "nonfinite": {"loss": "nan"}}``.
+    Each record of `<output_dir>/metrics.jsonl` has `kind` ("start", "train" or "eval") and `step`. A value that is not
+    finite is null, and `nonfinite` has its text, as in ``{"loss": null, "nonfinite": {"loss": "nan"}}``.
 
     Args:
         config: the run.
@@ -338,6 +339,17 @@ class Tracker:
         self.tick(step)
         record |= apart_from({*record, "kind", "step", "seconds", "nonfinite"}, extra)
         return self._write("train", step, record)
+
+    def log_start(self, loss: float, vocabulary: int | None) -> dict[str, Any]:
+        """Writes the record of the held-out rows before the first update, prints it and returns it.
+
+        Args:
+            loss: of the rows, nats.
+            vocabulary: number of tokens that the model chooses among; None where the loss is not their likelihood.
+        """
+        self._bar.write(describe_start(loss, vocabulary), file=sys.stdout)
+        sys.stdout.flush()
+        return self._write(START, 0, {"loss": loss, "uniform": math.log(vocabulary) if vocabulary else None})
 
     def log_eval(
         self, step: int, *, loss: float, accuracy: float | None = None, interval: tuple[float, float] | None = None

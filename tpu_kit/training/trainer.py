@@ -10,7 +10,7 @@ import contextlib
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
@@ -28,10 +28,12 @@ from tpu_kit.distributed.preemption import PreemptionGuard
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.evaluation.evaluate import Accuracy, count_correct
 from tpu_kit.hardware.host import chips_of
+from tpu_kit.models import causal_lm as models
 from tpu_kit.models.layer_calls import unstacked
 from tpu_kit.training.adapter_files import base_document, result_files
 from tpu_kit.training.metrics import Evaluations, RecompileMonitor, Tracker, model_flops_per_token, peak_memory
 from tpu_kit.training.objectives import Objective
+from tpu_kit.training.outcome import not_learned
 from tpu_kit.training.resume import START, TEACHER, identity_of, rows_digest, versions, weights_of
 from tpu_kit.training.state import Report, TrainState, sections
 from tpu_kit.training.step import Control, SplitStep, eval_step, train_step
@@ -175,9 +177,11 @@ class Trainer:
     def _make_updates(self, agreement: PreemptionGuard) -> Status:
         rt = self.rt
         status: Status = "finished"
+        self._started = time.monotonic()
+        if self.step == 0 and self.total and self.prepared.eval is not None and not self.updates.splits:
+            self._evaluate_start()
         self.model.train()
-        window = list(islice(self.updates.all(), self._logged, self.step))
-        before, self._started = rt.counters(), time.monotonic()
+        window, before = list(islice(self.updates.all(), self._logged, self.step)), rt.counters()
         self.mark("input", self.step + 1)
         for update, tokens, tensors in self.updates.after(self.step, agreement):
             if not agreement.should_run(update.step):
@@ -336,6 +340,15 @@ class Trainer:
             return False
         return self.prepared.eval is not None and (step == self.total or (every is not None and step % every == 0))
 
+    def _evaluate_start(self) -> None:
+        """Measures the held-out loss before the first update, by the program of all evaluations."""
+        with self._tracker.untimed() if self._tracker else contextlib.nullcontext():
+            self.model.eval()
+            loss, objective = self._held_out_loss(), self.config.optim.objective
+        if self._tracker is not None:
+            vocabulary = models.text_config(self.model).vocab_size if objective == "supervised" else None
+            self._tracker.log_start(loss, vocabulary)
+
     def _evaluate(self, step: int) -> None:
         self.model.eval()
         with self.state.averaged():
@@ -367,6 +380,10 @@ class Trainer:
 
     def _on_device(self, sums: tuple[float, float]) -> torch.Tensor:
         return self.rt.to_device([{"sums": torch.tensor(sums, dtype=torch.float32)}])[0]["sums"]
+
+    def warning(self, final: Mapping[str, float]) -> str:
+        """Says, on rank 0, why the run seems to have taught nothing, by its final metrics; empty where it has."""
+        return not_learned(self._tracker.history, final, self.total) if self._tracker is not None else ""
 
     def results(self) -> dict[str, float]:
         """Returns the metrics of the resulting weights."""

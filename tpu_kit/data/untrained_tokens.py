@@ -1,0 +1,60 @@
+"""Finds the tokens of a run's rows that its base model was never trained on, by the rows of its output layer."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from tpu_kit.data.prepare import Prepared
+
+_SAME = 0.99  # cosine of two rows of the output layer; of SmolLM2's 49,152 rows 29 have such a neighbour among 1,024
+_NEIGHBOURS, _REFERENCES = 2, 1024
+_LEAST_SHARE = 0.01  # of the tokens with loss
+_SHOWN = 5  # tokens that are named
+
+
+def untrained_tokens(weight: torch.Tensor, ids: np.ndarray) -> np.ndarray:
+    """Returns the tokens whose rows of the output layer were never trained, (M,).
+
+    All rows of tokens that are no label of the training data get the same gradient, so they end nearly equal (Land and
+    Bartolo, "Fishing for Magikarp", arXiv:2405.05417).
+
+    Args:
+        weight: of the output layer, (V, H), on the CPU.
+        ids: the tokens in question, (N,).
+    """
+
+    def directions(rows: np.ndarray) -> torch.Tensor:
+        return torch.nn.functional.normalize(weight.detach()[torch.from_numpy(rows)].float(), dim=1)
+
+    others = np.linspace(0, len(weight) - 1, min(_REFERENCES, len(weight))).astype(np.int64)
+    near = directions(ids) @ directions(others).T >= _SAME
+    near &= torch.from_numpy(ids[:, None] != others)
+    return ids[near.sum(1).numpy() >= _NEIGHBOURS]
+
+
+def describe_untrained(prepared: Prepared, weight: torch.Tensor, adapters: bool) -> str:
+    """Says which share of the training tokens with loss the base was never trained on; empty below one in a hundred.
+
+    The tokenizer's special tokens are left out: an instruction-tuned model knows them by hardly changed rows.
+
+    Args:
+        prepared: the data.
+        weight: of the base's output layer, (V, H), on the CPU.
+        adapters: whether adapters are trained, which leave the output layer as it is.
+    """
+    if prepared.encoder is None or prepared.tasks:
+        return ""
+    documents, tokenizer = prepared.train.documents, prepared.encoder.tokenizer
+    ids, counts = np.unique(documents.input_ids[documents.loss_mask], return_counts=True)
+    ids = ids.astype(np.int64)
+    found = np.isin(ids, untrained_tokens(weight, ids)) & ~np.isin(ids, [*tokenizer.added_tokens_decoder])
+    if (share := counts[found].sum() / max(1, counts.sum())) < _LEAST_SHARE:
+        return ""
+    order = np.argsort(-counts[found], kind="stable")
+    names = ", ".join(repr(tokenizer.decode([number])) for number in ids[found][order][:_SHOWN])
+    more = f" and {found.sum() - _SHOWN} more" if found.sum() > _SHOWN else ""
+    advice = "write the rows without them or take another model"
+    if adapters:
+        advice = f"adapters do not train its output layer: {advice}, or set lora.r=0, which trains all weights"
+    return f"{share:.0%} of the tokens with loss are {names}{more}, which the model was never trained on; {advice}"
