@@ -20,7 +20,7 @@ class Started(Exception):
     """A training begins."""
 
 
-def first_training(name: str, monkeypatch: pytest.MonkeyPatch, **given: Any) -> TrainConfig:
+def first_training(notebook: str, monkeypatch: pytest.MonkeyPatch, **given: Any) -> TrainConfig:
     """The configuration that the cells of a notebook train first, if these parameters are set."""
     begun: list[TrainConfig] = []
 
@@ -29,7 +29,7 @@ def first_training(name: str, monkeypatch: pytest.MonkeyPatch, **given: Any) -> 
         raise Started
 
     monkeypatch.setattr(tpu_kit, "train", train)
-    cells = [cell.source for cell in nbformat.read(REPOSITORY / "notebooks" / f"{name}.ipynb", 4).cells
+    cells = [cell.source for cell in nbformat.read(REPOSITORY / "notebooks" / f"{notebook}.ipynb", 4).cells
              if cell.cell_type == "code" and "find_spec" not in cell.source]  # fmt: skip
     injected = "# Parameters\n" + "".join(f"{key} = {value!r}\n" for key, value in given.items())
     namespace: dict[str, Any] = {"In": ["", cells[0], injected]}
@@ -73,7 +73,8 @@ def test_the_start_of_rewards_is_of_the_users_model(tmp_path: Path, monkeypatch:
     ],
 )
 def test_the_rate_is_that_of_the_model(file: str | None, model: str, more: dict[str, Any], expected: float) -> None:
-    config = load_config(file, parameters={"learning_rate": None, "model.name": model, **more})
+    given = {"learning_rate": None, "model.name": model, "max_length": 1024, "eval_steps": None}
+    config = load_config(file, parameters={**given, **more})
     assert config.optim.learning_rate == expected
     if "learning_rate" not in more:
         assert config.sources["optim.learning_rate"] == USUAL
