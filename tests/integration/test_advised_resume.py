@@ -157,7 +157,7 @@ def test_a_plan_says_which_changes_are_another_training(tmp_path: Path) -> None:
         assert said[name].anew and said[name].harm.endswith(", another training"), name
     text = str(found.advice)
     assert text.count("another training") == 1 + sum(knob.anew for knob in found.advice.knobs)
-    assert "another training cannot go on from a checkpoint of this run: give it another output_dir, or" in text
+    assert "another training cannot go on from a checkpoint of this run: give it another run_name (or output" in text
     assert asdict(found.advice)["knobs"][0]["anew"] is False
 
 

@@ -184,7 +184,7 @@ def test_run_all_then_stop_then_on(desk: Path, address: str, browser: Any) -> No
     browser.find_element("css selector", "[data-command='notebook:interrupt-kernel'], [title^='Interrupt']").click()
     wait_for(lambda: "AssertionError" in page.find(".jp-Notebook")[0].text, 120, "it does not stop")
     shown = page.find(".jp-Notebook")[0].text
-    (stopped,) = set(re.findall(rf"preempted at step (\d+) of {STEPS}", shown))
+    (stopped,) = set(re.findall(rf"stopped at step (\d+) of {STEPS}", shown))
     assert "run this again: the same cell" in shown
     page.picture("2-stopped", train)
 

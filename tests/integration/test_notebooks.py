@@ -111,7 +111,7 @@ def test_verify_ends_in_ready(folder: Path) -> None:
     text = shown(outputs_of(folder, "2-"))
     for row in ("Host memory", "Step, unrolled", "Small run"):
         assert f"✓ {row} " in text, row
-    assert "went on from step 4 to 8" in text and "Ready." in text
+    assert "went on from step 4 to 8" in text and "Ready to rehearse on this CPU; no TPU attached." in text
 
 
 def test_plan_shows_what_fits_and_what_to_do(folder: Path) -> None:

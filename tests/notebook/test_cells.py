@@ -18,7 +18,7 @@ import pytest
 
 from tests.support.child_processes import PYTHONPATH, REPOSITORY, run_python
 from tests.support.kernels import run_cell
-from tpu_kit.config.loader import ConfigError, TrainConfig
+from tpu_kit.config.loader import ConfigError, TrainConfig, load_config
 from tpu_kit.hardware.machine import Check
 from tpu_kit.notebook import cells as cells_module
 from tpu_kit.notebook.kernel import check_names
@@ -183,7 +183,16 @@ def test_a_run_is_checked_by_its_loss_and_its_weights(tmp_path: Path, capsys: py
     assert capsys.readouterr().out == "preempted (SIGTERM received): nothing to check; run the training cell again\n"
     kept = preempted._repr_mimebundle_()
     assert kept["text/plain"] == str(preempted)
-    assert kept[RESULT_TYPE] == {"status": "preempted", "reason": "SIGTERM received", "again": "run this again"}
+    assert kept[RESULT_TYPE] == {
+        "status": "preempted", "ended": "preempted", "reason": "SIGTERM received", "again": "run this again",
+    }  # fmt: skip
+    stopped = replace(preempted, reason="SIGINT received")
+    cells_module.check_run(config, stopped)
+    assert capsys.readouterr().out == "stopped (SIGINT received): nothing to check; run the training cell again\n"
+    assert str(stopped).startswith("stopped at step 3 of 6 (SIGINT received)")
+    with pytest.raises(ValueError, match="the held-out loss did not fall"):
+        (tmp_path / "metrics.jsonl").write_text(METRICS)
+        cells_module.check_run(config, replace(ended, warning="the held-out loss did not fall from 1 to 2"))
 
 
 METRICS = """\
@@ -265,8 +274,8 @@ def test_a_run_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("status", "expected"),
     [
-        ("ok", "Ready."),
-        ("warning", "Ready.\n! TPU: held"),
+        ("ok", "Ready to rehearse on this CPU; no TPU attached."),
+        ("warning", "Ready to rehearse on this CPU; no TPU attached.\n! TPU: held"),
         ("failure", "Not ready. Fix this first: TPU: held\n→ kill 7"),
     ],
 )
@@ -274,8 +283,25 @@ def test_verdict(status: Any, expected: str, capsys: pytest.CaptureFixture[str])
     checks = [Check("Python", "ok", "3.12"), Check("TPU", status, "held", "kill 7")]
     assert cells_module.show_checks(iter(checks)) == checks
     capsys.readouterr()
-    cells_module.show_verdict(checks)
+    cells_module.show_verdict(checks, load_config(None, {"device_type": "cpu"}))
     assert capsys.readouterr().out.strip() == expected
+
+
+def test_an_error_of_the_kit_is_its_text_alone(kernel: Any) -> None:
+    """Errors of a cell, and of libraries below the kit, keep their traceback."""
+    shown: list[str] = []
+
+    def run(source: str) -> str:
+        shown.clear()
+        keep = lambda message: shown.extend(message["content"].get("traceback", []))  # noqa: E731
+        kernel.execute_interactive(source, timeout=60, output_hook=keep)
+        return "\n".join(shown)
+
+    run("from tpu_kit.notebook import cells as notebook")
+    text = run("notebook.config({'learning_rat': 1})")
+    assert "did you mean optim.learning_rate?" in text and "Traceback" not in text and "-->" not in text
+    assert "-->" in run("int('x')")
+    assert "-->" in run("notebook.json.loads('{')")
 
 
 def test_cells_run_again_by_hand(kernel: Any) -> None:

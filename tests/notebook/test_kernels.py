@@ -75,7 +75,7 @@ def test_an_interrupted_cell_saves_ends_its_processes_and_goes_on(where: dict[st
         )["content"]  # fmt: skip
         text = "".join(printed)
         assert reply["status"] == "ok" and interrupted, (reply, text)
-        found = re.search(r"preempted at step (\d+) of 5000 \(SIGINT received\)", text)
+        found = re.search(r"stopped at step (\d+) of 5000 \(SIGINT received\)", text)
         assert found and "run this again: the same cell" in text, text
         step = int(found[1])
         (saved,) = scan(folder / "checkpoints", verify=True)[0]

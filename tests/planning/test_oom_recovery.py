@@ -108,7 +108,7 @@ def test_when_nothing_is_left_to_lower(tmp_path: Path) -> None:
     assert next_setting(outlook) == ({}, "")
     text = str(out_of_memory(LaunchError(OUT_OF_MEMORY), outlook))
     assert "No setting of the batch helps any more" in text and "model.base_dtype=int8" in text
-    assert "It cannot go on from a checkpoint of this run: give it another output_dir, or checkpoint.resume" in text
+    assert "It cannot go on from a checkpoint of this run: give it another run_name (or" in text
     tight = check_before_launch(load_config(None, [*settings[:3], "batch_size=2"]), at=fake(tmp_path / "other", V5E))
     overrides, why = next_setting(tight)
     assert overrides["batch_size"] == 1 and why.startswith("It may still be too much. Predicted is ")

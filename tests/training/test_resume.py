@@ -7,6 +7,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,14 @@ def test_what_tells_of_a_run_is_never_taken_for_none(
         with pytest.raises(ValueError, match=told):
             sft.train(load_config("embedded-cot", {"device_type": "cpu", "output_dir": output_dir, "resume": resumes}))
     assert everything(folder) == before
+
+
+def test_a_misspelt_file_of_an_old_run_is_no_other_data(tmp_path: Path) -> None:
+    config = run_config(tmp_path / "run", max_steps=1, warmup_steps=0, save_steps=1, eval_steps=None)
+    sft.train(config)
+    misspelt = replace(config, data=replace(config.data, source=str(tmp_path / "rowz.jsonl")))
+    with pytest.raises(ValueError, match=r"rowz.jsonl: there is no such file; check data.source"):
+        sft.train(misspelt)
 
 
 def test_dropout_of_the_model_itself_is_resumed(tmp_path: Path) -> None:

@@ -170,7 +170,8 @@ def holder_name() -> str:
 
 def in_use(place: Path | str, holder: str) -> ValueError:
     """Makes the error for a place where another process writes."""
-    return ValueError(f"{place} is being written to by {holder}: end that one first, or set another output_dir")
+    text = f"{place} is being written to by {holder}"
+    return ValueError(f"{text}: end that one first, or set another run_name or output_dir")
 
 
 def best_of(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:

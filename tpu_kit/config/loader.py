@@ -344,7 +344,9 @@ FREE = {
 }  # fmt: skip
 FREE_SECTIONS = ("checkpoint", "launch", "tracking")
 
-ANEW = "another output_dir, or checkpoint.resume=never (which moves the old checkpoints aside)"
+ANEW = (
+    "another run_name (or output_dir, if it is set), or checkpoint.resume=never (which moves the old checkpoints aside)"
+)
 """How to start a new run in place of an earlier one."""
 
 

@@ -37,7 +37,7 @@ from tpu_kit.hardware.compatibility import (
     requirements,
 )
 from tpu_kit.hardware.machine import Check, Machine, replaced_modules
-from tpu_kit.notebook.kernel import check_names, explain_missing_names, parameters
+from tpu_kit.notebook.kernel import check_names, parameters, shorten_errors
 from tpu_kit.notebook.kernel import show_checks as show_checks
 from tpu_kit.notebook.kernel import show_table as show_table
 
@@ -46,7 +46,7 @@ Kind = Literal["tpu", "gpu"]
 
 _LINUX, _GPU = "Linux x86_64", "NVIDIA GPU"
 
-explain_missing_names()
+shorten_errors()
 
 
 @dataclass(frozen=True)

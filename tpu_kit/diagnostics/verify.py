@@ -29,7 +29,7 @@ from tpu_kit.hardware import calibration, chips
 from tpu_kit.hardware.calibration import Calibration
 from tpu_kit.hardware.chips import Chip
 from tpu_kit.hardware.compatibility import PACKAGES, TESTED, installed_version
-from tpu_kit.hardware.machine import Check, Machine, Status
+from tpu_kit.hardware.machine import Check, Machine, Status, verdict
 from tpu_kit.models.shape_cache import read_shape
 from tpu_kit.planning.compile_check import compile_step
 from tpu_kit.planning.cost import step_time, work
@@ -387,10 +387,11 @@ def _write_report(path: Path, backend: runtime.Backend, measured: Calibration, r
 
 
 def report(config: TrainConfig, file: str = REPORT) -> int:
-    """Prints the rows one by one; returns 0, or 1 if a check failed."""
+    """Prints the rows one by one, and for what the machine is ready; returns 0, or 1 if a check failed."""
     records = []
     for record in verify(config, file, lambda text: print(text, file=sys.stderr, flush=True)):
         print(f"{record}  ({record.seconds:.0f} s)", flush=True)
         records.append(record)
     print(f"report: {Path(file).absolute()}")
+    print(verdict(records, runtime.detect(config.launch).device_type))
     return int(any(record.status in ("warning", "failure") for record in records))

@@ -336,3 +336,12 @@ def check_settings(machine: Machine) -> Check:
             slow[name] = " writes a report at each step"
     text = "; ".join(name + why for name, why in slow.items())
     return Check("Settings", "warning", text, unset(list(slow))) if slow else Check("Settings", "ok", "none slows it")
+
+
+def verdict(checks: Sequence[Check], device_type: str, at: Machine | None = None) -> str:
+    """Says for what a machine is ready on such devices, with the warnings; or the first problem to fix."""
+    if first := next((check for check in checks if check.status == "failure"), None):
+        return f"Not ready. Fix this first: {first.name}: {first.found}\n→ {first.fix}"
+    ready = {"tpu": "train on this TPU", "cuda": "train on this GPU"}.get(device_type, "rehearse on this CPU")
+    notes = (f"! {check.name}: {check.found}" for check in checks if check.status == "warning")
+    return "\n".join([f"Ready to {ready}{'' if (at or Machine()).tpus() else '; no TPU attached'}.", *notes])

@@ -24,15 +24,16 @@ from typing import TYPE_CHECKING, Any
 from tpu_kit.config import schema
 from tpu_kit.config.loader import ConfigError, TrainConfig, batch_arithmetic, load_config, read_yaml
 from tpu_kit.distributed.progress import ANSWERING_FILE, NO_BAR
+from tpu_kit.distributed.runtime import detect
 from tpu_kit.hardware.chips import GIB
-from tpu_kit.hardware.machine import Check
+from tpu_kit.hardware.machine import Check, verdict
 from tpu_kit.notebook.kernel import (
     Bundle,
-    explain_missing_names,
     in_ipython,
     new_figure,
     parameters,
     picture,
+    shorten_errors,
     show,
     show_table,
 )
@@ -62,7 +63,7 @@ with contextlib.suppress(ImportError):  # nothing is installed yet
 
     for _name in {*vars(tqdm_notebook)} & {*vars(tqdm_notebook.__base__)} - {"__module__", "__doc__"}:
         delattr(tqdm_notebook, _name)
-explain_missing_names()
+shorten_errors()
 # Deprecation warnings of libraries, in the processes that a cell starts, would stay in the notebook.
 os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")
 
@@ -144,13 +145,9 @@ def secrets(*names: str) -> dict[str, str]:
     return sources
 
 
-def show_verdict(checks: Sequence[Check]) -> None:
-    """Prints whether this machine is ready, or the problem to fix first."""
-    if first := next((check for check in checks if check.status == "failure"), None):
-        print(f"Not ready. Fix this first: {first.name}: {first.found}\n→ {first.fix}")
-    else:
-        notes = (f"! {check.name}: {check.found}" for check in checks if check.status == "warning")
-        print("Ready.", *notes, sep="\n")
+def show_verdict(checks: Sequence[Check], config: TrainConfig) -> None:
+    """Prints for what this machine is ready, or the problem to fix first."""
+    print(verdict(checks, detect(config.launch).device_type))
 
 
 def show_config(config: TrainConfig, *, all_settings: bool = False) -> None:
@@ -300,7 +297,7 @@ def live(output_dir: str | Path, every: float = 5.0) -> Iterator[None]:
 
 def show_run(config: TrainConfig, result: TrainResult) -> None:
     """Shows status, speed, compiled programs, newest checkpoint and adapter of a run that ended."""
-    status = f"{result.status} ({result.reason})" if result.reason else result.status
+    status = f"{result.ended} ({result.reason})" if result.reason else result.ended
     status += f": to resume it, {config.again}" if result.status == "preempted" else ""
     rows = {"status": status, "updates": f"{result.step} of {result.total_steps}"}
     rows |= _figures(read_metrics(config.output_path))
@@ -332,14 +329,14 @@ def show_group(output_dir: str | Path) -> None:
 
 
 def check_run(config: TrainConfig, result: TrainResult) -> None:
-    """Checks that the loss of a run fell and that its weights exist; a preempted run is only reported.
+    """Checks that the loss of a run fell and that its weights exist; of a run that was ended early it tells that alone.
 
     Raises:
         ValueError: the loss of the last logged updates is not below that of the first (not of `grpo`, whose loss is
-            about 0), or the weights are missing.
+            about 0), the held-out loss did not fall, or the weights are missing.
     """
     if result.status == "preempted":
-        print(f"preempted ({result.reason}): nothing to check; run the training cell again")
+        print(f"{result.ended} ({result.reason}): nothing to check; run the training cell again")
         return
     losses = [record["loss"] for record in read_metrics(config.output_path) if record["kind"] == "train"]
     if (
@@ -351,6 +348,8 @@ def check_run(config: TrainConfig, result: TrainResult) -> None:
             f"the training loss did not fall: {losses[0]} in the first log, {losses[-1]} in the last one; try "
             "optim.learning_rate at a third or three times its value, or more optim.max_steps"
         )
+    if result.warning:
+        raise ValueError(result.warning)
     name = "adapter_model.safetensors" if config.lora.r else "model.safetensors*"
     if not list(Path(result.adapter_dir).glob(name)):
         raise ValueError(f"{result.adapter_dir} has no {name}: run the training cell again, which writes it")

@@ -101,23 +101,28 @@ def check_names(given: Mapping[str, Any], known: Collection[str]) -> None:
         raise ConfigError(problems)
 
 
-def explain_missing_names() -> None:
-    """Makes every NameError of a cell name the missing cell from now on; does nothing outside IPython."""
+def shorten_errors() -> None:
+    """Shows an error that the kit raises for its user as its text alone, without IPython's traceback, from now on.
+
+    A NameError of a cell names the cell that has not run. It does nothing outside IPython.
+    """
     if in_ipython():
-        sys.modules["IPython"].get_ipython().set_custom_exc((NameError,), _explain)
+        sys.modules["IPython"].get_ipython().set_custom_exc((NameError, ValueError), _explain)
 
 
 def _explain(
-    shell: Any, kind: type[NameError], error: NameError, trace: TracebackType | None, tb_offset: int | None = None
+    shell: Any, kind: type[Exception], error: Exception, trace: TracebackType | None, tb_offset: int | None = None
 ) -> None:
     *_, (frame, _line) = traceback.walk_tb(trace)
     # Only errors of the cell itself: in a function, whose code is optimized, a missing name is an error of the code.
-    if frame.f_globals is shell.user_ns and not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+    of_cell = frame.f_globals is shell.user_ns and not frame.f_code.co_flags & inspect.CO_OPTIMIZED
+    if isinstance(error, NameError) and of_cell:
         error.args = (
             f"name {error.name!r} is not defined yet: the cell above that sets it (look for `{error.name} =` or an "
             "import of it) has not run in this kernel. Run that cell first, or all above (Run > Run All Above)",
         )
-    shell.showtraceback((kind, error, trace), tb_offset=tb_offset)
+    of_kit = isinstance(error, ValueError) and frame.f_globals.get("__name__", "").partition(".")[0] == "tpu_kit"
+    shell.showtraceback((kind, error, trace), tb_offset=tb_offset, exception_only=of_kit)
 
 
 # ------------------------------------------------------------------------------------------------------------- displays

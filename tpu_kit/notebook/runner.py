@@ -67,7 +67,8 @@ def run(paths: Sequence[Path], out: Path, parameters: Mapping[str, Any]) -> int:
         values = {key: value for key, value in parameters.items() if key in names or (configures and key not in named)}
         failure, preempted = job.execute(path, out / path.name, values)
         if preempted or (job.signals and (failure or number < len(paths))):
-            print(f"{path.name} was preempted {preempted or '(told to stop); to resume, run this again'}", flush=True)
+            stopped = "stopped" if job.number == signal.SIGINT else "preempted"
+            print(f"{path.name} was {preempted or f'{stopped} (told to stop); to resume, run this again'}", flush=True)
             return PREEMPTED
         if failure:
             print(f"{path.name} failed: {failure}", flush=True)
@@ -103,7 +104,7 @@ class _Job:
     """
 
     def __init__(self) -> None:
-        self.signals, self.last = 0, -math.inf
+        self.signals, self.last, self.number = 0, -math.inf, 0
         self.kernel: Any = None
 
     def stop(self, number: int, frame: FrameType | None) -> None:
@@ -111,7 +112,7 @@ class _Job:
         now, before = time.monotonic(), self.last
         if now - before < _SAME:
             return
-        self.signals, self.last = self.signals + 1, now
+        self.signals, self.last, self.number = self.signals + 1, now, number
         then = "the run saves and ends; a second signal ends it at once" if self.signals == 1 else "it is ended now"
         print(f"\n   told to stop: {then}", file=sys.stderr, flush=True)
         if self.kernel is not None:
@@ -140,7 +141,9 @@ class _Job:
             for output in (output for cell in nbformat.read(target, 4).cells for output in cell.get("outputs", [])):
                 result = output.get("data", {}).get(RESULT_TYPE, {})
                 if result.get("status") == "preempted":
-                    preempted = f"({result['reason']}); to resume, {result['again']}"
+                    ended = "stopped" if self.number == signal.SIGINT else "preempted"
+                    ended = ended if self.signals else result["ended"]
+                    preempted = f"{ended} ({result['reason']}); to resume, {result['again']}"
         return failure, preempted
 
 

@@ -25,7 +25,7 @@ from tpu_kit.config.loader import BatchPlan, ConfigError, TrainConfig, batch_ari
 from tpu_kit.config.schema import LEAST_UPDATES
 from tpu_kit.data.held_out import NONE, Questions
 from tpu_kit.data.prepare import MappedData, Prepared, on_disk, prepare
-from tpu_kit.data.sources import SYNTHETIC, save_rows, saved_rows_path
+from tpu_kit.data.sources import SYNTHETIC, check_source, save_rows, saved_rows_path
 from tpu_kit.data.untrained_tokens import describe_untrained
 from tpu_kit.distributed import runtime
 from tpu_kit.distributed.hosts import ONE, Hosts, find_hosts, keep_log
@@ -82,7 +82,7 @@ class TrainResult:
     """How a run ended.
 
     Attributes:
-        status: "finished"; "stopped" (early stopping); "preempted": run it again to continue.
+        status: "finished"; "stopped" (early stopping); "preempted", also by the user: run it again to continue.
         reason: of the early stop or the preemption; empty otherwise.
         step: updates done, of `total_steps`.
         metrics: see `fine_tune`.
@@ -105,13 +105,16 @@ class TrainResult:
     again: str = "run this again"
     warning: str = ""
 
+    @property
+    def ended(self) -> str:
+        """How it ended, for its user: `status`, but "stopped" where the user stopped it."""
+        return "stopped" if self.reason.startswith("SIGINT") else self.status
+
     def __str__(self) -> str:
         if self.status == "preempted":
             saved = f"its checkpoint is in {self.checkpoint_dir}" if self.checkpoint_dir else "it has saved nothing yet"
-            return (
-                f"preempted at step {self.step} of {self.total_steps} ({self.reason}); {saved}. To go on from there, "
-                f"{self.again}: the same cell, or the same command"
-            )
+            text = f"{self.ended} at step {self.step} of {self.total_steps} ({self.reason}); {saved}"
+            return f"{text}. To go on from there, {self.again}: the same cell, or the same command"
         adapter = self.adapter_dir or "the folder of host 0"
         lines = [f"finished at step {self.step}; adapter in {adapter}"]
         if self.status == "stopped":
@@ -130,7 +133,7 @@ class TrainResult:
         """The output of a notebook cell, from which `python -m tpu_kit notebooks` reads the status."""
         return {
             "text/plain": str(self),
-            RESULT_TYPE: {"status": self.status, "reason": self.reason, "again": self.again},
+            RESULT_TYPE: {"status": self.status, "ended": self.ended, "reason": self.reason, "again": self.again},
         }
 
 
@@ -194,6 +197,8 @@ def _train(
             meeting.check_shared(folder)
     if dataset is not None:
         config = replace(config, data=replace(config.data, source=str(saved_rows_path(dataset, folder / "data"))))
+    else:  # before the run is compared with an earlier one, as a misspelt file would be "other data"
+        check_source(config.data.source, config.data.split)
     refuse_early(config)
     with _rows_saved(dataset, config.data.source):
         prepared, outlook = check_run(config, exact, hosts, reward_funcs)

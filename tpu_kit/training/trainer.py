@@ -20,7 +20,7 @@ import torch
 
 from tpu_kit.checkpointing.manager import CheckpointManager, HostParts
 from tpu_kit.checkpointing.manifest import Checkpoint
-from tpu_kit.config.loader import BatchPlan, TrainConfig
+from tpu_kit.config.loader import ANEW, BatchPlan, TrainConfig
 from tpu_kit.data.batching import Update, eval_batches, learning_rate
 from tpu_kit.data.prepare import Prepared
 from tpu_kit.distributed.mesh import active_mesh
@@ -326,8 +326,7 @@ class Trainer:
                 self.checkpoints.withdraw(begun - 1)
             raise ValueError(
                 f"training has diverged: {text}, and the last {report.streak:.0f} updates, from step {begun} on, were "
-                "all skipped. Look at these rows, or start anew with a lower optim.learning_rate: another output_dir, "
-                "or checkpoint.resume=never (which moves the old checkpoints aside)"
+                f"all skipped. Look at these rows, or start anew with a lower optim.learning_rate: {ANEW}"
             )
         if self.rt.rank == 0:
             _warn(f"{text}; they were skipped")
