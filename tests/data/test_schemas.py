@@ -59,6 +59,11 @@ def test_overridden() -> None:
     ("columns", "settings", "text"),
     [
         ("a b", {}, "missing columns: they fit no format; the data has a, b. Name them"),
+        (
+            "prompt chosen rejected",
+            {},
+            "preference rows, pairs of a chosen and a rejected reply .* are not supported. To",
+        ),
         ("question", {"format": "cot"}, "missing columns: format cot needs answer; .*.columns={answer: COLUMN}"),
         ("question answer", {"format": "text"}, "format text needs text"),
         ("a b", {"columns": {"question": "q"}}, "data.columns: no column q; the data has a, b"),

@@ -253,8 +253,9 @@ def test_what_a_run_says_and_writes(configure: Configure) -> None:
 def test_the_held_out_loss_before_training_is_told_once(
     configure: Configure, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    config = configure(max_steps=2, save_steps=1)
+    config = configure(max_steps=2, save_steps=1, eval_steps=0.5)
     sft.train(config)
+    assert [record["step"] for record in records(config, "eval")] == [1, 2], "a share of all updates"
     (start,) = records(config, "start")
     said = capfd.readouterr().out
     assert (start["step"], start["uniform"]) == (0, pytest.approx(math.log(640)))

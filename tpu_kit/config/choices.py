@@ -102,6 +102,12 @@ def check_rows_held_out(count: float) -> None:
         raise ValueError("is neither a whole number of rows nor a share below 1")
 
 
+def check_updates_between(count: float) -> None:
+    """Raises ValueError if `optim.eval_steps` is neither a number of updates nor a share."""
+    if count >= 1 and count != int(count):
+        raise ValueError("is neither a whole number of updates nor a share below 1")
+
+
 def check_roles(columns: Mapping[str, str], fmt: str) -> None:
     """Raises ValueError if no row of `data.format` has columns of all these roles; with "auto" no row of any format.
 

@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from tpu_kit.config.fields import is_secret_name, show
 
@@ -65,7 +65,9 @@ class Translation:
         elif "refused" in rule and _text(value) in _OFF and not rule.get("off"):
             self.notes.append(f"{assignment} is ignored: it is the default")
         elif "refused" in rule:
-            self.problems.append(f"{assignment.replace('=', ': ', 1)} has no counterpart here; {rule['refused']}")
+            why = str(rule["refused"])
+            lacks = ":" if "not supported" in why else " has no counterpart here;"
+            self.problems.append(f"{assignment.replace('=', ': ', 1)}{lacks} {why}")
         for name, item in _made(key, value, rule).items():
             if name in self.values and self.values[name] != item:
                 before = show(self.values[name])
@@ -93,6 +95,8 @@ def translate(values: Mapping[str, Any], ours: Collection[str]) -> Translation:
     case = _case({**absent, **present}, trainer)
 
     result = Translation(trainer)
+    if "no evaluation" not in case:
+        _share_evaluations(flat, result)
     for key, value in flat.items():
         rule = _rule(key, value, case)
         if (key in ("optim", "rl") and not isinstance(value, str | None)) or not (
@@ -137,6 +141,9 @@ def _case(values: Mapping[str, Any], trainer: str) -> frozenset[str]:
         cases.add("no evaluation")
     elif "eval_steps" in values:
         cases.add("eval_steps")
+    bits = (values.get("load_in_4bit"), values.get("load_in_8bit"), values.get("adapter") == "qlora" or None)
+    if True in bits:
+        cases.add("few bits")
     if values.get("lora_target_linear") is True:
         cases.add("all linear")
     return frozenset(cases)
@@ -150,6 +157,22 @@ def _name_sources(theirs: dict[str, Any]) -> None:
     for configuration, name in _TABLES["configurations"].items():
         if theirs.get(name) is not None and theirs.get(configuration) is not None:
             theirs[name] = f"{theirs[name]}:{theirs.pop(configuration)}"
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _share_evaluations(theirs: dict[str, Any], result: Translation) -> None:
+    """Turns a number of evaluations in each epoch into a share of all updates, unless there is a number of these."""
+    count, key = theirs.get("evals_per_epoch"), "optim.eval_steps"
+    epochs = theirs.get("num_epochs", theirs.get("num_train_epochs")) or 1
+    if not (_is_number(count) and _is_number(epochs)) or count <= 0 or {"max_steps", "eval_steps"} & {*theirs}:
+        return
+    del theirs["evals_per_epoch"]
+    share = 1 / (count * epochs)
+    result.values[key] = round(share, 6) if share < 1 else None
+    result.notes.append(f"evals_per_epoch={show(count)} -> {key}={show(result.values[key])}: the share of all updates")
 
 
 def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

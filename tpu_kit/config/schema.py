@@ -17,6 +17,7 @@ from tpu_kit.config.choices import (
     check_objective,
     check_rewards,
     check_rows_held_out,
+    check_updates_between,
     check_verifier,
     layer_pairs,
 )
@@ -183,7 +184,10 @@ class OptimConfig:
         "where the loss has another unit (module:function, distill.hidden_weight, distill.embeddings_weight).",
         above=0,
     )  # fmt: skip
-    eval_steps: int | None = knob(None, "Updates between evaluations; null = at the end only.", at_least=1)
+    eval_steps: int | float | None = knob(
+        None, "Updates between evaluations, or below 1 their share of all updates; null = at the end only.", above=0,
+        check=check_updates_between,
+    )  # fmt: skip
     early_stop_patience: int | None = knob(
         None, "Stop after this many evaluations without a better loss; null = never.", at_least=1
     )

@@ -335,6 +335,8 @@ class Trainer:
 
     def _evaluates(self, step: int) -> bool:
         every = self.config.optim.eval_steps
+        if every is not None and every < 1:
+            every = max(1, round(every * self.total))
         if self.updates.splits and not self.config.tracking.eval_generate_rows:  # nothing is answered
             return False
         return self.prepared.eval is not None and (step == self.total or (every is not None and step % every == 0))
