@@ -48,7 +48,12 @@ def _main(arguments: Sequence[str] | None) -> int:
     args = None
     try:
         args = parse(texts)
-        return args.function(args)
+        code = args.function(args)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # as by `| head`; what is still buffered has no reader
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except SystemExit as end:
         if args is None:  # --help or --version
             return OK
@@ -151,7 +156,13 @@ def parse(texts: Sequence[str]) -> argparse.Namespace:
     parser, problems = COMMANDS[name], list[str]()
     if flags := [text for text in more if text.startswith("-")]:
         known = ", ".join(option for action in parser._actions for option in action.option_strings)
-        raise ConfigError([f"{flag}: no such option; there are {known}; a parameter is key=value" for flag in flags])
+        twins = {"--slice": "--chip", "--chip": "--slice"}
+        told = []
+        for flag in flags:
+            twin = twins.get(flag.partition("=")[0], "")
+            hint = f"did you mean {twin}? There" if twin and twin in known else "there"
+            told.append(f"{flag}: no such option; {hint} are {known}; a parameter is key=value")
+        raise ConfigError(told)
     if more and "config" in args:
         files = ", ".join([args.config, *more])
         raise ConfigError([f"{files}: one configuration file at most; the others are key=value"])
@@ -164,6 +175,7 @@ def parse(texts: Sequence[str]) -> argparse.Namespace:
     if problems:
         raise ConfigError(problems)
     if "config" in args:
+        args.file = args.config
         named = next((each.adapter for each in args.options if isinstance(each, AnsweringModel)), AUTO)
         answers = any(issubclass(kind, AnsweringModel) for kind in kinds)
         try:
@@ -367,9 +379,10 @@ def notebooks(args: argparse.Namespace) -> int:
         **_CONFIG,
         "--chip": {
             "metavar": "NAME,...",
-            "help": "chips (v5e), slices (v5litepod-8) or topologies (v5e:2x4) to plan for; v5e by default",
+            "help": "chips (v5e), slices (v5litepod-8) or topologies (v5e:2x4), or kaggle, colab; v5e by default",
         },
         "--exact": _switch("ask the real TPU compiler; some minutes for each chip"),
+        "--details": _switch("print memory by part, settings, limits and assumptions too"),
         "--models": _switch("list the models that need no network; with --chip, the largest that train there"),
         **_JSON,
     },
@@ -396,7 +409,10 @@ def plan(args: argparse.Namespace) -> int:
     for plan in plans:
         if plan.note:
             print(f"{plan.where.name}: {plan.note}", file=sys.stderr)
-    print(json.dumps([plan.to_dict() for plan in plans], indent=2) if args.json else report(args.config, plans))
+    if args.json:
+        print(json.dumps([plan.to_dict() for plan in plans], indent=2))
+    else:
+        print(report(args.config, plans, [*filter(None, [args.file]), *args.settings], args.details))
     return OK
 
 

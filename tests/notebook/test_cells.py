@@ -161,6 +161,10 @@ def test_nothing_to_show_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "image/png" not in cells_module._curves(tmp_path)  # no axes without a point
     (tmp_path / "metrics.jsonl").write_text(METRICS.replace('"mfu": 0.25', '"mfu": null'))
     assert "MFU" not in cells_module._progress(tmp_path, 0.0)["text/plain"]  # no peak is known of a CPU
+    none = METRICS.replace('"tokens_per_second_per_chip": 6.5', '"tokens_per_second_per_chip": 0.0')
+    (tmp_path / "metrics.jsonl").write_text(none.replace('"compiles": 3', '"compiles": 0'))
+    shown = cells_module._progress(tmp_path, 0.0)["text/plain"]
+    assert "tokens/s/chip" not in shown and "compiled programs" not in shown
 
 
 def test_a_run_is_checked_by_its_loss_and_its_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

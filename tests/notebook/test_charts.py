@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from tpu_kit.config.loader import load_config
@@ -45,6 +47,15 @@ def test_the_bars_are_the_settings(plans: list[Plan], sharded: Plan, mesh: bool)
     assert len([label for label in labels if label.endswith(": the pick")]) == 1
     # The pick is the plan's, and left of the line that keeps the reserve free.
     assert f"{one.peak_bytes / 2**30:.1f} GiB, " in next(label for label in labels if label.endswith("pick"))
+
+
+@pytest.mark.parametrize("lengths", [(30, 41, 40), (8192, 12), (1,), (9000, 5000)])
+def test_bars_of_lengths_can_be_seen(lengths: tuple[int, ...]) -> None:
+    axes = cells._lengths(SimpleNamespace(lengths=lengths, fill=1.0), 8192, "rows 3% full").axes[0]  # type: ignore[arg-type]
+    low, high = axes.get_xlim()
+    bars = [bar for bar in axes.patches if bar.get_height()]
+    assert sum(bar.get_height() for bar in bars) == len(lengths)
+    assert all(bar.get_width() > (high - low) / 60 for bar in bars) and axes.get_title() == "rows 3% full"
 
 
 def test_the_pick_is_the_cheapest_and_goes_on_in_the_next_notebook(plans: list[Plan]) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ import pytest
 from transformers import LlamaConfig
 
 from tests.planning.test_memory_estimate import ANSWERS, configuration, name_of
+from tests.support.child_processes import PYTHONPATH, child_environment
 from tests.support.compiler_models import LLAMA_8B, QWEN2_500M, TINY, cache_bytes_per_token, write_config
 from tpu_kit.cli import main
 from tpu_kit.config.loader import ModelConfig, TrainConfig, batch_arithmetic, load_config
@@ -177,7 +181,6 @@ def test_hours_that_are_not_known(small: Path, tmp_path: Path) -> None:
     for settings, reason in (
         (["source=openai/gsm8k:main"], "data.source=openai/gsm8k:main is not on this machine; set optim.max_steps"),
         (["source=gs://bucket/rows.jsonl"], "is in an object store, and is not read for a plan"),
-        ([], f"model.name={small} has no tokenizer here to count the rows with"),
     ):
         (found,) = plan(run(small, *settings))
         assert found.updates is None and reason in found.unknown
@@ -279,7 +282,7 @@ def test_the_pick_is_verified(small: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(compile_check, "compile_step", compile_step)
     (found,) = plan(run(small, "batch_size=auto", "remat=full"), exact=True)
-    assert "  each start compiles the step: 2.0 min on this machine\n" in report(found.config, [found])
+    assert "  each start compiles the step: 2.0 min on this machine\n" in report(found.config, [found], details=True)
     assert found.config.optim.batch_size == 4
     assert (found.source, found.fits, found.peak_bytes) == ("compiler", True, 8 * 2**30)
     assert asked[:2] == [8, 4] and len(asked) <= 4
@@ -423,18 +426,29 @@ def test_json_is_all_that_is_printed(small: Path, capsys: pytest.CaptureFixture[
 
 
 def test_the_report(small: Path, large: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", f"model.name={small}", "max_steps=1000", "--chip=v5e-8", "global_batch_size=64"]) == 0
+    command = ["plan", f"model.name={small}", "max_steps=1000", "--chip=v5e-8", "global_batch_size=64"]
+    assert main(command) == 0
+    verdict, train, _, *table, _, more = capsys.readouterr().out.splitlines()
+    assert f"{small}, LoRA r=16, rows of 1,024 tokens: fits v5litepod-8: " in verdict and "minutes, $" in verdict
+    assert train.startswith(
+        f"To train there: python -m tpu_kit train model.name={small} max_steps=1000 global_batch_size"
+    )
+    assert " batch_size=8 remat=" in train and len(table) == 2 and more.endswith("assumptions: --details")
+    assert main([*command, "--details"]) == 0
     printed = capsys.readouterr().out
     for text in ("v5litepod-8", "base_weights", "sqrt(2 x", "sessions" if "sessions" in printed else "session",
                  "each start compiles the step: 5 min until the first new step are an assumption",
                  "MXU_EFFICIENCY 0.6", "the largest batch_size that fits is"):  # fmt: skip
         assert text in printed
     assert not capsys.readouterr().err
-    assert main(["plan", f"model.name={large}", "batch_size=8", "device_type=cuda"]) == 0
+    assert (
+        main(["plan", f"model.name={large}", "batch_size=8", "device_type=cuda", "source=rows.jsonl", "--details"]) == 0
+    )
     printed, note = capsys.readouterr()
     assert note.startswith("For a v5e, as --chip names no TPU. On a GPU, `train` prints the memory and the time")
     assert "in the order of least harm" in printed and "unchanged it fits" in printed
-    assert "the number of updates is not known: model.name=" in printed and "has no tokenizer here" in printed
+    assert " - " in printed.splitlines()[3], "no seconds and no dollars of what does not fit"
+    assert "No hours and no cost: data.source=rows.jsonl is not on this machine" in printed
     assert "the longest context of one row is" in printed
 
 
@@ -446,7 +460,8 @@ def test_the_report(small: Path, large: Path, capsys: pytest.CaptureFixture[str]
         (["--chip", "v5e:3x5"], "there is no topology v5e:3x5: did you mean"),
         (["--chip", "v5e-7"], "there is no v5e-7: the number counts chips. Nearest: "),
         (["--chip"], "--chip: expected one argument"),
-        (["--fast"], "--fast: no such option; there are -h, --help, --chip, --exact, --models, --json"),
+        (["--fast"], "--fast: no such option; there are -h, --help, --chip, --exact, --details, --models, --json"),
+        (["--slice=v5e-8"], "--slice=v5e-8: no such option; did you mean --chip? There are -h, --help, --chip"),
         (["a.yaml", "b.yaml"], "a.yaml, b.yaml: one configuration file at most"),
         (["batch_size=-1"], "optim.batch_size"),
         (
@@ -535,9 +550,44 @@ def test_the_models_that_are_known_are_listed(capsys: pytest.CaptureFixture[str]
     assert "\nmeta-llama/: Llama-2-13b-chat-hf, " in listed and "copies of unsloth/ and NousResearch/" in listed
     assert main(["plan", "model.name=meta-llama/Lama-3.1-8B"]) == 2
     told = capsys.readouterr().err
-    assert "check the spelling and the network" in told and "did you mean meta-llama/Llama-3.1-8B?" in told
+    assert "the hub gave no config.json of it; did you mean meta-llama/Llama-3.1-8B? give a folder with its" in told
+    assert "hf download meta-llama/Lama-3.1-8B config.json --local-dir FOLDER" in told and len(told) < 600
     assert not did_you_mean("meta-llama/Llama-3.1-8B"), "it is the name that was asked for"
-    assert listed in told
+    assert shipped_shape(ModelConfig(name="qwen/qwen2.5-0.5b-instruct")) is not None
+
+
+def test_hours_by_characters_without_a_tokenizer(small: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "' + "a" * 400 + '", "completion": "' + "b" * 400 + '"}\n' * 1)
+    lines = (tmp_path / "rows.jsonl").read_text() * 1000
+    (tmp_path / "rows.jsonl").write_text(lines)
+    (found,) = plan(run(small, f"source={tmp_path}/rows.jsonl", "batch_size=4", "eval_rows=0"))
+    assert found.updates == math.ceil(1000 * 800 / 4 / 1024) // 4
+    assert "its rows were counted by 4 characters a token, as its tokenizer is not here" in found.unknown
+    assert found.run.run_hours is not None and "Hours and cost: model.name=" in report(found.config, [found])
+
+
+def test_what_services_give_away(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", f"model.name={small}", "max_steps=1000", "--chip", "Kaggle,colab,v5e"]) == 0
+    verdict, _, _, _, kaggle, colab, v6e, paid, *_ = capsys.readouterr().out.splitlines()
+    assert "fits v6e-1 (Colab): " in verdict and "free, in sessions that may end at any time" in verdict
+    assert kaggle.split()[:3] == ["v5litepod-8", "(Kaggle)", "8"] and "free, 20 h a week in sessions of 9 h" in kaggle
+    assert colab.split()[:2] == ["v5litepod-1", "(Colab)"] and v6e.split()[:2] == ["v6e-1", "(Colab)"]
+    assert "$" not in kaggle + colab + v6e and "$" in paid
+
+
+def test_changes_that_do_not_suffice_say_so(tmp_path: Path) -> None:
+    (found,) = plan(load_config(None, ["model.name=meta-llama/Llama-3.1-70B-Instruct"]))
+    text = report(found.config, [found])
+    assert "does not fit v5litepod-1" in text and "8 changes together do not suffice: they leave 41.13 GiB, of" in text
+    assert "To train there" not in text
+
+
+def test_a_closed_pipe_is_no_traceback(small: Path) -> None:
+    command = f"{sys.executable} -m tpu_kit plan model.name={small} max_steps=9 --details | head -1"
+    done = subprocess.run(
+        ["bash", "-c", command], env=child_environment({}) | {"PYTHONPATH": PYTHONPATH}, capture_output=True, text=True
+    )
+    assert "fits v5litepod-1" in done.stdout and not done.stderr
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,7 @@ class TargetSlice:
         calibration: what `verify` measured on such a chip of this machine.
         mesh: the devices over which the model is sharded; None for replicas.
         slices: number of slices.
+        service: that gives it away, such as "Kaggle"; empty for a slice that is paid for.
         device_type: of the devices.
     """
 
@@ -52,6 +53,7 @@ class TargetSlice:
     calibration: Calibration = field(default_factory=lambda: Calibration(""))
     mesh: Mesh | None = None
     slices: int = 1
+    service: str = ""
     device_type: Literal["tpu", "cuda", "cpu", "xla-cpu"] = "tpu"
 
     @property
@@ -90,15 +92,22 @@ class TargetSlice:
         return self.chip.usable_hbm_bytes or published if self.found_bytes is None else self.found_bytes
 
 
+def services(names: Sequence[str]) -> list[str]:
+    """Replaces the names of services by the slices that they give away, as in "Colab v6e-1"."""
+    free = {service.lower(): [f"{service} {each}" for each in slices] for service, slices in chips.FREE_SLICES.items()}
+    return [slice_name for name in names for slice_name in free.get(name.strip().lower(), [name.strip()])]
+
+
 def find_slice(name: str, num_replicas: int | None) -> TargetSlice:
     """Finds the slice that a name means: a chip ("v5e"), a slice ("v5litepod-8") or a topology ("v5e:2x4").
 
     A chip alone means the smallest slice with room for the replicas. Without a number, each device is a replica. A
-    number of slices may precede the name, as in "2xv5litepod-8".
+    number of slices may precede the name, as in "2xv5litepod-8", or the service that gives it away: "Colab v6e-1".
 
     Raises:
         ValueError: no such chip, slice or topology, no TPU, or too few devices.
     """
+    service, _, name = name.strip().rpartition(" ")
     slices, each = _slices(name)
     if ":" in each:
         kind, topology = find_topology(each, 1)
@@ -121,7 +130,7 @@ def find_slice(name: str, num_replicas: int | None) -> TargetSlice:
     shape = kind.topologies.get(size)
     return TargetSlice(
         kind, several + kind.slice_name(size), slices * size, num_replicas or devices[size],
-        several + shape.name if shape else None, calibration=load(kind.name), slices=slices,
+        several + shape.name if shape else None, calibration=load(kind.name), slices=slices, service=service,
     )  # fmt: skip
 
 

@@ -52,7 +52,7 @@ def shipped_shape(model: ModelConfig) -> dict[str, Any] | None:
     if model.name.partition("/")[0] in MIRRORS:
         originals = {_copied(name): name for name in shipped_shapes() if not name.startswith("microsoft/")}
         return shipped_shapes().get(originals.get(_copied(model.name), ""))
-    return shipped_shapes().get(model.name)
+    return next((shape for name, shape in shipped_shapes().items() if name.lower() == model.name.lower()), None)
 
 
 def did_you_mean(name: str) -> str:

@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from tpu_kit.config.loader import ModelConfig
-from tpu_kit.models.architecture import Shape, known_models, locate, shipped_shape, unreachable
+from tpu_kit.models.architecture import Shape, did_you_mean, locate, shipped_shape
 from tpu_kit.storage import atomic
 
 CACHE = Path("~/.cache/tpu_kit/shapes")
@@ -88,4 +88,8 @@ def _find(model: ModelConfig) -> Path:
     try:
         return Path(hf_hub_download(model.name, "config.json", revision=model.revision))
     except (OSError, ValueError) as error:
-        raise ValueError(f"{unreachable(model, error)}; known without a network:\n{known_models()}") from error
+        raise ValueError(
+            f"model.name={model.name}: no folder, no known model (`python -m tpu_kit plan --models` lists them), and "
+            f"the hub gave no config.json of it;{did_you_mean(model.name)} give a folder with its config.json, as from "
+            f"`hf download {model.name} config.json --local-dir FOLDER`"
+        ) from error

@@ -199,15 +199,24 @@ def show_example(spans: Iterable[tuple[str, bool]]) -> None:
 
 def show_lengths(report: DataReport, max_length: int) -> None:
     """Shows the lengths of the examples against `max_length`, and how full the packed rows are."""
-    figure, (axes,) = new_figure(8, 2.5)
-    axes.hist(report.lengths, bins=min(40, max(report.lengths) - min(report.lengths) + 1))
-    axes.axvline(max_length, color="tab:red", linestyle="--", label=f"max_length {max_length}")
-    axes.set(xlabel="tokens in an example", ylabel="examples")
-    axes.legend()
     alone = sum(min(length, max_length) for length in report.lengths) / (len(report.lengths) * max_length)
     longer = sum(length > max_length for length in report.lengths)
     text = f"{len(report.lengths)} examples, longest {max(report.lengths)} tokens, {longer} over {max_length}; "
-    show(picture(figure, f"{text}rows {report.fill:.0%} full, {alone:.0%} with one example in each"))
+    text += f"rows {report.fill:.0%} full, {alone:.0%} with one example in each"
+    show(picture(_lengths(report, max_length, text), text))
+
+
+def _lengths(report: DataReport, max_length: int, title: str) -> Figure:
+    figure, (axes,) = new_figure(8, 2.5)
+    # Bars of a fortieth of the axis: of the lengths' own range, those of short rows would be too narrow to see.
+    longest = max(max_length, *report.lengths)
+    step = -(-longest // 40)
+    axes.hist(report.lengths, bins=[*range(0, longest + step + 1, step)])
+    axes.axvline(max_length, color="tab:red", linestyle="--", label=f"max_length {max_length}")
+    axes.set(xlabel="tokens in an example", ylabel="examples")
+    axes.set_title(title, fontsize="medium")
+    axes.legend()
+    return figure
 
 
 def show_answers(output_dir: str | Path, rows: int = 4) -> None:
@@ -370,10 +379,11 @@ def _figures(records: list[dict[str, Any]]) -> dict[str, str]:
         return {}
     last, warm = train[-1], train[1:] or train  # the first record includes the compilation
     figures = {"resumed from": f"step {last['resumed_from']}"} if last.get("resumed_from") else {}
-    figures["compiled programs"] = str(last.get("compiles", "unknown"))
+    if last.get("compiles"):  # none without a compiler
+        figures["compiled programs"] = str(last["compiles"])
     for name, key, form in (("tokens/s/chip", "tokens_per_second_per_chip", ",.0f"), ("MFU", "mfu", ".1%")):
-        if values := [record[key] for record in warm if record.get(key) is not None]:  # a CPU has no known peak
-            figures[name] = format(median(values), form)
+        if values := [record[key] for record in warm if record.get(key)]:  # of `grpo` without a trained token 0
+            figures[name] = format(median(values), form)  # a CPU has no known peak
     if rollouts := [record for record in warm if "reward" in record]:
         figures["reward"] = f"{rollouts[0]['reward']:.3g} at first, {rollouts[-1]['reward']:.3g} at last"
         flat = mean(record["frac_reward_zero_std"] for record in rollouts)

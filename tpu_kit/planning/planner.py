@@ -19,7 +19,7 @@ from tpu_kit.config.mesh import mesh_size
 from tpu_kit.config.schema import LEAST_UPDATES, MOST_ROWS
 from tpu_kit.distributed import runtime
 from tpu_kit.hardware.chips import GIB
-from tpu_kit.hardware.slices import TargetSlice, find_slice
+from tpu_kit.hardware.slices import TargetSlice, find_slice, services
 from tpu_kit.models.architecture import Shape
 from tpu_kit.models.shape_cache import read_shape
 from tpu_kit.models.sharding_rules import Placed
@@ -99,7 +99,7 @@ def plan(config: TrainConfig, chips: Sequence[str] = ("v5e",), exact: bool = Fal
 
     Args:
         config: the run; one of `grpo` if it sets a parameter of `rl`.
-        chips: names as `slices.find_slice` takes them.
+        chips: names as `slices.find_slice` takes them, or of services that give slices away: kaggle, colab.
         exact: whether to run the TPU compiler, which takes some minutes for each chip.
 
     Raises:
@@ -108,7 +108,7 @@ def plan(config: TrainConfig, chips: Sequence[str] = ("v5e",), exact: bool = Fal
     """
     config = as_trained(config)
     check_remat(config, "tpu")
-    launch = config.launch
+    launch, chips = config.launch, services(chips)
     if launch.mesh in (None, "auto"):
         places = [find_slice(name, launch.num_replicas) for name in chips]
     else:  # a chip alone means the smallest slice with room for the mesh
@@ -146,7 +146,9 @@ def _planned(config: TrainConfig, shape: Shape, where: TargetSlice, rows: Count,
     notes = [meshed, *warnings_of(config, 1 if mesh else where.replicas), *notes, *where.calibration.notes, unverified]
     return Plan(
         config=config, shape=shape, where=where, compiled=picked.compiled, settings=tuple(settings), advice=advice,
-        run=time_plan(where.chip, where.chips, where.name, picked.time.seconds, updates.count, held),
+        run=time_plan(
+            where.chip, where.chips, where.name, picked.time.seconds, updates.count, held, where.service
+        ),
         checkpoint_bytes=held, inference=inference(picked), updates=updates.count, unknown=updates.reason,
         note="; ".join(filter(None, notes)), tensors=tuple(table(shape, config, mesh)) if mesh else (),
         collectives=moved,

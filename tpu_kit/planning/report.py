@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 
 from tpu_kit.config import tables
 from tpu_kit.config.loader import TrainConfig, batch_arithmetic
-from tpu_kit.hardware.chips import GIB, MIB
+from tpu_kit.hardware.chips import GIB, KAGGLE_HOURS_PER_SESSION, KAGGLE_HOURS_PER_WEEK, MIB
 from tpu_kit.hardware.slices import find_slice
 from tpu_kit.planning.cost import factors, link_seconds
 from tpu_kit.planning.mesh_choice import largest_models
@@ -21,28 +22,76 @@ _FACTORS = ("batch_size", "replicas", "gradient_accumulation")
 def plan_row(one: Plan) -> dict[str, object]:
     """A row of the table of slices: whether the run fits, its settings, time and cost."""
     values = one.to_dict()
-    cost = values["cost"]
+    fitting = values if one.fits else dict.fromkeys(("step_seconds", "tokens_per_second", "run_hours"))
     return {
-        "slice": one.where.name, "chips": one.where.chips, "fits": "yes" if one.fits else "no",
+        "slice": _name(one), "chips": one.where.chips, "fits": "yes" if one.fits else "no",
         "GiB of a device": f"{one.peak_bytes / GIB:.2f} of {one.where.limit / GIB:.2f}",
         "rows x replicas x passes": " x ".join(str(values[name]) for name in _FACTORS),
-        "remat": values["remat"], "s/step": _number(values["step_seconds"], ".3f"),
-        "tokens/s": _number(values["tokens_per_second"], ",.0f"), "hours": _number(values["run_hours"], ".3g"),
-        "$ on demand": _number(cost["on_demand"]), "$ spot": _number(cost["spot"]), "by": one.source,
+        "remat": values["remat"], "s/step": _number(fitting["step_seconds"], ".3f"),
+        "tokens/s": _number(fitting["tokens_per_second"], ",.0f"), "hours": _number(fitting["run_hours"], ".3g"),
+        "cost": _cost(one) if one.fits else "-", "by": one.source,
     }  # fmt: skip
 
 
-def report(config: TrainConfig, plans: Sequence[Plan]) -> str:
-    """Formats the plans: a table of the slices, then for each its memory, settings, time and advice."""
-    lines = [tables.to_text([plan_row(one) for one in plans], ">")]
+def _name(one: Plan) -> str:
+    return f"{one.where.name} ({one.where.service})" if one.where.service else one.where.name
+
+
+def _cost(one: Plan) -> str:
+    """Dollars, with those of spot machines in brackets; or what a service gives away."""
+    if one.where.service == "Kaggle":
+        return f"free, {KAGGLE_HOURS_PER_WEEK} h a week in sessions of {KAGGLE_HOURS_PER_SESSION} h"
+    if one.where.service:
+        return "free, in sessions that may end at any time"
+    if one.run.on_demand is None:
+        return "-"
+    return f"${one.run.on_demand:.2f}" + ("" if one.run.spot is None else f" (${one.run.spot:.2f} on spot)")
+
+
+def report(config: TrainConfig, plans: Sequence[Plan], given: Sequence[str] = (), details: bool = False) -> str:
+    """Formats the plans: the verdict, the command to train with, and a table of the slices.
+
+    Args:
+        config: the run.
+        plans: one for each slice.
+        given: the file and the settings of the run on the command line.
+        details: whether memory, settings, time and advice of each slice follow.
+    """
+    best = pick(plans)
+    lines = [_verdict(best), "", tables.to_text([plan_row(one) for one in plans], ">")]
+    if best.fits:
+        chosen = {"batch_size": best.update.batch_size, "remat": best.config.optim.remat}
+        chosen |= {"mesh": best.where.mesh} if best.where.mesh else {}
+        left = [text for text in given if text.partition("=")[0].rpartition(".")[2] not in chosen]
+        command = shlex.join([*left, *(f"{name}={value}" for name, value in chosen.items())])
+        recipe = "distill" if config.teacher else "grpo" if best.config.on_policy else "train"
+        lines[1:1] = [f"To train there: python -m tpu_kit {recipe} {command}"]
+    else:
+        lines += ["", *(line.removeprefix("  ") for line in _changes(best))]
+    for reason, known in {one.unknown: one.updates is not None for one in plans if one.unknown}.items():
+        lines.append(f"{'Hours and cost' if known else 'No hours and no cost'}: {reason}.")
+    if not details:
+        return "\n".join([*lines, "", "Memory by part, other settings, limits and assumptions: --details"])
     lines += ["", f"model {config.model.name}, {config.data.max_length} tokens a row"]
     for one in plans:
         lines += ["", *_details(one)]
     assumed = ", ".join(f"{name} {value:g}" for name, value in factors().items())
-    lines += ["", f"Time is a roofline{_measured(plans)}; assumed: {assumed}."]
-    unknown = {one.unknown: None for one in plans if one.updates is None}
-    lines += [f"No hours and no cost, as the number of updates is not known: {reason}." for reason in unknown]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", f"Time is a roofline{_measured(plans)}; assumed: {assumed}."])
+
+
+def _verdict(best: Plan) -> str:
+    run, config = best.run, best.config
+    trained = f"LoRA r={config.lora.r}" if config.lora.r else "all weights"
+    what = f"{config.model.name}, {trained}, rows of {config.data.max_length:,} tokens"
+    memory = f"{best.peak_bytes / GIB:.2f} of {best.where.limit / GIB:.2f} GiB"
+    if not best.fits:
+        return f"{what}: does not fit {_name(best)}: {memory}"
+    hours = "" if run.run_hours is None else f", {_duration(run.run_hours)}, {_cost(best)}"
+    return f"{what}: fits {_name(best)}: {memory}{hours}"
+
+
+def _duration(hours: float) -> str:
+    return f"{hours:.1f} hours" if hours >= 2 else f"{hours * 60:.0f} minutes" if hours >= 0.05 else "3 minutes at most"
 
 
 def largest(names: Sequence[str]) -> str:
@@ -157,14 +206,13 @@ def mesh_lines(one: Plan) -> list[str]:
 
 def limits(one: Plan) -> list[str]:
     """The largest settings for training and generation on a slice; and what to change if the run does not fit."""
-    lines, advice = [], one.advice
-    if not one.fits:
-        lines.append("  does not fit; in the order of least harm, each on top of those before:")
-        lines += [f"    {text}" for text in str(advice).split("; ")]
+    lines, advice, config = [] if one.fits else _changes(one), one.advice, one.config
     rank = "" if advice.largest_rank is None else f", the largest rank {advice.largest_rank}"
+    kept = f"batch_size={one.update.batch_size}, max_length={config.data.max_length}, r={config.lora.r}, "
+    kept += f"remat={config.optim.remat}, base_dtype={config.model.base_dtype}"
     lines.append(
-        f"  one by one: the largest batch_size that fits is {advice.largest_batch}, the longest max_length "
-        f"{advice.longest_sequence}{rank}"
+        f"  one by one, the others as here ({kept}): the largest batch_size that fits is {advice.largest_batch}, the "
+        f"longest max_length {advice.longest_sequence}{rank}"
     )
     found = one.inference
     lines.append(
@@ -174,16 +222,29 @@ def limits(one: Plan) -> list[str]:
     return lines
 
 
+def _changes(one: Plan) -> list[str]:
+    """What to change if the run does not fit."""
+    knobs = one.advice.knobs
+    if knobs and knobs[-1].fits:
+        head = "  what to change, in the order of least harm, each on top of those before:"
+    elif knobs:
+        sizes = f"{knobs[-1].peak_bytes / GIB:.2f} GiB, of {one.where.limit / GIB:.2f}"
+        head = f"  {len(knobs)} changes together do not suffice: they leave {sizes}:"
+    else:
+        head = "  no change makes it fit:"
+    return [head, *(f"    {text}" for text in str(one.advice).split("; "))]
+
+
 def _number(value: float | None, form: str = ".2f") -> str:
     return "-" if value is None else format(value, form)
 
 
 def pick(plans: Sequence[Plan]) -> Plan:
-    """Picks the cheapest plan that fits, the fastest without prices; if none fits, the one nearest to fitting."""
+    """Picks a free plan that fits, or the cheapest, without prices the fastest; the nearest if none fits."""
     fitting = [one for one in plans if one.fits]
     if not fitting:
         return min(plans, key=lambda one: one.peak_bytes / one.where.limit)
-    return min(fitting, key=lambda one: (_dollars(one) or float("inf"), one.time.seconds))
+    return min(fitting, key=lambda one: (_dollars(one), one.time.seconds))
 
 
 def why(plans: Sequence[Plan]) -> str:
@@ -202,7 +263,9 @@ def why(plans: Sequence[Plan]) -> str:
             cost = _number(fastest.run.on_demand)
             lines.append(f"The fastest is {fastest.where.name}: {fastest.run.run_hours:.3g} hours, ${cost} on demand.")
     elif run.run_hours is not None:
-        lines.append(f"It takes {run.run_hours:.3g} hours; its price is not known.")
+        lines.append(
+            f"It takes {run.run_hours:.3g} hours; {_cost(best) if best.where.service else 'its price is not known'}."
+        )
     elif best.unknown:
         lines.append(f"No hours and no cost, as the number of updates is not known: {best.unknown}.")
     lines += [*run.sessions.values(), f"On spot save every {run.save_interval_seconds / 60:.0f} minutes."]
@@ -210,7 +273,9 @@ def why(plans: Sequence[Plan]) -> str:
 
 
 def next_parameters(plan: Plan) -> str:
-    """Formats the pick as lines for a notebook's parameters cell."""
+    """Formats the pick as lines for a notebook's parameters cell; a comment if nothing fits."""
+    if not plan.fits:
+        return f"# nothing fits as it is; nearest is {plan.where.name}: make the changes above and plan again"
     optim, run, batch = plan.config.optim, plan.run, batch_arithmetic(plan.config, plan.where.replicas)
     values: dict[str, object] = {
         "name": plan.config.model.name, "max_length": plan.config.data.max_length, "batch_size": optim.batch_size,
@@ -221,9 +286,11 @@ def next_parameters(plan: Plan) -> str:
     return "\n".join(f"{name} = {value!r}" for name, value in values.items() if value is not None)
 
 
-def _dollars(one: Plan) -> float | None:
-    """Dollars of the run or, where its length is not known, of a million tokens."""
+def _dollars(one: Plan) -> float:
+    """Dollars of the run or, where its length is not known, of a million tokens; infinite without a price."""
+    if one.where.service:
+        return 0.0
     if one.run.on_demand is not None:
         return one.run.on_demand
     price = one.where.chip.price
-    return price and price.on_demand * one.where.chips / 3600 / one.speed * 1e6
+    return price.on_demand * one.where.chips / 3600 / one.speed * 1e6 if price else float("inf")

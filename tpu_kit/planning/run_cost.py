@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import glob
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,6 +23,8 @@ from tpu_kit.hardware.chips import (
 
 MOST_BYTES = 32 * MIB
 """Size of the data up to which the rows are counted: tokenising more takes longer than about ten seconds."""
+CHARACTERS_PER_TOKEN = 4
+"""Of English text: an assumption for models whose tokenizer is not here."""
 SPOT_HOURS_BETWEEN_INTERRUPTIONS = 6.0
 """Mean time between interruptions of a spot TPU: an assumption, as Google publishes none. Young's interval is
 proportional to its square root."""
@@ -35,7 +38,7 @@ RESTART_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class Count:
-    """A number of packed rows, prompts or updates; None where it is not known, with the reason."""
+    """A number of packed rows, prompts or updates, and what it assumes; None if it is not known, and why."""
 
     count: int | None
     reason: str = ""
@@ -49,6 +52,8 @@ def count_rows(config: TrainConfig) -> Count:
         return Count(synthetic_rows(config.data.split))
     if reason := _costly(config):
         return Count(None, reason)
+    if not _has_tokenizer(config):
+        return _count_by_characters(config)
     # Here, because they load torch, transformers and datasets.
     from tpu_kit.data.prepare import prepare
     from tpu_kit.models.causal_lm import load_tokenizer
@@ -77,7 +82,7 @@ def count_updates(config: TrainConfig, replicas: int, rows: Count) -> Count:
         prompts, repeats = config.rl.prompts_per_rollout, config.rl.updates_per_rollout
         each = BatchPlan(prompts, 1, 1, prompts, 0)
     try:
-        return Count(repeats * sum(1 for _ in updates(rows.count, each, config.optim)))
+        return Count(repeats * sum(1 for _ in updates(rows.count, each, config.optim)), rows.reason)
     except ValueError as error:
         return Count(None, str(error))
 
@@ -94,9 +99,37 @@ def _costly(config: TrainConfig) -> str:
             return f"data.source={source} is not on this machine{known}"
         if (size := sum(file.stat().st_size for file in files)) > MOST_BYTES:
             return f"data.source={source} has {size / MIB:.0f} MiB, too much to tokenise for a plan{known}"
-    if not _has_tokenizer(config):
-        return f"model.name={config.model.name} has no tokenizer here to count the rows with{known}"
     return ""
+
+
+def _count_by_characters(config: TrainConfig) -> Count:
+    """Estimates the packed rows, or counts the prompts, without a tokenizer."""
+    from tpu_kit.data.held_out import held_out_rows
+    from tpu_kit.data.records import LOCATION
+    from tpu_kit.data.sources import load_rows
+
+    data = config.data
+    try:
+        rows = load_rows(data.source, data.split, skip=True)
+    except ValueError as error:  # the run raises it too
+        return Count(None, str(error))
+    elsewhere = data.eval_source or data.eval_split or data.source == "embedded"
+    count = len(rows) if elsewhere else max(1, len(rows) - held_out_rows(data, len(rows)))
+    if config.on_policy or not data.packing:
+        return Count(count)
+    rows = rows.select_columns([name for name in rows.column_names if name != LOCATION])
+    tokens = sum(map(_characters, rows)) / CHARACTERS_PER_TOKEN * count / len(rows)
+    reason = f"its rows were counted by {CHARACTERS_PER_TOKEN} characters a token, as its tokenizer is not here"
+    return Count(max(1, math.ceil(tokens / data.max_length)), f"model.name={config.model.name}: {reason}")
+
+
+def _characters(value: object) -> int:
+    """Returns the characters of all texts in a row."""
+    if isinstance(value, Mapping):
+        return sum(map(_characters, value.values()))
+    if isinstance(value, list):
+        return sum(map(_characters, value))
+    return len(value) if isinstance(value, str) else 0
 
 
 def _has_tokenizer(config: TrainConfig) -> bool:
@@ -140,9 +173,12 @@ class TimePlan:
 
 
 def time_plan(
-    chip: Chip, chips: int, slice_name: str, step_seconds: float, updates: int | None, checkpoint_bytes: float
-) -> TimePlan:
-    """Plans the time of a run: `updates` of `step_seconds` on so many paid `chips`, with checkpoints of so many bytes.
+    chip: Chip, chips: int, slice_name: str, step_seconds: float, updates: int | None, checkpoint_bytes: float,
+    service: str = "",
+) -> TimePlan:  # fmt: skip
+    """Plans the time of a run: `updates` of `step_seconds` on so many `chips`, with checkpoints of so many bytes.
+
+    They are paid for unless a `service` gives them away.
 
     The interval between checkpoints, sqrt(2 x checkpoint time x mean time between failures), is that of J. W. Young, "A
     first order approximation to the optimum checkpoint interval", CACM 17(9), 1974: of an interval t the share cost / t
@@ -155,9 +191,9 @@ def time_plan(
     hours, on_demand, spot, sessions = None, None, None, {}
     if updates is not None:
         hours = updates * step_seconds / 3600
-        free = [service for service, names in FREE_SLICES.items() if slice_name in names]
-        sessions = {service: _sessions(service, hours, checkpoint_bytes) for service in free}
-        if chip.price is not None:
+        free = [each for each, names in FREE_SLICES.items() if slice_name in names and service in ("", each)]
+        sessions = {each: _sessions(each, hours, checkpoint_bytes) for each in free}
+        if chip.price is not None and not service:
             on_demand = hours * chips * chip.price.on_demand
             spot = chip.price.spot and hours * chips * (1 + lost) * chip.price.spot
     return TimePlan(hours, on_demand, spot, save, interval, max(1, round(interval / step_seconds)), sessions)
