@@ -488,11 +488,11 @@ class _Report:
 @command(
     "It needs no download. device_type and num_replicas select the devices; attach the report to an issue about a\n"
     "TPU.\n\nExit codes: 0 every check passed, 1 one did not, 2 bad arguments.",
-    _CONFIG,
+    _CONFIG | {"--report": _switch("check what the README says of a run too, and print all to paste into an issue")},
     (_Report,),
 )
 def verify(args: argparse.Namespace) -> int:
     """Compare this machine's devices with the CPU and measure them; plan and train use the results."""
     from tpu_kit.diagnostics.verify import report
 
-    return report(args.config, args.options[0].report)
+    return report(args.config, args.options[0].report, args.report)

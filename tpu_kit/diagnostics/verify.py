@@ -23,6 +23,7 @@ from typing import Any
 from tpu_kit.config.fields import hide_secrets
 from tpu_kit.config.loader import TrainConfig, batch_arithmetic, load_config
 from tpu_kit.diagnostics import smoke_test
+from tpu_kit.diagnostics.claims import check_claims, paste
 from tpu_kit.distributed import runtime
 from tpu_kit.distributed.launch import launch
 from tpu_kit.hardware import calibration, chips
@@ -386,12 +387,25 @@ def _write_report(path: Path, backend: runtime.Backend, measured: Calibration, r
     atomic.write_text(path, hide_secrets(json.dumps(content, indent=1)).replace(str(Path.home()), "~"))
 
 
-def report(config: TrainConfig, file: str = REPORT) -> int:
-    """Prints the rows one by one, and for what the machine is ready; returns 0, or 1 if a check failed."""
-    records = []
-    for record in verify(config, file, lambda text: print(text, file=sys.stderr, flush=True)):
+def report(config: TrainConfig, file: str = REPORT, claims: bool = False) -> int:
+    """Prints the rows one by one, and for what the machine is ready; returns 0, or 1 if a check failed.
+
+    With `claims` it then checks what the README says of a run, and prints all as text to paste into an issue.
+    """
+    records: list[Check] = []
+
+    def announce(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    for record in verify(config, file, announce):
         print(f"{record}  ({record.seconds:.0f} s)", flush=True)
         records.append(record)
     print(f"report: {Path(file).absolute()}")
+    if [record.name for record in records] in (["Verify"], ["Report"]):  # nothing could be tried
+        return 1
     print(verdict(records, runtime.detect(config.launch).device_type))
+    if claims:
+        checked = [*check_claims(config, announce)]
+        print(paste(config, records, checked))
+        records += checked
     return int(any(record.status in ("warning", "failure") for record in records))

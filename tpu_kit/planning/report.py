@@ -60,7 +60,7 @@ def report(config: TrainConfig, plans: Sequence[Plan], given: Sequence[str] = ()
     best = pick(plans)
     lines = [_verdict(best), "", tables.to_text([plan_row(one) for one in plans], ">")]
     if best.fits:
-        chosen = {"batch_size": best.update.batch_size, "remat": best.config.optim.remat}
+        chosen: dict[str, object] = {"batch_size": best.update.batch_size, "remat": best.config.optim.remat}
         chosen |= {"mesh": best.where.mesh} if best.where.mesh else {}
         left = [text for text in given if text.partition("=")[0].rpartition(".")[2] not in chosen]
         command = shlex.join([*left, *(f"{name}={value}" for name, value in chosen.items())])
