@@ -23,7 +23,7 @@ from tpu_kit.hardware import chips
 from tpu_kit.hardware.host import check_wandb
 from tpu_kit.hardware.machine import Machine
 from tpu_kit.storage import atomic
-from tpu_kit.training.outcome import START, describe_start
+from tpu_kit.training.outcome import BEFORE_TRAINING, describe_start
 
 if TYPE_CHECKING:
     from tpu_kit.distributed.runtime import Runtime
@@ -349,7 +349,7 @@ class Tracker:
         """
         self._bar.write(describe_start(loss, vocabulary), file=sys.stdout)
         sys.stdout.flush()
-        return self._write(START, 0, {"loss": loss, "uniform": math.log(vocabulary) if vocabulary else None})
+        return self._write(BEFORE_TRAINING, 0, {"loss": loss, "uniform": math.log(vocabulary) if vocabulary else None})
 
     def log_eval(
         self, step: int, *, loss: float, accuracy: float | None = None, interval: tuple[float, float] | None = None

@@ -8,7 +8,7 @@ from typing import Any
 
 from tpu_kit.config.schema import LEAST_UPDATES
 
-START = "start"
+BEFORE_TRAINING = "start"
 """The `kind` of the record of the held-out rows before the first update."""
 MORE_UPDATES = "raise optim.max_steps or optim.epochs, or lower optim.batch_size or data.max_length"
 
@@ -27,7 +27,7 @@ def not_learned(records: Iterable[Mapping[str, Any]], final: Mapping[str, float]
         final: metrics of the resulting weights, as of `recipes.sft.fine_tune`.
         updates: made by the run.
     """
-    start = next((record for record in records if record["kind"] == START), None)
+    start = next((record for record in records if record["kind"] == BEFORE_TRAINING), None)
     if start is None or start["loss"] is None or "eval_loss" not in final:
         return ""
     before, after, uniform = start["loss"], final["eval_loss"], start["uniform"]
