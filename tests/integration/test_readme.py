@@ -225,7 +225,7 @@ def test_links_lead_to_files_and_headings() -> None:
 
 
 def test_the_readme_is_short_and_leads_to_each_room() -> None:
-    assert 150 <= len(TEXTS[MAIN].splitlines()) <= 226  # the first screen has install, free hours, models, limits and a request
+    assert 150 <= len(TEXTS[MAIN].splitlines()) <= 226  # with what its first screen has to say
     for path in ROOMS:
         assert f"]({path.relative_to(REPOSITORY).as_posix()}" in TEXTS[MAIN], path
 
