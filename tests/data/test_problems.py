@@ -149,8 +149,8 @@ def test_an_upgrade_of_the_hugging_face_stack_is_told() -> None:
     assert check_packages(Machine(version=have.get), False).status == "ok"
     moved = check_packages(Machine(version={**have, "transformers": "5.31.0"}.get), False)
     assert moved.status == "warning"
-    assert "transformers 5.31.0, tested with 5.15 to 5.23: its releases have broken TPU before" in moved.found
-    assert moved.fix.startswith('pip install "transformers==5.23.*", then restart the kernel')
+    assert "transformers 5.31.0, tested with 5.15 to 5.24: its releases have broken TPU before" in moved.found
+    assert moved.fix.startswith('pip install "transformers==5.24.*", then restart the kernel')
 
 
 def requirement_lines() -> list[str]:

@@ -181,6 +181,33 @@ def test_versions_that_were_tested_are_installed() -> None:
     assert newer.why == ("torch is 3.0, and must be <3,>=2.8",)
 
 
+def test_a_version_that_was_not_tested_stays_and_is_named() -> None:
+    """Colab's image may bring a newer one, and nothing of it is replaced."""
+    newer = replace(COLAB, versions=RIGHT | {"transformers": "5.99.0"})
+    assert decide(newer).command == ()
+    assert str(decide(newer)).endswith("; transformers 5.99.0, tested with 5.15 to 5.24")
+    without = {name: version for name, version in newer.versions.items() if name != "pyyaml"}
+    assert "Left as it is: transformers 5.99.0, tested with" in str(decide(replace(newer, versions=without)))
+
+
+@pytest.mark.parametrize(
+    ("name", "version"), [("notes", "6.0-unknown"), ("-orch", "2.9.0"), ("my tool", "1.0"), ("tool", "1.0 (local)")]
+)
+def test_a_line_that_pip_would_refuse_is_no_constraint(name: str, version: str, tmp_path: Path) -> None:
+    there = {name: version for name, version in RIGHT.items() if name != "peft"} | {"gcsfs": "2026.10.1", name: version}
+    decision = decide(replace(COLAB, versions=there))
+    assert not [line for line in decision.keep if line.startswith(f"{name}==")]
+    assert {"gcsfs==2026.10.1", "datasets==5.2.0"} <= {*decision.keep}
+
+
+@pytest.mark.parametrize(
+    ("version", "fits"), [("5.15", True), ("5.15.0rc1", False), ("5.16.0.dev0", True), ("5.9", False)]
+)
+def test_versions_are_compared_as_pip_compares_them(version: str, fits: bool) -> None:
+    decision = decide(replace(COLAB, versions=RIGHT | {"transformers": version}))
+    assert (decision.command == ()) is fits
+
+
 def machine(tmp_path: Path, **environ: str) -> Machine:
     return Machine(root=tmp_path, environ=environ)
 

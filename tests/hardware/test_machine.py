@@ -161,7 +161,11 @@ def test_python(python: tuple[int, int], status: str, text: str) -> None:
         ({"torch_tpu": "0.2.0", "torch": "2.13.0", "torch_xla": None}, False, "warning", "trains on CPU and GPU", NEW),
         ({"torch_tpu": "0.2.0", "torch": "2.13.0", "torch_xla": None}, True, "failure", "on a TPU torch_xla", NEW),
         ({"transformers": "5.15.0"}, True, "ok", "jaxlib", ""),
-        ({"transformers": "5.14.0"}, True, "warning", "tested with 5.15 to 5.23", 'pip install "transformers==5.23.*"'),
+        ({"transformers": "5.14.0"}, True, "warning", "tested with 5.15 to 5.24", 'pip install "transformers==5.24.*"'),
+        ({"transformers": "5.25.1"}, True, "warning", "5.25.1, tested with 5.15 to 5.24", "transformers==5.24.*"),
+        ({"torch_xla": None, "transformers": "6.0"}, False, "warning", "6.0, tested with 5.15", "transformers==5.24.*"),
+        ({"transformers": "from source"}, True, "warning", "from source, tested with 5.15", "transformers==5.24.*"),
+        ({"transformers": "5.24.0.dev0"}, True, "ok", "jaxlib", ""),
         ({"torchvision": "0.24.0+cpu", "torchaudio": "2.9.0"}, True, "ok", "jaxlib 0.7.1", ""),
         (
             {"torchvision": "0.26.0"},
@@ -181,11 +185,15 @@ def test_packages(changes: dict[str, str | None], on_tpu: bool, status: str, tex
     assert bool(check.fix) == bool(fix)
 
 
-def test_a_model_that_fails_is_told_of_a_newer_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert compatibility.newer_transformers() == ""
-    monkeypatch.setattr(compatibility, "installed_version", {"transformers": "5.15.0"}.get)
-    text = ". This is transformers 5.15.0; 5.23 may do it: pip install -U 'transformers~=5.23.0', then start anew"
-    assert compatibility.newer_transformers() == text
+def test_a_model_that_fails_is_told_of_the_transformers_that_was_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    advice = "5.24 may do it: pip install -U 'transformers~=5.24.0', then start anew"
+    for version, text in {
+        "5.24.3": "",
+        "5.15.0": f". This is transformers 5.15.0; {advice}",
+        "5.25.0": f". This is transformers 5.25.0; the tests ran with 5.24 at the latest, and {advice}",
+    }.items():
+        monkeypatch.setattr(compatibility, "installed_version", {"transformers": version}.get)
+        assert compatibility.other_transformers() == text
 
 
 def test_versions_are_read_without_an_import() -> None:

@@ -75,11 +75,10 @@ def test_sdpa_equals_attention_written_out(window, softcap):
     if window is not None:
         visible &= index[:, None] - index < window
     expected = reference(query, key, value, visible, 0.3, softcap)
-    for arguments in ({"attention_mask": None}, attention.inputs(attention.SDPA, SEGMENTS)):
+    for mask in (None, attention.document_mask(SEGMENTS)):
         output, weights = attention.sdpa_attention(
-            LAYER, query, key, value, scaling=0.3, sliding_window=window, softcap=softcap,
-            **{"segment_ids": SEGMENTS} | arguments,
-        )  # fmt: skip
+            LAYER, query, key, value, mask, scaling=0.3, sliding_window=window, softcap=softcap, segment_ids=SEGMENTS
+        )
         assert weights is None
         torch.testing.assert_close(output, expected, atol=1e-6, rtol=1e-5)
 
@@ -173,8 +172,8 @@ def test_a_packed_forward_reads_nothing_on_the_host(config, monkeypatch):
     logits = []
     for implementation in (attention.SDPA, attention.SPLASH):
         built.set_attn_implementation(implementation)
-        with HostReads() as reads:
-            logits.append(built(**arguments, **attention.inputs(implementation, SEGMENTS)).logits)
+        with HostReads() as reads, attention.documents(implementation, SEGMENTS) as mask:
+            logits.append(built(**arguments, attention_mask=mask).logits)
         assert reads.names == []
     torch.testing.assert_close(*logits, atol=1e-5, rtol=1e-4)
     with HostReads() as reads:
@@ -280,9 +279,3 @@ def test_an_argument_that_attention_does_not_know_is_an_error(function):
         assert str(refusal.value) == (
             f"the model passes {text} to its attention, and the kit's attention does not implement that"
         )
-
-
-def test_the_view_of_the_segment_ids_is_never_taken_for_a_mask():
-    given = attention.inputs(attention.SPLASH, SEGMENTS)
-    with pytest.raises(ValueError, match="the model does not pass its keyword arguments, the segment ids"):
-        attention.splash_attention(LAYER, *states(), given["attention_mask"])

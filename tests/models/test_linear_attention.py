@@ -17,6 +17,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
 
 from tpu_kit.generation.kv_cache import Cache
 from tpu_kit.models import linear_attention
+from tpu_kit.models.layer_inputs import LayerInputs, bound
 
 Tensors = list[torch.Tensor]
 DOCUMENTS = {
@@ -52,7 +53,9 @@ def delta_inputs(repeat: bool, batch: int = 2, length: int = 150, width: int = 1
 
 
 def delta_rule(*tensors: torch.Tensor) -> Any:
-    return linear_attention._delta(None, *tensors, use_qk_l2norm_in_kernel=True)
+    *given, segments = tensors
+    with bound(LayerInputs(segments)):
+        return linear_attention._delta(None, *given, use_qk_l2norm_in_kernel=True)
 
 
 def alone(function: Callable[..., torch.Tensor], rows: Tensors, others: Tensors, segments: torch.Tensor) -> Any:
@@ -126,7 +129,8 @@ def test_mamba_2_is_that_of_transformers_on_each_document_alone():
         return OWN["mamba"](hidden, dt, rates, key, query, chunk_size=64)
 
     def ours(hidden: Any, dt: Any, key: Any, query: Any, rates: Any, segments: Any) -> torch.Tensor:
-        return linear_attention._mamba2(None, hidden, dt, rates, key, query, segments)
+        with bound(LayerInputs(segments)):
+            return linear_attention._mamba2(None, hidden, dt, rates, key, query)
 
     dt = torch.nn.functional.softplus(noise(2, 150, 4))
     rows = [noise(2, 150, 4, 8), dt, noise(2, 150, 2, 16), noise(2, 150, 2, 16, seed=1)]
@@ -139,7 +143,8 @@ def test_a_short_convolution_is_that_of_transformers_on_each_document_alone(taps
         return OWN["conv"](hidden.transpose(1, 2), weight, bias, activation="silu").transpose(1, 2)[..., None]
 
     def ours(hidden: Any, weight: Any, bias: Any, segments: Any) -> torch.Tensor:
-        found = linear_attention._conv(None, hidden.transpose(1, 2), weight, bias, "silu", segments)
+        with bound(LayerInputs(segments)):
+            found = linear_attention._conv(None, hidden.transpose(1, 2), weight, bias, "silu")
         return found.transpose(1, 2)[..., None]
 
     rows, others = [noise(2, 150, 6)], [noise(6, taps), noise(6)]
@@ -208,9 +213,8 @@ def test_without_segments_transformers_own_function_runs():
     linear_attention.register(model)
     assert granite.mamba2_chunk_scan is replaced, "registered twice"
     assert torch.equal(model(input_ids=ids, use_cache=False).logits, before)
-    assert torch.allclose(
-        model(input_ids=ids, use_cache=False, segment_ids=torch.ones_like(ids)).logits, before, atol=1e-5
-    )
+    with bound(LayerInputs(torch.ones_like(ids))):
+        assert torch.allclose(model(input_ids=ids, use_cache=False).logits, before, atol=1e-5)
 
 
 def test_a_decode_step_keeps_the_limits_of_the_time_step():
@@ -223,10 +227,11 @@ def test_a_decode_step_keeps_the_limits_of_the_time_step():
     cache, state = Cache({}), torch.zeros(2, 4, 8, 6)
     cache.time_limits = settings["dt_limit"]
     wide = [one[..., None].expand(*one.shape, 8) for one in (dt, rates, skip, bias)]
-    found = linear_attention._mamba2_step(
-        getattr(granite.mamba2_selective_state_update, "_tpu_kit_replaces", granite.mamba2_selective_state_update),
-        state, hidden, wide[0], wide[1][..., None].expand(4, 8, 6), key, query, wide[2], dt_bias=wide[3],
-        dt_softplus=True, cache=cache,
-    )  # fmt: skip
+    own = getattr(granite.mamba2_selective_state_update, "_tpu_kit_replaces", granite.mamba2_selective_state_update)
+    with bound(LayerInputs(cache=cache)):
+        found = linear_attention._mamba2_step(
+            own, state, hidden, wide[0], wide[1][..., None].expand(4, 8, 6), key, query, wide[2], dt_bias=wide[3],
+            dt_softplus=True,
+        )  # fmt: skip
     torch.testing.assert_close(found, expected[:, 0])
     torch.testing.assert_close(state, last)

@@ -6,8 +6,8 @@ Python.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
-import operator
 import os
 import platform
 import re
@@ -31,10 +31,11 @@ from tpu_kit.hardware.compatibility import (
     REPOSITORY,
     beside_torch_tpu,
     environment_line,
+    find_packaging,
     installed_version,
     mismatches,
-    numbers,
     requirements,
+    untested,
 )
 from tpu_kit.hardware.machine import Check, Machine, replaced_modules
 from tpu_kit.notebook.kernel import check_names, parameters, shorten_errors
@@ -140,6 +141,7 @@ class Decision:
         add: the requirements to install.
         keep: "name==version" of packages that must not be replaced; empty if one must be.
         command: of pip or uv; empty if nothing is to be done.
+        notes: packages that stay as they are, with which the tests did not run.
     """
 
     kind: Kind
@@ -147,11 +149,13 @@ class Decision:
     add: tuple[str, ...] = ()
     keep: tuple[str, ...] = ()
     command: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         if not self.command:
-            return "Nothing to do: " + "; ".join(self.why)
+            return "Nothing to do: " + "; ".join((*self.why, *self.notes))
         kept = [f"Left as they are: {len(self.keep)} packages"] if self.keep else []
+        kept += [f"Left as it is: {note}" for note in self.notes]
         return "\n".join(["To install, because:", *_listed(self.why), *kept, shlex.join(self.command)])
 
 
@@ -187,10 +191,11 @@ def decide(
         have = site.version(name)
         if have is None or not _within(have, bounds):
             wrong[name] = bounds, tested.get(name, bounds)
+    notes = tuple(text for name, text in untested(site.version).items() if name not in wrong)
     if not wrong:
         pair = ", ".join(f"{name} {site.version(name)}" for name in PACKAGES)
         text = f"and {pair} pair" if kind == "tpu" else f"with torch {site.version('torch')}"
-        return Decision(kind, (f"all packages are there, {text}",))
+        return Decision(kind, (f"all packages are there, {text}",), notes=notes)
     absent = [name for name in wrong if site.version(name) is None]
     why = [f"not installed: {', '.join(absent)}"] * bool(absent)
     why += [f"{name} is {now}, and must be {must}" for name, (must, _) in wrong.items() if (now := site.version(name))]
@@ -205,11 +210,8 @@ def decide(
     if torch_index and "torch" in wrong:
         line += ["--extra-index-url", torch_index, *(["--index-strategy", "unsafe-best-match"] if site.uv else [])]
     add = tuple(f"{name}{bounds}" for name, (_, bounds) in wrong.items())
-    keep: tuple[str, ...] = ()
-    if len(absent) == len(wrong):  # without versions that pip cannot read
-        readable = [(name, now) for name, now in sorted(site.versions.items()) if re.fullmatch(r"\d[\w.+!-]*", now)]
-        keep = tuple(f"{name}=={now}" for name, now in readable)
-    return Decision(kind, tuple(why), add, keep, (*line, *add))
+    keep = _constraints(site.versions) if len(absent) == len(wrong) else ()
+    return Decision(kind, tuple(why), add, keep, (*line, *add), notes)
 
 
 def _required() -> list[str]:
@@ -257,10 +259,27 @@ def _read_requirements(lines: Sequence[str], extras: Sequence[str] = ()) -> dict
 
 
 def _within(version: str, bounds: str) -> bool:
-    """Whether a version is within bounds; compares the numbers alone."""
-    tests = {"==": operator.eq, "!=": operator.ne, ">=": operator.ge, "<=": operator.le, "<": operator.lt}
-    parts = re.findall(r"([=<>!]+)([^,]+)", bounds)
-    return all(tests[sign](numbers(version), numbers(bound)) for sign, bound in parts)
+    """Whether a version is within bounds; one that nothing can read, is not.
+
+    Without `packaging` and pip there is hardly more than Python: what is missing is installed, packaging with it.
+    """
+    specifiers = find_packaging("specifiers")
+    if specifiers is None:
+        return True
+    try:
+        return specifiers.SpecifierSet(bounds).contains(version, prereleases=True)
+    except ValueError:  # before packaging 26
+        return False
+
+
+def _constraints(versions: Mapping[str, str]) -> tuple[str, ...]:
+    """Returns a line for each installed package that keeps its version, without lines that pip would refuse."""
+    requirements, lines = find_packaging("requirements"), []
+    for name, version in sorted(versions.items()):
+        with contextlib.suppress(ValueError):
+            if requirements is not None and requirements.Requirement(line := f"{name}=={version}"):
+                lines.append(line)
+    return tuple(lines)
 
 
 def _ways_out(site: Site, kind: Kind, source: str) -> tuple[str, ...]:
@@ -309,7 +328,7 @@ def ensure(kit_source: str = "git") -> None:
     """
     decision = decide(look(), source=kit_source)
     if not decision.command:
-        print(f"tpu_kit is ready: {decision.why[0]}")
+        print("tpu_kit is ready:", "; ".join((*decision.why, *decision.notes)))
         return
     carry_out(decision)
     if replaced := "; ".join(replaced_modules(installed_version)):

@@ -13,6 +13,8 @@ program has an output head and sampling.
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,9 +31,10 @@ from tpu_kit.generation.kv_cache import Buffer, Cache, Prompts, Step, stack_spec
 from tpu_kit.generation.sampling import Kind, Sampling
 from tpu_kit.hardware.chips import GIB
 from tpu_kit.models import causal_lm as models
-from tpu_kit.models import linear_attention
+from tpu_kit.models import layer_inputs, linear_attention
 from tpu_kit.models.causal_lm import output_embedding
 from tpu_kit.models.layer_calls import kept_states, stacked_prefixes
+from tpu_kit.models.layer_inputs import LayerInputs
 from tpu_kit.xla.scan import Traced, replace_contents
 from tpu_kit.xla.sharding import constrain
 
@@ -235,7 +238,7 @@ class Decoder:
 
         def fill(ids: torch.Tensor, lengths: torch.Tensor, *stacks: torch.Tensor) -> list[torch.Tensor]:
             mine, positions = cache.of(stacks, Prompts(lengths)), torch.arange(ids.shape[1], device=ids.device)
-            self._causal.get_decoder()(input_ids=ids, position_ids=positions[None].expand_as(ids), **self._with(mine))
+            self._run(self._causal.get_decoder(), ids, positions[None].expand_as(ids), mine)
             mine.store_states()
             return mine.tensors
 
@@ -381,7 +384,7 @@ class Decoder:
         slots = Cache(cache.stacks, Step(lengths, width, step))
         slots.time_limits = self._time_limits
         position = (lengths + step)[:, None]
-        output = self._causal(input_ids=token[:, None], position_ids=position, **self._with(slots))
+        output = self._run(self._causal, token[:, None], position, slots)
         slots.store_states()
         uniform = uniforms.index_select(0, step)[0]
         logits = output.logits[:, -1].float()
@@ -416,9 +419,8 @@ class Decoder:
         """Returns the result of `score` on the device, (2, B, W); the last position has no meaning."""
         head = output_embedding(self._model)
         positions = torch.arange(ids.shape[1], device=ids.device)[None].expand_as(ids)
-        output = self._causal.get_decoder()(
-            input_ids=ids, position_ids=positions, use_cache=False, device_type=self._rt.device_type
-        )
+        with layer_inputs.bound(LayerInputs(device_type=self._rt.device_type)):
+            output = self._causal.get_decoder()(input_ids=ids, position_ids=positions, use_cache=False)
         kept_states(self._causal.get_decoder())  # of a trace, which no program computes
         wanted = torch.cat([ids[:, 1:], ids[:, :1]], 1)
         parts = []
@@ -433,10 +435,13 @@ class Decoder:
 
     # ---------------------------------------------------------------------------------------------------- the device
 
-    def _with(self, cache: Cache, device_type: str | None = None) -> dict[str, Any]:
-        """Returns the arguments with which transformers' layers use the cache and the kit's functions."""
-        device_type = device_type or self._rt.device_type
-        return {"past_key_values": cache, "use_cache": True, "cache": cache, "device_type": device_type}
+    def _run(
+        self, module: Any, ids: torch.Tensor, positions: torch.Tensor, cache: Cache, device_type: str | None = None
+    ) -> Any:
+        """Runs the model or its decoder; its layers and the kit's functions use the cache."""
+        named = {_cache_name(module.__class__): cache}
+        with layer_inputs.bound(LayerInputs(cache=cache, device_type=device_type or self._rt.device_type)):
+            return module(input_ids=ids, position_ids=positions, use_cache=True, **named)
 
     def prompt_cache(self, rows: int, slots: int = 0) -> Cache:
         """Returns the cache of the prompts, of `slots` except on XLA; that of the last call if it fits."""
@@ -446,7 +451,7 @@ class Decoder:
         if not self._buffers:  # one token through the layers; on XLA it is traced and never computed
             one = torch.zeros(1, 1, dtype=torch.int64, device=self._rt.local_device)
             empty = Cache({})
-            self._causal.get_decoder()(input_ids=one, position_ids=one, **self._with(empty, "cpu"))
+            self._run(self._causal.get_decoder(), one, one, empty, "cpu")
             empty.store_states()
             self._buffers = empty.buffers
         mesh, size, stacks = active_mesh(), 0, {}
@@ -471,6 +476,12 @@ class Decoder:
             weights = [*self._model.parameters(), *self._model.buffers()]
             self._programs[key] = Traced(str(key[0]), fn, example, weights, steps, carried)
         return self._programs[key]
+
+
+@functools.cache
+def _cache_name(kind: Any) -> str:
+    """The name of a model's argument for its cache, which is `cache` in transformers 5.24 and later."""
+    return "cache" if "cache" in inspect.signature(kind.forward).parameters else "past_key_values"
 
 
 def _sharded(stack: torch.Tensor) -> torch.Tensor:

@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 
 from tpu_kit.config.mesh import Spec
 from tpu_kit.distributed.mesh import active_mesh
-from tpu_kit.models import attention
-from tpu_kit.models.layer_calls import LayerCache
+from tpu_kit.models import attention, layer_inputs
+from tpu_kit.models.layer_inputs import LayerCache
 from tpu_kit.models.sharding_rules import cache_spec
 from tpu_kit.xla.scan import Tensors, slice_at, write_slot
 from tpu_kit.xla.sharding import constrain
@@ -225,12 +225,12 @@ def cached_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    cache: Cache | None = None,
-    device_type: str = "cpu",
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Computes attention of a prefill or of one decode step (Q = 1); called by transformers.
+
+    The cache is that of `layer_inputs`, None for plain causal attention. On a TPU the prefill uses the splash kernel.
 
     Args:
         module: the attention layer.
@@ -241,8 +241,6 @@ def cached_attention(
         scaling: factor on the scores, default 1 / sqrt(D).
         sliding_window: number of keys a query sees, itself included.
         softcap: c in c * tanh(scores / c).
-        cache: of a decode step or a prefill; None for plain causal attention.
-        device_type: of the model; on a TPU the prefill uses the splash kernel.
         s_aux: (heads,) sinks.
         **kwargs: other arguments of the model; dropout is ignored in evaluation mode.
 
@@ -255,8 +253,8 @@ def cached_attention(
     attention.refuse_unknown({name: value for name, value in kwargs.items() if name != "dropout"})
     if attention_mask is not None:
         raise ValueError("the model makes an attention mask of its own, and the key/value cache does not apply it")
-    if cache is None and query.shape[2] != key.shape[2]:
-        raise ValueError("the model does not pass its keyword arguments, the key/value cache, on to its attention")
+    inputs = layer_inputs.current()
+    cache, device_type = cast(Cache | None, inputs.cache), inputs.device_type
     batch, heads = query.shape[:2]
     spec = cache_spec(active_mesh(), key.shape)
     query, key, value = (constrain(each, spec) for each in (query, key, value))

@@ -29,7 +29,7 @@ from tpu_kit.distributed.backends import CpuRuntime
 from tpu_kit.distributed.child_process import run_child, xla_cpu_environment
 from tpu_kit.generation.decoder import Batch, Decoder, filled
 from tpu_kit.generation.sampling import Sampling
-from tpu_kit.hardware.compatibility import newer_transformers
+from tpu_kit.hardware.compatibility import other_transformers
 from tpu_kit.models import attention, layer_calls
 from tpu_kit.models import causal_lm as models
 from tpu_kit.models.loading import brief, read_config
@@ -92,7 +92,7 @@ def check_training(config: TrainConfig, device_type: str) -> None:
                     advice = f"Set {change}{why}"
                     break
         family = f"{model.model_type} (model.name={config.model.name})"
-        raise ValueError(f"{family} cannot be trained this way: {problem}. {advice}{newer_transformers()}")
+        raise ValueError(f"{family} cannot be trained this way: {problem}. {advice}{other_transformers()}")
     if config.tracking.generate_rows or config.tracking.eval_generate_rows:
         check_generation(model, config.model.trust_remote_code)
 
@@ -111,7 +111,7 @@ def check_generation(model: PreTrainedConfig, trust_remote_code: bool = False) -
         raise ValueError(
             f"the kit cannot generate with {model.model_type}: {problem}. Export the model and call generate() of "
             "transformers; to train it set tracking.generate_rows=0 and tracking.eval_generate_rows=0"
-            f"{newer_transformers()}"
+            f"{other_transformers()}"
         )
 
 

@@ -5,12 +5,14 @@ Needs nothing but Python.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import importlib.metadata
-import re
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 Python = tuple[int, int]  # major and minor version
 Version = Callable[[str], str | None]
@@ -25,7 +27,7 @@ PYTHONS: tuple[Python, ...] = ((3, 11), (3, 12), (3, 13))
 PACKAGES = ("torch", "torch_xla", "libtpu", "jax", "jaxlib")
 """The packages of a pairing."""
 
-TESTED = {"transformers": ("5.15", "5.23"), "peft": ("0.21", "0.21")}
+TESTED = {"transformers": ("5.15", "5.24"), "peft": ("0.21", "0.21")}
 """The first and the last minor version with which the tests ran."""
 
 _NO_WHEEL = {("0.0.21", (3, 13))}  # versions of libtpu, and a Python for which they have no wheel
@@ -143,18 +145,49 @@ def beside_torch_tpu(version: str) -> str:
 
 def is_tested(package: str, version: str) -> bool:
     """Whether a version of a package in `TESTED` is between the versions that the tests ran with."""
-    first, last = map(numbers, TESTED[package])
-    return first <= numbers(version)[:2] <= last
+    first, last = map(_minor, TESTED[package])
+    return first <= _minor(version) <= last
 
 
-def newer_transformers() -> str:
+def untested(version: Version) -> dict[str, str]:
+    """What to say of each package with which the tests did not run: another release may compute something else."""
+    installed = {package: now for package in TESTED if (now := version(package))}
+    return {
+        package: f"{package} {now}, tested with {' to '.join(dict.fromkeys(TESTED[package]))}"
+        for package, now in installed.items()
+        if not is_tested(package, now)
+    }
+
+
+def other_transformers() -> str:
     """What to try with a model that fails: the last transformers that was tested; empty where that is installed."""
     now, last = installed_version("transformers") or "0", TESTED["transformers"][1]
-    if numbers(now)[:2] >= numbers(last):
+    if _minor(now) == _minor(last):
         return ""
-    return f". This is transformers {now}; {last} may do it: pip install -U 'transformers~={last}.0', then start anew"
+    advice = f"{last} may do it: pip install -U 'transformers~={last}.0', then start anew"
+    if _minor(now) > _minor(last):
+        advice = f"the tests ran with {last} at the latest, and {advice}"
+    return f". This is transformers {now}; {advice}"
 
 
-def numbers(version: str) -> list[int]:
-    """The numbers of a version, to compare it; `packaging` may be missing."""
-    return [int(number) for number in re.findall(r"\d+", bare(version))]
+def _minor(version: str) -> tuple[int, ...]:
+    """The major and minor version; empty if packaging, or pip's copy of it, is missing or cannot read the version."""
+    parsed = parse_version(version)
+    return () if parsed is None else parsed.release[:2]
+
+
+def parse_version(version: str) -> Any:
+    """A version as `packaging` reads it; None if it cannot, or if neither it nor pip's copy of it is installed."""
+    packaging = find_packaging("version")
+    try:
+        return packaging and packaging.Version(version)
+    except packaging.InvalidVersion:
+        return None
+
+
+def find_packaging(module: str) -> Any:
+    """A module of `packaging`, else of pip's copy of it; None where neither is installed."""
+    for name in ("packaging", "pip._vendor.packaging"):
+        with contextlib.suppress(ImportError):
+            return importlib.import_module(f"{name}.{module}")
+    return None

@@ -28,8 +28,8 @@ from tpu_kit.hardware.compatibility import (
     environment_line,
     install_line,
     installed_version,
-    is_tested,
     mismatches,
+    untested,
 )
 
 Status = Literal["ok", "warning", "failure", "skipped"]
@@ -160,10 +160,15 @@ def check_packages(machine: Machine, on_tpu: bool) -> Check:
         status: Status = "failure" if on_tpu or "torch_xla" in have else "warning"
         found += f"; {beside_torch_tpu(beside)}. Without a TPU the kit trains on CPU and GPU here too"
         return Check(name, status, found, environment_line())
+    others = untested(machine.version)
+    if others:
+        found += "".join(f"; {text}" for text in others.values()) + ": its releases have broken TPU before"
     wrong = mismatches(machine.version, machine.python, with_tpu=on_tpu)
     line = install_line({package: versions[0] for package, versions in wrong.items()})
     if "torch_xla" not in have:
         found += "; torch_xla is not installed, so there is no TPU and no rehearsal of one"
+        if others and not on_tpu:
+            return Check(name, "warning", found, _tested_line(others) + then)
         if machine.gpus() and not on_tpu:  # its torch would take the place of one that is made for the GPU
             return Check(name, "ok", found)
         if on_tpu:
@@ -172,17 +177,16 @@ def check_packages(machine: Machine, on_tpu: bool) -> Check:
     if wrong:
         must = ", ".join(f"{package} must be {' or '.join(versions)}" for package, versions in wrong.items())
         return Check(name, "failure", f"{found}: {must}", line + then)
-    versions = {package: machine.version(package) for package in TESTED}
-    if moved := {package: now for package, now in versions.items() if now and not is_tested(package, now)}:
-        for package, now in moved.items():
-            found += f"; {package} {now}, tested with {' to '.join(dict.fromkeys(TESTED[package]))}"
-        found += ": its releases have broken TPU before"
-        fix = install_line({package: f"{TESTED[package][1]}.*" for package in moved})
-        return Check(name, "warning", found, f"{fix}{then}; or a short rehearsal, if you need it")
+    if others:
+        return Check(name, "warning", found, f"{_tested_line(others)}{then}; or a short rehearsal, if you need it")
     if machine.version("tensorflow"):
         found += "; tensorflow beside them loads a TPU driver of its own and may take the chip"
         return Check(name, "warning", found, f"pip uninstall -y tensorflow{then}")
     return Check(name, "ok", found)
+
+
+def _tested_line(packages: Iterable[str]) -> str:
+    return install_line({package: f"{TESTED[package][1]}.*" for package in packages})
 
 
 def replaced_modules(version: Version) -> Iterator[str]:

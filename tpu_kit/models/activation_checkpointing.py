@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tpu_kit.distributed.mesh import active_mesh
-from tpu_kit.models import partition
+from tpu_kit.models import layer_inputs, partition
 from tpu_kit.models.architecture import FEW_TILES
 from tpu_kit.xla.scan import Tensors, Tree, scan
 
@@ -237,7 +237,10 @@ class _Recomputed(torch.nn.Module):
     _checkpoint: Callable[..., Any]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._checkpoint(super().forward, *args, **kwargs)
+        function = super().forward
+        if not torch.compiler.is_compiling():  # a compiled layer is recomputed within its program
+            function = layer_inputs.kept(function)
+        return self._checkpoint(function, *args, **kwargs)
 
 
 # ------------------------------------------------------------------------------------------------------ MLP over tiles

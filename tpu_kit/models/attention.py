@@ -5,22 +5,25 @@ splash kernel of JAX for TPU. It reads grouped key-value heads without repeating
 skips the blocks that the mask hides, and saves one number for each query for its backward pass. It falls back to
 "tpu_kit" in a call without `segment_ids`.
 
-No implementation reads a tensor on the host: masks are computed from `segment_ids` on the device. `inputs` makes the
-arguments for this. Given `position_ids` alone, transformers would read them on the host to find packed documents.
+No implementation reads a tensor on the host: masks are computed from `segment_ids` on the device. `documents` makes the
+mask, and binds the ids for the layers. Given `position_ids` alone, transformers would read them on the host to find
+packed documents.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from tpu_kit.config.mesh import Spec
-from tpu_kit.models import activation_checkpointing
+from tpu_kit.models import activation_checkpointing, layer_inputs
+from tpu_kit.models.layer_inputs import LayerInputs
 from tpu_kit.xla import pallas
 from tpu_kit.xla.pallas import PER_HEAD, SplashSettings
 
@@ -34,7 +37,7 @@ _IGNORED = {
     "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx",  # documents, as in segment_ids
     "deterministic",  # of CUDA kernels
 }  # fmt: skip
-"""Arguments that models of transformers 5.15 and 5.23 pass to attention and that do not change its result."""
+"""Arguments that models of transformers 5.15 to 5.24 pass to attention and that do not change its result."""
 
 _lowering_for_tpu = False
 
@@ -44,8 +47,8 @@ def register() -> None:
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
-    AttentionInterface.register(SDPA, sdpa_attention)
-    AttentionInterface.register(SPLASH, splash_attention)
+    AttentionInterface.register(SDPA, functools.partial(_with_documents, sdpa_attention))
+    AttentionInterface.register(SPLASH, functools.partial(_with_documents, splash_attention))
     # Without a mask function transformers silently drops a padding mask.
     for name in (SDPA, SPLASH):
         AttentionMaskInterface.register(name, _mask_without_host_read)
@@ -79,25 +82,34 @@ def choose(attention: str, device_type: str) -> str:
     return SPLASH
 
 
-def inputs(
+def _with_documents(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    """Calls an attention function of this module with the ids that are bound; transformers passes none of these."""
+    inputs = layer_inputs.current()
+    found: tuple[torch.Tensor, None] = function(
+        *args, segment_ids=inputs.segment_ids, prefix_ids=inputs.prefix_ids, **kwargs
+    )
+    return found
+
+
+@contextlib.contextmanager
+def documents(
     implementation: str, segment_ids: torch.Tensor, prefix_ids: torch.Tensor | None = None
-) -> dict[str, torch.Tensor]:
-    """Makes the keyword arguments that pass the mask to a transformers model, once for all layers.
+) -> Iterator[torch.Tensor]:
+    """Makes layers keep documents of packed rows apart while it is open; yields a model's attention_mask.
+
+    transformers neither changes nor reads a 4-D attention_mask, and passes it to all layers: for sdpa it is the boolean
+    mask (B, 1, S, S), for splash an unused view of the segment ids (B, 1, 1, S).
 
     Args:
         implementation: a registered name.
         segment_ids: (B, S) integers, the number of the document of each token; 0 = padding.
         prefix_ids: (B, S) integers for documents that share a prefix: n > 0 at the tokens of prefix n, -n at those of
             the documents after it that see it, too, 0 elsewhere.
-
-    Returns:
-        attention_mask, segment_ids and prefix_ids. transformers neither changes nor reads a 4-D attention_mask: for
-        sdpa it is the boolean mask (B, 1, S, S), for splash an unused view of the segment ids (B, 1, 1, S).
     """
-    prefixes = {} if prefix_ids is None else {"prefix_ids": prefix_ids}
-    if implementation == SPLASH:
-        return {"attention_mask": segment_ids[:, None, None, :], "segment_ids": segment_ids, **prefixes}
-    return {"attention_mask": document_mask(segment_ids, prefix_ids), "segment_ids": segment_ids, **prefixes}
+    splash = implementation == SPLASH
+    mask = segment_ids[:, None, None, :] if splash else document_mask(segment_ids, prefix_ids)
+    with layer_inputs.bound(LayerInputs(segment_ids, prefix_ids)):
+        yield mask
 
 
 def document_mask(segment_ids: torch.Tensor, prefix_ids: torch.Tensor | None = None) -> torch.Tensor:
@@ -107,7 +119,7 @@ def document_mask(segment_ids: torch.Tensor, prefix_ids: torch.Tensor | None = N
 
     Args:
         segment_ids: (B, S) integers.
-        prefix_ids: as in `inputs`.
+        prefix_ids: as in `documents`.
 
     Returns:
         (B, 1, S, S) booleans, True where the query (third axis) sees the key (last axis).
@@ -159,7 +171,7 @@ def sdpa_attention(
             key is not its position, so the caller's mask must contain the window.
         softcap: c in c * tanh(scores / c), before the mask.
         segment_ids: (B, S) documents, used only without a mask.
-        prefix_ids: (B, S) prefixes of documents, as in `inputs`, used only without a mask.
+        prefix_ids: (B, S) prefixes of documents, as in `documents`, used only without a mask.
         s_aux: (heads,) sinks: the scores of one more key, whose value is zero.
         **kwargs: other arguments of the model.
 
@@ -248,7 +260,7 @@ def splash_attention(
     if segment_ids is None or length != key.shape[2]:
         kwargs |= {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, "prefix_ids": prefix_ids}
         kwargs |= {"s_aux": s_aux}
-        mask = None if segment_ids is not None else _own_mask(attention_mask)
+        mask = None if segment_ids is not None else attention_mask
         return sdpa_attention(module, query, key, value, mask, segment_ids=segment_ids, **kwargs)
     _refuse_dropout(module, kwargs.pop("dropout", 0.0))
     refuse_unknown(kwargs)
@@ -348,13 +360,6 @@ def _repeat_heads(states: torch.Tensor, heads: int) -> torch.Tensor:
         return states
     repeated = states[:, :, None].expand(batch, have, heads // have, length, head_dim)
     return repeated.reshape(batch, heads, length, head_dim)
-
-
-def _own_mask(attention_mask: torch.Tensor | None) -> torch.Tensor | None:
-    """Checks that the mask of a call without segment ids is not the view of them that `inputs` makes for kernels."""
-    if attention_mask is not None and not (attention_mask.is_floating_point() or attention_mask.dtype == torch.bool):
-        raise ValueError("the model does not pass its keyword arguments, the segment ids, on to its attention")
-    return attention_mask
 
 
 def refuse_unknown(kwargs: Mapping[str, Any]) -> None:

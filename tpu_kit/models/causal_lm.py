@@ -296,7 +296,7 @@ def hidden_states(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> 
     Args:
         model: as `load_model` returns it, moved to the batch's device.
         batch: input_ids (B, S) and, optionally, position_ids, segment_ids and prefix_ids (B, S), as in
-            `attention.inputs`. Without segment_ids every row is one document.
+            `attention.documents`. Without segment_ids every row is one document.
 
     Returns:
         (B, S, H) last hidden states in the compute dtype, after the final norm.
@@ -306,10 +306,12 @@ def hidden_states(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> 
     segment_ids = batch.get("segment_ids")
     if segment_ids is None:
         segment_ids = torch.ones_like(ids)
-    masks = attention.inputs(base.config._attn_implementation, segment_ids, batch.get("prefix_ids"))
+    documents = attention.documents(base.config._attn_implementation, segment_ids, batch.get("prefix_ids"))
     dtype = compute_dtype(model)
-    with _autocast(ids.device.type, dtype), partition.embedding_by_columns(base):
-        output = base.get_decoder()(input_ids=ids, position_ids=batch.get("position_ids"), use_cache=False, **masks)
+    with documents as mask, _autocast(ids.device.type, dtype), partition.embedding_by_columns(base):
+        output = base.get_decoder()(
+            input_ids=ids, position_ids=batch.get("position_ids"), use_cache=False, attention_mask=mask
+        )
     return partition.by_rows(output.last_hidden_state.to(dtype))
 
 
@@ -363,8 +365,8 @@ def check_head(model: torch.nn.Module) -> None:
     with torch.no_grad(), _autocast(ids.device.type, compute_dtype(model)):
         ours = logits(model, {"input_ids": ids})
         # With the functions that `hidden_states` runs: in bf16, others round differently.
-        masks = attention.inputs(base.config._attn_implementation, torch.ones_like(ids))
-        own = base(input_ids=ids, use_cache=False, **masks).logits
+        with attention.documents(base.config._attn_implementation, torch.ones_like(ids)) as mask:
+            own = base(input_ids=ids, use_cache=False, attention_mask=mask).logits
     model.train(training)
     if not torch.allclose(ours.float(), own.float(), rtol=0.02, atol=0.02 * float(own.abs().max())):
         raise ValueError(

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from tpu_kit.models import attention
+from tpu_kit.models import attention, layer_inputs
 from tpu_kit.models.activation_checkpointing import tensors_of
+from tpu_kit.models.layer_inputs import LayerCache
 from tpu_kit.xla.scan import Tensors
 
 _TENSOR, _MAPPING, _CACHE = object(), object(), object()  # in place of such arguments
@@ -26,25 +27,9 @@ class CannotScanError(ValueError):
     """The layers of a model cannot run as a loop; the text says why."""
 
 
-class LayerCache:
-    """What layers get and change in generation, such as keys and values: the base of `generation.kv_cache.Cache`.
-
-    Attributes:
-        lengths: (B,) of the prompts of a prefill, which are padded at the end; None in a decode step.
-        time_limits: the least and the largest time step of Mamba 2's layers, if they have any.
-    """
-
-    lengths: torch.Tensor | None = None
-    time_limits: tuple[float, float] | None = None
-    begin: Callable[[], Tensors]
-    of_layer: Callable[[Tensors, torch.Tensor | None, int], LayerCache]
-    end: Callable[[], Tensors]
-    update_all: Callable[[Tensors], None]
-
-
 @dataclass(frozen=True)
 class Call:
-    """The arguments with which a decoder calls a layer, without the hidden states.
+    """The arguments with which a decoder calls a layer, without the hidden states, and the kit's `LayerInputs`.
 
     Attributes:
         tensors: the tensors among them.
@@ -62,8 +47,8 @@ class Call:
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """Separates tensors, the mapping and the cache from other arguments."""
-        leaves, spec = tree_flatten((args, kwargs), is_leaf=_is_shared)
+        """Separates tensors, the mapping and the cache from other arguments; takes the inputs that are bound now."""
+        leaves, spec = tree_flatten((args, kwargs, layer_inputs.current()), is_leaf=_is_shared)
         mappings = {id(leaf): leaf for leaf in leaves if _is_shared(leaf)}
         if len(mappings) > 1:
             raise CannotScanError("its layers share several mappings")
@@ -82,7 +67,7 @@ class Call:
     def arguments(
         self, tensors: Tensors, mapping: MutableMapping[Any, Any] | None, cache: LayerCache | None = None
     ) -> Any:
-        """Returns (args, kwargs) with other tensors, another mapping and another cache."""
+        """Returns (args, kwargs, inputs) with other tensors, another mapping and another cache."""
         rest = iter(tensors)
         leaves = [next(rest) if one is _TENSOR else mapping if one is _MAPPING else cache if one is _CACHE else one
                   for one in self.others]  # fmt: skip
@@ -166,7 +151,7 @@ class _Probe(Placeholders):
         if call.mapping is None:
             return hidden
         before = dict(call.mapping)
-        args, kwargs = call.arguments(call.tensors, call.mapping)
+        args, kwargs, _ = call.arguments(call.tensors, call.mapping)  # its inputs are bound
         output = hidden_states_of(self.given[len(calls) - 1](hidden, *args, **kwargs))
         if any(value is not before.get(key) for key, value in call.mapping.items()):
             self.writers.add(len(calls) - 1)
@@ -192,8 +177,8 @@ def call_once(decoder: Any, name: str, layers: Placeholders, implementation: str
     decoder._modules[name], config._attn_implementation = layers, implementation
     ones = torch.ones(1, tokens, dtype=torch.int64, device=next(decoder.parameters()).device)
     try:
-        with torch.no_grad():
-            decoder(input_ids=ones, position_ids=ones, use_cache=False, **attention.inputs(attention.SDPA, ones))
+        with torch.no_grad(), attention.documents(attention.SDPA, ones) as mask:
+            decoder(input_ids=ones, position_ids=ones, use_cache=False, attention_mask=mask)
     finally:
         decoder._modules[name], config._attn_implementation = own
 

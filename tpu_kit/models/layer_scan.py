@@ -24,18 +24,18 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from tpu_kit.config.loader import OptimConfig
-from tpu_kit.models import activation_checkpointing, architecture, partition
+from tpu_kit.models import activation_checkpointing, architecture, layer_inputs, partition
 from tpu_kit.models.activation_checkpointing import autocast_now, cast_once, chunk_mlp, mix, seeds_of, tensors_of
 from tpu_kit.models.layer_calls import (
     Call,
     CannotScanError,
-    LayerCache,
     Placeholders,
     as_number,
     equal_layers,
     hidden_states_of,
     layers_of,
 )
+from tpu_kit.models.layer_inputs import LayerCache
 from tpu_kit.xla.scan import Tensors, Tree, after, scan, slice_at
 
 
@@ -350,10 +350,11 @@ class _Block:
         weights = {name: tensor for name, tensor in given.items() if isinstance(name, str)}
         weights |= {name: given[_SEED] for name in self.seeds[index] if _SEED in given}
         weights, hidden = partition.gather_layer(weights, hidden.shape[-1], product), partition.by_rows(hidden)
-        args, kwargs = call.arguments(arguments, mapping, cache)
-        output = hidden_states_of(
-            torch.func.functional_call(self.layers[index], weights, (hidden, *args), kwargs, tie_weights=False)
-        )
+        args, kwargs, inputs = call.arguments(arguments, mapping, cache)
+        with layer_inputs.bound(inputs):
+            output = hidden_states_of(
+                torch.func.functional_call(self.layers[index], weights, (hidden, *args), kwargs, tie_weights=False)
+            )
         if output.dtype != hidden.dtype or output.shape != hidden.shape:
             raise CannotScanError(f"a layer turns {hidden.dtype} into {output.dtype}")
         written = {key: value for key, value in (mapping or {}).items() if value is not before.get(key)}

@@ -7,7 +7,7 @@ Qwen3-Next, LFM2, Granite 4 hybrids, Bamba, Falcon H1 and Nemotron-H use it.
 The decays between tokens of two documents are 0, and the state counts only for tokens of the document with which the
 chunk before ended. The backward loop computes each chunk again from the state before it, so a layer's backward pass
 holds one chunk and the states between chunks, (N, B, H, K, V) in fp32. The layers call functions that are globals of
-their modules, and pass the decoder's keyword arguments on to them; `register` replaces these functions.
+their modules; `register` replaces these functions by ones that read the documents and the cache of `layer_inputs`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from tpu_kit.models import layer_inputs
 from tpu_kit.models.activation_checkpointing import recomputed_scan
-from tpu_kit.models.layer_calls import LayerCache
 from tpu_kit.xla.scan import Tensors, Tree
 
 CHUNK = 64
@@ -275,14 +275,13 @@ def register(model: torch.nn.Module) -> None:
                 setattr(module, name, replaced)
 
 
-def _documents(
-    tensor: torch.Tensor, segment_ids: torch.Tensor | None, cache: LayerCache | None
-) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+def _documents(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
     """Returns the segment ids of a call for (B, S, ...), and whether tokens count, (B, S); None for transformers' own.
 
     The prompts of a prefill are padded at the end, so that a row is one document, whose padding must not change the
     state.
     """
+    segment_ids, _, cache, _ = layer_inputs.current()
     if segment_ids is None and cache is None and tensor.device.type != "xla":
         return None
     batch, length = tensor.shape[:2]
@@ -295,10 +294,10 @@ def _documents(
 
 def _delta(
     own: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
-    segment_ids: torch.Tensor | None = None, cache: LayerCache | None = None, **options: Any,
+    **options: Any,
 ) -> Any:  # fmt: skip
     """Computes the gated delta rule of rows; for the shapes see `delta_step`, with S tokens for C."""
-    documents = _documents(value, segment_ids, cache)
+    documents = _documents(value)
     if documents is None:
         return own(query, key, value, g=g, beta=beta, **options)
     if options.get("initial_state") is not None or not options.get("use_qk_l2norm_in_kernel"):
@@ -312,10 +311,10 @@ def _delta(
 
 def _mamba2(
     own: Any, hidden: torch.Tensor, dt: torch.Tensor, rates: torch.Tensor, key: torch.Tensor, query: torch.Tensor,
-    segment_ids: torch.Tensor | None = None, cache: LayerCache | None = None, **options: Any,
+    **options: Any,
 ) -> Any:  # fmt: skip
     """Computes Mamba 2 of x (B, S, H, P), dt (B, S, H), A (H,), B and C (B, S, G, N); its state is (B, H, P, N)."""
-    documents = _documents(hidden, segment_ids, cache)
+    documents = _documents(hidden)
     if documents is None:
         return own(hidden, dt, rates, key, query, **options)
     if options.get("initial_states") is not None or options.get("z") is not None:
@@ -335,10 +334,10 @@ def _mamba2(
 
 
 def _mamba2_step(
-    own: Any, *tensors: torch.Tensor, dt_bias: torch.Tensor | None = None, dt_softplus: bool = False,
-    cache: LayerCache | None = None, **options: Any,
-) -> Any:  # fmt: skip
+    own: Any, *tensors: torch.Tensor, dt_bias: torch.Tensor | None = None, dt_softplus: bool = False, **options: Any
+) -> Any:
     """Limits the time step as in a prefill, which transformers' layers leave out in a decode step."""
+    cache = layer_inputs.current().cache
     if cache is not None and cache.time_limits is not None:
         state, hidden, dt, *rest = tensors
         dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
@@ -349,9 +348,9 @@ def _mamba2_step(
 
 def _conv(
     own: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None,
-    activation: str | None = None, segment_ids: torch.Tensor | None = None, **options: Any,
+    activation: str | None = None, **options: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """Computes a depthwise causal convolution within documents, as shifted products in fp32.
+    """Computes a depthwise causal convolution within the documents that are bound, as shifted products in fp32.
 
     Args:
         own: transformers' function.
@@ -359,12 +358,12 @@ def _conv(
         weight: (D, taps); the last one is of the token itself.
         bias: (D,).
         activation: of the result, by transformers' name.
-        segment_ids: (B, S) integers, the document of each token; None for one document.
         **options: of transformers' function.
 
     Returns:
         (B, D, S) in the dtype of `hidden`.
     """
+    segment_ids = layer_inputs.current().segment_ids
     if segment_ids is None and hidden.device.type != "xla":
         result: torch.Tensor = own(hidden, weight, bias, activation=activation, **options)
     else:

@@ -191,7 +191,7 @@ class _FirstLayers(layer_calls.Placeholders):
         number = self.equal[place]
         if number in self.kinds:
             return hidden
-        args, kwargs = call.arguments(call.tensors, call.mapping)
+        args, kwargs, _ = call.arguments(call.tensors, call.mapping)  # its inputs are bound
         output, self.kinds[number] = _kind(self.given[place], hidden, args, kwargs)
         return output
 
