@@ -6,12 +6,13 @@ import json
 import math
 import statistics
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.child_processes import run_python
+from tests.support.child_processes import REPOSITORY, run_python
 from tests.support.compiler_models import LLAMA_8B, QWEN2_500M, TINY, write_config
 from tpu_kit.config.loader import TrainConfig, batch_arithmetic, load_config
 from tpu_kit.config.mesh import resolve_mesh
@@ -80,6 +81,10 @@ def test_its_errors_together(tmp_path: Path) -> None:
     assert min(found.values()) >= -RESERVE and max(found.values()) <= 0.15, found
 
 
+@pytest.mark.skipif(
+    f"transformers=={version('transformers')}" not in (REPOSITORY / "requirements-tpu.txt").read_text(),
+    reason="published with the pinned transformers; another one's layers may take other bytes (Gemma 4's in 5.24)",
+)
 def test_what_is_published_is_what_was_recorded(tmp_path: Path) -> None:
     from tests.benchmarks.formula import PAGE, section, tables
 
