@@ -4,16 +4,19 @@ This module knows nothing about training; schema.py declares the parameters.
 """
 
 import difflib
+import functools
 import math
 import numbers
 import operator
 import os
 import re
+import sys
 import types
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TextIO, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from urllib.parse import quote, unquote
 
 from tpu_kit.config.choices import FUNCTION
 
@@ -26,7 +29,11 @@ _SECRET_NAME = re.compile(r"(token|secret|passw(or)?d|credentials?|(api|access|p
 # Only unmistakable forms: a W&B key of 40 hexadecimal digits looks like a commit, which model.revision may be.
 _SECRET_VALUE = re.compile(
     r"\b(hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|sk-[\w-]{20,}|AIza[\w-]{30,}|AKIA[A-Z0-9]{16})"
-    r"|://[^/\s:@]+:[^/\s@]+@"
+    r"|://[^/\s:@]*:[^/\s@]+@"
+)
+_SECRET_VARIABLE = re.compile(
+    r"(token|secret|pass(word|wd|phrase)?|credential|key|connection_string|(^|_)(pat|auth))s?(_id|_json)?$",
+    re.IGNORECASE,
 )
 SECRET_ADVICE = (
     "secrets do not belong in a configuration, which is printed and saved: set it in the environment "
@@ -42,7 +49,7 @@ class ConfigError(ValueError):
     """
 
     def __init__(self, problems: Iterable[str]) -> None:
-        self.problems = [_SECRET_VALUE.sub("***", problem) for problem in problems]  # also in names and YAML's errors
+        self.problems = [hide_secrets(problem) for problem in problems]  # also in names and YAML's errors
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
         more = [f"and {len(self.problems) - _SHOWN} more"] if len(self.problems) > _SHOWN else []
         super().__init__("\n  - ".join([f"{count} in the configuration:", *self.problems[:_SHOWN], *more]))
@@ -218,11 +225,58 @@ def is_secret_value(value: object) -> bool:
 
 
 def hide_secrets(text: str) -> str:
-    """Returns a text without tokens, keys and passwords, and without the values of secret environment variables."""
-    for name, value in os.environ.items():
-        if is_secret_name(name) and len(value) > 5:
-            text = text.replace(value, "***")
-    return _SECRET_VALUE.sub("***", text)
+    """Returns a text without tokens, keys and passwords, and without the values of secret environment variables.
+
+    Texts of other libraries go through here before they are printed, written or cut: half of a secret is not found.
+    """
+    return _secrets(tuple(os.environ.items())).sub("***", text)
+
+
+@functools.lru_cache(maxsize=4)
+def _secrets(environ: tuple[tuple[str, str], ...]) -> re.Pattern[str]:
+    """The secrets of an environment, as a text may show them: as they are, quoted, and in the parts of an address."""
+    found = set()
+    for name, value in environ:
+        if _SECRET_VARIABLE.search(name) and not os.path.exists(value):  # a path tells where a key is, not the key
+            found |= {value.strip(), *(line.strip() for line in value.splitlines())}
+        for password in re.findall(r"://[^/\s:@]*:([^/\s@]+)@", value):  # such as a proxy's
+            found |= {password, unquote(password)}
+    forms = {form for one in found if len(one) > 5 for form in (one, quote(one, safe=""))}
+    # repr, JSON and a repr of either write quotes, backslashes and line breaks with more and more backslashes.
+    escaped = (
+        r"[\\\"'nr\s]+".join(map(re.escape, re.split(r"[\\\"'\r\n]+", one)))
+        for one in sorted(forms, key=len, reverse=True)
+    )
+    return re.compile("|".join([*escaped, _SECRET_VALUE.pattern]))
+
+
+class _Hiding:
+    """A stream of text that hides secrets in what is written to it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._stream.write(hide_secrets(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def secrets_hidden() -> Iterator[None]:
+    """Hides secrets in all that this process writes to stdout and stderr while it is open, also by other libraries."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (cast(TextIO, _Hiding(stream)) for stream in before)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
 
 
 def nest(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from tpu_kit.config.fields import ConfigError
+from tpu_kit.config.fields import ConfigError, hide_secrets
 
 _SCALARS = {
     "null": ("~|null|Null|NULL|", ["~", "n", "N", ""]),
@@ -93,7 +93,8 @@ def load(text: str, source: str | Path) -> Any:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         problem = f"{source}{line}: not valid YAML: {error.problem or error.context}; correct it there"
     except (yaml.YAMLError, ValueError, TypeError, AttributeError, RecursionError) as error:  # of tags' constructors
-        problem = f"{source}: {(str(error).strip() or type(error).__name__).splitlines()[0][:300]}; correct it there"
+        said = hide_secrets(str(error)).strip() or type(error).__name__
+        problem = f"{source}: {said.splitlines()[0][:300]}; correct it there"
     raise ConfigError([problem])
 
 

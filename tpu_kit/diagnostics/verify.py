@@ -65,7 +65,7 @@ _RUN = {
 
 def _brief(error: Exception) -> str:
     """Returns the first line of an error's text, and its last line that names an error, or else its last line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    lines = [line.strip() for line in hide_secrets(str(error)).splitlines() if line.strip()] or [type(error).__name__]
     named = [line for line in lines[1:] if re.match(r"[\w.]+(Error|Exception)\b|Fatal Python error", line)]
     return " ".join([lines[0], *(named or lines[1:])[-1:]])[:400]
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
 
+from tpu_kit.config.fields import hide_secrets
+
 
 @dataclass(frozen=True)
 class Ended:
@@ -30,7 +32,7 @@ class Ended:
 
     def last_lines(self, count: int) -> str:
         """The last lines that are not empty, of stderr if it has any, else of stdout."""
-        text = self.errors if self.errors.strip() else self.output
+        text = hide_secrets(self.errors if self.errors.strip() else self.output)
         return "\n".join([line for line in text.splitlines() if line.strip()][-count:]) or "it wrote nothing"
 
 

@@ -30,6 +30,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
+from tpu_kit.config.fields import hide_secrets
 from tpu_kit.config.loader import TrainConfig
 from tpu_kit.distributed import cpu_simulation, preemption, runtime
 from tpu_kit.distributed.child_process import end_name, processor_times
@@ -189,7 +190,7 @@ class Supervisor:
         def copy() -> None:
             while chunk := os.read(source.fileno(), 65536):
                 self._last_active = time.monotonic()
-                text = decoder.decode(chunk)
+                text = hide_secrets(decoder.decode(chunk))
                 if target is sys.stderr:
                     self._stderr = (self._stderr + text)[-16384:]
                 # Where our own output is closed (`| head`), the replicas must still not block on a full pipe.

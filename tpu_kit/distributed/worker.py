@@ -33,6 +33,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tpu_kit.config.fields import hide_secrets
 from tpu_kit.distributed import cpu_simulation, main_thread, preemption, runtime
 from tpu_kit.distributed.child_process import end_with_parent
 from tpu_kit.distributed.hosts import Hosts
@@ -63,6 +64,7 @@ class Report(NamedTuple):
 
 def write(folder: str, rank: int, kind: str, value: Any) -> None:
     """Leaves a report in the launch's folder, whole or not at all; names of later reports sort after earlier ones."""
+    value = hide_secrets(value) if kind in ("refused", "error") else value
     with atomic.replacing(Path(folder, f"{time.monotonic_ns():020}.{rank}.{kind}")) as part:
         part.write_bytes(pickle.dumps(value))
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tpu_kit.config.fields import hide_secrets
 from tpu_kit.config.loader import ConfigError, ModelConfig, TrainConfig
 from tpu_kit.data.chat_encoding import ensure_chat_template
 from tpu_kit.distributed import runtime
@@ -480,7 +481,7 @@ def _with_adapter(
         adapted = experts.with_adapters(model, settings)
         result = set_peft_model_state_dict(adapted, tensors)
     except (ValueError, RuntimeError, KeyError) as error:
-        reason = " ".join(str(error).split())[:400]
+        reason = " ".join(hide_secrets(str(error)).split())[:400]
         raise ValueError(f"{refusal}: {type(error).__name__}: {reason}; {advice}") from error
     differences = [f"{key} is not in the file" for key in result.missing_keys if ".default" in key]
     differences += [f"{key} is not in the model" for key in result.unexpected_keys]

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from tpu_kit.config.fields import hide_secrets
 from tpu_kit.hardware import chips
 from tpu_kit.hardware.compatibility import (
     PACKAGES,
@@ -52,6 +53,10 @@ class Check:
     status: Status
     found: str
     fix: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("found", "fix"):  # both may repeat what another library or the environment says
+            object.__setattr__(self, name, hide_secrets(getattr(self, name)))
 
     def __str__(self) -> str:
         fix = f"\n{'':>21}-> {self.fix}" if self.fix else ""

@@ -18,7 +18,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from tpu_kit.config.fields import closest
+from tpu_kit.config.fields import closest, hide_secrets
 from tpu_kit.config.loader import LoraConfig, ModelConfig
 from tpu_kit.config.mesh import Mesh
 from tpu_kit.hardware.host import ask_hub_once
@@ -111,7 +111,7 @@ def unreachable(config: ModelConfig, error: Exception) -> str:
 
 def brief(error: BaseException) -> str:
     """The first line of an error's text."""
-    return str(error).strip().split("\n")[0][:300]
+    return hide_secrets(str(error)).strip().split("\n")[0][:300]
 
 
 def known_models() -> str:

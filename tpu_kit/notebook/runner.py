@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from tpu_kit.config.fields import SECRET_ADVICE, is_secret_name, is_secret_value
+from tpu_kit.config.fields import SECRET_ADVICE, hide_secrets, is_secret_name, is_secret_value
 from tpu_kit.config.loader import ConfigError
 from tpu_kit.distributed.preemption import RESULT_TYPE, STOPS
 from tpu_kit.notebook.kernel import check_names
@@ -71,7 +71,7 @@ def run(paths: Sequence[Path], out: Path, parameters: Mapping[str, Any]) -> int:
             print(f"{path.name} was {preempted or f'{stopped} (told to stop); to resume, run this again'}", flush=True)
             return PREEMPTED
         if failure:
-            print(f"{path.name} failed: {failure}", flush=True)
+            print(f"{path.name} failed: {hide_secrets(str(failure))}", flush=True)
             return FAILED
     return OK
 
@@ -147,6 +147,15 @@ class _Job:
         return failure, preempted
 
 
+def _hidden(content: Any) -> Any:
+    """Returns the content of a message without secrets, for the executed notebook, its HTML and the terminal."""
+    if isinstance(content, dict):
+        return {key: _hidden(value) for key, value in content.items()}
+    if isinstance(content, list):
+        return list(map(_hidden, content))
+    return hide_secrets(content) if isinstance(content, str) else content
+
+
 def _engine(job: _Job) -> Any:
     """Returns a papermill engine that prints the cells and their outputs."""
     from papermill.clientwrap import PapermillNotebookClient
@@ -166,7 +175,7 @@ def _engine(job: _Job) -> Any:
             return super().execute_cell(cell, cell_index, *args, **options)
 
         def process_message(self, msg: Any, cell: Any, cell_index: int) -> Any:
-            content = msg["content"]
+            content = msg["content"] = _hidden(msg["content"])
             text = content.get("data", {}).get("text/plain", "")
             if display := content.get("transient", {}).get("display_id"):
                 before, displays[display] = displays.get(display, ""), text

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tpu_kit.config.choices import imported
+from tpu_kit.config.fields import hide_secrets
 from tpu_kit.config.loader import ConfigError, TrainConfig
 from tpu_kit.config.schema import RlConfig
 from tpu_kit.models import causal_lm as models
@@ -123,7 +124,7 @@ def _check_sums(name: str, objective: Objective, found: Any) -> None:
 def _explained(name: str, file: str | None, error: Exception) -> str:
     frames = traceback.walk_tb(error.__traceback__)
     place = _at(file, [0, *(line for frame, line in frames if frame.f_code.co_filename == file)][-1])
-    text = str(error).strip().split("\n")[0][:200]
+    text = hide_secrets(str(error)).strip().split("\n")[0][:200]
     if not any(part in str(error) for part in _READS):
         return f"{name} fails at {place}: {type(error).__name__}: {text}"
     return (
