@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from tests.support import replica_functions
 from tests.support.child_processes import run_python
 from tpu_kit.config.loader import LaunchConfig, load_config
 from tpu_kit.config.mesh import Mesh
+from tpu_kit.diagnostics.doctor import diagnose
 from tpu_kit.distributed import runtime
 from tpu_kit.distributed.hosts import Hosts
 from tpu_kit.distributed.launch import launch
@@ -49,7 +51,6 @@ def gpus(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Non
         (2, 8, True, {}, "tpu", None, "8 x TPU v5e found"),
         (2, 0, True, {}, "cuda", 2, "no TPU was found; 2 GPU(s) found"),
         (2, 8, False, {}, "cuda", 2, "a TPU was found, but torch_xla is not installed; 2 GPU(s) found"),
-        (0, 1, False, {}, "cpu", 1, "a TPU was found, but torch_xla is not installed, and no GPU"),
         (2, 8, True, {"PJRT_DEVICE": "CPU"}, "xla-cpu", 4, "the environment says PJRT_DEVICE=CPU"),
         (0, 8, True, {"PJRT_DEVICE": "cpu"}, "xla-cpu", 4, "the environment says PJRT_DEVICE=CPU"),
         (2, 8, True, {"PJRT_DEVICE": "TPU"}, "tpu", None, "the environment says PJRT_DEVICE=TPU"),
@@ -121,6 +122,10 @@ def test_a_slice_of_several_hosts_is_a_mesh(tmp_path: Path) -> None:
         (0, LaunchConfig(), 0, True, {"PJRT_DEVICE": "TPU"}, "this machine has no TPU"),
         (0, LaunchConfig("tpu"), 8, False, {},
          r"(?s)device_type=tpu needs torch_xla, which is not .*pip install -r requirements-tpu.txt"),
+        (0, LaunchConfig("tpu"), 8, False, {}, "or use launch.device_type=cpu$"),
+        (0, LaunchConfig(), 8, False, {},
+         r"(?s)device_type=auto: this machine has a TPU \(8 x v5e\), and torch_xla, .*pip install -r requirements-tpu"),
+        (0, LaunchConfig(), 0, False, {"TPU_NAME": "mine"}, r"has a TPU \(TPU_NAME=mine\)"),
         (0, LaunchConfig("xla-cpu"), 0, False, {}, "device_type=xla-cpu needs torch_xla"),
         (0, LaunchConfig(), 0, False, {"PJRT_DEVICE": "CPU"}, "(?s)needs torch_xla.*with PJRT_DEVICE unset"),
         (0, LaunchConfig("cuda"), 8, True, {}, "device_type=cuda, but PyTorch sees no GPU here .*nvidia-smi"),
@@ -137,6 +142,30 @@ def test_what_cannot_be_had(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         detect(launch_config, machine(tmp_path, tpus, environ, xla))
+
+
+@pytest.mark.parametrize("packages", [{"torch": "2.13.0", "torch_tpu": "0.2.0"}, {"torch": "2.13.0"}])
+@pytest.mark.parametrize(("node", "by_itself"), [("accel0", True), ("vfio/0", False)])
+@pytest.mark.parametrize("wish", ["auto", "tpu"])
+@pytest.mark.usefixtures("gpus")
+def test_a_tpu_without_torch_xla_never_trains_on_the_cpu_unasked(
+    tmp_path: Path, packages: dict[str, str], node: str, by_itself: bool, wish: Any
+) -> None:
+    """Of a chip that no list of the kit has: its device file is all that there is."""
+    (tmp_path / "dev" / node).parent.mkdir(parents=True)
+    (tmp_path / "dev" / node).touch()
+    at = Machine(root=tmp_path, environ={}, version=packages.get)
+    assert detect(LaunchConfig("cpu"), at).device_type == "cpu"
+    if wish == "auto" and "torch_tpu" not in packages and not by_itself:
+        assert detect(LaunchConfig(wish), at).device_type == "cpu"  # another device's file
+        return
+    with pytest.raises(ValueError, match=f"device_type={wish}") as refusal:
+        detect(LaunchConfig(wish), at)
+    assert ("needs torch 2.11 or later" in str(refusal.value)) is ("torch_tpu" in packages)
+    assert ("uv venv" if "torch_tpu" in packages else "pip install -r requirements-tpu.txt") in str(refusal.value)
+    rows = {row.name: row for row in diagnose(load_config(None, [f"device_type={wish}"]), at)}
+    assert rows["Device type"].status == rows["Packages"].status == "failure"
+    assert ("uv venv" in rows["Packages"].fix) is ("torch_tpu" in packages)
 
 
 @pytest.mark.usefixtures("gpus")

@@ -23,7 +23,7 @@ def diagnose(config: TrainConfig | None = None, at: Machine | None = None) -> It
     config, at = as_trained(config or TrainConfig()), at or Machine()
     asked, replicas, used = config.launch.device_type, None, "cpu"
     yield machine.check_python(at)
-    yield machine.check_packages(at, asked == "tpu" or (asked == "auto" and bool(at.tpus())))
+    yield machine.check_packages(at, asked == "tpu" or (asked == "auto" and bool(at.tpu_signs())))
     yield machine.check_process(at)
     yield machine.check_tpu(at, asked == "tpu")
     yield machine.check_metadata(at)
@@ -32,7 +32,8 @@ def diagnose(config: TrainConfig | None = None, at: Machine | None = None) -> It
     try:
         backend = runtime.detect(config.launch, at)
     except (ValueError, ImportError, OSError) as error:  # to count GPUs it loads torch, which may be broken
-        yield Check("Device type", "failure", " ".join(str(error).split()), "device_type=auto, without num_replicas")
+        fix = "" if asked == "auto" else "device_type=auto, without num_replicas"
+        yield Check("Device type", "failure", " ".join(str(error).split()), fix)
     else:
         replicas, used = backend.num_replicas, backend.device_type
         yield Check("Device type", "ok", str(backend))

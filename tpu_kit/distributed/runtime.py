@@ -17,6 +17,7 @@ from tpu_kit.distributed.hosts import ONE, Hosts
 from tpu_kit.hardware import chips
 from tpu_kit.hardware.calibration import load
 from tpu_kit.hardware.chips import Chip
+from tpu_kit.hardware.compatibility import beside_torch_tpu, environment_line
 from tpu_kit.hardware.host import PROCESS_BYTES, free_memory
 from tpu_kit.hardware.machine import Machine
 from tpu_kit.hardware.slices import TargetSlice, find_slice
@@ -122,17 +123,24 @@ def _choose(pjrt: str, at: Machine) -> tuple[DeviceType, str]:
     has_xla = at.version("torch_xla") is not None
     if at.tpus() and has_xla:
         return "tpu", f"{len(at.tpus())} x TPU {at.tpus()[0]} found"
-    no_tpu = "a TPU was found, but torch_xla is not installed" if at.tpus() else "no TPU was found"
+    signs = "" if has_xla else at.tpu_signs()
+    no_tpu = "a TPU was found, but torch_xla is not installed" if signs else "no TPU was found"
     if count := gpu_count():
         return "cuda", f"{no_tpu}; {count} GPU(s) found"
+    if signs:
+        raise ValueError(
+            f"launch.device_type=auto: this machine has a TPU ({signs}), and torch_xla, which drives it, is not "
+            f"installed. {_xla_advice(at)}\nor set launch.device_type=cpu to train on the CPU"
+        )
     return "cpu", f"{no_tpu}, and no GPU; launch.device_type=xla-cpu rehearses the TPU's path here"
 
 
 def _require(device_type: str, at: Machine) -> None:
     if device_type in ("tpu", "xla-cpu") and at.version("torch_xla") is None:
+        other = "cpu" if at.tpu_signs() else "auto with PJRT_DEVICE unset"
         raise ValueError(
-            f"launch.device_type={device_type} needs torch_xla, which is not installed here. Install it with\n"
-            "  pip install -r requirements-tpu.txt\nor use launch.device_type=auto with PJRT_DEVICE unset"
+            f"launch.device_type={device_type} needs torch_xla, which is not installed here. {_xla_advice(at)}\n"
+            f"or use launch.device_type={other}"
         )
     if device_type == "tpu" and not at.tpus() and not at.nodes():
         raise ValueError(
@@ -144,6 +152,13 @@ def _require(device_type: str, at: Machine) -> None:
             "launch.device_type=cuda, but PyTorch sees no GPU here (nvidia-smi tells whether the driver does). Use "
             "launch.device_type=auto, or install a PyTorch built for CUDA"
         )
+
+
+def _xla_advice(at: Machine) -> str:
+    """How to get torch_xla; beside torch_tpu it would replace the torch that torch_tpu needs."""
+    if beside := at.version("torch_tpu"):
+        return f"{beside_torch_tpu(beside)}. Make one for the kit with\n  {environment_line()}"
+    return "Install it with\n  pip install -r requirements-tpu.txt"
 
 
 def _replicas(device_type: str, asked: int | None, at: Machine) -> int | None:

@@ -45,6 +45,10 @@ PER_PROCESS = (
 )  # fmt: skip
 
 
+TPU_NAMES = ("TPU_ACCELERATOR_TYPE", "TPU_NAME")
+"""Variables by which the environment names a TPU."""
+
+
 @dataclass(frozen=True)
 class Check:
     """One row: `fix` is a command or a setting, empty if none is needed."""
@@ -108,6 +112,19 @@ class Machine:
         names = [str(device.relative_to(self.root)) for device in devices]
         ids = [self.read(f"{name}/device") for name in names if self.read(f"{name}/vendor") == _GOOGLE]
         return [chip.name for each in ids for chip in chips.CHIPS.values() if chip.pci_device == each]
+
+    def tpu_signs(self) -> str:
+        """What shows that this machine has a TPU, such as "4 x v5e"; empty if nothing does.
+
+        A chip may be newer than this list of chips, and a container may not show the bus. Other devices have vfio files
+        too, so these count only beside a TPU's packages.
+        """
+        if tpus := self.tpus():
+            return f"{len(tpus)} x {tpus[0]}"
+        packages = any(map(self.version, ("libtpu", "torch_tpu")))
+        files = [str(node) for node in self.nodes() if packages or node.name.startswith("accel")]
+        named = [f"{name}={value}" for name in TPU_NAMES if (value := self.environ.get(name))]
+        return ", ".join(files or named)
 
     def tpu_devices(self) -> int:
         """Number of devices of these chips, as PyTorch/XLA counts them."""
@@ -229,7 +246,7 @@ def restart() -> str:
 def check_tpu(machine: Machine, asked: bool) -> Check:
     """Checks which chips are on the PCI bus, and that this user can open them."""
     tpus, nodes = machine.tpus(), machine.nodes()
-    named = machine.environ.get("TPU_ACCELERATOR_TYPE") or machine.environ.get("TPU_NAME")
+    named = next(filter(None, map(machine.environ.get, TPU_NAMES)), None)
     if not tpus:
         text = f"none attached, though the environment names {named}" if named else "none attached"
         if asked or named:
