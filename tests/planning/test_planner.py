@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import re
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,7 +18,7 @@ import pytest
 from transformers import LlamaConfig
 
 from tests.planning.test_memory_estimate import ANSWERS, configuration, name_of
-from tests.support.child_processes import PYTHONPATH, child_environment
+from tests.support.child_processes import PYTHONPATH, REPOSITORY, child_environment
 from tests.support.compiler_models import LLAMA_8B, QWEN2_500M, TINY, cache_bytes_per_token, write_config
 from tpu_kit.cli import main
 from tpu_kit.config.loader import ModelConfig, TrainConfig, batch_arithmetic, load_config
@@ -314,6 +316,45 @@ def test_the_largest_batch_that_is_named_is_the_compiler_s(tmp_path: Path, monke
         assert sum(found.parts.values()) == found.peak_bytes
     assert fits == {256: True, 392: True, 416: False}
     assert found.advice.knobs[0].change.startswith("optim.") and found.advice.knobs[-1].fits
+
+
+@pytest.mark.parametrize("bytes_of", [lambda rows: 2**33, lambda rows: 2**33 - rows, lambda rows: 2**33 + rows])
+def test_a_compiler_that_saves_memory_does_not_send_the_search_beyond_what_it_compiled(
+    bytes_of: Any, small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for gpt-oss-120b-kaggle: the step of the formula's largest batch took less than that of the picked one."""
+    asked: list[Any] = []
+
+    def recorded(config: TrainConfig, *_: Any, **__: Any) -> Compiled:
+        asked.append(config.optim.batch_size)
+        return compiled(bytes_of(config.optim.batch_size))
+
+    monkeypatch.setattr(compile_check, "compile_step", recorded)
+    (found,) = plan(run(small, "batch_size=2", "remat=full", "max_steps=10"), exact=True)
+    (formula,) = plan(run(small, "batch_size=2", "remat=full", "max_steps=10"))
+    assert found.advice.largest_batch == max(asked) <= 2 * formula.advice.largest_batch and len(asked) <= 3
+
+
+COMMANDS = {path.stem: re.findall(r"^#   python -m tpu_kit (plan .*)$", path.read_text(), re.MULTILINE)
+            for path in sorted((REPOSITORY / "tpu_kit" / "configs").glob("*.yaml"))}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("exact", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.timeout(3600)
+def test_each_shipped_configuration_is_planned_by_the_command_in_its_file(
+    name: str, exact: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (command,) = COMMANDS[name]
+    arguments = [text for text in shlex.split(command) if exact or text != "--exact"]
+    assert arguments[1] == name and "--exact" in command
+    status = main([*arguments, "--json"])
+    told = capsys.readouterr()
+    assert status == 0, told.err
+    (found,) = json.loads(told.out)
+    assert found["fits"] and found["source"] == ("compiler" if exact else "formula")
+    assert found["advice"]["largest_batch"] >= found["batch_size"]
 
 
 def promise_too_much(monkeypatch: pytest.MonkeyPatch) -> None:

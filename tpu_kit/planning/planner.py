@@ -263,7 +263,8 @@ def verified(settings: Sequence[Setting]) -> tuple[Setting, str]:
 def _largest_batch(picked: Setting, guess: int) -> int:
     """The largest batch that was compiled and fits.
 
-    It compiles the formula's largest batch, then that at which the line through both meets the limit.
+    It compiles the formula's largest batch, then that at which the line through both meets the limit, up to twice the
+    rows that were compiled. Near the limit the compiler saves memory by itself, and the line may not rise.
     """
     rows, limit = picked.update.batch_size, picked.where.limit * (1 - picked.free)
     totals = {rows: picked.peak_bytes}
@@ -271,6 +272,8 @@ def _largest_batch(picked: Setting, guess: int) -> int:
         if guess < 1 or guess in totals:
             break
         totals[guess] = picked.changed("optim.batch_size", guess).compile().peak_bytes
-        each = max(1.0, (totals[guess] - totals[rows]) / (guess - rows))
-        guess = min(rows + int((limit - totals[rows]) // each), MOST_TOKENS // picked.config.data.max_length)
+        each = (totals[guess] - totals[rows]) / (guess - rows)
+        if each <= 0:
+            break
+        guess = min(rows + int((limit - totals[rows]) // each), 2 * max(totals))
     return max((number for number, total in totals.items() if total <= limit), default=0)
