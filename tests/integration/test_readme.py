@@ -40,6 +40,7 @@ RUN_BY = {
     "make notebooks": "test_notebooks.test_all_run_in_order_and_leave_html",
     "make test": "test_packaging.test_continuous_integration_runs_the_one_command",
     "make test-image": "network",
+    "make test-newest": "network",
     "make test-slow": "network",
     "make install": "network",
     "git clone": "network",

@@ -51,6 +51,10 @@ def cells_ran(*cells: str) -> dict[str, Any]:
         # A value set by hand since then is meant.
         (["# Parameters: mine\na = 1", "a = 2"], {"a": 2}),
         (["# Parameters: mine\na = 1\nb = 2", "del b"], {"a": 1}),
+        (["# Parameters: mine\na, (b, *c) = 1, (2, 3, 4)\nd = e = 5"], {"a": 1, "b": 2, "c": [3, 4], "d": 5, "e": 5}),
+        (["# Parameters: mine\nif True:\n    a = 1\nelse:\n    b = 2"], {"a": 1}),
+        (["# Parameters: mine\ntry:\n    a = 1\nfinally:\n    a += 1\n(b := 3)"], {"a": 2, "b": 3}),
+        (["# Parameters: mine\nimport os\na = [i for i in range(3)]\ndef f():\n    c = 1"], {"a": [0, 1, 2]}),
     ],
 )
 def test_parameters(cells: list[str], expected: dict[str, Any]) -> None:
@@ -75,6 +79,16 @@ def test_no_parameters_cell() -> None:
         cells_module.parameters({"In": ["", "a = 1"]})
     with pytest.raises(ConfigError, match="not valid Python"):
         cells_module.parameters({"In": ["", "# Parameters: mine\na = = 1"]})
+
+
+@pytest.mark.parametrize(
+    "cell",
+    ["globals().update(max_steps=7)", "globals()['max_steps'] = 7", "if True:\n    exec('max_steps = 7')",
+     "from string import *", "locals().update({'max_steps': 7})"],
+)  # fmt: skip
+def test_a_parameters_cell_whose_names_cannot_be_read_is_refused(cell: str) -> None:
+    with pytest.raises(ConfigError, match=r"may set any name: write name = value instead"):
+        cells_module.config(cells_ran(f"# Parameters: mine\n{cell}"))
 
 
 def test_config_of_parameters() -> None:

@@ -339,3 +339,26 @@ def test_the_next_day_a_run_goes_on_with_the_date_of_its_start(
     assert load_tokenizer(config.model, folder / "adapter").chat_template == template.read_text()
     with pytest.raises(ValueError, match=f"data.date: '{days[0]}' there, '{days[1]}' now"):
         sft.train(config)
+
+
+def test_the_code_of_an_own_function_is_that_of_every_file_that_it_imports_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that goes on prints where it changed; that of another library is told by its version."""
+    files = {
+        "loss_beside_parts.py": "import torch\nfrom loss_parts.scale import factor\n",
+        "loss_parts/__init__.py": "",
+        "loss_parts/scale.py": "from loss_parts import other\ndef factor(): return 1\n",
+        "loss_parts/other.py": "",
+        "loss_unused.py": "",
+    }
+    (tmp_path / "loss_parts").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    config = run_config(tmp_path / "run", **{"optim.objective": "loss_beside_parts:loss"})
+    codes = [resume.versions(config)["loss_beside_parts:loss"]]
+    for name in files:
+        (tmp_path / name).write_text(files[name] + "# edited\n")
+        codes.append(resume.versions(config)["loss_beside_parts:loss"])
+    assert len(set(codes)) == 5 and codes[-1] == codes[-2], codes

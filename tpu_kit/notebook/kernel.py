@@ -40,6 +40,11 @@ os.environ.setdefault("TQDM_DELAY", "5")
 
 _PAPERMILL_HEADER = "# Parameters"
 _HEADER = re.compile(r"#\s*(@title\s*)?Parameters\b")
+_SCOPES = (
+    ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp,
+    ast.GeneratorExp,
+)  # fmt: skip
+"""What has names of its own, which are none of the cell's."""
 _PLAIN = (str, int, float, bool, type(None), list, tuple, dict)
 
 
@@ -56,7 +61,7 @@ def parameters(namespace: Mapping[str, Any]) -> dict[str, Any]:
             underscore that holds a plain value is a parameter.
 
     Raises:
-        ConfigError: no parameters cell has run in this kernel, or its source is not Python.
+        ConfigError: no parameters cell has run in this kernel, or its source is not Python or does not tell its names.
     """
     if "In" not in namespace:
         return {k: v for k, v in namespace.items() if not k.startswith("_") and isinstance(v, _PLAIN)}
@@ -76,14 +81,28 @@ def parameters(namespace: Mapping[str, Any]) -> dict[str, Any]:
     return {name: namespace[name] for name in names if name in namespace}
 
 
-def assigned(source: str) -> dict[str, ast.expr | None]:
-    """Returns the names that the statements of a cell assign, with their expressions; raises SyntaxError."""
-    values: dict[str, ast.expr | None] = {}
-    for statement in ast.parse(source).body:
-        if isinstance(statement, ast.Assign | ast.AnnAssign):
-            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-            values |= {target.id: statement.value for target in targets if isinstance(target, ast.Name)}
-    return values
+def assigned(source: str) -> list[str]:
+    """Returns the names that a cell assigns, also in pairs, under `if` or as a loop's variable.
+
+    Raises:
+        SyntaxError: the source is not Python.
+        ConfigError: the cell sets names that its source does not tell.
+    """
+    names: dict[str, None] = {}
+    waiting: list[ast.AST] = [ast.parse(source)]
+    while waiting:
+        node = waiting.pop(0)
+        called = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
+        star = isinstance(node, ast.ImportFrom) and any(one.name == "*" for one in node.names)
+        if star or called in ("globals", "locals", "vars", "exec"):
+            raise ConfigError(
+                [f"the parameters cell says {ast.unparse(node)!r}, which may set any name: write name = value instead"]
+            )
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names[node.id] = None
+        if not isinstance(node, _SCOPES):
+            waiting += ast.iter_child_nodes(node)
+    return list(names)
 
 
 def check_names(given: Mapping[str, Any], known: Collection[str]) -> None:

@@ -9,6 +9,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -223,12 +224,34 @@ def _refuse(checkpoint: Checkpoint, problems: list[str]) -> None:
 
 
 def versions(config: TrainConfig) -> dict[str, str]:
-    """Returns what trains, for the checkpoint: versions of packages, and hashes of the files of own functions."""
+    """Returns what trains, for the checkpoint: versions of packages, and hashes of the code of own functions."""
     names = ("tpu_kit", "torch", "torch_xla", "transformers", "peft")
     found = {name: version for name in names if (version := installed_version(name))}
     for name in filter(FUNCTION.fullmatch, (config.optim.objective, *config.rl.reward_funcs)):
         if name.startswith("__main__:"):
             continue  # of a notebook's cell: no file
-        if file := getattr(importlib.import_module(name.partition(":")[0]), "__file__", None):
-            found[name] = f"code {hashlib.blake2s(Path(file).read_bytes(), digest_size=4).hexdigest()}"
+        if code := _own_code(importlib.import_module(name.partition(":")[0])):
+            found[name] = f"code {hashlib.blake2s(code, digest_size=4).hexdigest()}"
     return found
+
+
+def _own_code(module: ModuleType) -> bytes:
+    """Returns the files of a module and of those beside it, or of its package, that it imports, one after the other."""
+    package, file = module.__name__.partition(".")[0], getattr(module, "__file__", None)
+    if file is None:
+        return b""
+    folder = Path(file).parents[module.__name__.count(".") + (Path(file).name == "__init__.py")]
+    files: dict[str, bytes] = {}
+    waiting = [module]
+    while waiting:
+        one = waiting.pop()
+        file = getattr(one, "__file__", None)
+        beside = file is not None and Path(file).is_relative_to(folder) and "site-packages" not in Path(file).parts
+        if file is None or one.__name__ in files or not (beside or one.__name__.partition(".")[0] == package):
+            continue
+        files[one.__name__] = Path(file).read_bytes()
+        for value in [sys.modules.get(one.__name__.rpartition(".")[0]), *vars(one).values()]:
+            of = getattr(value, "__module__", None)
+            imported = value if isinstance(value, ModuleType) else sys.modules.get(of) if isinstance(of, str) else None
+            waiting += [imported] if isinstance(imported, ModuleType) else []
+    return b"".join(files[name] for name in sorted(files))
