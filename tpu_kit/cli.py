@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn, get_origin
 
 import tpu_kit
-from tpu_kit.config.fields import closest, knob, knobs_of, secrets_hidden
+from tpu_kit.config.fields import closest, knob, knobs_of
 from tpu_kit.config.loader import ConfigError, describe, explain, read_value
 from tpu_kit.distributed.output import safe_output
 from tpu_kit.exporting.options import ExportOptions
@@ -32,7 +32,6 @@ from tpu_kit.storage.run_folder import AUTO, read_command
 OK, FAILED, BAD_USAGE, PREEMPTED = 0, 1, 2, 75  # 75 is EX_TEMPFAIL of sysexits.h: try again
 
 
-@secrets_hidden()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code."""
     with safe_output():

@@ -10,12 +10,11 @@ import numbers
 import operator
 import os
 import re
-import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
-from typing import Any, Literal, TextIO, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 from urllib.parse import quote, unquote
 
 from tpu_kit.config.choices import FUNCTION
@@ -248,35 +247,6 @@ def _secrets(environ: tuple[tuple[str, str], ...]) -> re.Pattern[str]:
         for one in sorted(forms, key=len, reverse=True)
     )
     return re.compile("|".join([*escaped, _SECRET_VALUE.pattern]))
-
-
-class _Hiding:
-    """A stream of text that hides secrets in what is written to it."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        self._stream.write(hide_secrets(text))
-        return len(text)
-
-    def writelines(self, lines: Iterable[str]) -> None:
-        for line in lines:
-            self.write(line)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-@contextmanager
-def secrets_hidden() -> Iterator[None]:
-    """Hides secrets in all that this process writes to stdout and stderr while it is open, also by other libraries."""
-    before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (cast(TextIO, _Hiding(stream)) for stream in before)
-    try:
-        yield
-    finally:
-        sys.stdout, sys.stderr = before
 
 
 def nest(values: Mapping[str, Any]) -> dict[str, Any]:

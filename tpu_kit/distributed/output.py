@@ -8,22 +8,26 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from tpu_kit.config.fields import hide_secrets
+
 
 class SafeStream:
     """A stream for text that raises nothing.
 
-    Characters that the target cannot encode are escaped. Once the target is closed, the text is dropped.
+    Characters that the target cannot encode are escaped. Once the target is closed, the text is dropped. Secrets are
+    hidden in what other libraries print, too.
     """
 
     def __init__(self, target: Any) -> None:
         self._target = target
 
     def write(self, text: str) -> int:
-        """Writes a text; returns its length."""
+        """Writes a text without its secrets; returns its length."""
+        shown = hide_secrets(text)
         try:
-            self._target.write(text)
+            self._target.write(shown)
         except UnicodeEncodeError as error:
-            self._target.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
+            self._target.write(shown.encode(error.encoding, "backslashreplace").decode(error.encoding))
         except (OSError, ValueError):  # the terminal or the reader of the pipe has ended, or the file is closed
             self._drop()
         return len(text)
