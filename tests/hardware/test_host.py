@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
+import re
 import shutil
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +28,27 @@ SECRET = "s3cr3t-for-tests"
 @pytest.fixture(autouse=True)
 def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
+
+
+Hub = Callable[..., Machine]
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    """Sets variables of huggingface_hub, which reads them as it is imported; by default its folder is the test's."""
+    from huggingface_hub import constants
+
+    def set_up(**environ: str) -> Machine:
+        for name in [name for name in os.environ if name.startswith(("HF_", "TRANSFORMERS_OFFLINE"))]:
+            monkeypatch.delenv(name)
+        for name, value in ({"HF_HOME": str(tmp_path)} | environ).items():
+            monkeypatch.setenv(name, value)
+        importlib.reload(constants)
+        return Machine()
+
+    yield set_up
+    monkeypatch.undo()
+    importlib.reload(constants)
 
 
 def with_memory(root: Path, available: int, limit: str = "max", used: int = 0) -> Machine:
@@ -152,6 +175,36 @@ def test_memory_of_a_rehearsal_is_that_of_one_process(tmp_path: Path) -> None:
     assert host.check_memory(at, load_config(None, ["model.name=some/model-100M"]), 8).status == "failure"
 
 
+V1 = "sys/fs/cgroup/memory"
+
+
+@pytest.mark.parametrize(
+    ("files", "free"),
+    [
+        ({"sys/fs/cgroup/memory.max": "10", "sys/fs/cgroup/memory.current": "8"}, 2),
+        ({"sys/fs/cgroup/memory.max": "10", "sys/fs/cgroup/memory.current": "8",
+          "sys/fs/cgroup/memory.stat": "file 7\nactive_file 2\ninactive_file 5\n"}, 7),
+        # The group of this process is within one with a lower limit, and that within one without any.
+        ({"proc/self/cgroup": "0::/a/b", "sys/fs/cgroup/a/b/memory.max": "90", "sys/fs/cgroup/a/b/memory.current": "1",
+          "sys/fs/cgroup/a/memory.max": "10", "sys/fs/cgroup/a/memory.current": "4"}, 6),
+        ({f"{V1}/memory.limit_in_bytes": "10", f"{V1}/memory.usage_in_bytes": "9",
+          f"{V1}/memory.stat": "inactive_file 1\ntotal_inactive_file 3\n"}, 4),
+        ({"proc/self/cgroup": "5:cpu,memory:/docker/x\n1:name=systemd:/", f"{V1}/docker/x/memory.limit_in_bytes": "10",
+          f"{V1}/docker/x/memory.usage_in_bytes": "7", f"{V1}/memory.limit_in_bytes": str(2**63 - 4096)}, 3),
+        # A container does not see the path that it has outside.
+        ({"proc/self/cgroup": "5:memory:/docker/x", f"{V1}/memory.limit_in_bytes": "10",
+          f"{V1}/memory.usage_in_bytes": "7"}, 3),
+        ({"sys/fs/cgroup/memory.max": "10", "sys/fs/cgroup/memory.current": "12"}, 0),
+        ({"sys/fs/cgroup/memory.max": "max", "sys/fs/cgroup/memory.current": "12"}, 100),
+    ],
+)  # fmt: skip
+def test_memory_within_the_limits_of_groups(tmp_path: Path, files: dict[str, str], free: int) -> None:
+    for path, text in {"proc/meminfo": f"MemAvailable: {100 * 2**20} kB", **files}.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(re.sub(r"\b\d{1,2}$", lambda n: str(int(n[0]) * 2**30), text, flags=re.MULTILINE))
+    assert host.free_memory(Machine(root=tmp_path, environ={})) == free * 2**30
+
+
 def test_memory_unknown(tmp_path: Path) -> None:
     config = load_config(None, ["model.name=some/model"])
     assert host.check_memory(Machine(root=tmp_path), config, 1).status == "skipped"
@@ -159,8 +212,8 @@ def test_memory_unknown(tmp_path: Path) -> None:
     assert check == Check("Host memory", "ok", "1.0 GiB free; the size of some/model is not known from its name")
 
 
-def test_disk(tmp_path: Path) -> None:
-    at = Machine(environ={"HF_HOME": str(tmp_path / "hub")})
+def test_disk(tmp_path: Path, hub: Hub) -> None:
+    at = hub(HF_HOME=str(tmp_path / "hub"))
     small = load_config(None, ["model.name=some/model-1M", f"output_dir={tmp_path}/run"])
     check = host.check_disk(at, small)
     assert check.status == "ok" and f"free for {tmp_path}/run, 1.0 needed" in check.found
@@ -184,10 +237,10 @@ def test_disk_that_lacks_room_for_logs_alone_is_a_warning(tmp_path: Path, monkey
     assert check.status == "warning" and check.fix == "output_dir=/larger/disk/run"
 
 
-def test_disk_of_a_model_in_the_cache(tmp_path: Path) -> None:
+def test_disk_of_a_model_in_the_cache(tmp_path: Path, hub: Hub) -> None:
     (tmp_path / "hub/models--some--model-9000000B/snapshots").mkdir(parents=True)
     config = load_config(None, ["model.name=some/model-9000000B", f"output_dir={tmp_path}/run"])
-    assert host.check_disk(Machine(environ={"HF_HOME": str(tmp_path)}), config).status == "ok"
+    assert host.check_disk(hub(), config).status == "ok"
 
 
 def test_disk_of_an_embedded_run_downloads_nothing(tmp_path: Path) -> None:
@@ -197,9 +250,9 @@ def test_disk_of_an_embedded_run_downloads_nothing(tmp_path: Path) -> None:
 HUB_MODEL = load_config(None, ["model.name=some/model-1B"])
 
 
-def test_hub_offline_by_choice(tmp_path: Path) -> None:
-    check = host.check_hub(Machine(environ={"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}), HUB_MODEL)
-    assert check == Check("Hugging Face hub", "skipped", "offline by HF_HUB_OFFLINE; no token")
+def test_hub_offline_by_choice(tmp_path: Path, hub: Hub) -> None:
+    check = host.check_hub(hub(HF_HUB_OFFLINE="1"), HUB_MODEL)
+    assert check == Check("Hugging Face hub", "skipped", "offline by HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE; no token")
 
 
 @pytest.mark.parametrize(
@@ -212,30 +265,28 @@ def test_hub_offline_by_choice(tmp_path: Path) -> None:
         (404, "warning", "answers 404 for some/model-1B", "model.name, model.revision"),
     ],
 )
-def test_hub_answers(tmp_path: Path, answer: int, status: str, text: str, fix: str) -> None:
+def test_hub_answers(hub: Hub, answer: int, status: str, text: str, fix: str) -> None:
     seen: list[tuple[str, str | None]] = []
     with server(answer, seen=seen) as address:
-        environ = {"HF_ENDPOINT": f"http://{address}/", "HF_TOKEN": SECRET, "HF_HOME": str(tmp_path)}
-        check = host.check_hub(Machine(environ=environ), HUB_MODEL)
+        check = host.check_hub(hub(HF_ENDPOINT=f"http://{address}/", HF_TOKEN=f"{SECRET}\n"), HUB_MODEL)
     assert (check.status, text in check.found, fix in check.fix) == (status, True, True), check
     assert seen == [("/some/model-1B/resolve/main/config.json", f"Bearer {SECRET}")]  # no redirect was followed
     assert SECRET not in str(check)
 
 
-def test_hub_token_file_is_named_and_not_shown(tmp_path: Path) -> None:
+def test_hub_token_file_is_named_and_not_shown(tmp_path: Path, hub: Hub) -> None:
     (tmp_path / "token").write_text(SECRET)
     seen: list[tuple[str, str | None]] = []
     with server(200, seen=seen) as address:
-        environ = {"HF_ENDPOINT": f"http://{address}", "HF_HOME": str(tmp_path)}
-        check = host.check_hub(Machine(environ=environ), load_config())
+        check = host.check_hub(hub(HF_ENDPOINT=f"http://{address}"), load_config())
     assert check == Check("Hugging Face hub", "ok", f"http://{address} answers; token in {tmp_path}/token")
     assert seen == [("", None)] or seen == [("/", None)]  # what needs no token does not get it
 
 
-def test_hub_away(tmp_path: Path) -> None:
+def test_hub_away(tmp_path: Path, hub: Hub) -> None:
     with server(200) as address:
         pass
-    at = Machine(environ={"HF_ENDPOINT": f"http://{address}", "HF_HOME": str(tmp_path)})
+    at = hub(HF_ENDPOINT=f"http://{address}")
     check = host.check_hub(at, HUB_MODEL)
     assert check.status == "warning" and "Connection refused; needed for some/model-1B" in check.found
     assert check.fix.startswith("export HF_HUB_OFFLINE=1")
@@ -256,13 +307,13 @@ def test_hub_away(tmp_path: Path) -> None:
         ("distill.teacher=./nowhere", "distill.teacher", ""),
     ],
 )
-def test_a_path_that_does_not_exist(tmp_path: Path, setting: str, name: str, near: str) -> None:
+def test_a_path_that_does_not_exist(tmp_path: Path, hub: Hub, setting: str, name: str, near: str) -> None:
     (tmp_path / "row.jsonl").touch()
     config = load_config(None, [setting.format(tmp_path)])
     check = host.check_files(config)
     assert check.status == "failure" and check.found == f"{name}={config[name]}: there is no such file or folder"
     assert check.fix.startswith(f"{name}=" + (near.format(tmp_path) or f"its path, absolute or from {Path.cwd()}"))
-    at = Machine(environ={"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)})
+    at = hub(HF_ENDPOINT="http://127.0.0.1:9")
     assert "needs nothing from it" in host.check_hub(at, config).found
 
 
@@ -274,12 +325,12 @@ def test_paths_that_exist(tmp_path: Path) -> None:
     assert host.check_files(load_config(None, away)).status == "ok"  # the hub, and a bucket
 
 
-def test_hub_with_a_wrong_address(tmp_path: Path) -> None:
-    at = Machine(environ={"HF_ENDPOINT": "huggingface.co", "HF_HOME": str(tmp_path)})
-    assert "unknown url type" in host.check_hub(at, HUB_MODEL).found
+def test_hub_with_a_wrong_address(tmp_path: Path, hub: Hub) -> None:
+    assert "missing an 'http://' or 'https://' protocol" in host.check_hub(hub(HF_ENDPOINT="hf.co"), HUB_MODEL).found
 
 
-def test_hub_that_does_not_answer_is_not_waited_for() -> None:
+def test_hub_that_does_not_answer_is_not_waited_for(hub: Hub) -> None:
+    hub()
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
@@ -335,7 +386,7 @@ def test_the_hub_is_asked_again_and_an_own_choice_stays(monkeypatch: pytest.Monk
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.delenv(host._ASKED, raising=False)
     with server(200) as address:
-        monkeypatch.setenv("HF_ENDPOINT", f"http://{address}")
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://{address}")
         host.ask_hub_once()
         assert constants.HF_HUB_OFFLINE  # the user's own choice
         monkeypatch.setenv(host._ASKED, str(time.time() - 10))

@@ -24,18 +24,26 @@ def test_a_laptop_writes_beside_the_notebook(tmp_path: Path) -> None:
     assert (place.output_dir, place.reason, place.warning) == ("runs/mine", "this machine's disk", "")
 
 
-def test_colab_with_drive(tmp_path: Path) -> None:
-    (tmp_path / "content/drive/MyDrive").mkdir(parents=True)
+@pytest.mark.parametrize("mount", ["content/drive", "content/gdrive", "mnt/my drive"])
+def test_colab_with_drive(tmp_path: Path, mount: str) -> None:
+    (tmp_path / mount / "MyDrive").mkdir(parents=True)
+    (tmp_path / "proc").mkdir()
+    named = mount.replace(" ", "\\040")
+    (tmp_path / "proc/mounts").write_text(f"overlay / overlay rw 0 0\ndrive /{named} fuse.drive rw,nosuid 0 0\n")
     place = find_place(run(), Machine(tmp_path, COLAB))
-    assert place.output_dir == f"{tmp_path}/content/drive/MyDrive/tpu_kit/mine"
+    assert place.output_dir == f"{tmp_path}/{mount}/MyDrive/tpu_kit/mine"
     assert "outlives the session" in place.reason and not place.warning
-    inside = find_place(run(f"{tmp_path}/content/drive/MyDrive/x"), Machine(tmp_path, COLAB))
-    assert inside.output_dir.endswith("MyDrive/x") and not inside.warning
+    for folder in ("MyDrive/x", "Shareddrives/team/x"):
+        inside = find_place(run(f"{tmp_path}/{mount}/{folder}"), Machine(tmp_path, COLAB))
+        assert inside.output_dir.endswith(folder) and not inside.warning
     outside = find_place(run("/content/x"), Machine(tmp_path, COLAB))
     assert outside.output_dir == "/content/x" and "Colab deletes this folder with the session" in outside.warning
 
 
 def test_colab_without_drive(tmp_path: Path) -> None:
+    (tmp_path / "content/drive/MyDrive").mkdir(parents=True)  # left behind by a Drive that is mounted no more
+    left = find_place(run(f"{tmp_path}/content/drive/MyDrive/x"), Machine(tmp_path, COLAB))
+    assert "Colab deletes this folder" in left.warning
     place = find_place(run(), Machine(tmp_path, COLAB))
     assert place.output_dir == "runs/mine"
     assert "drive.mount('/content/drive')" in place.warning and "output_dir=gs://" in place.warning

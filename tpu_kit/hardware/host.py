@@ -7,24 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import glob
-import http.client
 import math
 import netrc
 import os
 import re
 import shutil
-import ssl
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tpu_kit.config.fields import closest
+from tpu_kit.config.fields import closest, hide_secrets
 from tpu_kit.config.loader import TrainConfig
 from tpu_kit.hardware import chips
 from tpu_kit.hardware.chips import GIB
@@ -126,15 +121,31 @@ def _count(folder: Path) -> tuple[float, float, float, float] | None:
     return (stacks.total(), others, max(stacks.values()), cast) if stacks else None
 
 
+_CGROUPS = {  # version: folder, limit, use, and what of the use is a cache of files that the kernel gives back
+    2: ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    1: ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+
+
 def free_memory(at: Machine) -> float | None:
-    """Free bytes of host memory, within the limit of this container; None where the system does not tell."""
+    """Free bytes of host memory, within the limits of this process's groups; None where the system does not tell.
+
+    A group is within others, each of which may have a limit. A container may see its own group as the outermost one.
+    """
     kib = re.search(r"MemAvailable:\s*(\d+) kB", at.read("proc/meminfo"))
     if kib is None:
         return None
-    free, limit = int(kib[1]) * 1024.0, at.read("sys/fs/cgroup/memory.max")
-    if limit.isdigit():
-        free = min(free, float(limit) - float(at.read("sys/fs/cgroup/memory.current") or 0))
-    return free
+    free = int(kib[1]) * 1024.0
+    for version, (folder, most, used, cache) in _CGROUPS.items():
+        line = r"^0::(.*)" if version == 2 else r"^\d+:[^:]*\bmemory\b[^:]*:(.*)"
+        own = re.search(line, at.read("proc/self/cgroup"), re.MULTILINE)
+        group = Path(folder) / (own[1].lstrip("/") if own else "")
+        for place in [group, *group.parents][: len(group.parts) - len(Path(folder).parts) + 1]:
+            limit, now = at.read(f"{place}/{most}"), at.read(f"{place}/{used}")
+            if limit.isdigit() and now.isdigit():
+                freed = re.search(rf"^{cache} (\d+)$", at.read(f"{place}/memory.stat"), re.MULTILINE)
+                free = min(free, float(limit) - float(now) + (float(freed[1]) if freed else 0.0))
+    return max(0.0, free)
 
 
 def check_memory(at: Machine, config: TrainConfig, replicas: int) -> Check:
@@ -174,10 +185,11 @@ def check_disk(at: Machine, config: TrainConfig) -> Check:
     trained = 0 if config.lora.r else (kept + 1) * 5 * (size or 0)
     held = sum(file.stat().st_size for file in (config.output_path / "checkpoints").rglob("*") if file.is_file())
     trained -= min(trained, held)
-    cache = _hub_home(at)
-    local = local or (cache / "hub" / f"models--{config.model.name.replace('/', '--')}" / "snapshots").is_dir()
     wanted = [(config.output_path, trained, GIB, "output_dir=/larger/disk/run")]
-    wanted += [] if local else [(cache, size or 0, 0 if size else GIB, "export HF_HOME=/larger/disk/huggingface")]
+    if (hub := _hub()) and not local:
+        cache = Path(hub.HF_HUB_CACHE)
+        if not (cache / f"models--{config.model.name.replace('/', '--')}" / "snapshots").is_dir():
+            wanted.append((cache, size or 0, 0 if size else GIB, "export HF_HOME=/larger/disk/huggingface"))
     status: Status = "ok"
     texts, fixes = [], []
     for path, need, more, fix in wanted:
@@ -189,8 +201,13 @@ def check_disk(at: Machine, config: TrainConfig) -> Check:
     return Check("Disk", status, "; ".join(texts), " && ".join(fixes))
 
 
-def _hub_home(at: Machine) -> Path:
-    return Path(at.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
+def _hub() -> Any:
+    """The settings of huggingface_hub, as it reads them from the environment; None if it is not installed."""
+    with contextlib.suppress(ImportError):
+        from huggingface_hub import constants
+
+        return constants
+    return None
 
 
 _SOURCES = ("model.name", "data.source", "data.eval_source", "lora.adapter", "distill.teacher")
@@ -226,31 +243,23 @@ _ASKED_AGAIN = 300.0  # seconds after which it is tried again
 _ASKED = "TPU_KIT_HUB_ASKED"  # environment variable, inherited by child processes: the time of the last try (time.time)
 
 
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *args: Any) -> None:
-        return None
-
-
 def _head(url: str, token: str | None = None, seconds: float = _ASKING) -> tuple[int | None, str]:
-    """Requests a page's headers, through a proxy if one is set; redirects do not get the token.
+    """Requests a page's headers as huggingface_hub does, with its proxies and certificates; follows no redirect.
 
     Returns:
-        The status, or None and the reason. A server whose certificate is not accepted here has answered: the libraries
-        may have other certificates.
+        The status, or None and the reason.
     """
     outcome: list[tuple[int | None, str]] = [(None, f"no answer in {seconds:g} s")]
     headers = {"Authorization": f"Bearer {token}"} if token else {}
 
     def ask() -> None:
         try:
-            request = urllib.request.Request(url, method="HEAD", headers=headers)
-            with urllib.request.build_opener(_NoRedirect).open(request, timeout=seconds) as answer:
-                outcome[0] = (answer.status, "")
-        except urllib.error.HTTPError as error:
-            outcome[0] = (error.code, "")
-        except (OSError, ValueError, http.client.HTTPException) as error:
-            reason = getattr(error, "reason", error)
-            outcome[0] = (200 if isinstance(reason, ssl.SSLCertVerificationError) else None, str(reason))
+            from huggingface_hub.utils import get_session
+
+            answer = get_session().head(url, headers=headers, timeout=seconds, follow_redirects=False)
+            outcome[0] = (answer.status_code, "")
+        except Exception as error:  # of the HTTP library that this version of huggingface_hub has
+            outcome[0] = (None, " ".join(hide_secrets(str(error)).split()) or type(error).__name__)
 
     # In a thread, because the lookup of a name has no timeout.
     thread = threading.Thread(target=ask, daemon=True)
@@ -259,8 +268,8 @@ def _head(url: str, token: str | None = None, seconds: float = _ASKING) -> tuple
     return outcome[0]
 
 
-def _endpoint(environ: Mapping[str, str]) -> str:
-    return (environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+def _endpoint() -> str:
+    return str(_hub().ENDPOINT) if _hub() else "the Hugging Face hub"
 
 
 def ask_hub_once() -> None:
@@ -275,32 +284,39 @@ def ask_hub_once() -> None:
         return
     if before is not None and time.time() - float(before) < _ASKED_AGAIN:
         return
-    status, problem = _head(_endpoint(os.environ))
+    _set_offline(False)
+    status, problem = _head(_endpoint())
     os.environ[_ASKED] = str(time.time())
-    os.environ.pop("HF_HUB_OFFLINE", None)
     if status is None:
-        os.environ["HF_HUB_OFFLINE"] = "1"
+        _set_offline(True)
         advice = "only what is in its cache on this machine is used (HF_HUB_OFFLINE=0 tries longer)"
-        print(f"{_endpoint(os.environ)}: {problem}; {advice}", file=sys.stderr, flush=True)
+        print(f"{_endpoint()}: {problem}; {advice}", file=sys.stderr, flush=True)
+
+
+def _set_offline(offline: bool) -> None:
+    os.environ.pop("HF_HUB_OFFLINE", None)
+    if offline:
+        os.environ["HF_HUB_OFFLINE"] = "1"
     for name in ("huggingface_hub.constants", "datasets.config"):  # have read the variable, if they are loaded
         if module := sys.modules.get(name):
-            module.HF_HUB_OFFLINE = status is None  # type: ignore[attr-defined]  # of a module by name
+            module.HF_HUB_OFFLINE = offline  # type: ignore[attr-defined]  # of a module by name
 
 
 def check_hub(at: Machine, config: TrainConfig) -> Check:
     """Checks that the Hugging Face hub answers and gives this user the model; the token is never shown."""
-    name, environ, model = "Hugging Face hub", at.environ, config.model.name
-    token_file = Path(environ.get("HF_TOKEN_PATH") or _hub_home(at) / "token")
-    token = environ.get("HF_TOKEN")
-    with contextlib.suppress(OSError):
-        token = token or token_file.read_text().strip()
-    text = f"token in {'HF_TOKEN' if environ.get('HF_TOKEN') else token_file}" if token else "no token"
+    name, model, hub = "Hugging Face hub", config.model.name, _hub()
+    if hub is None:
+        return Check(name, "skipped", "huggingface_hub is not installed")
+    from huggingface_hub import get_token
+
+    token = get_token()
+    in_file = Path(hub.HF_TOKEN_PATH).is_file() and not at.environ.get("HF_TOKEN")
+    text = f"token in {hub.HF_TOKEN_PATH if in_file else 'HF_TOKEN'}" if token else "no token"
     sources = [config[name] for name in _SOURCES if config[name] and not is_path(name, config[name])]
     away = [s for s in sources if s != "embedded" and "://" not in s and "*" not in s and not Path(s).exists()]
-    for variable in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
-        if environ.get(variable, "").upper() in ("1", "ON", "YES", "TRUE"):  # as huggingface_hub reads them
-            return Check(name, "skipped", f"offline by {variable}; {text}")
-    endpoint = _endpoint(environ)
+    if hub.HF_HUB_OFFLINE:
+        return Check(name, "skipped", f"offline by HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE; {text}")
+    endpoint = _endpoint()
     page = f"/{model}/resolve/{config.model.revision or 'main'}/config.json" if model in away else ""
     status, problem = _head(endpoint + page, token if page else None)
     if status is None and away:

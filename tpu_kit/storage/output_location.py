@@ -17,7 +17,7 @@ from tpu_kit.storage import atomic
 from tpu_kit.storage.local_folder import make_folder
 from tpu_kit.storage.object_store import ObjectFolder, upload
 
-_DRIVE, _WORKING, _INPUT = "content/drive/MyDrive", "kaggle/working", "kaggle/input"
+_WORKING, _INPUT = "kaggle/working", "kaggle/input"
 _CHECKPOINTS, _DEEPEST = "checkpoints", 8  # levels below the inputs at which checkpoints are looked for
 _BUCKET = "output_dir=gs://your-bucket/run"
 
@@ -46,16 +46,24 @@ def find_place(config: TrainConfig, at: Machine | None = None) -> Place:
 
 
 def _on_colab(given: str | None, run_name: str, at: Machine) -> Place:
-    drive = at.root / _DRIVE
-    if given is None and drive.is_dir():
-        return Place(str(drive / "tpu_kit" / run_name), "Google Drive is mounted, and outlives the session")
-    if given is not None and os.path.abspath(given).startswith(str(drive)):
+    drives = _drives(at)
+    own = next((drive / "MyDrive" for drive in drives if (drive / "MyDrive").is_dir()), None)
+    if given is None and own is not None:
+        return Place(str(own / "tpu_kit" / run_name), "Google Drive is mounted, and outlives the session")
+    if given is not None and any(Path(os.path.abspath(given)).is_relative_to(drive) for drive in drives):
         return Place(given, "Google Drive, which outlives the session")
     warning = (
         "Colab deletes this folder with the session: before training run `from google.colab import drive; "
         f"drive.mount('/content/drive')` and leave output_dir out, or set {_BUCKET}"
     )
     return Place(given or f"runs/{run_name}", "this machine's disk", warning)
+
+
+def _drives(at: Machine) -> list[Path]:
+    """Where Google Drive is mounted, by the table of mounts: a folder of that name may be left without the Drive."""
+    rows = [line.split() for line in at.read("proc/mounts").splitlines()]
+    names = [row[1].replace("\\040", " ") for row in rows if len(row) > 2 and row[2].startswith("fuse.drive")]
+    return [at.root / name.lstrip("/") for name in names]
 
 
 def _on_kaggle(given: str | None, run_name: str, at: Machine) -> Place:
