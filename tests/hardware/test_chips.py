@@ -173,7 +173,7 @@ def test_free_slices_exist():
 
 def test_importing_needs_no_torch_and_no_other_module_of_ours():
     code = "import sys, tpu_kit.hardware.chips; print(*(m for m in sys.modules if m.startswith(('torch', 'tpu_kit.'))))"
-    found = ["tpu_kit.hardware", "tpu_kit.hardware.chips"]
+    found = ["tpu_kit.hardware", "tpu_kit.hardware.chips", "tpu_kit.hardware.surroundings"]
     assert sorted(run_python(code).stdout.split()) == sorted(found)
 
 
