@@ -156,7 +156,8 @@ def test_chats_that_begin_alike_are_different_questions() -> None:
     assert (made.report.rows_read, made.report.held_out - made.report.repeated) == (130, 10)
     again = sum(row["messages"] in [r["messages"] for r in rows[:30]] for row in made.eval_rows)
     assert made.report.repeated == again > 0 and made.report.rows_used == 120 - again
-    assert f"held out         10; neither trained nor evaluated, because they ask the same: {again}\n" in str(made)
+    more = f"; {again} more {'is' if again == 1 else 'are'} neither trained nor evaluated, because another held-out row"
+    assert f"held out         10, a tenth of the 100 different questions{more} asks the same\n" in str(made)
 
 
 def test_a_chat_that_a_longer_one_begins_with_is_not_held_out() -> None:
@@ -230,6 +231,37 @@ def test_rows_that_are_too_long(too_long: str) -> None:
     assert report.documents == kept and (max(report.lengths) > 100) == (too_long == "truncate")
 
 
+BOOKS = [{"text": "one two three " * 40 * i} for i in range(1, 5)]
+
+
+def test_plain_text_is_cut_into_documents_of_max_length() -> None:
+    tokenizer = tiny_tokenizer()
+    whole = [tokenizer(row["text"])["input_ids"] + [tokenizer.eos_token_id] for row in BOOKS]
+    length = len(whole[0]) - 1  # so that a cut leaves one token
+    assert run(BOOKS, tokenizer, max_length=length, shuffle=False).report.documents == 4  # its tokens are in the cache
+    made = run(BOOKS, tokenizer, max_length=length, too_long="split", shuffle=False)
+    for row, tokens in enumerate(whole):
+        parts = [made.train.document(i) for i in np.flatnonzero(made.train.documents.source_rows == row)]
+        assert [token for ids, _ in parts for token in ids.tolist()] == tokens
+        assert all(2 <= len(ids) <= length and not mask[0] and mask[1:].all() for ids, mask in parts)
+    report = made.report
+    assert (report.rows_used, report.tokens, report.all_tokens) == (4, sum(map(len, whole)), sum(map(len, whole)))
+    assert f"4 read, 4 used as {report.documents} documents of data.max_length tokens at most\n" in str(report)
+    assert "lost" not in str(report) and len(run(BOOKS, tokenizer, too_long="split", eval_rows=1).eval_rows) == 1
+    with pytest.raises(ValueError, match=r"split cuts plain text \(format text\), and .* has the format cot: the rest"):
+        run(too_long="split")
+
+
+@pytest.mark.parametrize("too_long", ["truncate", "drop"])
+def test_the_share_of_lost_tokens_is_told(too_long: str) -> None:
+    made = run(BOOKS, too_long=too_long, max_length=500)
+    read, lost = made.report.all_tokens, made.report.all_tokens - made.report.tokens
+    assert lost > 0.1 * read and f": {lost:,} of {read:,} tokens lost ({lost / read:.1%}). WARNING: raise " in str(made)
+    assert "raise data.max_length, or set data.too_long=split, which trains all of it\n" in str(made)
+    made = run(max_length=100)
+    assert "tokens lost" in str(made) and "WARNING: raise data.max_length\n" in str(made)
+
+
 def test_truncation_that_leaves_no_loss_drops_and_counts() -> None:
     rows = [*ROWS, {"question": "Why? " * 200, "reasoning": "r", "answer": 0}]
     made = run(rows)
@@ -278,7 +310,8 @@ def test_bad_rows_are_no_questions_to_hold_out() -> None:
     rows = with_bad_rows()
     made = run(rows, on_bad_row="skip", eval_rows=15)
     assert len(made.eval_rows) == 15 and all(row["answer"].strip() for row in made.eval_rows)
-    assert made.eval_report is not None and (made.eval_report.skipped, made.report.held_out) == (3, 15)
+    assert made.eval_report is not None and (made.report.skipped, made.eval_report.skipped) == (3, 0)
+    assert made.report.held_out == 15 and str(made).count("3 skipped") == 1
     assert made.report.documents == 5
     with pytest.raises(ValueError, match="there are 20 different questions"):
         run(rows, on_bad_row="skip", eval_rows=20)

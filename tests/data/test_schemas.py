@@ -93,19 +93,21 @@ def test_context_of_an_instruction() -> None:
     assert read(row | {"input": ""}).messages[0]["content"] == "Add."
 
 
-def test_question_tells_rows_apart_whatever_the_system_turn() -> None:
+def questions(row: dict[str, Any], **settings: Any) -> list[int]:
+    return read(row, **settings).questions(DataConfig(**settings))
+
+
+def test_a_question_is_the_same_in_every_format() -> None:
     chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-    (question,) = read({"messages": chat}).questions
+    (question,) = questions({"messages": chat})
     alike = [{"prompt": " Q.", "completion": "c"}, {"text": "q"}, {"question": "q", "answer": "b"}]
-    assert [read({"messages": chat}, system_prompt="s").questions, *(read(row).questions for row in alike)] == [
-        [question]
-    ] * 4
+    assert [questions({"messages": chat}, system_prompt="s"), *map(questions, alike)] == [[question]] * 4
     longer = [*chat, {"role": "user", "content": "and?"}, {"role": "assistant", "content": "b"}]
-    first, second = read({"messages": longer}).questions
+    first, second = questions({"messages": longer})
     assert first == question != second
     for i, said in ((0, "p"), (1, "c"), (2, "or?")):
-        assert read({"messages": [*longer[:i], longer[i] | {"content": said}, *longer[i + 1 :]]}).questions[1] != second
-    assert read({"messages": [*longer[:3], longer[3] | {"content": "c"}]}).questions == [first, second]
+        assert questions({"messages": [*longer[:i], longer[i] | {"content": said}, *longer[i + 1 :]]})[1] != second
+    assert questions({"messages": [*longer[:3], longer[3] | {"content": "c"}]}) == [first, second]
 
 
 USER, REPLY = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}

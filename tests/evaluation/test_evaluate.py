@@ -325,7 +325,8 @@ def test_rows_without_answers_are_answered_and_not_judged(tokenizer: Any) -> Non
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(evaluate_module, "answer", of_nothing)
         found = evaluate(config(), prepared)
-    assert found.accuracy.total == 0 and found.samples[0].question == prepared.eval_prompts[0]
+    assert found.accuracy.total == 0 and found.samples[0].question == prepared.eval_rows[0]["messages"][0]["content"]
+    assert "well-formed" not in str(found)  # no row has reasoning, and no answer
     assert (found.samples[0].expected, found.samples[0].correct) == (None, None)
 
 

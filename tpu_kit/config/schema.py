@@ -100,7 +100,14 @@ class DataConfig:
     loss_on: Literal["completion", "all"] = knob("completion", "The tokens that carry loss: the answers, or all.")
     max_length: int = knob(1024, "Tokens per packed row; every batch has this width.", at_least=8)
     packing: bool = knob(True, "Put several examples in a row; none attends to another.")
-    too_long: Literal["truncate", "drop", "error"] = knob("truncate", "What to do with an example over max_length.")
+    too_long: Literal["truncate", "drop", "split", "error"] = knob(
+        "truncate", "What to do with an example over max_length; split cuts plain text into examples of max_length."
+    )
+    special_text: Literal["keep", "split"] = knob(
+        "keep",
+        "What a special token's text, such as <|im_end|>, in a row or a prompt becomes: keep = that token, as in other "
+        "trainers; split = plain text, so that it ends no turn.",
+    )
     on_bad_row: Literal["stop", "skip"] = knob(
         "stop", "What to do with a row that cannot be used; skip leaves out up to half of them, counted and shown."
     )

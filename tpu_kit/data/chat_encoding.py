@@ -1,19 +1,20 @@
 """Encodes a conversation as token ids with a mask of the tokens that carry loss.
 
 Each reply that carries loss follows the prompt that the tokenizer's own chat template makes for inference, has its
-reasoning, and ends with the token that ends a turn. A chat is one document if that holds for all its replies in the
-rendering of the whole chat. Many templates drop reasoning, or render earlier turns differently: then replies become
-documents of their own. Such a reply is rendered in another form (reasoning as tags in its content, or as
-`reasoning_content`), or appended to the prompt. A reply without reasoning closes the reasoning that the prompt opens.
+reasoning, and ends with the token that ends a turn (`chat_documents.py`). A reply that a template leaves without its
+reasoning is rendered in another form (reasoning as tags in its content, or as `reasoning_content`), or appended to the
+prompt. A reply without reasoning closes the reasoning that the prompt opens.
 
 Token ids are never compared with the padding id: in many tokenizers it is also the end-of-turn token.
 """
 
+import contextlib
 import json
 import re
 import unicodedata
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime
 from functools import cached_property
@@ -23,9 +24,11 @@ from typing import Any, NamedTuple
 
 from tpu_kit.config.loader import DataConfig
 from tpu_kit.data.cells import RowError
-from tpu_kit.data.columns import MESSAGE_KEYS, Layout, answer_of, in_message, reasoning_of, reply
+from tpu_kit.data.chat_documents import PROBE, ChatDocuments, Document, with_calls
+from tpu_kit.data.columns import Layout, in_message, reasoning_of
 from tpu_kit.data.messages import learns
 from tpu_kit.data.schemas import Conversation, conversation
+from tpu_kit.data.special_text import SpecialText, special_names
 
 DEFAULT_TEMPLATE = (
     "{{ BOS }}{% for message in messages %}"
@@ -35,31 +38,12 @@ DEFAULT_TEMPLATE = (
 """ChatML, for tokenizers without a template. BOS becomes the token with which the tokenizer begins a text, or nothing;
 STOP becomes `<|im_end|>` if the vocabulary has it, else the eos token."""
 
-_PROBE = "tpukitprobe"
-_HEADER = 24  # characters at the end of a prompt that show where the last turn begins if the turns before it differ
-
 
 class Example(NamedTuple):
     """One document: token ids and a mask of the same length, true where a token is predicted with loss."""
 
     input_ids: list[int]
     loss_mask: list[bool]
-
-
-class Document(NamedTuple):
-    """A rendered chat to encode, or plain text, to which the tokenizer adds its special tokens.
-
-    Attributes:
-        text: the text.
-        spans: the ranges of characters that carry loss, one for each reply.
-        reasoning: of each of these replies; empty without one.
-        plain: whether it is plain text.
-    """
-
-    text: str
-    spans: list[tuple[int, int]]
-    reasoning: list[str]
-    plain: bool = False
 
 
 class ReasoningCounts(NamedTuple):
@@ -133,24 +117,18 @@ def _squeezed(text: str) -> str:
     return "".join(unicodedata.normalize("NFC", text).split())
 
 
-def _with_calls(
-    messages: list[dict[str, Any]], change: Callable[[Mapping[str, Any]], dict[str, Any]]
-) -> list[dict[str, Any]]:
-    made = []
-    for message in messages:
-        calls = [
-            {**call, "function": {**call["function"], **change(call["function"])}}
-            if "function" in call
-            else {**call, **change(call)}
-            for call in message.get("tool_calls") or ()
-        ]
-        made.append({**message, "tool_calls": calls} if calls else message)
-    return made
+def plain_prompt(tokenizer: Any, text: str, special: SpecialText | None = None) -> list[int]:
+    """Returns the token ids of plain text that the model continues: with one BOS, and without an EOS.
 
-
-def plain_prompt(tokenizer: Any, text: str) -> list[int]:
-    """Returns the token ids of plain text that the model continues: with one BOS, and without an EOS."""
-    ids = list(tokenizer(text, verbose=False)["input_ids"])
+    Args:
+        tokenizer: of the model.
+        text: the text.
+        special: of `Encoder.special`, if the text of special tokens is encoded as text.
+    """
+    if special:
+        ids, _ = special.encode(text, special.ranges(text), add_special_tokens=True)
+    else:
+        ids = list(tokenizer(text, verbose=False)["input_ids"])
     if ids[-1:] == [tokenizer.eos_token_id]:
         ids.pop()  # some tokenizers end every text, and the model would add nothing
     return ids[_has_two_bos(tokenizer, ids) :]
@@ -196,7 +174,7 @@ class Encoder:
             return {"arguments": json.dumps(value, ensure_ascii=False)} if isinstance(value, Mapping) else {}
 
         texts: list[str | None] = []
-        as_text = _with_calls(talk.messages, as_json)
+        as_text = with_calls(talk.messages, as_json)
         for messages in (talk.messages, as_text):
             try:
                 texts.append(self.render(messages, talk.tools))
@@ -239,10 +217,26 @@ class Encoder:
 
     def prompt_ids(self, talk: Conversation) -> list[int]:
         """Returns the token ids of `prompt`; only plain text gets the special tokens of the tokenizer."""
-        text = self.prompt(talk)
-        if isinstance(talk.messages, str):
-            return plain_prompt(self.tokenizer, text) if text else []
-        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        asked = talk.asked
+        if isinstance(asked, str):
+            return plain_prompt(self.tokenizer, asked, self.special if self.splits else None) if asked else []
+        return self.chat_ids(asked, talk.tools, prompt=True, begun=bool(talk.begun))
+
+    def chat_ids(
+        self, messages: list[dict[str, Any]], tools: list[Any] | None, prompt: bool = False, begun: bool = False
+    ) -> list[int]:
+        """Returns the token ids of `render`.
+
+        Raises:
+            RowError: the chat template refuses the conversation.
+        """
+        literal: tuple[tuple[int, int], ...] = ()
+        if self.splits:
+            hidden = self.render(self.special.hide(messages), self.special.hide(tools), prompt, begun)
+            text, literal, _ = self.special.shown(hidden)
+        else:
+            text = self.render(messages, tools, prompt, begun)
+        return self._encode_text(text, literal, False)[0]
 
     def documents(self, talk: Conversation) -> list[Document]:
         """Renders a conversation as documents; each reply that carries loss does so in one of them.
@@ -251,9 +245,20 @@ class Encoder:
             RowError: it cannot be rendered, or the chat template leaves out something that it says.
         """
         if isinstance(talk.messages, str):
-            reasoning = reasoning_of(talk.messages[talk.first :], self.config)
-            return [Document(talk.messages, [(talk.first, len(talk.messages))], [reasoning], plain=True)]
-        return [self._continuation(talk)] if talk.begun else _Chat(self, talk).documents()
+            text, reasoning = talk.messages, reasoning_of(talk.messages[talk.first :], self.config)
+            literal = self.special.ranges(text) if self.splits else ()
+            return [Document(text, [(talk.first, len(text))], [reasoning], plain=True, literal=literal)]
+        if not self.splits or not self.special.find([talk.messages, talk.tools]):
+            return self._of_chat(talk)
+        hide = self.special.hide
+        hidden = talk._replace(messages=hide(talk.messages), tools=hide(talk.tools), begun=hide(talk.begun))
+        try:
+            return [self._shown(document) for document in self._of_chat(hidden)]
+        except RowError as error:
+            raise RowError(self.special.shown(str(error))[0]) from error
+
+    def _of_chat(self, talk: Conversation) -> list[Document]:
+        return [self._continuation(talk)] if talk.begun else ChatDocuments(self, talk).documents()
 
     def _continuation(self, talk: Conversation) -> Document:
         """Renders a chat whose last reply continues words of the prompt; the rest of the reply carries loss."""
@@ -264,6 +269,34 @@ class Encoder:
                 "the chat template renders the reply otherwise than the words of the prompt that it continues"
             )
         return Document(text, [(len(prompt), len(text) - len(self.rest))], [""])
+
+    def _shown(self, document: Document) -> Document:
+        """Returns a document of a hidden conversation with the texts of the special tokens."""
+        places = [place for span in document.spans for place in span]
+        text, literal, moved = self.special.shown(document.text, places)
+        spans = list(zip(moved[::2], moved[1::2], strict=True))
+        return Document(text, spans, [self.special.shown(each)[0] for each in document.reasoning], literal=literal)
+
+    def special_text(self, talk: Conversation) -> str:
+        """Returns the first text of a special token in the texts of a row; empty without one."""
+        return self.special.find([talk.messages, talk.tools])
+
+    @property
+    def splits(self) -> bool:
+        """Whether the text of special tokens in rows is encoded as text."""
+        return self.config.special_text == "split"
+
+    @cached_property
+    def special(self) -> SpecialText:
+        """The special tokens, and the tokens that the chat template writes around turns."""
+        written = ""
+        if self.tokenizer.chat_template:
+            turns = [{"role": role, "content": "a"} for role in ("user", "assistant", "user")]
+            for messages in ([{"role": "system", "content": "a"}, *turns], turns):
+                with contextlib.suppress(RowError):  # the template may know no system turn
+                    written += self.render(messages, None, prompt=True)
+        tags = (self.config.think_open, self.config.think_close)
+        return SpecialText(self.tokenizer, special_names(self.tokenizer, written, tags))
 
     def encode(self, document: Document) -> Example:
         """Returns the token ids of a document and its loss mask.
@@ -305,9 +338,9 @@ class Encoder:
         """The text of the chat template between a question and its reply; empty without one."""
         if not self.tokenizer.chat_template:
             return ""
-        turns = [{"role": "user", "content": f"{_PROBE}1"}, {"role": "assistant", "content": f"{_PROBE}2"}]
+        turns = [{"role": "user", "content": f"{PROBE}1"}, {"role": "assistant", "content": f"{PROBE}2"}]
         try:
-            between = self.render(turns, None).partition(f"{_PROBE}1")[2].partition(f"{_PROBE}2")[0]
+            between = self.render(turns, None).partition(f"{PROBE}1")[2].partition(f"{PROBE}2")[0]
         except RowError:  # a template for other chats
             return ""
         return between.partition(self.config.think_open)[0].strip()
@@ -315,9 +348,9 @@ class Encoder:
     @cached_property
     def _tails(self) -> tuple[str, str]:
         """The text after the content of the last assistant turn, and after one before another turn."""
-        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _PROBE}]
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": PROBE}]
         last, earlier = (self.render([*turns, *more], None) for more in ([], turns[:1]))
-        return last.partition(_PROBE)[2], earlier.partition(_PROBE)[2]
+        return last.partition(PROBE)[2], earlier.partition(PROBE)[2]
 
     @cached_property
     def stop(self) -> str:
@@ -359,149 +392,40 @@ class Encoder:
                 position, trained = at + len(reasoning), trained + 1
         return ReasoningCounts(len(replies), len(held), trained, empty)
 
+    def _encode_text(
+        self, text: str, literal: Sequence[tuple[int, int]], add_special_tokens: bool
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """Returns the ids of a text and their ranges of characters; the ranges `literal` hold no special tokens."""
+        if literal:
+            return self.special.encode(text, literal, add_special_tokens)
+        # A row may be longer than the tokenizer's own limit: `max_length` cuts it, or leaves it out, later.
+        options = {"return_offsets_mapping": True, "verbose": False}
+        out = self.tokenizer(text, add_special_tokens=add_special_tokens, **options)
+        return list(out["input_ids"]), [tuple(pair) for pair in out["offset_mapping"]]
+
     def _tokenize(self, document: Document) -> tuple[list[int], list[bool]]:
         """Returns the ids of a document, and the mask of those in one of its spans."""
         text, spans = document.text, document.spans
-        # A row may be longer than the tokenizer's own limit: `max_length` cuts it, or leaves it out, later.
-        out = self.tokenizer(text, add_special_tokens=document.plain, return_offsets_mapping=True, verbose=False)
-        ids, offsets = list(out["input_ids"]), [tuple(pair) for pair in out["offset_mapping"]]
-        extra = _has_two_bos(self.tokenizer, ids)
+        ids, offsets = self._encode_text(text, document.literal, document.plain)
+        # Under `splits` the text of a BOS in a row is text.
+        extra = _has_two_bos(self.tokenizer, ids) and not document.literal
         ids, offsets = ids[extra:], offsets[extra:]
-        borders = {border for span in spans for border in span}
-        if any(a < border < b for a, b in offsets for border in borders):
+        borders = sorted({border for span in spans for border in span})
+        if any(a + 1 < b and bisect_right(borders, a) < bisect_left(borders, b) for a, b in offsets):
             # Generation starts from the tokens of the prompt alone, which has no token across its end.
             lead = next((i for i, (_, b) in enumerate(offsets) if b), 0)
             cut_ids, cut_offsets = ids[:lead], offsets[:lead]
-            edges = sorted({0, len(text), *borders})
-            for a, b in pairwise(edges):
-                piece = self.tokenizer(text[a:b], add_special_tokens=False, return_offsets_mapping=True)
-                cut_ids += piece["input_ids"]
-                cut_offsets += [(a + x, a + y) for x, y in piece["offset_mapping"]]
+            for a, b in pairwise(sorted({0, len(text), *borders})):
+                literal = [(max(x, a) - a, min(y, b) - a) for x, y in document.literal if x < b and y > a]
+                piece_ids, piece_offsets = self._encode_text(text[a:b], literal, False)
+                cut_ids += piece_ids
+                cut_offsets += [(a + x, a + y) for x, y in piece_offsets]
             if self.tokenizer.decode(cut_ids) == self.tokenizer.decode(ids):
                 ids, offsets = cut_ids, cut_offsets
-        # Some tokenizers trim white space: a token of white space is then an empty range at its end.
-        return ids, [
-            any(start < b <= end if a == b else a < end and start < b for start, end in spans) for a, b in offsets
-        ]
-
-
-class _Chat:
-    """The replies of one chat that carry loss, each with the prompt that the template makes for it at inference."""
-
-    def __init__(self, encoder: Encoder, talk: Conversation) -> None:
-        assert not isinstance(talk.messages, str)
-        self._encoder, self._config, self._messages, self._tools = encoder, encoder.config, talk.messages, talk.tools
-        turns = [i for i in range(talk.first, len(talk.messages)) if learns(talk.messages[i])]
-        self._reasoning = {i: in_message(talk.messages[i], encoder.config) for i in turns}
-        self._prompts = {i: encoder.render(talk.messages[:i], talk.tools, prompt=True) for i in turns}
-        self._following = {
-            i: encoder.render([*talk.messages[: i + 1], {**talk.messages[i + 1], "content": _PROBE}], talk.tools)
-            for i in turns
-            if i + 1 < len(talk.messages)
-        }
-
-    def documents(self) -> list[Document]:
-        """Returns the whole chat as one document, or else as many replies together as one document can hold."""
-        made, turns, close = [], list(self._reasoning), self._config.think_close
-        for i in turns:
-            if self._reasoning[i] and self._prompts[i].rstrip().endswith(close):
-                raise RowError(
-                    f"the prompt of the chat template ends in {close!r}, so the reasoning of message {i} cannot follow "
-                    "it: set tokenizer.chat_template to one whose prompt leaves the reasoning open"
-                )
-        while turns:
-            document, count, end = self._together(self._messages, turns), len(turns), len(self._messages)
-            if document is None:
-                document, count, end = self._alone(turns[0]), 1, turns[0] + 1
-                for more in range(2, len(turns) + 1):
-                    longer = self._together(self._messages[: turns[more - 1] + 1], turns[:more])
-                    if longer is None:
-                        break
-                    document, count, end = longer, more, turns[more - 1] + 1
-            self._check_said(document.text, self._messages[:end], turns[0])
-            made.append(document)
-            turns = turns[count:]
-        return made
-
-    def _together(self, messages: list[dict[str, Any]], turns: list[int]) -> Document | None:
-        """Returns the rendering of messages as a document; None if a reply in it could not be trained."""
-        text, spans, stop = self._encoder.render(messages, self._tools), [], self._encoder.stop
-        for i in turns:
-            start, bound, last = len(self._prompts[i]), len(text) - len(self._encoder.rest), i + 1 == len(messages)
-            if not last:
-                bound = len(commonprefix([text, self._following[i]]))  # noqa: RUF071 - of characters, not of paths
-            at = text.rfind(stop, start, bound) if stop else -1
-            end = at + len(stop) if at >= 0 else len(text)
-            certain = text.startswith(self._prompts[i]) and (at >= 0 or last)
-            if not certain or not self._is_kept(text[start:end], messages[i], i):
-                return None
-            spans.append((start, end))
-        return Document(text, spans, [self._reasoning[i] for i in turns])
-
-    def _is_kept(self, text: str, message: dict[str, Any], i: int) -> bool:
-        """Returns whether the text of a reply has its reasoning, or an end of the reasoning that the prompt opens."""
-        reasoning, close = self._reasoning[i], self._config.think_close
-        if not reasoning:
-            return not self._is_opened(i) or text.lstrip().startswith(close)
-        at = text.find(reasoning)
-        said = answer_of(str(message.get("content") or ""), self._config).strip()
-        return at >= 0 and close not in text[:at] and said in text[at + len(reasoning) :]
-
-    def _is_opened(self, i: int) -> bool:
-        return self._prompts[i].rstrip().endswith(self._config.think_open)
-
-    def _alone(self, i: int) -> Document:
-        message, reasoning, config = self._messages[i], self._reasoning[i], self._config
-        content = str(message.get("content") or "")
-        answer = answer_of(content, config).strip()
-        block = reply(reasoning, "", config)
-        if reasoning_of(content, config) == reasoning != "":
-            block = content.rpartition(answer)[0] if answer else content
-        bare = {name: value for name, value in message.items() if name not in MESSAGE_KEYS} | {"content": answer}
-        forms = [message]
-        if reasoning:
-            forms += [bare | {"content": block + answer}, bare | {"reasoning_content": reasoning}]
-        for form in forms:
-            if document := self._together([*self._messages[:i], form], [i]):
-                return document
-        # Append the reply to the prompt, as the template renders it without reasoning.
-        prompt, opening, closing = self._prompts[i], re.escape(config.think_open), re.escape(config.think_close)
-        turn = re.sub(rf"{opening}\s*({closing}\s*)?\Z", "", prompt)
-        text = self._encoder.render([*self._messages[:i], bare], self._tools)
-        start = len(turn) if text.startswith(turn) else text.rfind(turn[-_HEADER:]) + len(turn[-_HEADER:])
-        said = re.sub(rf"\s*({opening}\s*)?({closing}\s*)?", "", text[start:], count=1)
-        if not text[:start].endswith(turn[-_HEADER:]) or answer not in said:
-            if "tool_calls" in message:
-                raise RowError(
-                    f"the chat template renders message {i}, which calls tools, after another prompt than at "
-                    "inference: set tokenizer.chat_template to one that begins the turn as the prompt does"
-                )
-            said = answer + self._encoder.end
-        before, stop, _ = said.rpartition(self._encoder.stop or "\0")
-        if self._is_opened(i):
-            block = block.removeprefix(config.think_open).removeprefix("\n")
-        elif not reasoning:
-            block = ""
-        text = prompt + block + (before + stop or said)
-        return Document(text, [(len(prompt), len(text))], [reasoning])
-
-    def _check_said(self, text: str, messages: list[dict[str, Any]], first: int) -> None:
-        """Raises RowError if a rendering lacks the content (apart from reasoning) or the tool calls of a message."""
-        for i, message in enumerate(messages):
-            said = message["content"] if isinstance(message.get("content"), str) else ""
-            if message["role"] == "assistant":
-                said = answer_of(said, self._config) if i >= first else ""
-            said = said.strip()
-            if said not in text and json.dumps(said)[1:-1] not in text:  # some write the results of tools as JSON
-                raise RowError(f"the chat template leaves out what message {i} says: {said[:60]!r}")
-        calls = [len(message.get("tool_calls") or ()) for message in messages]
-        named = _with_calls(messages, lambda call: {"name": _PROBE})
-        if any(calls) and self._encoder.render(named, self._tools).count(_PROBE) < sum(calls):
-            raise RowError(f"the chat template leaves out the tool calls of message {calls.index(max(calls))}")
-        without = self._encoder.render(messages, None) if self._tools else ""
-        for name in [str(tool.get("function", tool).get("name")) for tool in self._tools or ()]:
-            if text.count(name) <= without.count(name):
-                raise RowError(
-                    f"the chat template leaves out the definition of the tool {name!r}: set tokenizer.chat_template to "
-                    "one that has it, or data.columns={tools: ''} to train without definitions"
-                )
+        starts, ends = [start for start, _ in spans], [end for _, end in spans]
+        mask = []
+        for a, b in offsets:
+            number = bisect_left(starts, b) - 1  # the last span that begins before the token ends
+            # Some tokenizers trim white space: a token of white space is then an empty range at its end.
+            mask.append(number >= 0 and (b <= ends[number] if a == b else a < ends[number]))
+        return ids, mask

@@ -1,7 +1,7 @@
 """Chooses the questions that a run holds out for evaluation, and stores its questions for later evaluations.
 
-A question is a hash of a prompt (`Conversation.questions`). The choice depends on the hashes and the seed alone, not on
-the order of the rows.
+A question is a hash of a prompt, with its system turn and tools (`Conversation.questions`). The choice depends on the
+hashes and the seed alone, not on the order of the rows.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 
 from tpu_kit.config.fields import show
 from tpu_kit.config.loader import DataConfig
+from tpu_kit.data.schemas import QUESTIONS_VERSION
 from tpu_kit.storage import atomic
 from tpu_kit.storage.object_store import at_hand
 
@@ -49,7 +50,7 @@ class Questions(NamedTuple):
     def write(self, folder: Path) -> None:
         """Writes them into the folder of the run."""
         with atomic.replacing(folder / QUESTIONS) as part, part.open("wb") as file:
-            np.savez(file, **self._asdict())
+            np.savez(file, **self._asdict(), version=QUESTIONS_VERSION)
 
     @classmethod
     def read(cls, run: Path | str) -> Questions | None:
@@ -59,11 +60,17 @@ class Questions(NamedTuple):
             if not path.is_file():
                 return None
             try:
-                with np.load(path) as arrays:
+                with np.load(path) as file:
+                    arrays = dict(file)
+                if arrays.pop("version", None) == QUESTIONS_VERSION:
                     return cls(**arrays)
             except (OSError, EOFError, ValueError, TypeError, zipfile.BadZipFile) as error:
                 advice = "give an earlier copy, or delete it to go on without the questions of that run"
                 raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}); {advice}") from error
+            raise ValueError(
+                f"{path} was written by another version of the kit, and its questions cannot be compared; use that "
+                "version, or delete the file to go on without the questions of that run"
+            )
 
 
 def held_out_rows(config: DataConfig, questions: int) -> int:

@@ -25,6 +25,13 @@ from tpu_kit.data.held_out import NONE, Questions, choose_questions, drawn, held
 from tpu_kit.data.sources import EMBEDDED_ROWS, SYNTHETIC, synthetic_rows
 from tpu_kit.data.tokenizing import RawRows, Tokenized, tokenize
 
+SAME_USERS = "the user turns of other rows under another system turn or other tools"
+DIFFERENT = f"rows have {SAME_USERS} and are different questions"
+MOST_TIMES = 1.5
+"""How many times the tokens of whole chats their parts may have without a warning."""
+MOST_LOST = 0.05
+"""The share of tokens that may be dropped without a warning."""
+
 
 @dataclass(frozen=True)
 class DataReport:
@@ -42,8 +49,16 @@ class DataReport:
         fill: `PackedDataset.fill`.
         lengths: tokens of each document before truncation.
         reasoning: summed over the documents.
+        all_tokens: tokens of all documents before truncation and dropping.
+        whole_tokens: the same if each chat were one document.
         held_out: rows held out for evaluation, with all rows of the same questions.
-        repeated: held-out rows that are not evaluated, because another row asks the same question.
+        held_out_of: the number and the kind of questions that they are chosen from, as text.
+        repeated: held-out rows that are not evaluated, because another held-out row asks the same question.
+        same_users: rows with the user turns of other rows (of training rows, for evaluation rows) under another system
+            turn or other tools. They are different questions.
+        special_rows: rows with the text of special tokens.
+        special_names: some of these texts.
+        special_split: whether they are encoded as text.
         seen_in_training: rows of the held-out split dropped because the training split has their questions.
         dropped_too_long: documents over max_length that were dropped.
         truncated: documents cut to max_length.
@@ -63,8 +78,15 @@ class DataReport:
     fill: float
     lengths: tuple[int, ...]
     reasoning: ReasoningCounts = field(default_factory=ReasoningCounts)
+    all_tokens: int = 0
+    whole_tokens: int = 0
     held_out: int = 0
+    held_out_of: str = ""
     repeated: int = 0
+    same_users: int = 0
+    special_rows: int = 0
+    special_names: tuple[str, ...] = ()
+    special_split: bool = False
     seen_in_training: int = 0
     dropped_too_long: int = 0
     truncated: int = 0
@@ -75,27 +97,62 @@ class DataReport:
     def __str__(self) -> str:
         middle, tail = np.percentile(self.lengths, [50, 95]).astype(int)
         replies, held, trained, empty = self.reasoning
-        split = lost = ""
-        if self.documents != self.rows_used:
-            split = f" as {self.documents:,} documents: the chat template renders earlier turns differently, so each "
-            split += "reply is trained after its own prompt"
+        lost = ""
         if trained != held:
             lost = f"; WARNING: the rows hold reasoning for {held:,}, and {held - trained:,} lose some of it: "
             lost += "raise data.max_length" if self.truncated else "the tokenizer changes its text"
         blocks = f"; {empty:,} of the others with an empty reasoning block" if empty else ""
-        same = f"neither trained nor evaluated, because they ask the same: {self.repeated:,}"
         lines = [
             f"source           {self.source}: {self.layout}",
-            f"rows             {self.rows_read:,} read, {self.rows_used:,} used{split}",
-            *([f"held out         {self.held_out - self.repeated:,}; {same}"] if self.held_out else []),
+            f"rows             {self.rows_read:,} read, {self.rows_used:,} used{self._split_text()}",
+            *([f"held out         {self._held_out_text()}"] if self.held_out else []),
+            *([f"same user turns  {self.same_users:,} {DIFFERENT}"] if self.same_users else []),
             f"with reasoning   {trained:,} of {replies:,} replies{blocks}{lost}",
             f"too long         {self.dropped_too_long:,} dropped, {self.truncated:,} truncated, "
-            f"{self.dropped_no_loss:,} dropped because truncation left no loss",
+            f"{self.dropped_no_loss:,} dropped because truncation left no loss{self._lost_text()}",
+            *([f"special tokens   {self._special_text()}"] if self.special_rows else []),
             f"tokens           {self.tokens:,}, with loss {self.loss_tokens:,} ({self.loss_tokens / self.tokens:.0%})",
             f"tokens of a row  median {middle}, 95 % up to {tail}, longest {max(self.lengths)}",
             f"packed           {self.packed_rows:,} rows, {self.fill:.1%} full",
         ]
         return "\n".join(lines + ([f"bad rows         {self.skipped_text}"] if self.skipped else []))
+
+    def _split_text(self) -> str:
+        if self.documents == self.rows_used:
+            return ""
+        if self.all_tokens == self.whole_tokens:
+            return f" as {self.documents:,} documents of data.max_length tokens at most"
+        times = self.all_tokens / self.whole_tokens
+        text = f" as {self.documents:,} documents: the chat template renders earlier turns differently, so each "
+        text += f"reply is trained after its own prompt, with {self.all_tokens:,} tokens, {times:.1f} times the "
+        text += f"{self.whole_tokens:,} of one document a chat"
+        if times > MOST_TIMES:
+            text += ". WARNING: training takes as many times longer; a chat template that renders every reply as it "
+            text += "renders the last one (tokenizer.chat_template) keeps chats whole"
+        return text
+
+    def _held_out_text(self) -> str:
+        text = f"{self.held_out - self.repeated:,}{self.held_out_of}"
+        if self.repeated:
+            text += f"; {self.repeated:,} more {'is' if self.repeated == 1 else 'are'} neither trained nor evaluated, "
+            text += "because another held-out row asks the same"
+        return text
+
+    def _lost_text(self) -> str:
+        if not (lost := self.all_tokens - self.tokens):
+            return ""
+        text = f": {lost:,} of {self.all_tokens:,} tokens lost ({lost / self.all_tokens:.1%})"
+        if lost > MOST_LOST * self.all_tokens:
+            text += ". WARNING: raise data.max_length"
+            text += ", or set data.too_long=split, which trains all of it" if self.layout.startswith("text ") else ""
+        return text
+
+    def _special_text(self) -> str:
+        rows = f"{self.special_rows:,} row{'s hold' if self.special_rows > 1 else ' holds'}"
+        what = "encoded as text"
+        if not self.special_split:
+            what = "trained as that token, which may begin or end a turn; data.special_text=split encodes it as text"
+        return f"{rows} the text of one, such as {' or '.join(self.special_names)}: {what}"
 
     @property
     def skipped_text(self) -> str:
@@ -137,6 +194,7 @@ class Prepared:
         fingerprint: hash of all tokens, loss masks, packing and order.
         tasks: the training rows to answer in reinforcement learning; None without it.
         eval_asked: for each held-out row its prompt as messages, or text.
+        new_tokens: of `new_tokens.new_tokens`, which adapters leave as they are.
     """
 
     train: PackedDataset
@@ -151,6 +209,7 @@ class Prepared:
     fingerprint: str
     tasks: Tasks | None = None
     eval_asked: list[Any] = field(default_factory=list)
+    new_tokens: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = str(self.report).splitlines()
@@ -160,11 +219,23 @@ class Prepared:
             cut = f"; too long: {held.dropped_too_long:,} dropped, {held.truncated:,} truncated"
             loss = "" if self.tasks else f", {held.loss_tokens:,} tokens with loss{cut}"
             seen = f"; {held.seen_in_training:,} more left out, because training has their questions"
-            lines += [f"held-out rows    {held.documents:,}{loss}{seen if held.seen_in_training else ''}"]
+            seen = seen if held.seen_in_training else ""
+            same = f"; {held.same_users:,} with {SAME_USERS}" if held.same_users else ""
+            lines += [f"held-out rows    {held.rows_used:,}{loss}{seen}{same}"]
             lines += [f"held-out rows    {held.skipped_text}"] if held.skipped else []
+        if self.new_tokens:
+            lines += [f"new tokens       {self._new_tokens_text()}"]
         if self.tasks:
             lines += [f"prompts          {len(self.tasks.numbers):,}; too long and left out: {self.tasks.too_long:,}"]
         return "\n".join(lines)
+
+    def _new_tokens_text(self) -> str:
+        names, count = ", ".join(self.new_tokens[:5]), len(self.new_tokens)
+        more = f" and {count - 5} more" if count > 5 else ""
+        return (
+            f"WARNING: {count} token id{'s' if count > 1 else ''} of the rows had no text in pre-training "
+            f"({names}{more}), so their embeddings mean nothing, and LoRA leaves them as they are; lora.r=0 trains them"
+        )
 
     def example(self, number: int = 0) -> Example:
         """Returns one training document, for `decoded_example`."""
@@ -199,15 +270,18 @@ def prepare(
     if config.source == SYNTHETIC:
         return _synthetic(config, vocab_size)
     data = tokenize(config.source, config.split, tokenizer, config)
-    held, train, repeated = None, np.ones(len(data.documents), dtype=bool), 0
+    held, train, counts = None, np.ones(len(data.documents), dtype=bool), dict[str, Any]()
     if eval_split := _eval_split(config):
         held = tokenize(*eval_split, tokenizer, config, like=data.encoder.layout)
         wanted = np.ones(len(held.documents), dtype=bool)
     elif config.eval_rows != 0 or run:
         picked = choose_questions(data.questions, data.earlier, config, learned)
         held, train, wanted = data, ~np.isin(data.questions, picked), data.one_of_each(picked)
-        repeated = data.count(~train & ~wanted)
-    packed, report = _pack(data, train, held_out=data.count(~train), repeated=repeated)
+        different = len(np.setdiff1d(data.questions, data.earlier))
+        tenth = "a tenth of " if config.eval_rows is None and len(picked) == different // 10 else ""
+        counts = {"held_out": data.count(~train), "repeated": data.count(~train & ~wanted)}
+        counts["held_out_of"] = f", {tenth}the {different:,} different questions"
+    packed, report = _pack(data, train, same_users=data.same_users(), **counts)
     fingerprint = _fingerprint_of(packed, config)
     tasks = None if max_prompt is None else _tasks(data, np.unique(data.documents.source_rows[train]), max_prompt)
     trained = np.union1d(data.prompts(train), learned)
@@ -221,7 +295,12 @@ def prepare(
         text = f"every question of the evaluation rows ({held.source}) is in the training rows too"
         text += ", or in those of lora.adapter (data.eval_rows=0 holds none out)" if len(learned) else ""
         raise ValueError(f"{text}; name other rows in data.eval_source")
-    eval_data, eval_report = _pack(held, chosen, seen_in_training=held.count(wanted & ~chosen))
+    counts = {"seen_in_training": held.count(wanted & ~chosen)}
+    if held is data:  # told of the training rows
+        counts |= {"skipped": 0, "skipped_rows": ()}
+    else:
+        counts["same_users"] = held.count(chosen & np.isin(held.users, data.users[train]))
+    eval_data, eval_report = _pack(held, chosen, **counts)
     raw = held.raw_rows(drawn(np.unique(eval_data.documents.source_rows), config.seed))
     questions = Questions(trained, np.unique(held.questions[chosen]))
     return Prepared(
@@ -258,7 +337,7 @@ def _synthetic(config: DataConfig, vocab_size: int | None) -> Prepared:
     packed = PackedDataset(documents, length, packing=False)
     layout = f"random tokens below {vocab_size:,}"
     counts = (count, count, count, len(ids), len(ids), count)
-    report = DataReport(SYNTHETIC, layout, *counts, fill=1.0, lengths=tuple(lengths.tolist()))
+    report = DataReport(SYNTHETIC, layout, *counts, fill=1.0, lengths=tuple(lengths.tolist()), all_tokens=len(ids))
     return Prepared(packed, None, [], [], [], report, None, None, None, _fingerprint_of(packed, config))
 
 
@@ -273,7 +352,7 @@ def _eval_split(config: DataConfig) -> tuple[str, str] | None:
     return None
 
 
-def _pack(tokens: Tokenized, chosen: np.ndarray, **counts: int) -> tuple[PackedDataset, DataReport]:
+def _pack(tokens: Tokenized, chosen: np.ndarray, **counts: Any) -> tuple[PackedDataset, DataReport]:
     """Applies `too_long` to the chosen documents and packs them; `counts` are further counts of the report."""
     config, documents = tokens.encoder.config, tokens.documents
     long = (tokens.full_lengths > config.max_length) & chosen
@@ -282,7 +361,7 @@ def _pack(tokens: Tokenized, chosen: np.ndarray, **counts: int) -> tuple[PackedD
         raise ValueError(
             f"{tokens.source}: {long.sum()} rows have more than data.max_length={config.max_length} tokens, the "
             f"longest is row {documents.source_rows[worst]} with {tokens.full_lengths[worst]}. Raise it, or set "
-            "data.too_long=truncate or drop"
+            "data.too_long=truncate, drop, or split for plain text"
         )
     dropped = long if config.too_long == "drop" else np.zeros_like(long)
     starts = np.cumsum(documents.lengths) - documents.lengths
@@ -296,6 +375,8 @@ def _pack(tokens: Tokenized, chosen: np.ndarray, **counts: int) -> tuple[PackedD
     selected = documents.select(used)
     pad_id = tokens.encoder.tokenizer.pad_token_id or 0  # any id: padding has segment 0 and no label
     packed = PackedDataset(selected, config.max_length, packing=config.packing, pad_id=pad_id)
+    special = used & (tokens.special != "")
+    counts = {"skipped": tokens.skipped, "skipped_rows": tokens.skipped_rows, **counts}
     return packed, DataReport(
         source=tokens.source,
         layout=str(tokens.encoder.layout),
@@ -311,8 +392,11 @@ def _pack(tokens: Tokenized, chosen: np.ndarray, **counts: int) -> tuple[PackedD
         dropped_too_long=int(dropped.sum()),
         truncated=int((long & used).sum()),
         dropped_no_loss=int((chosen & ~dropped & ~learns).sum()),
-        skipped=tokens.skipped,
-        skipped_rows=tokens.skipped_rows,
+        all_tokens=int(tokens.full_lengths[chosen].sum()),
+        whole_tokens=int(tokens.whole_lengths[chosen].sum()),
+        special_rows=tokens.count(special),
+        special_names=tuple(sorted({*tokens.special[special]})[:3]),
+        special_split=config.special_text == "split",
         **counts,
     )
 

@@ -4,7 +4,9 @@ The formats are `cot` (question, reasoning, answer), `messages` (chats, with too
 `chat_encoding.py` encodes the conversation as token ids.
 """
 
+import contextlib
 import hashlib
+import json
 import unicodedata
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeGuard
@@ -55,26 +57,74 @@ class Conversation(NamedTuple):
         words = [{"role": "assistant", "content": self.begun}] if self.begun else []
         return self.messages[:last] + words
 
-    @property
-    def questions(self) -> list[int]:
-        """The hash of the prompt of each trained reply; the last one is the question of the row.
+    def questions(self, config: DataConfig, *, users_alone: bool = False) -> list[int]:
+        """Returns the hash of the prompt of each trained reply; the last one is the question of the row.
 
-        The hash is of all turns before the reply without system turns, and the same for chats, columns and plain text.
+        The hash is of all that the row says before the reply: system turn, tools, calls and earlier replies. It is the
+        same for chats, columns and plain text, in whatever form they are stored, and whatever template, tokenizer and
+        settings a run has.
+
+        Args:
+            config: has the tags of the reasoning, which may replace others in `messages`.
+            users_alone: leave out system turns and tools.
         """
         if isinstance(self.messages, str):
             return [_hash(self.messages[: self.first] or self.messages)]
-        hashes, prompt = [], 0
+        tools = [] if users_alone else [_json(_function(tool)) for tool in self.tools or ()]
+        hashes, prompt = [], _hash(" ".join(["tools:", *sorted(tools)])) if tools else 0
         for i, message in enumerate(self.messages):
             if i >= self.first and learns(message):
                 hashes.append(_hash(f"{prompt} assistant: {self.begun}") if self.begun else prompt)
-            if message["role"] != "system":
-                said = f"{message.get('content')}{message.get('tool_calls') or ''}"
-                prompt = _hash(f"{prompt} {message['role']}: {said}" if prompt else said)
+            role, content = message["role"], message.get("content")
+            if i < self.added or (users_alone and role in ("system", "developer")):
+                continue
+            said = "" if content is None else content if isinstance(content, str) else _json(content)
+            said = said.replace(config.think_open, "<think>").replace(config.think_close, "</think>")
+            said += "".join(_json(_function(call)) for call in message.get("tool_calls") or ())
+            prompt = _hash(f"{prompt} {role}: {said}" if prompt or role != "user" else said)
         return hashes
+
+
+QUESTIONS_VERSION = 1
+"""Increase it when `Conversation.questions` gives other hashes: runs store them."""
+
+
+def _function(tool: Any) -> Any:
+    """Returns what a tool or a call of one says, without its wrapper and the number of the call; arguments decoded."""
+    if not isinstance(tool, Mapping):
+        return tool
+    function = {key: value for key, value in dict(tool.get("function", tool)).items() if key not in ("id", "type")}
+    if isinstance(function.get("arguments"), str):
+        with contextlib.suppress(ValueError):
+            function["arguments"] = json.loads(function["arguments"])
+    return function
+
+
+def _json(value: Any) -> str:
+    """Returns a value as JSON, the same however a file stores it: keys sorted, without empty values, 2.0 as 2."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            made = {str(key): plain(item) for key, item in value.items()}
+            return {key: item for key, item in made.items() if item not in (None, {}, [])}
+        if isinstance(value, list | tuple):
+            return [plain(item) for item in value]
+        return int(value) if isinstance(value, float) and value.is_integer() else value
+
+    return json.dumps(plain(value), sort_keys=True, ensure_ascii=False, default=str)
 
 
 def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(normalised(text).encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def as_text(asked: Any) -> str:
+    """Returns `Conversation.asked` as text to read: the question alone, or each message after its role."""
+    if isinstance(asked, str):
+        return asked
+    if len(asked) == 1:
+        return str(asked[0].get("content") or "")
+    return "\n".join(f"{message['role']}: {message.get('content') or message.get('tool_calls')}" for message in asked)
 
 
 def normalised(text: str) -> str:

@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -32,8 +33,9 @@ _CACHE_VERSION = 12  # increase it when the code below gives other tokens, or an
 _DOCUMENT = Features(
     {
         "row": Value("int64"), "input_ids": List(Value("int32")), "loss_mask": List(Value("bool")),
-        "full_length": Value("int64"), "question": Value("int64"), "earlier": List(Value("int64")),
-        "reasoning": List(Value("int64")), "error": Value("string"),
+        "full_length": Value("int64"), "whole_length": Value("int64"), "question": Value("int64"),
+        "users": Value("int64"), "earlier": List(Value("int64")), "reasoning": List(Value("int64")),
+        "special": Value("string"), "error": Value("string"),
     }
 )  # fmt: skip
 
@@ -64,7 +66,11 @@ class Tokenized:
         encoder: of the rows.
         documents: cut to max_length.
         full_lengths: (documents,), tokens before truncation.
+        whole_lengths: (documents,), tokens of the document's chat if it were one document, in the first of its
+            documents; 0 in the others.
         questions: (documents,), the last of `Conversation.questions` of the document's row.
+        users: (documents,), the same of its user turns alone.
+        special: (documents,), the text of a special token in the document's row; empty without one.
         earlier: (prompts,), the others of them, which are prompts of earlier replies in chats.
         earlier_documents: (prompts,), the document of each of them.
         reasoning: (documents, 4), the counts of `ReasoningCounts`.
@@ -77,7 +83,10 @@ class Tokenized:
     encoder: Encoder
     documents: Documents
     full_lengths: np.ndarray
+    whole_lengths: np.ndarray
     questions: np.ndarray
+    users: np.ndarray
+    special: np.ndarray
     earlier: np.ndarray
     earlier_documents: np.ndarray
     reasoning: np.ndarray
@@ -93,6 +102,12 @@ class Tokenized:
         unique, first = np.unique(self.questions, return_index=True)
         source_rows = self.documents.source_rows
         return np.isin(source_rows, source_rows[first[np.isin(unique, questions)]])
+
+    def same_users(self) -> int:
+        """Returns the number of rows with the user turns of another row that is another question."""
+        pairs = np.unique(np.stack([self.users, self.questions]), axis=1)
+        users, counts = np.unique(pairs[0], return_counts=True)
+        return self.count(np.isin(self.users, users[counts > 1]))
 
     def count(self, chosen: np.ndarray) -> int:
         """Returns the number of rows of the chosen documents."""
@@ -157,11 +172,13 @@ def tokenize(source: str, split: str, tokenizer: Any, config: DataConfig, like: 
         name: columns[name].combine_chunks().flatten().to_numpy(zero_copy_only=False)
         for name in ("input_ids", "loss_mask", "earlier", "reasoning")
     }
-    numbers = {name: columns[name].to_numpy() for name in ("row", "full_length", "question")}
+    names = ("row", "full_length", "whole_length", "question", "users", "special")
+    numbers = {name: columns[name].to_numpy(zero_copy_only=False) for name in names}
     lengths, earlier = (pc.list_value_length(columns[name]).to_numpy() for name in ("input_ids", "earlier"))
     documents = Documents(flat["input_ids"], flat["loss_mask"], lengths.astype(np.int64), numbers["row"])
     return Tokenized(
-        source, rows, encoder, documents, numbers["full_length"], numbers["question"], flat["earlier"],
+        source, rows, encoder, documents, numbers["full_length"], numbers["whole_length"], numbers["question"],
+        numbers["users"], numbers["special"], flat["earlier"],
         np.repeat(np.arange(len(documents)), earlier), flat["reasoning"].reshape(-1, len(ReasoningCounts._fields)),
         len(bad), shown,
     )  # fmt: skip
@@ -182,6 +199,11 @@ def _encoder(rows: Dataset, tokenizer: Any, config: DataConfig, source: str, lik
         prompts = (layout.plain(row).get(layout.columns["prompt"]) for row in rows)
         plain = isinstance(next((prompt for prompt in prompts if isinstance(prompt, str | list)), None), str)
         plain &= layout.columns["prompt"] not in layout.chats
+    if config.too_long == "split" and layout.format != "text":
+        raise ValueError(
+            f"data.too_long=split cuts plain text (format text), and {source} has the format {layout.format}: the rest "
+            "of a reply would be trained without its question. Set truncate, drop or error, or raise data.max_length"
+        )
     if plain and config.system_prompt:
         raise ValueError("data.system_prompt needs chats; these rows are plain text, without a chat template")
     encoder = Encoder(tokenizer, layout, config)
@@ -222,23 +244,41 @@ def _tokenize_rows(batch: Mapping[str, list[Any]], numbers: list[int], encoder: 
 def _tokenize_row(row: Mapping[str, Any], encoder: Encoder) -> list[dict[str, Any]]:
     if row.get(PROBLEM):
         raise RowError(row[PROBLEM])
-    talk, end, entries = encoder.conversation(row), encoder.config.max_length, []
-    *earlier, question = talk.questions
-    for document in encoder.documents(talk):
-        ids, mask = encoder.encode(document)
-        cut = Example(ids[:end], mask[:end])
-        entries.append(
-            {"input_ids": cut.input_ids, "loss_mask": cut.loss_mask, "full_length": len(ids), "question": question,
-             "earlier": earlier, "reasoning": encoder.count_reasoning(document, cut)}
-        )  # fmt: skip
+    talk, config = encoder.conversation(row), encoder.config
+    *earlier, question = talk.questions(config)
+    of_row = {"question": question, "users": talk.questions(config, users_alone=True)[-1], "earlier": earlier,
+              "special": encoder.special_text(talk)}  # fmt: skip
+    documents, entries = encoder.documents(talk), list[dict[str, Any]]()
+    for document in documents:
+        example = encoder.encode(document)
+        for part in _split(example, config) if config.too_long == "split" else [example]:
+            cut = Example(part.input_ids[: config.max_length], part.loss_mask[: config.max_length])
+            entries.append(
+                {"input_ids": cut.input_ids, "loss_mask": cut.loss_mask, "full_length": len(part.input_ids),
+                 "whole_length": 0, "reasoning": encoder.count_reasoning(document, cut), **of_row}
+            )  # fmt: skip
+    entries[0]["whole_length"] = sum(entry["full_length"] for entry in entries)
+    if len(documents) > 1 and not isinstance(talk.messages, str):
+        entries[0]["whole_length"] = len(encoder.chat_ids(talk.messages, talk.tools))
     return entries
+
+
+def _split(example: Example, config: DataConfig) -> list[Example]:
+    """Cuts a text into examples of max_length tokens; none of one token, which would carry no loss."""
+    count, length = len(example.input_ids), config.max_length
+    cuts = list(range(0, count, length))
+    if len(cuts) > 1 and count - cuts[-1] == 1:
+        cuts[-1] -= 1
+    ids, mask = example
+    return [Example(ids[a:b], [False, *mask[a + 1 : b]]) for a, b in pairwise([*cuts, count])]
 
 
 def _fingerprint(rows: Dataset, encoder: Encoder) -> str:
     tokenizer, config = encoder.tokenizer, asdict(encoder.config)
     for setting in ("source", "eval_source", "split", "eval_split", "date", "eval_rows", "seed", "shuffle", "num_proc",
-                    "packing", "too_long", "on_bad_row"):  # fmt: skip
+                    "packing", "on_bad_row"):  # fmt: skip
         del config[setting]  # represented by the rows or the template, or applied after tokenising
+    config["too_long"] = config["too_long"] == "split"  # the others are applied after tokenising
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     parts = [_CACHE_VERSION, rows._fingerprint, tokenizer.backend_tokenizer.to_str(), special, config]
     parts += [freeze_date(str(tokenizer.chat_template), encoder.config.date), repr(encoder.layout)]

@@ -17,6 +17,7 @@ from tpu_kit.config import tables
 from tpu_kit.config.loader import ConfigError, DataConfig, TrainConfig, flatten, read_yaml
 from tpu_kit.data.held_out import UNKNOWN, Questions, drawn
 from tpu_kit.data.prepare import Prepared, prepare
+from tpu_kit.data.schemas import as_text
 from tpu_kit.distributed.runtime import Runtime
 from tpu_kit.evaluation.accuracy import Accuracy as Accuracy
 from tpu_kit.evaluation.accuracy import mcnemar as mcnemar
@@ -51,7 +52,7 @@ class Sample:
     """One answer.
 
     Attributes:
-        question: the row's question, or the prompt if the row has none.
+        question: what the row asks, as text.
         expected: the row's answer; None without one.
         answer: the reply of the model, with the opening tag of its reasoning if the prompt ends in the tag.
         correct: the verdict of the verifier; None if it did not judge the row.
@@ -89,6 +90,7 @@ class Evaluation:
         samples: every row.
         perplexity: e to the mean loss, in nats, of the rows' own tokens that carry loss in training.
         perplexity_tokens: the number of these tokens.
+        rows_reason: whether the rows have reasoning.
     """
 
     accuracy: Accuracy
@@ -99,11 +101,17 @@ class Evaluation:
     samples: tuple[Sample, ...]
     perplexity: float | None = None
     perplexity_tokens: int = 0
+    rows_reason: bool = True
 
     @property
     def failed(self) -> int:
         """The number of answers on which the verifier failed; the accuracy leaves them out."""
         return sum(bool(sample.error) for sample in self.samples)
+
+    @property
+    def reasons(self) -> bool:
+        """Whether the form of reasoning says something: rows or answers have some."""
+        return self.rows_reason or self.format_adherence > 0
 
     def __str__(self) -> str:
         return "\n".join(f"{name:<25}{value}" for name, value in self.figures().items())
@@ -112,7 +120,7 @@ class Evaluation:
         """Returns name and value of each measure, for a table."""
         return {
             "correct (95 % interval)": str(self.accuracy),
-            "well-formed reasoning": f"{self.format_adherence:.1%}",
+            **({"well-formed reasoning": f"{self.format_adherence:.1%}"} if self.reasons else {}),
             "tokens per answer": f"{self.mean_tokens:.1f}",
             f"cut off at {self.max_new_tokens}": f"{self.unfinished:.1%}",
             "perplexity": "none" if self.perplexity is None else f"{self.perplexity:.4g}",
@@ -124,7 +132,7 @@ class Evaluation:
         plain = asdict(self)
         del plain["samples"]
         plain["accuracy"]["share"] = self.accuracy.share if self.accuracy.total else None
-        return {**plain, "failed": self.failed}
+        return {**plain, "failed": self.failed, "reasons": self.reasons}
 
 
 @dataclass(frozen=True)
@@ -391,9 +399,9 @@ def evaluate(config: TrainConfig, prepared: Prepared, adapter_dir: str | Path | 
         for prompt, begun, reply in zip(prompts[:count], asked[:count], replies, strict=True)
     ]
     verdicts = judge_all([*zip(rows, texts, strict=True)], config.data, rule)
-    for row, prompt, text, verdict in zip(rows, prompts[:count], texts, verdicts, strict=True):
+    for row, prompt, messages, text, verdict in zip(rows, prompts[:count], asked[:count], texts, verdicts, strict=True):
         expected = row.get("answer")
-        question = str(row.get("question") or prompt)
+        question = str(row.get("question") or (as_text(messages) if messages else prompt))
         samples.append(
             Sample(question, None if expected is None else str(expected), text, verdict.correct, verdict.error)
         )
@@ -409,6 +417,7 @@ def evaluate(config: TrainConfig, prepared: Prepared, adapter_dir: str | Path | 
         samples=tuple(samples),
         perplexity=math.exp(-logprobs.mean()),
         perplexity_tokens=len(logprobs),
+        rows_reason=bool(prepared.eval_report and prepared.eval_report.reasoning.held),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -110,7 +111,8 @@ class PromptCodec:
             ValueError: the prompt is empty, or the template refuses the chat, or there is none for several turns.
         """
         if isinstance(prompt, str):
-            ids = plain_prompt(self.tokenizer, prompt)  # the Generator checks lengths
+            special = self._encoder.special if self.data.special_text == "split" else None
+            ids = plain_prompt(self.tokenizer, prompt, special)  # the Generator checks lengths
         elif isinstance(prompt, Mapping):
             ids = self._chat(prompt["messages"], prompt.get("tools"))
         elif prompt and isinstance(prompt[0], Mapping):
@@ -132,7 +134,11 @@ class PromptCodec:
         if self.data.system_prompt and messages[0].get("role") != "system":
             messages = [{"role": "system", "content": self.data.system_prompt}, *messages]
         begun = messages[-1].get("role") == "assistant"  # its words are continued, as TRL does
-        return self.plain(_encoder(self.tokenizer, self.data).render(messages, tools, prompt=True, begun=begun))
+        return self._encoder.chat_ids(messages, tools, prompt=True, begun=begun)
+
+    @cached_property
+    def _encoder(self) -> Encoder:
+        return _encoder(self.tokenizer, self.data)
 
     def opens_reasoning(self, ids: Sequence[int]) -> bool:
         """Whether a prompt ends with the opening tag of the reasoning."""

@@ -244,7 +244,8 @@ def show_comparison(comparison: Mapping[str, Any], rows: int = 4) -> None:
         figures, accuracy = comparison[name], comparison[name]["accuracy"]
         row = {"model": name, "correct": f"{accuracy['correct']} of {accuracy['total']}"}
         row["95 % interval"] = f"{accuracy['low']:.0%} to {accuracy['high']:.0%}"
-        row["well-formed reasoning"] = f"{figures['format_adherence']:.0%}"
+        if any(comparison[model].get("reasons", True) for model in ("base", "tuned")):
+            row["well-formed reasoning"] = f"{figures['format_adherence']:.0%}"
         row["tokens per answer"] = figures["mean_tokens"]
         table.append(row | ({"perplexity": figures["perplexity"]} if figures.get("perplexity") else {}))
     show_table(table)

@@ -24,6 +24,7 @@ from tpu_kit.checkpointing.manager import CheckpointManager, HostParts
 from tpu_kit.config.loader import BatchPlan, ConfigError, TrainConfig, batch_arithmetic
 from tpu_kit.config.schema import LEAST_UPDATES
 from tpu_kit.data.held_out import NONE, Questions
+from tpu_kit.data.new_tokens import new_tokens
 from tpu_kit.data.prepare import MappedData, Prepared, on_disk, prepare
 from tpu_kit.data.sources import SYNTHETIC, check_source, save_rows, saved_rows_path
 from tpu_kit.data.untrained_tokens import describe_untrained
@@ -336,13 +337,16 @@ def prepare_run(config: TrainConfig) -> Prepared:
     tokenizer = None if config.data.source == SYNTHETIC else models.load_tokenizer(config.model)
     check_positions(config.data.max_length, getattr(text, "max_position_embeddings", None))
     check_vocabulary(len(tokenizer or ()), getattr(text, "vocab_size", None))
-    return prepare(
+    prepared = prepare(
         config.data,
         tokenizer,
         vocab_size=getattr(text, "vocab_size", None),
         learned=start.trained if start else NONE,
         max_prompt=max_prompt,
     )
+    if tokenizer is None or not config.lora.r:  # full fine-tuning trains the embeddings
+        return prepared
+    return replace(prepared, new_tokens=new_tokens(config.model, text, tokenizer, prepared.train.documents.input_ids))
 
 
 # ------------------------------------------------------------------------------------------------------- in a replica

@@ -1,0 +1,156 @@
+"""Encodes the text of special tokens that rows hold as text, beside the special tokens that a chat template writes.
+
+A tokenizer makes a special token of its text wherever that stands, so a question with the text `<|im_end|>` ends its
+turn. Under `data.special_text=split` the texts in a row are hidden from the chat template (`SpecialText.hide`), found
+again in what it renders (`shown`), and encoded by a copy of the tokenizer in which the special tokens have other texts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import cached_property
+from itertools import pairwise
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+from tokenizers import Tokenizer
+
+
+def special_names(tokenizer: Any, written: str, kept: Collection[str]) -> list[str]:
+    """Returns the texts of tokens that a row should not forge, the longest first.
+
+    Args:
+        tokenizer: of the rows.
+        written: a rendering by its chat template: added tokens that begin turns are not always special, as in DeepSeek.
+        kept: texts whose tokens rows hold with good reason: the tags of the reasoning.
+    """
+    added = tokenizer.added_tokens_decoder.values()
+    names = {token.content for token in added if token.special or token.content in written}
+    names |= set(tokenizer.all_special_tokens)
+    names = {name for name in names if name.strip() and not name.isalnum() and not any(name in tag for tag in kept)}
+    return sorted(names, key=lambda name: (-len(name), name))
+
+
+def _changed(value: Any, change: Callable[[str], str]) -> Any:
+    """Returns a value of JSON with other texts, keys included."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {change(key): _changed(item, change) for key, item in value.items()}
+    return [_changed(item, change) for item in value] if isinstance(value, list) else value
+
+
+class _Edit(NamedTuple):
+    """A range of a text, and the range of what replaces it in another text."""
+
+    start: int
+    end: int
+    new_start: int
+    new_end: int
+
+
+def _replaced(text: str, changes: Iterable[tuple[int, int, str]]) -> tuple[str, list[_Edit]]:
+    """Returns a text with other texts in ranges of it, which are in order."""
+    parts, edits, position, length = [], list[_Edit](), 0, 0
+    for start, end, new in changes:
+        length += start - position
+        edits.append(_Edit(start, end, length, length + len(new)))
+        parts += [text[position:start], new]
+        position, length = end, length + len(new)
+    return "".join([*parts, text[position:]]), edits
+
+
+def _moved(position: int, edits: list[_Edit]) -> int:
+    """Returns where a position is in the text after the edits; one inside a range is at the end of the new range."""
+    number = bisect_right(edits, position, key=itemgetter(0)) - 1
+    if number < 0:
+        return position
+    edit = edits[number]
+    return edit.new_start if position == edit.start else edit.new_end + max(position - edit.end, 0)
+
+
+class SpecialText:
+    """The texts of the special tokens of a tokenizer.
+
+    Args:
+        tokenizer: a fast tokenizer.
+        names: of `special_names`.
+    """
+
+    def __init__(self, tokenizer: Any, names: Sequence[str]) -> None:
+        self._tokenizer, self._names = tokenizer, names
+        self._pattern = re.compile("|".join(map(re.escape, names)) or r"(?!)")
+        self._mark = f"tpukit{secrets.token_hex(8)}n"  # no row holds it
+        self._placeholder = re.compile(rf"{self._mark}(\d+)z")
+        self._placeholders = {name: f"{self._mark}{number}z" for number, name in enumerate(names)}
+
+    def find(self, value: Any) -> str:
+        """Returns the first text of a special token in a value of JSON; empty without one."""
+        found: list[str] = []
+
+        def look(text: str) -> str:
+            if not found and (match := self._pattern.search(text)):
+                found.append(match[0])
+            return text
+
+        _changed(value, look)
+        return found[0] if found else ""
+
+    def ranges(self, text: str) -> tuple[tuple[int, int], ...]:
+        """Returns where the texts of special tokens are in a text."""
+        return tuple(match.span() for match in self._pattern.finditer(text))
+
+    def hide(self, value: Any) -> Any:
+        """Returns a value of JSON with a placeholder of letters and digits for each text of a special token."""
+        return _changed(value, lambda text: self._pattern.sub(lambda match: self._placeholders[match[0]], text))
+
+    def shown(self, text: str, places: Iterable[int] = ()) -> tuple[str, tuple[tuple[int, int], ...], list[int]]:
+        """Returns a text with the texts of special tokens in place of their placeholders.
+
+        Args:
+            text: what was made of values of `hide`.
+            places: positions in it.
+
+        Returns:
+            The text, the ranges of these texts in it, and the positions in it.
+        """
+        found = self._placeholder.finditer(text)
+        text, edits = _replaced(text, [(*match.span(), self._names[int(match[1])]) for match in found])
+        return text, tuple(edit[2:] for edit in edits), [_moved(place, edits) for place in places]
+
+    def encode(
+        self, text: str, literal: Sequence[tuple[int, int]], add_special_tokens: bool
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """Returns the token ids of a text and their ranges of characters; in the ranges `literal` none is special."""
+        edges = [(0, 0), *literal, (len(text), len(text))]
+        special = [
+            (*match.span(), self._placeholders[match[0]])
+            for (_, start), (end, _) in pairwise(edges)
+            for match in self._pattern.finditer(text, start, end)
+        ]
+        renamed, edits = _replaced(text, special)
+        back = [_Edit(*edit[2:], *edit[:2]) for edit in edits]
+        out = self._renamed.encode(renamed, add_special_tokens=add_special_tokens)
+        return out.ids, [(_moved(a, back), _moved(b, back)) for a, b in out.offsets]
+
+    @cached_property
+    def _renamed(self) -> Tokenizer:
+        """The tokenizer with the placeholders as the texts of the special tokens."""
+        parts = json.loads(self._tokenizer.backend_tokenizer.to_str())
+        names, model = self._placeholders, parts["model"]
+        for token in parts["added_tokens"]:
+            token["content"] = names.get(token["content"], token["content"])
+        if isinstance(model["vocab"], dict):
+            model["vocab"] = {names.get(name, name): number for name, number in model["vocab"].items()}
+        else:  # Unigram
+            model["vocab"] = [[names.get(name, name), score] for name, score in model["vocab"]]
+        if model.get("unk_token"):
+            model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
+        made = Tokenizer.from_str(json.dumps(parts))
+        made.no_truncation()
+        made.no_padding()
+        return made
