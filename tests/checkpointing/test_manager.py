@@ -292,7 +292,7 @@ def test_all_damaged_is_refused_and_stays_where_it_is(folder: Path) -> None:
             store.newest()
         for step in (1, 2):
             assert f"step-0000000{step}/state.json is not what was written: its MD5 is another" in str(refused.value)
-        assert "start anew: another output_dir, or checkpoint.resume=never" in str(refused.value)
+        assert "start anew: another run_name (or output_dir, if it is set), or checkpoint.resume=" in str(refused.value)
         assert everything(folder) == before
         store.restart()
         assert store.newest() is None

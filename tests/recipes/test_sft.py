@@ -390,7 +390,7 @@ def test_the_names_of_a_result_stand_apart_from_their_values() -> None:
 
 
 def test_a_warm_up_longer_than_the_epochs_is_told() -> None:
-    prepared: Any = SimpleNamespace(tasks=None, train=range(8))
+    prepared: Any = SimpleNamespace(tasks=None, train=range(8), encoder=None)
     plan = BatchPlan(2, 1, 1, 2, 128)
     for steps, told in ((4, False), (5, True)):
         config = load_config(None, ["max_steps=null", "epochs=1", f"warmup_steps={steps}"])
