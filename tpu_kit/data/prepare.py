@@ -277,10 +277,8 @@ def prepare(
     elif config.eval_rows != 0 or run:
         picked = choose_questions(data.questions, data.earlier, config, learned)
         held, train, wanted = data, ~np.isin(data.questions, picked), data.one_of_each(picked)
-        different = len(np.setdiff1d(data.questions, data.earlier))
-        tenth = "a tenth of " if config.eval_rows is None and len(picked) == different // 10 else ""
         counts = {"held_out": data.count(~train), "repeated": data.count(~train & ~wanted)}
-        counts["held_out_of"] = f", {tenth}the {different:,} different questions"
+        counts["held_out_of"] = _held_out_of(data, len(picked), config)
     packed, report = _pack(data, train, same_users=data.same_users(), **counts)
     fingerprint = _fingerprint_of(packed, config)
     tasks = None if max_prompt is None else _tasks(data, np.unique(data.documents.source_rows[train]), max_prompt)
@@ -292,20 +290,25 @@ def prepare(
         wanted |= held.one_of_each(run.held_out)
     chosen = wanted & ~np.isin(held.questions, run.trained if run else trained)
     if not chosen.any():
-        text = f"every question of the evaluation rows ({held.source}) is in the training rows too"
-        text += ", or in those of lora.adapter (data.eval_rows=0 holds none out)" if len(learned) else ""
+        others = ", or in those of lora.adapter (data.eval_rows=0 holds none out)" if len(learned) else ""
+        text = f"every question of the evaluation rows ({held.source}) is in the training rows too{others}"
         raise ValueError(f"{text}; name other rows in data.eval_source")
     counts = {"seen_in_training": held.count(wanted & ~chosen)}
-    if held is data:  # told of the training rows
-        counts |= {"skipped": 0, "skipped_rows": ()}
-    else:
-        counts["same_users"] = held.count(chosen & np.isin(held.users, data.users[train]))
+    same_users = {"same_users": held.count(chosen & np.isin(held.users, data.users[train]))}
+    counts |= {"skipped": 0, "skipped_rows": ()} if held is data else same_users  # told of the training rows
     eval_data, eval_report = _pack(held, chosen, **counts)
     raw = held.raw_rows(drawn(np.unique(eval_data.documents.source_rows), config.seed))
     questions = Questions(trained, np.unique(held.questions[chosen]))
     return Prepared(
         packed, eval_data, *raw[:3], report, eval_report, data.encoder, questions, fingerprint, tasks, raw.asked
     )
+
+
+def _held_out_of(data: Tokenized, picked: int, config: DataConfig) -> str:
+    """Says from how many questions the held-out ones were chosen."""
+    different = len(np.setdiff1d(data.questions, data.earlier))
+    tenth = "a tenth of " if config.eval_rows is None and picked == different // 10 else ""
+    return f", {tenth}the {different:,} different questions"
 
 
 def _tasks(data: Tokenized, numbers: np.ndarray, max_prompt: int) -> Tasks:

@@ -299,18 +299,24 @@ class Rollouts(Updates):
         ])  # fmt: skip
         if self._rt.rank == 0 and self._rewards:
             self._write_group(update.step, rewards)
-        means = {f"rewards/{name}": float(torch.nanmean(part)) for name, part in zip(self._names, parts, strict=True)}
-        lengths = torch.tensor([len(reply.tokens) for reply in replies], dtype=torch.float32)
-        ended = torch.tensor([reply.finish_reason == "stop" for reply in replies], dtype=torch.float32)
-        measured = self._measured(rewards) | {"reward_seconds": judged - sampled} if self._rewards else {}
-        metrics = {name: value for name, value in (means | measured).items() if not math.isnan(value)}
-        metrics |= {
-            "completions/mean_length": float(lengths.mean()), "completions/max_length": float(lengths.max()),
-            "completions/truncated": 1 - float(ended.mean()), "rollout_seconds": sampled - start,
-            "rollout_tokens_per_second": float(lengths.sum()) / max(1e-9, sampled - start),
-        }  # fmt: skip
+        metrics = self._sampled_metrics(replies, rewards, parts, sampled - start)
+        metrics |= {"reward_seconds": judged - sampled} if self._rewards else {}
         self._metrics[update.step] = metrics | apart_from(metrics, logged)
         return True
+
+    def _sampled_metrics(
+        self, replies: Sequence[Any], rewards: torch.Tensor, parts: Sequence[torch.Tensor], seconds: float
+    ) -> dict[str, float]:
+        """Returns what is logged of the completions of a rollout, which took `seconds` to sample."""
+        means = {f"rewards/{name}": float(torch.nanmean(part)) for name, part in zip(self._names, parts, strict=True)}
+        measured = means | (self._measured(rewards) if self._rewards else {})
+        lengths = torch.tensor([len(reply.tokens) for reply in replies], dtype=torch.float32)
+        ended = torch.tensor([reply.finish_reason == "stop" for reply in replies], dtype=torch.float32)
+        return {name: value for name, value in measured.items() if not math.isnan(value)} | {
+            "completions/mean_length": float(lengths.mean()), "completions/max_length": float(lengths.max()),
+            "completions/truncated": 1 - float(ended.mean()), "rollout_seconds": seconds,
+            "rollout_tokens_per_second": float(lengths.sum()) / max(1e-9, seconds),
+        }  # fmt: skip
 
     def _write_group(self, step: int, rewards: torch.Tensor) -> None:
         """Writes the completions of the group whose rewards differ most."""
