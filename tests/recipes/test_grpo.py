@@ -179,9 +179,10 @@ def test_a_run_that_waits_for_a_reward_ends_and_goes_on(
     end: str, where: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The updates before are saved; on XLA:CPU the replicas' functions wait in one main thread, one after the other."""
+    hang_timeout = (12 if where else 4) if end == "hang_timeout" else 300
     config = run_of(
         tmp_path, reward_funcs=["tests.support.reward_functions:waits_once"], max_steps=3, save_steps=100, **where,
-        hang_timeout=6 if end == "hang_timeout" else 300,
+        hang_timeout=hang_timeout,
     )  # fmt: skip
     monkeypatch.setenv("TPU_KIT_TEST_STOP", str(tmp_path / "waits"))
 
@@ -193,8 +194,8 @@ def test_a_run_that_waits_for_a_reward_ends_and_goes_on(
 
     if end == "hang_timeout":
         told = (
-            r"waits_once has returned nothing and used no processor time for \d s \(reward_functions.py, line \d+\); a "
-            "call may wait for 80% of launch.hang_timeout=6: .*The 1 updates before are saved"
+            r"waits_once has returned nothing and used no processor time for \d+ s \(reward_functions.py, line \d+\); "
+            rf"a call may wait for 80% of launch.hang_timeout={hang_timeout}: .*The 1 updates before are saved"
         )
         with pytest.raises(ValueError, match=told):
             grpo(config)
@@ -234,19 +235,20 @@ def test_judgements_without_end_are_told_and_not_counted(
     where: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Also those of held-out answers, before and during training."""
-    monkeypatch.setattr(judging, "SECONDS", 0.2)
+    monkeypatch.setattr(judging, "SECONDS", 0.1)
     endless = r"regex:(?:|){64}\x00"
     settings = {"eval_rows": 2, "eval_generate_rows": 2, "eval_steps": 1, "generate_tokens": 24, "max_steps": 1}
     config = run_of(tmp_path, reward_funcs=[endless, "length"], prompts_per_update=2, num_generations=2, **settings,
                     **where)  # fmt: skip
     assert grpo(config).status == "finished"
     said = capsys.readouterr().err
-    told = r" \(the judgement takes more than 0.2 s of processor time\), such as '.*' for the answer '\d+'"
+    seconds = 5 if where else 0.1  # other processes have the usual limit
+    told = rf" \(the judgement takes more than {seconds} s of processor time\), such as '.*' for the answer '\d+'"
     assert re.search(f"warning: 4 completions of step 1 were not judged by {re.escape(endless)}{told}", said), said
     assert logged(tmp_path, "rewards/length") and not logged(tmp_path, f"rewards/{endless}")
     with pytest.raises(ValueError, match=r"judged any of the 4 completions of step 1: .*; regex.*takes more than"):
         grpo(run_of(tmp_path / "alone", reward_funcs=[endless], num_generations=2, max_steps=1, **where))
-    with pytest.raises(ValueError, match=r"can judge none of the 2 held-out rows .*takes more than 0.2 s of processor"):
+    with pytest.raises(ValueError, match=r"can judge none of the 2 held-out rows .*takes more than 0.1 s of processor"):
         grpo(run_of(tmp_path / "held-out", verifier=r"regex:(?:\d+)+x\x00", **settings, **where),
              Dataset.from_list([{"question": f"{n}?", "answer": str(n) * 60} for n in range(1, 9)]))  # fmt: skip
 

@@ -8,6 +8,7 @@ thread waits in Python (worker.py); SIGUSR2 makes it run their calls, one after 
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import signal
@@ -21,8 +22,8 @@ from tpu_kit.distributed.child_process import processor_times
 T = TypeVar("T")
 
 _LOOK = 0.2  # seconds between two looks at what ends a call
+_BEAT = 1.0  # seconds between two readings of the processor time; a tenth of what a call may wait where that is less
 _BUSY = 0.03  # processor seconds in a second that are more than a process needs that waits
-_PULSES = 5  # readings of the processor time in the time that a call may wait
 
 
 class CallEnded(BaseException):
@@ -153,11 +154,12 @@ def _on_signal(*_: object) -> None:
 def _watch(job: _Call[Any], stop: Callable[[], bool], patience: float | None, interrupt: Callable[[], None]) -> None:
     """Waits for the end of a call; interrupts one that is to end again and again, as it may catch what is raised."""
     used = seen = read_at = 0.0
+    beat = min(_BEAT, (patience or math.inf) / 10)
     while not job.over.wait(_LOOK):
         now = time.monotonic()
         if not job.started or not seen:
             seen = read_at = now
-        if patience is not None and job.end is None and now - read_at > patience / _PULSES:
+        if patience is not None and job.end is None and now - read_at > beat:
             # Without the time that the reading itself takes.
             before, used = used, sum(processor_times(os.getpid()).values()) - time.thread_time()
             if used - before > _BUSY * (now - read_at):
