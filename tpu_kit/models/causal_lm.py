@@ -159,6 +159,11 @@ def _connect(model: PreTrainedModel, base_dtype: str, frozen: bool) -> None:
     attention.register()
     linear_attention.register(model)
     model.set_attn_implementation(attention.SDPA)
+    if model.config.get_text_config()._attn_implementation != attention.SDPA:
+        raise ValueError(
+            f"the attention of {type(model).__name__} is code of its own, not one of the functions that transformers "
+            "lets others replace (AttentionInterface), so the documents of a row cannot be kept apart in it"
+        )
     experts.use(model, frozen)
     fix_rotary(model)
     model._tpu_kit_compute_dtype = _DTYPES[base_dtype]
