@@ -128,7 +128,8 @@ def test_secrets(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
 
 
 def test_displays_are_text_outside_ipython(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "metrics.jsonl").write_text(METRICS)
+    start = '{"kind": "start", "step": 0, "loss": 2.5}\n'
+    (tmp_path / "metrics.jsonl").write_text(start + METRICS)
     cells_module.show_example([("What is <b>?", False), ("42", True)])
     cells_module.show_table([{"question": "1+1", "share": 0.123456789}, {"question": "2\n+2", "share": None}])
     cells_module.show_lengths(types.SimpleNamespace(lengths=(10, 20, 30), fill=0.9), max_length=25)
@@ -140,7 +141,7 @@ def test_displays_are_text_outside_ipython(tmp_path: Path, capsys: pytest.Captur
     assert "0.12346" in lines[2]
     packed = "rows 90% full, 73% with one example in each"  # the longest is cut
     assert f"3 examples, longest 30 tokens, 1 over 25; {packed}" in lines
-    assert "train loss 2.0000 -> 1.0000 at step 3; eval loss 1.5000 -> 1.5000 at step 3" in lines
+    assert "train loss 2.0000 -> 1.0000 at step 3; eval loss 2.5000 -> 1.5000 at step 3" in lines
     assert any(re.fullmatch(r"optim\.batch_size +4 +default", line) for line in lines)
 
 

@@ -40,6 +40,7 @@ from tpu_kit.notebook.kernel import (
 from tpu_kit.notebook.kernel import show_checks as show_checks
 from tpu_kit.storage.output_location import fetch_run, find_place
 from tpu_kit.training.metrics import METRICS_FILE, read_metrics
+from tpu_kit.training.outcome import BEFORE_TRAINING
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -422,7 +423,8 @@ def _progress(folder: Path, begun: float) -> Bundle:
 def _curves(output_dir: str | Path) -> Bundle:
     """Returns the curves of training loss, held-out loss and speed of a run."""
     every = read_metrics(output_dir)
-    records = {kind: [record for record in every if record["kind"] == kind] for kind in ("train", "eval")}
+    kinds = {"train": ("train",), "eval": (BEFORE_TRAINING, "eval")}
+    records = {name: [record for record in every if record["kind"] in of] for name, of in kinds.items()}
     if not any(records.values()):
         return {"text/plain": f"no metrics yet in {output_dir} ({time.strftime('%H:%M:%S')})"}
     figure, (loss, speed) = new_figure(9, 3, columns=2)
