@@ -48,12 +48,7 @@ def _main(arguments: Sequence[str] | None) -> int:
     args = None
     try:
         args = parse(texts)
-        code = args.function(args)
-        sys.stdout.flush()
-        return code
-    except BrokenPipeError:  # as by `| head`; what is still buffered has no reader
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+        return args.function(args)
     except SystemExit as end:
         if args is None:  # --help or --version
             return OK

@@ -614,6 +614,8 @@ def test_what_services_give_away(small: Path, capsys: pytest.CaptureFixture[str]
     assert kaggle.split()[:3] == ["v5litepod-8", "(Kaggle)", "8"] and "free, 20 h a week in sessions of 9 h" in kaggle
     assert colab.split()[:2] == ["v5litepod-1", "(Colab)"] and v6e.split()[:2] == ["v6e-1", "(Colab)"]
     assert "$" not in kaggle + colab + v6e and "$" in paid
+    (free,) = plan(run(small, "max_steps=1000"), ["kaggle"])
+    assert free.to_dict()["cost"] == {"on_demand": None, "spot": None} and [*free.run.sessions] == ["Kaggle"]
 
 
 def test_changes_that_do_not_suffice_say_so(tmp_path: Path) -> None:

@@ -87,12 +87,6 @@ def load_rows(source: str, split: str = "train", seed: int = 0, *, skip: bool = 
     return rows
 
 
-def check_source(source: str, split: str) -> None:
-    """Raises ValueError if a source names files that are not there; of a data set of the hub it asks nothing."""
-    if source not in ("embedded", SYNTHETIC) and not any(os.path.isfile(os.path.join(source, name)) for name in _SAVED):
-        _find_files(source, split)
-
-
 def check_rows(rows: Dataset, problems: Sequence[str | None], source: str, *, skip: bool) -> tuple[str, ...]:
     """Returns the first rows that cannot be used, each with its location and its problem.
 

@@ -26,7 +26,7 @@ from tpu_kit.config.schema import LEAST_UPDATES
 from tpu_kit.data.held_out import NONE, Questions
 from tpu_kit.data.new_tokens import new_tokens
 from tpu_kit.data.prepare import MappedData, Prepared, on_disk, prepare
-from tpu_kit.data.sources import SYNTHETIC, check_source, save_rows, saved_rows_path
+from tpu_kit.data.sources import SYNTHETIC, save_rows, saved_rows_path
 from tpu_kit.data.untrained_tokens import describe_untrained
 from tpu_kit.distributed import runtime
 from tpu_kit.distributed.hosts import ONE, Hosts, find_hosts, keep_log
@@ -198,8 +198,6 @@ def _train(
             meeting.check_shared(folder)
     if dataset is not None:
         config = replace(config, data=replace(config.data, source=str(saved_rows_path(dataset, folder / "data"))))
-    else:  # before the run is compared with an earlier one, as a misspelt file would be "other data"
-        check_source(config.data.source, config.data.split)
     refuse_early(config)
     with _rows_saved(dataset, config.data.source):
         prepared, outlook = check_run(config, exact, hosts, reward_funcs)
