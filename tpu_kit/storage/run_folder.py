@@ -6,6 +6,7 @@ Each may be in an object store. What is neither is refused, with what lies there
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -91,7 +92,7 @@ def names_run(place: str) -> bool:
     if is_url(place):
         return True
     path = Path(place).expanduser()
-    if path.is_dir():
+    if os.path.isdir(os.path.expanduser(place)):  # False too of what is no path
         return not (CONFIGS / f"{place}.yaml").is_file()
     return path.name == CONFIG and any((path.parent / name).is_dir() for name in (ADAPTER, _CHECKPOINTS))
 
