@@ -243,6 +243,99 @@ def test_the_whole_of_a_marked_statement_counts(expected: str, text: str, correc
 
 
 @pytest.mark.parametrize(
+    ("expected", "text", "correct"),
+    [
+        ("12", "12 is not the answer.", False),
+        ("12", "12 is wrong.", False),
+        ("12", "The number 12 is incorrect.", False),
+        ("12", "12 is too small.", False),
+        ("12", "12 can't be right.", False),
+        ("12", "12 does not work.", False),
+        ("12", "It cannot be 12.", False),
+        ("12", "Unlike 12", False),
+        ("12", "Is it 12? No, that is wrong.", False),
+        ("12", r"\boxed{12}? No, that is wrong.", False),
+        ("12", r"\boxed{12}. But that is not correct.", False),
+        ("12", "The answer is 12. No, that is wrong.", False),
+        ("B", "Option B is not correct", False),
+        ("B", "Anything except B.", False),
+        ("B", "B is ruled out, and A is wrong.", False),
+        ("Oslo", "Anything but Oslo.", False),
+        ("Oslo", "Oslo isn't the right answer.", False),
+        ("9", "12 is too large, so the answer is 9.", True),
+        ("9", r"\boxed{12}? No, that is wrong. \boxed{9}", True),
+        ("12", r"\boxed{12}. This is not correct for n = 2, but for n = 1.", True),
+        ("12", r"\boxed{12}. It is not wrong.", True),
+        ("C", "A and B are wrong, so C.", True),
+        ("C", "Both A and B are too small. So I choose C.", True),
+        ("no", "No. It is wrong.", True),
+        ("false", "The statement is false.", True),
+        ("wrong", "It is wrong.", True),
+        ("not correct", "It is not correct.", True),
+    ],
+)
+def test_a_denied_value_is_not_stated(expected: str, text: str, correct: bool) -> None:
+    assert judge({"answer": expected}, text, OTHER) == Verdict(correct)
+
+
+@pytest.mark.parametrize(
+    ("expected", "text", "correct"),
+    [
+        ("8", "The answer is at least 8.", False),
+        ("8", "The answer is under 8.", False),
+        ("8", "The answer is a maximum of 8.", False),
+        ("8", "The answer is no more than $8$.", False),
+        ("8", "<answer>at most 8</answer>", False),
+        ("8", "<answer>8 at most</answer>", False),
+        ("8", r"\boxed{\text{at least } 8}", False),
+        ("8", r"\boxed{\text{up to } 8}", False),
+        ("8", "8²", False),
+        ("8", "8½", False),
+        ("8", "½ of 8", False),
+        ("8", "The answer is twice 8.", False),
+        ("8", "The answer is 8 dozen.", False),
+        ("8", r"\boxed{8 \text{ dozen}}", False),
+        ("8", r"\boxed{8 \mod 10}", False),
+        ("at least 8", "at least 8", True),
+        ("8", "The maximum is 8.", True),
+        ("8", "The answer is 8 or so.", True),
+        ("8.5", "8½", True),
+        ("64", "8²", True),
+        ("96", "The answer is 8 dozen.", True),
+        ("30", "There are 60 seats, and half of 60 is 30 seats.", True),
+        ("8", r"\boxed{-(-8)}", True),
+        ("70000", "The profit was 70 thousand dollars.", True),
+        ("540", "He runs 540 meters a week (3 sprints, 3 times).", True),
+        (r"11,\! 111,\! 100", r"\boxed{11111100}", True),
+    ],
+)
+def test_a_bound_or_a_changed_number_is_another_number(expected: str, text: str, correct: bool) -> None:
+    assert judge({"answer": expected}, text, OTHER) == Verdict(correct)
+
+
+@pytest.mark.parametrize(
+    ("expected", "text", "correct"),
+    [
+        ("C", "Vitamin C", False),
+        ("B", "Hepatitis B.", False),
+        ("A", "Grade A", False),
+        ("C", "C. Vitamin B", True),
+        ("C", "Therefore C", True),
+        ("C", "Only C", True),
+        ("C", "Definitely C.", True),
+        ("C", "So the correct answer is option c", True),
+        ("no", "No, wait, yes.", False),
+        ("yes", "Yes, no, maybe.", False),
+        ("yes", "Yes, no doubt.", True),
+        ("United States", "The answer is the United States.", True),
+        ("hello world", "<answer>Hello, world!</answer>", True),
+    ],
+)
+def test_names_and_contradictions_of_words(expected: str, text: str, correct: bool) -> None:
+    assert judge({"answer": expected}, text, OTHER) == Verdict(correct)
+
+
+@pytest.mark.parametrize(
     ("answer", "text", "verdict"),
     [
         (["Paris", "Lutetia"], "It is Lutetia.", Verdict(True)),
@@ -270,6 +363,7 @@ def test_a_list_of_answers_with_each_rule() -> None:
     [
         " ", "1 ", "1,111", "A ", "12 May ", "x=1,", "answer is ", "answer: ", "is the answer ", "#### 5\n", "$1", "**",
         r"\text{a", r"\boxed{", r"\boxed{1} ", r"\[", r"\frac", "<answer>", "</reasoning>", "Wait, it is 5. ", "not a ",
+        "7 is ", "A and ", "Plan A ", "1 (", "1 (two 3 ", "no, ", "7. That is ", "cannot be the ", "7 at least ", "½",
     ],
 )  # fmt: skip
 def test_the_time_for_a_long_reply_is_linear_in_its_length(part: str, expected: str) -> None:

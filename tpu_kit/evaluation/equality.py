@@ -14,6 +14,7 @@ from tpu_kit.evaluation.quantities import (
     Quantity,
     arithmetic,
     clean,
+    is_bounded_or_changed,
     last_quantity,
     moment,
     moments,
@@ -27,8 +28,19 @@ _SEARCHED = 4000
 """Characters at the end of a statement in which its answer is searched."""
 _CLOSING = " \t\n.,;:!?`\"'*_"
 _NEGATED = re.compile(
-    r",?\s?(?:\b(?:rather than|instead of|(?:and |but )?not)|n't)\s(?:equal to |an? |the )?\S+", re.IGNORECASE
+    r",?\s?(?:\b(?:rather than|instead of|(?:and |but )?(?:not|cannot)|any(?:thing|one)? but|except|unlike|other than"
+    r"|apart from|excluding)|n't)\s(?:(?:be|for|equal to|an?|the|option|choice|answer|letter|number|value)\s){0,3}\S+",
+    re.IGNORECASE,
 )
+_DENIED = re.compile(
+    r"(?<!\S)(?!(?:yes|no)\b)(?:\S{1,40}\s(?:and|or|nor)\s)?\S{1,40}(?:(?<=[.?!])\s(?:no\W{1,3})?(?:but\s)?(?:that|this|it))?"
+    r"(?P<predicate>(?:'s|\s(?:is|are|was|were|seems|looks))\s(?:(?:clearly|obviously|also|still|just|far|much)\s)?"
+    r"(?:wrong|incorrect|false|too\s\w)|\sdo(?:es)?(?:\snot|n't)\swork"
+    r"|\s(?:(?:is|are|was|were)(?:\snot|n't)|(?:can(?:\s?not|'t)|could(?:\snot|n't))\sbe)\s"
+    r"(?:right|correct|true|possible|valid|(?:the|an?|my|our)\s(?:\w{1,20}\s)?(?:answer|option|choice|solution|result)\b))",
+    re.IGNORECASE,
+)
+"""A value of which a sentence, or the next one, says that it is wrong."""
 _CLAUSE = re.compile(
     r",?\s(?:because|since|as|which|so|giving|hence|thus|therefore|for|on|in (?=\d|\$\d))\b|\s\((?=[A-Za-z]{3})(?!mod)"
     r"|:\s(?=[A-Za-z]{3})|\s-\s(?=[A-Za-z]{3})|,\s(?:and|but)\s(?:it|this|that|the|he|she|we|they|there)\b",
@@ -38,7 +50,6 @@ _SENTENCES = re.compile(r"(?<=[.!?])\s+|\n+")
 _RELATION = re.compile(r"[<>≤≥±≠]|\\(?:pm|mp|[lg]eq?|neq?|[lg]t)(?![A-Za-z])")
 _FORMULA = re.compile(r"\$([^$]+)\$")
 _BETWEEN = re.compile(r"\s*(?:,\s*)?(?:(?:and|or)\s*)?")
-_MORE_THAN = re.compile(r"(?:more|less|greater|fewer|other|larger|smaller|higher|lower) than\s*$", re.IGNORECASE)
 _LAST_UNIT = re.compile(
     r"(?:(?<=[\d)}\]\s])\s?(?=[A-Za-z]{2})|(?<=[\d)}\]])\s)"
     r"(?P<unit>[A-Za-z]{1,15}(?:\s?\^\s?\{?\s?\d\s?\}?)?(?:/[a-z]{1,6})?)$"
@@ -53,10 +64,23 @@ _OPENING = re.compile(r"^(?:indeed|well|so|therefore|thus|hence|sure)\b\W*")
 _LETTER = re.compile(r"\(?([A-Z])[.):]*")
 _LETTER_AND_TEXT = re.compile(r"\(?([A-Z])[.):]+\s+(\S.*)", re.DOTALL)
 _ALONE = re.compile(r"\(?([A-Za-z])(?:[.):]*|(?:[.):]+\s|\s?\(|\s-\s|,\s(?!or\b|and\b|[A-Za-z]\b)).*)", re.DOTALL)
+_ROUGHLY = re.compile(r"(?<=\w)\sor (?:so|thereabouts)(?=\W*$)", re.IGNORECASE)
+_PUNCTUATION = re.compile(r"[,;:.!?](?=\s|$)")
+_ARTICLE = re.compile(r"(?:the|an?) (?=\w)")
+_YES_OR_NO = re.compile(r"(?:^|[,;.!]\s)(yes|no|maybe|perhaps|true|false)(?=[,;.!]|$)")
 _CHOSEN = re.compile(
     r"(?:(?<=\s)|^)\(?[A-Z][.):]+(?=\s|$)|\b[A-Z](?=$|[,;?!\"')]| or | and | is (?:the |correct|right)|\s-\s)"
     r"|(?i:\b(?:option|choice|answer|letter|choose|pick|select|chose|say))\s\(?[A-Z]\b"
+    r"|(?i:\b(?:option|choice|letter|choose|chose|pick|select))\s\(?(?:[b-hj-z]\b|a(?=\W*$))"
 )
+_NAME_BEFORE = re.compile(
+    r"(?<![\w'])(?!(?:Answer|Option|Choice|Letter|Statement|Alternative|Solution|Final|Correct|Right|Best|So|Then|Thus"
+    r"|Therefore|Hence|Because|Since|If|When|While|Although|But|And|Or|Not|Nor|Yes|No|Ok|Okay|Now|Here|Also|Only|Just"
+    r"|Both|Either|Neither|Between|Maybe|Perhaps|With|Without|From|For|To|Of|In|By|As|At|On|The|Is|Are|Was|Be|It"
+    r"|This|That|I|We|You|Choose|Pick|Select|Say|Try|Use|Take|Like|Unlike|Except|Even|Still|Again|Indeed|[A-Z][a-z]+ly)\s)"
+    r"[A-Z][a-z]+\s$"
+)
+"""A word that makes a name with the letter behind it, as in "Plan B"."""
 _MARK = re.compile(r"[(\[{]|[)\]}]|;|,(?!\d{3}(?!\d))|,(?=\s)|\s(?:and|or)(?=\s)|\\cup(?![A-Za-z])")
 _LONGEST_LIST = 500
 _PLUS_MINUS = re.compile(r"\\pm(?![A-Za-z])|±")
@@ -117,7 +141,11 @@ def same_letter(expected: str, statement: Statement) -> bool | None:
     for sentence in (*reversed(others), first):
         if sentence is first and (alone := _ALONE.fullmatch(sentence)):
             return alone[1].upper() == wanted[1]
-        named = {letter.strip("().:?!;, ")[-1:] for letter in _CHOSEN.findall(sentence)}
+        named = {
+            letter[0].strip("().:?!;, ")[-1:].upper()
+            for letter in _CHOSEN.finditer(sentence)
+            if letter[0][1:2].isalpha() or not _NAME_BEFORE.search(sentence[: letter.start()][-20:])
+        }
         if named - {"I"}:
             return named - {"I"} == {wanted[1]}
     return False
@@ -137,9 +165,14 @@ def same_text(expected: str, statement: Statement) -> bool:
     negated = _NEGATED.search(expected)
     whole = _words(clean(statement.text)[-_SEARCHED:] if negated else _searched(statement))
     whole = _OPENING.sub("", whole)
+    wanted = _ARTICLE.sub("", _words(clean(expected)), count=1)
+    if _YES_OR_NO.fullmatch(wanted) and len(set(_YES_OR_NO.findall(whole))) > 1:
+        return False
     parts = (whole, re.split(r"[,.;:]\s|\s(?:because|since|-)\s|\s\(", whole, maxsplit=1)[0])
-    texts = (*parts, *map(_after_last_is, parts))
-    return _words(clean(expected)).replace(" ", "") in {text.replace(" ", "").strip(_CLOSING) for text in texts}
+    texts = [_ARTICLE.sub("", text, count=1) for text in (*parts, *map(_after_last_is, parts))]
+    if not re.search(r"[\d\\]", wanted):
+        wanted, *texts = (_PUNCTUATION.sub("", text) for text in (wanted, *texts))
+    return wanted.replace(" ", "") in {text.replace(" ", "").strip(_CLOSING) for text in texts}
 
 
 def same_list(expected: str, statement: Statement) -> bool | None:
@@ -207,7 +240,7 @@ def _formula(text: str, *, marked: bool) -> str | None:
         if not _BETWEEN.fullmatch(text[previous.end() : following.start()][:20]):
             break
         first -= 1
-    if _MORE_THAN.search(text[: formulas[first].start()][-20:]):
+    if is_bounded_or_changed(text[: formulas[first].start()]):
         return None
     return ", ".join(formula[1] for formula in formulas[first:])
 
@@ -253,7 +286,8 @@ def _items(text: str) -> list[str]:
 
 
 def _searched(statement: Statement) -> str:
-    text = _NEGATED.sub("", clean(statement.text[-_SEARCHED:]))
+    text = _DENIED.sub(r"\g<predicate>", clean(statement.text[-_SEARCHED:]))
+    text = _ROUGHLY.sub("", _NEGATED.sub("", text))
     return text if statement.marked else text.rstrip("! ")  # no factorial
 
 

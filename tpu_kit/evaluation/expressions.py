@@ -51,6 +51,7 @@ _NOT_ONE = re.compile(r"\d\s+\d|^\d+(?:-\d+)+$")  # numbers without an operator,
 _POWER = re.compile(r"(\d+(?:\.\d+)?|[)}])\s*\^\s*(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}|\([^()]*\)|-?\d+)")
 _TOWER = re.compile(r"\^\s*-?\d+\s*\^")
 _FACTORIAL = re.compile(r"(\d+|[)}])\s*!")
+_REMAINDER = re.compile(r"\\b?mod(?![A-Za-z])")
 _DECIMAL = re.compile(r"(?<![\d.])0?\.(0+)[1-9]|(?:10\s*\^\s*\{?\s*|\de)-(\d+)")
 
 
@@ -77,6 +78,8 @@ def same_expression(expected: str, statement: str) -> bool:
         ValueError: the expected text cannot be read.
     """
     expected, statement = _latex(expected), _latex(statement)
+    if bool(_REMAINDER.search(expected)) != bool(_REMAINDER.search(statement)):  # math-verify leaves it out
+        return False
     if expected.replace(" ", "") == statement.replace(" ", ""):
         return True
     if max(len(expected), len(statement)) > _LONGEST or _is_huge(expected) or _is_huge(statement):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import calendar
 import contextlib
 import re
+import unicodedata
 from datetime import date
 from fractions import Fraction
 from typing import NamedTuple
@@ -17,7 +18,7 @@ _FONT = re.compile(
 )
 _SPACING = re.compile(r"(?<!\\)\\(?:(?:left|right|displaystyle|limits|[Bb]igg?[lr]?)(?![A-Za-z])|!)|~|`")
 _SPACES = re.compile(r"(?<!\\)\\(?:q?quad(?![A-Za-z])|[,;: ])")
-_THIN = re.compile(r"(?<=\d)(?:\\,|,?\\!)(?=\d{3}(?!\d))")
+_THIN = re.compile(r"(?<=\d)(?:\\,|,?\\!\s?)(?=\d{3}(?!\d))")
 _DEGREES = re.compile(r"\^\s?\{?\s?\\circ\s?\}?|\\degree(?![A-Za-z])|\u00ba")
 _ESCAPED = re.compile(r"(?<!\\)\\([$%&#])")
 _FRACTION_SIGN = re.compile(r"\\[dtc]frac(?![A-Za-z])")
@@ -28,10 +29,11 @@ _ITALIC = re.compile(r"(?<![\w*])\*([^*\s]+)\*(?![\w*])")
 _NUMBER = re.compile(
     r"(?<![\w.,^:/])(?P<sign>(?:(?<![\d)] )[-+])?)(?P<currency>[$€£¥]?) ?(?P<minus>-?)(?:(?P<whole>\d+) (?=\d+/))?"
     r"(?P<above>(?=\.?\d)(?:\d{1,3}(?:,\d{3})+(?!\d)|\d*)(?:\.\d*)?(?:e[-+]?\d{1,3})?)(?:/(?P<under>\d+))?"
-    r"(?![\d/^_]|[:.,]\d|e[-+]?\d|[xyzn]\b)",
+    r"(?![\d/^_⁰¹²³⁴-⁹⁻]|[:.,]\d|e[-+]?\d|[xyzn]\b)",
     re.IGNORECASE,
 )
 _FRACTION = re.compile(r"(?:(\d{1,15})\s?)?\\frac\s?(?:\{\s?(-?\d+)\s?\}|(\d))\s?(?:\{\s?(\d+)\s?\}|(\d))")
+_VULGAR_FRACTION = re.compile(r"\s?([¼-¾⅐-⅞])")
 _POWER_OF_TEN = re.compile(
     r"(?<=\d)\s?(?:\\times|\\cdot|[\u00d7\u00b7*]|(?<= )x)\s?10\s?"
     r"(?:\^\s?\{?\s?([-+]?\d{1,3})\b\s?\}?|([\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207b]{1,4}))"
@@ -48,22 +50,37 @@ _LEADING = re.compile(
     re.IGNORECASE,
 )
 _NEGATIVE = re.compile(r"(?:negative|minus)\s(?=\d)", re.IGNORECASE)
-_SCALE = re.compile(r"\s(hundred|thousand|million|billion|trillion)\b", re.IGNORECASE)
-_SCALES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_SCALE = re.compile(r"\s(dozen|hundred|thousand|million|billion|trillion)\b", re.IGNORECASE)
+_SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 # Words beside which a number is not the value of a statement.
 _OPERATOR = re.compile(
     r"(?:or|and|not|between|than|minus|plus|times|over|squared|cubed|root|factorial|either|neither|nor|half|except|to"
     r"|through|double|triple|divided|multiplied|mod|modulo|log|sin|cos|tan|sqrt|no|remainder)",
     re.IGNORECASE,
 )
+_THAN = r"\b(?:more|less|greater|fewer|larger|smaller|higher|lower) than"
 _RANGE_BEFORE = re.compile(
     r"(?:\d\W{0,4}(?:or|to|and|-)\s?|[<>≤≥±]=?\s?|\\(?:pm|[lg]eq?|[lg]t)\s?"
-    r"|\b(?:more|less|greater|fewer|larger|smaller|higher|lower) than\s)[$€£¥]?$",
+    rf"|{_THAN}\s)[$€£¥]?$",
+    re.IGNORECASE,
+)
+_BOUND_BEFORE = re.compile(
+    r"\b(?:at (?:the )?(?:very )?(?:least|most)|under|below|above|over|beyond|up to|(?:max|min)(?:imum)? of"
+    rf"|(?:upper|lower) (?:bound|limit) of|{_THAN})\s*[$€£¥]?$",
+    re.IGNORECASE,
+)
+_CHANGED_BEFORE = re.compile(
+    r"(?:\b(?:twice|thrice|double|triple|half)(?: of)?|(?:/\d{1,9}|%|\b(?:percent|third|quarter|square|cube|root)) of)"
+    r"\s*[$€£¥]?$",
     re.IGNORECASE,
 )
 _RANGE_AFTER = re.compile(
-    r"\s?(?:(?:or|and) (?:more|less|fewer|greater|above|below|higher|lower)\b|\+(?=\s|$))", re.IGNORECASE
+    r"\s?(?:(?:or|and) (?:more|less|fewer|greater|above|below|higher|lower|up)\b|at (?:the )?(?:least|most)\b"
+    r"|\+(?=\s|$))",
+    re.IGNORECASE,
 )
+
+_REMARK = re.compile(r"\s\((?=[^()]{0,200}[A-Za-z]{3})[^()]{1,200}\)[\s.]{0,9}$")
 
 _UNIT_NAMES = {
     "$": "$ dollar usd buck", "€": "€ euro eur", "£": "£ gbp", "¥": "¥ yen jpy", "¢": "¢ cent",
@@ -148,6 +165,7 @@ def arithmetic(text: str) -> str:
         return f"{whole} {above}/{under}" if whole else f"{above}/{under}"
 
     text = _FRACTION.sub(fraction, text)
+    text = _VULGAR_FRACTION.sub(lambda sign: f" {unicodedata.normalize('NFKC', sign[1])}".replace("\u2044", "/"), text)
     return _POWER_OF_TEN.sub(lambda power: f"e{power[1] or power[2].translate(SUPERSCRIPTS)}", text)
 
 
@@ -167,10 +185,8 @@ def quantity(text: str) -> Quantity | None:
     number = _NUMBER.match(text)
     if number is None or (value := _value(number)) is None:
         return None
-    rest = text[number.end() :]
-    if scale := _SCALE.match(rest):
-        value, rest = value * _SCALES[scale[1].lower()], rest[scale.end() :]
-    unit = _unit(rest)
+    value, rest = _scaled(value, text[number.end() :])
+    unit = None if _RANGE_AFTER.match(rest) else _unit(rest)
     return None if unit is None else Quantity(value, _UNITS.get(number["currency"], "") or unit, name)
 
 
@@ -182,6 +198,8 @@ def only_quantity(text: str) -> Quantity | None:
         return None
     words = f"{text[: numbers[0].start()]} {text[numbers[0].end() :]}"
     following = text[numbers[0].end() :][:1]
+    if is_bounded_or_changed(text[: numbers[0].start()]) or re.search(r"-\s?\($", text[: numbers[0].start()]):
+        return None
     if re.search(r"[\d\\+*/^=<>≤≥±√|\[\]{}]", words) or following == "!" or following.isalpha():
         return None
     if any(map(_OPERATOR.fullmatch, re.findall(r"[A-Za-z]+", words))):
@@ -192,18 +210,33 @@ def only_quantity(text: str) -> Quantity | None:
 def last_quantity(text: str) -> Quantity | None:
     """Returns the last number of a cleaned text, after its last "=" if it has one; None if it is one end of a range."""
     text = arithmetic(without_dollars(text)).rpartition("=")[2]
+    if (remark := _REMARK.search(text)) and _NUMBER.search(text[: remark.start()].rpartition("\n")[2]):
+        text = text[: remark.start()] if len(_NUMBER.findall(remark[0])) > 1 else text
     numbers = list(_NUMBER.finditer(text))
     if not numbers:
         return None
     last = numbers[-1]
     after = text[last.end() :]
-    if _RANGE_BEFORE.search(text[max(0, last.start() - 40) : last.start()]) or _RANGE_AFTER.match(after):
+    before = text[max(0, last.start() - 40) : last.start()]
+    if _RANGE_BEFORE.search(before) or _CHANGED_BEFORE.search(before) or _RANGE_AFTER.match(after):
         return None
     value = _value(last)
     if value is None:
         return None
+    value, after = _scaled(value, after)
     word = _UNIT_WORD.match(after.lstrip())
     return Quantity(value, _UNITS.get(last["currency"], "") or (_canonical(after[:_LONGEST_UNIT]) if word else ""))
+
+
+def is_bounded_or_changed(before: str) -> bool:
+    """Whether the words before a number or a formula make it a bound or another number: "at least 7", "twice 7"."""
+    return bool(_BOUND_BEFORE.search(before[-40:]) or _CHANGED_BEFORE.search(before[-40:]))
+
+
+def _scaled(value: Fraction, after: str) -> tuple[Fraction, str]:
+    """Multiplies a number by the word behind it, such as "thousand"; returns it and the text behind that word."""
+    scale = _SCALE.match(after)
+    return (value * _SCALES[scale[1].lower()], after[scale.end() :]) if scale else (value, after)
 
 
 def _value(number: re.Match[str]) -> Fraction | None:

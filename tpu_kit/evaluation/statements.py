@@ -72,6 +72,14 @@ _CORRECTION = re.compile(
     re.IGNORECASE,
 )
 _CORRECTED = re.compile(r"\W{0,9}(?:no|wait|actually|sorry|correction|oops|but|hmm|hold on)\b", re.IGNORECASE)
+_DENIAL = re.compile(
+    r"[^\w\n?]{0,9}(?:\?\W{0,9}no\b|[?\s]{0,9}(?:(?:no|wait|hmm|but)\W{1,3}){0,2}(?:that|this|it|which)"
+    r"(?:(?:'s| is| was)(?: clearly| obviously| also)? (?:wrong|incorrect|false|too \w+)"
+    r"|(?:(?:'s| is| was) not|(?: is| was)n't| can(?:not|'t| not) be) (?:right|correct|true|the (?:\w{1,20} )?answer)))"
+    r"(?=\s*(?:[.,;:!?\n]|$|because\b|since\b|as\b))",
+    re.IGNORECASE,
+)
+"""Words behind a statement that take it back."""
 _FIRST_WORDS = re.compile(r"(?:(?:so|therefore|thus|hence|and|then|that)\s)+", re.IGNORECASE)
 _ABOUT = re.compile(
     r"(?:not )?(?:correct|right|wrong|incorrect|reasonable|plausible|valid|consistent|verified|confirmed|found)\b",
@@ -149,6 +157,9 @@ def _stated(text: str) -> Statement | None:
         statement, end = next((each for each in reversed(said) if not _ABOUT.match(each[0])), said[-1])
     elif not end and (before := list(_STATED_BEFORE.finditer(text))):
         statement, end = _FIRST_WORDS.sub("", before[-1]["said"]), before[-1].end()
+    stated = text.find(statement, end) + len(statement) if said else end
+    if end and _DENIAL.match(text, stated):
+        statement = ""
     for correction in _CORRECTION.finditer(text, end) if end else ():
         if _VALUE.fullmatch(value := _sentence(correction["value"])):
             statement = value
