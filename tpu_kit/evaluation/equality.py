@@ -28,12 +28,13 @@ _SEARCHED = 4000
 """Characters at the end of a statement in which its answer is searched."""
 _CLOSING = " \t\n.,;:!?`\"'*_"
 _NEGATED = re.compile(
-    r",?\s?(?:\b(?:rather than|instead of|(?:and |but )?(?:not|cannot)|any(?:thing|one)? but|except|unlike|other than"
-    r"|apart from|excluding)|n't)\s(?:(?:be|for|equal to|an?|the|option|choice|answer|letter|number|value)\s){0,3}\S+",
+    r",?\s?(?:\b(?:rather than|instead of|(?:and |but )?(?:not|cannot)|(?:any(?:thing|one)?|every(?:thing|one)|all) but"
+    r"|except|unlike|other than|apart from|excluding)|n't)"
+    r"\s(?:(?:be|for|equal to|an?|the|option|choice|answer|letter|number|value)\s){0,3}\S+",
     re.IGNORECASE,
 )
 _DENIED = re.compile(
-    r"(?<!\S)(?!(?:yes|no)\b)(?:\S{1,40}\s(?:and|or|nor)\s)?\S{1,40}(?:(?<=[.?!])\s(?:no\W{1,3})?(?:but\s)?(?:that|this|it))?"
+    r"(?<!\S)(?!(?:yes|no)\b)(?:\S{1,40}\s(?:and|or|nor)\s)?\S{1,40}(?:(?<=[.?!])\s(?:no\W{1,3})?(?:but\s)?(?:that|this|it(?!\s\w+\stoo)))?"
     r"(?P<predicate>(?:'s|\s(?:is|are|was|were|seems|looks))\s(?:(?:clearly|obviously|also|still|just|far|much)\s)?"
     r"(?:wrong|incorrect|false|too\s\w)|\sdo(?:es)?(?:\snot|n't)\swork"
     r"|\s(?:(?:is|are|was|were)(?:\snot|n't)|(?:can(?:\s?not|'t)|could(?:\snot|n't))\sbe)\s"
@@ -67,17 +68,18 @@ _ALONE = re.compile(r"\(?([A-Za-z])(?:[.):]*|(?:[.):]+\s|\s?\(|\s-\s|,\s(?!or\b|
 _ROUGHLY = re.compile(r"(?<=\w)\sor (?:so|thereabouts)(?=\W*$)", re.IGNORECASE)
 _PUNCTUATION = re.compile(r"[,;:.!?](?=\s|$)")
 _ARTICLE = re.compile(r"(?:the|an?) (?=\w)")
-_YES_OR_NO = re.compile(r"(?:^|[,;.!]\s)(yes|no|maybe|perhaps|true|false)(?=[,;.!]|$)")
+_YES_OR_NO = re.compile(r"(?:^|[,;.!]\s)(yes|no|maybe|perhaps)(?=[,;.!]|$)")
 _CHOSEN = re.compile(
-    r"(?:(?<=\s)|^)\(?[A-Z][.):]+(?=\s|$)|\b[A-Z](?=$|[,;?!\"')]| or | and | is (?:the |correct|right)|\s-\s)"
+    r"(?:(?<=\s)|^)\(?[A-Z][.):]+(?=\s|$)"
+    r"|\b[A-Z](?=$|[,;?!\"')]| or | and | is (?:the |correct|right)| because | since |\s-\s)"
     r"|(?i:\b(?:option|choice|answer|letter|choose|pick|select|chose|say))\s\(?[A-Z]\b"
     r"|(?i:\b(?:option|choice|letter|choose|chose|pick|select))\s\(?(?:[b-hj-z]\b|a(?=\W*$))"
 )
 _NAME_BEFORE = re.compile(
-    r"(?<![\w'])(?!(?:Answer|Option|Choice|Letter|Statement|Alternative|Solution|Final|Correct|Right|Best|So|Then|Thus"
+    r"(?<![\w'])(?!(?:(?:Answer|Option|Choice|Letter|Statement|Alternative|Solution|Response)s?|Final|Correct|Right|Best|So|Then|Thus"
     r"|Therefore|Hence|Because|Since|If|When|While|Although|But|And|Or|Not|Nor|Yes|No|Ok|Okay|Now|Here|Also|Only|Just"
     r"|Both|Either|Neither|Between|Maybe|Perhaps|With|Without|From|For|To|Of|In|By|As|At|On|The|Is|Are|Was|Be|It"
-    r"|This|That|I|We|You|Choose|Pick|Select|Say|Try|Use|Take|Like|Unlike|Except|Even|Still|Again|Indeed|[A-Z][a-z]+ly)\s)"
+    r"|This|That|I|We|You|My|Your|Our|Guess|Mark|Circle|Choose|Chose|Pick|Select|Say|Try|Use|Take|Like|Unlike|Except|Even|Still|Again|Indeed|[A-Z][a-z]+ly)\s)"
     r"[A-Z][a-z]+\s$"
 )
 """A word that makes a name with the letter behind it, as in "Plan B"."""
@@ -162,7 +164,7 @@ def same_moment(expected: str, statement: Statement) -> bool | None:
 
 def same_text(expected: str, statement: Statement) -> bool:
     """Compares a text with the statement, its first words, or what follows its last "is", without case and emphasis."""
-    negated = _NEGATED.search(expected)
+    negated = _NEGATED.search(expected) or _DENIED.search(expected)
     whole = _words(clean(statement.text)[-_SEARCHED:] if negated else _searched(statement))
     whole = _OPENING.sub("", whole)
     wanted = _ARTICLE.sub("", _words(clean(expected)), count=1)

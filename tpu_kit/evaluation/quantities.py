@@ -75,8 +75,8 @@ _CHANGED_BEFORE = re.compile(
     re.IGNORECASE,
 )
 _RANGE_AFTER = re.compile(
-    r"\s?(?:(?:or|and) (?:more|less|fewer|greater|above|below|higher|lower|up)\b|at (?:the )?(?:least|most)\b"
-    r"|\+(?=\s|$))",
+    r"\s?(?:(?:or|and) (?:more|less|fewer|greater|above|below|higher|lower|up)\b"
+    r"|(?:[^.,;\d\n]{1,30}\s)?at (?:the )?(?:least|most)\b|\+(?=\s|$))",
     re.IGNORECASE,
 )
 

@@ -67,13 +67,15 @@ _FILLERS = re.compile(
 _BULLET = re.compile(r"(?:[-*\u2022]|>)\s+")
 _SENTENCE_END = re.compile(r"(?<!\bSt)(?<!\bDr)(?<!\bMr)(?<!\bMrs)(?<!\bvs)(?<!\s[A-Z])[.!?](?=[\"')]?(?:\s|$))")
 _CORRECTION = re.compile(
-    r"(?:^|[.!?\n])\W{0,9}(?:no|wait|actually|sorry|correction|oops|hmm|hold on|scratch that)\b[^.!?\n]{0,99}?"
-    r"\b(?:it is|it's|it should be|that is|should be|make that|i mean|it was)[: ]+(?P<value>[^\n]{1,80})",
+    r"(?:^|[.!?\n])\W{0,9}(?:(?:no|wait|actually|sorry|correction|oops|hmm|hold on|scratch that)\b"
+    r"|(?:(?:no|but)\W{1,3})?(?:that|this|it)(?:'s| is) (?:wrong|incorrect|not right|not correct)\b[.,;:]?)"
+    r"[^.!?\n]{0,99}?\b(?:it is|it's|it should be|that is|should be|make that|i mean|it was)"
+    r"[: ]+(?P<value>[^\n]{1,80})",
     re.IGNORECASE,
 )
 _CORRECTED = re.compile(r"\W{0,9}(?:no|wait|actually|sorry|correction|oops|but|hmm|hold on)\b", re.IGNORECASE)
 _DENIAL = re.compile(
-    r"[^\w\n?]{0,9}(?:\?\W{0,9}no\b|[?\s]{0,9}(?:(?:no|wait|hmm|but)\W{1,3}){0,2}(?:that|this|it|which)"
+    r"[^\w\n?]{0,9}(?:\?\W{0,9}no\b|[?\s]{0,9}(?:(?:no|wait|hmm|but)\W{1,3}){0,2}(?:that|this|which|it(?! \w+ too\b))"
     r"(?:(?:'s| is| was)(?: clearly| obviously| also)? (?:wrong|incorrect|false|too \w+)"
     r"|(?:(?:'s| is| was) not|(?: is| was)n't| can(?:not|'t| not) be) (?:right|correct|true|the (?:\w{1,20} )?answer)))"
     r"(?=\s*(?:[.,;:!?\n]|$|because\b|since\b|as\b))",
