@@ -102,6 +102,9 @@ Q, A = "user: Add.\n", "> assistant: "
          'user: {"q": 1}\n' + A + "0.3"),
         ([{"question": "Add.", "answer": {"city": "Köln", "twin": None}}], Q + A + '{"city": "Köln", "twin": null}'),
         ([{"question": "Add.", "answer": ["a", "b"]}], Q + A + '["a", "b"]'),
+        ([{"question": "Add.", "answer": {"id": 10**20}}], Q + A + '{"id": 100000000000000000000}'),
+        ([{"question": "Add.", "answer": 10**20}], Q + A + "1" + 20 * "0"),
+        ([chat(user("Add."), reply({"id": -(10**20)}))], Q + A + '{"id": -100000000000000000000}'),
         ([{"prompt": "Add. ", "completion": {"a": 1}}], '> Add. {"a": 1}'),
         ([chat({"role": "system", "content": {"p": 1}}, user("Add."), reply("x"))], 'system: {"p": 1}\n' + Q + A + "x"),
         ([chat(user([{"type": "text", "text": "Add"}, {"type": "text", "text": "."}]), reply("x"))], Q + A + "x"),
@@ -118,6 +121,13 @@ Q, A = "user: Add.\n", "> assistant: "
          Q + A + "<think>\nhm\n</think>\nx"),
         ([{"question": "Add.", "reasoning": [{"text": "h"}, {"text": "m"}], "answer": "x"}],
          Q + A + "<think>\nh\nm\n</think>\nx"),
+        ([{"question": "Add.", "answer": "<|begin_of_thought|>hm<|end_of_thought|>\n<|begin_of_solution|>x<|end_of_solution|>"}],
+         Q + A + "<think>\nhm\n</think>\nx"),
+        *[
+            (rows, Q + A + "Its tags are <|begin_of_thought|> and <|begin_of_solution|>.")
+            for said in ["Its tags are <|begin_of_thought|> and <|begin_of_solution|>."]
+            for rows in ([{"question": "Add.", "answer": said}], [chat(user("Add."), reply(said))])
+        ],
         # Columns beside a question or a chat.
         ([{"instruction": "Add.", "output": "x", "system": "s", "history": [["h", "r"]]}],
          "system: s\nuser: h\n> assistant: r\n" + Q + A + "x"),
@@ -178,6 +188,16 @@ Q, A = "user: Add.\n", "> assistant: "
         ([chat(user("Add."), {"role": "tool_call", "content": '{"name": "add", "arguments": {"a": 2}}'},
                {"role": "tool_response", "content": "4"}, reply("x"), tools=json.dumps([TOOL]))],
          f"tool {SHOWN}\n" + Q + A + CALLED + "\ntool: 4\n> assistant: x"),
+        *[
+            ([chat(user("Add."), reply("", tool_calls=[call]), tools=[TOOL])], f"tool {SHOWN}\n" + Q + A + CALLED)
+            for call in [
+                {"name": "add", "input": {"a": 2}}, {"function": {"name": "add", "args": {"a": 2}}},
+                {"function": {"name": "add"}, "kwargs": {"a": 2}}, {"name": "add", "arguments": json.dumps('{"a": 2}')},
+            ]
+        ],
+        ([chat(user("Add."), reply("", tool_calls=[{"name": "add", "arguments": ""}]), tools=[TOOL])],
+         f"tool {SHOWN}\n" + Q + A + CALLED.replace('{"a": 2}', "{}")),
+        ([{"query": "Add.", "answer": [{"name": "add", "kwargs": {"a": 2}}], "tools": [TOOL]}], f"tool {SHOWN}\n" + Q + A + CALLED),
         ([{"conversations": [{"from": "gpt", "value": "Welcome!"}, {"from": "human", "value": "Add."},
                              {"from": "gpt", "value": "x"}]}], "assistant: Welcome!\n" + Q + A + "x"),
         ([chat({"role": "System", "content": "s"}, reply("Welcome!"))], "system: s\n> assistant: Welcome!"),
@@ -221,9 +241,27 @@ UNWANTED = r"line 2: its label is {}, so it is not wanted; remove such rows, or 
         ([chat(user("Add."), reply(True))], r"line 1: message 1 of column 'messages' holds true, a truth value; write the"),
         ([chat(user("Add."), reply(None))], r"line 1: message 1 of column 'messages', from assistant, has no content"),
         ([chat(user("Add."), reply("x", reasoning_details=[{"data": "zz"}]))], r"message 1 .* holds reasoning that is no text"),
-        ([chat(user("Add."), reply("x", reasoning="off"))], r"has reasoning=off, a flag, .*columns={messages.reasoning: ''}"),
+        ([chat(user("Add."), reply("x", reasoning="off"))], r"messages', reasoning, holds 'off', a flag, .*columns={messages.reasoning: ''}"),
         ([chat(user("Add."), reply("x", reasoning="a", thought="b"))], r"holds several reasonings that differ: reasoning, thought"),
         ([chat(user("Add."), reply("<think>a</think>x", reasoning="b"))], r"that differ: reasoning, tags in its content"),
+        ([chat(user("Add."), reply("x", reasoning={"effort": "low", "summary": "auto"}))], r"messages', reasoning, holds a setting, no reasoning: .*{messages.reasoning: ''}"),
+        ([chat(user("Add."), reply("x", reasoning={"content": "a", "text": "b"}))], r"reasoning, holds reasonings that differ in text, content"),
+        ([{"question": "a", "answer": "b", "reasoning": ["on"]}], r"line 1: column 'reasoning' holds 'on', a flag, .*columns={reasoning: ''}"),
+        ([{"question": "a", "answer": "b", "thinking": {"type": "enabled", "content": "on"}}], r"column 'thinking' holds 'on', a flag"),
+        *[
+            ([chat(user("a"), reply("", tool_calls=[{"name": "add", **keys}]))], r"line 1: message 1 of column 'messages' calls 'add' with " + why)
+            for keys, why in [
+                ({"arguments": "{x: 1"}, r"arguments that are no JSON object: '{x: 1'"), ({"data": {"x": 1}}, "data, and without arguments"),
+                ({"arguments": '{"a": NaN}'}, "arguments, which holds a dict that JSON cannot hold"),
+                ({"arguments": '{"a": 1e400}'}, "arguments, which holds a dict that JSON cannot hold"),
+                ({"arguments": {"a": 1}, "input": {"a": 2}}, "arguments and input; keep one"),
+            ]
+        ],
+        ([{"question": "a", "answer": [{"name": "add", "data": {"a": 2}}], "tools": [TOOL]}], r"column 'answer' calls 'add' with data, and"),
+        ([{"question": "a", "answer": {"b": float("nan"), "c": 1}}], r"line 1: column 'answer' holds a dict that JSON cannot hold: .*nan"),
+        *[([{"question": "a", "answer": empty}, {"question": "a", "answer": "b"}], r"line 1: column 'answer' is empty") for empty in ([], {}, [None])],
+        ([chat(user("a"), reply([None]))], r"line 1: message 1 .*, from assistant, has no content"),
+        (Dataset.from_list([{"question": "a", "answer": {"b": None}}, {"question": "c", "answer": {"b": "d"}}]), r"row 0: column 'answer' is empty"),
         ([chat(user("Add."), reply("x", refusal="no"))], r"has 'refusal': 'no', which .* set data.columns={messages.refusal: ''}"),
         ([chat(user("Add."), reply("x", loss_mask=[0]))], r"message 1 of column 'messages' has 'loss_mask'"),
         ([chat(user("<image>\nAdd."), reply("x"))], r"message 0 of column 'messages' has the place of an image: images are not"),

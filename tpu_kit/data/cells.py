@@ -46,10 +46,28 @@ def text_of(value: Any, place: str) -> str:
         return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
     if not isinstance(value, Mapping | list):
         raise RowError(f"{place} holds a {type(value).__name__}, text is needed: {str(value)[:60]}")
+    if is_empty(value):
+        raise RowError(f"{place} is empty")
+    return json_of(value, place)
+
+
+def json_of(value: Any, place: str) -> str:
+    """Returns an object or a list as JSON.
+
+    Raises:
+        RowError: it holds what JSON cannot hold, such as NaN.
+    """
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise RowError(f"{place} holds a {type(value).__name__} that JSON cannot hold: {error}") from error
+
+
+def is_empty(value: Any) -> bool:
+    """Returns whether a value is None, white space, an object without keys, or a list of only these."""
+    if isinstance(value, list):
+        return all(map(is_empty, value))
+    return not value.strip() if isinstance(value, str) else value is None or value == {}
 
 
 def alternatives(value: Any) -> list[str]:

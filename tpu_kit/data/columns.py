@@ -44,30 +44,30 @@ def reply(reasoning: str, answer: str, config: DataConfig) -> str:
     return f"{config.think_open}\n{reasoning}\n{config.think_close}\n{answer}"
 
 
-def _split(text: str, config: DataConfig) -> tuple[str, str] | None:
+def _split(text: str, opening: str, closing: str) -> tuple[str, str] | None:
     """Returns the text of a reply before and after the tag that closes its reasoning; None without reasoning.
 
     A tag after a space, a quote or a bracket is a mention of it, and so are all tags of a text that opens no reasoning
     where it begins but elsewhere.
     """
-    opened = text.lstrip().startswith(config.think_open)
-    positions = [match.start() for match in re.finditer(re.escape(config.think_close), text)]
-    closing = [position for position in positions if text[:position][-1:] not in {*" \t`'\"([*"}]
-    position = next(iter(closing or positions[:1] if opened else closing), None)
-    if position is None or (not opened and config.think_open in text[:position]):
+    opened = text.lstrip().startswith(opening)
+    positions = [match.start() for match in re.finditer(re.escape(closing), text)]
+    ends = [position for position in positions if text[:position][-1:] not in {*" \t`'\"([*"}]
+    position = next(iter(ends or positions[:1] if opened else ends), None)
+    if position is None or (not opened and opening in text[:position]):
         return None
-    return text[:position], text[position + len(config.think_close) :]
+    return text[:position], text[position + len(closing) :]
 
 
 def reasoning_of(text: str, config: DataConfig) -> str:
     """Returns the reasoning of a reply, without white space around it; empty if there is none."""
-    parts = _split(text, config)
+    parts = _split(text, config.think_open, config.think_close)
     return parts[0].lstrip().removeprefix(config.think_open).strip() if parts else ""
 
 
 def answer_of(text: str, config: DataConfig) -> str:
     """Returns the text of a reply after its reasoning."""
-    parts = _split(text, config)
+    parts = _split(text, config.think_open, config.think_close)
     return parts[1] if parts else text
 
 
@@ -80,22 +80,33 @@ def in_message(message: Mapping[str, Any], config: DataConfig) -> str:
     return reasoning_of(content, config) if isinstance(content, str) else ""
 
 
-def with_own_tags(text: str, config: DataConfig) -> str:
+def with_own_tags(text: str, config: DataConfig, *, is_reply: bool = True) -> str:
     """Replaces tags of reasoning such as `<|begin_of_thought|>` by those of the configuration.
 
-    A reply becomes `reply` of its reasoning and its answer. In another text, such as a system prompt that names the
-    tags, each tag is replaced.
+    A reply becomes `reply` of its reasoning and its answer, and keeps tags that it only mentions. In another text, such
+    as a system prompt that names the tags, each tag is replaced.
     """
     for opening, closing in TABLES["tags"]:
         if closing == config.think_close or (opening not in text and closing not in text):
             continue
+        if is_reply and (parts := _split(text, opening, closing)):
+            return reply(parts[0].lstrip().removeprefix(opening).strip(), _without_tags(parts[1]), config)
+        if is_reply and not text.lstrip().startswith(opening):
+            continue
         for tag in TABLES["answer_tags"]:
             text = text.replace(tag, "")
-        before, closed, after = text.partition(closing)
-        if closed and before.lstrip().startswith(opening):
-            return reply(before.lstrip().removeprefix(opening).strip(), after.strip(), config)
         text = text.replace(opening, config.think_open).replace(closing, config.think_close)
     return text
+
+
+def _without_tags(answer: str) -> str:
+    """Returns an answer without the tags around it."""
+    opening, closing = TABLES["answer_tags"]
+    answer = answer.strip()
+    if not answer.startswith(opening):
+        return answer
+    before, closed, after = answer.removeprefix(opening).rpartition(closing)
+    return (before + after if closed else after).strip()
 
 
 def split_solution(text: str, config: DataConfig, *, boxed: bool, closings: Collection[str] = ()) -> tuple[str, str]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tpu_kit.config.loader import DataConfig
-from tpu_kit.data.cells import RowError, is_filled, parsed, switch, text_of, without_none
+from tpu_kit.data.cells import RowError, is_empty, is_filled, json_of, parsed, switch, text_of, without_none
 from tpu_kit.data.columns import MESSAGE_KEYS, TABLES, Layout, in_message, reasoning_of, role_of, with_own_tags
 
 _KEYS: Mapping[str, list[str]] = TABLES["message_keys"]
@@ -22,7 +22,21 @@ _THOUGHT, _TEXTS = (
     ("thinking", "reasoning", "redacted_thinking"),
     ("text", "thinking", "reasoning", "summary", "content"),
 )
-_FLAGS, _NONE = frozenset(TABLES["flags"]["words"]), frozenset(TABLES["flags"]["none"])
+_FLAGS, _NONE, _SETTINGS = (frozenset(TABLES["flags"][key]) for key in ("words", "none", "settings"))
+_ARGUMENTS = ("arguments", "args", "kwargs", "input", "parameters")
+_CALL = (
+    "name",
+    "id",
+    "type",
+    "index",
+    "function",
+    "description",
+    "call_id",
+    "tool_call_id",
+    "status",
+    "strict",
+    "extra_content",
+)
 _IMAGE = re.compile(r"\A\s*(?:<image>|<(?:video|audio)>\s*(?:\n|\Z))|\n\s*<image>\s*\Z")
 
 
@@ -107,14 +121,16 @@ def _message(turn: Mapping[str, Any], name: str, config: DataConfig) -> dict[str
     if _is_parts(content):
         content, thought = _read_parts(content, name)
         thoughts |= {"content": thought} if thought else {}
-    if content is not None and not (isinstance(content, list) and not content and message["role"] != "tool"):
+    if message["role"] == "tool" and isinstance(content, Mapping | list):  # {} and [] are results too
+        message["content"] = json_of(content, name)
+    elif isinstance(content, str) or not is_empty(content):
         message["content"] = content if isinstance(content, str) else text_of(content, name)
     elif thoughts:
         message["content"] = ""
     elif not message.get("tool_calls"):
         raise RowError(f"{name}, from {message['role']}, has no content")
     if isinstance(message.get("content"), str) and message["role"] in ("assistant", "system"):
-        message["content"] = with_own_tags(message["content"], config)
+        message["content"] = with_own_tags(message["content"], config, is_reply=message["role"] == "assistant")
     if message["role"] == "user" and _IMAGE.search(message.get("content", "")):
         raise RowError(f"{name} has the place of an image: images are not supported")
     return _with_thoughts(message, thoughts, name, config)
@@ -198,7 +214,7 @@ def _read_parts(parts: list[Any], name: str) -> tuple[str, str]:
     texts, thoughts = [], []
     for part in parts:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        if kind in _THOUGHT and (thought := _thought(part, name)):
+        if kind in _THOUGHT and (thought := _thought(part, name, "delete the part")):
             thoughts.append(thought)
         elif kind in ("text", "input_text", "output_text") and isinstance(part.get("text"), str):
             texts.append(part["text"])
@@ -212,46 +228,52 @@ def _thoughts_of_keys(message: dict[str, Any], name: str) -> dict[str, str]:
     found = {}
     for key in _REASONING:
         if is_filled(value := message.pop(key, None)):
-            if isinstance(value, bool) or (isinstance(value, str) and value.strip().lower() in _FLAGS - _NONE):
-                raise RowError(
-                    f"{name} has {key}={str(value).lower()}, a flag, no reasoning; set "
-                    f"data.columns={{{_column(name)}.{key}: ''}} to leave it out"
-                )
-            if isinstance(value, str) and value.strip().lower() in _NONE:
-                continue
-            found[key] = _thought(value, f"{name}, {key},")
-    return found
+            advice = f"set data.columns={{{_column(name)}.{key}: ''}} to leave it out"
+            found[key] = _thought(value, f"{name}, {key},", advice)
+    return {key: thought for key, thought in found.items() if thought}
 
 
-def _thought(value: Any, name: str) -> str:
-    """Returns reasoning as text, from text, a list of texts, or objects with a text.
+def _thought(value: Any, name: str, advice: str) -> str:
+    """Returns reasoning as text, from text, a list of texts, or objects with a text; empty if it is a word such as N/A.
 
     Raises:
-        RowError: it is something else, such as encrypted.
+        RowError: it is something else, such as encrypted, or a setting; or texts of it differ.
     """
+    try:
+        texts = _texts(value)
+    except RowError as error:
+        raise RowError(f"{name} holds {error}: {str(value)[:60]}; {advice}") from error
+    words = {text.strip().lower() for text in texts}
+    if not words <= _NONE and words <= _FLAGS:
+        raise RowError(f"{name} holds {', '.join(map(repr, sorted(words)))}, a flag, no reasoning; {advice}")
+    return "" if words <= _NONE else "\n".join(texts)
+
+
+def _texts(value: Any) -> list[str]:
+    if isinstance(value, bool):
+        return [str(value).lower()]
     if isinstance(value, str):
-        return value
+        return [value]
+    if isinstance(value, Mapping) and any(is_filled(value.get(key)) for key in _SETTINGS):
+        raise RowError("a setting, no reasoning")
     if isinstance(value, Mapping):
-        texts = [value[key] for key in _TEXTS if is_filled(value.get(key))]
-        if texts:
-            return _thought(texts[0], name)
+        found = {key: _texts(value[key]) for key in _TEXTS if is_filled(value.get(key))}
+        if len({" ".join(" ".join(texts).split()) for texts in found.values()}) > 1:
+            raise RowError(f"reasonings that differ in {', '.join(found)}")
+        if found:
+            return next(iter(found.values()))
     if isinstance(value, list) and value:
-        return "\n".join(_thought(part, name) for part in value if is_filled(part))
-    raise RowError(f"{name} holds reasoning that is no text: {str(value)[:60]}")
+        return [text for part in value if is_filled(part) for text in _texts(part)]
+    raise RowError("reasoning that is no text")
 
 
 def thought_of_column(value: Any, column: str) -> str:
     """Returns the reasoning of a cell; empty if it holds none, or a word such as N/A in its place."""
-    if not is_filled(value) or (isinstance(value, str) and value.strip().lower() in _NONE):
+    if not is_filled(value):
         return ""
-    if isinstance(value, bool) or (isinstance(value, str) and value.strip().lower() in _FLAGS):
-        raise RowError(
-            f"column {column!r} holds {str(value).lower()!r}, a flag, no reasoning; empty such cells, or set "
-            "data.columns={reasoning: ''}"
-        )
-    if isinstance(value, int | float):
+    if isinstance(value, int | float) and not isinstance(value, bool):
         return text_of(value, f"column {column!r}")
-    return _thought(value, f"column {column!r}")
+    return _thought(value, f"column {column!r}", "empty such cells, or set data.columns={reasoning: ''}")
 
 
 def _with_thoughts(message: dict[str, Any], thoughts: dict[str, str], name: str, config: DataConfig) -> dict[str, Any]:
@@ -279,29 +301,62 @@ def _read_calls(message: dict[str, Any], name: str) -> None:
     if is_filled(given := message.pop("function_call", None)):
         calls += read_calls(given, name)
     if message["role"] in ("function_call", "tool_call"):  # ShareGPT, ms-swift: the content is a call, or several
-        calls = read_calls(message["content"], name)
+        calls = read_calls(message.get("content"), name)
         message |= {"role": "assistant", "content": ""}
     if calls:
         message["tool_calls"] = calls
+
+
+def are_calls(value: Any) -> bool:
+    """Returns whether a value is a call of a tool or a list of them, or JSON text of one of these."""
+    calls = _decoded_list(value)
+    return bool(calls) and all(_function_of(call) for call in calls)
 
 
 def read_calls(value: Any, name: str) -> list[dict[str, Any]]:
     """Returns tool calls with decoded arguments; they may be JSON text, or a list of it.
 
     Raises:
-        RowError: they have no names.
+        RowError: one has no name, or arguments that cannot be read.
     """
     calls = []
     for call in _decoded_list(value):
-        function = _decoded(call.get("function", call)) if isinstance(call, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+        if not (function := _function_of(call)):
             raise RowError(f"{name} holds no function call as JSON: {str(value)[:60]!r}")
-        made = {**function, "arguments": _decoded(function.get("arguments", function.get("parameters", {})))}
-        if "arguments" not in function:
-            made.pop("parameters", None)
         about = {key: item for key, item in call.items() if key != "function"} if "function" in call else {}
-        calls.append({"type": "function", **about, "function": made})
+        arguments = _arguments({**about, **function}, name)
+        made = {key: item for key, item in function.items() if key not in _ARGUMENTS}
+        about = {key: item for key, item in about.items() if key not in _ARGUMENTS}
+        calls.append({"type": "function", **about, "function": {**made, "arguments": arguments}})
     return calls
+
+
+def _function_of(call: Any) -> Mapping[str, Any] | None:
+    """Returns what a call calls, with its name; None if it is no call."""
+    function = _decoded(call.get("function", call)) if isinstance(call, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return function if isinstance(name, str) and name else None
+
+
+def _arguments(call: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Returns the arguments of a call, whose key differs between formats; {} if it has none."""
+    name = f"{name} calls {call['name']!r}"
+    given = {key: call[key] for key in _ARGUMENTS if call.get(key) is not None}
+    if len(given) > 1:
+        raise RowError(f"{name} with {' and '.join(given)}; keep one of them, as arguments")
+    unknown = {key: item for key, item in call.items() if key not in (*_ARGUMENTS, *_CALL) and is_filled(item)}
+    if unknown and not any(key in call for key in _ARGUMENTS):
+        raise RowError(
+            f"{name} with {', '.join(unknown)}, and without arguments; name its arguments so, even if they are {{}}"
+        )
+    arguments: Any = next(iter(given.values()), {})
+    arguments = {} if arguments == "" else arguments  # in OpenAI's form
+    while isinstance(arguments, str) and (inner := _decoded(arguments)) != arguments:  # some encode them twice
+        arguments = inner
+    if not isinstance(arguments, Mapping):
+        raise RowError(f"{name} with arguments that are no JSON object: {str(arguments)[:60]!r}")
+    json_of(arguments, f"{name} with arguments, which")  # NaN is no JSON
+    return arguments
 
 
 def read_tools(value: Any, column: str) -> list[dict[str, Any]] | None:
@@ -327,6 +382,7 @@ def read_tools(value: Any, column: str) -> list[dict[str, Any]] | None:
         function |= {"parameters": parameters} if parameters is not None else {}
         about = {key: item for key, item in tool.items() if key != "function"} if "function" in tool else {}
         tools.append({"type": "function", **about, "function": function})
+        json_of(tools[-1], f"column {column!r}")  # NaN is no JSON
     return tools
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -114,24 +115,23 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def _integer(text: str) -> int | str:
-    """Returns a whole number, or its text if Arrow's 64 bits cannot hold it."""
-    return int(text) if len(text) < 20 and -(2**63) <= int(text) < 2**63 else text
+_DECODER = json.JSONDecoder(object_pairs_hook=_object)
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_int=_integer, parse_constant=lambda name: None)
-"""NaN and infinity become null."""
+_NOT_FINITE = (math.inf, -math.inf)
 
 
 def _as_row(value: Any, location: str) -> Record:
-    """Returns a decoded value as a row, or why Arrow cannot hold it."""
+    """Returns a decoded value as a row, or why Arrow cannot hold it; cells of NaN and infinity become null."""
     if not isinstance(value, dict):
         return Record(location, {}, f"a row must be an object, not {json.dumps(value)[:30]}")
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         return Record(location, {}, "half of a surrogate pair (\\ud800 to \\udfff), which is no character")
-    return Record(location, value)
+    return Record(
+        location, {name: None if cell in _NOT_FINITE or cell != cell else cell for name, cell in value.items()}
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------- CSV
@@ -187,7 +187,7 @@ def write_records(records: Callable[[], Iterator[tuple[str, Record]]], target: P
     kinds: dict[str, set[type]] = {}
     for _, record in records():
         for name, cell in record.values.items():
-            kinds.setdefault(name, set()).update([] if cell is None else [type(cell)])
+            kinds.setdefault(name, set()).update([] if cell is None else [_kind(cell)])
     features = Features({name: _feature(types) for name, types in kinds.items()})
     columns = Features(features | {LOCATION: Value("string"), PROBLEM: Value("string")})
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -196,6 +196,11 @@ def write_records(records: Callable[[], Iterator[tuple[str, Record]]], target: P
             row = {name: _cell(record.values.get(name), feature) for name, feature in features.items()}
             writer.write(row | {LOCATION: f"{Path(file).name}, {record.location}", PROBLEM: record.problem or None})
         writer.finalize()
+
+
+def _kind(cell: Any) -> type:
+    """Returns the type of a cell; a whole number that Arrow's 64 bits cannot hold is stored as text."""
+    return str if type(cell) is int and not -(2**63) <= cell < 2**63 else type(cell)
 
 
 def _feature(types: set[type]) -> Any:

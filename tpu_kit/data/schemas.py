@@ -23,7 +23,15 @@ from tpu_kit.data.columns import (
     split_solution,
     with_own_tags,
 )
-from tpu_kit.data.messages import content_text, learns, read_calls, read_messages, read_tools, thought_of_column
+from tpu_kit.data.messages import (
+    are_calls,
+    content_text,
+    learns,
+    read_calls,
+    read_messages,
+    read_tools,
+    thought_of_column,
+)
 
 _PLAIN = str.maketrans("\N{LEFT SINGLE QUOTATION MARK}\N{RIGHT SINGLE QUOTATION MARK}\N{LEFT DOUBLE QUOTATION MARK}"
                        "\N{RIGHT DOUBLE QUOTATION MARK}\N{EN DASH}\N{EM DASH}\N{MINUS SIGN}", "''\"\"---")  # fmt: skip
@@ -198,21 +206,18 @@ def _reply(
     row: Mapping[str, Any], layout: Layout, config: DataConfig, tools: list[Any] | None, reasoning: str, answer: str
 ) -> dict[str, Any]:
     """Returns a reply; an answer that is a list of calls of the row's tools becomes tool calls."""
-    called = _calls(row[layout.columns["answer"]], tools)
+    called = _calls(row, layout.columns["answer"], tools)
     if called:
         thought = {"reasoning_content": reasoning} if reasoning else {}
         return {"role": "assistant", "content": None, "tool_calls": called} | thought
     return {"role": "assistant", "content": reply(reasoning, answer, config) if reasoning else answer}
 
 
-def _calls(value: Any, tools: list[Any] | None) -> list[dict[str, Any]]:
+def _calls(row: Mapping[str, Any], column: str, tools: list[Any] | None) -> list[dict[str, Any]]:
     names = {tool["function"]["name"] for tool in tools or ()}
-    if not names or not isinstance(value, str | list | Mapping):
+    if not names or not are_calls(row[column]):
         return []
-    try:
-        calls = read_calls(value, "")
-    except RowError:
-        return []
+    calls = read_calls(row[column], f"column {column!r}")
     if unknown := {call["function"]["name"] for call in calls} - names:
         raise RowError(f"its reply calls {', '.join(sorted(unknown))}, and its tools are {', '.join(sorted(names))}")
     return calls
@@ -380,7 +385,7 @@ def _system(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> str |
     value = row.get(column)
     if not is_filled(value):
         return None
-    return with_own_tags(content_text(value, f"column {column!r}"), config)
+    return with_own_tags(content_text(value, f"column {column!r}"), config, is_reply=False)
 
 
 def _last_turn(
