@@ -133,6 +133,16 @@ Q, A = "user: Add.\n", "> assistant: "
          "system: s\nuser: h\n> assistant: r\n" + Q + A + "x"),
         ([{"question": "Add.", "answer": "x", "history": [user("h"), reply("r")]}], "user: h\n> assistant: r\n" + Q + A + "x"),
         ([chat(user("h"), reply("r"), user("Add."), response="x")], "user: h\nassistant: r\n" + Q + A + "x"),
+        *[
+            ([row], Q + A + "x")
+            for row in [
+                {"input": [user("Add.")], "output": [reply("x")]}, {"prompt": [user("Add.")], "response": [reply("x")]},
+                chat(user("Add."), response=json.dumps([reply("x")])), chat(user("Add."), response=reply("x")),
+                {"prompt": user("Add."), "completion": reply("x")},
+                chat(user([{"text": "Add."}]), reply({"content_type": "text", "parts": ["x"]})),
+                chat(user({"type": "text", "text": "Add."}), reply("x")),
+            ]
+        ],
         ([chat(user("Add."), output={"n": 1})], Q + A + '{"n": 1}'),
         ([chat(user("Add."), reply("x"), response="x", id=3)], Q + A + "x"),
         ([chat(user("Add."), reply("x"), prompt="Add.", instruction="Add.")], Q + A + "x"),
@@ -258,7 +268,9 @@ UNWANTED = r"line 2: its label is {}, so it is not wanted; remove such rows, or 
             ]
         ],
         ([{"question": "a", "answer": [{"name": "add", "data": {"a": 2}}], "tools": [TOOL]}], r"column 'answer' calls 'add' with data, and"),
-        ([{"question": "a", "answer": {"b": float("nan"), "c": 1}}], r"line 1: column 'answer' holds a dict that JSON cannot hold: .*nan"),
+        ([{"question": user("a"), "answer": reply("b")}], r"column 'question' holds a message, not text; .*{question: question.content}"),
+        ([chat(user("a"), response=[reply("b")], reasoning="c")], r"column 'response' holds messages, and column 'reasoning' their reasoning"),
+        ([{"question": "a", "answer": {"b": float("nan"), "c": 1}}], r"line 1: column 'answer' holds a dict that JSON cannot hold: Out of range"),
         *[([{"question": "a", "answer": empty}, {"question": "a", "answer": "b"}], r"line 1: column 'answer' is empty") for empty in ([], {}, [None])],
         ([chat(user("a"), reply([None]))], r"line 1: message 1 .*, from assistant, has no content"),
         (Dataset.from_list([{"question": "a", "answer": {"b": None}}, {"question": "c", "answer": {"b": "d"}}]), r"row 0: column 'answer' is empty"),
@@ -359,6 +371,9 @@ def test_the_rows_of_an_evaluation_file_follow_the_same_rules(tmp_path: Path) ->
         ([{"question": "a", "answer": "So.\nThe answer is: 5"}], r"answer: all end in a line 'The answer is:'; the text before it"),
         ([{"question": "a", "answer": "So.\n#### Yes"}, {"question": "a", "answer": "b"}], r"answer: 1 of 2 end in a line '####'"),
         ([{"question": "a", "answer": {"b": 1}}], r"1 of 1 cells of answer are objects or lists, read as JSON text"),
+        ([{"question": "a", "answer": "b", "system": {"c": 1}}], r"1 of 1 cells of system are objects or lists, read as JSON text"),
+        ([chat(user({"q": 1}), reply("b"))], r"1 contents are objects or lists, read as JSON text"),
+        ([chat(user("a"), reply('[{"type": "text", "text": "b"}]'))], r"1 contents are JSON text of parts, kept as they are"),
         ([{"question": "a", "answer": "b", "history": [["c", "d"]]}], r"the replies in history carry loss too"),
         ([chat(user("a"), reply("b"), user("c"), response="d")], r"response is the last reply of a chat; the replies before it"),
         ([chat(reply("Hi"), user("a"), reply("b"))], r"1 chats begin with a reply, which carries no loss"),
@@ -390,3 +405,12 @@ def test_answers_that_are_lists_are_judged_by_any_of_their_texts(tmp_path: Path)
         answer({"prompt": "a", "answer": {"gold": "4"}}, format="prompt")
     with pytest.raises(ValueError, match=r"line 1: column 'reward_model' has no field 'gold'"):
         prepared(tmp_path, [nested], format="prompt", columns={"prompt": "prompt", "answer": "reward_model.gold"})
+
+
+def test_a_field_that_is_an_object_is_told_and_one_in_parts_is_text(tmp_path: Path) -> None:
+    rows: Rows = [{"q": {"text": [{"type": "text", "text": "a"}]}, "x": {"gold": {"b": 1}}}]
+    columns = {"question": "q.text", "answer": "x.gold"}
+    assert only(tmp_path, rows, columns=columns) == 'user: a\n> assistant: {"b": 1}'
+    report = str(prepared(tmp_path, rows, columns=columns).report)
+    assert "1 of 1 cells of x.gold are objects or lists, read as JSON text" in report
+    assert "cells of q.text" not in report

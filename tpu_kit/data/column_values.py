@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from datasets import Audio, ClassLabel, Dataset, Image, Json, Value, Video
 
 from tpu_kit.config.loader import DataConfig
-from tpu_kit.data.cells import decoded, is_filled, is_short_float, options_of, plain_value, switch
+from tpu_kit.data.cells import RowError, decoded, is_filled, is_short_float, options_of, plain_value, switch
 from tpu_kit.data.columns import (
     CLOSINGS,
     HEADED,
@@ -30,6 +30,7 @@ from tpu_kit.data.columns import (
     role_of,
     stores_structs,
 )
+from tpu_kit.data.messages import becomes_json, is_parts
 
 _SLICE = 10_000  # rows in memory at a time
 _CHATS = 2_000  # rows whose chats are looked at
@@ -38,6 +39,7 @@ _TURNS = r'(?s)^\s*\[\s*\{.*"(role|from)"\s*:\s*"'
 _SAID = r'(?s)"(content|value|tool_calls|function_call)"\s*:'
 _CALLS = r'(?s)^\s*\[\s*(\{|"\s*\{).*"arguments\\?"\s*:'
 _TOOLS = r'(?s)^\s*\[\s*(\{|"\s*\{).*"name\\?"\s*:.*"parameters\\?"\s*:'
+_PARTS = re.compile(r'\s*\[\s*\{\s*"type"\s*:\s*"\w+"\s*,\s*"(text|\w+_url)"\s*:')
 _IMAGES = r"^data:(image|audio|video)/|(?i)^\S+\.(png|jpe?g|webp|gif|bmp|mp4|mov|wav|mp3|flac)$"
 _ANSWERED = r'"(role|from)"\s*:\s*"(assistant|gpt|chatgpt|bot)"[^{}]*\}\s*\]\s*$'
 _SWITCHES, _OPTIONS = re.compile(TABLES["switches"]["names"]), re.compile(TABLES["options"]["names"])
@@ -330,15 +332,16 @@ def _with_values(rows: Dataset, layout: Layout) -> tuple[Layout, list[str]]:
         told.append(f"{column} is the last reply of a chat; the replies before it carry no loss")
     if "history" in layout.columns:
         told.append(f"the replies in {layout.columns['history']} carry loss too")
-    for role in ("question", "context", "answer", "prompt", "completion"):
+    for role in ("question", "context", "answer", "prompt", "completion", "system"):
         column = layout.columns.get(role, "")
-        if column not in rows.features or column in layout.chats or (role == "answer" and "tools" in layout.columns):
+        head = head_of(column, rows.column_names) if column else ""
+        if not head or column in layout.chats or (role == "answer" and "tools" in layout.columns):
             continue
         if role == "answer" and layout.format == "prompt":
             continue
-        if count := _objects(rows, column):
+        if count := _objects(rows, layout, column):
             told.append(f"{count:,} of {len(rows):,} cells of {column} are objects or lists, read as JSON text")
-            told += [f"{column}: {_WITHOUT}"] * (not isinstance(rows.features[column], Json))
+            told += [f"{column}: {_WITHOUT}"] * (not isinstance(rows.features[head], Json | Value))
     column = layout.columns.get("answer", "")
     if column in rows.features and _is_text(rows.features[column]) and "reasoning" not in layout.columns:
         filled, found = _count(rows, column, r"\S"), []
@@ -366,13 +369,22 @@ def _with_values(rows: Dataset, layout: Layout) -> tuple[Layout, list[str]]:
     return layout, told
 
 
-def _objects(rows: Dataset, column: str) -> int:
-    feature = rows.features[column]
-    if isinstance(feature, Json):
-        return _count(rows, column, r"^\s*[\[{]")
-    if isinstance(feature, Value | ClassLabel):
+def _objects(rows: Dataset, layout: Layout, column: str) -> int:
+    """Returns how many cells of a column, or of a field of one, are trained as JSON."""
+    head = head_of(column, rows.column_names)
+    feature = rows.features[head]
+    if isinstance(feature, Value | ClassLabel) and head == column:
         return 0
-    return len(rows) - sum(array.null_count for array in _slices(rows, column))
+    if isinstance(feature, Json) and not _count(rows, head, r"^\s*[\[{]"):
+        return 0
+    count = 0
+    for row in rows.select_columns([head]):
+        try:
+            value = layout.plain(row)[column]
+        except RowError:
+            continue  # told when the row is read
+        count += isinstance(value, list | Mapping) and not is_parts(value)
+    return count
 
 
 def _first_option(rows: Dataset, layout: Layout) -> tuple[int, list[str]]:
@@ -408,12 +420,15 @@ def _notes_of_chats(rows: Dataset, layout: Layout) -> list[str]:
     part = rows.select(range(min(len(rows), _CHATS))).select_columns([column, *systems])
     known = {key for name in ("read", "switches", "details", "reasoning") for key in TABLES["message_keys"][name]}
     unread: dict[str, str] = {}
-    greeted = 0
+    greeted = objects = parts = 0
     for row in part:
         try:
             turns = json.loads(row[column]) if isinstance(row[column], str) else row[column]
             greeted += role_of(turns[0]) == "assistant" and not any(is_filled(row[name]) for name in systems)
             for turn in turns:
+                content = turn.get("content", turn.get("value"))
+                objects += role_of(turn) != "tool" and becomes_json(content)
+                parts += isinstance(content, str) and _PARTS.match(content) is not None
                 for key in turn.keys() - known - unread.keys():
                     if is_filled(turn[key]):
                         unread[key] = _shown(turn[key])
@@ -423,6 +438,10 @@ def _notes_of_chats(rows: Dataset, layout: Layout) -> list[str]:
     notes = []
     if greeted:
         notes.append(f"{greeted:,} chats{which} begin with a reply, which carries no loss")
+    if objects:
+        notes.append(f"{objects:,} contents{which} are objects or lists, read as JSON text")
+    if parts:
+        notes.append(f"{parts:,} contents{which} are JSON text of parts, kept as they are")
     if unread:
         listed = ", ".join(f"{key} ({value})" for key, value in sorted(unread.items()))
         notes.append(f"keys of messages{which} that are not read, but passed to the chat template: {listed}")

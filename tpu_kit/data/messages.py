@@ -23,6 +23,7 @@ _THOUGHT, _TEXTS = (
     ("text", "thinking", "reasoning", "summary", "content"),
 )
 _FLAGS, _NONE, _SETTINGS = (frozenset(TABLES["flags"][key]) for key in ("words", "none", "settings"))
+_ROLES = ("system", "user", "assistant", "tool")
 _ARGUMENTS = ("arguments", "args", "kwargs", "input", "parameters")
 _CALL = (
     "name",
@@ -118,7 +119,7 @@ def _message(turn: Mapping[str, Any], name: str, config: DataConfig) -> dict[str
     _read_calls(message, name)
     content = message.pop("content", None)
     thoughts = _thoughts_of_keys(message, name)
-    if _is_parts(content):
+    if is_parts(content := _as_parts(content)):
         content, thought = _read_parts(content, name)
         thoughts |= {"content": thought} if thought else {}
     if message["role"] == "tool" and isinstance(content, Mapping | list):  # {} and [] are results too
@@ -191,7 +192,7 @@ def _of_whole_text(details: Any, key: str, content: Any, name: str) -> bool:
 # --------------------------------------------------------------------------------------------- contents and reasoning
 
 
-def _is_parts(content: Any) -> bool:
+def is_parts(content: Any) -> bool:
     """Returns whether a content is a list of parts with types, as in chats with images."""
     types = TABLES["parts"]["types"]
     return isinstance(content, list) and any(
@@ -199,9 +200,32 @@ def _is_parts(content: Any) -> bool:
     )
 
 
+def _as_parts(content: Any) -> Any:
+    """Returns a content of a message that is text in a form of others, such as Bedrock's, as parts with types."""
+    if isinstance(content, Mapping) and content.get("content_type") == "text":
+        content = content.get("parts")
+        texts = content if isinstance(content, list) else [content]
+    elif isinstance(content, list) and content and all(isinstance(x, Mapping) and [*x] == ["text"] for x in content):
+        texts = [part["text"] for part in content]
+    else:
+        return [content] if is_parts([content]) else content
+    return [{"type": "text", "text": text} for text in texts]
+
+
+def becomes_json(content: Any) -> bool:
+    """Returns whether a content of a message is an object or a list that is trained as JSON."""
+    return isinstance(content, Mapping | list) and not is_empty(content) and not is_parts(_as_parts(content))
+
+
 def content_text(value: Any, place: str) -> str:
     """Returns a content that is text, a number, an object, a list, or a list of parts of text, as text."""
-    if not _is_parts(value):
+    if isinstance(value, Mapping) and role_of(value) in _ROLES and "content" in value:
+        column = _column(place)
+        raise RowError(
+            f"{place} holds a message, not text; write its text alone, or name it, as in data.columns={{{column}: "
+            f"{column}.content}}, with the role of the column"
+        )
+    if not is_parts(value):
         return text_of(value, place)
     text, thought = _read_parts(value, place)
     if thought:

@@ -179,7 +179,8 @@ def _of_row(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conve
         turns = [*turns, *last] if isinstance(turns, list) else turns
         messages = read_messages(turns, columns["messages"], 0, system, config, layout)
         replies = [i for i, message in enumerate(messages) if learns(message)]
-        return Conversation(messages, replies[-1 if last else 0], tools)
+        added = len(messages) - len(last)
+        return Conversation(messages, next(i for i in replies if i >= added) if last else replies[0], tools)
     asked = row.get(columns["prompt"])
     asked = parsed(asked, columns["prompt"]) if columns["prompt"] in layout.chats else asked
     turns = asked if isinstance(asked, list) else [{"role": "user", "content": _cell(row, columns["prompt"])}]
@@ -226,10 +227,7 @@ def _calls(row: Mapping[str, Any], column: str, tools: list[Any] | None) -> list
 def _completed(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
     """Reads a prompt and its completion: two texts, or a chat whose end may be text."""
     columns = layout.columns
-    prompt, completion = (
-        parsed(row.get(columns[role]), columns[role]) if columns[role] in layout.chats else row.get(columns[role])
-        for role in ("prompt", "completion")
-    )
+    prompt, completion = (_turns(row, columns[role], layout) for role in ("prompt", "completion"))
     if isinstance(prompt, list) and prompt and all(isinstance(turn, Mapping) for turn in prompt):
         if not _is_turns(completion):
             completion = [{"role": "assistant", "content": _cell(row, columns["completion"])}]
@@ -254,6 +252,13 @@ def _is_turns(value: Any) -> TypeGuard[list[Any]]:
     return isinstance(value, list) and any(
         isinstance(turn, Mapping) and ("role" in turn or "from" in turn) for turn in value
     )
+
+
+def _turns(row: Mapping[str, Any], column: str, layout: Layout) -> Any:
+    """Returns a cell of messages, or one message, as their list; any other cell as it is."""
+    value = parsed(row.get(column), column) if column in layout.chats else row.get(column)
+    is_one = isinstance(value, Mapping) and _is_turns([value]) and bool({"content", "value", "tool_calls"} & {*value})
+    return [value] if is_one else value
 
 
 def _history(row: Mapping[str, Any], layout: Layout) -> list[dict[str, Any]]:
@@ -393,14 +398,22 @@ def _last_turn(
 ) -> list[dict[str, Any]]:
     """Returns the last reply of a chat from columns of its own; none if the chat has it and the columns are empty."""
     columns = layout.columns
+    given = _turns(row, columns["answer"], layout)
     is_answered = bool(turns) and isinstance(turns[-1], Mapping) and role_of(turns[-1]) == "assistant"
     if is_answered and not is_filled(row.get(columns["answer"])):
         return []
     if is_answered:
         said = turns[-1].get("content", turns[-1].get("value"))
-        if said == row[columns["answer"]]:
+        if said == row[columns["answer"]] or (_is_turns(given) and turns[-len(given) :] == given):
             return []
         raise RowError(f"column {columns['messages']!r} ends in a reply, and {columns['answer']!r} holds another")
+    if _is_turns(given):
+        if is_filled(row.get(columns.get("reasoning", ""))):
+            raise RowError(
+                f"column {columns['answer']!r} holds messages, and column {columns['reasoning']!r} their reasoning; "
+                "put it into the messages as reasoning_content, or set data.columns={reasoning: ''} to leave it out"
+            )
+        return given
     reasoning, answer = _solved(row, layout, config, {})
     return [_reply(row, layout, config, tools, reasoning, answer)]
 
