@@ -270,6 +270,29 @@ UNWANTED = r"line 2: its label is {}, so it is not wanted; remove such rows, or 
         ([{"question": "a", "answer": [{"name": "add", "data": {"a": 2}}], "tools": [TOOL]}], r"column 'answer' calls 'add' with data, and"),
         ([{"question": user("a"), "answer": reply("b")}], r"column 'question' holds a message, not text; .*{question: question.content}"),
         ([chat(user("a"), response=[reply("b")], reasoning="c")], r"column 'response' holds messages, and column 'reasoning' their reasoning"),
+        *[
+            ([{"question": "a", "answer": "b", key: yes}, {"question": "c", "answer": "d", key: no}],
+             rf"line 2: its {key} is {str(no).lower()}, so it is not wanted; .*columns={{{key}: ''}}")
+            for key, yes, no in [
+                ("verified", True, False), ("accept", 1, 0), ("is_wrong", False, True), ("skip", False, True), ("in_train", 1, 0),
+                ("label", "good", "bad"), ("label", 1, -1), ("correctness", True, False),
+            ]
+        ],
+        *[
+            ([chat(user("a"), reply("b", **{key: value}))], rf"line 1: message 1 .* has {key}=.*, so it is not wanted; .*messages.{key}: ''")
+            for key, value in [("is_correct", False), ("label", "incorrect"), ("skip", True), ("rating", -1)]
+        ],
+        ([chat(user("a"), reply("hm", channel="analysis"), reply("b", channel="final"))], r"message 1 .* is reasoning, by its channel; put"),
+        ([chat({"role": "system", "content": "s", "tools": [TOOL]}, user("a"), reply("b"))], r"message 0 .* has 'tools': .* column of their own"),
+        ([chat(user("a"), reply("b"), {"role": "tool", "content": "", "result": "5"}, reply("c"))], r"message 2 .* no content, but result; rename"),
+        ([chat(user("a"), reply("b"), options=["c", "d"])], r"'options' \(.*\) may hold the options of a question"),
+        ([{"prompt": "a", "completion": "b", "options": ["c", "d"]}], r"'options' \(.*\) may hold the options of a question"),
+        *[
+            ([{"question": "a", "answer": "b", key: "c"}], rf"'{key}' \(c\) may hold {why}.*columns={{{key}: ''}}")
+            for key, why in [("ctxs", "a text"), ("story", "a text"), ("rejected_response", "another"), ("answer_2", "another"), ("cot_content", "reasoning"),
+                             ("reasoning_trace", "reasoning"), ("chat_template_kwargs", "settings of the")]
+        ],
+        ([{"text": "ab", "segments": [{"text": "a", "label": False}]}], r"'segments' .* may hold the parts of the text"),
         ([{"question": "a", "answer": {"b": float("nan"), "c": 1}}], r"line 1: column 'answer' holds a dict that JSON cannot hold: Out of range"),
         *[([{"question": "a", "answer": empty}, {"question": "a", "answer": "b"}], r"line 1: column 'answer' is empty") for empty in ([], {}, [None])],
         ([chat(user("a"), reply([None]))], r"line 1: message 1 .*, from assistant, has no content"),

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from textwrap import shorten
 from typing import Any
 
@@ -27,6 +28,7 @@ from tpu_kit.data.columns import (
     Layout,
     detect_layout,
     head_of,
+    is_wanted,
     role_of,
     stores_structs,
 )
@@ -42,7 +44,10 @@ _TOOLS = r'(?s)^\s*\[\s*(\{|"\s*\{).*"name\\?"\s*:.*"parameters\\?"\s*:'
 _PARTS = re.compile(r'\s*\[\s*\{\s*"type"\s*:\s*"\w+"\s*,\s*"(text|\w+_url)"\s*:')
 _IMAGES = r"^data:(image|audio|video)/|(?i)^\S+\.(png|jpe?g|webp|gif|bmp|mp4|mov|wav|mp3|flac)$"
 _ANSWERED = r'"(role|from)"\s*:\s*"(assistant|gpt|chatgpt|bot)"[^{}]*\}\s*\]\s*$'
-_SWITCHES, _OPTIONS = re.compile(TABLES["switches"]["names"]), re.compile(TABLES["options"]["names"])
+_SWITCHES, _OPTIONS = (
+    re.compile("{names}|{reversed}".format(**TABLES["switches"])),
+    re.compile(TABLES["options"]["names"]),
+)
 _WITHOUT = "objects have fixed fields in Arrow, so fields without a value are left out"
 _NO_THOUGHT = rf'(?i)^"?\s*({"|".join(TABLES["flags"]["none"])})\s*"?$'
 _WEIGHTS, _LABELS = re.compile("loss|weight"), re.compile("label|kto_tag|(is_)?desirable")
@@ -269,12 +274,15 @@ def _switches(rows: Dataset, layout: Layout, first: Mapping[str, Any]) -> tuple[
         low = name.strip().lower()
         if name not in first or name in layout.left_out or not _SWITCHES.fullmatch(low):
             continue
-        switches = [switch(value) for value in _distinct(rows, name, _FEW) or [None]]
+        is_label = _LABELS.fullmatch(low) and layout.format in ("prompt_completion", "messages")
+        switches = [
+            (switch if is_label else partial(is_wanted, name))(value) for value in _distinct(rows, name, _FEW) or [None]
+        ]
         if None not in switches:
             unwanted += [name] * (False in switches)
         elif _WEIGHTS.search(low) and isinstance(first[name], int | float):
             others[name] = "weights of rows, which are not supported"
-        elif _LABELS.fullmatch(low) and layout.format in ("prompt_completion", "messages"):
+        elif is_label:
             others[name] = "whether a row is wanted, which only true and false say"
     return unwanted, others
 
@@ -285,6 +293,10 @@ def _refuse(
     """Raises ValueError if unused columns change what a row means."""
     patterns = {**TABLES["refused"]["any"], **TABLES["refused"].get(layout.format, {})}
     named = {role for role, column in (config.columns or {}).items() if column}
+    if layout.format == "cot" and "reasoning" in layout.columns:
+        patterns = dict(TABLES["refused"]["any"])
+    if not named & {"answer", "completion", "messages"}:
+        patterns |= TABLES["refused"]["replies"]
     unused = [name for name in layout.ignored if name in first and name not in layout.left_out]
     dropped = {role for role, column in (config.columns or {}).items() if not column}
     options = [name for name in unused if _OPTIONS.fullmatch(name.strip().lower())]

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from tpu_kit.config.choices import ROLES
 from tpu_kit.config.loader import DataConfig
-from tpu_kit.data.cells import RowError, parsed, plain_value
+from tpu_kit.data.cells import RowError, parsed, plain_value, switch
 
 MESSAGE_KEYS = ("reasoning_content", "reasoning", "thinking")
 """Keys of a message that hold reasoning beside its content; the first with text counts."""
@@ -232,6 +232,14 @@ class Layout:
             if head and head != column:
                 made[column] = _field(made[head], head, column.removeprefix(head + "."))
         return made
+
+
+def is_wanted(name: str, value: Any) -> bool | None:
+    """Returns what a column, or a key of a message, says of its row; None if the value does not say it."""
+    word = str(value).strip().lower()
+    words = {**dict.fromkeys(TABLES["switches"]["no"], False), **dict.fromkeys(TABLES["switches"]["yes"], True)}
+    on = switch(value) if switch(value) is not None else words.get(word)
+    return on if on is None else on != bool(re.fullmatch(TABLES["switches"]["reversed"], name.strip().lower()))
 
 
 def head_of(column: str, names: Collection[str]) -> str:

@@ -13,10 +13,20 @@ from typing import Any
 
 from tpu_kit.config.loader import DataConfig
 from tpu_kit.data.cells import RowError, is_empty, is_filled, json_of, parsed, switch, text_of, without_none
-from tpu_kit.data.columns import MESSAGE_KEYS, TABLES, Layout, in_message, reasoning_of, role_of, with_own_tags
+from tpu_kit.data.columns import (
+    MESSAGE_KEYS,
+    TABLES,
+    Layout,
+    in_message,
+    is_wanted,
+    reasoning_of,
+    role_of,
+    with_own_tags,
+)
 
 _KEYS: Mapping[str, list[str]] = TABLES["message_keys"]
 _SWITCHES, _DETAILS, _REASONING = _KEYS["switches"], _KEYS["details"], (*MESSAGE_KEYS, *_KEYS["reasoning"])
+_WANTED = re.compile("{names}|{reversed}|{ratings}".format(**TABLES["switches"]))
 _REFUSED = re.compile(_KEYS["refused"][0])
 _THOUGHT, _TEXTS = (
     ("thinking", "reasoning", "redacted_thinking"),
@@ -111,11 +121,13 @@ def _message(turn: Mapping[str, Any], name: str, config: DataConfig) -> dict[str
     message["role"] = role_of(message)
     for key in [key for key in message if _REFUSED.search(str(key)) and key not in (*_SWITCHES, *_DETAILS)]:
         if is_filled(message.pop(key)):
+            moved = " (tools are a column of their own)" if key in ("tools", "functions") else ""
             raise RowError(
-                f"{name} has {key!r}: {str(turn[key])[:40]!r}, which cannot be trained on; delete it, or set "
+                f"{name} has {key!r}: {str(turn[key])[:40]!r}, which cannot be trained on{moved}; delete it, or set "
                 f"data.columns={{{_column(name)}.{key}: ''}} to leave it out"
             )
     _read_switches(message, name)
+    _check_wanted(message, name)
     _read_calls(message, name)
     content = message.pop("content", None)
     thoughts = _thoughts_of_keys(message, name)
@@ -135,6 +147,33 @@ def _message(turn: Mapping[str, Any], name: str, config: DataConfig) -> dict[str
     if message["role"] == "user" and _IMAGE.search(message.get("content", "")):
         raise RowError(f"{name} has the place of an image: images are not supported")
     return _with_thoughts(message, thoughts, name, config)
+
+
+def _check_wanted(message: Mapping[str, Any], name: str) -> None:
+    """Raises RowError if a key says that a message is not wanted, is reasoning, or holds its content."""
+
+    def advice(key: str) -> str:
+        return f"data.columns={{{_column(name)}.{key}: ''}} to leave that key out"
+
+    for key, value in message.items():
+        if (
+            message.get("train") is not False
+            and _WANTED.fullmatch(str(key).lower())
+            and is_wanted(str(key), value) is False
+        ):
+            raise RowError(
+                f"{name} has {key}={str(value).lower()}, so it is not wanted; delete it, give the reply train: false, "
+                f"or set {advice(key)}"
+            )
+        if key == "channel" and value == "analysis":
+            raise RowError(
+                f"{name} is reasoning, by its channel; put it into the next reply as reasoning_content, or set "
+                f"{advice(key)} to train it as a reply"
+            )
+    if not is_filled(message.get("content")) and not is_filled(message.get("tool_calls")):
+        for key in _KEYS["contents"]:
+            if is_filled(message.get(key)):
+                raise RowError(f"{name} has no content, but {key}; rename it content, or set {advice(key)}")
 
 
 def _column(name: str) -> str:

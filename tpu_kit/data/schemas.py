@@ -12,11 +12,12 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeGuard
 
 from tpu_kit.config.loader import DataConfig
-from tpu_kit.data.cells import RowError, alternatives, is_filled, options_of, parsed, switch, text_of
+from tpu_kit.data.cells import RowError, alternatives, is_filled, options_of, parsed, text_of
 from tpu_kit.data.columns import (
     SOLUTIONS,
     Layout,
     answer_of,
+    is_wanted,
     reasoning_of,
     reply,
     role_of,
@@ -159,7 +160,7 @@ def _of_row(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conve
     """Reads what the row itself says."""
     columns = layout.columns
     for column in layout.switches:
-        if switch(row.get(column)) is False:
+        if is_wanted(column, row.get(column)) is False:
             raise RowError(
                 f"its {column} is {str(row[column]).lower()}, so it is not wanted; remove such rows, or set "
                 f"data.columns={{{column}: ''}} to train on them (there is no preference tuning)"
