@@ -185,6 +185,7 @@ Q, A = "user: Add.\n", "> assistant: "
          Q + A + "x"),
         # Options, tools and roles in the spellings of others.
         ([{"question": "Add.", "options": ["A)1", "B)2"], "answer": "B"}], "user: Add.\n\nA) 1\nB) 2\n" + A + "B"),
+        ([{"question": "Add.", "options": {"1": "2", "2": "1"}, "answer": "1"}], "user: Add.\n\n1) 2\n2) 1\n" + A + "1"),
         ([{"question": "Add.", "options": {"A": "one", "B": "two"}, "answer": "two", "answer_idx": "B"}],
          "user: Add.\n\nA) one\nB) two\n" + A + "two"),
         ([{"question": "Add.", "options": [{"key": "A", "value": "one"}, {"key": "B", "value": "two"}], "answer": "B"}],
@@ -207,6 +208,8 @@ Q, A = "user: Add.\n", "> assistant: "
         ],
         ([chat(user("Add."), reply("", tool_calls=[{"name": "add", "arguments": ""}]), tools=[TOOL])],
          f"tool {SHOWN}\n" + Q + A + CALLED.replace('{"a": 2}', "{}")),
+        ([chat(user("Add."), reply("x"), tools=[{"name": "add", "description": "Adds.", "input_schema": TOOL["parameters"]}])],
+         f"tool {SHOWN}\n" + Q + A + "x"),
         ([{"query": "Add.", "answer": [{"name": "add", "kwargs": {"a": 2}}], "tools": [TOOL]}], f"tool {SHOWN}\n" + Q + A + CALLED),
         ([{"conversations": [{"from": "gpt", "value": "Welcome!"}, {"from": "human", "value": "Add."},
                              {"from": "gpt", "value": "x"}]}], "assistant: Welcome!\n" + Q + A + "x"),
@@ -293,6 +296,12 @@ UNWANTED = r"line 2: its label is {}, so it is not wanted; remove such rows, or 
                              ("reasoning_trace", "reasoning"), ("chat_template_kwargs", "settings of the")]
         ],
         ([{"text": "ab", "segments": [{"text": "a", "label": False}]}], r"'segments' .* may hold the parts of the text"),
+        *[
+            ([{"question": "a", "options": ["x", "y"], "answer": said}], rf"column 'answer' holds {said}, which is none of the options A, B")
+            for said in ("C", -1)
+        ],
+        ([{"question": "a", "options": [f"o{i}" for i in range(27)], "answer": "A"}], "there are 27 options, more than letters"),
+        ([chat(user("See <|image_1|>."), reply("x"))], r"message 0 .* has the place of an image"),
         ([{"question": "a", "answer": {"b": float("nan"), "c": 1}}], r"line 1: column 'answer' holds a dict that JSON cannot hold: Out of range"),
         *[([{"question": "a", "answer": empty}, {"question": "a", "answer": "b"}], r"line 1: column 'answer' is empty") for empty in ([], {}, [None])],
         ([chat(user("a"), reply([None]))], r"line 1: message 1 .*, from assistant, has no content"),

@@ -214,6 +214,8 @@ def _labelled(option: Mapping[str, Any]) -> tuple[Any, Any]:
 
 def _own_letters(texts: list[str]) -> tuple[list[str], list[str]]:
     """Returns labels and texts of options; labels that the texts begin with are cut off."""
+    if len(texts) > 26:
+        raise RowError(f"there are {len(texts)} options, more than letters; give them labels of their own")
     expected = [chr(ord("A") + i) for i in range(len(texts))]
     matches = [_LETTERED.match(text) for text in texts]
     if len(texts) > 1 and [match[1].upper() if match else "" for match in matches] == expected:

@@ -48,7 +48,9 @@ _CALL = (
     "strict",
     "extra_content",
 )
-_IMAGE = re.compile(r"\A\s*(?:<image>|<(?:video|audio)>\s*(?:\n|\Z))|\n\s*<image>\s*\Z")
+_IMAGE = re.compile(
+    r"\A\s*(?:<image>|<(?:video|audio)>\s*(?:\n|\Z))|\n\s*<(?:image|video|audio)>\s*\Z|<\|(?:image|audio)_\d+\|>"
+)
 
 
 def learns(message: Mapping[str, Any]) -> bool:
@@ -437,6 +439,8 @@ def read_tools(value: Any, column: str) -> list[dict[str, Any]] | None:
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise RowError(f"column {column!r} holds a tool without a name: {str(tool)[:60]!r}")
         function = {key: item for key, item in function.items() if key != "type" or function is not tool}
+        if "parameters" not in function and "input_schema" in function:  # Anthropic's form
+            function["parameters"] = function.pop("input_schema")
         parameters = _decoded(function.get("parameters"))
         # xLAM's sets list the parameters themselves, where JSON Schema has them below "properties".
         if isinstance(parameters, Mapping) and parameters and "properties" not in parameters:  # noqa: SIM102

@@ -7,6 +7,7 @@ The formats are `cot` (question, reasoning, answer), `messages` (chats, with too
 import contextlib
 import hashlib
 import json
+import re
 import unicodedata
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeGuard
@@ -367,7 +368,13 @@ def _solved(row: Mapping[str, Any], layout: Layout, config: DataConfig, options:
 
 def _chosen(answer: str, options: Mapping[str, str], column: str, first: int) -> str:
     """Returns the answer, or the label of the option with that number, counted from `first`."""
-    if not options or not answer.strip().isdecimal() or answer.strip() in options:
+    said = answer.strip()
+    if not options or said in options:
+        return answer
+    if not said.isdecimal():
+        is_label = re.fullmatch("[A-Z]|-[0-9]+", said) and all(len(label) == 1 for label in options)
+        if is_label and said not in options.values() and said.casefold() not in map(str.casefold, options):
+            raise RowError(f"column {column!r} holds {said}, which is none of the options {', '.join(options)}")
         return answer
     number, labels = int(answer) - first, list(options)
     is_number = 0 <= number < len(labels)
