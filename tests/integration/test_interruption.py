@@ -108,6 +108,8 @@ def test_killed_then_told_to_stop_then_finished(
     where = {**where, **one_layer}
     first = start(folder, **where)
     reached(first, folder, 6)
+    while not complete(folder):  # the checkpoint of step 4 is written in the background
+        time.sleep(0.01)
     os.kill(holder(first) if "device_type" in where else first.pid, signal.SIGKILL)
     first.communicate(timeout=60)
     assert first.returncode != 0
