@@ -20,7 +20,7 @@ CHANNELS = side_channels(PACKAGE.sources)
 # Module -> the most lines of what it needs of the package. Goals: 10,000, 17,500 and 10,000; the recipe's is reported.
 # Rows, answers, decoding rules, moved runs and functions of cells added about 3,000 lines that each of them reaches.
 CLOSURES = {
-    "training.step": 21_800, "training.trainer": 28_000, "generation.generator": 17_000, "recipes.sft": 33_800,
+    "training.step": 21_915, "training.trainer": 28_213, "generation.generator": 17_126, "recipes.sft": 33_972,
 }  # fmt: skip
 
 # The most modules of the kit that a module imports; goals: 15, and 25 for recipes and the modules on top.
