@@ -443,9 +443,9 @@ def read_tools(value: Any, column: str) -> list[dict[str, Any]] | None:
             function["parameters"] = function.pop("input_schema")
         parameters = _decoded(function.get("parameters"))
         # xLAM's sets list the parameters themselves, where JSON Schema has them below "properties".
-        if isinstance(parameters, Mapping) and parameters and "properties" not in parameters:  # noqa: SIM102
-            if all(isinstance(about, Mapping) for about in parameters.values()):
-                parameters = {"type": "object", "properties": dict(parameters)}
+        listed = isinstance(parameters, Mapping) and parameters and "properties" not in parameters
+        if listed and all(isinstance(about, Mapping) for about in parameters.values()):
+            parameters = {"type": "object", "properties": dict(parameters)}
         function |= {"parameters": parameters} if parameters is not None else {}
         about = {key: item for key, item in tool.items() if key != "function"} if "function" in tool else {}
         tools.append({"type": "function", **about, "function": function})
