@@ -149,9 +149,9 @@ assert "torch" not in sys.modules
 
 
 def test_doctor_gets_the_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = types.ModuleType("tpu_kit.diagnostics.doctor")
+    module = types.ModuleType("tpu_kit.notebook.doctor")
     module.report = lambda config, as_json: int(config.optim.batch_size == 2 and as_json)
-    monkeypatch.setitem(sys.modules, "tpu_kit.diagnostics.doctor", module)
+    monkeypatch.setitem(sys.modules, "tpu_kit.notebook.doctor", module)
     assert main(["doctor", "batch_size=2"]) == 0
     assert main(["doctor", "--json", "embedded-cot", "batch_size=2"]) == 1
 
@@ -261,6 +261,6 @@ def test_an_exit_within_a_command_is_no_success(
     def report(*_: object) -> int:
         raise end
 
-    monkeypatch.setattr("tpu_kit.diagnostics.doctor.report", report)
+    monkeypatch.setattr("tpu_kit.notebook.doctor.report", report)
     assert main(["doctor"]) == status
     assert text in capsys.readouterr().err

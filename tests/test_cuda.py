@@ -15,18 +15,18 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Qwen2Config
 
 from tests.integration.test_interruption import LONG, complete, reached, start
-from tests.models.test_families import STATES, configuration, run
+from tests.model.test_families import STATES, configuration, run
 from tests.support.compiler_models import QWEN2_500M, write_config
 from tests.support.quantize_functions import dense_of
 from tests.training.test_resume import ended, run_config
 from tpu_kit.config.loader import TrainConfig, load_config
-from tpu_kit.distributed.backends import CudaRuntime
-from tpu_kit.distributed.runtime import seen_on
+from tpu_kit.distributed.replica.backends import CudaRuntime
+from tpu_kit.distributed.replica.runtime import seen_on
 from tpu_kit.generation import reference_check
 from tpu_kit.generation.service import generate
-from tpu_kit.models import causal_lm as models
-from tpu_kit.models.quantization import QuantizedLinear, Scheme
-from tpu_kit.planning.memory_estimate import estimate
+from tpu_kit.model import causal_lm as models
+from tpu_kit.model.quantization import QuantizedLinear, Scheme
+from tpu_kit.planning.memory.memory_estimate import estimate
 from tpu_kit.planning.oom_recovery import OutOfMemory
 from tpu_kit.recipes.distillation import distill
 from tpu_kit.recipes.grpo import grpo

@@ -15,27 +15,27 @@ from tests.support.child_processes import REPOSITORY, run_python
 PACKAGE = REPOSITORY / "tpu_kit"
 
 ROOMS = (
-    "assets", "config", "hardware", "storage", "distributed", "xla", "models", "data", "checkpointing", "generation",
-    "evaluation", "training", "planning", "exporting", "recipes", "profiling", "pods", "notebook", "diagnostics",
+    "assets", "config", "machine", "distributed", "xla", "model", "data", "generation", "training", "planning",
+    "exporting", "recipes", "profiling", "pods", "notebook",
 )  # fmt: skip
 """In order: a room imports itself and those before it. The modules on top may import all of them."""
 
 ON_TOP = {"__init__", "__main__", "cli"}
-MOST_MODULES, MOST_LINES = 16, 600  # of a room, of a module
-MORE_MODULES = {"models": 17}  # what attention, linear attention and recomputed layers read is a module of its own
+MOST_MODULES, MOST_IN_FOLDER, MOST_LINES = 22, 11, 600  # of a room with its folders, of a folder alone, of a module
 
 # Where the XLA stack may be imported, inside functions alone: so a machine without it can import every module, and a
 # notebook's kernel never holds the TPU that the launched processes need.
 XLA_STACK = ("torch_xla", "jax", "jaxlib", "libtpu")
 XLA_MODULES = {
-    "distributed.cpu_simulation", "distributed.backends", "distributed.mesh", "distributed.worker", "models.causal_lm",
+    "distributed.replica.backends", "distributed.replica.cpu_simulation", "distributed.replica.mesh",
+    "distributed.replica.worker", "model.causal_lm",
     "profiling.recorder", "profiling.timeline", "xla.grouped", "xla.pallas", "xla.program", "xla.scan", "xla.sharding",
 }  # fmt: skip
 
 # Modules that answer before torch is loaded, or without it.
 LIGHT = (
-    "config.loader", "hardware.chips", "diagnostics.doctor", "diagnostics.install", "notebook.cells",
-    "distributed.launch", "evaluation.judging", "pods.report", "cli", "__main__",
+    "config.loader", "machine.chips", "notebook.doctor", "notebook.install", "notebook.cells",
+    "distributed.launch", "generation.evaluation.judging", "pods.report", "cli", "__main__",
 )  # fmt: skip
 
 
@@ -129,13 +129,17 @@ def test_the_package_holds_its_rooms_alone() -> None:
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_room(room: str) -> None:
-    modules = [name for name in FILES if name.startswith(f"{room}.")]
-    assert len(modules) <= MORE_MODULES.get(room, MOST_MODULES), f"{room} has {len(modules)} modules: split it"
+    folders = sorted(path.parent for path in (PACKAGE / room).rglob("__init__.py"))
+    modules = [name for name in FILES if name.startswith(f"{room}.") and FILES[name].name != "__init__.py"]
+    assert len(modules) <= MOST_MODULES, f"{room} has {len(modules)} modules: split it"
+    for folder in folders:
+        here = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
+        assert len(here) <= MOST_IN_FOLDER, f"{folder.name} has {len(here)} modules: make a folder of those that belong"
+        docstring = ast.get_docstring(tree := ast.parse((folder / "__init__.py").read_text())) or ""
+        assert len(tree.body) == 1, "a room imports nothing: start-up stays quick"
+        assert 4 <= len(docstring.splitlines()) <= 5, f"{folder}/__init__.py says what the room is for"
     for name in modules:
         assert len(FILES[name].read_text().splitlines()) <= MOST_LINES, f"{name} is too long: split it"
-    docstring = ast.get_docstring(tree := ast.parse(FILES[room].read_text())) or ""
-    assert len(tree.body) == 1, "a room imports nothing: start-up stays quick"
-    assert len(docstring.splitlines()) >= 4, f"{room}/__init__.py says what the room is for"
     below = {*ROOMS[: ROOMS.index(room) + 1]}
     wrong = [
         f"{name}:{one.line} imports {one.ours}"
@@ -176,7 +180,7 @@ def test_xla_stack_only_inside_functions_of_its_modules(name: str) -> None:
 
 def test_package_is_lazy() -> None:
     ours = [one.ours for one in IMPORTS["__init__"] if one.ours and one.where == "module"]
-    assert ours == ["hardware.surroundings"], "which must run before other libraries are imported"
+    assert ours == ["machine.surroundings"], "which must run before other libraries are imported"
 
 
 def import_all(names: list[str], forbidden: str) -> str:
@@ -196,7 +200,7 @@ def test_private_names_of_the_xla_stack_are_used_in_two_rooms() -> None:
         private += [
             ast.unparse(node) for node in nodes if re.match(r"(torch_xla|jax|xla_client)\._", ast.unparse(node))
         ]
-        if private and not name.startswith(("xla.", "distributed.cpu_simulation", "distributed.mesh")):
+        if private and not name.startswith(("xla.", "distributed.replica.cpu_simulation", "distributed.replica.mesh")):
             wrong.append((name, private))
     assert not wrong
 

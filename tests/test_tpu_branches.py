@@ -69,14 +69,14 @@ BRANCHES: dict[str, tuple[int, str, str]] = {
     "install.options": (1, RUNS, "test_install"),
     "kv_cache.cached_attention": (1, COMPILER, "test_service"),
     "launch._check_host": (2, RECORDED, "test_launch"),
-    "machine.check_holder": (1, RECORDED, "test_machine"),
-    "machine.check_metadata": (1, RECORDED, "test_machine"),
-    "machine.check_settings": (2, RECORDED, "test_machine"),
-    "machine.check_tpu": (2, RECORDED, "test_machine"),
-    "machine.verdict": (2, RECORDED, "test_cells"),
-    "machine.Machine.tpu_devices": (1, RECORDED, "test_machine"),
-    "machine.Machine.tpu_signs": (2, RECORDED, "test_runtime"),
-    "machine.preset_per_process": (1, RECORDED, "test_machine"),
+    "checks.check_holder": (1, RECORDED, "test_checks"),
+    "checks.check_metadata": (1, RECORDED, "test_checks"),
+    "checks.check_settings": (2, RECORDED, "test_checks"),
+    "checks.check_tpu": (2, RECORDED, "test_checks"),
+    "checks.verdict": (2, RECORDED, "test_cells"),
+    "checks.Machine.tpu_devices": (1, RECORDED, "test_checks"),
+    "checks.Machine.tpu_signs": (2, RECORDED, "test_runtime"),
+    "checks.preset_per_process": (1, RECORDED, "test_checks"),
     "preflight._table": (1, RECORDED, "test_preflight"),
     "smoke_test._splash": (
         1,
@@ -115,7 +115,7 @@ BRANCHES: dict[str, tuple[int, str, str]] = {
     "runtime._choose": (3, RECORDED, "test_runtime"),
     "runtime._require": (3, RECORDED, "test_runtime"),
     "launch._settings": (1, NEVER, "its environment"),
-    "launch._environment": (1, RECORDED, "test_machine"),
+    "launch._environment": (1, RECORDED, "test_checks"),
 }
 
 

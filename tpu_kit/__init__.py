@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tpu_kit.config.loader import ConfigError, TrainConfig, batch_arithmetic, describe, load_config
     from tpu_kit.distributed.launch import launch
-    from tpu_kit.evaluation.evaluate import evaluate, evaluate_adapter
     from tpu_kit.exporting.export import export
+    from tpu_kit.generation.evaluation.evaluate import evaluate, evaluate_adapter
     from tpu_kit.generation.service import generate
     from tpu_kit.generation.tree_search import SearchOptions, think
     from tpu_kit.planning.planner import plan
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tpu_kit.recipes.grpo import grpo
     from tpu_kit.recipes.sft import TrainResult, train
 
-from tpu_kit.hardware.surroundings import ensure_home, prefer_packages
+from tpu_kit.machine.surroundings import ensure_home, prefer_packages
 
 __version__ = "0.1.0"
 
@@ -43,7 +43,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 _NAMES = {
     "config.loader": ("ConfigError", "TrainConfig", "batch_arithmetic", "describe", "load_config"),
     "distributed.launch": ("launch",),
-    "evaluation.evaluate": ("evaluate", "evaluate_adapter"),
+    "generation.evaluation.evaluate": ("evaluate", "evaluate_adapter"),
     "exporting.export": ("export",),
     "generation.service": ("generate",),
     "generation.tree_search": ("SearchOptions", "think"),

@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 from tpu_kit.cli import main
 from tpu_kit.distributed.output import SafeStream
-from tpu_kit.distributed.runtime import GC_THRESHOLD
+from tpu_kit.distributed.replica.runtime import GC_THRESHOLD
 
 
 def run() -> NoReturn:

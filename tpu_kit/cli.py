@@ -26,8 +26,8 @@ from tpu_kit.distributed.output import safe_output
 from tpu_kit.exporting.options import ExportOptions
 from tpu_kit.generation.requests import AnsweringModel, Prompts, Question
 from tpu_kit.generation.sampling import Sampling, SearchOptions
+from tpu_kit.machine.storage.run_folder import AUTO, read_command
 from tpu_kit.pods.engines import ENGINES
-from tpu_kit.storage.run_folder import AUTO, read_command
 
 OK, FAILED, BAD_USAGE, PREEMPTED = 0, 1, 2, 75  # 75 is EX_TEMPFAIL of sysexits.h: try again
 
@@ -233,7 +233,7 @@ _JSON = {"--json": _switch("print JSON, and nothing else")}
 )
 def checkpoints(args: argparse.Namespace) -> int:
     """List a run's checkpoints: steps, sizes, age, validity, metrics."""
-    from tpu_kit.checkpointing.manager import report
+    from tpu_kit.training.checkpoint.manager import report
 
     return report(args.run, args.verify, args.json)
 
@@ -275,7 +275,7 @@ def _fine_tune(args: argparse.Namespace, recipe: str) -> int:
 @command("Exit codes: 0 the run can start, 1 it cannot, 2 bad configuration.", _CONFIG | _JSON)
 def doctor(args: argparse.Namespace) -> int:
     """Check this machine for a run, each finding with its fix."""
-    from tpu_kit.diagnostics.doctor import report
+    from tpu_kit.notebook.doctor import report
 
     return report(args.config, args.json)
 
@@ -290,7 +290,7 @@ def doctor(args: argparse.Namespace) -> int:
 )
 def evaluate(args: argparse.Namespace) -> int:
     """Compare the base and the tuned model on held-out rows."""
-    from tpu_kit.evaluation import evaluate as evaluation
+    from tpu_kit.generation.evaluation import evaluate as evaluation
 
     (options,) = args.options
     if args.adapter:
@@ -384,9 +384,9 @@ def notebooks(args: argparse.Namespace) -> int:
 )  # fmt: skip
 def plan(args: argparse.Namespace) -> int:
     """Find the settings that fit a TPU, their duration and their cost."""
-    from tpu_kit.hardware.machine import Machine
-    from tpu_kit.hardware.slices import ON_GPU
-    from tpu_kit.models.architecture import known_models
+    from tpu_kit.machine.checks import Machine
+    from tpu_kit.machine.slices import ON_GPU
+    from tpu_kit.model.architecture import known_models
     from tpu_kit.planning.planner import plan as find
     from tpu_kit.planning.report import largest, report
 
@@ -488,6 +488,6 @@ class _Report:
 )
 def verify(args: argparse.Namespace) -> int:
     """Compare this machine's devices with the CPU and measure them; plan and train use the results."""
-    from tpu_kit.diagnostics.verify import report
+    from tpu_kit.notebook.verify import report
 
     return report(args.config, args.options[0].report, args.report)

@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 
-from tpu_kit.checkpointing.manager import CheckpointManager
-from tpu_kit.storage.object_store import is_url, join
+from tpu_kit.machine.storage.object_store import is_url, join
+from tpu_kit.training.checkpoint.manager import CheckpointManager
 
 INTERVAL = 50  # steps between saves, of which the share is told
 MOST_SHARE, MOST_NOTICE = 0.01, 5.0

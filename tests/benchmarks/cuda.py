@@ -180,7 +180,7 @@ def report(shape: str, remat: str, found: dict[str, Any]) -> str:
     """Lines of the table."""
     import torch
 
-    from tpu_kit.hardware import chips
+    from tpu_kit.machine import chips
 
     peak = chips.chip(torch.cuda.get_device_name()).bf16_flops
     lines = []

@@ -27,7 +27,7 @@ def load(folder: str) -> tuple[Any, Any]:
     import torch
 
     from tpu_kit.config.loader import ModelConfig
-    from tpu_kit.models.loading import load_base, load_tokenizer
+    from tpu_kit.model.loading import load_base, load_tokenizer
 
     config = ModelConfig(name=folder, base_dtype="fp32")
     return load_base(config, torch.float32).eval(), load_tokenizer(config)
@@ -37,7 +37,7 @@ def runtime_of(device: str) -> Any:
     """The runtime of this process's only replica."""
     import torch
 
-    from tpu_kit.distributed.backends import CpuRuntime, SimulatedRuntime
+    from tpu_kit.distributed.replica.backends import CpuRuntime, SimulatedRuntime
 
     if device == "cpu":
         return CpuRuntime(0, 1, torch.device("cpu"))
@@ -74,7 +74,7 @@ def counts(folder: str, size: int, count: int, new: int, dump: str) -> dict[str,
 
     from tpu_kit.generation.generator import Generator
     from tpu_kit.generation.sampling import Sampling
-    from tpu_kit.models import causal_lm as models
+    from tpu_kit.model import causal_lm as models
 
     model, tokenizer = load(folder)
     rt = runtime_of("xla-cpu")
@@ -163,7 +163,7 @@ def speed(
     from tpu_kit.generation.generator import Generator
     from tpu_kit.generation.sampling import Sampling
     from tpu_kit.generation.service import arrange_for_few_rows
-    from tpu_kit.models import causal_lm as models
+    from tpu_kit.model import causal_lm as models
 
     torch.set_num_threads(1)
     model, tokenizer = load(folder)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tpu_kit.config.loader import load_config, of_rewards
-from tpu_kit.evaluation.evaluate import compare, evaluate
+from tpu_kit.generation.evaluation.evaluate import compare, evaluate
 from tpu_kit.recipes.grpo import grpo
 from tpu_kit.recipes.sft import prepare_run, train
 

@@ -12,8 +12,8 @@ import argparse
 
 from tests.support.child_processes import REPOSITORY
 from tpu_kit.config.loader import TrainConfig, load_config
-from tpu_kit.hardware import chips
-from tpu_kit.planning.compile_check import compile_step
+from tpu_kit.machine import chips
+from tpu_kit.planning.compiler.compile_check import compile_step
 from tpu_kit.planning.cost import Work, step_time
 
 GIB = 2**30

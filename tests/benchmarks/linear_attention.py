@@ -36,8 +36,8 @@ def measure(row: str) -> dict[str, float]:
     from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 
     from tpu_kit.config.loader import LoraConfig
-    from tpu_kit.models import causal_lm as models
-    from tpu_kit.models.layer_scan import stack
+    from tpu_kit.model import causal_lm as models
+    from tpu_kit.model.loop.layer_scan import stack
 
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(Qwen3_5TextConfig(**_SIZES), attn_implementation="sdpa").train()

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tpu_kit.config.loader import TrainConfig, load_config
-from tpu_kit.planning.compile_check import Compiled, Effort, compile_step
+from tpu_kit.planning.compiler.compile_check import Compiled, Effort, compile_step
 
 CHIP, BATCH, LENGTH, RANK = "v5e:1x1", 4, 1024, 16
 GIB = 2**30

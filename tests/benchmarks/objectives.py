@@ -39,13 +39,13 @@ from typing import Any
 from tests.support.embedded_answers import is_correct
 from tpu_kit.assets.embedded import cot_rows
 from tpu_kit.config.loader import ModelConfig, TrainConfig, load_config
-from tpu_kit.distributed.backends import CpuRuntime
+from tpu_kit.distributed.replica.backends import CpuRuntime
 from tpu_kit.exporting.export import export
 from tpu_kit.generation.generator import Generator
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.generation.service import load_for_generation
-from tpu_kit.models.loading import load_tokenizer
-from tpu_kit.models.states_head import without_head
+from tpu_kit.model.loading import load_tokenizer
+from tpu_kit.model.states_head import without_head
 from tpu_kit.recipes.distillation import derive_student, distill
 from tpu_kit.recipes.sft import train
 

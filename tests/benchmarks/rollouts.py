@@ -16,9 +16,9 @@ from typing import Any
 from tests.support.child_processes import REPOSITORY
 from tpu_kit.config.loader import TrainConfig, as_trained, load_config
 from tpu_kit.config.mesh import Mesh, resolve_mesh
-from tpu_kit.hardware.chips import GIB
-from tpu_kit.planning.compile_check import compile_programs
-from tpu_kit.planning.memory_estimate import estimate
+from tpu_kit.machine.chips import GIB
+from tpu_kit.planning.compiler.compile_check import compile_programs
+from tpu_kit.planning.memory.memory_estimate import estimate
 from tpu_kit.planning.rollouts import program_rows
 
 PAGE = REPOSITORY / "tpu_kit" / "planning" / "README.md"

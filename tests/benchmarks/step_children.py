@@ -15,9 +15,9 @@ from itertools import pairwise
 from typing import Any
 
 from tpu_kit.config.loader import TrainConfig
-from tpu_kit.distributed import runtime
-from tpu_kit.distributed.backends import SimulatedRuntime
-from tpu_kit.distributed.runtime import Runtime
+from tpu_kit.distributed.replica import runtime
+from tpu_kit.distributed.replica.backends import SimulatedRuntime
+from tpu_kit.distributed.replica.runtime import Runtime
 from tpu_kit.recipes import sft
 from tpu_kit.training import trainer as trainer_module
 

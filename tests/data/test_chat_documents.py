@@ -11,11 +11,11 @@ import pytest
 from tests.data.test_chat_encoding import TRL
 from tests.support.tiny_tokenizer import CHATML, tiny_tokenizer
 from tpu_kit.config.loader import DataConfig
-from tpu_kit.data.cells import RowError
-from tpu_kit.data.chat_documents import Document
-from tpu_kit.data.chat_encoding import Encoder, decoded_example
-from tpu_kit.data.columns import detect_layout
+from tpu_kit.data.chat.chat_documents import Document
+from tpu_kit.data.chat.chat_encoding import Encoder, decoded_example
 from tpu_kit.data.prepare import prepare
+from tpu_kit.data.rows.cells import RowError
+from tpu_kit.data.rows.columns import detect_layout
 
 SPECIAL = ("<|im_end|>", "<|im_start|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|return|>", "<|call|>")
 

@@ -17,8 +17,7 @@ from tests.support.given_rows import examples_of
 from tests.support.tiny_tokenizer import CHATML, tiny_tokenizer
 from tpu_kit.assets.embedded import model_dir
 from tpu_kit.config.loader import DataConfig
-from tpu_kit.data.cells import RowError
-from tpu_kit.data.chat_encoding import (
+from tpu_kit.data.chat.chat_encoding import (
     Encoder,
     Example,
     decoded_example,
@@ -26,9 +25,10 @@ from tpu_kit.data.chat_encoding import (
     freeze_date,
     plain_prompt,
 )
-from tpu_kit.data.columns import detect_layout
 from tpu_kit.data.prepare import prepare
-from tpu_kit.data.sources import save_rows
+from tpu_kit.data.rows.cells import RowError
+from tpu_kit.data.rows.columns import detect_layout
+from tpu_kit.data.rows.sources import save_rows
 
 COT = {"question": "What is 2 + 3?", "reasoning": "Two and three\nmake five.", "answer": "5"}
 REPLY = "<think>\nTwo and three\nmake five.\n</think>\n5"

@@ -18,7 +18,7 @@ from tpu_kit.assets.embedded import model_dir
 from tpu_kit.config.loader import DataConfig
 from tpu_kit.data import tokenizing
 from tpu_kit.data.batching import eval_batches, permutation
-from tpu_kit.data.chat_encoding import decoded_example
+from tpu_kit.data.chat.chat_encoding import decoded_example
 from tpu_kit.data.prepare import Prepared, prepare
 
 ROWS = [

@@ -23,8 +23,8 @@ from tests.support import problem_functions
 from tests.support.child_processes import PYTHONPATH, REPOSITORY, child_environment
 from tpu_kit.config.loader import ConfigError, load_config
 from tpu_kit.distributed.launch import LaunchError, advice, launch
-from tpu_kit.hardware.compatibility import PAIRINGS, TESTED, is_tested
-from tpu_kit.hardware.machine import Machine, check_packages
+from tpu_kit.machine.checks import Machine, check_packages
+from tpu_kit.machine.compatibility import PAIRINGS, TESTED, is_tested
 from tpu_kit.training.metrics import RecompileMonitor
 
 needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")

@@ -12,10 +12,10 @@ from tests.data.test_chat_encoding import TRL, TRL_TEMPLATES
 from tests.support.given_rows import examples_of, prepare_rows
 from tests.support.tiny_tokenizer import CHATML, tiny_tokenizer
 from tpu_kit.config.loader import DataConfig
-from tpu_kit.data.cells import RowError
-from tpu_kit.data.chat_encoding import Encoder, ReasoningCounts, decoded_example
-from tpu_kit.data.columns import answer_of, detect_layout, last_boxed, reasoning_of, split_solution, with_own_tags
+from tpu_kit.data.chat.chat_encoding import Encoder, ReasoningCounts, decoded_example
 from tpu_kit.data.prepare import Prepared
+from tpu_kit.data.rows.cells import RowError
+from tpu_kit.data.rows.columns import answer_of, detect_layout, last_boxed, reasoning_of, split_solution, with_own_tags
 
 # Reasoning is kept for the turns after the last question alone, from its key or from the content, as Qwen3's does.
 QWEN3 = """

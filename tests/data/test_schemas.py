@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tpu_kit.config.loader import DataConfig
-from tpu_kit.data.cells import RowError
-from tpu_kit.data.columns import detect_layout, reasoning_of, reply
-from tpu_kit.data.schemas import conversation, normalised
+from tpu_kit.data.rows.cells import RowError
+from tpu_kit.data.rows.columns import detect_layout, reasoning_of, reply
+from tpu_kit.data.rows.schemas import conversation, normalised
 
 
 def layout(names: str, **settings: Any) -> str:

@@ -13,8 +13,8 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from tests.support.object_store import bucket, object_store
-from tpu_kit.data.records import LOCATION, PROBLEM
-from tpu_kit.data.sources import load_rows, save_rows
+from tpu_kit.data.rows.records import LOCATION, PROBLEM
+from tpu_kit.data.rows.sources import load_rows, save_rows
 
 __all__ = ["bucket", "object_store"]  # fixtures
 

@@ -16,9 +16,9 @@ from datasets import ClassLabel, Dataset, Features, List, Value
 from tests.data.test_reasoning import KEY
 from tests.support.tiny_tokenizer import tiny_tokenizer
 from tpu_kit.config.loader import DataConfig
-from tpu_kit.data.chat_encoding import decoded_example
+from tpu_kit.data.chat.chat_encoding import decoded_example
 from tpu_kit.data.prepare import Prepared, prepare
-from tpu_kit.data.sources import save_rows
+from tpu_kit.data.rows.sources import save_rows
 
 Rows = list[dict[str, Any]]
 TOOL = {

@@ -14,9 +14,9 @@ import pytest
 from tests.support import replica_functions
 from tests.support.child_processes import QUICK_XLA_FLAGS
 from tpu_kit.config.loader import TrainConfig, load_config
-from tpu_kit.distributed import cpu_simulation
 from tpu_kit.distributed.launch import LaunchError, launch
-from tpu_kit.hardware.machine import Machine
+from tpu_kit.distributed.replica import cpu_simulation
+from tpu_kit.machine.checks import Machine
 
 needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
 

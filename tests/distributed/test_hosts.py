@@ -27,8 +27,8 @@ from tpu_kit.distributed.hosts import ONE, PORT, Hosts, find_hosts, interface, k
 from tpu_kit.distributed.launch import launch
 from tpu_kit.distributed.meeting import HostError, Meeting
 from tpu_kit.distributed.preemption import Notices
-from tpu_kit.distributed.runtime import detect
-from tpu_kit.hardware.machine import Machine
+from tpu_kit.distributed.replica.runtime import detect
+from tpu_kit.machine.checks import Machine
 
 LIST = {"TPU_KIT_HOSTS": "a,b,c", "TPU_KIT_HOST_INDEX": "1"}
 GKE = {"TPU_WORKER_ID": "1", "TPU_WORKER_HOSTNAMES": "x-0.s,x-1.s"}

@@ -26,13 +26,13 @@ from tests.support import replica_functions
 from tests.support.child_processes import PYTHONPATH, QUICK_XLA_FLAGS, child_environment
 from tpu_kit.config.loader import TrainConfig, load_config
 from tpu_kit.distributed import launch as launch_module
-from tpu_kit.distributed import worker
 from tpu_kit.distributed.launch import LaunchError, Supervisor, launch
 from tpu_kit.distributed.preemption import launch_folder
-from tpu_kit.distributed.runtime import Backend
-from tpu_kit.distributed.worker import LAUNCHER, Report, write
-from tpu_kit.hardware import host
-from tpu_kit.hardware.machine import Check, Machine
+from tpu_kit.distributed.replica import worker
+from tpu_kit.distributed.replica.runtime import Backend
+from tpu_kit.distributed.replica.worker import LAUNCHER, Report, write
+from tpu_kit.machine import host
+from tpu_kit.machine.checks import Check, Machine
 
 needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
 xla_cpu = pytest.param("xla-cpu", marks=needs_xla)

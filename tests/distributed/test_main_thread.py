@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tpu_kit.distributed import main_thread
-from tpu_kit.distributed.main_thread import CallEnded, call
+from tpu_kit.distributed.replica import main_thread
+from tpu_kit.distributed.replica.main_thread import CallEnded, call
 
 
 @pytest.fixture

@@ -11,15 +11,15 @@ import torch
 
 from tests.support.child_processes import run_python
 from tpu_kit.config.mesh import Mesh, Spec
-from tpu_kit.distributed import mesh as mesh_module
-from tpu_kit.distributed.mesh import boxes, pieces, put, put_rows, put_stack, row_shards, use_mesh
-from tpu_kit.hardware.machine import Machine
+from tpu_kit.distributed.replica import mesh as mesh_module
+from tpu_kit.distributed.replica.mesh import boxes, pieces, put, put_rows, put_stack, row_shards, use_mesh
+from tpu_kit.machine.checks import Machine
 
 CODE = """
 import json
 import torch, torch_xla
 from tpu_kit.config.mesh import Mesh
-from tpu_kit.distributed.mesh import put, read, start
+from tpu_kit.distributed.replica.mesh import put, read, start
 from tpu_kit.xla.sharding import constrain
 
 start(Mesh(2, 2, 2))

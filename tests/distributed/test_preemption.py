@@ -34,9 +34,9 @@ from tests.distributed.test_launch import (
 from tests.support import replica_functions
 from tests.support.child_processes import run_python
 from tpu_kit.distributed import preemption
-from tpu_kit.distributed.backends import CpuRuntime
 from tpu_kit.distributed.launch import LaunchError, launch
 from tpu_kit.distributed.preemption import Notices, PreemptionGuard, StopFlag, launch_folder, watch_metadata
+from tpu_kit.distributed.replica.backends import CpuRuntime
 
 __all__ = ["environment"]  # a fixture
 INLINE = "launch.num_replicas=1"
@@ -139,7 +139,7 @@ import os, random, sys, time
 from tpu_kit.distributed import preemption
 from tpu_kit.distributed.preemption import PreemptionGuard
 from tpu_kit.distributed.preemption import StopFlag
-from tpu_kit.distributed.runtime import Runtime
+from tpu_kit.distributed.replica.runtime import Runtime
 
 for round in range(15):
     flag = StopFlag()

@@ -13,12 +13,12 @@ from tests.support import replica_functions
 from tests.support.child_processes import run_python
 from tpu_kit.config.loader import LaunchConfig, load_config
 from tpu_kit.config.mesh import Mesh
-from tpu_kit.diagnostics.doctor import diagnose
-from tpu_kit.distributed import runtime
 from tpu_kit.distributed.hosts import Hosts
 from tpu_kit.distributed.launch import launch
-from tpu_kit.distributed.runtime import detect
-from tpu_kit.hardware.machine import Machine
+from tpu_kit.distributed.replica import runtime
+from tpu_kit.distributed.replica.runtime import detect
+from tpu_kit.machine.checks import Machine
+from tpu_kit.notebook.doctor import diagnose
 
 needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
 
@@ -191,7 +191,8 @@ def test_the_loud_line() -> None:
 
 def test_detect_initialises_nothing() -> None:
     code = (
-        "import sys\nfrom tpu_kit.config.loader import LaunchConfig\nfrom tpu_kit.distributed.runtime import detect\n"
+        "import sys\nfrom tpu_kit.config.loader import LaunchConfig\n"
+        "from tpu_kit.distributed.replica.runtime import detect\n"
         "print(detect(), detect(LaunchConfig('cpu')))\n"
         "assert 'torch_xla' not in sys.modules and 'jax' not in sys.modules\n"
         "torch = sys.modules.get('torch')\nassert torch is None or not torch.cuda.is_initialized()"

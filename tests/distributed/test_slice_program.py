@@ -13,7 +13,7 @@ from tests.support.child_processes import PYTHONPATH, child_environment, run_pyt
 from tests.support.object_store import free_port
 from tests.support.slice_program import DEVICES, joined
 from tests.support.tpu_program import ENVIRONMENT
-from tpu_kit.hardware.machine import Machine
+from tpu_kit.machine.checks import Machine
 
 pytestmark = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
 SCRIPT = ["-m", "tests.support.slice_program"]

@@ -14,11 +14,11 @@ from tests.support.generation_functions import MIXED, NEW, generator, make, prom
 from tpu_kit.assets.embedded import model_dir
 from tpu_kit.cli import main
 from tpu_kit.config.loader import ModelConfig
-from tpu_kit.distributed.backends import CpuRuntime
+from tpu_kit.distributed.replica.backends import CpuRuntime
 from tpu_kit.generation.generation_rules import GenerationRules, ModelDefaults
 from tpu_kit.generation.generator import Generator
 from tpu_kit.generation.sampling import Sampling
-from tpu_kit.models.loading import load_base, load_tokenizer
+from tpu_kit.model.loading import load_base, load_tokenizer
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "repetition_penalty": {"repetition_penalty": 1.3},

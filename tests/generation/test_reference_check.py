@@ -48,16 +48,16 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from tpu_kit.config.loader import LoraConfig, TrainConfig, load_config
 from tpu_kit.data.batching import Documents, PackedDataset
-from tpu_kit.distributed.backends import CpuRuntime
+from tpu_kit.distributed.replica.backends import CpuRuntime
 from tpu_kit.generation import kv_cache, reference_check
 from tpu_kit.generation.generator import Generator
 from tpu_kit.generation.reference_check import check_generation, check_training, narrow_model
-from tpu_kit.hardware.compatibility import other_transformers
-from tpu_kit.hardware.machine import Machine
-from tpu_kit.models import attention, causal_lm
-from tpu_kit.models.loading import load_tokenizer
+from tpu_kit.machine.checks import Machine
+from tpu_kit.machine.compatibility import other_transformers
+from tpu_kit.model import attention, causal_lm
+from tpu_kit.model.loading import load_tokenizer
 from tpu_kit.recipes import sft
-from tpu_kit.training.loss import shift_labels
+from tpu_kit.training.losses.loss import shift_labels
 
 xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
 

@@ -46,21 +46,21 @@ from tests.support.quantize_functions import dequantized
 from tests.support.tiny_tokenizer import tiny_tokenizer
 from tpu_kit.cli import main
 from tpu_kit.config.loader import DataConfig, ModelConfig, load_config
-from tpu_kit.distributed.backends import CpuRuntime
 from tpu_kit.distributed.launch import launch
+from tpu_kit.distributed.replica.backends import CpuRuntime
 from tpu_kit.generation import service
 from tpu_kit.generation.decoder import BLOCK, choose, widths_to
 from tpu_kit.generation.generator import Generator
 from tpu_kit.generation.prompts import PromptCodec, Row, read_prompts, split_reasoning
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.generation.service import arrange_for_few_rows, generate, load_for_generation
-from tpu_kit.hardware.chips import GIB, chip
-from tpu_kit.hardware.machine import Machine
-from tpu_kit.models.layer_scan import stack
-from tpu_kit.models.loading import load_base, load_tokenizer
-from tpu_kit.models.quantization import QuantizedLinear
-from tpu_kit.planning import compile_check
-from tpu_kit.planning.compile_check import compile_step
+from tpu_kit.machine.checks import Machine
+from tpu_kit.machine.chips import GIB, chip
+from tpu_kit.model.loading import load_base, load_tokenizer
+from tpu_kit.model.loop.layer_scan import stack
+from tpu_kit.model.quantization import QuantizedLinear
+from tpu_kit.planning.compiler import compile_check
+from tpu_kit.planning.compiler.compile_check import compile_step
 from tpu_kit.planning.cost import step_time
 
 needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")

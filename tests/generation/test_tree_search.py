@@ -14,13 +14,13 @@ import torch
 from tests.support.child_processes import run_python
 from tpu_kit.cli import main
 from tpu_kit.config.loader import load_config
-from tpu_kit.distributed.backends import CpuRuntime
+from tpu_kit.distributed.replica.backends import CpuRuntime
 from tpu_kit.generation.generator import Generator
 from tpu_kit.generation.prompts import Completion
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.generation.tree_search import SearchOptions, SearchResult, Thought, search, think
-from tpu_kit.hardware.machine import Machine
-from tpu_kit.models.loading import load_base, load_tokenizer
+from tpu_kit.machine.checks import Machine
+from tpu_kit.model.loading import load_base, load_tokenizer
 
 needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
 QUESTION = "Tom has 3 pens. Tom buys 4 and then loses 2. How many pens does Tom have now?"
@@ -224,9 +224,9 @@ def test_a_search_compiles_nothing_that_an_earlier_one_did_not() -> None:
 import torch
 from tpu_kit.config.loader import load_config
 from tpu_kit.generation.generator import Generator
-from tpu_kit.models.causal_lm import to_device
-from tpu_kit.models.loading import load_base, load_tokenizer
-from tpu_kit.distributed.backends import SimulatedRuntime
+from tpu_kit.model.causal_lm import to_device
+from tpu_kit.model.loading import load_base, load_tokenizer
+from tpu_kit.distributed.replica.backends import SimulatedRuntime
 from tpu_kit.generation.tree_search import SearchOptions, search
 
 config = load_config(None, {{"model.name": "embedded", "base_dtype": "fp32"}}).model

@@ -8,7 +8,7 @@ import pytest
 
 from tests.benchmarks import memory, objectives
 from tests.support.child_processes import REPOSITORY, run_python
-from tpu_kit.planning.compile_check import Compiled
+from tpu_kit.planning.compiler.compile_check import Compiled
 
 
 @pytest.mark.slow

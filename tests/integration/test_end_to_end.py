@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.support.child_processes import run_python
-from tpu_kit.hardware.machine import Machine
+from tpu_kit.machine.checks import Machine
 
 needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
 STEPS = 4

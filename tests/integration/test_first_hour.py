@@ -15,7 +15,7 @@ from datasets import Dataset
 from tests.support.child_processes import run_python
 from tpu_kit.cli import main
 from tpu_kit.config.loader import load_config
-from tpu_kit.hardware.machine import Machine
+from tpu_kit.machine.checks import Machine
 from tpu_kit.recipes.sft import check_run
 
 Row = dict[str, Any]

@@ -22,13 +22,13 @@ from tests.support import training_functions
 from tests.support.child_processes import PYTHONPATH, QUICK_XLA_FLAGS, child_environment, run_python
 from tests.training.test_resume import SETTINGS, ended, run_config
 from tpu_kit.assets import embedded
-from tpu_kit.checkpointing import manager
 from tpu_kit.config.loader import load_config
 from tpu_kit.distributed.launch import LaunchError, launch
 from tpu_kit.distributed.preemption import PreemptionGuard
-from tpu_kit.hardware.machine import Machine
+from tpu_kit.machine.checks import Machine
+from tpu_kit.machine.storage.object_store import ObjectFolder
 from tpu_kit.recipes import sft
-from tpu_kit.storage.object_store import ObjectFolder
+from tpu_kit.training.checkpoint import manager
 from tpu_kit.training.metrics import read_metrics
 
 needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
@@ -263,7 +263,7 @@ import json, os, random, signal, sys, time
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-from tpu_kit.checkpointing import manager; from tpu_kit.recipes import sft
+from tpu_kit.training.checkpoint import manager; from tpu_kit.recipes import sft
 from tpu_kit.config.loader import load_config
 from tpu_kit.training.metrics import read_metrics
 import peft, transformers, datasets

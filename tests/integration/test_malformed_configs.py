@@ -27,7 +27,7 @@ from tpu_kit.config.choices import ROLES
 from tpu_kit.config.fields import ConfigField
 from tpu_kit.config.loader import ConfigError, TrainConfig, load_config
 from tpu_kit.config.schema import USUAL, parameters
-from tpu_kit.data.columns import NAMES
+from tpu_kit.data.rows.columns import NAMES
 
 LONG = 4000  # characters that no error text needs
 HALF = "\udc80"  # of a pair: what Python makes of an argument that is no UTF-8

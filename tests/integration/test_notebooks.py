@@ -18,8 +18,8 @@ import nbformat
 import pytest
 
 from tests.support.child_processes import PYTHONPATH, REPOSITORY, child_environment, run_python
-from tpu_kit.checkpointing import manager
-from tpu_kit.hardware.machine import Machine
+from tpu_kit.machine.checks import Machine
+from tpu_kit.training.checkpoint import manager
 from tpu_kit.training.metrics import read_metrics
 
 pytestmark = pytest.mark.timeout(1800)  # all seven take two minutes on two idle cores; a busy machine is no failure
@@ -52,7 +52,7 @@ def write_services(folder: Path) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the notebooks have run, with one replica, few updates and rows, and a tracker that writes files.
 
-    Notebook 2 checks the plain CPU, as tests/diagnostics checks XLA. Notebook 4 trains on XLA; the later ones, which
+    Notebook 2 checks the plain CPU, as tests/notebook checks XLA. Notebook 4 trains on XLA; the later ones, which
     take twice the time there, do so in `test_all_run_on_xla`.
     """
     if Machine().version("torch_xla") is None:

@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from tests.support.child_processes import REPOSITORY, run_python
-from tpu_kit.hardware.compatibility import PACKAGES, PAIRINGS
+from tpu_kit.machine.compatibility import PACKAGES, PAIRINGS
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from torch.distributed import TCPStore
 
 from tests.support.child_processes import PYTHONPATH, child_environment
-from tpu_kit.checkpointing.manager import scan
-from tpu_kit.hardware.machine import Machine
+from tpu_kit.machine.checks import Machine
+from tpu_kit.training.checkpoint.manager import scan
 
 pytestmark = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
 SETTINGS = [

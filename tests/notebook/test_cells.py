@@ -19,7 +19,7 @@ import pytest
 from tests.support.child_processes import PYTHONPATH, REPOSITORY, run_python
 from tests.support.kernels import run_cell
 from tpu_kit.config.loader import ConfigError, TrainConfig, load_config
-from tpu_kit.hardware.machine import Check
+from tpu_kit.machine.checks import Check
 from tpu_kit.notebook import cells as cells_module
 from tpu_kit.notebook.kernel import check_names
 from tpu_kit.recipes.sft import RESULT_TYPE
@@ -146,7 +146,7 @@ def test_displays_are_text_outside_ipython(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_answers_before_and_after(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from tpu_kit.evaluation.evaluate import Accuracy, Evaluation, Sample, compare
+    from tpu_kit.generation.evaluation.evaluate import Accuracy, Evaluation, Sample, compare
 
     def evaluation(*correct: bool) -> Evaluation:
         samples = tuple(Sample(f"question {i}", "4", f"<think>\n{i}", right) for i, right in enumerate(correct))
@@ -421,5 +421,5 @@ def watched(path: Path) -> list[str]:
 
 
 def test_bars_are_of_long_work_alone_as_tqdm_is_imported_later() -> None:
-    code = "import os, sys\nimport tpu_kit.diagnostics.install\nprint(os.environ['TQDM_DELAY'], 'tqdm' in sys.modules)"
+    code = "import os, sys\nimport tpu_kit.notebook.install\nprint(os.environ['TQDM_DELAY'], 'tqdm' in sys.modules)"
     assert run_python(code, env={"TQDM_DELAY": None}).stdout == "5 False\n"

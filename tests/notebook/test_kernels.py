@@ -12,8 +12,8 @@ import pytest
 
 from tests.support.child_processes import REPOSITORY, run_python
 from tests.support.kernels import make_overlay, run_cell, started, write_kernel
-from tpu_kit.checkpointing.manager import scan
-from tpu_kit.hardware.machine import Machine
+from tpu_kit.machine.checks import Machine
+from tpu_kit.training.checkpoint.manager import scan
 from tpu_kit.training.metrics import read_metrics
 
 needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
@@ -98,7 +98,7 @@ def write_transformers(folder: Path, version: str) -> str:
     return str(path)
 
 
-ENSURE = "from tpu_kit.diagnostics import install\ninstall.ensure({!r})"
+ENSURE = "from tpu_kit.notebook import install\ninstall.ensure({!r})"
 
 
 @pytest.mark.slow
@@ -137,5 +137,5 @@ def test_a_package_that_is_replaced_under_a_kernel_asks_for_a_new_one(
 
 
 def test_the_cell_that_installs_silences_tqdms_warning_of_widgets() -> None:
-    code = "import warnings, tpu_kit.diagnostics.install; warnings.warn('IProgress not found. Please update jupyter')"
+    code = "import warnings, tpu_kit.notebook.install; warnings.warn('IProgress not found. Please update jupyter')"
     assert "IProgress" not in run_python(["-c", code]).stderr

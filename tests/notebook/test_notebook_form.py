@@ -109,7 +109,7 @@ def test_each_installs_the_kit_by_the_same_cell() -> None:
     first, *others = [cells_of(path)[1].source for path in NOTEBOOKS]
     assert len(set(others)) == 1 and others[0].startswith("import glob\n")
     *shared, last = others[0].splitlines()
-    assert last == 'importlib.import_module("tpu_kit.diagnostics.install").ensure(kit_source)'
+    assert last == 'importlib.import_module("tpu_kit.notebook.install").ensure(kit_source)'
     assert first.splitlines()[:-1] == shared
     for path in NOTEBOOKS:
         assert 'kit_source = "git"' in cells_of(path)[0].source

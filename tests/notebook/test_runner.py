@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.child_processes import run_python
 from tpu_kit.cli import main
-from tpu_kit.hardware.machine import Check
+from tpu_kit.machine.checks import Check
 
 SIGNED = "https://me:s3cret@example.org/rows.jsonl"
 
@@ -24,7 +24,7 @@ def write(path: Path, *cells: str) -> Path:
 
 def test_a_failing_cell_ends_all_with_its_error(tmp_path: Path) -> None:
     checks = "cells.show_checks(Check(name, 'ok', 'good') for name in ('First', 'Second'));"
-    said = "from tpu_kit.notebook import cells\nfrom tpu_kit.hardware.machine import Check\nprint('said', rows)\n"
+    said = "from tpu_kit.notebook import cells\nfrom tpu_kit.machine.checks import Check\nprint('said', rows)\n"
     said += "print('and more')\n"
     cells = ("# Parameters: mine\nrows = 1", said + checks, "1 / (rows - 5)")
     write(tmp_path / "a.ipynb", *cells)

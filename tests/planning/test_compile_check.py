@@ -22,14 +22,14 @@ from tests.support.child_processes import REPOSITORY, child_environment, run_pyt
 from tests.support.compiler_models import LLAMA_8B, QWEN2_500M, TINY, write_config
 from tpu_kit.config.loader import ModelConfig, TrainConfig, batch_arithmetic, load_config
 from tpu_kit.config.mesh import Mesh
-from tpu_kit.hardware import chips
-from tpu_kit.hardware.slices import find_topology
-from tpu_kit.models.meta_model import settings_of
-from tpu_kit.models.shape_cache import read_shape
-from tpu_kit.planning import compile_check
-from tpu_kit.planning.compile_check import Compiled, CompilerUnavailable, compile_step
+from tpu_kit.machine import chips
+from tpu_kit.machine.slices import find_topology
+from tpu_kit.model.meta_model import settings_of
+from tpu_kit.model.shape_cache import read_shape
+from tpu_kit.planning.compiler import compile_check
+from tpu_kit.planning.compiler.compile_check import Compiled, CompilerUnavailable, compile_step
 from tpu_kit.planning.cost import predicted_collectives
-from tpu_kit.planning.memory_estimate import estimate
+from tpu_kit.planning.memory.memory_estimate import estimate
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, the TPU compiler")
 GIB = 2**30
@@ -206,7 +206,7 @@ def test_the_key_follows_from_all_that_makes_the_program(
     """The replicas, the settings, the model's shape, and the code."""
     ignored = shutil.ignore_patterns("*.safetensors", "__pycache__")
     source = shutil.copytree(REPOSITORY / "tpu_kit", tmp_path / "tpu_kit", ignore=ignored)
-    monkeypatch.setattr(compile_check, "__file__", str(source / "planning/compile_check.py"))
+    monkeypatch.setattr(compile_check, "__file__", str(source / "planning/compiler/compile_check.py"))
     monkeypatch.setattr(compile_check, "_source", compile_check._source.__wrapped__)  # files do not change in a process
 
     def key(model: Path = tiny, replicas: int = 1, *changes: str) -> str:
@@ -214,7 +214,7 @@ def test_the_key_follows_from_all_that_makes_the_program(
 
     other = write_config(tmp_path / "other", TINY, rms_norm_eps=1e-6)
     keys = [key(), key(tiny, 2), key(tiny, 1, "lora.r=3"), key(other)]
-    with (source / "training/loss.py").open("a") as file:
+    with (source / "training/losses/loss.py").open("a") as file:
         file.write("# changed\n")
     keys.append(key())
     assert len(set(keys)) == len(keys) and key() == keys[-1]
@@ -226,7 +226,7 @@ CANCELLED = """
 import signal
 import sys
 from pathlib import Path
-from tpu_kit.planning.compile_check import compile_step
+from tpu_kit.planning.compiler.compile_check import compile_step
 from tpu_kit.config.loader import load_config
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so does its child
 try:
@@ -277,7 +277,7 @@ def test_a_child_that_dies_is_told(tiny: Path, tmp_path: Path, monkeypatch: pyte
 
 def test_the_caller_touches_no_device_and_needs_no_torch_xla() -> None:
     code = (
-        "import sys; from tpu_kit.hardware.slices import find_topology; find_topology('v5e', 8); "
+        "import sys; from tpu_kit.machine.slices import find_topology; find_topology('v5e', 8); "
         "print([name for name in ('torch_xla', 'jax', 'libtpu', 'torch') if name in sys.modules])"
     )
     assert run_python(code).stdout == "[]\n"
@@ -350,7 +350,7 @@ def test_eight_billion_parameters_are_traced_in_six_gib(tmp_path: Path) -> None:
     model = write_config(tmp_path / "llama", LLAMA_8B)
     code = (
         "import sys, resource; from tpu_kit.config.loader import load_config; "
-        "from tpu_kit.planning.trace import trace_step; "
+        "from tpu_kit.planning.compiler.trace import trace_step; "
         "from tpu_kit.xla.program import fingerprint; "
         "program = trace_step(load_config(None, ['model.name=' + sys.argv[1]]), 1); fingerprint(program); "
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, len(program.donated), flush=True); "
@@ -368,7 +368,8 @@ def test_eight_billion_parameters_are_traced_in_six_gib(tmp_path: Path) -> None:
 def test_a_program_is_the_same_wherever_the_kit_lies(tiny: Path, tmp_path: Path) -> None:
     """A kernel carries the lines of code that it comes from, which would be another hash in another folder."""
     code = (
-        "import os, sys; from tpu_kit.config.loader import load_config; from tpu_kit.planning.trace import trace_step; "
+        "import os, sys; from tpu_kit.config.loader import load_config; "
+        "from tpu_kit.planning.compiler.trace import trace_step; "
         "from tpu_kit.xla.program import fingerprint; "
         "print(fingerprint(trace_step(load_config(None, ['model.name=' + sys.argv[1], 'max_length=256']), 1)), "
         "sys.modules['tpu_kit'].__file__, flush=True); os._exit(0)"

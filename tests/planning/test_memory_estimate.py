@@ -16,13 +16,13 @@ from tests.support.child_processes import REPOSITORY, run_python
 from tests.support.compiler_models import LLAMA_8B, QWEN2_500M, TINY, write_config
 from tpu_kit.config.loader import TrainConfig, batch_arithmetic, load_config
 from tpu_kit.config.mesh import resolve_mesh
-from tpu_kit.hardware.slices import RESERVE
-from tpu_kit.models.causal_lm import COMPARED
-from tpu_kit.models.shape_cache import read_shape
-from tpu_kit.planning.argument_memory import model_tensors, padded, trained_count
-from tpu_kit.planning.compile_check import compile_step
+from tpu_kit.machine.slices import RESERVE
+from tpu_kit.model.causal_lm import COMPARED
+from tpu_kit.model.shape_cache import read_shape
+from tpu_kit.planning.compiler.compile_check import compile_step
 from tpu_kit.planning.cost import work
-from tpu_kit.planning.memory_estimate import Memory, estimate
+from tpu_kit.planning.memory.argument_memory import model_tensors, padded, trained_count
+from tpu_kit.planning.memory.memory_estimate import Memory, estimate
 
 RECORDED = json.loads((Path(__file__).parents[1] / "recorded_memory.json").read_text())
 ANSWERS: list[dict[str, Any]] = [one for one in RECORDED["answers"] if "total_bytes" in one]
@@ -140,7 +140,7 @@ def test_an_8b_model_is_planned_again_within_a_second_without_torch(tmp_path: Pa
     code = f"""
 import sys, time
 from tpu_kit.config.loader import load_config
-from tpu_kit.planning.memory_estimate import estimate
+from tpu_kit.planning.memory.memory_estimate import estimate
 config = load_config(None, ["model.name={model}", "batch_size=1"])
 estimate(config)
 start = time.monotonic()
@@ -216,7 +216,7 @@ def test_parameters_are_those_of_transformers(family: str, tmp_path: Path) -> No
     ("settings", "saved"), [(["base_dtype=int8"], 356073984), (["base_dtype=int4", "quant_group=64"], 430241792)]
 )
 def test_integers_are_counted_as_they_are_stored(settings: list[str], saved: int, tmp_path: Path) -> None:
-    from tpu_kit.models.quantization import Scheme
+    from tpu_kit.model.quantization import Scheme
 
     model = write_config(tmp_path / "model", QWEN2_500M)
     config = load_config(None, [f"model.name={model}", *settings])

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from tests.hardware.test_machine import V5E, fake
+from tests.machine.test_checks import V5E, fake
 from tests.planning.test_memory_estimate import ANSWERS, configuration, name_of
 from tests.support.compiler_models import LLAMA_8B, QWEN2_500M, write_config
 from tpu_kit.cli import main
 from tpu_kit.config.loader import ConfigError, TrainConfig, batch_arithmetic, load_config
 from tpu_kit.config.mesh import Mesh, resolve_mesh
-from tpu_kit.distributed import runtime
-from tpu_kit.hardware.chips import chip
-from tpu_kit.hardware.slices import find_slice
-from tpu_kit.models.shape_cache import read_shape
+from tpu_kit.distributed.replica import runtime
+from tpu_kit.machine.chips import chip
+from tpu_kit.machine.slices import find_slice
+from tpu_kit.model.shape_cache import read_shape
 from tpu_kit.planning.cost import link_seconds, predicted_collectives, step_time, work
 from tpu_kit.planning.mesh_choice import largest_models, placed
 from tpu_kit.planning.planner import Plan, plan
@@ -235,10 +235,10 @@ def test_a_shipped_configuration_compiles(name: str) -> None:
 def test_the_state_of_an_optimizer_is_counted_as_it_is_sharded(optimizer: str, tmp_path: Path) -> None:
     """Against the state that training makes on the meta device."""
     torch = pytest.importorskip("torch")
-    from tpu_kit.distributed.backends import TpuRuntime
-    from tpu_kit.distributed.mesh import use_mesh
-    from tpu_kit.models import attention, causal_lm
-    from tpu_kit.planning.trace import empty_model
+    from tpu_kit.distributed.replica.backends import TpuRuntime
+    from tpu_kit.distributed.replica.mesh import use_mesh
+    from tpu_kit.model import attention, causal_lm
+    from tpu_kit.planning.compiler.trace import empty_model
     from tpu_kit.training.step import prepare_model
 
     model = write_config(tmp_path / "qwen", QWEN2_500M, num_hidden_layers=4)

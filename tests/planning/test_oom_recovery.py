@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.hardware.test_machine import V5E, fake
+from tests.machine.test_checks import V5E, fake
 from tests.support.compiler_models import LLAMA_8B, QWEN2_500M, write_config
 from tests.support.training_functions import OUT_OF_MEMORY
-from tpu_kit.checkpointing.manager import CheckpointManager
 from tpu_kit.config.loader import load_config
-from tpu_kit.distributed import runtime
 from tpu_kit.distributed.launch import LaunchError
+from tpu_kit.distributed.replica import runtime
 from tpu_kit.planning.oom_recovery import next_setting, out_of_memory, suggestion
 from tpu_kit.planning.preflight import Preflight, check_before_launch
+from tpu_kit.training.checkpoint.manager import CheckpointManager
 
 GIB = 2**30
 

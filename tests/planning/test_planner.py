@@ -24,14 +24,15 @@ from tpu_kit.cli import main
 from tpu_kit.config.loader import ModelConfig, TrainConfig, batch_arithmetic, load_config
 from tpu_kit.config.schema import LEAST_UPDATES
 from tpu_kit.data.prepare import prepare
-from tpu_kit.hardware.slices import RESERVE, find_slice
-from tpu_kit.models.architecture import did_you_mean, shipped_shape, shipped_shapes
-from tpu_kit.models.causal_lm import load_tokenizer
-from tpu_kit.models.shape_cache import read_shape
-from tpu_kit.planning import compile_check, planner, setting
-from tpu_kit.planning.compile_check import Compiled, CompilerUnavailable
+from tpu_kit.machine.slices import RESERVE, find_slice
+from tpu_kit.model.architecture import did_you_mean, shipped_shape, shipped_shapes
+from tpu_kit.model.causal_lm import load_tokenizer
+from tpu_kit.model.shape_cache import read_shape
+from tpu_kit.planning import planner, setting
+from tpu_kit.planning.compiler import compile_check
+from tpu_kit.planning.compiler.compile_check import Compiled, CompilerUnavailable
 from tpu_kit.planning.cost import step_time, work
-from tpu_kit.planning.memory_estimate import Memory, estimate
+from tpu_kit.planning.memory.memory_estimate import Memory, estimate
 from tpu_kit.planning.planner import best_batch, plan
 from tpu_kit.planning.report import report
 from tpu_kit.planning.run_cost import count_rows, time_plan

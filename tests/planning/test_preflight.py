@@ -7,16 +7,17 @@ from typing import Any
 
 import pytest
 
-from tests.hardware.test_machine import V5E, fake
+from tests.machine.test_checks import V5E, fake
 from tests.support.compiler_models import LLAMA_8B, QWEN2_500M, write_config
 from tpu_kit.config.loader import ConfigError, TrainConfig, batch_arithmetic, load_config
 from tpu_kit.config.schema import LEAST_UPDATES
-from tpu_kit.distributed import runtime
 from tpu_kit.distributed.hosts import Hosts
-from tpu_kit.hardware.machine import Machine
-from tpu_kit.hardware.slices import find_slice
-from tpu_kit.planning import compile_check, preflight
-from tpu_kit.planning.compile_check import Compiled
+from tpu_kit.distributed.replica import runtime
+from tpu_kit.machine.checks import Machine
+from tpu_kit.machine.slices import find_slice
+from tpu_kit.planning import preflight
+from tpu_kit.planning.compiler import compile_check
+from tpu_kit.planning.compiler.compile_check import Compiled
 from tpu_kit.planning.planner import best_batch
 from tpu_kit.planning.preflight import check_before_launch
 

@@ -11,25 +11,25 @@ from typing import Any
 import pytest
 
 from tests.benchmarks import rollouts as recorded
-from tests.hardware.test_machine import V5E, fake
+from tests.machine.test_checks import V5E, fake
 from tests.planning.test_planner import compiled
 from tests.support.compiler_models import LLAMA_8B, QWEN2_500M, TINY, cache_bytes_per_token, write_config
 from tpu_kit.cli import main
 from tpu_kit.config.loader import ConfigError, TrainConfig, as_trained, load_config
 from tpu_kit.config.mesh import Mesh
-from tpu_kit.diagnostics.doctor import diagnose
 from tpu_kit.distributed.launch import LaunchError
-from tpu_kit.hardware.chips import GIB, chip
-from tpu_kit.models.shape_cache import read_shape
+from tpu_kit.machine.chips import GIB, chip
+from tpu_kit.model.shape_cache import read_shape
+from tpu_kit.notebook.doctor import diagnose
 from tpu_kit.planning import setting
-from tpu_kit.planning.compile_check import compile_programs
-from tpu_kit.planning.memory_estimate import estimate
+from tpu_kit.planning.compiler.compile_check import compile_programs
+from tpu_kit.planning.memory.memory_estimate import estimate
 from tpu_kit.planning.oom_recovery import next_setting, out_of_memory, suggestion
 from tpu_kit.planning.planner import Plan, plan
 from tpu_kit.planning.preflight import check_before_launch
 from tpu_kit.planning.report import report
 from tpu_kit.planning.rollouts import cache_bytes, program_rows, rollout_of, update_plan
-from tpu_kit.training.policy import Sampled, pack
+from tpu_kit.training.losses.policy import Sampled, pack
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, the TPU compiler")
 SIZES = ["max_length=1024", "max_prompt_length=256", "max_completion_length=512", "max_steps=100"]

@@ -8,11 +8,11 @@ import pytest
 
 from tpu_kit.config.loader import TrainConfig, batch_arithmetic, load_config
 from tpu_kit.config.mesh import Mesh
-from tpu_kit.hardware.machine import Machine
-from tpu_kit.models.shape_cache import read_shape
-from tpu_kit.planning.compile_check import compile_step
+from tpu_kit.machine.checks import Machine
+from tpu_kit.model.shape_cache import read_shape
+from tpu_kit.planning.compiler.compile_check import compile_step
 from tpu_kit.planning.cost import work
-from tpu_kit.planning.memory_estimate import estimate
+from tpu_kit.planning.memory.memory_estimate import estimate
 from tpu_kit.training.objectives import objective_of
 
 GIB = 2**30

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.child_processes import QUICK_XLA_FLAGS, run_python
 from tests.support.compiler_models import TINY, write_config
-from tpu_kit.planning.compile_check import _ENVIRONMENT
+from tpu_kit.planning.compiler.compile_check import _ENVIRONMENT
 
 pytestmark = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("torch_xla", "jax")), reason="needs torch_xla and jax"
@@ -23,7 +23,7 @@ import torch_xla
 from jaxlib import xla_client
 from tpu_kit.xla.program import fingerprint
 from tpu_kit.config.loader import load_config
-from tpu_kit.planning import trace as tracing
+from tpu_kit.planning.compiler import trace as tracing
 
 outputs, lower = [], tracing.lower
 tracing.lower = lambda tensors, *rest: outputs.append(len(tensors)) or lower(tensors, *rest)
@@ -130,9 +130,9 @@ import json, os, sys
 import torch, torch_xla
 import torch_xla.debug.metrics as metrics
 from transformers import AutoConfig, AutoModelForCausalLM
-from tpu_kit.models import causal_lm as models
+from tpu_kit.model import causal_lm as models
 from tpu_kit.config.loader import load_config
-from tpu_kit.distributed.backends import TpuRuntime
+from tpu_kit.distributed.replica.backends import TpuRuntime
 from tpu_kit.training.step import prepare_model
 from tpu_kit.training.objectives import SupervisedObjective
 from tpu_kit.training.step import train_step

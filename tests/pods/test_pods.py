@@ -21,7 +21,7 @@ from tests.support.slice_jobs import SLICES, VALUES, host, kubernetes_expands, m
 from tpu_kit.cli import main
 from tpu_kit.config import strict_yaml
 from tpu_kit.config.loader import ConfigError, load_config
-from tpu_kit.hardware.compatibility import REPOSITORY as KIT
+from tpu_kit.machine.compatibility import REPOSITORY as KIT
 from tpu_kit.pods import engines, report
 from tpu_kit.pods.engines import ENGINES, RESTARTS, start_script
 from tpu_kit.pods.slice_job import OFFERS, check_job

@@ -15,7 +15,7 @@ from tests.support import profile_functions
 from tests.support.compiler_models import TINY, write_config
 from tpu_kit.cli import main
 from tpu_kit.config.loader import ConfigError, TrainConfig, load_config
-from tpu_kit.hardware.machine import Machine
+from tpu_kit.machine.checks import Machine
 from tpu_kit.profiling import profile as profiling
 from tpu_kit.profiling.profile import Profile, profile
 from tpu_kit.profiling.recorder import record

@@ -15,12 +15,12 @@ from transformers import AutoTokenizer
 
 from tests.support.child_processes import run_python
 from tpu_kit.config.loader import ConfigError, TrainConfig, load_config
-from tpu_kit.hardware.machine import Machine
+from tpu_kit.machine.checks import Machine
+from tpu_kit.machine.storage import atomic
 from tpu_kit.recipes.distillation import distill
 from tpu_kit.recipes.sft import check_run
-from tpu_kit.storage import atomic
-from tpu_kit.training import teacher_files
-from tpu_kit.training.teacher_files import TeacherFiles
+from tpu_kit.training.losses import teacher_files
+from tpu_kit.training.losses.teacher_files import TeacherFiles
 
 pytestmark = pytest.mark.usefixtures("quick_xla")
 xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")

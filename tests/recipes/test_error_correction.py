@@ -14,12 +14,12 @@ from tests.recipes.test_distill import assert_alike, assert_one_program, logged,
 from tests.recipes.test_own_objective import trained
 from tpu_kit.assets.embedded import cot_rows
 from tpu_kit.config.loader import ModelConfig, TrainConfig, load_config
-from tpu_kit.evaluation.evaluate import evaluate_adapter
 from tpu_kit.exporting.export import export
+from tpu_kit.generation.evaluation.evaluate import evaluate_adapter
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.generation.service import generate, load_for_generation
-from tpu_kit.hardware.machine import Machine
-from tpu_kit.models.states_head import file_names, without_head
+from tpu_kit.machine.checks import Machine
+from tpu_kit.model.states_head import file_names, without_head
 from tpu_kit.planning.objective_check import check_objective
 from tpu_kit.recipes import sft
 

@@ -31,21 +31,22 @@ from tpu_kit.assets.embedded import cot_rows
 from tpu_kit.cli import main
 from tpu_kit.config.loader import ConfigError, TrainConfig, load_config, of_rewards
 from tpu_kit.distributed.preemption import StopFlag
-from tpu_kit.evaluation import evaluate, judging
-from tpu_kit.evaluation.rewards import Judgement, Rewards
 from tpu_kit.generation.decoder import Decoder
+from tpu_kit.generation.evaluation import evaluate, judging
+from tpu_kit.generation.evaluation.rewards import Judgement, Rewards
 from tpu_kit.generation.prompts import Completion
 from tpu_kit.generation.sampling import Sampling
-from tpu_kit.hardware.machine import Machine
-from tpu_kit.models.loading import load_tokenizer
+from tpu_kit.machine.checks import Machine
+from tpu_kit.model.loading import load_tokenizer
 from tpu_kit.notebook import cells
 from tpu_kit.recipes import sft
 from tpu_kit.recipes.grpo import grpo
 from tpu_kit.recipes.sft import check_run, prepare_run, train
-from tpu_kit.training import rollout, trainer
+from tpu_kit.training import trainer
+from tpu_kit.training.losses import rollout
+from tpu_kit.training.losses.policy import PolicyObjective
+from tpu_kit.training.losses.rollout import GROUP_FILE, texts_of
 from tpu_kit.training.metrics import read_metrics
-from tpu_kit.training.policy import PolicyObjective
-from tpu_kit.training.rollout import GROUP_FILE, texts_of
 from tpu_kit.training.step import SplitStep
 from tpu_kit.training.updates import NextUpdateError
 

@@ -19,7 +19,7 @@ from tpu_kit.config.loader import TrainConfig, load_config
 from tpu_kit.distributed.launch import launch
 from tpu_kit.generation.sampling import SearchOptions
 from tpu_kit.generation.tree_search import think
-from tpu_kit.hardware.machine import Machine
+from tpu_kit.machine.checks import Machine
 from tpu_kit.recipes import sft
 
 pytestmark = [

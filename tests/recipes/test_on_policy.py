@@ -14,10 +14,10 @@ from transformers import LlamaForCausalLM
 
 from tpu_kit.config.loader import ConfigError, TrainConfig, load_config
 from tpu_kit.distributed.hosts import Hosts
-from tpu_kit.hardware.machine import Machine
+from tpu_kit.machine.checks import Machine
 from tpu_kit.recipes.distillation import distill
 from tpu_kit.recipes.sft import check_rollouts
-from tpu_kit.training import rollout
+from tpu_kit.training.losses import rollout
 from tpu_kit.training.metrics import read_metrics
 
 xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")

@@ -11,7 +11,7 @@ import papermill
 import pytest
 
 from tests.support.child_processes import PYTHONPATH, QUICK_XLA_FLAGS, run_python
-from tpu_kit.hardware.machine import Machine
+from tpu_kit.machine.checks import Machine
 
 needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
 

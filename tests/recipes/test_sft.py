@@ -23,19 +23,19 @@ from transformers import AutoModelForCausalLM
 
 from tests.support import training_functions
 from tests.support.child_processes import run_python
-from tpu_kit.checkpointing import manager
-from tpu_kit.checkpointing.local_store import FolderStore
 from tpu_kit.config.loader import BatchPlan, TrainConfig, load_config
 from tpu_kit.data import batching, prepare
-from tpu_kit.distributed.backends import CudaRuntime
 from tpu_kit.distributed.launch import launch
 from tpu_kit.distributed.preemption import PreemptionGuard
-from tpu_kit.evaluation import evaluate
-from tpu_kit.hardware.machine import Machine
-from tpu_kit.models.causal_lm import load_tokenizer
+from tpu_kit.distributed.replica.backends import CudaRuntime
+from tpu_kit.generation.evaluation import evaluate
+from tpu_kit.machine.checks import Machine
+from tpu_kit.model.causal_lm import load_tokenizer
 from tpu_kit.planning import oom_recovery, preflight
 from tpu_kit.recipes import sft
 from tpu_kit.training import objectives, step, trainer
+from tpu_kit.training.checkpoint import manager
+from tpu_kit.training.checkpoint.local_store import FolderStore
 from tpu_kit.training.objectives import SupervisedObjective
 from tpu_kit.training.resume import keep_run
 
@@ -456,7 +456,7 @@ def test_a_preemption_after_a_skipped_update_saves_and_loses_nothing(
     torch.testing.assert_close(*adapters, rtol=0, atol=0)
 
 
-@pytest.mark.slow  # quick sibling: tests/checkpointing/test_parts.py
+@pytest.mark.slow  # quick sibling: tests/training/test_parts.py
 def test_hosts_that_save_parts_follow_the_clock_of_host_0(configure: Configure) -> None:
     """The clock of the other host never says that `save_minutes` have passed."""
     config = configure(num_replicas=2, batch_size=1, max_steps=3, keep=9, eval_rows=0)

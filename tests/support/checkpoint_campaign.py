@@ -1,4 +1,4 @@
-"""Kills writers of checkpoints and prints how many left what; for tests/checkpointing/test_faults.py.
+"""Kills writers of checkpoints and prints how many left what; for tests/training/test_faults.py.
 
     python -m tests.support.checkpoint_campaign PLACE random COUNT
     python -m tests.support.checkpoint_campaign PLACE each EVERY [torn]
@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from tests.support import faults
-from tpu_kit.checkpointing.manager import CheckpointManager, scan
-from tpu_kit.storage.object_store import ObjectFolder, is_url, join
+from tpu_kit.machine.storage.object_store import ObjectFolder, is_url, join
+from tpu_kit.training.checkpoint.manager import CheckpointManager, scan
 
 KEEP, KEEP_EVERY = 2, 4
 

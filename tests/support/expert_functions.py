@@ -65,8 +65,8 @@ def error(ours: torch.Tensor, expected: torch.Tensor) -> float:
 
 def ours_of(plain: Any, scheme: Any = None) -> Any:
     """Returns a copy that the kit computes, with integers if there is a scheme."""
-    from tpu_kit.models import experts
-    from tpu_kit.models.quantization import rounded
+    from tpu_kit.model.families import experts
+    from tpu_kit.model.quantization import rounded
 
     ours = copy.deepcopy(plain)
     ours.config = copy.deepcopy(plain.config)
@@ -85,8 +85,8 @@ def main(kinds: Sequence[str], interpret: bool, group: int, cases: tuple[str, ..
     """Prints the largest errors by family, of the cases whose names begin so; `group`: of int4."""
     import torch_xla
 
-    from tpu_kit.models import experts
-    from tpu_kit.models.quantization import Scheme
+    from tpu_kit.model.families import experts
+    from tpu_kit.model.quantization import Scheme
 
     device, chosen, found = torch_xla.device(), experts.tiles_for, {}
     if interpret:
@@ -117,7 +117,7 @@ def adapted_errors(kinds: Sequence[str], kind_of_device: str = "xla-cpu") -> dic
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     from tpu_kit.config.loader import LoraConfig, load_config
-    from tpu_kit.models import causal_lm
+    from tpu_kit.model import causal_lm
     from tpu_kit.training.adapter_files import adapter_settings, adapter_tensors
 
     device, found = torch.device("cpu"), {}
@@ -215,7 +215,7 @@ LOADING_MEMORY = """
 import gc, sys
 from tests.support.peak_memory import PeakMemory
 from tpu_kit.config.loader import ModelConfig
-from tpu_kit.models.loading import load_frozen
+from tpu_kit.model.loading import load_frozen
 
 load_frozen(ModelConfig(name="embedded", base_dtype="int8", quant_cache=None))  # the libraries
 for name in sys.argv[1:]:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tpu_kit.checkpointing import local_store
+from tpu_kit.training.checkpoint import local_store
 
 FILE_OPERATIONS = ("fsync", "mkdir", "rename", "replace", "unlink", "rmdir", "open")
 _count = 0

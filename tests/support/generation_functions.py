@@ -46,17 +46,17 @@ from transformers import (
 
 from tpu_kit.config.loader import LoraConfig, ModelConfig
 from tpu_kit.config.mesh import resolve_mesh
-from tpu_kit.distributed.backends import CpuRuntime, MeshRuntime, SimulatedRuntime
-from tpu_kit.distributed.mesh import start
-from tpu_kit.distributed.runtime import Runtime
+from tpu_kit.distributed.replica.backends import CpuRuntime, MeshRuntime, SimulatedRuntime
+from tpu_kit.distributed.replica.mesh import start
+from tpu_kit.distributed.replica.runtime import Runtime
 from tpu_kit.generation.generator import Generator
 from tpu_kit.generation.sampling import Sampling
-from tpu_kit.models import attention
-from tpu_kit.models import causal_lm as models
-from tpu_kit.models.architecture import WITHOUT_ADAPTER
-from tpu_kit.models.layer_scan import stack
-from tpu_kit.models.loading import load_tokenizer
-from tpu_kit.models.quantization import Scheme, quantize_model
+from tpu_kit.model import attention
+from tpu_kit.model import causal_lm as models
+from tpu_kit.model.architecture import WITHOUT_ADAPTER
+from tpu_kit.model.loading import load_tokenizer
+from tpu_kit.model.loop.layer_scan import stack
+from tpu_kit.model.quantization import Scheme, quantize_model
 
 EOS = 3
 _COMMON: dict[str, Any] = {

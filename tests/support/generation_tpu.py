@@ -12,8 +12,8 @@ from transformers import AutoConfig
 
 from tests.support.compiler_models import cache_bytes_per_token
 from tpu_kit.config.loader import load_config
-from tpu_kit.hardware.slices import find_topology
-from tpu_kit.planning.trace import trace_generation
+from tpu_kit.machine.slices import find_topology
+from tpu_kit.planning.compiler.trace import trace_generation
 from tpu_kit.xla.program import compile_program
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import datasets
 
 from tpu_kit.config.loader import DataConfig
-from tpu_kit.data.chat_encoding import Encoder, Example
+from tpu_kit.data.chat.chat_encoding import Encoder, Example
 from tpu_kit.data.prepare import Prepared, prepare
-from tpu_kit.data.sources import save_rows
+from tpu_kit.data.rows.sources import save_rows
 
 
 def prepare_rows(config: DataConfig, tokenizer: Any, rows: Any, **options: Any) -> Prepared:

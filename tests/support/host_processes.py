@@ -20,7 +20,7 @@ from typing import Any
 
 from tests.support.child_processes import PYTHONPATH, child_environment
 from tests.support.object_store import Proxy, free_port
-from tpu_kit.checkpointing.manager import scan
+from tpu_kit.training.checkpoint.manager import scan
 
 TINY: Mapping[str, Any] = {
     "model.name": "embedded", "base_dtype": "fp32", "lora.r": 4, "source": "synthetic", "data.split": "train[:64]",

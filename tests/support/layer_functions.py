@@ -16,14 +16,14 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from tests.support import training_functions
 from tests.support.training_functions import OPTIM, control, dealt, rows, tiny
 from tpu_kit.config.loader import TrainConfig, load_config
-from tpu_kit.distributed import runtime
-from tpu_kit.distributed.runtime import Runtime
+from tpu_kit.distributed.replica import runtime
+from tpu_kit.distributed.replica.runtime import Runtime
 from tpu_kit.generation.generator import Generator
 from tpu_kit.generation.reference_check import _adapted_copy, _of_transformers, _shares, differences
-from tpu_kit.models import causal_lm as models
-from tpu_kit.models import layer_calls, layer_scan
-from tpu_kit.models.layer_calls import layers_of
-from tpu_kit.models.loading import load_tokenizer, read_config
+from tpu_kit.model import causal_lm as models
+from tpu_kit.model.loading import load_tokenizer, read_config
+from tpu_kit.model.loop import layer_calls, layer_scan
+from tpu_kit.model.loop.layer_calls import layers_of
 from tpu_kit.training.objectives import SupervisedObjective
 from tpu_kit.training.state import TrainState
 from tpu_kit.training.step import eval_step, prepare_model, train_step

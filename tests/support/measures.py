@@ -109,7 +109,7 @@ class Package:
 
         Args:
             identifier: of a feature, such as "teacher". Docstrings and comments do not count.
-            owners: modules or rooms ("training.distillation", "config") that may name it.
+            owners: modules or rooms ("training.losses.distillation", "config") that may name it.
         """
         return [
             name

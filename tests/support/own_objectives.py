@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from tpu_kit.config.loader import TrainConfig
-from tpu_kit.models import causal_lm as models
-from tpu_kit.models.states_head import StatesHead
+from tpu_kit.model import causal_lm as models
+from tpu_kit.model.states_head import StatesHead
 from tpu_kit.training.objectives import Objective, Sums, SupervisedObjective
 
 _calls = 0

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support import training_functions
 from tpu_kit.config.loader import TrainConfig
-from tpu_kit.distributed import runtime
-from tpu_kit.models import causal_lm as models
+from tpu_kit.distributed.replica import runtime
+from tpu_kit.model import causal_lm as models
 from tpu_kit.recipes import sft
 from tpu_kit.training import step, trainer
 from tpu_kit.training.metrics import RecompileMonitor

@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 
 from tpu_kit.config.loader import TrainConfig
-from tpu_kit.distributed import runtime
+from tpu_kit.distributed.replica import runtime
 from tpu_kit.profiling.recorder import record
 from tpu_kit.recipes import sft
 from tpu_kit.training import trainer, updates

@@ -13,8 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.support.tiny_tokenizer import tiny_tokenizer
 from tests.support.training_functions import watched
 from tpu_kit.config.loader import TrainConfig
-from tpu_kit.distributed.runtime import current
-from tpu_kit.models.quantization import QuantizedLinear, Scheme
+from tpu_kit.distributed.replica.runtime import current
+from tpu_kit.model.quantization import QuantizedLinear, Scheme
 from tpu_kit.recipes import sft
 
 
@@ -92,9 +92,9 @@ import sys
 import torch
 from dataclasses import replace
 from tests.support.peak_memory import PeakMemory
-from tpu_kit.models import attention; from tpu_kit.models import layer_scan as stacking
+from tpu_kit.model import attention; from tpu_kit.model.loop import layer_scan as stacking
 from tpu_kit.config.loader import ModelConfig
-from tpu_kit.models.loading import load_frozen
+from tpu_kit.model.loading import load_frozen
 
 config = ModelConfig(base_dtype=sys.argv[2], quant_group=32, quant_cache=sys.argv[3] if len(sys.argv) > 3 else None)
 load_frozen(replace(config, name="embedded"))  # the libraries
@@ -114,8 +114,9 @@ import torch, torch_xla
 from tests.support.peak_memory import PeakMemory, held
 from tpu_kit.config.loader import LoraConfig, ModelConfig
 from tpu_kit.config.mesh import Mesh
-from tpu_kit.distributed.mesh import read, start
-from tpu_kit.models import causal_lm, layer_scan
+from tpu_kit.distributed.replica.mesh import read, start
+from tpu_kit.model import causal_lm
+from tpu_kit.model.loop import layer_scan
 
 def place(name, base_dtype, r):
     config = ModelConfig(name=name, base_dtype=base_dtype, quant_group=32, quant_cache=sys.argv[2])

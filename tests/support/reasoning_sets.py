@@ -1,4 +1,4 @@
-"""A row of each of the reasoning sets that the rules of `tpu_kit/data/columns.py` were written for, as it is on the hub."""
+"""A row of each of the reasoning sets that the rules of `tpu_kit/data/rows/columns.py` were written for, as it is on the hub."""
 # ruff: noqa: E501 (a line per row)
 
 from __future__ import annotations

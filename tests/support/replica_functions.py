@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from tpu_kit.config.loader import TrainConfig
-from tpu_kit.distributed import runtime
 from tpu_kit.distributed.preemption import PreemptionGuard
-from tpu_kit.storage.object_store import ObjectFolder
+from tpu_kit.distributed.replica import runtime
+from tpu_kit.machine.storage.object_store import ObjectFolder
 
 
 def marks(config: TrainConfig) -> Path:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tpu_kit.checkpointing.local_store import FolderStore
+from tpu_kit.training.checkpoint.local_store import FolderStore
 
 
 def even(completions: list[Any], **kwargs: Any) -> list[float]:

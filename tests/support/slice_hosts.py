@@ -14,13 +14,13 @@ import signal
 import sys
 from typing import Any
 
-from tpu_kit.checkpointing.local_store import FolderStore
 from tpu_kit.config.loader import TrainConfig, load_config
-from tpu_kit.distributed import runtime, worker
-from tpu_kit.distributed.backends import MeshRuntime
 from tpu_kit.distributed.hosts import Hosts
 from tpu_kit.distributed.launch import launch
+from tpu_kit.distributed.replica import runtime, worker
+from tpu_kit.distributed.replica.backends import MeshRuntime
 from tpu_kit.recipes import sft
+from tpu_kit.training.checkpoint.local_store import FolderStore
 
 DEVICES = {2: ([0, 1, 4, 5], [2, 3, 6, 7]), 4: ([0, 1], [2, 3], [4, 5], [6, 7])}
 

@@ -4,7 +4,7 @@
     python -m tests.support.slice_program run FOLDER HOST HOSTS PORT
 
 torch_xla connects no processes on the CPU. `trace` writes the program; `run` is one host, whose devices get the shards
-that `distributed.mesh.cut` gives them, and writes the parts of the results that the host holds.
+that `distributed.replica.mesh.cut` gives them, and writes the parts of the results that the host holds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def trace(folder: Path, mesh: str) -> None:
     from safetensors.torch import save_file
 
     from tpu_kit.config.loader import load_config
-    from tpu_kit.planning.trace import trace_step
+    from tpu_kit.planning.compiler.trace import trace_step
     from tpu_kit.xla import program
 
     specs: list[Any] = []
@@ -94,7 +94,7 @@ def run(folder: Path, host: int, hosts: int, port: int) -> None:
     from safetensors.torch import load_file, save_file
 
     from tpu_kit.config.mesh import Mesh
-    from tpu_kit.distributed.mesh import cut
+    from tpu_kit.distributed.replica.mesh import cut
 
     jax.config.update("jax_use_shardy_partitioner", False)
     jax.config.update("jax_enable_x64", True)

@@ -17,17 +17,17 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tpu_kit.checkpointing import parts
 from tpu_kit.config.loader import LoraConfig, OptimConfig, TrainConfig
 from tpu_kit.data.prepare import MappedData
-from tpu_kit.distributed import runtime
-from tpu_kit.distributed.backends import CpuRuntime
-from tpu_kit.distributed.mesh import Box
-from tpu_kit.distributed.runtime import Runtime
-from tpu_kit.models import causal_lm as models
-from tpu_kit.models import layer_calls, layer_scan
+from tpu_kit.distributed.replica import runtime
+from tpu_kit.distributed.replica.backends import CpuRuntime
+from tpu_kit.distributed.replica.mesh import Box
+from tpu_kit.distributed.replica.runtime import Runtime
+from tpu_kit.model import causal_lm as models
+from tpu_kit.model.loop import layer_calls, layer_scan
 from tpu_kit.recipes import sft
 from tpu_kit.training import objectives, step, trainer
+from tpu_kit.training.checkpoint import parts
 from tpu_kit.training.objectives import Sums, SupervisedObjective
 from tpu_kit.training.optimizer import OPTIMIZERS
 from tpu_kit.training.state import Report, TrainState, sections

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from tpu_kit.config.loader import TrainConfig
-from tpu_kit.diagnostics import smoke_test
-from tpu_kit.distributed import runtime
-from tpu_kit.distributed.runtime import Runtime
-from tpu_kit.models import attention
+from tpu_kit.distributed.replica import runtime
+from tpu_kit.distributed.replica.runtime import Runtime
+from tpu_kit.model import attention
+from tpu_kit.notebook import smoke_test
 
 
 def _short(*names: str) -> None:
@@ -66,7 +66,7 @@ def computes_for_ever(config: TrainConfig) -> None:
 
 def wrong_loop(config: TrainConfig) -> Any:
     """Layers as a loop that forgets a part of each: unrolled they are right."""
-    from tpu_kit.models import layer_scan
+    from tpu_kit.model.loop import layer_scan
 
     right = layer_scan._Block._layer
 

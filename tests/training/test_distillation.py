@@ -12,10 +12,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.support.training_functions import rows
 from tpu_kit.config.loader import TrainConfig, load_config
-from tpu_kit.models import causal_lm as models
-from tpu_kit.models.layer_scan import scan_layers
-from tpu_kit.training.distillation import DistillationObjective, divergence
-from tpu_kit.training.policy import Sampled, pack
+from tpu_kit.model import causal_lm as models
+from tpu_kit.model.loop.layer_scan import scan_layers
+from tpu_kit.training.losses.distillation import DistillationObjective, divergence
+from tpu_kit.training.losses.policy import Sampled, pack
 
 WIDTH = 16
 

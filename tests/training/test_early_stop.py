@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 
 from tests.recipes.conftest import world
 from tests.recipes.test_sft import Configure, configure, records
-from tpu_kit.checkpointing import manager, manifest
 from tpu_kit.config.loader import TrainConfig
 from tpu_kit.recipes import sft
 from tpu_kit.training import trainer
+from tpu_kit.training.checkpoint import manager, manifest
 
 __all__ = ["configure", "world"]  # fixtures
 

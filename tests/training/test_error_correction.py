@@ -14,9 +14,9 @@ from torch.distributions import Categorical, Independent, MixtureSameFamily, Nor
 from tests.support.training_functions import rows
 from tests.training.test_distillation import WIDTH, carries, llama
 from tpu_kit.config.loader import load_config
-from tpu_kit.models import causal_lm as models
-from tpu_kit.models import states_head
-from tpu_kit.models.states_head import file_names
+from tpu_kit.model import causal_lm as models
+from tpu_kit.model import states_head
+from tpu_kit.model.states_head import file_names
 from tpu_kit.training import adapter_files
 from tpu_kit.training.error_correction import ErrorCorrection, ErrorCorrectionObjective
 from tpu_kit.training.objectives import SupervisedObjective

@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.child_processes import run_python
 from tpu_kit.config.mesh import Mesh
-from tpu_kit.distributed.mesh import use_mesh
-from tpu_kit.models.causal_lm import OutputHead
-from tpu_kit.training import loss as loss_module
-from tpu_kit.training.loss import IGNORE, Likelihood, chunked, head_outputs, shift_labels
+from tpu_kit.distributed.replica.mesh import use_mesh
+from tpu_kit.model.causal_lm import OutputHead
+from tpu_kit.training.losses import loss as loss_module
+from tpu_kit.training.losses.loss import IGNORE, Likelihood, chunked, head_outputs, shift_labels
 
 TOKENS, WIDTH, VOCABULARY = 37, 16, 50
 
@@ -235,7 +235,7 @@ ON_A_MESH = """
 import torch, torch_xla
 from tests.training.test_loss import chunked_nll
 from tpu_kit.config.mesh import Mesh
-from tpu_kit.distributed.mesh import put, read, start, use_mesh
+from tpu_kit.distributed.replica.mesh import put, read, start, use_mesh
 
 def loss_and_gradients(hidden, weight, labels):
     loss, _ = chunked_nll(hidden.requires_grad_(), weight.requires_grad_(), labels, chunk=16)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, Gemma4TextConfig
 
 from tests.support.child_processes import run_python
 from tpu_kit.config.loader import ConfigError, LoraConfig, TrackingConfig, TrainConfig
-from tpu_kit.hardware.machine import Machine
+from tpu_kit.machine.checks import Machine
 from tpu_kit.training.metrics import Evaluations, Tracker, check_tracking, model_flops_per_token, read_metrics
 
 
@@ -231,7 +231,7 @@ for start, wandb in ((0, "offline"), (1, "online")):
 
 print("the result", file=sys.stderr, flush=True)
 from tpu_kit.config.loader import load_config
-from tpu_kit.evaluation.evaluate import Accuracy, Evaluation, Sample, compare
+from tpu_kit.generation.evaluation.evaluate import Accuracy, Evaluation, Sample, compare
 from tpu_kit.training.metrics import log_result
 config = load_config(None, {"wandb": "offline", "tensorboard": True, "wandb_adapter": True, "output_dir": "result"})
 Path("result/adapter").mkdir(parents=True)
@@ -346,9 +346,9 @@ def test_flops_of_attention_are_those_of_each_layers_heads() -> None:
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_flops_of_integers_are_those_of_the_weights_that_they_stand_for(bits: int) -> None:
-    from tpu_kit.models import causal_lm as models
-    from tpu_kit.models.layer_scan import stack
-    from tpu_kit.models.quantization import Scheme, quantize_model
+    from tpu_kit.model import causal_lm as models
+    from tpu_kit.model.loop.layer_scan import stack
+    from tpu_kit.model.quantization import Scheme, quantize_model
 
     lora, length = LoraConfig(r=4), 128
     plain = models.adapt(build_llama(), lora, "fp32")
@@ -367,8 +367,8 @@ def test_flops_of_an_8b_model_in_int4() -> None:
     """Four for each number in the matrices of Llama 3.1 8B, 6.98e9 in layers and 0.53e9 in the head, and attention."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from tpu_kit.models.architecture import shipped_shapes
-    from tpu_kit.models.quantization import Scheme, replace_layers
+    from tpu_kit.model.architecture import shipped_shapes
+    from tpu_kit.model.quantization import Scheme, replace_layers
 
     settings = shipped_shapes()["meta-llama/Llama-3.1-8B-Instruct"]
     with torch.device("meta"):
@@ -382,9 +382,9 @@ def test_flops_of_an_8b_model_in_int4() -> None:
 @pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
 def test_flops_of_a_mixture_are_those_of_the_experts_that_a_token_is_sent_to(kind: str) -> None:
     """Padding does not count, from 144 to 256, nor do experts that are not chosen: three of eight are."""
-    from tests.models.test_experts import build
-    from tpu_kit.models import causal_lm as models
-    from tpu_kit.models.layer_scan import stack
+    from tests.model.test_experts import build
+    from tpu_kit.model import causal_lm as models
+    from tpu_kit.model.loop.layer_scan import stack
 
     sizes = {"hidden_size": 160, "intermediate_size": 144, "moe_intermediate_size": 144}
     plain: Any = build(kind, **sizes).requires_grad_(False)

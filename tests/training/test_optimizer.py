@@ -12,7 +12,7 @@ from tests.support import training_functions
 from tests.support.child_processes import QUICK_XLA_FLAGS
 from tpu_kit.config.loader import OptimConfig, load_config
 from tpu_kit.distributed.launch import launch
-from tpu_kit.hardware.machine import Machine
+from tpu_kit.machine.checks import Machine
 from tpu_kit.training.optimizer import OPTIMIZERS
 
 Tensors = dict[str, torch.Tensor]

@@ -9,8 +9,8 @@ import torch
 
 from tests.support.compiler_models import QWEN2_500M, write_config
 from tpu_kit.config.loader import TrainConfig, load_config
-from tpu_kit.distributed.backends import CpuRuntime, TpuRuntime
-from tpu_kit.planning.memory_estimate import estimate
+from tpu_kit.distributed.replica.backends import CpuRuntime, TpuRuntime
+from tpu_kit.planning.memory.memory_estimate import estimate
 from tpu_kit.planning.preflight import predicted_bytes
 from tpu_kit.training.metrics import peak_memory
 

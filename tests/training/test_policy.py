@@ -15,10 +15,10 @@ import torch
 
 from tests.support.training_functions import tiny
 from tpu_kit.config.loader import TrainConfig, load_config
-from tpu_kit.models import causal_lm as models
-from tpu_kit.models.layer_scan import scan_layers
-from tpu_kit.training.policy import PolicyObjective, Sampled, pack
-from tpu_kit.training.rollout import advantages_of
+from tpu_kit.model import causal_lm as models
+from tpu_kit.model.loop.layer_scan import scan_layers
+from tpu_kit.training.losses.policy import PolicyObjective, Sampled, pack
+from tpu_kit.training.losses.rollout import advantages_of
 
 # Prompts and completions of several lengths, one of a single token (trl#4205), some truncated (the last of each group).
 SIZES = [(3, 5), (3, 1), (3, 7), (3, 4), (5, 6), (5, 2), (5, 8), (5, 8)]

@@ -17,17 +17,17 @@ from datasets import Dataset
 from transformers import AutoTokenizer, PhiConfig, PhiForCausalLM
 
 from tpu_kit.assets import embedded
-from tpu_kit.checkpointing import manager
-from tpu_kit.checkpointing.manager import scan
 from tpu_kit.config.loader import ConfigError, TrainConfig, load_config
-from tpu_kit.distributed.backends import CpuRuntime
-from tpu_kit.distributed.runtime import enter
-from tpu_kit.evaluation.evaluate import held_out
-from tpu_kit.hardware.machine import Machine
-from tpu_kit.models.causal_lm import load_tokenizer
+from tpu_kit.distributed.replica.backends import CpuRuntime
+from tpu_kit.distributed.replica.runtime import enter
+from tpu_kit.generation.evaluation.evaluate import held_out
+from tpu_kit.machine.checks import Machine
+from tpu_kit.machine.storage.object_store import ObjectFolder, upload
+from tpu_kit.model.causal_lm import load_tokenizer
 from tpu_kit.recipes import sft
-from tpu_kit.storage.object_store import ObjectFolder, upload
 from tpu_kit.training import resume
+from tpu_kit.training.checkpoint import manager
+from tpu_kit.training.checkpoint.manager import scan
 from tpu_kit.training.metrics import read_metrics
 
 # Neither the log (3) nor the epoch ends where the checkpoint (4) is written; dropout, the average and warm-up are on.

@@ -13,10 +13,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.support.training_functions import OPTIM, contents, control, dealt, report_of, rows, split, tiny
 from tpu_kit.config.loader import LaunchConfig, LoraConfig, OptimConfig, TrainConfig
-from tpu_kit.distributed.backends import CpuRuntime
 from tpu_kit.distributed.launch import launch
-from tpu_kit.models import causal_lm as models
-from tpu_kit.models.layer_scan import stack
+from tpu_kit.distributed.replica.backends import CpuRuntime
+from tpu_kit.model import causal_lm as models
+from tpu_kit.model.loop.layer_scan import stack
 from tpu_kit.training.objectives import SupervisedObjective
 from tpu_kit.training.state import Report, TrainState, restore, sections
 from tpu_kit.training.step import SplitStep, _set_compiler, _update, eval_step, train_step

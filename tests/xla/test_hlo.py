@@ -367,7 +367,7 @@ Program hbm requirement 9.54G:
   Largest program allocations in hbm:
 
   1. Size: 9.54G
-     Operator: op_name="loss.4/aten__mm" source_file="/x/tpu_kit/training/loss.py" source_line=107 source_end_line=107
+     Operator: op_name="loss.4/aten__mm" source_file="/x/tpu_kit/training/losses/loss.py" source_line=107 source_end_line=107
      Shape: bf16[128,40000000]{1,0:T(8,128)(2,1)}
      Unpadded size: 9.54G
      XLA label: fusion.590.remat = fusion(Arg_26.129, bitcast.12), kind=kOutput, calls=fused_computation.31.clone

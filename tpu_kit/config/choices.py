@@ -20,10 +20,10 @@ ROLES: dict[str, tuple[str, ...]] = {
 """Format -> the roles of its columns; chats have reasoning and answer if their last turn is in columns of its own."""
 
 VERIFIERS = ("auto", "exact", "numeric", "choice", "math", "reasoning_gym")
-"""The rules of `evaluation.verifiers`, which also takes regex:PATTERN and module:function."""
+"""The rules of `generation.evaluation.verifiers`, which also takes regex:PATTERN and module:function."""
 
 REWARDS = ("think_format", "length")
-"""The names of `evaluation.rewards` that are no verifiers."""
+"""The names of `generation.evaluation.rewards` that are no verifiers."""
 
 _CODE = "the kit runs no code of a model; write module:function, which sends it to a sandbox"
 _TRL = "write module:function, such as a function of trl.rewards"
@@ -40,7 +40,7 @@ OBJECTIVES = {
     "supervised": "tpu_kit.training.objectives:SupervisedObjective",
     "error-correction": "tpu_kit.training.error_correction:ErrorCorrectionObjective",
     "error-correction-alone": "tpu_kit.training.error_correction:ErrorCorrectionObjective",
-    "policy": "tpu_kit.training.policy:PolicyObjective",
+    "policy": "tpu_kit.training.losses.policy:PolicyObjective",
 }
 """The classes of `optim.objective`, which also takes module:function and module:class."""
 

@@ -16,9 +16,9 @@ import numpy as np
 
 from tpu_kit.config.fields import show
 from tpu_kit.config.loader import DataConfig
-from tpu_kit.data.schemas import QUESTIONS_VERSION
-from tpu_kit.storage import atomic
-from tpu_kit.storage.object_store import at_hand
+from tpu_kit.data.rows.schemas import QUESTIONS_VERSION
+from tpu_kit.machine.storage import atomic
+from tpu_kit.machine.storage.object_store import at_hand
 
 NONE = np.zeros(0, dtype=np.int64)
 """No questions."""

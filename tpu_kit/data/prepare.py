@@ -20,9 +20,9 @@ from datasets import config as datasets_config
 
 from tpu_kit.config.loader import DataConfig
 from tpu_kit.data.batching import Documents, PackedDataset
-from tpu_kit.data.chat_encoding import Encoder, Example, ReasoningCounts
+from tpu_kit.data.chat.chat_encoding import Encoder, Example, ReasoningCounts
 from tpu_kit.data.held_out import NONE, Questions, choose_questions, drawn, held_out_rows
-from tpu_kit.data.sources import EMBEDDED_ROWS, SYNTHETIC, synthetic_rows
+from tpu_kit.data.rows.sources import EMBEDDED_ROWS, SYNTHETIC, synthetic_rows
 from tpu_kit.data.tokenizing import RawRows, Tokenized, tokenize
 
 SAME_USERS = "the user turns of other rows under another system turn or other tools"

@@ -19,13 +19,13 @@ from datasets import config as datasets_config
 
 from tpu_kit.config.loader import DataConfig
 from tpu_kit.data.batching import Documents
-from tpu_kit.data.cells import RowError, alternatives, decoded, without_decoding, without_none
-from tpu_kit.data.chat_encoding import Encoder, Example, ReasoningCounts, ensure_chat_template, freeze_date
-from tpu_kit.data.column_values import read_layout
-from tpu_kit.data.columns import Layout
-from tpu_kit.data.records import LOCATION, PROBLEM
-from tpu_kit.data.schemas import NO_REPLY, expected_answer, final_answer, problem
-from tpu_kit.data.sources import check_rows, load_rows
+from tpu_kit.data.chat.chat_encoding import Encoder, Example, ReasoningCounts, ensure_chat_template, freeze_date
+from tpu_kit.data.rows.cells import RowError, alternatives, decoded, without_decoding, without_none
+from tpu_kit.data.rows.column_values import read_layout
+from tpu_kit.data.rows.columns import Layout
+from tpu_kit.data.rows.records import LOCATION, PROBLEM
+from tpu_kit.data.rows.schemas import NO_REPLY, expected_answer, final_answer, problem
+from tpu_kit.data.rows.sources import check_rows, load_rows
 
 _LOOKED_AT = 1000  # rows of plain text, to see whether it has turns
 _ROWS_PER_PROCESS = 10_000  # below this, a second process costs more time than it saves

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from tpu_kit.hardware.machine import Machine
+from tpu_kit.machine.checks import Machine
 
 PORT = 29477  # of host 0, where the hosts meet; libtpu uses 8471 to 8479, and Megascale 8080
 

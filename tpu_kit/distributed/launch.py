@@ -32,17 +32,18 @@ from typing import IO, Any, TypeVar
 
 from tpu_kit.config.fields import hide_secrets
 from tpu_kit.config.loader import TrainConfig
-from tpu_kit.distributed import cpu_simulation, preemption, runtime
+from tpu_kit.distributed import preemption
 from tpu_kit.distributed.child_process import end_name, processor_times
 from tpu_kit.distributed.hosts import interface
 from tpu_kit.distributed.meeting import HostError, Meeting
 from tpu_kit.distributed.output import SafeStream
 from tpu_kit.distributed.preemption import Notices, StopFlag, launch_folder
-from tpu_kit.distributed.runtime import Backend
+from tpu_kit.distributed.replica import cpu_simulation, runtime
+from tpu_kit.distributed.replica.runtime import Backend
+from tpu_kit.distributed.replica.worker import LAUNCHER, Report
 from tpu_kit.distributed.sending import payload_of
-from tpu_kit.distributed.worker import LAUNCHER, Report
-from tpu_kit.hardware.host import check_disk, check_memory
-from tpu_kit.hardware.machine import Machine, check_holder, check_process, preset_per_process
+from tpu_kit.machine.checks import Machine, check_holder, check_process, preset_per_process
+from tpu_kit.machine.host import check_disk, check_memory
 
 T = TypeVar("T")
 
@@ -157,7 +158,7 @@ class Supervisor:
             "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",  # torch-tpu, where it is installed, would open the TPU
         }  # fmt: skip
         process = subprocess.Popen(
-            [sys.executable, "-m", "tpu_kit.distributed.worker"],
+            [sys.executable, "-m", "tpu_kit.distributed.replica.worker"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
             env=_environment(self._backend) | settings,
         )  # fmt: skip
@@ -424,7 +425,7 @@ def launch(
 def _inline(fn: Callable[[TrainConfig], T], config: TrainConfig, notices: Notices) -> T:
     import torch
 
-    from tpu_kit.distributed.backends import CpuRuntime
+    from tpu_kit.distributed.replica.backends import CpuRuntime
 
     with notices:
         preemption.join(notices.flag)

@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import Any
 
 from tpu_kit.distributed.meeting import Meeting
-from tpu_kit.distributed.runtime import Runtime
-from tpu_kit.hardware.machine import Machine
+from tpu_kit.distributed.replica.runtime import Runtime
+from tpu_kit.machine.checks import Machine
 
 RESULT_TYPE = "application/vnd.tpu-kit.result+json"
 """MIME type under which a notebook cell stores whether its run was preempted."""

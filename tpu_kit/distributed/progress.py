@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tpu_kit.storage import atomic
+from tpu_kit.machine.storage import atomic
 
 NO_BAR = "TPU_KIT_NO_BAR"  # in the environment: a notebook shows progress in its own way
 ANSWERING_FILE = "answering.json"  # in a run's folder while a model answers: model, answered, asked

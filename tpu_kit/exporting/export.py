@@ -22,23 +22,23 @@ import torch
 
 from tpu_kit.config.loader import TrainConfig, load_config, read_yaml
 from tpu_kit.data.held_out import UNKNOWN
-from tpu_kit.evaluation.evaluate import Accuracy, read_comparison
 from tpu_kit.exporting import formats
 from tpu_kit.exporting.equivalence import Check, logits, mean_difference
 from tpu_kit.exporting.hub import Pushed, check_repository
 from tpu_kit.exporting.hub import push as push_folder
 from tpu_kit.exporting.options import ExportOptions
 from tpu_kit.exporting.streaming import stream
+from tpu_kit.generation.evaluation.evaluate import Accuracy, read_comparison
 from tpu_kit.generation.prompts import PromptCodec
 from tpu_kit.generation.service import load_for_generation
-from tpu_kit.hardware.chips import GIB, MIB
-from tpu_kit.models.base_identity import base_of_adapter
-from tpu_kit.models.causal_lm import base_model
-from tpu_kit.models.loading import load_base, load_tokenizer
-from tpu_kit.models.states_head import file_names, find_head, title, without_head
-from tpu_kit.storage import atomic
-from tpu_kit.storage.object_store import at_hand, is_url, join
-from tpu_kit.storage.run_folder import ADAPTER, find_run
+from tpu_kit.machine.chips import GIB, MIB
+from tpu_kit.machine.storage import atomic
+from tpu_kit.machine.storage.object_store import at_hand, is_url, join
+from tpu_kit.machine.storage.run_folder import ADAPTER, find_run
+from tpu_kit.model.base_identity import base_of_adapter
+from tpu_kit.model.causal_lm import base_model
+from tpu_kit.model.loading import load_base, load_tokenizer
+from tpu_kit.model.states_head import file_names, find_head, title, without_head
 from tpu_kit.training.metrics import best_evaluation, read_metrics
 from tpu_kit.training.objectives import objective_of
 

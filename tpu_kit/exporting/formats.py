@@ -31,9 +31,9 @@ from tpu_kit.exporting.equivalence import Check, compare, compare_llama_cpp, log
 from tpu_kit.exporting.options import DTYPES
 from tpu_kit.exporting.streaming import StreamedModel, stream
 from tpu_kit.generation.service import ADAPTER_FILES
-from tpu_kit.models import experts
-from tpu_kit.models.causal_lm import base_model, cast
-from tpu_kit.models.loading import load_base, locate
+from tpu_kit.model.causal_lm import base_model, cast
+from tpu_kit.model.families import experts
+from tpu_kit.model.loading import load_base, locate
 
 HERE = "path/of/this/folder"  # in the texts beside the files, which may move
 _PROCESSOR_FILES = ("PROCESSOR_NAME", "IMAGE_PROCESSOR_NAME", "VIDEO_PROCESSOR_NAME", "FEATURE_EXTRACTOR_NAME",

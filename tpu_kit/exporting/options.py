@@ -6,7 +6,7 @@ import importlib.util
 from dataclasses import dataclass
 
 from tpu_kit.config.fields import knob
-from tpu_kit.storage.object_store import is_url
+from tpu_kit.machine.storage.object_store import is_url
 
 FORMATS = ("adapter", "merged", "vllm", "gguf-f16", "gguf-bf16", "gguf-q8_0", "gguf-lora")
 DTYPES = {"bf16": "bfloat16", "f16": "float16", "fp32": "float32"}  # their names in torch

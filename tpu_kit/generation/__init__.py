@@ -1,5 +1,5 @@
-"""Text from a model: sampling, key/value cache, decoding, replicas that answer, tree search.
+"""Answers of a model, and how they are judged: decoder, key/value cache, sampling; `evaluation`.
 
-Offers `service.generate`, `generator.Generator` and `tree_search.think`; `reference_check` compares with transformers.
+Offers `service.generate` and `generator.Generator`; `reference_check` compares with transformers.
 Must not know training.
 """

@@ -4,7 +4,7 @@ On XLA each is a program of fixed shape: a prefill and a score for each width to
 program for `block` decode steps, which changes the cache in place. Elsewhere the same functions run eagerly, with a
 cache as long as the batch needs.
 
-Layers that run as loops over stacked weights (`models.layer_scan`) do so here, too: the cache is carried by the loop.
+Layers that run as loops over stacked weights (`model.loop.layer_scan`) do so here, too: the loop carries the cache.
 
 The prefill processes a prompt without its last token, which the first decode step processes, so that only the decode
 program has an output head and sampling.
@@ -22,19 +22,20 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tpu_kit.distributed.mesh import active_mesh
-from tpu_kit.distributed.runtime import Runtime
+from tpu_kit.distributed.replica.mesh import active_mesh
+from tpu_kit.distributed.replica.runtime import Runtime
 from tpu_kit.generation import kv_cache
 from tpu_kit.generation.decode_sharding import weights_in_place
 from tpu_kit.generation.generation_rules import NO_RULES, GenerationRules
 from tpu_kit.generation.kv_cache import Buffer, Cache, Prompts, Step, stack_spec
 from tpu_kit.generation.sampling import Kind, Sampling
-from tpu_kit.hardware.chips import GIB
-from tpu_kit.models import causal_lm as models
-from tpu_kit.models import layer_inputs, linear_attention
-from tpu_kit.models.causal_lm import output_embedding
-from tpu_kit.models.layer_calls import kept_states, stacked_prefixes
-from tpu_kit.models.layer_inputs import LayerInputs
+from tpu_kit.machine.chips import GIB
+from tpu_kit.model import causal_lm as models
+from tpu_kit.model.causal_lm import output_embedding
+from tpu_kit.model.families import linear_attention
+from tpu_kit.model.loop import layer_inputs
+from tpu_kit.model.loop.layer_calls import kept_states, stacked_prefixes
+from tpu_kit.model.loop.layer_inputs import LayerInputs
 from tpu_kit.xla.scan import Traced, replace_contents
 from tpu_kit.xla.sharding import constrain
 

@@ -17,15 +17,15 @@ from typing import Any, NamedTuple
 import torch
 
 from tpu_kit.config.loader import DataConfig
-from tpu_kit.distributed import runtime
-from tpu_kit.distributed.runtime import Runtime
+from tpu_kit.distributed.replica import runtime
+from tpu_kit.distributed.replica.runtime import Runtime
 from tpu_kit.generation.decoder import BLOCK, Batch, Decoder, cache_slots, filled, fitting, widths_to
 from tpu_kit.generation.generation_rules import NO_RULES, ModelDefaults
 from tpu_kit.generation.prompts import Completion, Prompt, PromptCodec, Row
 from tpu_kit.generation.reference_check import check_generation
 from tpu_kit.generation.sampling import Sampling
-from tpu_kit.models import causal_lm as models
-from tpu_kit.models.architecture import check_vocabulary
+from tpu_kit.model import causal_lm as models
+from tpu_kit.model.architecture import check_vocabulary
 
 _RATED_TOKENS = 4096  # at most in a batch of `Generator.rate`
 

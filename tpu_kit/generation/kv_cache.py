@@ -18,10 +18,11 @@ import torch
 import torch.nn.functional as F
 
 from tpu_kit.config.mesh import Spec
-from tpu_kit.distributed.mesh import active_mesh
-from tpu_kit.models import attention, layer_inputs
-from tpu_kit.models.layer_inputs import LayerCache
-from tpu_kit.models.sharding_rules import cache_spec
+from tpu_kit.distributed.replica.mesh import active_mesh
+from tpu_kit.model import attention
+from tpu_kit.model.loop import layer_inputs
+from tpu_kit.model.loop.layer_inputs import LayerCache
+from tpu_kit.model.sharding.sharding_rules import cache_spec
 from tpu_kit.xla.scan import Tensors, slice_at, write_slot
 from tpu_kit.xla.sharding import constrain
 
@@ -66,8 +67,8 @@ class Buffer(NamedTuple):
 class Cache(LayerCache):
     """Replaces transformers' cache in a prefill or a decode step, and makes the mask over its slots.
 
-    Layers with a state (`models.linear_attention`) have two more buffers: the "state", (B, heads, K, V) fp32, and the
-    "tail", (B, 1, taps - 1, D), which has the last inputs of the convolution.
+    Layers with a state (`model.families.linear_attention`) have two more buffers: the "state", (B, heads, K, V) fp32,
+    and the "tail", (B, 1, taps - 1, D), which has the last inputs of the convolution.
 
     Attributes:
         stacks: the buffers, (G, B, heads, slots, size) each, by number of the layer and name: "keys", "values",

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from tpu_kit.config.fields import show
 from tpu_kit.config.loader import DataConfig
-from tpu_kit.data.chat_encoding import Encoder, default_stop, plain_prompt
-from tpu_kit.data.columns import Layout
+from tpu_kit.data.chat.chat_encoding import Encoder, default_stop, plain_prompt
+from tpu_kit.data.rows.columns import Layout
 from tpu_kit.generation.sampling import Sampling
 
 Prompt = str | Sequence[Mapping[str, Any]] | Mapping[str, Any] | Sequence[int]

@@ -25,14 +25,15 @@ import torch
 
 from tpu_kit.config.loader import TrainConfig, load_config
 from tpu_kit.data.batching import Documents, PackedDataset
-from tpu_kit.distributed.backends import CpuRuntime
 from tpu_kit.distributed.child_process import run_child, xla_cpu_environment
+from tpu_kit.distributed.replica.backends import CpuRuntime
 from tpu_kit.generation.decoder import Batch, Decoder, filled
 from tpu_kit.generation.sampling import Sampling
-from tpu_kit.hardware.compatibility import other_transformers
-from tpu_kit.models import attention, layer_calls
-from tpu_kit.models import causal_lm as models
-from tpu_kit.models.loading import brief, read_config
+from tpu_kit.machine.compatibility import other_transformers
+from tpu_kit.model import attention
+from tpu_kit.model import causal_lm as models
+from tpu_kit.model.loading import brief, read_config
+from tpu_kit.model.loop import layer_calls
 from tpu_kit.xla import program
 
 if TYPE_CHECKING:

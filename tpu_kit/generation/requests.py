@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tpu_kit.config.fields import knob
-from tpu_kit.storage.run_folder import AUTO
+from tpu_kit.machine.storage.run_folder import AUTO
 
 
 @dataclass

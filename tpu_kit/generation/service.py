@@ -23,21 +23,22 @@ import torch
 
 from tpu_kit.config.fields import hide_secrets
 from tpu_kit.config.loader import ConfigError, ModelConfig, TrainConfig
-from tpu_kit.data.chat_encoding import ensure_chat_template
-from tpu_kit.distributed import runtime
+from tpu_kit.data.chat.chat_encoding import ensure_chat_template
 from tpu_kit.distributed.launch import launch
 from tpu_kit.distributed.progress import follow_answers
-from tpu_kit.distributed.runtime import Runtime
+from tpu_kit.distributed.replica import runtime
+from tpu_kit.distributed.replica.runtime import Runtime
 from tpu_kit.generation.generator import Generator, Rating
 from tpu_kit.generation.prompts import Completion, Prompt, PromptCodec, is_chat, text_of
 from tpu_kit.generation.reference_check import check_generation
 from tpu_kit.generation.sampling import Sampling
-from tpu_kit.models import causal_lm as models
-from tpu_kit.models import experts, states_head
-from tpu_kit.models.base_identity import base_of_adapter
-from tpu_kit.models.loading import brief, load_base, load_frozen, load_tokenizer, read_config
-from tpu_kit.models.shape_cache import read_shape
-from tpu_kit.storage.run_folder import adapter_at_hand, unfinished
+from tpu_kit.machine.storage.run_folder import adapter_at_hand, unfinished
+from tpu_kit.model import causal_lm as models
+from tpu_kit.model import states_head
+from tpu_kit.model.base_identity import base_of_adapter
+from tpu_kit.model.families import experts
+from tpu_kit.model.loading import brief, load_base, load_frozen, load_tokenizer, read_config
+from tpu_kit.model.shape_cache import read_shape
 
 __all__ = ["Completion", "Generator", "Prompt", "Sampling", "chat", "generate", "stream"]
 

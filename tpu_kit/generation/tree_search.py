@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tpu_kit.config.loader import TrainConfig
-from tpu_kit.distributed import main_thread, runtime
+from tpu_kit.distributed.replica import main_thread, runtime
 from tpu_kit.generation.generator import Generator
 from tpu_kit.generation.prompts import Completion, Prompt
 from tpu_kit.generation.sampling import Sampling, Scorer, SearchOptions

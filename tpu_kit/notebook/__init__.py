@@ -1,5 +1,5 @@
-"""Functions for the cells of notebooks, and runs of notebooks without a browser.
+"""What notebooks call, and whether a machine works: cells, runs without a browser, installation, doctor, verify.
 
-Offers `cells` and `runner`.
-Must not compute results; other folders do.
+Offers `cells`, `runner`, `install.ensure`, `doctor.diagnose` and `verify.verify`.
+Must not be needed by a run, nor compute results that other rooms compute.
 """

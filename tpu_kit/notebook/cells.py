@@ -24,9 +24,10 @@ from typing import TYPE_CHECKING, Any
 from tpu_kit.config import schema
 from tpu_kit.config.loader import ConfigError, TrainConfig, batch_arithmetic, load_config, read_yaml
 from tpu_kit.distributed.progress import ANSWERING_FILE, NO_BAR
-from tpu_kit.distributed.runtime import detect
-from tpu_kit.hardware.chips import GIB
-from tpu_kit.hardware.machine import Check, verdict
+from tpu_kit.distributed.replica.runtime import detect
+from tpu_kit.machine.checks import Check, verdict
+from tpu_kit.machine.chips import GIB
+from tpu_kit.machine.storage.output_location import fetch_run, find_place
 from tpu_kit.notebook.kernel import (
     Bundle,
     in_ipython,
@@ -38,7 +39,6 @@ from tpu_kit.notebook.kernel import (
     show_table,
 )
 from tpu_kit.notebook.kernel import show_checks as show_checks
-from tpu_kit.storage.output_location import fetch_run, find_place
 from tpu_kit.training.metrics import METRICS_FILE, read_metrics
 from tpu_kit.training.outcome import BEFORE_TRAINING
 
@@ -172,8 +172,8 @@ def show_data(config: TrainConfig) -> Prepared:
     """
     from tpu_kit.data.batching import updates
     from tpu_kit.recipes import sft
+    from tpu_kit.training.losses.rollout import updates_of
     from tpu_kit.training.resume import keep_run
-    from tpu_kit.training.rollout import updates_of
 
     prepared, outlook = sft.check_run(keep_run(config, date.today().isoformat()))
     replicas = outlook.room.replicas if outlook.room else config.launch.num_replicas or 1
@@ -225,7 +225,7 @@ def show_answers(output_dir: str | Path, rows: int = 4) -> None:
 
     There is none where `tracking.generate_rows=0`.
     """
-    from tpu_kit.evaluation.evaluate import read_comparison
+    from tpu_kit.generation.evaluation.evaluate import read_comparison
 
     if answers := read_comparison(Path(output_dir)):
         show_comparison(answers, rows)
@@ -322,7 +322,7 @@ def show_group(output_dir: str | Path) -> None:
     Tokens that the update makes likelier are green, others red; the darker, the larger the advantage (in plain text |
     is between tokens).
     """
-    from tpu_kit.training.rollout import GROUP_FILE
+    from tpu_kit.training.losses.rollout import GROUP_FILE
 
     group = json.loads((Path(output_dir) / GROUP_FILE).read_text())
     print(f"step {group['step']}: {group['prompt']}")

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpu_kit.config import tables
 from tpu_kit.config.fields import ConfigError, closest
-from tpu_kit.hardware.machine import MARKS, Check
+from tpu_kit.machine.checks import MARKS, Check
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING
 
 from tpu_kit.config.loader import BatchPlan, TrainConfig
 from tpu_kit.config.mesh import Mesh
-from tpu_kit.distributed.runtime import seen_on
-from tpu_kit.hardware.chips import Chip
-from tpu_kit.hardware.slices import TargetSlice
-from tpu_kit.models.architecture import Linear, Shape
-from tpu_kit.models.sharding_rules import is_column, spec_of
-from tpu_kit.planning.activation_memory import objective_beside
-from tpu_kit.planning.argument_memory import model_tensors, teacher_shape, trained_count
+from tpu_kit.distributed.replica.runtime import seen_on
+from tpu_kit.machine.chips import Chip
+from tpu_kit.machine.slices import TargetSlice
+from tpu_kit.model.architecture import Linear, Shape
+from tpu_kit.model.sharding.sharding_rules import is_column, spec_of
+from tpu_kit.planning.memory.activation_memory import objective_beside
+from tpu_kit.planning.memory.argument_memory import model_tensors, teacher_shape, trained_count
 from tpu_kit.planning.rollouts import WHOLE_ROWS, cache_bytes, rollout_of, update_plan
 
 if TYPE_CHECKING:
-    from tpu_kit.planning.compile_check import Compiled
+    from tpu_kit.planning.compiler.compile_check import Compiled
 
 MXU_EFFICIENCY = 0.6
 """Share of the peak FLOP/s that matrix products reach: an assumption."""

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from tpu_kit.config.loader import ConfigError, ModelConfig, TrainConfig, load_config
 from tpu_kit.config.mesh import Mesh, resolve_mesh
-from tpu_kit.hardware.chips import GIB
-from tpu_kit.hardware.slices import TargetSlice
-from tpu_kit.models.architecture import Shape, shipped_shapes, undivided
-from tpu_kit.models.shape_cache import read_shape
-from tpu_kit.planning.argument_memory import table
+from tpu_kit.machine.chips import GIB
+from tpu_kit.machine.slices import TargetSlice
+from tpu_kit.model.architecture import Shape, shipped_shapes, undivided
+from tpu_kit.model.shape_cache import read_shape
+from tpu_kit.planning.memory.argument_memory import table
 from tpu_kit.planning.setting import Setting, can_shard, largest, with_rows
 
 _UNSET = (None, "auto")

@@ -22,8 +22,8 @@ from tpu_kit.config.choices import imported
 from tpu_kit.config.fields import hide_secrets
 from tpu_kit.config.loader import ConfigError, TrainConfig
 from tpu_kit.config.schema import RlConfig
-from tpu_kit.models import causal_lm as models
-from tpu_kit.models.states_head import StatesHead, file_names, find_head, title
+from tpu_kit.model import causal_lm as models
+from tpu_kit.model.states_head import StatesHead, file_names, find_head, title
 from tpu_kit.training.objectives import Objective, Sums, objective_of
 
 _SAMPLING = (
@@ -70,7 +70,7 @@ def _check_sampling(config: TrainConfig) -> None:
 
 
 def _check_own(config: TrainConfig, objective: Objective) -> None:
-    from tpu_kit.planning.trace import ROW, empty_model  # it loads the compiler of torch, which takes a second
+    from tpu_kit.planning.compiler.trace import ROW, empty_model  # it loads the compiler of torch, which takes a second
 
     name, target = f"optim.objective={config.optim.objective}", imported(config.optim.objective)
     # Of a class in a notebook's cell Python does not know the file, of its methods it does.
@@ -137,7 +137,7 @@ def _refuse_own_call(decoder: Any, args: Any, kwargs: Any) -> None:
     if kwargs.get("use_cache") is not False:
         raise ValueError(
             "it calls the model itself, without the documents of a packed row; call hidden_states(model, batch) or "
-            "logits(model, batch) of tpu_kit.models.causal_lm"
+            "logits(model, batch) of tpu_kit.model.causal_lm"
         )
 
 

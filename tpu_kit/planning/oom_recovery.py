@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from tpu_kit.config.loader import ANEW, BatchPlan, TrainConfig, batch_arithmetic, changes, flatten
 from tpu_kit.distributed.launch import LaunchError
-from tpu_kit.hardware.chips import GIB
+from tpu_kit.machine.chips import GIB
 from tpu_kit.planning.preflight import Preflight, newest
 from tpu_kit.xla.hlo import parse_out_of_memory
 

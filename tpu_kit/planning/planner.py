@@ -17,15 +17,15 @@ from tpu_kit.config.conflicts import check_remat
 from tpu_kit.config.loader import ConfigError, TrainConfig, as_trained, batch_arithmetic
 from tpu_kit.config.mesh import mesh_size
 from tpu_kit.config.schema import LEAST_UPDATES, MOST_ROWS
-from tpu_kit.distributed import runtime
-from tpu_kit.hardware.chips import GIB
-from tpu_kit.hardware.slices import TargetSlice, find_slice, services
-from tpu_kit.models.architecture import Shape
-from tpu_kit.models.shape_cache import read_shape
-from tpu_kit.models.sharding_rules import Placed
-from tpu_kit.planning.argument_memory import table
-from tpu_kit.planning.compile_check import CompilerUnavailable
+from tpu_kit.distributed.replica import runtime
+from tpu_kit.machine.chips import GIB
+from tpu_kit.machine.slices import TargetSlice, find_slice, services
+from tpu_kit.model.architecture import Shape
+from tpu_kit.model.shape_cache import read_shape
+from tpu_kit.model.sharding.sharding_rules import Placed
+from tpu_kit.planning.compiler.compile_check import CompilerUnavailable
 from tpu_kit.planning.cost import Collective, predicted_collectives
+from tpu_kit.planning.memory.argument_memory import table
 from tpu_kit.planning.mesh_choice import placed
 from tpu_kit.planning.rollouts import program_rows, warnings_of
 from tpu_kit.planning.run_cost import Count, TimePlan, count_rows, count_updates, time_plan

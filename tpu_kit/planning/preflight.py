@@ -9,25 +9,25 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tpu_kit.checkpointing.manager import Checkpoint, scan
 from tpu_kit.config.conflicts import check_remat
 from tpu_kit.config.loader import ConfigError, TrainConfig, batch_arithmetic
 from tpu_kit.config.mesh import Mesh, resolve_mesh
 from tpu_kit.data.batching import too_few_rows
 from tpu_kit.distributed.hosts import ONE, Hosts
-from tpu_kit.distributed.runtime import MOST_ROWS, Runtime, detect, device_memory_budget, seen_on
-from tpu_kit.hardware.chips import GIB
-from tpu_kit.hardware.machine import Machine
-from tpu_kit.hardware.slices import TargetSlice
-from tpu_kit.models.architecture import Shape
-from tpu_kit.models.shape_cache import read_shape
+from tpu_kit.distributed.replica.runtime import MOST_ROWS, Runtime, detect, device_memory_budget, seen_on
+from tpu_kit.machine.checks import Machine
+from tpu_kit.machine.chips import GIB
+from tpu_kit.machine.slices import TargetSlice
+from tpu_kit.model.architecture import Shape
+from tpu_kit.model.shape_cache import read_shape
 from tpu_kit.planning.cost import StepTime, work
-from tpu_kit.planning.memory_estimate import estimate
+from tpu_kit.planning.memory.memory_estimate import estimate
 from tpu_kit.planning.mesh_choice import check_mesh, placed
 from tpu_kit.planning.planner import best_batch, verified
 from tpu_kit.planning.rollouts import warnings_of
 from tpu_kit.planning.run_cost import Count
 from tpu_kit.planning.setting import Setting
+from tpu_kit.training.checkpoint.manager import Checkpoint, scan
 
 ROUNDED_PER_SECOND = {"int8": 500e6, "int4": 45e6}
 """Weights that one core of a server's CPU rounds in a second (measured: 584e6 and 49e6, groups of 128)."""

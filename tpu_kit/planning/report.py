@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from tpu_kit.config import tables
 from tpu_kit.config.loader import TrainConfig, batch_arithmetic
-from tpu_kit.hardware.chips import GIB, KAGGLE_HOURS_PER_SESSION, KAGGLE_HOURS_PER_WEEK, MIB
-from tpu_kit.hardware.slices import find_slice
+from tpu_kit.machine.chips import GIB, KAGGLE_HOURS_PER_SESSION, KAGGLE_HOURS_PER_WEEK, MIB
+from tpu_kit.machine.slices import find_slice
 from tpu_kit.planning.cost import factors, link_seconds
 from tpu_kit.planning.mesh_choice import largest_models
 from tpu_kit.planning.planner import Plan

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from tpu_kit.config.loader import BatchPlan, TrainConfig, batch_arithmetic
 from tpu_kit.config.mesh import Mesh
-from tpu_kit.models.architecture import Shape
-from tpu_kit.models.sharding_rules import cache_spec
-from tpu_kit.planning.argument_memory import padded, shape_of
+from tpu_kit.model.architecture import Shape
+from tpu_kit.model.sharding.sharding_rules import cache_spec
+from tpu_kit.planning.memory.argument_memory import padded, shape_of
 
 if TYPE_CHECKING:
-    from tpu_kit.planning.compile_check import Compiled
+    from tpu_kit.planning.compiler.compile_check import Compiled
 
 WHOLE_ROWS = 64
 """A number of rows of which a TPU computes multiples: others cost the time of the next multiple."""

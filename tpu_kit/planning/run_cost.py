@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tpu_kit.config.loader import BatchPlan, TrainConfig, batch_arithmetic
-from tpu_kit.hardware.chips import (
+from tpu_kit.machine.chips import (
     FREE_SLICES,
     KAGGLE_HOURS_PER_SESSION,
     KAGGLE_HOURS_PER_WEEK,
@@ -47,7 +47,7 @@ class Count:
 def count_rows(config: TrainConfig) -> Count:
     """Counts the packed rows of a run with `prepare.prepare`, as the run itself does, where that is cheap."""
     if config.data.source == "synthetic":
-        from tpu_kit.data.sources import synthetic_rows
+        from tpu_kit.data.rows.sources import synthetic_rows
 
         return Count(synthetic_rows(config.data.split))
     if reason := _costly(config):
@@ -56,7 +56,7 @@ def count_rows(config: TrainConfig) -> Count:
         return _count_by_characters(config)
     # Here, because they load torch, transformers and datasets.
     from tpu_kit.data.prepare import prepare
-    from tpu_kit.models.causal_lm import load_tokenizer
+    from tpu_kit.model.causal_lm import load_tokenizer
 
     data = config.data
     elsewhere = data.eval_source or data.eval_split or data.source == "embedded"
@@ -105,8 +105,8 @@ def _costly(config: TrainConfig) -> str:
 def _count_by_characters(config: TrainConfig) -> Count:
     """Estimates the packed rows, or counts the prompts, without a tokenizer."""
     from tpu_kit.data.held_out import held_out_rows
-    from tpu_kit.data.records import LOCATION
-    from tpu_kit.data.sources import load_rows
+    from tpu_kit.data.rows.records import LOCATION
+    from tpu_kit.data.rows.sources import load_rows
 
     data = config.data
     try:

@@ -13,14 +13,14 @@ from tpu_kit.config.fields import ConfigError
 from tpu_kit.config.loader import ANEW, BatchPlan, LoraConfig, TrainConfig, batch_arithmetic, is_another
 from tpu_kit.config.mesh import Mesh
 from tpu_kit.config.schema import MOST_ROWS
-from tpu_kit.distributed.runtime import seen_on
-from tpu_kit.hardware.chips import CHIPS, GIB
-from tpu_kit.hardware.slices import RESERVE, TargetSlice
-from tpu_kit.models.architecture import Shape, undivided
-from tpu_kit.planning.argument_memory import VECTOR
-from tpu_kit.planning.compile_check import Compiled, compile_programs
+from tpu_kit.distributed.replica.runtime import seen_on
+from tpu_kit.machine.chips import CHIPS, GIB
+from tpu_kit.machine.slices import RESERVE, TargetSlice
+from tpu_kit.model.architecture import Shape, undivided
+from tpu_kit.planning.compiler.compile_check import Compiled, compile_programs
 from tpu_kit.planning.cost import StepTime, predict_time
-from tpu_kit.planning.memory_estimate import Memory, estimate
+from tpu_kit.planning.memory.argument_memory import VECTOR
+from tpu_kit.planning.memory.memory_estimate import Memory, estimate
 from tpu_kit.planning.rollouts import cache_bytes, program_rows, update_plan, whole_prompts
 
 EXACT_RESERVE = 0.01

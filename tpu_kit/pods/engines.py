@@ -19,9 +19,9 @@ from textwrap import indent
 
 from tpu_kit.config.fields import nest
 from tpu_kit.config.loader import TrainConfig, load_config
-from tpu_kit.hardware.chips import GIB
-from tpu_kit.hardware.compatibility import REPOSITORY
-from tpu_kit.hardware.host import PROCESS_BYTES, loading_bytes, model_bytes
+from tpu_kit.machine.chips import GIB
+from tpu_kit.machine.compatibility import REPOSITORY
+from tpu_kit.machine.host import PROCESS_BYTES, loading_bytes, model_bytes
 from tpu_kit.pods.slice_job import OFFERS, SliceJob
 
 RESTARTS = 20  # at most

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tpu_kit.hardware.chips import GIB
+from tpu_kit.machine.chips import GIB
+from tpu_kit.machine.storage.atomic import write_text
 from tpu_kit.pods.engines import ENGINES, published
 from tpu_kit.pods.slice_job import SliceJob
-from tpu_kit.storage.atomic import write_text
 
 
 def write(job: SliceJob, engine: str, folder: Path) -> str:

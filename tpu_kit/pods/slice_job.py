@@ -12,9 +12,9 @@ from typing import NamedTuple
 from tpu_kit.config.fields import ConfigError, closest
 from tpu_kit.config.loader import TrainConfig
 from tpu_kit.config.schema import RlConfig
-from tpu_kit.distributed.runtime import slice_problems
-from tpu_kit.hardware.chips import Chip, Topology, parse_accelerator_type
-from tpu_kit.hardware.host import is_path
+from tpu_kit.distributed.replica.runtime import slice_problems
+from tpu_kit.machine.chips import Chip, Topology, parse_accelerator_type
+from tpu_kit.machine.host import is_path
 
 CONTAINER = "python:3.12"  # the image of a host on GKE; any does that has bash and python3 with pip
 SECRETS = ("HF_TOKEN", "WANDB_API_KEY")  # variables that a run reads; files name those that are set, without the value

@@ -13,15 +13,15 @@ from pathlib import Path
 from tpu_kit.config.loader import ConfigError, TrainConfig, batch_arithmetic
 from tpu_kit.data.prepare import on_disk
 from tpu_kit.distributed.launch import launch
-from tpu_kit.models.shape_cache import read_shape
-from tpu_kit.planning.compile_check import compile_step
+from tpu_kit.machine.storage.output_location import make_output_folder, resolve_output_dir
+from tpu_kit.model.shape_cache import read_shape
+from tpu_kit.planning.compiler.compile_check import compile_step
 from tpu_kit.planning.cost import Work, step_time, work
 from tpu_kit.planning.planner import plan
 from tpu_kit.profiling.recorder import WARM_UP, Recording, record, window
 from tpu_kit.profiling.report import Cost, Profile
 from tpu_kit.profiling.timeline import BUCKETS, Trace, read_trace
 from tpu_kit.recipes.sft import check_run
-from tpu_kit.storage.output_location import make_output_folder, resolve_output_dir
 
 MOST_STEPS = 200
 

@@ -21,10 +21,10 @@ import torch
 
 from tpu_kit.config.loader import TrainConfig
 from tpu_kit.data.prepare import MappedData
-from tpu_kit.distributed.runtime import Runtime
+from tpu_kit.distributed.replica.runtime import Runtime
+from tpu_kit.machine.storage import atomic
 from tpu_kit.profiling.timeline import PHASES, PREFIX
 from tpu_kit.recipes import sft
-from tpu_kit.storage import atomic
 
 WARM_UP = 5
 """Steps before the window: they compile, end what was queued, and the last one is timed."""

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 from tpu_kit.config import tables
 from tpu_kit.config.loader import BatchPlan, TrainConfig, batch_arithmetic
-from tpu_kit.hardware.chips import GIB
-from tpu_kit.planning.compile_check import Compiled
+from tpu_kit.machine.chips import GIB
+from tpu_kit.planning.compiler.compile_check import Compiled
 from tpu_kit.planning.cost import factors
 from tpu_kit.profiling.recorder import Recording
 from tpu_kit.profiling.timeline import PHASES, Trace

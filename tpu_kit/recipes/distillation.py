@@ -1,4 +1,4 @@
-"""Distillation: the run of `sft.train` with the loss of `training.distillation`."""
+"""Distillation: the run of `sft.train` with the loss of `training.losses.distillation`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 from datasets import Dataset, DatasetDict
 
 from tpu_kit.config.loader import ConfigError, ModelConfig, TrainConfig
-from tpu_kit.models.layer_calls import layers_of
-from tpu_kit.models.loading import load_base, load_tokenizer
+from tpu_kit.machine.storage import atomic
+from tpu_kit.model.loading import load_base, load_tokenizer
+from tpu_kit.model.loop.layer_calls import layers_of
 from tpu_kit.recipes.sft import TrainResult, train
-from tpu_kit.storage import atomic
 
 
 def distill(config: TrainConfig, dataset: Dataset | DatasetDict | None = None, *, exact: bool = False) -> TrainResult:

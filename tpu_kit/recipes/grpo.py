@@ -23,8 +23,9 @@ def grpo(
     Args:
         config: the run; its section `rl`.
         dataset: as in `sft.train`; rows need a prompt, and what the rewards read.
-        reward_funcs: a name or a function, or several, in place of `rl.reward_funcs`; see `evaluation.rewards`. Where
-            replicas are processes, functions of a notebook or a script are copied to them, see `distributed.sending`.
+        reward_funcs: a name or a function, or several, in place of `rl.reward_funcs`; see
+            `generation.evaluation.rewards`. Where replicas are processes, functions of a notebook or a script are
+            copied to them, see `distributed.sending`.
         exact: as in `sft.train`.
 
     Raises:

@@ -20,42 +20,44 @@ from typing import Any
 import torch
 from datasets import Dataset, DatasetDict
 
-from tpu_kit.checkpointing.manager import CheckpointManager, HostParts
 from tpu_kit.config.loader import BatchPlan, ConfigError, TrainConfig, batch_arithmetic
 from tpu_kit.config.schema import LEAST_UPDATES
+from tpu_kit.data.chat.new_tokens import new_tokens
+from tpu_kit.data.chat.untrained_tokens import describe_untrained
 from tpu_kit.data.held_out import NONE, Questions
-from tpu_kit.data.new_tokens import new_tokens
 from tpu_kit.data.prepare import MappedData, Prepared, on_disk, prepare
-from tpu_kit.data.sources import SYNTHETIC, save_rows, saved_rows_path
-from tpu_kit.data.untrained_tokens import describe_untrained
-from tpu_kit.distributed import runtime
+from tpu_kit.data.rows.sources import SYNTHETIC, save_rows, saved_rows_path
 from tpu_kit.distributed.hosts import ONE, Hosts, find_hosts, keep_log
 from tpu_kit.distributed.launch import launch
 from tpu_kit.distributed.meeting import Meeting
 from tpu_kit.distributed.output import safe_output
 from tpu_kit.distributed.preemption import RESULT_TYPE, PreemptionGuard, stop_name, stops_raise
-from tpu_kit.distributed.runtime import Runtime
-from tpu_kit.evaluation.evaluate import Comparison, check_answers, evaluate_adapter
-from tpu_kit.evaluation.rewards import Rewards
-from tpu_kit.evaluation.verifiers import verifier_named
+from tpu_kit.distributed.replica import runtime
+from tpu_kit.distributed.replica.runtime import Runtime
+from tpu_kit.generation.evaluation.evaluate import Comparison, check_answers, evaluate_adapter
+from tpu_kit.generation.evaluation.rewards import Rewards
+from tpu_kit.generation.evaluation.verifiers import verifier_named
 from tpu_kit.generation.reference_check import check_training
-from tpu_kit.hardware.chips import GIB
-from tpu_kit.models import causal_lm as models
-from tpu_kit.models.architecture import check_positions, check_vocabulary
-from tpu_kit.models.base_identity import base_of_adapter, fingerprint, identify
-from tpu_kit.models.loading import load_frozen, read_config
-from tpu_kit.planning.objective_check import check_objective
-from tpu_kit.planning.oom_recovery import out_of_memory, suggestion
-from tpu_kit.planning.preflight import Preflight, check_before_launch, predicted_bytes
-from tpu_kit.storage import atomic
-from tpu_kit.storage.output_location import (
+from tpu_kit.machine.chips import GIB
+from tpu_kit.machine.storage import atomic
+from tpu_kit.machine.storage.output_location import (
     make_output_folder,
     resolve_output_dir,
     set_results_aside,
     upload_results,
 )
-from tpu_kit.storage.run_folder import adapter_at_hand, find_run
+from tpu_kit.machine.storage.run_folder import adapter_at_hand, find_run
+from tpu_kit.model import causal_lm as models
+from tpu_kit.model.architecture import check_positions, check_vocabulary
+from tpu_kit.model.base_identity import base_of_adapter, fingerprint, identify
+from tpu_kit.model.loading import load_frozen, read_config
+from tpu_kit.planning.objective_check import check_objective
+from tpu_kit.planning.oom_recovery import out_of_memory, suggestion
+from tpu_kit.planning.preflight import Preflight, check_before_launch, predicted_bytes
 from tpu_kit.training.adapter_files import save_adapter, tokenizer_to_save
+from tpu_kit.training.checkpoint.manager import CheckpointManager, HostParts
+from tpu_kit.training.losses.rollout import Rollouts
+from tpu_kit.training.losses.teacher_files import prepare_files, read_columns
 from tpu_kit.training.metrics import check_tracking, log_result, peak_memory
 from tpu_kit.training.objectives import objective_of
 from tpu_kit.training.outcome import MORE_UPDATES
@@ -67,10 +69,8 @@ from tpu_kit.training.resume import (
     training_tensors,
     versions,
 )
-from tpu_kit.training.rollout import Rollouts
 from tpu_kit.training.state import start_from
 from tpu_kit.training.step import prepare_model
-from tpu_kit.training.teacher_files import prepare_files, read_columns
 from tpu_kit.training.trainer import Status, Trainer
 from tpu_kit.training.updates import Updates
 
@@ -303,7 +303,7 @@ def check_run(
 
 def _check_start(config: TrainConfig, adapter: str) -> None:
     """Raises ValueError if `lora.adapter` was trained on other weights, or does not fit the model and its objective."""
-    from tpu_kit.planning.trace import empty_model  # it loads the compiler of torch, which takes a second
+    from tpu_kit.planning.compiler.trace import empty_model  # it loads the compiler of torch, which takes a second
 
     with adapter_at_hand(adapter) as folder:
         assert folder is not None

@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from tpu_kit.checkpointing.manifest import error_number
 from tpu_kit.config.loader import TrainConfig
-from tpu_kit.data.chat_encoding import Encoder
-from tpu_kit.models import base_identity
-from tpu_kit.models.architecture import locate
-from tpu_kit.models.causal_lm import base_model
-from tpu_kit.models.loading import modules_left_out
-from tpu_kit.models.states_head import StatesHead
-from tpu_kit.storage import atomic
+from tpu_kit.data.chat.chat_encoding import Encoder
+from tpu_kit.machine.storage import atomic
+from tpu_kit.model import base_identity
+from tpu_kit.model.architecture import locate
+from tpu_kit.model.causal_lm import base_model
+from tpu_kit.model.loading import modules_left_out
+from tpu_kit.model.states_head import StatesHead
+from tpu_kit.training.checkpoint.manifest import error_number
 
 
 def _own(trained: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

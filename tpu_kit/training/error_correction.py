@@ -25,9 +25,9 @@ import torch
 import torch.nn.functional as F
 
 from tpu_kit.config.loader import ModelConfig, TrainConfig
-from tpu_kit.models import causal_lm as models
-from tpu_kit.models.states_head import StatesHead
-from tpu_kit.training.loss import IGNORE, shift_labels
+from tpu_kit.model import causal_lm as models
+from tpu_kit.model.states_head import StatesHead
+from tpu_kit.training.losses.loss import IGNORE, shift_labels
 from tpu_kit.training.objectives import Cost, Objective, Sums, SupervisedObjective
 
 _LEAST = 1e-2  # standard deviation: the density of a residual that is nearly always 0 stays finite

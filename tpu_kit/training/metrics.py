@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Any
 
 from tpu_kit.config.loader import ConfigError, TrainConfig
 from tpu_kit.distributed.progress import open_bar
-from tpu_kit.hardware import chips
-from tpu_kit.hardware.host import check_wandb
-from tpu_kit.hardware.machine import Machine
-from tpu_kit.storage import atomic
+from tpu_kit.machine import chips
+from tpu_kit.machine.checks import Machine
+from tpu_kit.machine.host import check_wandb
+from tpu_kit.machine.storage import atomic
 from tpu_kit.training.outcome import BEFORE_TRAINING, describe_start
 
 if TYPE_CHECKING:
-    from tpu_kit.distributed.runtime import Runtime
-    from tpu_kit.evaluation.evaluate import Comparison
+    from tpu_kit.distributed.replica.runtime import Runtime
+    from tpu_kit.generation.evaluation.evaluate import Comparison
 
 METRICS_FILE = "metrics.jsonl"
 _WANDB_ID = "wandb_run_id"  # in a run's folder, for `log_result`; a resumed run has it from the checkpoint
@@ -93,8 +93,8 @@ def model_flops_per_token(model: Any, sequence_length: int) -> int | None:
     """
     from torch.nn import Embedding
 
-    from tpu_kit.models import experts
-    from tpu_kit.models.quantization import QuantizedLinear
+    from tpu_kit.model.families import experts
+    from tpu_kit.model.quantization import QuantizedLinear
 
     config = model.config.get_text_config()
     decoder, head = model.get_decoder(), model.get_output_embeddings()

@@ -12,8 +12,8 @@ import torch
 
 from tpu_kit.config.choices import OBJECTIVES, imported
 from tpu_kit.config.loader import ModelConfig, OptimConfig, TrainConfig
-from tpu_kit.models import causal_lm as models
-from tpu_kit.training.loss import IGNORE, Likelihood, chunked, rows_in_chunks, shift_labels
+from tpu_kit.model import causal_lm as models
+from tpu_kit.training.losses.loss import IGNORE, Likelihood, chunked, rows_in_chunks, shift_labels
 
 
 class Sums(NamedTuple):
@@ -135,7 +135,7 @@ def objective_of(config: TrainConfig) -> Objective:
     name = config.optim.objective
     path = OBJECTIVES.get(name, name)
     if config.distill.teacher is not None:
-        path = "tpu_kit.training.distillation:DistillationObjective"
+        path = "tpu_kit.training.losses.distillation:DistillationObjective"
     elif name == "supervised":
         return SupervisedObjective(config.optim)
     try:

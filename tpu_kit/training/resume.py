@@ -14,16 +14,16 @@ from typing import Any
 
 import torch
 
-from tpu_kit.checkpointing.layout import lies_around
-from tpu_kit.checkpointing.manager import CheckpointManager, not_empty, remains, scan
-from tpu_kit.checkpointing.manifest import Checkpoint, DamagedError, Select
 from tpu_kit.config.choices import FUNCTION
 from tpu_kit.config.loader import ANEW, TrainConfig, changes, flatten
 from tpu_kit.data.prepare import Prepared
-from tpu_kit.hardware.compatibility import installed_version
-from tpu_kit.models import base_identity
-from tpu_kit.storage.local_folder import open_folder
-from tpu_kit.storage.object_store import parent
+from tpu_kit.machine.compatibility import installed_version
+from tpu_kit.machine.storage.local_folder import open_folder
+from tpu_kit.machine.storage.object_store import parent
+from tpu_kit.model import base_identity
+from tpu_kit.training.checkpoint.layout import lies_around
+from tpu_kit.training.checkpoint.manager import CheckpointManager, not_empty, remains, scan
+from tpu_kit.training.checkpoint.manifest import Checkpoint, DamagedError, Select
 from tpu_kit.training.state import joined, sections
 
 Tensors = dict[str, torch.Tensor]

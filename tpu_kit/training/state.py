@@ -14,14 +14,14 @@ from safetensors.torch import load_file
 
 from tpu_kit.config.loader import OptimConfig
 from tpu_kit.config.mesh import Spec
-from tpu_kit.distributed.mesh import active_mesh
-from tpu_kit.distributed.runtime import Runtime
+from tpu_kit.distributed.replica.mesh import active_mesh
+from tpu_kit.distributed.replica.runtime import Runtime
 from tpu_kit.generation.service import read_adapter
-from tpu_kit.models import causal_lm as models
-from tpu_kit.models import partition
-from tpu_kit.models.layer_calls import restacked, stacked_names, unstacked
-from tpu_kit.models.sharding_rules import Embedding
-from tpu_kit.models.states_head import StatesHead, file_names, find_head, title
+from tpu_kit.model import causal_lm as models
+from tpu_kit.model.loop.layer_calls import restacked, stacked_names, unstacked
+from tpu_kit.model.sharding import partition
+from tpu_kit.model.sharding.sharding_rules import Embedding
+from tpu_kit.model.states_head import StatesHead, file_names, find_head, title
 from tpu_kit.training.adapter_files import adapter_tensors
 from tpu_kit.training.optimizer import OPTIMIZERS
 

@@ -16,11 +16,11 @@ import torch
 
 from tpu_kit.config.loader import OptimConfig, TrainConfig
 from tpu_kit.config.mesh import Spec
-from tpu_kit.distributed.mesh import active_mesh
-from tpu_kit.distributed.runtime import Runtime
-from tpu_kit.models import causal_lm as models
-from tpu_kit.models.architecture import ALONE
-from tpu_kit.models.layer_calls import layers_of
+from tpu_kit.distributed.replica.mesh import active_mesh
+from tpu_kit.distributed.replica.runtime import Runtime
+from tpu_kit.model import causal_lm as models
+from tpu_kit.model.architecture import ALONE
+from tpu_kit.model.loop.layer_calls import layers_of
 from tpu_kit.training.objectives import Objective, Sums
 from tpu_kit.training.optimizer import is_matrix, wide
 from tpu_kit.training.state import Report, TrainState, restore

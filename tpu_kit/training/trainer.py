@@ -18,19 +18,19 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from tpu_kit.checkpointing.manager import CheckpointManager, HostParts
-from tpu_kit.checkpointing.manifest import Checkpoint
 from tpu_kit.config.loader import ANEW, BatchPlan, TrainConfig
 from tpu_kit.data.batching import Update, eval_batches, learning_rate
 from tpu_kit.data.prepare import Prepared
-from tpu_kit.distributed.mesh import active_mesh
 from tpu_kit.distributed.preemption import PreemptionGuard
-from tpu_kit.distributed.runtime import Runtime
-from tpu_kit.evaluation.evaluate import Accuracy, count_correct
-from tpu_kit.hardware.host import chips_of
-from tpu_kit.models import causal_lm as models
-from tpu_kit.models.layer_calls import unstacked
+from tpu_kit.distributed.replica.mesh import active_mesh
+from tpu_kit.distributed.replica.runtime import Runtime
+from tpu_kit.generation.evaluation.evaluate import Accuracy, count_correct
+from tpu_kit.machine.host import chips_of
+from tpu_kit.model import causal_lm as models
+from tpu_kit.model.loop.layer_calls import unstacked
 from tpu_kit.training.adapter_files import base_document, result_files
+from tpu_kit.training.checkpoint.manager import CheckpointManager, HostParts
+from tpu_kit.training.checkpoint.manifest import Checkpoint
 from tpu_kit.training.metrics import Evaluations, RecompileMonitor, Tracker, model_flops_per_token, peak_memory
 from tpu_kit.training.objectives import Objective
 from tpu_kit.training.outcome import not_learned

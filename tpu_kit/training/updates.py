@@ -12,7 +12,7 @@ from tpu_kit.config.loader import BatchPlan, TrainConfig
 from tpu_kit.data.batching import Update, prefetch, rows_of, shard_rows, updates
 from tpu_kit.data.prepare import Prepared
 from tpu_kit.distributed.preemption import PreemptionGuard
-from tpu_kit.distributed.runtime import Runtime
+from tpu_kit.distributed.replica.runtime import Runtime
 from tpu_kit.generation.generator import Generator
 
 Tensors = dict[str, torch.Tensor]

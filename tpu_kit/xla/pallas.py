@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 
 from tpu_kit.config.mesh import BATCH, Mesh, Spec
-from tpu_kit.distributed.mesh import active_mesh
-from tpu_kit.hardware.compatibility import find_pairing, installed_version
+from tpu_kit.distributed.replica.mesh import active_mesh
+from tpu_kit.machine.compatibility import find_pairing, installed_version
 from tpu_kit.xla.sharding import sharded_kernel
 
 _LARGEST_BLOCK = 1024  # with 2048 the vector memory of a v5e overflows at head size 128

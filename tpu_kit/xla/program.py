@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from tpu_kit.config.mesh import Mesh, Spec
-from tpu_kit.distributed.mesh import active_mesh
+from tpu_kit.distributed.replica.mesh import active_mesh
 from tpu_kit.xla import hlo
 from tpu_kit.xla.sharding import hlo_sharding
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tpu_kit.config.mesh import Mesh, Spec
-from tpu_kit.distributed.mesh import active_mesh
+from tpu_kit.distributed.replica.mesh import active_mesh
 
 
 def constrain(tensor: torch.Tensor, spec: Spec, gradient: Spec | None = None, *, uneven: bool = False) -> torch.Tensor:

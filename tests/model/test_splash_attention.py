@@ -1,0 +1,136 @@
+"""The splash kernel: its numbers in Pallas' interpreter, and that the TPU compiler takes it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import pytest
+
+from tests.support.child_processes import run_python
+from tests.support.tpu_program import ENVIRONMENT
+
+needs_jax = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("torch_xla", "jax")), reason="needs torch_xla[pallas]"
+)
+
+# The same torch function, lowering and custom autograd as on a TPU; the kernel itself is interpreted on XLA:CPU.
+IN_INTERPRET_MODE = """
+import json
+import torch, torch_xla
+from tpu_kit.model import attention
+
+device = torch_xla.device()
+kernel = attention.splash_kernel
+attention.splash_kernel = lambda *args: kernel(*args[:4], args[4]._replace(interpret=True), *args[5:])
+layer = torch.nn.Module()
+errors = []
+for batch, heads, pairs, length, head_dim, window, cap, prefixes, sinks in (
+    (2, 4, 2, 150, 16, None, None, False, False), (1, 2, 1, 256, 8, 50, None, False, True),
+    (2, 2, 2, 128, 8, None, 5.0, True, True), (1, 2, 2, 100, 8, 9, 2.0, False, False),
+):
+    torch.manual_seed(0)
+    states = [torch.randn(batch, count, length, head_dim) for count in (heads, pairs, pairs)]
+    states += [3 * torch.randn(heads)] * sinks
+    upstream = torch.randn(batch, length, heads, head_dim)
+    segments = torch.ones(batch, length, dtype=torch.int64)
+    segments[:, length // 3:], segments[0, length // 2:], segments[:, -7:] = 2, 3, 0
+    prefix_ids = torch.where(segments == 1, 1, -1) * (segments > 0) if prefixes else None
+
+    def run(function, device):
+        inputs = [tensor.to(device).requires_grad_() for tensor in states]
+        options = {"scaling": 0.3, "segment_ids": segments.to(device), "sliding_window": window, "softcap": cap}
+        options["prefix_ids"] = prefix_ids.to(device) if prefixes else None
+        options["s_aux"] = inputs[3] if sinks else None
+        output, _ = function(layer, *inputs[:3], None, **options)
+        output.backward(upstream.to(device))
+        return [output.detach().cpu(), *(tensor.grad.cpu() for tensor in inputs)]
+
+    ours, expected = run(attention.splash_attention, device), run(attention.sdpa_attention, "cpu")
+    errors.append(max(float((a - b).abs().max()) for a, b in zip(ours, expected, strict=True)))
+print(json.dumps(errors))
+"""
+
+KERNEL_FORMATS = """
+import json
+from dataclasses import replace
+import jax, torch_xla
+from jax._src import tpu_custom_call
+from tpu_kit.machine.compatibility import PAIRINGS
+from tpu_kit.xla import pallas
+
+shapes = (((1, 1, 128, 64), "bfloat16"),) * 3 + (((1, 128), "int32"),)
+chosen, serialize, written = tpu_custom_call.get_ir_version, tpu_custom_call._lower_mosaic_module_to_asm, []
+
+def noted(*args, ir_version, **kwargs):
+    written.append(ir_version)
+    return serialize(*args, ir_version=ir_version, **kwargs)
+
+tpu_custom_call._lower_mosaic_module_to_asm = noted
+for kernel_format in (None, 4):
+    pallas.find_pairing = lambda _: replace(PAIRINGS[0], kernel_format=kernel_format)
+    pallas._lowered.cache_clear()
+    specs = (pallas.PER_HEAD,) * 3 + (("data", None),)
+    pallas._lowered(pallas._forward, (pallas.SplashSettings(),), shapes, specs, specs[:2], "tpu", None)
+    jax.clear_caches()
+assert tpu_custom_call.get_ir_version is chosen
+print(json.dumps(written))
+"""
+
+FOR_THE_TPU_COMPILER = """
+import json, os
+import torch, torch_xla
+from tests.support.tpu_program import compile_graph
+from torch_xla.core.xla_builder import create_placeholder_tensor
+from tpu_kit.model import attention
+
+found = []
+for batch, heads, pairs, length, head_dim, window, cap, prefixes, sinks in (
+    (1, 14, 2, 1024, 64, None, None, True, False), (1, 64, 8, 2048, 64, 128, None, False, True),
+    (1, 4, 2, 1024, 256, 512, 50.0, False, False), (1, 8, 1, 1024, 512, None, None, False, False),
+):
+    inputs = [create_placeholder_tensor((batch, count, length, head_dim), torch.bfloat16).requires_grad_()
+              for count in (heads, pairs, pairs)]
+    inputs += [create_placeholder_tensor((heads,), torch.float32).requires_grad_()] * sinks
+    segments = create_placeholder_tensor((batch, length), torch.int64)
+    options = {"scaling": 0.1, "segment_ids": segments, "sliding_window": window, "softcap": cap}
+    options["prefix_ids"] = create_placeholder_tensor((batch, length), torch.int64) if prefixes else None
+    options["s_aux"] = inputs[3] if sinks else None
+    with attention.lowering_for_tpu():
+        output, _ = attention.splash_attention(torch.nn.Module(), *inputs[:3], None, **options)
+    gradients = torch.autograd.grad(output, inputs, create_placeholder_tensor(output.shape, output.dtype))
+    program = compile_graph([output, *gradients])
+    text = program.hlo_modules()[0].to_string()
+    found.append(text.count("tpu_custom_call"))
+print(json.dumps(found), flush=True)
+os._exit(0)  # libtpu hangs at times on its way out
+"""
+
+
+@pytest.fixture(scope="module")
+def found() -> tuple[list[float], list[int]]:
+    """What one child printed: the errors of each case, and the formats of the kernels."""
+    printed = run_python(IN_INTERPRET_MODE + KERNEL_FORMATS, env={"JAX_PLATFORMS": "cpu"}).stdout
+    errors, formats = map(json.loads, printed.splitlines()[-2:])
+    return errors, formats
+
+
+@needs_jax
+def test_the_kernel_gives_the_numbers_of_the_reference_forward_and_backward(
+    found: tuple[list[float], list[int]],
+) -> None:
+    errors = found[0]
+    assert max(errors) < 1e-5, errors  # both in fp32
+
+
+@needs_jax
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, the TPU compiler")
+def test_the_tpu_compiler_takes_it_with_windows_soft_caps_sinks_and_head_sizes() -> None:
+    calls = json.loads(run_python(FOR_THE_TPU_COMPILER, env=ENVIRONMENT).stdout.splitlines()[-1])
+    assert calls == [4, 2, 2, 2]  # forward, and all of the backward; of prefixes again
+
+
+@needs_jax
+def test_kernels_are_written_as_an_older_libtpu_reads_them(found: tuple[list[float], list[int]]) -> None:
+    """Kaggle's libtpu 0.0.17 reads format 4 at most. It fails where JAX moves the function that chooses the format."""
+    assert found[1] == [7, 4]

@@ -1,0 +1,431 @@
+"""Encodes a conversation as token ids with a mask of the tokens that carry loss.
+
+Each reply that carries loss follows the prompt that the tokenizer's own chat template makes for inference, has its
+reasoning, and ends with the token that ends a turn (`chat_documents.py`). A reply that a template leaves without its
+reasoning is rendered in another form (reasoning as tags in its content, or as `reasoning_content`), or appended to the
+prompt. A reply without reasoning closes the reasoning that the prompt opens.
+
+Token ids are never compared with the padding id: in many tokenizers it is also the end-of-turn token.
+"""
+
+import contextlib
+import json
+import re
+import unicodedata
+import warnings
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date, datetime
+from functools import cached_property
+from itertools import dropwhile, pairwise, takewhile
+from os.path import commonprefix
+from typing import Any, NamedTuple
+
+from tpu_kit.config.loader import DataConfig
+from tpu_kit.data.chat.chat_documents import PROBE, ChatDocuments, Document, with_calls
+from tpu_kit.data.chat.special_text import SpecialText, special_names
+from tpu_kit.data.rows.cells import RowError
+from tpu_kit.data.rows.columns import Layout, in_message, reasoning_of
+from tpu_kit.data.rows.messages import learns
+from tpu_kit.data.rows.schemas import Conversation, conversation
+
+DEFAULT_TEMPLATE = (
+    "{{ BOS }}{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + STOP + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+"""ChatML, for tokenizers without a template. BOS becomes the token with which the tokenizer begins a text, or nothing;
+STOP becomes `<|im_end|>` if the vocabulary has it, else the eos token."""
+
+
+class Example(NamedTuple):
+    """One document: token ids and a mask of the same length, true where a token is predicted with loss."""
+
+    input_ids: list[int]
+    loss_mask: list[bool]
+
+
+class ReasoningCounts(NamedTuple):
+    """Counts of the reasoning in the documents of a row.
+
+    Attributes:
+        replies: assistant turns that carry loss.
+        held: replies with reasoning in the row.
+        trained: replies whose whole reasoning is in the tokens that carry loss.
+        empty: replies that carry loss on an empty reasoning block.
+    """
+
+    replies: int = 0
+    held: int = 0
+    trained: int = 0
+    empty: int = 0
+
+
+def default_stop(tokenizer: Any) -> str | None:
+    """Returns the token that ends a turn in `DEFAULT_TEMPLATE`; None if the tokenizer has no such token."""
+    return "<|im_end|>" if "<|im_end|>" in tokenizer.get_vocab() else tokenizer.eos_token
+
+
+def ensure_chat_template(tokenizer: Any) -> bool:
+    """Sets `DEFAULT_TEMPLATE` in a tokenizer without a chat template, with a warning; returns whether it did.
+
+    Raises:
+        ValueError: it has no eos token that could end a turn either.
+    """
+    if tokenizer.chat_template:
+        return False
+    stop = default_stop(tokenizer)
+    if not stop:
+        raise ValueError("the tokenizer has neither a chat template nor an eos token; set tokenizer.chat_template")
+    bos = tokenizer.bos_token if tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id] else ""
+    tokenizer.chat_template = DEFAULT_TEMPLATE.replace("STOP", repr(stop)).replace("BOS", repr(bos))
+    warnings.warn(
+        f"the tokenizer has no chat template; using ChatML with {stop!r} at the end of a turn. "
+        "If the model was trained with another one, set tokenizer.chat_template to it",
+        stacklevel=2,
+    )
+    return True
+
+
+def freeze_date(template: str, day: str | None) -> str:
+    """Returns a chat template in which `strftime_now` writes the day of `data.date`; None is today.
+
+    It is a macro in the template: transformers passes no functions from the caller to a template.
+    """
+    if "strftime_now" not in template:
+        return template
+    directives = {f"%{name}" for name in re.findall("%(-?[A-Za-z])", template)}
+    moment = datetime.fromisoformat(day or date.today().isoformat())
+    written = "".join(f".replace({each!r}, {moment.strftime(each)!r})" for each in sorted(directives))
+    # The environment of transformers removes the line break after a block, so the template begins a line as before.
+    return f"{{% macro strftime_now(format) %}}{{{{ format{written} }}}}{{% endmacro %}}\n{template}"
+
+
+def decoded_example(tokenizer: Any, example: Example) -> list[tuple[str, bool]]:
+    """Returns the text of an example in parts `(text, carries loss)` for display."""
+    spans: list[tuple[list[int], bool]] = []
+    for token, loss in zip(example.input_ids, example.loss_mask, strict=True):
+        if not spans or spans[-1][1] != bool(loss):
+            spans.append(([], bool(loss)))
+        spans[-1][0].append(int(token))
+    return [(tokenizer.decode(ids, clean_up_tokenization_spaces=False), loss) for ids, loss in spans]
+
+
+def _squeezed(text: str) -> str:
+    """Returns a text in NFC without white space; some tokenizers change both."""
+    return "".join(unicodedata.normalize("NFC", text).split())
+
+
+def plain_prompt(tokenizer: Any, text: str, special: SpecialText | None = None) -> list[int]:
+    """Returns the token ids of plain text that the model continues: with one BOS, and without an EOS.
+
+    Args:
+        tokenizer: of the model.
+        text: the text.
+        special: of `Encoder.special`, if the text of special tokens is encoded as text.
+    """
+    if special:
+        ids, _ = special.encode(text, special.ranges(text), add_special_tokens=True)
+    else:
+        ids = list(tokenizer(text, verbose=False)["input_ids"])
+    if ids[-1:] == [tokenizer.eos_token_id]:
+        ids.pop()  # some tokenizers end every text, and the model would add nothing
+    return ids[_has_two_bos(tokenizer, ids) :]
+
+
+def _has_two_bos(tokenizer: Any, ids: Sequence[int]) -> bool:
+    return ids[:2] == [tokenizer.bos_token_id] * 2
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Encodes rows as examples; deterministic, and picklable for several processes.
+
+    Attributes:
+        tokenizer: a fast Hugging Face tokenizer, with a chat template if the rows are chats (`ensure_chat_template`).
+        layout: of `detect_layout`.
+        config: the data section.
+
+    Raises:
+        ValueError: the tokenizer is not fast, or has no eos token.
+    """
+
+    tokenizer: Any
+    layout: Layout
+    config: DataConfig
+
+    def __post_init__(self) -> None:
+        if not self.tokenizer.is_fast:
+            raise ValueError("the tokenizer is not a fast one, so the characters of a token are unknown; use one")
+        if self.tokenizer.eos_token_id is None:
+            raise ValueError("the tokenizer has no eos token, so the model could not learn to stop; set one")
+
+    def conversation(self, row: Mapping[str, Any]) -> Conversation:
+        """Reads one row; the arguments of tool calls are decoded, or JSON for a template that takes them so."""
+        talk = conversation(row, self.layout, self.config)
+        if isinstance(talk.messages, str) or not any(message.get("tool_calls") for message in talk.messages):
+            return talk
+        arguments = []
+
+        def as_json(call: Mapping[str, Any]) -> dict[str, Any]:
+            value = call.get("arguments")
+            arguments.append(value)
+            return {"arguments": json.dumps(value, ensure_ascii=False)} if isinstance(value, Mapping) else {}
+
+        texts: list[str | None] = []
+        as_text = with_calls(talk.messages, as_json)
+        for messages in (talk.messages, as_text):
+            try:
+                texts.append(self.render(messages, talk.tools))
+            except RowError:
+                texts.append(None)
+        decoded, encoded = texts
+        wrong = decoded is None or any(str(value) in decoded for value in arguments if value)  # as Python writes it
+        return talk._replace(messages=as_text) if wrong and encoded is not None else talk
+
+    def open_reasoning(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Switches reasoning on in a chat template whose prompt closes it, if rows have some; with a warning."""
+        plain, close = self.tokenizer.chat_template, self.config.think_close
+        if not self._closes_reasoning() or not any(map(self._has_reasoning, rows)):
+            return
+        self.tokenizer.chat_template = "{%- set enable_thinking = true %}{%- set thinking = true %}" + plain
+        if self._closes_reasoning():  # `documents` refuses the rows
+            self.tokenizer.chat_template = plain
+            return
+        warnings.warn(
+            f"the prompt of the chat template ends in {close!r}, and the rows have reasoning: its switches "
+            "enable_thinking and thinking are set, also in the tokenizer that is saved with the adapter",
+            stacklevel=2,
+        )
+
+    def _closes_reasoning(self) -> bool:
+        prompt = self.render([{"role": "user", "content": "a"}], None, prompt=True)
+        return prompt.rstrip().endswith(self.config.think_close)
+
+    def _has_reasoning(self, row: Mapping[str, Any]) -> bool:
+        try:
+            messages = conversation(row, self.layout, self.config).messages
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError):  # told when the row is tokenised
+            return False
+        return any(isinstance(turn, dict) and learns(turn) and in_message(turn, self.config) for turn in messages)
+
+    def prompt(self, talk: Conversation) -> str:
+        """Returns the text before the last assistant turn."""
+        asked = talk.asked
+        return asked if isinstance(asked, str) else self.render(asked, talk.tools, prompt=True, begun=bool(talk.begun))
+
+    def prompt_ids(self, talk: Conversation) -> list[int]:
+        """Returns the token ids of `prompt`; only plain text gets the special tokens of the tokenizer."""
+        asked = talk.asked
+        if isinstance(asked, str):
+            return plain_prompt(self.tokenizer, asked, self.special if self.splits else None) if asked else []
+        return self.chat_ids(asked, talk.tools, prompt=True, begun=bool(talk.begun))
+
+    def chat_ids(
+        self, messages: list[dict[str, Any]], tools: list[Any] | None, prompt: bool = False, begun: bool = False
+    ) -> list[int]:
+        """Returns the token ids of `render`.
+
+        Raises:
+            RowError: the chat template refuses the conversation.
+        """
+        literal: tuple[tuple[int, int], ...] = ()
+        if self.splits:
+            hidden = self.render(self.special.hide(messages), self.special.hide(tools), prompt, begun)
+            text, literal, _ = self.special.shown(hidden)
+        else:
+            text = self.render(messages, tools, prompt, begun)
+        return self._encode_text(text, literal, False)[0]
+
+    def documents(self, talk: Conversation) -> list[Document]:
+        """Renders a conversation as documents; each reply that carries loss does so in one of them.
+
+        Raises:
+            RowError: it cannot be rendered, or the chat template leaves out something that it says.
+        """
+        if isinstance(talk.messages, str):
+            text, reasoning = talk.messages, reasoning_of(talk.messages[talk.first :], self.config)
+            literal = self.special.ranges(text) if self.splits else ()
+            return [Document(text, [(talk.first, len(text))], [reasoning], plain=True, literal=literal)]
+        if not self.splits or not self.special.find([talk.messages, talk.tools]):
+            return self._of_chat(talk)
+        hide = self.special.hide
+        hidden = talk._replace(messages=hide(talk.messages), tools=hide(talk.tools), begun=hide(talk.begun))
+        try:
+            return [self._shown(document) for document in self._of_chat(hidden)]
+        except RowError as error:
+            raise RowError(self.special.shown(str(error))[0]) from error
+
+    def _of_chat(self, talk: Conversation) -> list[Document]:
+        return [self._continuation(talk)] if talk.begun else ChatDocuments(self, talk).documents()
+
+    def _continuation(self, talk: Conversation) -> Document:
+        """Renders a chat whose last reply continues words of the prompt; the rest of the reply carries loss."""
+        assert not isinstance(talk.messages, str)
+        prompt, text = self.prompt(talk), self.render(talk.messages, talk.tools)
+        if not text.startswith(prompt):
+            raise RowError(
+                "the chat template renders the reply otherwise than the words of the prompt that it continues"
+            )
+        return Document(text, [(len(prompt), len(text) - len(self.rest))], [""])
+
+    def _shown(self, document: Document) -> Document:
+        """Returns a document of a hidden conversation with the texts of the special tokens."""
+        places = [place for span in document.spans for place in span]
+        text, literal, moved = self.special.shown(document.text, places)
+        spans = list(zip(moved[::2], moved[1::2], strict=True))
+        return Document(text, spans, [self.special.shown(each)[0] for each in document.reasoning], literal=literal)
+
+    def special_text(self, talk: Conversation) -> str:
+        """Returns the first text of a special token in the texts of a row; empty without one."""
+        return self.special.find([talk.messages, talk.tools])
+
+    @property
+    def splits(self) -> bool:
+        """Whether the text of special tokens in rows is encoded as text."""
+        return self.config.special_text == "split"
+
+    @cached_property
+    def special(self) -> SpecialText:
+        """The special tokens, and the tokens that the chat template writes around turns."""
+        written = ""
+        if self.tokenizer.chat_template:
+            turns = [{"role": role, "content": "a"} for role in ("user", "assistant", "user")]
+            for messages in ([{"role": "system", "content": "a"}, *turns], turns):
+                with contextlib.suppress(RowError):  # the template may know no system turn
+                    written += self.render(messages, None, prompt=True)
+        tags = (self.config.think_open, self.config.think_close)
+        return SpecialText(self.tokenizer, special_names(self.tokenizer, written, tags))
+
+    def encode(self, document: Document) -> Example:
+        """Returns the token ids of a document and its loss mask.
+
+        The first token never carries loss: no token before it predicts it.
+
+        Raises:
+            RowError: no token carries loss.
+        """
+        ids, mask = self._tokenize(document)
+        if document.plain or (not self.stop and document.spans[-1][1] == len(document.text)):
+            if ids[-1] != self.tokenizer.eos_token_id:
+                ids.append(self.tokenizer.eos_token_id)
+                mask.append(True)
+            mask[-1] = True
+        if self.config.loss_on == "all":
+            mask = [True] * len(ids)
+        mask[0] = False
+        if not any(mask):
+            raise RowError("no token carries loss")
+        return Example(ids, mask)
+
+    def render(
+        self, messages: list[dict[str, Any]], tools: list[Any] | None, prompt: bool = False, begun: bool = False
+    ) -> str:
+        """Returns the text of a chat, or the prompt for the reply to it, which the last message has `begun`."""
+        try:
+            template = freeze_date(self.tokenizer.get_chat_template(tools=tools), self.config.date)
+            text: str = self.tokenizer.apply_chat_template(
+                messages, tools=tools, chat_template=template, tokenize=False,
+                add_generation_prompt=prompt and not begun, continue_final_message=begun,
+            )  # fmt: skip
+        except Exception as error:  # a template may raise anything
+            raise RowError(f"the chat template refuses the conversation: {type(error).__name__}: {error}") from error
+        return text
+
+    @cached_property
+    def header(self) -> str:
+        """The text of the chat template between a question and its reply; empty without one."""
+        if not self.tokenizer.chat_template:
+            return ""
+        turns = [{"role": "user", "content": f"{PROBE}1"}, {"role": "assistant", "content": f"{PROBE}2"}]
+        try:
+            between = self.render(turns, None).partition(f"{PROBE}1")[2].partition(f"{PROBE}2")[0]
+        except RowError:  # a template for other chats
+            return ""
+        return between.partition(self.config.think_open)[0].strip()
+
+    @cached_property
+    def _tails(self) -> tuple[str, str]:
+        """The text after the content of the last assistant turn, and after one before another turn."""
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": PROBE}]
+        last, earlier = (self.render([*turns, *more], None) for more in ([], turns[:1]))
+        return last.partition(PROBE)[2], earlier.partition(PROBE)[2]
+
+    @cached_property
+    def stop(self) -> str:
+        """The special token that ends an assistant turn in the template; empty without one."""
+        special = {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+        special |= set(self.tokenizer.all_special_ids)
+        runs = []
+        for tail in self._tails:
+            ids = self.tokenizer(tail, add_special_tokens=False)["input_ids"]
+            runs.append(list(takewhile(special.__contains__, dropwhile(lambda i: i not in special, ids))))
+        ends = commonprefix(runs) or runs[0]  # noqa: RUF071 - of tokens, not of paths
+        if self.tokenizer.eos_token_id in ends:  # Command-A ends the response, then the turn
+            return str(self.tokenizer.eos_token)
+        return str(self.tokenizer.convert_ids_to_tokens(ends[0])) if ends else ""
+
+    @property
+    def end(self) -> str:
+        """The text after the content of an assistant turn up to its `stop`."""
+        return self._tails[0].partition(self.stop)[0] + self.stop if self.stop else ""
+
+    @property
+    def rest(self) -> str:
+        """The text after the `end` of the last assistant turn, which the model never generates."""
+        return self._tails[0][len(self.end) :]
+
+    def count_reasoning(self, document: Document, example: Example) -> ReasoningCounts:
+        """Counts the replies of a document whose reasoning is in the tokens of an example that carry loss."""
+        replies = list(zip(document.spans, document.reasoning, strict=True))
+        held = [_squeezed(reasoning) for _, reasoning in replies if reasoning]
+        closed = re.compile(rf"\s*(?:{re.escape(self.config.think_open)}\s*)?{re.escape(self.config.think_close)}")
+        empty = sum(1 for (start, _), reasoning in replies if not reasoning and closed.match(document.text, start))
+        if not held:
+            return ReasoningCounts(len(replies), 0, 0, empty)
+        ids = [i for i, loss in zip(example.input_ids, example.loss_mask, strict=True) if loss]
+        text, position, trained = _squeezed(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)), 0, 0
+        for reasoning in held:
+            at = text.find(reasoning, position)
+            if at >= 0:
+                position, trained = at + len(reasoning), trained + 1
+        return ReasoningCounts(len(replies), len(held), trained, empty)
+
+    def _encode_text(
+        self, text: str, literal: Sequence[tuple[int, int]], add_special_tokens: bool
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """Returns the ids of a text and their ranges of characters; the ranges `literal` hold no special tokens."""
+        if literal:
+            return self.special.encode(text, literal, add_special_tokens)
+        # A row may be longer than the tokenizer's own limit: `max_length` cuts it, or leaves it out, later.
+        options = {"return_offsets_mapping": True, "verbose": False}
+        out = self.tokenizer(text, add_special_tokens=add_special_tokens, **options)
+        return list(out["input_ids"]), [tuple(pair) for pair in out["offset_mapping"]]
+
+    def _tokenize(self, document: Document) -> tuple[list[int], list[bool]]:
+        """Returns the ids of a document, and the mask of those in one of its spans."""
+        text, spans = document.text, document.spans
+        ids, offsets = self._encode_text(text, document.literal, document.plain)
+        # Under `splits` the text of a BOS in a row is text.
+        extra = _has_two_bos(self.tokenizer, ids) and not document.literal
+        ids, offsets = ids[extra:], offsets[extra:]
+        borders = sorted({border for span in spans for border in span})
+        if any(a + 1 < b and bisect_right(borders, a) < bisect_left(borders, b) for a, b in offsets):
+            # Generation starts from the tokens of the prompt alone, which has no token across its end.
+            lead = next((i for i, (_, b) in enumerate(offsets) if b), 0)
+            cut_ids, cut_offsets = ids[:lead], offsets[:lead]
+            for a, b in pairwise(sorted({0, len(text), *borders})):
+                literal = [(max(x, a) - a, min(y, b) - a) for x, y in document.literal if x < b and y > a]
+                piece_ids, piece_offsets = self._encode_text(text[a:b], literal, False)
+                cut_ids += piece_ids
+                cut_offsets += [(a + x, a + y) for x, y in piece_offsets]
+            if self.tokenizer.decode(cut_ids) == self.tokenizer.decode(ids):
+                ids, offsets = cut_ids, cut_offsets
+        starts, ends = [start for start, _ in spans], [end for _, end in spans]
+        mask = []
+        for a, b in offsets:
+            number = bisect_left(starts, b) - 1  # the last span that begins before the token ends
+            # Some tokenizers trim white space: a token of white space is then an empty range at its end.
+            mask.append(number >= 0 and (b <= ends[number] if a == b else a < ends[number]))
+        return ids, mask

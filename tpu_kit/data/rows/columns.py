@@ -1,0 +1,417 @@
+"""Finds the role of each column of a data set by its name, and the reasoning within a text.
+
+`data.columns` names columns with other names. Tags around the reasoning, or closing words before the answer, separate
+the reasoning within a text.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from textwrap import shorten
+from types import MappingProxyType
+from typing import Any, Literal
+
+from tpu_kit.config.choices import ROLES
+from tpu_kit.config.loader import DataConfig
+from tpu_kit.data.rows.cells import RowError, parsed, plain_value, switch
+
+MESSAGE_KEYS = ("reasoning_content", "reasoning", "thinking")
+"""Keys of a message that hold reasoning beside its content; the first with text counts."""
+
+TABLES = tomllib.loads(Path(__file__).with_name("columns.toml").read_text())
+"""The contents of columns.toml, which explains them."""
+STATED, MARKED = "The answer is:", "####"
+"""What may stand between the reasoning and the answer of a solution: in MetaMathQA, in GSM8K."""
+_STATED = re.compile(r"\n[ \t]*The answer is:[ \t]*(\S.*?)\s*\Z", re.IGNORECASE)
+_BOX = re.compile(r"\\boxed\s*\{")
+_BRACE = re.compile(r"\\.|[{}]")
+_MARKED = re.compile(r"(?:\A|\n)[ \t]*####[ \t]*([^\n]*?)\s*\Z")
+_HEADING = re.compile(r"^[ \t]*#{1,6} ", re.MULTILINE)
+_NUMBER = re.compile(r"[-+]?[$€£]? ?[-+]?\d[\d,]*(\.\d+)?(/\d+)? ?%?")
+HEADED = r"(?s)(?:^|\n)[ \t]*#{1,6} .*\n[ \t]*####[^\n]*\s*$"
+"""The pattern, for Arrow, of a text with another heading before the last line of `MARKED`, which is a heading then."""
+CLOSINGS = {STATED: r"(?i)\n[ \t]*The answer is:[ \t]*\S[^\n]*\s*$", MARKED: r"(?:^|\n)[ \t]*####[^\n]*\s*$"}
+"""The patterns of texts that end so, for Arrow."""
+
+
+def reply(reasoning: str, answer: str, config: DataConfig) -> str:
+    """Returns a reply: the reasoning in its tags, then the answer."""
+    return f"{config.think_open}\n{reasoning}\n{config.think_close}\n{answer}"
+
+
+def _split(text: str, opening: str, closing: str) -> tuple[str, str] | None:
+    """Returns the text of a reply before and after the tag that closes its reasoning; None without reasoning.
+
+    A tag after a space, a quote or a bracket is a mention of it, and so are all tags of a text that opens no reasoning
+    where it begins but elsewhere.
+    """
+    opened = text.lstrip().startswith(opening)
+    positions = [match.start() for match in re.finditer(re.escape(closing), text)]
+    ends = [position for position in positions if text[:position][-1:] not in {*" \t`'\"([*"}]
+    position = next(iter(ends or positions[:1] if opened else ends), None)
+    if position is None or (not opened and opening in text[:position]):
+        return None
+    return text[:position], text[position + len(closing) :]
+
+
+def reasoning_of(text: str, config: DataConfig) -> str:
+    """Returns the reasoning of a reply, without white space around it; empty if there is none."""
+    parts = _split(text, config.think_open, config.think_close)
+    return parts[0].lstrip().removeprefix(config.think_open).strip() if parts else ""
+
+
+def answer_of(text: str, config: DataConfig) -> str:
+    """Returns the text of a reply after its reasoning."""
+    parts = _split(text, config.think_open, config.think_close)
+    return parts[1] if parts else text
+
+
+def in_message(message: Mapping[str, Any], config: DataConfig) -> str:
+    """Returns the reasoning of a message, from its own key or from the tags in its content; empty if there is none."""
+    for key in MESSAGE_KEYS:
+        if isinstance(message.get(key), str) and message[key].strip():
+            return str(message[key]).strip()
+    content = message.get("content")
+    return reasoning_of(content, config) if isinstance(content, str) else ""
+
+
+def with_own_tags(text: str, config: DataConfig, *, is_reply: bool = True) -> str:
+    """Replaces tags of reasoning such as `<|begin_of_thought|>` by those of the configuration.
+
+    A reply becomes `reply` of its reasoning and its answer, and keeps tags that it only mentions. In another text, such
+    as a system prompt that names the tags, each tag is replaced.
+    """
+    for opening, closing in TABLES["tags"]:
+        if closing == config.think_close or (opening not in text and closing not in text):
+            continue
+        if is_reply and (parts := _split(text, opening, closing)):
+            return reply(parts[0].lstrip().removeprefix(opening).strip(), _without_tags(parts[1]), config)
+        if is_reply and not text.lstrip().startswith(opening):
+            continue
+        for tag in TABLES["answer_tags"]:
+            text = text.replace(tag, "")
+        text = text.replace(opening, config.think_open).replace(closing, config.think_close)
+    return text
+
+
+def _without_tags(answer: str) -> str:
+    """Returns an answer without the tags around it."""
+    opening, closing = TABLES["answer_tags"]
+    answer = answer.strip()
+    if not answer.startswith(opening):
+        return answer
+    before, closed, after = answer.removeprefix(opening).rpartition(closing)
+    return (before + after if closed else after).strip()
+
+
+def split_solution(text: str, config: DataConfig, *, boxed: bool, closings: Collection[str] = ()) -> tuple[str, str]:
+    r"""Splits a solution into reasoning and answer; the reasoning is empty if there is none.
+
+    The separators are the tags, the `closings`, a last line of "####" and a number (GSM8K) and, if `boxed`, the last
+    \boxed{} (MATH), which stays in the reasoning too.
+
+    Args:
+        text: the solution.
+        config: the data section.
+        boxed: whether it may end in a box.
+        closings: those of `STATED` and `MARKED` with which all rows of the source end.
+
+    Raises:
+        ValueError: nothing follows the tags or the "####".
+    """
+    if (answer := answer_of(text, config)) != text:
+        if not answer.strip():
+            raise ValueError(f"nothing after {config.think_close}")
+        return reasoning_of(text, config), answer.strip()
+    if STATED in closings and (stated := _STATED.search(text)):
+        return _MARKED.sub("", text[: stated.start()]).strip(), stated[1]
+    if (marked := _MARKED.search(text)) and not _HEADING.search(text[: marked.start()]):
+        if MARKED in closings and not marked[1]:
+            raise ValueError(f"nothing after {MARKED}")
+        if MARKED in closings or _NUMBER.fullmatch(marked[1]):
+            return text[: marked.start()].strip(), marked[1]
+    if boxed and (inner := last_boxed(text)):
+        return text.strip(), inner
+    return "", text
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Returns the content of the last \boxed{} that is closed, nested braces included; None without one."""
+    boxes = {box.end() for box in _BOX.finditer(text)}
+    last, content = -1, None
+    opened: list[int] = []
+    for brace in _BRACE.finditer(text):
+        if brace[0] == "{":
+            opened.append(brace.end())
+        elif brace[0] == "}" and opened:
+            start = opened.pop()
+            if start in boxes and start > last:
+                last, content = start, text[start : brace.start()].strip()
+    return content
+
+
+NAMES: Mapping[str, Sequence[Sequence[str]]] = TABLES["names"]
+"""Role -> the names of its columns, compared without case, in groups of falling priority. Two columns of one group are
+ambiguous, which is an error."""
+SOLUTIONS = NAMES["reasoning"][1]
+"""Columns of worked solutions, which may end in a boxed answer: reasoning beside an answer, else both."""
+
+_NEEDED = {
+    "messages": ("messages",), "prompt_completion": ("prompt", "completion"), "cot": ("question", "answer"),
+    "text": ("text",), "prompt": ("prompt",),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The format and the roles of the columns of a data set.
+
+    Attributes:
+        format: "cot", "messages", "prompt_completion", "text" or "prompt".
+        columns: role -> column; a field of a column of objects has a dotted name.
+        ignored: unused columns.
+        filled: whether Arrow stores contents or the arguments of tool calls as structs, in which None stands for a
+            missing key.
+        left_out: the columns, and keys of messages with dotted names, that the user leaves out.
+        switches: columns in which false says that a row is not wanted.
+        chats: columns with lists of messages.
+        closings: those of `STATED` and `MARKED` with which the answers of all rows end.
+        first_option: the number of the first option, 0 or 1.
+        features: of columns whose values Arrow stores otherwise than they are written (`cells.plain_value`).
+        examples: unused column -> one of its values.
+        notes: what the values decided, for the report.
+        turns_by: what makes the turns of the rows: the chat template, their text itself, in the template's form, or
+            nothing, as plain text has none.
+    """
+
+    format: str
+    columns: Mapping[str, str]
+    ignored: tuple[str, ...]
+    filled: bool = False
+    left_out: frozenset[str] = frozenset()
+    switches: tuple[str, ...] = ()
+    chats: frozenset[str] = frozenset()
+    closings: frozenset[str] = frozenset()
+    first_option: int = 0
+    features: Mapping[str, Any] = field(default_factory=dict)
+    examples: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    turns_by: Literal["template", "text", "none"] = "template"
+
+    def __str__(self) -> str:
+        used = ", ".join(f"{role}={column}" for role, column in self.columns.items())
+        unused = [
+            column + (f" ({self.examples[column]})" if column in self.examples else "") for column in self.ignored
+        ]
+        notes = "".join(f"\n{' ' * 17}{note}" for note in self.notes)
+        return f"{self.format} ({used})" + (f", not used: {', '.join(unused)}" if unused else "") + notes
+
+    def needed(self, names: Collection[str]) -> list[str]:
+        """Returns the columns of the data, of these names, that a row is read from."""
+        used = {*self.columns.values(), *self.switches}
+        return sorted({head for column in used if (head := head_of(column, names))})
+
+    def plain(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a row with the values as they were written, and with the fields that dotted names name.
+
+        Raises:
+            RowError: there is no such field.
+        """
+        if not self.features and not any(column not in row for column in self.columns.values()):
+            return dict(row)
+        made = dict(row)
+        for column, feature in self.features.items():
+            made[column] = plain_value(row.get(column), feature)
+        for column in self.columns.values():
+            head = head_of(column, row)
+            if head and head != column:
+                made[column] = _field(made[head], head, column.removeprefix(head + "."))
+        return made
+
+
+def is_wanted(name: str, value: Any) -> bool | None:
+    """Returns what a column, or a key of a message, says of its row; None if the value does not say it."""
+    word = str(value).strip().lower()
+    words = {**dict.fromkeys(TABLES["switches"]["no"], False), **dict.fromkeys(TABLES["switches"]["yes"], True)}
+    on = switch(value) if switch(value) is not None else words.get(word)
+    return on if on is None else on != bool(re.fullmatch(TABLES["switches"]["reversed"], name.strip().lower()))
+
+
+def head_of(column: str, names: Collection[str]) -> str:
+    """Returns the column that holds the field of a dotted name: the name itself if it is one; empty without one."""
+    while column not in names:
+        column, dot, _ = column.rpartition(".")
+        if not dot:
+            return ""
+    return column
+
+
+def _field(value: Any, column: str, fields: str) -> Any:
+    for name in fields.split("."):
+        value = parsed(value, column)
+        if value is not None and (not isinstance(value, Mapping) or name not in value):
+            raise RowError(f"column {column!r} has no field {name!r}: {str(value)[:60]}")
+        value = value and value[name]
+    return value
+
+
+def stores_structs(feature: Any, name: str = "") -> bool:
+    """Returns whether a column stores contents, or the arguments of tool calls, as structs of Arrow."""
+    if isinstance(feature, dict):
+        return name in ("arguments", "content", "value") or any(
+            stores_structs(inner, key) for key, inner in feature.items()
+        )
+    return hasattr(feature, "feature") and stores_structs(feature.feature, name)
+
+
+def detect_layout(
+    columns: Sequence[str],
+    config: DataConfig,
+    empty: Collection[str] = (),
+    kinds: Mapping[str, str] = MappingProxyType({}),
+) -> Layout:
+    """Finds the format and the roles of columns; `config.format` and `config.columns` override.
+
+    Args:
+        columns: their names.
+        config: the data section. With an empty name in `config.columns` no column has that role, or the column of that
+            name has none.
+        empty: the columns without a value, or with flags alone, which get no role by their name.
+        kinds: the columns that hold "turns" or "calls" of tools.
+
+    Raises:
+        ValueError: an unknown role, a missing column, columns that fit no format, or several that fit one role.
+    """
+    named, listed = dict(config.columns or {}), shorten(", ".join(columns), 500) or "none"
+    left_out = {name for name, column in named.items() if not column and head_of(name, columns)}
+    absent = {column for column in named.values() if column and not head_of(column, columns)}
+    absent |= {name for name, column in named.items() if not column and name not in NAMES} - left_out
+    if absent:
+        raise ValueError(f"data.columns: no column {', '.join(sorted(absent))}; the data has {listed}")
+
+    find = partial(_column_of, columns=columns, named=named, skipped={*empty, *left_out}, kinds=kinds)
+    fmt = _format(config, find, kinds)
+    roles = [role for role in ROLES.get(fmt, ()) if fmt in ("cot", "prompt") or role not in ("reasoning", "answer")]
+    if fmt == "messages" and ("answer" in named or not find("messages")):  # the last reply is in columns of its own
+        roles += ["reasoning", "answer"]
+    used = {role: column for role in roles if (column := find(role))}
+    if (
+        fmt == "messages"
+        and "messages" not in {*used, *named}
+        and kinds.get(asked := find("question") or "") == "turns"
+    ):
+        used = {"messages": asked} | used
+    _check_turns(fmt, used, columns, kinds)
+    is_instruction = used.get("question", "").strip().lower() == "instruction"
+    if used.get("context", "").strip().lower() == "input" and not is_instruction and "context" not in named:
+        del used["context"]
+    if used.get("reasoning") == used.get("answer"):  # a solution without another answer is both
+        used.pop("answer" if "reasoning" in named else "reasoning", None)
+    missing = [role for role in _NEEDED.get(fmt, ()) if role not in used]
+    if not fmt or missing:
+        if not fmt and kinds.get(asked := find("prompt") or find("question") or "") == "turns":
+            raise ValueError(_asks_in_turns(asked, None, columns))
+        raise ValueError(_missing_text(fmt, missing, columns, empty, kinds, bool(find("prompt"))))
+    unused = tuple(column for column in columns if column not in {head_of(name, columns) for name in used.values()})
+    chats = frozenset(column for column, kind in kinds.items() if kind == "turns")
+    return Layout(fmt, used, unused, left_out=frozenset(left_out), chats=chats)
+
+
+def _column_of(
+    role: str, columns: Sequence[str], named: Mapping[str, str], skipped: Collection[str], kinds: Mapping[str, str]
+) -> str | None:
+    """Returns the column of a role by `data.columns`, or else by the names of those that are not skipped."""
+    if role in named:
+        return named[role] or None
+    by_name = [column for column in columns if column not in skipped]
+    for group in NAMES[role]:
+        fitting = [column for column in by_name if column.strip().lower() in group]
+        if len(fitting) > 1:
+            text = f"ambiguous columns: {role} could be {' or '.join(fitting)}. Say which, as in data.columns="
+            raise ValueError(f"{text}{{{role}: {fitting[0]}}}")
+        if fitting:
+            return fitting[0]
+    if role == "answer" and _column_of("tools", columns, named, skipped, kinds):  # as in xLAM's sets
+        calls = [column for column in by_name if kinds.get(column) == "calls"]
+        return next((column for column in calls if column.strip().lower() == "answers"), None)
+    return None
+
+
+def _check_turns(fmt: str, used: Mapping[str, str], columns: Sequence[str], kinds: Mapping[str, str]) -> None:
+    """Raises ValueError if a column of messages has a role of text."""
+    if fmt == "cot" and kinds.get(used.get("question", "")) == "turns":
+        raise ValueError(_asks_in_turns(used["question"], used.get("answer"), columns))
+    for role in ("text", "context", "options", "reasoning", "answer"):
+        if role in used and kinds.get(used[role]) == "turns" and fmt in ("cot", "text"):
+            raise ValueError(
+                f"column {used[role]!r} holds messages, and {role} is text: set data.columns={{messages: "
+                f"{used[role]}}} to train on them, or {{{used[role]}: ''}} to leave them out"
+            )
+
+
+def _missing_text(
+    fmt: str,
+    missing: Sequence[str],
+    columns: Sequence[str],
+    empty: Collection[str],
+    kinds: Mapping[str, str],
+    has_prompt: bool,
+) -> str:
+    """Returns which columns a format lacks, and how to name them."""
+    if not fmt and {"chosen", "rejected"} <= {column.strip().lower() for column in columns}:
+        return (
+            "preference rows, pairs of a chosen and a rejected reply (DPO, ORPO), are not supported. To train on the "
+            "chosen replies: data.columns={question: prompt, answer: chosen}, with the names of your columns"
+        )
+    wanted = f"format {fmt} needs {' and '.join(missing)}" if fmt else "they fit no format"
+    without = f" ({', '.join(empty)} without values)" if empty else ""
+    without += " (for grpo, prompts alone are data.format=prompt)" if not fmt and has_prompt else ""
+    example = f"{missing[0]}: COLUMN" if fmt else "question: problem, reasoning: rationale, answer: target"
+    if not fmt and (chats := [column for column, kind in kinds.items() if kind == "turns"]):
+        example = f"messages: {chats[0]}"
+    return (
+        f"missing columns: {wanted}; the data has {shorten(', '.join(columns), 500) or 'none'}{without}. Name them, "
+        f"for example data.columns={{{example}}}, or set data.format"
+    )
+
+
+def _asks_in_turns(asked: str, answer: str | None, columns: Collection[str]) -> str:
+    """Returns what to do with a column of messages without replies, as TRL and verl have for GRPO."""
+    given = answer or next((f"{name}.ground_truth" for name in columns if name == "reward_model"), "COLUMN")
+    return (
+        f"column {asked!r} holds messages without a reply. For grpo set data.format=prompt and data.columns={{prompt: "
+        f"{asked}, answer: {given}}}; to train on the text of a column as the last reply, set data.columns={{messages: "
+        f"{asked}, answer: {given}}}"
+    )
+
+
+def _format(config: DataConfig, find: Callable[[str], str | None], kinds: Mapping[str, str]) -> str:
+    """Returns `data.format`, or the first format that the columns fit; empty if they fit none."""
+    if config.format != "auto":
+        return config.format
+    named = {role for role, column in (config.columns or {}).items() if column} - {"system", "tools"}
+    for fmt in ("messages", "prompt_completion", "text"):
+        if named & (set(ROLES[fmt]) - set(ROLES["cot"])):
+            return fmt
+    if named <= {"reasoning", "answer"} and find("messages") and (not named or not find("question")):
+        return "messages"
+    if named:
+        return "cot"
+    if find("prompt") and find("completion") and not find("reasoning"):
+        return "prompt_completion"
+    if (asked := find("question")) and (answer := find("answer")):
+        is_reply = answer.strip().lower() in TABLES["replies"]["names"]
+        return "messages" if kinds.get(asked) == "turns" and is_reply else "cot"
+    return "text" if find("text") else ""
+
+
+def role_of(turn: Mapping[str, Any]) -> Any:
+    """Returns the role of a message as chat templates name it."""
+    role = turn.get("role") or turn.get("from")
+    low = str(role).strip().lower()
+    return TABLES["roles"].get(low, low if low in ("system", "user", "assistant", "tool") else role)

@@ -1,0 +1,439 @@
+"""Reads the conversation of a row from the columns that `columns.py` found.
+
+The formats are `cot` (question, reasoning, answer), `messages` (chats, with tools), `prompt_completion` and `text`.
+`chat_encoding.py` encodes the conversation as token ids.
+"""
+
+import contextlib
+import hashlib
+import json
+import re
+import unicodedata
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeGuard
+
+from tpu_kit.config.loader import DataConfig
+from tpu_kit.data.rows.cells import RowError, alternatives, is_filled, options_of, parsed, text_of
+from tpu_kit.data.rows.columns import (
+    SOLUTIONS,
+    Layout,
+    answer_of,
+    is_wanted,
+    reasoning_of,
+    reply,
+    role_of,
+    split_solution,
+    with_own_tags,
+)
+from tpu_kit.data.rows.messages import (
+    are_calls,
+    content_text,
+    learns,
+    read_calls,
+    read_messages,
+    read_tools,
+    thought_of_column,
+)
+
+_PLAIN = str.maketrans("\N{LEFT SINGLE QUOTATION MARK}\N{RIGHT SINGLE QUOTATION MARK}\N{LEFT DOUBLE QUOTATION MARK}"
+                       "\N{RIGHT DOUBLE QUOTATION MARK}\N{EN DASH}\N{EM DASH}\N{MINUS SIGN}", "''\"\"---")  # fmt: skip
+NO_REPLY = "..."
+"""The reply in the conversation of a row that has none; no run trains on it."""
+
+
+class Conversation(NamedTuple):
+    """The content of one row.
+
+    Attributes:
+        messages: a chat, or plain text.
+        first: index of the first message (in plain text, character) after the prompt, which carries no loss.
+        tools: JSON schemas for the chat template.
+        added: messages at the start that are not of the row: 1 with the system turn of `data.system_prompt`, else 0.
+        begun: words with which the last reply begins and that are in the prompt; the model continues them.
+    """
+
+    messages: list[dict[str, Any]] | str
+    first: int
+    tools: list[Any] | None = None
+    added: int = 0
+    begun: str = ""
+
+    @property
+    def asked(self) -> Any:
+        """The messages before the last reply, with the words that it begins with, or the text before the completion."""
+        if isinstance(self.messages, str):
+            return self.messages[: self.first]
+        last = max(i for i, message in enumerate(self.messages) if message["role"] == "assistant")
+        words = [{"role": "assistant", "content": self.begun}] if self.begun else []
+        return self.messages[:last] + words
+
+    def questions(self, config: DataConfig, *, users_alone: bool = False) -> list[int]:
+        """Returns the hash of the prompt of each trained reply; the last one is the question of the row.
+
+        The hash is of all that the row says before the reply: system turn, tools, calls and earlier replies. It is the
+        same for chats, columns and plain text, in whatever form they are stored, and whatever template, tokenizer and
+        settings a run has.
+
+        Args:
+            config: has the tags of the reasoning, which may replace others in `messages`.
+            users_alone: leave out system turns and tools.
+        """
+        if isinstance(self.messages, str):
+            return [_hash(self.messages[: self.first] or self.messages)]
+        tools = [] if users_alone else [_json(_function(tool)) for tool in self.tools or ()]
+        hashes, prompt = [], _hash(" ".join(["tools:", *sorted(tools)])) if tools else 0
+        for i, message in enumerate(self.messages):
+            if i >= self.first and learns(message):
+                hashes.append(_hash(f"{prompt} assistant: {self.begun}") if self.begun else prompt)
+            role, content = message["role"], message.get("content")
+            if i < self.added or (users_alone and role in ("system", "developer")):
+                continue
+            said = "" if content is None else content if isinstance(content, str) else _json(content)
+            said = said.replace(config.think_open, "<think>").replace(config.think_close, "</think>")
+            said += "".join(_json(_function(call)) for call in message.get("tool_calls") or ())
+            prompt = _hash(f"{prompt} {role}: {said}" if prompt or role != "user" else said)
+        return hashes
+
+
+QUESTIONS_VERSION = 1
+"""Increase it when `Conversation.questions` gives other hashes: runs store them."""
+
+
+def _function(tool: Any) -> Any:
+    """Returns what a tool or a call of one says, without its wrapper and the number of the call; arguments decoded."""
+    if not isinstance(tool, Mapping):
+        return tool
+    function = {key: value for key, value in dict(tool.get("function", tool)).items() if key not in ("id", "type")}
+    if isinstance(function.get("arguments"), str):
+        with contextlib.suppress(ValueError):
+            function["arguments"] = json.loads(function["arguments"])
+    return function
+
+
+def _json(value: Any) -> str:
+    """Returns a value as JSON, the same however a file stores it: keys sorted, without empty values, 2.0 as 2."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            made = {str(key): plain(item) for key, item in value.items()}
+            return {key: item for key, item in made.items() if item not in (None, {}, [])}
+        if isinstance(value, list | tuple):
+            return [plain(item) for item in value]
+        return int(value) if isinstance(value, float) and value.is_integer() else value
+
+    return json.dumps(plain(value), sort_keys=True, ensure_ascii=False, default=str)
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(normalised(text).encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def as_text(asked: Any) -> str:
+    """Returns `Conversation.asked` as text to read: the question alone, or each message after its role."""
+    if isinstance(asked, str):
+        return asked
+    if len(asked) == 1:
+        return str(asked[0].get("content") or "")
+    return "\n".join(f"{message['role']}: {message.get('content') or message.get('tool_calls')}" for message in asked)
+
+
+def normalised(text: str) -> str:
+    """Returns a question without case, extra white space, typographic quotes and dashes, and final punctuation."""
+    text = unicodedata.normalize("NFC", text).translate(_PLAIN).casefold()
+    return " ".join(text.split()).rstrip(" .?:;,\"'")
+
+
+def conversation(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
+    """Reads one row; a chat without a system turn gets that of `data.system_prompt`.
+
+    Raises:
+        RowError: a cell is empty or cannot be read as its role, the row says that it is not wanted, or no assistant
+            turn carries loss.
+    """
+    talk = _of_row(layout.plain(row), layout, config)
+    if not config.system_prompt or isinstance(talk.messages, str) or talk.messages[0]["role"] == "system":
+        return talk
+    turn = {"role": "system", "content": config.system_prompt}
+    return talk._replace(messages=[turn, *talk.messages], first=talk.first + 1, added=1)
+
+
+def _of_row(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
+    """Reads what the row itself says."""
+    columns = layout.columns
+    for column in layout.switches:
+        if is_wanted(column, row.get(column)) is False:
+            raise RowError(
+                f"its {column} is {str(row[column]).lower()}, so it is not wanted; remove such rows, or set "
+                f"data.columns={{{column}: ''}} to train on them (there is no preference tuning)"
+            )
+    if layout.format == "text":
+        return Conversation(_text(row, columns["text"]), 0)
+    if layout.format == "prompt_completion":
+        return _completed(row, layout, config)
+    system, tools = _system(row, layout, config), None
+    if "tools" in columns:
+        tools = read_tools(row.get(columns["tools"]), columns["tools"])
+    if layout.format == "cot":
+        return _solved_problem(row, layout, config, system, tools)
+    if layout.format == "messages":
+        turns = parsed(row.get(columns["messages"]), columns["messages"])
+        last = _last_turn(turns, row, layout, config, tools) if "answer" in columns and isinstance(turns, list) else []
+        turns = [*turns, *last] if isinstance(turns, list) else turns
+        messages = read_messages(turns, columns["messages"], 0, system, config, layout)
+        replies = [i for i, message in enumerate(messages) if learns(message)]
+        added = len(messages) - len(last)
+        return Conversation(messages, next(i for i in replies if i >= added) if last else replies[0], tools)
+    asked = row.get(columns["prompt"])
+    asked = parsed(asked, columns["prompt"]) if columns["prompt"] in layout.chats else asked
+    turns = asked if isinstance(asked, list) else [{"role": "user", "content": _cell(row, columns["prompt"])}]
+    turns = [*turns, {"role": "assistant", "content": NO_REPLY}]
+    messages = read_messages(turns, columns["prompt"], len(turns) - 1, system, config, layout)
+    expected_answer(row, layout)
+    return _continued(messages, len(messages) - 1, tools)
+
+
+def _solved_problem(
+    row: Mapping[str, Any], layout: Layout, config: DataConfig, system: str | None, tools: list[Any] | None
+) -> Conversation:
+    column = layout.columns["question"]
+    question, reasoning, answer = problem(row, layout, config).values()
+    earlier = _history(row, layout)
+    turns = [*earlier, {"role": "user", "content": question}, _reply(row, layout, config, tools, reasoning, answer)]
+    messages = read_messages(turns, column, 1, system, config, layout)
+    if not earlier:
+        return Conversation(messages, len(messages) - 1, tools)
+    return Conversation(messages, next(i for i, message in enumerate(messages) if learns(message)), tools)
+
+
+def _reply(
+    row: Mapping[str, Any], layout: Layout, config: DataConfig, tools: list[Any] | None, reasoning: str, answer: str
+) -> dict[str, Any]:
+    """Returns a reply; an answer that is a list of calls of the row's tools becomes tool calls."""
+    called = _calls(row, layout.columns["answer"], tools)
+    if called:
+        thought = {"reasoning_content": reasoning} if reasoning else {}
+        return {"role": "assistant", "content": None, "tool_calls": called} | thought
+    return {"role": "assistant", "content": reply(reasoning, answer, config) if reasoning else answer}
+
+
+def _calls(row: Mapping[str, Any], column: str, tools: list[Any] | None) -> list[dict[str, Any]]:
+    names = {tool["function"]["name"] for tool in tools or ()}
+    if not names or not are_calls(row[column]):
+        return []
+    calls = read_calls(row[column], f"column {column!r}")
+    if unknown := {call["function"]["name"] for call in calls} - names:
+        raise RowError(f"its reply calls {', '.join(sorted(unknown))}, and its tools are {', '.join(sorted(names))}")
+    return calls
+
+
+def _completed(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
+    """Reads a prompt and its completion: two texts, or a chat whose end may be text."""
+    columns = layout.columns
+    prompt, completion = (_turns(row, columns[role], layout) for role in ("prompt", "completion"))
+    if isinstance(prompt, list) and prompt and all(isinstance(turn, Mapping) for turn in prompt):
+        if not _is_turns(completion):
+            completion = [{"role": "assistant", "content": _cell(row, columns["completion"])}]
+        system = _system(row, layout, config)
+        messages = read_messages(prompt + completion, columns["completion"], len(prompt), system, config, layout)
+        tools = read_tools(row.get(columns["tools"]), columns["tools"]) if "tools" in columns else None
+        return _continued(messages, len(messages) - len(completion), tools)
+    if _is_turns(completion):
+        raise RowError("prompt and completion must both be text or both be lists of messages")
+    for role in ("system", "tools"):
+        if is_filled(row.get(columns.get(role, ""))):
+            name = columns[role]
+            raise RowError(
+                f"column {name!r} needs a chat, and prompt and completion are plain text: set data.columns={{question: "
+                f"{columns['prompt']}, answer: {columns['completion']}}} to train on chats, or {{{name}: ''}}"
+            )
+    asked = _cell(row, columns["prompt"])
+    return Conversation(asked + _cell(row, columns["completion"]), len(asked))
+
+
+def _is_turns(value: Any) -> TypeGuard[list[Any]]:
+    return isinstance(value, list) and any(
+        isinstance(turn, Mapping) and ("role" in turn or "from" in turn) for turn in value
+    )
+
+
+def _turns(row: Mapping[str, Any], column: str, layout: Layout) -> Any:
+    """Returns a cell of messages, or one message, as their list; any other cell as it is."""
+    value = parsed(row.get(column), column) if column in layout.chats else row.get(column)
+    is_one = isinstance(value, Mapping) and _is_turns([value]) and bool({"content", "value", "tool_calls"} & {*value})
+    return [value] if is_one else value
+
+
+def _history(row: Mapping[str, Any], layout: Layout) -> list[dict[str, Any]]:
+    """Returns the turns before the question, from a list of messages or of pairs of a question and its reply."""
+    column = layout.columns.get("history", "")
+    value = row.get(column)
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        value = parsed(value, column)
+    if not is_filled(value):
+        return []
+    if _is_turns(value):
+        return list(value)
+    turns: list[dict[str, Any]] = []
+    for pair in value if isinstance(value, list) else [None]:
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise RowError(
+                f"column {column!r} holds neither messages nor pairs of a question and its reply: {str(value)[:60]}; "
+                f"set data.columns={{{column}: ''}} to leave it out"
+            )
+        for role, said in zip(("user", "assistant"), pair, strict=True):
+            turns.append({"role": role, "content": text_of(said, f"column {column!r}")})
+    return turns
+
+
+def _continued(messages: list[dict[str, Any]], first: int, tools: list[Any] | None) -> Conversation:
+    """Returns a conversation in which a prompt that ends in the assistant's own words is continued, as TRL does."""
+    words, reply = messages[first - 1 : first + 1] if first else ({"role": ""}, messages[0])
+    if words["role"] != "assistant" or reply["role"] != "assistant":
+        return Conversation(messages, first, tools)
+    said, rest = words.get("content"), reply.get("content")
+    if not isinstance(said, str) or not isinstance(rest, str) or len(messages) > first + 1 or words.get("tool_calls"):
+        raise RowError("the prompt ends in a reply, which one message of text can continue, and no others can")
+    whole = [*messages[: first - 1], {**reply, "content": said + rest}]
+    return Conversation(whole, first - 1, tools, begun=said)
+
+
+def problem(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> dict[str, str]:
+    """Returns question, reasoning (empty if the row has none) and answer of a chain-of-thought row as text.
+
+    The question includes its context and its options.
+
+    Args:
+        row: of `Layout.plain`.
+        layout: of the rows.
+        config: the data section.
+
+    Raises:
+        RowError: a cell is empty, or is no text, number, object or list.
+    """
+    columns = layout.columns
+    question = _cell(row, columns["question"])
+    options = options_of(row.get(columns["options"]), columns["options"]) if "options" in columns else {}
+    if "context" in columns and is_filled(row.get(columns["context"])):
+        context = _cell(row, columns["context"])
+        # A passage comes before the question about it; an instruction comes before its input.
+        first = columns["question"].strip().lower() == "instruction"
+        question = f"{question}\n\n{context}" if first else f"{context}\n\n{question}"
+    if options:
+        question += "\n\n" + "\n".join(f"{label}) {text}" for label, text in options.items())
+    reasoning, answer = _solved(row, layout, config, options)
+    return {"question": question, "reasoning": reasoning, "answer": answer}
+
+
+def expected_answer(row: Mapping[str, Any], layout: Layout) -> Any:
+    """Returns what the answer to a row of `Layout.plain` is judged by: a text, or a list of which any text is right.
+
+    Raises:
+        RowError: it is an object.
+    """
+    column = layout.columns.get("answer", "")
+    value = row.get(column)
+    if isinstance(value, Mapping):
+        raise RowError(
+            f"column {column!r} holds an object, no answer: {str(value)[:60]}; name its field, as in "
+            f"data.columns={{answer: {column}.{next(iter(value), 'FIELD')}}}"
+        )
+    if isinstance(value, list):
+        if is_filled(value) and not alternatives(value):
+            raise RowError(f"column {column!r} holds a list of other things than texts and numbers: {str(value)[:60]}")
+        return alternatives(value)
+    return text_of(value, column) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+def _solved(row: Mapping[str, Any], layout: Layout, config: DataConfig, options: Mapping[str, str]) -> tuple[str, str]:
+    """Returns the reasoning (empty without one) and the answer from the columns of a row."""
+    columns = layout.columns
+    answer = with_own_tags(
+        _chosen(_cell(row, columns["answer"]), options, columns["answer"], layout.first_option), config
+    )
+    reasoning = thought_of_column(row.get(columns["reasoning"]), columns["reasoning"]) if "reasoning" in columns else ""
+    if not reasoning:
+        boxed = columns["answer"].strip().lower() in SOLUTIONS
+        try:
+            return split_solution(answer, config, boxed=boxed, closings=layout.closings)
+        except ValueError as error:
+            raise RowError(f"column {columns['answer']!r} has {error}") from error
+    reasoning = with_own_tags(reasoning, config)
+    if answer_of(answer, config) != answer:
+        raise RowError(
+            f"column {columns['answer']!r} holds reasoning in tags, and column {columns['reasoning']!r} holds some "
+            "too; set data.columns={reasoning: ''} to use the former"
+        )
+    return reasoning_of(reasoning, config) or reasoning, answer
+
+
+def _chosen(answer: str, options: Mapping[str, str], column: str, first: int) -> str:
+    """Returns the answer, or the label of the option with that number, counted from `first`."""
+    said = answer.strip()
+    if not options or said in options:
+        return answer
+    if not said.isdecimal():
+        is_label = re.fullmatch("[A-Z]|-[0-9]+", said) and all(len(label) == 1 for label in options)
+        if is_label and said not in options.values() and said.casefold() not in map(str.casefold, options):
+            raise RowError(f"column {column!r} holds {said}, which is none of the options {', '.join(options)}")
+        return answer
+    number, labels = int(answer) - first, list(options)
+    is_number = 0 <= number < len(labels)
+    if (answer.strip() in options.values()) != is_number:
+        return labels[number] if is_number else answer
+    raise RowError(f"column {column!r} holds {answer}: whether that is an option or its number is not certain")
+
+
+def final_answer(talk: Conversation, config: DataConfig) -> str:
+    """Returns the last assistant turn or the completion, without reasoning; empty without one."""
+    if isinstance(talk.messages, str):
+        said = talk.messages[talk.first :] if talk.first else ""
+    else:
+        said = next(turn.get("content") or "" for turn in reversed(talk.messages) if turn["role"] == "assistant")
+        said = NO_REPLY if talk.begun and said == talk.begun + NO_REPLY else said
+    return answer_of(str(said), config).strip()
+
+
+def _system(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> str | None:
+    column = layout.columns.get("system", "")
+    value = row.get(column)
+    if not is_filled(value):
+        return None
+    return with_own_tags(content_text(value, f"column {column!r}"), config, is_reply=False)
+
+
+def _last_turn(
+    turns: list[Any], row: Mapping[str, Any], layout: Layout, config: DataConfig, tools: list[Any] | None
+) -> list[dict[str, Any]]:
+    """Returns the last reply of a chat from columns of its own; none if the chat has it and the columns are empty."""
+    columns = layout.columns
+    given = _turns(row, columns["answer"], layout)
+    is_answered = bool(turns) and isinstance(turns[-1], Mapping) and role_of(turns[-1]) == "assistant"
+    if is_answered and not is_filled(row.get(columns["answer"])):
+        return []
+    if is_answered:
+        said = turns[-1].get("content", turns[-1].get("value"))
+        if said == row[columns["answer"]] or (_is_turns(given) and turns[-len(given) :] == given):
+            return []
+        raise RowError(f"column {columns['messages']!r} ends in a reply, and {columns['answer']!r} holds another")
+    if _is_turns(given):
+        if is_filled(row.get(columns.get("reasoning", ""))):
+            raise RowError(
+                f"column {columns['answer']!r} holds messages, and column {columns['reasoning']!r} their reasoning; "
+                "put it into the messages as reasoning_content, or set data.columns={reasoning: ''} to leave it out"
+            )
+        return given
+    reasoning, answer = _solved(row, layout, config, {})
+    return [_reply(row, layout, config, tools, reasoning, answer)]
+
+
+def _text(row: Mapping[str, Any], column: str) -> str:
+    """Returns the cell of plain text."""
+    value = row.get(column)
+    if isinstance(value, Mapping | list):
+        raise RowError(f"column {column!r} holds a {type(value).__name__}, text is needed: {str(value)[:60]}")
+    return text_of(value, f"column {column!r}")
+
+
+def _cell(row: Mapping[str, Any], column: str) -> str:
+    """Returns a cell of a question, a context, an answer, a prompt or a completion as text."""
+    return content_text(row.get(column), f"column {column!r}")

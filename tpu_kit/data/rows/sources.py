@@ -1,0 +1,341 @@
+"""Loads the rows of a data source: the hub, local files, files in a bucket, and generated word problems.
+
+Errors in a file name the file and the line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import logging
+import os
+import re
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from textwrap import shorten
+from typing import Any, NamedTuple
+
+import fsspec
+from datasets import (
+    Dataset,
+    DatasetDict,
+    DownloadConfig,
+    ReadInstruction,
+    get_dataset_config_names,
+    load_dataset,
+    load_dataset_builder,
+    load_from_disk,
+)
+from datasets import config as datasets_config
+
+from tpu_kit.assets import embedded
+from tpu_kit.config.fields import closest
+from tpu_kit.data.rows.records import LOCATION, PROBLEM, Record, read_records, write_records
+from tpu_kit.machine.host import ask_hub_once
+from tpu_kit.machine.storage import atomic
+from tpu_kit.machine.storage.local_folder import is_lfs_pointer
+
+SYNTHETIC = "synthetic"
+"""The source of rows of random tokens, which need no tokenizer."""
+
+SYNTHETIC_ROWS = 4096
+"""Rows of the synthetic source, unless the split has a slice."""
+
+EMBEDDED_ROWS = {"train": 4000, "eval": 500}
+"""Rows of each split of `assets.embedded`, unless it has a slice, as in `train[:100]`."""
+
+SHOWN = 5
+"""Bad rows that an error names."""
+
+_KINDS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
+_SAVED = ("state.json", "dataset_dict.json")
+_ABOUT_ROWS = ("dataset_info.json", "dataset_infos.json")
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+_VERSION = 5  # increase it when records.py reads other rows from the same file
+_SPLIT = re.compile(r"(\w+)(?:\[:(\d+)\])?")
+
+
+def load_rows(source: str, split: str = "train", seed: int = 0, *, skip: bool = False) -> Dataset:
+    """Loads the rows of a source; JSON and CSV files add the columns `records.LOCATION` and `records.PROBLEM`.
+
+    Args:
+        source: "embedded", a path, glob or URL (`gs://...`) of files, a folder of `save_to_disk`, a folder of a data
+            set as the hub has it, or a data set of the hub; the last two with the configuration after a colon if they
+            have several (`openai/gsm8k:main`).
+        split: a name, perhaps with a slice, as in `train[:1000]`. Files have one split, `train`.
+        seed: of generated rows.
+        skip: as in `check_rows`; the cells of an unreadable row are None.
+
+    Raises:
+        ValueError: the source does not exist or cannot be read; the text names the file and the line.
+    """
+    if source == "embedded":
+        rows = _embedded(split, seed)
+    elif any(os.path.isfile(os.path.join(source, name)) for name in _SAVED):  # false, too, where it may not be read
+        rows = _from_saved(source, split)
+    elif files := _find_files(source, split):
+        rows = _from_parquet(source, split, files) if files.kind == "parquet" else _from_text(source, split, files)
+        if files.kind != "parquet":
+            check_rows(rows, rows[PROBLEM][:], source, skip=skip)
+    else:
+        rows = _from_hub(source, split)
+    if not len(rows):
+        raise ValueError(f"data source {source}, split {split}: it has no rows, or rows without columns")
+    return rows
+
+
+def check_rows(rows: Dataset, problems: Sequence[str | None], source: str, *, skip: bool) -> tuple[str, ...]:
+    """Returns the first rows that cannot be used, each with its location and its problem.
+
+    Args:
+        rows: of `load_rows`.
+        problems: why each row cannot be used; empty or None if it can.
+        source: of the rows, for the error.
+        skip: whether such rows may be left out, up to half of all rows.
+
+    Raises:
+        ValueError: there are such rows, and `skip` is false or they are more than half.
+    """
+    bad = [number for number, problem in enumerate(problems) if problem]
+    locations = [f"row {number}" for number in bad[:SHOWN]]
+    if LOCATION in rows.column_names:
+        locations = rows.select(bad[:SHOWN])[LOCATION][:]
+    found = [(location, problems[number]) for location, number in zip(locations, bad, strict=False)]
+    shown = tuple(f"{location}: {problem}" for location, problem in found)
+    most = 2 * len(bad) > len(problems)
+    if not bad or (skip and not most):
+        return shown
+    more = f"; and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
+    advice = "" if most else ", or skip them with data.on_bad_row=skip"
+    if skip:
+        advice = "; data.on_bad_row=skip skips at most half of the rows, and these are more than half"
+    told = []
+    for problem, same in groupby(found, key=itemgetter(1)):
+        place, *others = (location for location, _ in same)
+        told.append(f"{place}: {problem}" + (f" (also {', '.join(others)})" if others else ""))
+    raise ValueError(
+        f"{source}: {len(bad)} of {len(problems)} rows cannot be used: {'; '.join(told)}{more}. "
+        f"Correct or delete them{advice}"
+    )
+
+
+def synthetic_rows(split: str) -> int:
+    """Returns the number of rows of the synthetic source; raises ValueError for another split than "train"."""
+    match = _SPLIT.fullmatch(split)
+    if not match or match[1] != "train" or match[2] == "0":
+        raise ValueError(f'data source {SYNTHETIC} has the split "train", as in "train[:100]", not {split!r}')
+    return int(match[2]) if match[2] else SYNTHETIC_ROWS
+
+
+class _Files(NamedTuple):
+    """The paths of a source in a file system of fsspec, in order; the kind is "json", "csv" or "parquet"."""
+
+    system: Any
+    paths: list[str]
+    kind: str
+
+    def records(self) -> Iterator[tuple[str, Record]]:
+        for path in self.paths:
+            separator = ("\t" if ".tsv" in Path(path).name.lower() else ",") if self.kind == "csv" else None
+            for record in read_records(self.system, path, separator):
+                yield path, record
+
+
+def _find_files(source: str, split: str) -> _Files | None:
+    """Returns the files of a path, glob or URL; None for a data set of the hub."""
+    if registry := _registry(source):
+        raise ValueError(registry)
+    folder, _, subset = (source, "", "") if os.path.isdir(source) else source.rpartition(":")
+    if os.path.isdir(folder):
+        return _folder_files(folder, subset, split)
+    if not (kind := _kind(source)):
+        if "://" in source or "*" in source or os.path.isfile(source):
+            raise ValueError(f"data source {source}: the name must end in {', '.join(_KINDS)}")
+        return None
+    if not re.match(r"train(\[|$)", split):
+        raise ValueError(f"data source {source}: files have one split, train, not {split!r}")
+    return _Files(*_glob(source), kind)
+
+
+def _folder_files(folder: str, subset: str, split: str) -> _Files:
+    """Returns the files of a split of a folder, by its README and their names, as `datasets` finds them."""
+    advice = f"data source {folder}: a folder; name the files in it, such as {Path(folder, '*.jsonl')}"
+    logging.getLogger("huggingface_hub.repocard").setLevel(logging.ERROR)  # it warns of a README without metadata
+    try:
+        names = get_dataset_config_names(folder)
+        if (subset or "default") not in names and (subset or len(names) > 1):
+            listed = f"its configurations are {', '.join(names)}; name one, as in {folder}:{names[0]}"
+            raise ValueError(f"data source {folder}: {listed}")
+        splits = load_dataset_builder(folder, subset or None).config.data_files or {}
+    except ValueError:
+        raise
+    except Exception as error:  # `datasets` has many kinds
+        raise ValueError(f"{advice}; none has rows") from error
+    name = split.partition("[")[0]
+    if name not in splits:
+        raise ValueError(f"data.split: there is no split {name!r}; {folder} has {', '.join(map(str, splits))}")
+    used = {str(Path(path)) for paths in splits.values() for path in paths}
+    if len(names) == 1:  # `datasets` takes the files of one kind and one way of naming splits, without a word of others
+        inner = (path.relative_to(folder) for path in Path(folder).rglob("*") if path.name not in _ABOUT_ROWS)
+        visible = [path for path in inner if not any(part.startswith(".") for part in path.parts)]
+        left = sorted(str(path) for path in visible if _kind(path.name) and str(Path(folder, path)) not in used)
+        if left:
+            listed = shorten(", ".join(left), 200)
+            raise ValueError(f"{advice}, or move away those that are in no split: {listed}")
+    paths = sorted(map(str, splits[name]))
+    if len(kinds := {_kind(path) for path in paths}) != 1 or None in kinds:
+        listed = ", ".join(sorted(Path(path).suffix for path in paths))
+        raise ValueError(f"{advice}; the split {name} has files of the kinds {listed}")
+    return _Files(fsspec.filesystem("file"), paths, str(kinds.pop()))
+
+
+def _registry(source: str) -> str:
+    """Returns why LLaMA-Factory's list of data sets, or the folder with it, is no source; empty for another source."""
+    path = Path(source, _ABOUT_ROWS[0]) if os.path.isdir(source) else Path(source)
+    if path.name != _ABOUT_ROWS[0] or not path.is_file():
+        return ""
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+        keys = ("file_name", "hf_hub_url", "ms_hub_url")
+        sets = {name: about for name, about in entries.items() if {*about} & {*keys}}
+    except (OSError, ValueError, AttributeError, TypeError):
+        return ""
+    where = {name: next(about[key] for key in keys if key in about) for name, about in sets.items()}
+    listed = shorten(", ".join(f"{name}: {place}" for name, place in where.items()), 300)
+    advice = f"name the file, or the data set of the hub, of one of them in data.source ({listed}), and its columns in "
+    return f"data source {source}: a list of data sets of LLaMA-Factory; {advice}data.columns" if sets else ""
+
+
+def _kind(path: str) -> str | None:
+    """Returns the kind of a file by its name, without the suffix of a compression."""
+    suffixes = [suffix for suffix in Path(path).suffixes if suffix not in _COMPRESSED]
+    return _KINDS.get(suffixes[-1].lower()) if suffixes else None
+
+
+def _from_text(source: str, split: str, files: _Files) -> Dataset:
+    stamps = [f"{path} {files.system.ukey(path)}" for path in files.paths]
+    name = hashlib.blake2b(json.dumps([_VERSION, files.kind, stamps]).encode(), digest_size=16).hexdigest()
+    target = Path(datasets_config.HF_DATASETS_CACHE) / "tpu_kit" / "rows" / f"{name}.arrow"
+    if not target.exists():
+        try:
+            write_records(files.records, target)
+        except OSError as error:
+            raise ValueError(f"data source {source}: its rows cannot be kept in {target.parent}: {error}") from error
+    rows = Dataset.from_file(str(target))
+    try:  # a slice such as train[10:20%]
+        (part,) = ReadInstruction.from_spec(split).to_absolute({split.partition("[")[0]: len(rows)})
+    except Exception as error:
+        raise ValueError(f"data.split={split!r}: {_cause(error)}; {source} has {len(rows)} rows") from error
+    return rows.select(range(part.from_ or 0, len(rows) if part.to is None else part.to))
+
+
+def _from_parquet(source: str, split: str, files: _Files) -> Dataset:
+    paths = [files.system.unstrip_protocol(path) if "://" in source else path for path in files.paths]
+    try:
+        # Without the entity tag, the cache of an object would outlive its replacement.
+        options = {"download_config": DownloadConfig(use_etag=True)}
+        rows = load_dataset("parquet", data_files={split.partition("[")[0]: paths}, split=split, **options)
+        rows.data.validate(full=True)  # the reader accepts text that is not UTF-8
+        return rows
+    except Exception as error:
+        raise ValueError(f"data source {source}: cannot be read: {_cause(error)}") from error
+
+
+def _from_saved(source: str, split: str) -> Dataset:
+    try:
+        rows = load_from_disk(source)
+        for part in rows.values() if isinstance(rows, DatasetDict) else [rows]:
+            part.data.validate(full=True)
+    except Exception as error:
+        raise ValueError(f"data source {source}: the folder cannot be read: {_cause(error)}") from error
+    if isinstance(rows, Dataset):
+        return rows
+    if split not in rows:
+        raise ValueError(f"data.split: there is no split {split!r}; the data has {', '.join(rows)}")
+    return rows[split]
+
+
+def _from_hub(source: str, split: str) -> Dataset:
+    name, _, subset = source.partition(":")
+    ask_hub_once()
+    try:
+        return load_dataset(name, subset or None, split=split)
+    except Exception as error:
+        raise ValueError(
+            f"data source {source}, split {split}: there is no such file or folder, and the hub gave no such data set: "
+            f"{type(error).__name__}: {error}; check the spelling and the network"
+        ) from error
+
+
+def _glob(source: str) -> tuple[Any, list[str]]:
+    """Returns the file system of a path, glob or URL, and its files in order, none of them empty."""
+    from fsspec.core import url_to_fs
+
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs a traceback of each error that it raises
+    try:
+        system, path = url_to_fs(source)
+        paths = sorted(system.glob(path)) if any(c in path for c in "*?[") and not system.exists(path) else [path]
+        for path in paths:
+            if (info := system.info(path))["type"] not in ("file", "link"):  # reading a pipe would never end
+                raise ValueError(f"data source {path}: this is not a regular file; name another")
+            if info["size"] == 0:
+                raise ValueError(f"data source {path}: the file is empty; write rows into it, or name another")
+            if info["size"] < 1024 and is_lfs_pointer(system.cat_file(path)):
+                raise ValueError(f"data source {path}: this is a git-lfs pointer and not the file: run `git lfs pull`")
+    except ImportError as error:
+        raise ValueError(f"data source {source}: {error}; for gs:// run: pip install gcsfs") from error
+    except FileNotFoundError:
+        paths = []
+    except ValueError:
+        raise
+    except Exception as error:  # each kind of storage has its own errors
+        advice = "; check the network; log in with `gcloud auth application-default login`"
+        advice *= source.startswith("gs://")
+        raise ValueError(f"data source {source}: no access: {type(error).__name__}: {error}{advice}") from error
+    if any(path.endswith(".zst") for path in paths) and not importlib.util.find_spec("zstandard"):
+        raise ValueError(f"data source {source}: to read .zst: pip install zstandard")
+    if not paths:
+        bucket = " (or no such bucket)" if "://" in source else ""
+        names = [] if bucket else [path.name for path in Path(source).absolute().parent.glob("*")]
+        near = "".join(f"; did you mean {Path(source).with_name(name)}?" for name in closest(Path(source).name, names))
+        raise ValueError(f"data source {source}: there is no such file{bucket}{near or '; check data.source'}")
+    return system, paths
+
+
+def _cause(error: BaseException) -> str:
+    text = " ".join(str(error.__cause__ or error).split()) or type(error).__name__
+    return "it has no rows" if "corresponds to no data" in text or "BatchSize must be greater" in text else text
+
+
+def _embedded(split: str, seed: int) -> Dataset:
+    match = _SPLIT.fullmatch(split)
+    if not match or match[1] not in EMBEDDED_ROWS:
+        raise ValueError(f'data source embedded has the splits "train" and "eval", as in "train[:100]", not {split!r}')
+    count = int(match[2]) if match[2] else EMBEDDED_ROWS[match[1]]
+    return Dataset.from_list(embedded.cot_rows(match[1], count, seed))
+
+
+def saved_rows_path(data: Dataset | DatasetDict, folder: Path) -> Path:
+    """Returns the path in `folder` that `save_rows` writes a data set to, by its content.
+
+    Raises:
+        ValueError: the data is not a `Dataset` or `DatasetDict`, or has no rows.
+    """
+    parts = [*data.values()] if isinstance(data, DatasetDict) else [data]
+    if wrong := [type(part).__name__ for part in parts if not isinstance(part, Dataset)]:
+        raise ValueError(f"the data must be a datasets.Dataset, not {wrong[0]}")
+    if not all(map(len, parts)):
+        raise ValueError("the data set given has no rows")
+    return folder / hashlib.blake2b(" ".join(part._fingerprint for part in parts).encode(), digest_size=8).hexdigest()
+
+
+def save_rows(data: Dataset | DatasetDict, folder: Path) -> str:
+    """Writes a data set to `saved_rows_path`, so that other processes can load it; returns the path as their source."""
+    target = saved_rows_path(data, folder)
+    if not target.exists():  # a run that is started again finds its rows there
+        with atomic.replacing(target, shared=True) as part:
+            data.save_to_disk(part)
+    return str(target)

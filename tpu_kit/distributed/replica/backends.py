@@ -1,0 +1,161 @@
+"""The kinds of `runtime.Runtime`. On torch_xla tensors are lazy: `sync` runs the recorded graph as one program."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tpu_kit.config.mesh import Mesh, Spec
+from tpu_kit.distributed.hosts import ONE, Hosts
+from tpu_kit.distributed.replica.mesh import Box, local_devices, pieces, put, put_rows, read, row_shards
+from tpu_kit.distributed.replica.runtime import DeviceType, Runtime
+
+
+class CpuRuntime(Runtime):
+    """A replica on the CPU."""
+
+    device_type = "cpu"
+
+
+class CudaRuntime(Runtime):
+    """A replica on a GPU."""
+
+    device_type = "cuda"
+
+    def memory(self) -> tuple[int | None, int | None]:
+        """See `Runtime.memory`."""
+        return torch.cuda.max_memory_allocated(self.local_device), torch.cuda.mem_get_info(self.local_device)[1]
+
+    def counters(self) -> dict[str, int]:
+        """See `Runtime.counters`; of programs those of torch.compile."""
+        from torch._dynamo.utils import counters
+
+        return {"compiles": int(counters["stats"]["unique_graphs"])}
+
+
+class _XlaRuntime(Runtime):
+    is_xla = True
+
+    def sync(self) -> None:
+        import torch_xla
+
+        torch_xla.sync()
+
+    def all_reduce(self, tensors: Sequence[torch.Tensor]) -> None:
+        if self.world_size > 1:
+            import torch_xla.core.xla_model as xm
+
+            xm.all_reduce("sum", list(tensors))
+
+    def to_device(self, batches: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+        import torch_xla.core.xla_model as xm
+
+        return xm.send_cpu_data_to_device(batches, self.local_device)
+
+    def seed(self, number: int) -> None:
+        """Seeds this thread's device: each thread of XLA:CPU has its own random numbers."""
+        import torch_xla
+
+        torch_xla.manual_seed(number, self.local_device)
+
+    def counters(self) -> dict[str, int]:
+        import torch_xla.debug.metrics as metrics
+
+        def timed(name: str) -> int:
+            data: Any = metrics.metric_data(name)
+            return int(data[0]) if data else 0
+
+        counted = {name: int(metrics.counter_value(name) or 0) for name in metrics.counter_names()}
+        return {
+            "compiles": counted.get("UncachedCompile", 0),
+            "executions": timed("ExecuteTime") + timed("ExecuteReplicatedTime"),
+            "device_reads": timed("TransferFromDeviceTime"),
+            "host_syncs": counted.get("aten::_local_scalar_dense", 0),
+            "fallbacks": sum(n for name, n in counted.items() if name.startswith("aten::")),
+        }
+
+
+class TpuRuntime(_XlaRuntime):
+    """A replica on a TPU device, in a process of its own or a thread of its chip's process."""
+
+    device_type = "tpu"
+
+    def barrier(self) -> None:
+        """See `Runtime.barrier`."""
+        if self.world_size > 1:
+            import torch_xla.core.xla_model as xm
+
+            xm.rendezvous("tpu_kit")
+
+    def memory(self) -> tuple[int | None, int | None]:
+        """See `Runtime.memory`."""
+        import torch_xla.core.xla_model as xm
+
+        memory = xm.get_memory_info(self.local_device)
+        return memory.get("peak_bytes_used", memory["bytes_used"]), memory["bytes_limit"]
+
+
+class SimulatedRuntime(_XlaRuntime):
+    """A replica on XLA:CPU, a thread of one process: the simulation of a TPU host; see `cpu_simulation`."""
+
+    device_type = "xla-cpu"
+
+    def barrier(self) -> None:
+        """See `Runtime.barrier`."""
+        if self.world_size > 1:
+            from tpu_kit.distributed.replica import cpu_simulation
+
+            cpu_simulation.meet(self.rank)
+
+
+class MeshRuntime(_XlaRuntime):
+    """A process that drives the devices of a mesh on one host; the programs hold their collectives (SPMD).
+
+    `mesh` has the devices of all hosts; several hosts have joined a process group on the CPU.
+    """
+
+    def __init__(self, device_type: DeviceType, mesh: Mesh, local_device: torch.device, hosts: Hosts = ONE) -> None:
+        super().__init__(hosts.index, hosts.count, local_device, hosts.count)
+        self.device_type, self.mesh = device_type, mesh
+        self.devices = local_devices()
+        self.num_devices, self.data_size = mesh.size, mesh.batch_shards
+        self.shares_state = hosts.count > 1
+
+    @property
+    def data_shards(self) -> list[int]:
+        """Those that a device of this process holds; a model axis over hosts gives several hosts the same."""
+        return sorted(set(row_shards(self.mesh, self.devices)))
+
+    def all_reduce(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Does nothing for tensors of a program, which are of all rows; sums CPU tensors over the hosts."""
+        for tensor in tensors:
+            if self.num_hosts > 1 and tensor.device.type == "cpu":
+                import torch.distributed as dist
+
+                dist.all_reduce(tensor)
+
+    def to_device(self, batches: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+        """Sends each device its rows, of tensors with two dimensions; all else is sent whole to each."""
+        return [{name: put_rows(one) if one.ndim == 2 else put(one, (None,) * one.ndim) for name, one in batch.items()}
+                for batch in batches]  # fmt: skip
+
+    def put(self, tensors: Sequence[torch.Tensor], spec: Spec | None = None) -> list[torch.Tensor]:
+        """Sends each device its shards; see `Runtime.put`."""
+        return [put(one, spec or (None,) * one.ndim) for one in tensors]
+
+    def to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Joins the shards on the host; see `Runtime.to_host`."""
+        return read([tensor.detach() for tensor in tensors])
+
+    def pieces(self, tensors: Sequence[torch.Tensor]) -> list[list[tuple[Box, torch.Tensor]]]:
+        """See `Runtime.pieces`."""
+        return pieces([tensor.detach() for tensor in tensors], self.devices)
+
+    def barrier(self) -> None:
+        """Waits for the processes of the other hosts."""
+        if self.num_hosts > 1:
+            import torch.distributed as dist
+
+            dist.barrier()

@@ -1,0 +1,362 @@
+"""The other processes of a launch: the launcher, `python -m tpu_kit.distributed.replica.worker`, starts the replicas.
+
+Each of them leaves files in the launch's folder, reports to the calling process (launch.py):
+
+- started: its process id,
+- done: of the first replica of this host, the pickled result,
+- error: the traceback; of an error of files or the network that the kit itself raised, the text,
+- refused: the text of an error in the user's input,
+- ended: of the launcher, the id and the status of a process that has ended.
+
+Notices go the other way, through a flag in that folder (preemption.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from datetime import timedelta
+from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tpu_kit.config.fields import hide_secrets
+from tpu_kit.distributed import preemption
+from tpu_kit.distributed.child_process import end_with_parent
+from tpu_kit.distributed.hosts import Hosts
+from tpu_kit.distributed.preemption import StopFlag
+from tpu_kit.distributed.replica import cpu_simulation, main_thread, runtime
+from tpu_kit.distributed.replica.runtime import Backend, Runtime
+from tpu_kit.distributed.sending import refuse_devices, restored
+from tpu_kit.machine.storage import atomic
+
+LAUNCHER = -1  # the launcher's number among the ranks
+_LIMIT = timedelta(days=1)  # of a collective: the calling process judges what hangs
+_LOOK = 0.2  # seconds between two looks at the replicas' processes
+
+
+class Report(NamedTuple):
+    """What a process of a launch has told."""
+
+    at: int  # nanoseconds of the clock that all processes of a machine share
+    rank: int
+    kind: str
+    value: Any
+
+    @classmethod
+    def read(cls, path: Path) -> Report:
+        """Reads a report that `write` has left; the folder is closed to other users, so it is safe to unpickle."""
+        at, rank, kind = path.name.split(".")
+        return cls(int(at), int(rank), kind, pickle.loads(path.read_bytes()))
+
+
+def write(folder: str, rank: int, kind: str, value: Any) -> None:
+    """Leaves a report in the launch's folder, whole or not at all; names of later reports sort after earlier ones."""
+    value = hide_secrets(value) if kind in ("refused", "error") else value
+    with atomic.replacing(Path(folder, f"{time.monotonic_ns():020}.{rank}.{kind}")) as part:
+        part.write_bytes(pickle.dumps(value))
+
+
+class _ResultPickler(pickle.Pickler):
+    """Refuses tensors that would touch a device in the process that reads them."""
+
+    def persistent_id(self, obj: Any) -> None:
+        try:
+            refuse_devices(obj)
+        except pickle.PicklingError as error:
+            raise pickle.PicklingError(f"{error}; read it with runtime.current().to_host([...])") from None
+
+
+def _pickled(name: str, result: Any) -> bytes:
+    buffer = io.BytesIO()
+    try:
+        _ResultPickler(buffer).dump(result)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise TypeError(
+            f"{name} returned a {type(result).__name__} that cannot be sent to the calling process ({error}); return "
+            "plain values, or write it to a file and return its path"
+        ) from error
+    return buffer.getvalue()
+
+
+def _replica(rank: int, first: bool, make: Callable[[], Runtime], folder: str, payload: bytes) -> None:
+    """Runs fn in a replica, perhaps the first of this host, and reports how it ended."""
+    write(folder, rank, "started", os.getpid())
+    try:
+        runtime.enter(make())
+        fn, config = restored(payload)
+        result = fn(config)
+        write(folder, rank, "done", _pickled(getattr(fn, "__qualname__", repr(fn)), result) if first else None)
+    except BaseException as error:
+        if _is_from_the_kit(error, ValueError):
+            write(folder, rank, "refused", str(error))
+        else:
+            known = _is_from_the_kit(error, OSError)
+            write(folder, rank, "error", f"{error}\n" if known else traceback.format_exc())
+        raise SystemExit(1) from None  # prints nothing: the caller prints the error
+
+
+def _is_from_the_kit(error: BaseException, kind: type[Exception]) -> bool:
+    """Whether the kit itself raised the error: its text says what to do, and needs no traceback."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    raised_in = frames[-1][0].f_globals.get("__name__", "") if frames else ""
+    number = getattr(error, "errno", None)
+    plain = number is not None and error.args[1:] == (os.strerror(number),)  # the system's, which knows no remedy
+    return isinstance(error, kind) and raised_in.startswith("tpu_kit.") and not plain
+
+
+def _xla_replica(_index: int, folder: str, payload: bytes, backend: Backend) -> None:
+    """Runs a replica in a TPU's process (or a thread of it), or in a thread of the rehearsal."""
+    import torch_xla
+    import torch_xla.runtime as xr
+
+    from tpu_kit.distributed.replica.backends import SimulatedRuntime, TpuRuntime
+
+    rank = xr.global_ordinal()
+
+    def make() -> Runtime:
+        kind = TpuRuntime if backend.device_type == "tpu" else SimulatedRuntime
+        return kind(rank, xr.world_size(), torch_xla.device())
+
+    if backend.device_type == "tpu":
+        _prepare(folder)
+        _quiet(threads=xr.process_index() == 0)
+    _replica(rank, rank % xr.local_device_count() == 0, make, folder, payload)
+    # All replicas take the same steps: a replica that still waits for this one would wait for ever.
+    cpu_simulation.end(f"rank {rank} has returned, and will not come to another step")
+
+
+def _rehearsal(folder: str, payload: bytes, backend: Backend, hang_timeout: float) -> None:
+    """Runs the process that holds the replicas of XLA:CPU, which are threads."""
+    _prepare(folder)
+    preemption.catch_stops()
+    main_thread.serve()
+    _quiet(threads=True)
+    write(folder, 0, "started", os.getpid())  # before torch_xla is loaded, which may fail
+    with _exit_at_once(folder, 0), ThreadPoolExecutor(1) as thread:
+        replica, count = (lambda: _xla_replica(0, folder, payload, backend)), backend.num_replicas or 1
+        work = thread.submit(cpu_simulation.run, replica, count, hang_timeout)
+        while not work.done():  # Python's handlers run in this thread alone, which no signal wakes that another one got
+            wait([work], _LOOK)
+        work.result()
+
+
+def _mesh_process(folder: str, payload: bytes, backend: Backend) -> None:
+    """Runs the process that drives the devices of a mesh, on several hosts those of this one."""
+    _prepare(folder)
+    assert backend.mesh is not None
+    mesh = backend.mesh
+
+    def make() -> Runtime:
+        import torch_xla
+
+        from tpu_kit.distributed.replica.backends import MeshRuntime
+        from tpu_kit.distributed.replica.mesh import start
+
+        start(mesh)
+        if backend.hosts.count > 1:
+            _connect("gloo", backend.hosts, folder, backend.hosts.index, backend.hosts.count)
+        return MeshRuntime(backend.device_type, mesh, torch_xla.device(), backend.hosts)
+
+    with _exit_at_once(folder, backend.first_rank):
+        _replica(backend.first_rank, True, make, folder, payload)
+
+
+@contextlib.contextmanager
+def _exit_at_once(folder: str, rank: int) -> Iterator[None]:
+    """Reports an error of the body, then ends this process without waiting for threads, such as the XLA runtime's."""
+    from tqdm.std import tqdm  # type: ignore[import-untyped]  # tqdm ships no types
+
+    # tqdm's own lock has a semaphore, which Python reports as leaked when a process ends by `os._exit`.
+    tqdm.set_lock(threading.RLock())
+    status = 0
+    try:
+        yield
+    except SystemExit:
+        status = 1
+    except Exception:  # whatever it is: the caller raises it with this traceback
+        write(folder, rank, "error", traceback.format_exc())
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _torch_replica(local_rank: int, folder: str, payload: bytes, backend: Backend) -> None:
+    """Runs a replica in a GPU's process, or in one of several CPU processes."""
+    _prepare(folder)
+    import torch
+    import torch.distributed as dist
+
+    from tpu_kit.distributed.replica.backends import CpuRuntime, CudaRuntime
+
+    device_type, replicas, hosts = backend.device_type, backend.num_replicas or 1, backend.hosts
+    rank, world_size = backend.first_rank + local_rank, replicas * hosts.count
+
+    def make() -> Runtime:
+        device = torch.device("cuda", local_rank) if device_type == "cuda" else torch.device("cpu")
+        if device_type == "cuda":
+            torch.cuda.set_device(device)
+        else:
+            torch.set_num_threads(max(1, torch.get_num_threads() // replicas))  # as OMP_NUM_THREADS says, or all
+        if world_size > 1:
+            _connect("nccl" if device_type == "cuda" else "gloo", hosts, folder, rank, world_size)
+        return (CudaRuntime if device_type == "cuda" else CpuRuntime)(rank, world_size, device, hosts.count)
+
+    _quiet(threads=local_rank == 0)
+    with _exit_at_once(folder, rank):
+        _replica(rank, local_rank == 0, make, folder, payload)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _connect(kind: str, hosts: Hosts, folder: str, rank: int, world_size: int) -> None:
+    """Joins the process group of all replicas, which meet at the store of the hosts, or at a file of the launch."""
+    import torch.distributed as dist
+
+    if hosts.count == 1:
+        store: dist.Store = dist.FileStore(str(Path(folder, "replicas")), world_size)
+    else:
+        store = dist.PrefixStore("replicas", dist.TCPStore(*hosts.address, is_master=False))
+    store.set_timeout(_LIMIT)
+    with _no_stdout():
+        dist.init_process_group(kind, store=store, timeout=_LIMIT, rank=rank, world_size=world_size)
+
+
+class _FromRankZero:
+    """The stdout of a process whose threads are replicas: writes the text of rank 0 and of other threads alone."""
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+
+    def write(self, text: str) -> int:
+        try:
+            rank = runtime.current().rank
+        except RuntimeError:
+            rank = 0
+        if rank == 0:
+            self._target.write(text)
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._target, name)
+
+
+def _quiet(threads: bool) -> None:
+    """Lets only rank 0 write to stdout; the stderr of all replicas stays."""
+    if threads:
+        if not isinstance(sys.stdout, _FromRankZero):
+            sys.stdout = _FromRankZero(sys.stdout)
+    else:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+@contextlib.contextmanager
+def _no_stdout() -> Iterator[None]:
+    """Hides what gloo writes to stdout, its connections, for which it has no switch."""
+    sys.stdout.flush()
+    kept, nothing = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nothing)
+
+
+def _prepare(folder: str) -> None:
+    """Makes a replica's process print its stacks, and end with the launcher; opens the flag."""
+    gc.set_threshold(runtime.GC_THRESHOLD)
+    _show_stacks()
+    end_with_parent()
+    preemption.join(StopFlag(Path(folder)))
+
+
+def _show_stacks() -> None:
+    """Makes this process print its stacks at a crash, and on SIGQUIT, which the caller sends to processes that hang."""
+    import faulthandler
+
+    faulthandler.enable()
+    faulthandler.register(signal.SIGQUIT, all_threads=True)
+
+
+def _die_with_caller(folder: str) -> None:
+    """Ends this session's processes when stdin closes, which the caller holds until it ends, by SIGKILL perhaps."""
+    while sys.stdin.buffer.read(4096):
+        pass
+    shutil.rmtree(folder, ignore_errors=True)
+    os.killpg(0, signal.SIGKILL)
+
+
+def _watch_children(folder: str, replicas: Sequence[BaseProcess], over: threading.Event) -> None:
+    """Reports how each of the replicas and other child processes has ended, until `over`, in any order."""
+    children, told = set(replicas), set[BaseProcess]()
+    while True:
+        last = over.wait(_LOOK)
+        children |= set(multiprocessing.active_children())  # those of xmp.spawn
+        for child in [child for child in children - told if child.exitcode is not None]:
+            told.add(child)
+            write(folder, LAUNCHER, "ended", (child.pid, child.exitcode))
+        if last:
+            return
+
+
+def main() -> None:
+    """Starts the replicas and waits until they end: the launcher."""
+    folder, backend, hang_timeout, payload = pickle.load(sys.stdin.buffer)
+    _show_stacks()
+    # The replicas get the signal too, and decide how to end. (They would inherit SIG_IGN, as that of nohup.)
+    for number in [number for number in preemption.STOPS if signal.getsignal(number) is not signal.SIG_IGN]:
+        signal.signal(number, StopFlag(Path(folder)).ask)
+    threading.Thread(target=_die_with_caller, args=(folder,), daemon=True).start()
+    replicas, over = _processes(folder, payload, backend, hang_timeout), threading.Event()
+    watcher = threading.Thread(target=_watch_children, args=(folder, replicas, over))
+    watcher.start()
+    with _exit_at_once(folder, LAUNCHER):
+        try:
+            if not replicas:
+                import torch_xla.distributed.xla_multiprocessing as xmp
+
+                xmp.spawn(_xla_replica, args=(folder, payload, backend), nprocs=backend.num_replicas)
+            for replica in replicas:
+                replica.start()
+            for replica in replicas:  # their order does not matter: if one fails, the caller ends the others
+                replica.join()
+        finally:
+            over.set()
+            watcher.join()
+
+
+def _processes(folder: str, payload: bytes, backend: Backend, hang_timeout: float) -> list[SpawnProcess]:
+    """The processes of this host's replicas; none on a TPU's chips, where xmp.spawn makes them."""
+    spawn, arguments = multiprocessing.get_context("spawn"), (folder, payload, backend)
+    if backend.mesh is not None:
+        return [spawn.Process(target=_mesh_process, args=arguments)]
+    if backend.device_type == "tpu":
+        return []
+    if backend.device_type == "xla-cpu":
+        return [spawn.Process(target=_rehearsal, args=(*arguments, hang_timeout))]
+    ranks = range(backend.num_replicas or 1)
+    return [spawn.Process(target=_torch_replica, args=(rank, *arguments)) for rank in ranks]
+
+
+if __name__ == "__main__":
+    main()
+elif __name__ == "__mp_main__" and os.environ.get("PJRT_DEVICE") == "TPU":
+    # The main thread of a TPU's process, which only waits for its replicas: they are threads.
+    preemption.catch_stops()
+    main_thread.serve()

@@ -1,0 +1,290 @@
+"""Rewards of sampled completions: functions with the signature of TRL's, and verifiers by name.
+
+    def shorter(completions, target, **kwargs):      # in my_rewards.py; `target` is a column of the data
+        return [1.0 - len(text) / 1000 for text in completions]
+
+A function gets `prompts`, `completions`, `completion_ids`, each column of the rows, `trainer_state` (global_step,
+max_steps) and `log_metric(name, value)`, those of them that it names, or all if it has `**kwargs`. Completions are
+lists of messages where the prompts are, else texts. It returns a number, or None for no judgement, for each. Functions
+are called in the main thread, one after the other, then the async ones together; rules judge in other processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from textwrap import shorten
+from traceback import extract_tb
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from tpu_kit.config.loader import ConfigError, TrainConfig
+from tpu_kit.distributed.preemption import Terminated
+from tpu_kit.distributed.replica import cpu_simulation, main_thread
+from tpu_kit.distributed.replica.main_thread import CallEnded
+from tpu_kit.generation.evaluation.judging import Judges
+from tpu_kit.generation.evaluation.verifiers import verifier_named, well_formed
+
+RewardFunction = Callable[..., Any]
+Stop = Callable[[], bool]
+_SHARED = ("trainer_state", "log_metric")  # the arguments that are not lists of one for each completion
+# Of launch.hang_timeout: a function is ended before the launch is, so that the run saves its updates.
+_PATIENCE = 0.8
+_SHOWN = 60  # characters of a completion that was not judged
+_LONG = 0.2  # share of max_completion_length at its end in which `length` falls to -1 (DAPO, arXiv:2503.14476)
+
+
+class Attempt(NamedTuple):
+    """A completion to judge.
+
+    Attributes:
+        row: of the data, with the columns that functions get.
+        prompt: text, or a list of messages.
+        text: of the completion, with the tag that the prompt opens.
+        tokens: ids of the completion.
+    """
+
+    row: Mapping[str, Any]
+    prompt: Any
+    text: str
+    tokens: Sequence[int]
+
+
+@dataclass
+class Judgement:
+    """Rewards of completions; NaN where there is none.
+
+    Attributes:
+        total: the weighted sums.
+        parts: the rewards of each function, without weight.
+        logged: the numbers that functions logged, by name.
+        errors: rules and errors, and the ends of the completions that were not judged for it.
+    """
+
+    total: list[float]
+    parts: dict[str, list[float]]
+    logged: dict[str, list[float]] = field(default_factory=dict)
+    errors: dict[str, list[str]] = field(default_factory=dict)
+
+
+class Rewards:
+    """The rewards of a run; a context manager, which ends the processes of its rules.
+
+    Args:
+        config: `rl.reward_funcs` and `rl.reward_weights`.
+        functions: in place of `rl.reward_funcs`: names and functions.
+
+    Raises:
+        ValueError: a name is none, or there is not a weight for each.
+    """
+
+    def __init__(self, config: TrainConfig, functions: Sequence[str | RewardFunction] | None = None) -> None:
+        self._config = config
+        rewards = list(functions or config.rl.reward_funcs)
+        self._weights = list(config.rl.reward_weights or [1.0] * len(rewards))
+        if len(self._weights) != len(rewards):
+            counts = f"rl.reward_weights has {len(self._weights)} weights for {len(rewards)} rewards"
+            raise ValueError(f"{counts}; give one for each of rl.reward_funcs, or remove it")
+        if not any(self._weights):
+            raise ValueError("rl.reward_weights: all are 0, so nothing would be learned; give one another weight")
+        self._judges = Judges(config.data)
+        # By the name of the reward: rules, the kit's own functions, and functions of users.
+        self._rules: dict[str, str] = {}
+        self._own: dict[str, Callable[[Sequence[Attempt]], list[float]]] = {}
+        self._functions: dict[str, RewardFunction] = {}
+        self.names: list[str] = []
+        for reward in rewards:
+            name = reward if isinstance(reward, str) else getattr(reward, "__name__", type(reward).__name__)
+            count = sum(other.partition("#")[0] == name for other in self.names)
+            self.names.append(name := f"{name}#{count + 1}" if count else name)
+            if reward == "think_format":
+                self._own[name] = self._well_formed
+            elif reward == "length":
+                self._own[name] = lambda attempts: self._within_length([each.tokens for each in attempts])
+            else:
+                judge = verifier_named(reward, "rl.reward_funcs") if isinstance(reward, str) else reward
+                if isinstance(judge, str):
+                    self._rules[name] = judge
+                else:
+                    self._functions[name] = judge
+
+    def __enter__(self) -> Rewards:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._judges.close()
+
+    @property
+    def functions(self) -> list[str]:
+        """The names of the functions of users."""
+        return list(self._functions)
+
+    def check(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Raises ValueError if a function needs an argument that it does not get, or each an answer that no row has."""
+        given = [*self._arguments([Attempt(rows[0], "", "", [])]), *_SHARED]
+        for name, function in self._functions.items():
+            for each in inspect.signature(function).parameters.values():
+                needed = each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+                if each.kind is each.POSITIONAL_ONLY or (needed and each.name not in given):
+                    raise ValueError(
+                        f"the reward {name} needs {each.name}, which it does not get by name; it gets "
+                        f"{', '.join(given)}: rename the argument, or give it a default"
+                    )
+        if self.names == [*self._rules] and not any(row.get("answer") for row in rows):
+            raise ConfigError(
+                ["rl.reward_funcs: no row has an answer to compare with; name its column, as in "
+                 "data.columns={answer: solution}, or a function that judges without one"]
+            )  # fmt: skip
+
+    def __call__(
+        self, attempts: Sequence[Attempt], step: int = 0, total_steps: int | None = None,
+        stop: Stop = lambda: False,
+    ) -> Judgement:  # fmt: skip
+        """Judges completions.
+
+        Args:
+            attempts: of this replica.
+            step: of the update.
+            total_steps: of the run.
+            stop: asked 5 times a second; once it returns True, the judgement is ended.
+
+        Raises:
+            CallEnded: by `stop`.
+            ValueError: a function fails, uses no processor time for 0.8 x launch.hang_timeout, or returns something
+                else than a number or None for each completion.
+        """
+        logged: dict[str, list[float]] = defaultdict(list)
+        given = self._arguments(attempts) | {
+            "trainer_state": SimpleNamespace(global_step=step, max_steps=total_steps),
+            "log_metric": lambda name, value: logged[name].append(float(value)),
+        }
+        with cpu_simulation.unhurried():
+            parts, errors = self._by_rules(attempts, stop) if self._rules else ({}, {})
+            parts |= {name: function(attempts) for name, function in self._own.items()}
+            parts |= self._by_functions(given, len(attempts), stop)
+        parts, total = {name: parts[name] for name in self.names}, []
+        for rewards in zip(*parts.values(), strict=True):
+            judged = [w * r for w, r in zip(self._weights, rewards, strict=True) if not math.isnan(r)]
+            total.append(sum(judged) if judged else math.nan)
+        return Judgement(total, parts, dict(logged), errors)
+
+    def _by_rules(self, attempts: Sequence[Attempt], stop: Stop) -> tuple[dict[str, list[float]], dict[str, list[str]]]:
+        """Returns 1 for a right answer, 0 for a wrong one, NaN where there is no verdict; and `Judgement.errors`."""
+        replies = [(each.row, each.text, rule) for rule in self._rules.values() for each in attempts]
+        verdicts = self._judges.judge(replies, stop)
+        parts, errors = dict[str, list[float]](), defaultdict[str, list[str]](list)
+        for name, first in zip(self._rules, range(0, len(replies), len(attempts)), strict=True):
+            mine = verdicts[first : first + len(attempts)]
+            parts[name] = [math.nan if each.correct is None else float(each.correct) for each in mine]
+            for attempt, verdict in zip(attempts, mine, strict=True):
+                if verdict.error:
+                    example = f"{attempt.text[-_SHOWN:]!r} for the answer {str(attempt.row.get('answer'))[:_SHOWN]!r}"
+                    errors[f"{name} ({verdict.error})"].append(example)
+        return parts, dict(errors)
+
+    def _by_functions(self, given: Mapping[str, Any], count: int, stop: Stop) -> dict[str, list[float]]:
+        values, parts = dict[str, Any](), dict[str, list[float]]()
+        for name in self._functions:
+            with self._named(name, given, count, stop):
+                values[name] = self._call(name, given, stop)
+        later = {name: value for name, value in values.items() if inspect.isawaitable(value)}
+        with self._named(", ".join(later), given, 0, stop):
+            values |= zip(later, self._await([*later.values()], stop), strict=True)
+        for name, value in values.items():
+            with self._named(name, given, count, stop):
+                parts[name] = _numbers(value, count)
+        return parts
+
+    def _call(self, name: str, given: Mapping[str, Any], stop: Stop) -> Any:
+        """Calls a function with the arguments that it takes; an async one has only begun then."""
+        wanted = inspect.signature(function := self._functions[name]).parameters
+        every = any(each.kind is each.VAR_KEYWORD for each in wanted.values())
+        chosen = {key: value for key, value in given.items() if every or key in wanted}
+        return main_thread.call(partial(function, **chosen), stop, self._patience)
+
+    def _await(self, values: Sequence[Any], stop: Stop) -> list[Any]:
+        """Returns the results of async functions, errors among them; a notebook's main thread has a loop of its own."""
+
+        async def together() -> list[Any]:
+            return await asyncio.gather(*values, return_exceptions=True)
+
+        return main_thread.call(lambda: asyncio.run(together()), stop, self._patience, aside=True) if values else []
+
+    @property
+    def _patience(self) -> float:
+        return _PATIENCE * self._config.launch.hang_timeout
+
+    @contextlib.contextmanager
+    def _named(self, name: str, given: Mapping[str, Any], count: int, stop: Stop) -> Iterator[None]:
+        """Names the function whose error it catches, and the completion for which it fails."""
+        try:
+            yield
+        except Terminated:
+            raise
+        except CallEnded as ended:
+            if ended.why == "stop":
+                raise
+            limit = f"{_PATIENCE:.0%} of launch.hang_timeout={self._config.launch.hang_timeout:g}"
+            text = f"a call may wait for {limit}: raise that if something slow is asked"
+            raise ValueError(f"the reward {name} {ended.why}{_place(ended)}; {text}") from ended
+        except (Exception, SystemExit) as error:  # a user's function may raise anything
+            raise ValueError(f"the reward {name} {self._blame(name, given, count, stop, error)}") from error
+
+    def _blame(self, name: str, given: Mapping[str, Any], count: int, stop: Stop, error: BaseException) -> str:
+        """Finds the completion that a function fails for, by calling it for each alone."""
+        for number in range(count):
+            alone = {key: value if key in _SHARED else value[number : number + 1] for key, value in given.items()}
+            try:
+                value = self._call(name, alone, stop)
+                _numbers(self._await([value], stop)[0] if inspect.isawaitable(value) else value, 1)
+            except (Exception, SystemExit) as again:
+                shown = {key: value[0] for key, value in alone.items() if key not in {*_SHARED, "completion_ids"}}
+                row = shorten(str(shown), 300, placeholder=" ...")
+                return f"failed{_place(again)} for {row}: {type(again).__name__}: {again}"
+        return f"failed for {count} completions together, and for none alone: {type(error).__name__}: {error}"
+
+    def _well_formed(self, attempts: Sequence[Attempt]) -> list[float]:
+        return [float(well_formed(each.text, self._config.data)) for each in attempts]
+
+    def _within_length(self, completion_ids: Sequence[Sequence[int]]) -> list[float]:
+        """DAPO's penalty: 0, falling to -1 in the last part of max_completion_length."""
+        most = self._config.rl.max_completion_length
+        allowed = most - round(_LONG * most)
+        return [min(0.0, (allowed - len(ids)) / max(1, most - allowed)) for ids in completion_ids]
+
+    @staticmethod
+    def _arguments(attempts: Sequence[Attempt]) -> dict[str, Any]:
+        rows, prompts, texts, tokens = (list(values) for values in zip(*attempts, strict=True))
+        chats = not isinstance(prompts[0], str)
+        columns = {name: [row.get(name) for row in rows] for name in rows[0] if name != "prompt"}
+        return columns | {
+            "prompts": prompts, "completion_ids": [list(ids) for ids in tokens],
+            "completions": [[{"role": "assistant", "content": text}] if chats else text for text in texts],
+        }  # fmt: skip
+
+
+def _place(error: BaseException) -> str:
+    """Returns the line of a user's function where it has failed or was ended; empty if it was not called."""
+    frames, ours = extract_tb(error.__traceback__), (__file__, main_thread.__file__)
+    while frames and frames[-1].filename in ours:  # what has ended the call
+        frames.pop()
+    own = max((index for index, frame in enumerate(frames) if frame.filename in ours), default=0)
+    return "".join(f" ({Path(at.filename).name}, line {at.lineno})" for at in frames[own + 1 : own + 2])
+
+
+def _numbers(values: Any, count: int) -> list[float]:
+    if isinstance(values, BaseException):
+        raise values
+    values = [math.nan if value is None else float(value) for value in values]
+    if len(values) != count:
+        raise ValueError(f"it returned {len(values)} rewards for {count} completions; return one, or None, for each")
+    if any(map(math.isinf, values)):
+        raise ValueError("it returned an infinite reward; return finite numbers, or None")
+    return values

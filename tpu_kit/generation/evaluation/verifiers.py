@@ -1,0 +1,171 @@
+"""Verifies whether an answer is correct, and whether its reasoning is well-formed.
+
+`tracking.verifier` names the rule, or a function: `verifier="my_rules:is_right"`, with
+
+    def is_right(row, answer):          # in my_rules.py
+        return row["target"] in answer  # or a number, where only 1 is correct; None skips the row
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from tpu_kit.config.choices import VERIFIERS, check_verifier, imported
+from tpu_kit.config.fields import show
+from tpu_kit.config.loader import ConfigError, DataConfig
+from tpu_kit.generation.evaluation.equality import same, same_formula, same_letter, same_number
+from tpu_kit.generation.evaluation.statements import Statement, statement_of
+
+Verifier = Callable[[Mapping[str, Any], str], Any]
+"""Takes a row and the text of a reply after its reasoning; returns whether it is right, a score, or None to skip."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The judgement of one reply.
+
+    Attributes:
+        correct: whether it is right; None if it was not judged.
+        error: the error of the verifier; empty without one.
+    """
+
+    correct: bool | None
+    error: str = ""
+
+
+def verifier_named(name: str, parameter: str = "tracking.verifier") -> str | Verifier:
+    """Resolves a verifier for `judge`: a rule keeps its name, and "module:function" is imported.
+
+    "auto" compares what row and reply state (`statement_of`) by the kind of the row's answer, see `equality`;
+    "numeric", "choice" and "math" are its comparisons of numbers, letters and formulas; "exact" compares the text
+    without surrounding white space; "regex:PATTERN" the first group of the last match, or the whole match, as auto;
+    "reasoning_gym" calls that package's `score_answer` for the row's data set.
+
+    Raises:
+        ValueError: there is no such rule, module or function, or the pattern is invalid.
+    """
+    try:
+        check_verifier(name)
+    except ValueError as error:
+        raise ConfigError([f"{parameter}: {show(name)} {error}"]) from error
+    if name == "reasoning_gym" and importlib.util.find_spec(name) is None:
+        raise ConfigError([f"{parameter}={name} needs the package reasoning-gym: pip install reasoning-gym"])
+    if name in VERIFIERS or name.startswith("regex:"):
+        return name
+    try:
+        return imported(name)
+    except ValueError as error:
+        raise ConfigError([f"{parameter}={name}: {error}"]) from error
+
+
+def judge(row: Mapping[str, Any], text: str, config: DataConfig, verifier: str | Verifier = "auto") -> Verdict:
+    """Judges whether a reply is right; an error of the verifier becomes part of the verdict.
+
+    Args:
+        row: with the expected "answer", or a list of answers that are right, or with the columns that the user's
+            function reads.
+        text: the reply, with its reasoning. A reply that ends within its reasoning is wrong.
+        config: the data section.
+        verifier: of `verifier_named`.
+    """
+    answer = text.rpartition(config.think_close)[2]
+    try:
+        if not callable(verifier) and not _expected(row):
+            return Verdict(None)
+        if config.think_open in answer:
+            return Verdict(False)
+        if callable(verifier):
+            score = verifier(row, answer.strip())
+        elif verifier == "reasoning_gym":
+            score = _reasoning_gym(row, answer)
+        else:
+            score = _is_right(_expected(row), answer, verifier)
+        if score is None:
+            return Verdict(None)
+        if isinstance(score, str) or not float(score) <= 1:  # also not a number
+            raise TypeError(f"it returned {score!r}; return True, False, a number up to 1, or None")
+        return Verdict(float(score) == 1.0)
+    except (Exception, SystemExit) as error:  # a user's function may raise anything; the other rows are still judged
+        return Verdict(None, f"{type(error).__name__}: {error}".strip())
+
+
+def _expected(row: Mapping[str, Any]) -> list[str]:
+    """Returns the answers of a row, of which each is right; without empty ones."""
+    answer = row.get("answer")
+    if isinstance(answer, Mapping):
+        raise TypeError("the row's answer is an object; name its field, as in columns={answer: COLUMN.FIELD}")
+    answers = answer if isinstance(answer, (list, tuple)) else [answer]
+    return [text for each in answers if each is not None and (text := str(each).strip())]
+
+
+def _is_right(expected: Sequence[str], answer: str, rule: str) -> bool:
+    """Compares a reply with each of the expected answers, by a rule that is not a function."""
+    if rule == "exact":
+        return answer.strip() in expected
+    name, _, pattern = rule.partition(":")
+    statement = _match(pattern, answer) if pattern else statement_of(answer)
+    if statement is None or not statement.text.strip():
+        return False
+    failures: list[ValueError] = []
+    for text in expected:
+        stated = statement_of(text)
+        try:
+            if _compared(text if stated is None else stated.text, statement, name):
+                return True
+        except ValueError as error:
+            failures.append(error)
+    if failures:
+        raise failures[0]
+    return False
+
+
+def _compared(expected: str, statement: Statement, rule: str) -> bool:
+    comparison, kind = _RULES[rule]
+    result = comparison(expected, statement)
+    if result is None:
+        raise ValueError(f"the row's answer {expected[:60]!r} is no {kind}")
+    return result
+
+
+def _match(pattern: str, answer: str) -> Statement | None:
+    """Returns the first group of the last match, or the whole match; None without one."""
+    matches = list(re.finditer(pattern, answer))
+    if not matches:
+        return None
+    return Statement((matches[-1][1] if matches[-1].re.groups else matches[-1][0]) or "", True)
+
+
+_RULES: Mapping[str, tuple[Callable[[str, Statement], bool | None], str]] = {
+    "auto": (same, "text"),
+    "regex": (same, "text"),
+    "numeric": (same_number, "number"),
+    "choice": (same_letter, "letter of a choice"),
+    "math": (partial(same_formula, required=True), "formula"),
+}
+
+
+def _reasoning_gym(row: Mapping[str, Any], answer: str) -> float:
+    """Scores the final part alone: the package gives partial credit for an answer within other words."""
+    import reasoning_gym
+
+    metadata = row.get("metadata") or {}
+    metadata = json.loads(metadata) if isinstance(metadata, str) else metadata
+    if "source_dataset" not in metadata:
+        raise ValueError("the row has no metadata.source_dataset, which names its data set in reasoning-gym")
+    score = reasoning_gym.get_score_answer_fn(metadata["source_dataset"])
+    statement = statement_of(answer)
+    return float(score(answer=statement.text if statement else None, entry={**row, "metadata": metadata}))
+
+
+def well_formed(text: str, config: DataConfig) -> bool:
+    """Returns whether a reply is one block of reasoning in its tags, not empty, and then an answer."""
+    before, opened, rest = text.strip().partition(config.think_open)
+    reasoning, closed, answer = rest.partition(config.think_close)
+    once = config.think_open not in rest and config.think_close not in answer
+    return bool(opened and closed and once and not before and reasoning.strip() and answer.strip())

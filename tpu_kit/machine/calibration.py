@@ -1,0 +1,119 @@
+"""Stores what `verify` measured on this machine, a JSON file for each kind of device in the user's cache.
+
+`plan` and `train` correct their predictions by the ratios of measured to predicted values, and avoid what failed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+
+from tpu_kit.config.loader import TrainConfig
+from tpu_kit.machine.compatibility import PACKAGES, installed_version
+
+_AGAIN = "`python -m tpu_kit verify` again"
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The measurements of one kind of device.
+
+    Attributes:
+        device: a chip's name, such as "v5e", or "xla-cpu".
+        memory: measured peak of a step over the compiler's figure; None if not measured.
+        time: measured time of a step over the roofline's; None if not measured.
+        splash: why the splash kernel failed; empty if it passed or was not checked.
+        scan: why the loop over layers failed; empty if it passed or was not checked.
+        report: path of the report with the details.
+        made: date.
+        versions: of the packages, and a hash of the kit's code.
+        ignored: why a file is not used; all other fields are then empty.
+    """
+
+    device: str
+    memory: float | None = None
+    time: float | None = None
+    splash: str = ""
+    scan: str = ""
+    report: str = ""
+    made: str = ""
+    versions: Mapping[str, str | None] = field(default_factory=dict)
+    ignored: str = ""
+
+    def __str__(self) -> str:
+        """Describes the ratios; empty if nothing was measured."""
+        parts = [] if self.memory is None else [f"memory {self.memory:.2f} of the compiler's figure"]
+        parts += [] if self.time is None else [f"step time {self.time:.2f} of the roofline's"]
+        return f"measured on this machine, {self.made}: {', '.join(parts)}" if parts else ""
+
+    @property
+    def notes(self) -> list[str]:
+        """The ratios, and why a file is ignored, a line each."""
+        return [text for text in (str(self), self.ignored) if text]
+
+    def apply(self, config: TrainConfig) -> tuple[TrainConfig, list[str]]:
+        """Replaces each `auto` that would take what failed here; returns the run and a line for each change."""
+        warnings = []
+        if config.model.attention == "auto" and self.splash:
+            config = replace(config, model=replace(config.model, attention="sdpa"))
+            warnings.append(f"WARNING: attention=auto is sdpa: splash failed on this machine ({self.splash})")
+        if config.optim.scan_layers == "auto" and self.scan:
+            config = replace(config, optim=replace(config.optim, scan_layers="off"))
+            warnings.append(f"WARNING: layers are unrolled: their loop failed on this machine ({self.scan})")
+        return config, [f"{warning}; see {self.report}, and run {_AGAIN}" for warning in warnings]
+
+    def save(self) -> None:
+        """Writes the file atomically; prints a note if the cache cannot be written to."""
+        path = _path(self.device)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part = path.with_suffix(f".{os.getpid()}.part")
+            part.write_text(json.dumps(asdict(self), indent=1))
+            part.replace(path)
+        except OSError as error:
+            print(f"{path}: {error.strerror}; what was measured is in the report alone", flush=True)
+
+
+def begin(device: str, report: Path) -> Calibration:
+    """Makes an empty calibration of today, with the installed versions."""
+    return Calibration(device, report=str(report), made=f"{datetime.now(UTC):%Y-%m-%d}", versions=_versions())
+
+
+def load(device: str) -> Calibration:
+    """Loads the calibration of a kind of device; an empty one if there is none for the installed versions."""
+    path = _path(device)
+    try:
+        saved = Calibration(**json.loads(path.read_text()))
+        differ = {name: now for name, now in _versions().items() if saved.versions.get(name) != now}
+    except FileNotFoundError:
+        return Calibration(device)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        return Calibration(device, ignored=f"{path} is ignored, as it cannot be read ({error}): run {_AGAIN}")
+    if differ:
+        old = ", ".join(f"{name} {saved.versions.get(name)} (now {now})" for name, now in differ.items())
+        text = f"what was measured on {saved.made} is ignored, as it was with {old}: run {_AGAIN}"
+        return Calibration(device, ignored=text)
+    return saved
+
+
+def _path(device: str) -> Path:
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return cache / "tpu_kit" / "calibration" / f"{device}.json"
+
+
+def _versions() -> dict[str, str | None]:
+    return {name: installed_version(name) for name in PACKAGES} | {"tpu_kit's code": _code()}
+
+
+@cache
+def _code() -> str:
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]

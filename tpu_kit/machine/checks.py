@@ -1,0 +1,373 @@
+"""Checks this machine without touching a device: one `Check` per question, with the command that fixes it.
+
+Versions come from the packages' metadata, chips from /sys, processes that hold them from /proc, the rest from the
+environment: quick, and safe in a notebook's kernel. Needs only Python, so that `install` works where nothing is
+installed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from tpu_kit.config.fields import hide_secrets
+from tpu_kit.machine import chips
+from tpu_kit.machine.compatibility import (
+    PACKAGES,
+    PYTHONS,
+    TESTED,
+    Version,
+    bare,
+    beside_torch_tpu,
+    environment_line,
+    install_line,
+    installed_version,
+    mismatches,
+    untested,
+)
+
+Status = Literal["ok", "warning", "failure", "skipped"]
+MARKS: Mapping[Status, str] = {"ok": "✓", "warning": "!", "failure": "✗", "skipped": "–"}  # noqa: RUF001  the dash is intended
+
+_GOOGLE = "0x1ae0"  # vendor id on the PCI bus
+
+# Each process of a launch gets its own values of these; see `preset_per_process`.
+PER_PROCESS = (
+    "CLOUD_TPU_TASK_ID", "TPU_CHIPS_PER_PROCESS_BOUNDS", "TPU_PROCESS_ADDRESSES", "TPU_PROCESS_BOUNDS",
+    "TPU_PROCESS_PORT", "TPU_VISIBLE_CHIPS",
+)  # fmt: skip
+
+
+TPU_NAMES = ("TPU_ACCELERATOR_TYPE", "TPU_NAME")
+"""Variables by which the environment names a TPU."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One row: `fix` is a command or a setting, empty if none is needed."""
+
+    name: str
+    status: Status
+    found: str
+    fix: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("found", "fix"):  # both may repeat what another library or the environment says
+            object.__setattr__(self, name, hide_secrets(getattr(self, name)))
+
+    def __str__(self) -> str:
+        fix = f"\n{'':>21}-> {self.fix}" if self.fix else ""
+        return f"{MARKS[self.status]} {self.name:<18} {self.found}{fix}"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The machine that the checks look at; a test gives another folder tree, environment or set of versions.
+
+    Attributes:
+        root: folder of sys, proc, dev and tmp.
+        environ: environment variables.
+        version: returns the version of an installed package, or None.
+        python: major and minor version of the interpreter.
+        metadata_server: host and port of Google Cloud's metadata server; GCE_METADATA_HOST names another one, as for
+            Google's libraries. An address, because the lookup of a name can take long outside the cloud.
+    """
+
+    root: Path = Path("/")
+    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    version: Version = installed_version
+    python: tuple[int, int] = (sys.version_info[0], sys.version_info[1])
+    metadata_server: str = field(default_factory=lambda: os.environ.get("GCE_METADATA_HOST") or "169.254.169.254")
+
+    def read(self, path: str) -> str:
+        """Text of a file below `root`, stripped; empty where it cannot be read."""
+        try:
+            return (self.root / path).read_text(errors="replace").strip()
+        except OSError:
+            return ""
+
+    def metadata(self, key: str, timeout: float = 2.0) -> str | None:
+        """Asks the metadata server for a key below computeMetadata/v1/instance/; None if the key has no value now.
+
+        Raises:
+            OSError, http.client.HTTPException: no server of Google Cloud answers within `timeout` seconds.
+        """
+        with contextlib.closing(http.client.HTTPConnection(self.metadata_server, timeout=timeout)) as connection:
+            connection.request("GET", f"/computeMetadata/v1/instance/{key}", headers={"Metadata-Flavor": "Google"})
+            answer = connection.getresponse()
+            if answer.getheader("Metadata-Flavor") != "Google":
+                raise http.client.HTTPException(f"{self.metadata_server} is not Google Cloud's")
+            return answer.read(65536).decode(errors="replace") if answer.status == http.client.OK else None
+
+    def tpus(self) -> list[str]:
+        """Chips on the PCI bus, such as ["v5e", "v5e"]; they are not opened."""
+        devices = sorted((self.root / "sys/bus/pci/devices").glob("*"))
+        names = [str(device.relative_to(self.root)) for device in devices]
+        ids = [self.read(f"{name}/device") for name in names if self.read(f"{name}/vendor") == _GOOGLE]
+        return [chip.name for each in ids for chip in chips.CHIPS.values() if chip.pci_device == each]
+
+    def tpu_signs(self) -> str:
+        """What shows that this machine has a TPU, such as "4 x v5e"; empty if nothing does.
+
+        A chip may be newer than this list of chips, and a container may not show the bus. Other devices have vfio files
+        too, so these count only beside a TPU's packages.
+        """
+        if tpus := self.tpus():
+            return f"{len(tpus)} x {tpus[0]}"
+        packages = any(map(self.version, ("libtpu", "torch_tpu")))
+        files = [str(node) for node in self.nodes() if packages or node.name.startswith("accel")]
+        named = [f"{name}={value}" for name in TPU_NAMES if (value := self.environ.get(name))]
+        return ", ".join(files or named)
+
+    def tpu_devices(self) -> int:
+        """Number of devices of these chips, as PyTorch/XLA counts them."""
+        return sum(chips.CHIPS[name].devices_per_chip for name in self.tpus())
+
+    def gpus(self) -> list[str]:
+        """NVIDIA's GPUs, by the names that their driver gives them."""
+        files = sorted((self.root / "proc/driver/nvidia/gpus").glob("*/information"))
+        texts = [self.read(str(file.relative_to(self.root))) for file in files]
+        return [match[1] for text in texts if (match := re.search(r"^Model:\s*(\S.*)", text, re.MULTILINE))]
+
+    def nodes(self) -> list[Path]:
+        """The chips' device files. /dev/vfio/vfio is the driver's, not a chip's."""
+        dev = self.root / "dev"
+        return sorted([*dev.glob("accel[0-9]*"), *dev.glob("vfio/[0-9]*")])
+
+    def holders(self, paths: Iterable[Path]) -> dict[int, str]:
+        """Process id -> command line of each process that has one of these files open, as far as /proc shows it."""
+        wanted = {str(path) for path in paths}
+        holders: dict[int, str] = {}
+        for folder in (self.root / "proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it ended meanwhile, or is another user's
+                if any(_link(fd) in wanted for fd in (folder / "fd").iterdir()):
+                    holders[int(folder.name)] = self.command(int(folder.name))
+        return holders
+
+    def command(self, pid: int) -> str:
+        """Command line of a process, shortened."""
+        line = " ".join(self.read(f"proc/{pid}/cmdline").replace("\0", " ").split()) or self.read(f"proc/{pid}/comm")
+        return line if len(line) <= 90 else line[:87] + "..."
+
+
+def _link(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return os.readlink(path)
+    return ""
+
+
+def check_python(machine: Machine) -> Check:
+    """Checks that wheels of torch_xla and libtpu exist for this Python."""
+    python = "Python " + ".".join(map(str, machine.python))
+    if machine.python in PYTHONS:
+        return Check("Python", "ok", python)
+    return Check("Python", "failure", f"{python}: the kit and torch_xla need 3.11 to 3.13", environment_line())
+
+
+def check_packages(machine: Machine, on_tpu: bool) -> Check:
+    """Checks by their metadata that torch, torch_xla, libtpu and jax pair: a wrong pair fails at import."""
+    have = {name: version for name in PACKAGES if (version := machine.version(name))}
+    found = " ".join(f"{name} {version}" for name, version in have.items()) or "torch is not installed"
+    then, name = ", then restart the kernel", "Packages"
+    if "torch" not in have:
+        return Check(name, "failure", found, "pip install -r requirements-gpu.txt (requirements-tpu.txt for TPU)")
+    if beside := machine.version("torch_tpu"):
+        status: Status = "failure" if on_tpu or "torch_xla" in have else "warning"
+        found += f"; {beside_torch_tpu(beside)}. Without a TPU the kit trains on CPU and GPU here too"
+        return Check(name, status, found, environment_line())
+    others = untested(machine.version)
+    if others:
+        found += "".join(f"; {text}" for text in others.values()) + ": its releases have broken TPU before"
+    wrong = mismatches(machine.version, machine.python, with_tpu=on_tpu)
+    line = install_line({package: versions[0] for package, versions in wrong.items()})
+    if "torch_xla" not in have:
+        found += "; torch_xla is not installed, so there is no TPU and no rehearsal of one"
+        if others and not on_tpu:
+            return Check(name, "warning", found, _tested_line(others) + then)
+        if machine.gpus() and not on_tpu:  # its torch would take the place of one that is made for the GPU
+            return Check(name, "ok", found)
+        if on_tpu:
+            return Check(name, "failure", found, line + then)
+        return Check(name, "skipped", found, f"{line} (only for TPU and its rehearsal)")
+    if wrong:
+        must = ", ".join(f"{package} must be {' or '.join(versions)}" for package, versions in wrong.items())
+        return Check(name, "failure", f"{found}: {must}", line + then)
+    if others:
+        return Check(name, "warning", found, f"{_tested_line(others)}{then}; or a short rehearsal, if you need it")
+    if machine.version("tensorflow"):
+        found += "; tensorflow beside them loads a TPU driver of its own and may take the chip"
+        return Check(name, "warning", found, f"pip uninstall -y tensorflow{then}")
+    return Check(name, "ok", found)
+
+
+def _tested_line(packages: Iterable[str]) -> str:
+    return install_line({package: f"{TESTED[package][1]}.*" for package in packages})
+
+
+def replaced_modules(version: Version) -> Iterator[str]:
+    """Yields a text for each package that this process loaded before another version was installed."""
+    for name in ("torch", "torch_xla", "jax", "jaxlib", "numpy", "transformers", "peft", "datasets", "tpu_kit"):
+        loaded, now = getattr(sys.modules.get(name), "__version__", None), version(name)
+        if loaded and now and bare(loaded) != bare(now):
+            yield f"{name} {loaded} is loaded, {now} is installed: pip replaced it under this process"
+
+
+def check_process(machine: Machine) -> Check:
+    """Checks that this process (a notebook's kernel) can launch: same packages loaded, XLA runtime not initialised."""
+    if replaced := "; ".join(replaced_modules(machine.version)):
+        return Check("This process", "failure", replaced, restart())
+    # Only if the module is loaded already; the call initialises nothing.
+    extension = getattr(sys.modules.get("torch_xla"), "_XLAC", None)
+    if extension is not None and extension._xla_runtime_is_initialized():
+        found = 'it has touched the XLA device: a launch would fail with "Runtime is already initialized"'
+        return Check("This process", "failure", found, f"{restart()}; do not call torch_xla.device() in a cell")
+    return Check("This process", "ok", "it has not touched the XLA device")
+
+
+def in_kernel() -> bool:
+    """Whether this process is a notebook's kernel; a loaded ipykernel, as papermill has it, is not enough."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return getattr(shell, "kernel", None) is not None
+
+
+def restart() -> str:
+    """The instruction to start a new process."""
+    return "restart the kernel (Kernel > Restart)" if in_kernel() else f"kill {os.getpid()}, start again"
+
+
+def check_tpu(machine: Machine, asked: bool) -> Check:
+    """Checks which chips are on the PCI bus, and that this user can open them."""
+    tpus, nodes = machine.tpus(), machine.nodes()
+    named = next(filter(None, map(machine.environ.get, TPU_NAMES)), None)
+    if not tpus:
+        text = f"none attached, though the environment names {named}" if named else "none attached"
+        if asked or named:
+            fix = "Colab: Runtime > Change runtime type; Kaggle: Settings > Accelerator; or device_type=xla-cpu"
+            return Check("TPU", "failure" if asked else "warning", text, fix)
+        return Check("TPU", "skipped", text)
+    text = f"{len(tpus)} x {tpus[0]}" + (f" ({named})" if named else "")
+    if not nodes:
+        text += ", but /dev has no accel* or vfio/* file for them: the container has no access to the devices"
+        return Check("TPU", "failure", text, "docker run --privileged --net=host ...")
+    closed = [str(node) for node in nodes if not os.access(node, os.R_OK | os.W_OK)]
+    if closed:
+        return Check("TPU", "failure", f"{text}; no permission: {closed[0]}", f"sudo chmod a+rw {' '.join(closed)}")
+    return Check("TPU", "ok", f"{text}, {len(nodes)} device files")
+
+
+def check_gpu(machine: Machine, wanted: bool, seen: int) -> Check:
+    """Checks that PyTorch sees the GPUs of NVIDIA's driver: without them `device_type=auto` trains on the CPU.
+
+    Args:
+        machine: a machine with GPUs.
+        wanted: whether the run is to use them.
+        seen: number of those that PyTorch sees, if they are wanted.
+    """
+    gpus, driver = machine.gpus(), re.search(r"\s(\d+\.[\d.]+)\s", machine.read("proc/driver/nvidia/version"))
+    found = f"{len(gpus)} x {gpus[0]}" + (f", driver {driver[1]}" if driver else "")
+    if seen or not wanted:
+        return Check("GPU", "ok" if seen else "skipped", found + ("" if seen else "; this run does not use it"))
+    if (hidden := machine.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return Check(
+            "GPU", "warning", f"{found}; CUDA_VISIBLE_DEVICES={hidden} hides it", unset(["CUDA_VISIBLE_DEVICES"])
+        )
+    found += f"; torch {machine.version('torch')} does not see it: it is built without CUDA, or for a newer driver"
+    return Check("GPU", "warning", found, "pip uninstall -y torch, then pip install -r requirements-gpu.txt")
+
+
+def check_metadata(machine: Machine) -> Check:
+    """Checks that torch_xla can get the TPU's topology, for which it asks the metadata server while it is imported."""
+    name, tpus = "TPU metadata", machine.tpus()
+    if not tpus:
+        return Check(name, "skipped", "not asked for: torch_xla does so only where there are chips")
+    chip = chips.chip(tpus[0])
+    topology = chip.topologies.get(len(tpus))
+    bounds = ",".join(map(str, topology.chips_per_host_bounds)) if topology else "X,Y,Z"
+    # The HOST names: with the PROCESS names torch_xla would not set them anew for each process.
+    fix = (
+        f"export TPU_SKIP_MDS_QUERY=1 TPU_ACCELERATOR_TYPE={chip.slice_name(len(tpus))} TPU_HOST_BOUNDS=1,1,1 "
+        f"TPU_CHIPS_PER_HOST_BOUNDS={bounds} TPU_WORKER_ID=0 TPU_WORKER_HOSTNAMES=localhost"
+    )
+    if machine.environ.get("TPU_SKIP_MDS_QUERY"):
+        if kind := machine.environ.get("TPU_ACCELERATOR_TYPE"):
+            return Check(name, "ok", f"from the environment: {kind}")
+        return Check(name, "failure", "TPU_SKIP_MDS_QUERY is set, TPU_ACCELERATOR_TYPE is not", fix)
+    try:
+        text = machine.metadata("attributes/tpu-env", timeout=1)  # the key that torch_xla reads
+        if match := re.search(r"ACCELERATOR_TYPE:\s*'?([\w-]+)", text or ""):
+            return Check(name, "ok", f"the metadata server says {match[1]}")
+        problem = "the metadata server does not know the TPU's type"
+    except (OSError, http.client.HTTPException) as error:
+        problem = f"no metadata server ({error or type(error).__name__})"
+    return Check(name, "failure", f"{problem}: importing torch_xla would fail or hang", fix)
+
+
+def check_holder(machine: Machine) -> Check:
+    """Checks that no process has the chip open, as a TPU serves one at a time, and that libtpu can open its lock."""
+    name, nodes, lock = "Chip in use", machine.nodes(), machine.root / "tmp/libtpu_lockfile"
+    if not nodes:
+        return Check(name, "skipped", "no device files")
+    holders = machine.holders(nodes)
+    if os.getpid() in holders:
+        return Check(name, "failure", f"held by this process, PID {os.getpid()}", restart())
+    if holders:
+        text = "; ".join(f"PID {pid}: {command}" for pid, command in holders.items())
+        return Check(name, "failure", f"held by {text}", f"kill {' '.join(map(str, holders))}")
+    # libtpu makes it with mode 600. It is not opened here: a process that holds the lock would lose it by closing it.
+    if lock.exists() and os.geteuid() not in (0, lock.stat().st_uid):
+        text = f"{lock} is of another user: libtpu cannot open it; that user's process was killed, or holds the TPU"
+        return Check(name, "failure", text, f"sudo rm {lock}")
+    return Check(name, "ok", "by no process")
+
+
+def preset_per_process(machine: Machine) -> list[str]:
+    """Variables of the environment that the replicas of a launch must not inherit.
+
+    torch_xla keeps values that are set, so the same value in all processes would give them the same chip. Kaggle's
+    image sets TPU_PROCESS_ADDRESSES=local (tpu/Dockerfile of Kaggle/docker-python). On several hosts the cluster sets
+    such values, and they stay.
+    """
+    if machine.tpu_devices() < 2 or "," in machine.environ.get("TPU_WORKER_HOSTNAMES", ""):
+        return []
+    return [name for name in PER_PROCESS if name in machine.environ]
+
+
+def unset(names: Sequence[str]) -> str:
+    """The command that removes environment variables."""
+    # A shell cannot change a kernel's environment.
+    if in_kernel():
+        return f"import os; [os.environ.pop(name, None) for name in {list(names)}], then restart the kernel"
+    return f"unset {' '.join(names)}"
+
+
+def check_settings(machine: Machine) -> Check:
+    """Checks for environment variables that make a run as slow as the CPU, often left from debugging."""
+    environ, slow = machine.environ, {}
+    if machine.tpus() and environ.get("PJRT_DEVICE", "TPU") != "TPU":
+        slow["PJRT_DEVICE"] = f"={environ['PJRT_DEVICE']} leaves the TPU unused"
+    if environ.get("XLA_USE_EAGER_DEBUG_MODE") == "1":
+        slow["XLA_USE_EAGER_DEBUG_MODE"] = " compiles and runs each operation alone"
+    if re.search(r"backend_optimization_level=[01]\b", environ.get("XLA_FLAGS", "")):
+        slow["XLA_FLAGS"] = " turns the compiler's optimisation off"
+    for name in ("PT_XLA_DEBUG", "PT_XLA_DEBUG_LEVEL", "XLA_SAVE_TENSORS_FILE"):
+        if environ.get(name, "0") not in ("", "0"):
+            slow[name] = " writes a report at each step"
+    text = "; ".join(name + why for name, why in slow.items())
+    return Check("Settings", "warning", text, unset(list(slow))) if slow else Check("Settings", "ok", "none slows it")
+
+
+def verdict(checks: Sequence[Check], device_type: str, at: Machine | None = None) -> str:
+    """Says for what a machine is ready on such devices, with the warnings; or the first problem to fix."""
+    if first := next((check for check in checks if check.status == "failure"), None):
+        return f"Not ready. Fix this first: {first.name}: {first.found}\n→ {first.fix}"
+    ready = {"tpu": "train on this TPU", "cuda": "train on this GPU"}.get(device_type, "rehearse on this CPU")
+    notes = (f"! {check.name}: {check.found}" for check in checks if check.status == "warning")
+    return "\n".join([f"Ready to {ready}{'' if (at or Machine()).tpus() else '; no TPU attached'}.", *notes])

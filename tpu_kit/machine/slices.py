@@ -1,0 +1,167 @@
+"""Finds the slice that a user names to plan for, or describes this machine: its chips, its devices, their memory.
+
+"2xv5litepod-64" names two such slices, which the data center network (DCN) joins.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from tpu_kit.config.mesh import Mesh
+from tpu_kit.machine import chips
+from tpu_kit.machine.calibration import Calibration, load
+from tpu_kit.machine.chips import GIB, Chip, Topology
+
+RESERVE = 0.08
+"""Share of a TPU's usable memory that a choice by formula leaves free: more than the largest underestimate for the
+steps that were compiled (tests/recorded_memory.json)."""
+
+ON_GPU = "On a GPU, `train` prints the memory and the time of a step before it starts; batch_size=auto fills the memory"
+"""What tells a user of a GPU about a run, as plans are made for TPUs."""
+
+
+@dataclass(frozen=True)
+class TargetSlice:
+    """A slice to plan for, or several equal ones; or this machine.
+
+    Attributes:
+        chip: its kind; of a machine without a known chip one of unknown speed.
+        name: the provider's, such as "v5litepod-8"; of two slices "2xv5litepod-8".
+        chips: number of chips of all slices, which are paid for.
+        replicas: number of replicas; on a mesh, of shards of the batch.
+        topology: the compiler's name for it; None where it has none.
+        found_bytes: memory of a replica as the machine itself reports it; None where it was not asked.
+        free: the share of it that a choice by formula leaves free: more where the formula was not made for the device.
+        calibration: what `verify` measured on such a chip of this machine.
+        mesh: the devices over which the model is sharded; None for replicas.
+        slices: number of slices.
+        service: that gives it away, such as "Kaggle"; empty for a slice that is paid for.
+        device_type: of the devices.
+    """
+
+    chip: Chip
+    name: str
+    chips: int
+    replicas: int
+    topology: str | None
+    found_bytes: int | None = None
+    free: float = RESERVE
+    calibration: Calibration = field(default_factory=lambda: Calibration(""))
+    mesh: Mesh | None = None
+    slices: int = 1
+    service: str = ""
+    device_type: Literal["tpu", "cuda", "cpu", "xla-cpu"] = "tpu"
+
+    @property
+    def devices(self) -> int:
+        """Number of devices that work on an update."""
+        return self.mesh.size if self.mesh else self.replicas
+
+    @property
+    def hosts(self) -> int:
+        """Number of hosts; a slice whose topology is not known counts as one."""
+        topology = self.chip.topologies.get(self.chips // self.slices)
+        return self.slices * (topology.hosts if topology else 1)
+
+    def sharded(self, mesh: Mesh) -> TargetSlice:
+        """The same slice with the model sharded over its devices."""
+        return replace(self, replicas=mesh.batch_shards, mesh=mesh)
+
+    @property
+    def limit(self) -> int:
+        """Bytes that a program can have on a device, by the compiler's count.
+
+        Fewer where programs were measured to take more than that count. Where they take less, the count stays: it
+        decides whether a program compiles.
+        """
+        return int(self.bytes / max(1.0, self.calibration.memory or 1.0))
+
+    @property
+    def budget(self) -> float:
+        """Bytes of a device that a choice by formula may take."""
+        return self.limit * (1 - self.free)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that a device has for programs; if not known, the published memory less 1 GiB."""
+        published = self.chip.hbm_bytes // self.chip.devices_per_chip - GIB
+        return self.chip.usable_hbm_bytes or published if self.found_bytes is None else self.found_bytes
+
+
+def services(names: Sequence[str]) -> list[str]:
+    """Replaces the names of services by the slices that they give away, as in "Colab v6e-1"."""
+    free = {service.lower(): [f"{service} {each}" for each in slices] for service, slices in chips.FREE_SLICES.items()}
+    return [slice_name for name in names for slice_name in free.get(name.strip().lower(), [name.strip()])]
+
+
+def find_slice(name: str, num_replicas: int | None) -> TargetSlice:
+    """Finds the slice that a name means: a chip ("v5e"), a slice ("v5litepod-8") or a topology ("v5e:2x4").
+
+    A chip alone means the smallest slice with room for the replicas. Without a number, each device is a replica. A
+    number of slices may precede the name, as in "2xv5litepod-8", or the service that gives it away: "Colab v6e-1".
+
+    Raises:
+        ValueError: no such chip, slice or topology, no TPU, or too few devices.
+    """
+    service, _, name = name.strip().rpartition(" ")
+    slices, each = _slices(name)
+    if ":" in each:
+        kind, topology = find_topology(each, 1)
+        sizes: Sequence[int] = [topology.chips]
+    elif re.fullmatch(r".+[-_]\d+", each):
+        kind, count = chips.parse_accelerator_type(each)
+        sizes = [count]
+    else:
+        kind = chips.chip(each)
+        sizes = kind.slice_sizes
+    if kind.accelerator_prefix is None:
+        tpus = ", ".join(name for name, chip in chips.CHIPS.items() if chip.accelerator_prefix)
+        raise ValueError(f"{kind.name} is a GPU, and plans are made for TPUs: {tpus}. {ON_GPU}")
+    devices = {size: slices * size * kind.devices_per_chip for size in sizes}
+    fitting = [size for size in sizes if devices[size] >= (num_replicas or 1)]
+    if not fitting:
+        most = f"{name} has {devices[sizes[-1]]} devices; use 1 to that many"
+        raise ValueError(f"launch.num_replicas={num_replicas}: {most}")
+    size, several = fitting[0], "" if slices == 1 else f"{slices}x"
+    shape = kind.topologies.get(size)
+    return TargetSlice(
+        kind, several + kind.slice_name(size), slices * size, num_replicas or devices[size],
+        several + shape.name if shape else None, calibration=load(kind.name), slices=slices, service=service,
+    )  # fmt: skip
+
+
+def _slices(name: str) -> tuple[int, str]:
+    """Splits "2xv5e-8" into the number of slices and the name of each."""
+    match = re.fullmatch(r"(?:(\d+)x)?(.*)", name.strip())
+    assert match is not None
+    if match[1] and int(match[1]) < 1:
+        raise ValueError(f"{name!r} names no slice; write 2x{match[2]} for two of them")
+    return int(match[1] or 1), match[2]
+
+
+def find_topology(name: str, num_replicas: int) -> tuple[Chip, Topology]:
+    """Finds the chip and the slice to compile for, or the slices, as "2xv5e:8x8".
+
+    Raises:
+        ValueError: no such chip or topology, the compiler has none for the chip, or it has too few devices.
+    """
+    slices, each = _slices(name)
+    chip, _, shape = each.partition(":")
+    kind = chips.chip(chip)
+    if not kind.topologies:
+        compilable = [name for name, chip in chips.CHIPS.items() if chip.topologies]
+        raise ValueError(f"libtpu cannot compile for {kind.name}; it can for {', '.join(compilable)}")
+    wanted, names = f"{kind.name}:{shape}", [topology.name for topology in kind.topologies.values()]
+    if shape and wanted not in names:
+        near = difflib.get_close_matches(wanted, names, n=1, cutoff=0.0)
+        raise ValueError(f"there is no topology {each}: did you mean {near[0]}? Known: {', '.join(names)}")
+    fitting = [each for each in kind.topologies.values() if not shape or each.name == wanted]
+    for topology in sorted((replace(each, slices=slices) for each in fitting), key=lambda each: each.chips):
+        devices = topology.chips * kind.devices_per_chip
+        if 1 <= num_replicas <= devices:
+            return kind, topology
+    raise ValueError(f"num_replicas={num_replicas}: {topology} has {devices} devices; use 1 to that many")

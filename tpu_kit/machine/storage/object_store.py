@@ -1,0 +1,260 @@
+"""Reads and writes files in an object store by URL, gs://bucket/folder, through gcsfs.
+
+gcsfs finds the credentials and repeats failed requests. Other schemes use their fsspec package and are not tested.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import errno
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tpu_kit.machine.chips import MIB
+
+# A request ends without an answer for SILENT_SECONDS, or after REQUEST_SECONDS; gcsfs tries 6 times.
+# Files are uploaded in parts, small enough for a slow connection.
+SILENT_SECONDS, REQUEST_SECONDS = 60.0, 300.0
+PART_BYTES = 8 * MIB
+_BUGS = (AssertionError, AttributeError, KeyError, NameError, TypeError)
+
+
+def is_url(place: Path | str) -> bool:
+    """Whether a place is a URL and not a folder of this machine."""
+    return isinstance(place, str) and "://" in place
+
+
+def leads_out(name: str) -> bool:
+    """Whether a name that somebody else chose, joined to a folder, is a path outside of it."""
+    return name.startswith("/") or ".." in name.split("/")
+
+
+def join(place: Path | str, *names: str) -> Path | str:
+    """A place inside another one: a URL for a URL, else a Path."""
+    return "/".join([str(place).rstrip("/"), *names]) if is_url(place) else Path(place, *names)
+
+
+def parent(place: Path | str) -> Path | str:
+    """The place that holds another one: a URL for a URL, else an absolute Path."""
+    return str(place).rstrip("/").rpartition("/")[0] if is_url(place) else Path(place).absolute().parent
+
+
+class ObjectFolder:
+    """The objects below a URL, by names relative to it. Folders need not be made or removed.
+
+    All methods raise OSError with a text that says what to do, `read` and `get` FileNotFoundError for a missing object.
+
+    Raises:
+        ValueError: the package for the scheme is missing, or the URL names no bucket.
+    """
+
+    def __init__(self, url: str) -> None:
+        scheme, _, path = url.partition("://")
+        self.url = f"{scheme}://{path.rstrip('/')}"
+        self.bucket = f"{scheme}://{path.split('/')[0]}"
+        if self.bucket.endswith("://"):
+            raise ValueError(f"{url} names no bucket: write {scheme}://bucket/folder")
+        connect = _filesystem(scheme)
+        with self._explained():
+            self._files = connect()
+            self._root = str(self._files._strip_protocol(self.url))
+
+    def place(self, name: str) -> str:
+        """The URL of an object."""
+        return f"{self.url}/{name}"
+
+    def list(self, folder: str = "") -> dict[str, tuple[int, str]]:
+        """Lists all objects, of one folder below if asked: name to (bytes, MD5).
+
+        The store computes the MD5; it is empty for objects that were composed of several. Raises OSError if a name
+        leads out of the folder of a copy.
+        """
+        with self._explained():
+            try:
+                found = self._files.find(f"{self._root}/{folder}".rstrip("/"), detail=True)
+            except FileNotFoundError:
+                if self._files.exists(self.bucket):
+                    return {}
+                raise
+        objects = {
+            path[len(self._root) + 1 :]: (int(about["size"]), base64.b64decode(about.get("md5Hash") or "").hex())
+            for path, about in found.items()
+        }
+        if bad := next(filter(leads_out, objects), None):
+            text = f"{self.url} holds an object named {bad!r}, which a copy would write outside of its folder"
+            advice = "remove it, or use a folder that only you and people you trust can write to"
+            raise OSError(errno.EINVAL, f"{text}: {advice}")
+        return {name: about for name, about in objects.items() if not f"/{name}".endswith("/")}  # which marks a folder
+
+    def names(self, folder: str = "") -> Sequence[str]:
+        """Lists the objects, and the folders with a slash at the end, of a folder alone; empty if it is missing."""
+        root = f"{self._root}/{folder}".rstrip("/")
+        with self._explained():
+            try:
+                found = self._files.ls(root, detail=True)
+            except FileNotFoundError:
+                return []
+        names = {about["name"].rstrip("/").removeprefix(f"{root}/"): about["type"] for about in found}
+        return [f"{name}/" if kind == "directory" else name for name, kind in names.items() if "/" not in name]
+
+    def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
+        """An object's content, or a range of it, cut off where the object ends."""
+        with self._explained(name):
+            return bytes(self._files.cat_file(f"{self._root}/{name}", start=start, end=end))
+
+    def read_all(self, names: Iterable[str]) -> dict[str, bytes]:
+        """The contents of small objects, at once, without those that do not exist."""
+        names = list(names)
+        with self._explained():
+            # `cat` would take [, * and ? in a name for a pattern.
+            contents = self._files.cat_ranges([f"{self._root}/{name}" for name in names], None, None)
+            for content in contents:
+                if isinstance(content, Exception) and not isinstance(content, FileNotFoundError):
+                    raise content
+        return {name: content for name, content in zip(names, contents, strict=True) if isinstance(content, bytes)}
+
+    def create(self, name: str, content: bytes) -> None:
+        """Makes an object; of several writers one succeeds, and the others raise FileExistsError."""
+        try:
+            with self._explained():
+                self._files.pipe_file(f"{self._root}/{name}", content, mode="create")
+        except FileExistsError:
+            # Where it is this one's, an answer was lost, and gcsfs has sent the request again.
+            if self.read_all([name]).get(name) != content:
+                raise
+
+    def write(self, name: str, content: bytes) -> None:
+        """Makes or replaces an object."""
+        with self._explained():
+            self._files.pipe_file(f"{self._root}/{name}", content)
+
+    def put(self, file: Path, name: str) -> None:
+        """Uploads a file. A broken upload leaves no object, and is tried once more."""
+        options = {"chunksize": PART_BYTES} if self.url.startswith(("gs://", "gcs://")) else {}
+        for last in (False, True):
+            try:
+                with self._explained():
+                    return self._files.put_file(str(file), f"{self._root}/{name}", **options)
+            except (OSError, AttributeError) as error:
+                # gcsfs 2026.2.0, which Colab's fsspec asks for, reads a missing attribute after a broken upload.
+                if last or getattr(error, "errno", None) in (errno.EACCES, errno.ENOENT):
+                    raise
+
+    def get(self, name: str, file: Path) -> None:
+        """Downloads an object."""
+        try:
+            with self._explained(name):
+                self._files.get_file(f"{self._root}/{name}", str(file))
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            text = f"{self.place(name)} cannot be written to {file.parent} ({os.strerror(error.errno)})"
+            raise OSError(error.errno, f"{text}: make room there, or set TMPDIR to a folder of another disk") from error
+
+    def copy(self, name: str, to: ObjectFolder) -> None:
+        """Copies an object to another folder of the same store, without a download."""
+        with self._explained():
+            self._files.cp_file(f"{self._root}/{name}", f"{to._root}/{name}")
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Removes objects, one after the other; missing ones are skipped."""
+        for name in names:
+            with contextlib.suppress(FileNotFoundError), self._explained(name):
+                self._files.rm_file(f"{self._root}/{name}")
+
+    @contextlib.contextmanager
+    def _explained(self, name: str | None = None) -> Iterator[None]:
+        try:
+            yield
+        except (FileExistsError, *_BUGS):
+            raise
+        except Exception as error:
+            if name is not None and isinstance(error, FileNotFoundError):
+                raise
+            raise self._explain(error) from error
+
+    def _explain(self, error: Exception) -> OSError:
+        """Turns an error of gcsfs, aiohttp, requests or google.auth into one that says what to do."""
+        origin, kind = type(error).__module__.split(".")[0], type(error).__name__
+        status = str(getattr(error, "code", None) or "")
+        if isinstance(error, FileNotFoundError):
+            make = f"make it (gcloud storage buckets create {self.bucket}), or check its name"
+            return OSError(errno.ENOENT, f"there is no bucket {self.bucket}: {make}")
+        if status == "401" or (origin == "google" and kind != "TransportError"):
+            how = "run `gcloud auth application-default login`, on Colab `google.colab.auth.authenticate_user()`"
+            text = f"{self.bucket} wants credentials, and none that it takes were found: {how}, or set "
+            return OSError(errno.EACCES, text + "GOOGLE_APPLICATION_CREDENTIALS")
+        if isinstance(error, PermissionError) or status == "403" or str(error).startswith("Forbidden"):
+            text = f"this account may not do that in {self.bucket}: give it the role Storage Object User there"
+            return OSError(errno.EACCES, f"{text} ({error})")
+        if origin in ("aiohttp", "requests", "google") or isinstance(error, (ConnectionError, TimeoutError)):
+            text = f"{self.bucket} could not be reached ({kind}: {error}): check the network, then run this again"
+            return OSError(errno.ENETUNREACH, text)
+        if isinstance(error, OSError) and error.errno is not None:
+            return error
+        return OSError(errno.EIO, f"{self.bucket} answered {kind}: {error}")
+
+
+def upload(folder: Path, url: str) -> None:
+    """Copies all files of a folder and its subfolders to an object store; other objects there stay."""
+    target = ObjectFolder(url)
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            target.put(path, path.relative_to(folder).as_posix())
+
+
+@contextlib.contextmanager
+def at_hand(place: Path | str, *names: str) -> Iterator[Path]:
+    """Yields a folder of this machine: `place` itself, or a temporary copy of the objects at a URL.
+
+    Of a URL it copies the objects and folders of these names, by default all; missing ones are skipped.
+
+    Raises:
+        ValueError: the object store cannot be read. An error of the body that names the copy names the URL instead.
+    """
+    if not is_url(place):
+        yield Path(place).absolute()
+        return
+    with tempfile.TemporaryDirectory(prefix="tpu_kit-") as scratch:
+        try:
+            source = ObjectFolder(str(place))
+            for name in source.list():
+                if not names or name in names or name.startswith(tuple(f"{one}/" for one in names)):
+                    Path(scratch, name).parent.mkdir(parents=True, exist_ok=True)
+                    source.get(name, Path(scratch, name))
+        except OSError as error:
+            raise ValueError(str(error)) from error
+        try:
+            yield Path(scratch)
+        except ValueError as error:
+            if scratch not in str(error):
+                raise
+            raise ValueError(str(error).replace(scratch, str(place).rstrip("/"))) from error
+
+
+def _filesystem(scheme: str) -> Callable[[], Any]:
+    """Returns the constructor of a scheme's file system; raises ValueError if its package is missing."""
+    # By default gcsfs asks a second service about each bucket, which only zonal buckets need.
+    os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs a traceback of each error that it raises
+    # Other processes write there too: a cached list may be out of date.
+    options: dict[str, Any] = {"use_listings_cache": False}
+    try:
+        import fsspec
+
+        if scheme not in ("gs", "gcs"):
+            return partial(fsspec.get_filesystem_class(scheme), **options)
+        import aiohttp
+        from gcsfs.core import GCSFileSystem
+    except ImportError as error:
+        package = "gcsfs" if scheme in ("gs", "gcs") else f"fsspec's package for {scheme}://"
+        raise ValueError(f"{scheme}:// needs {package}: pip install it ({error})") from error
+    # The MD5 is compared after each upload.
+    timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS, sock_connect=SILENT_SECONDS, sock_read=SILENT_SECONDS)
+    return partial(GCSFileSystem, consistency="md5", requests_timeout=timeout, **options)

@@ -1,0 +1,206 @@
+"""Chooses where a run writes, so that its checkpoints outlive the session: Drive on Colab, for example."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tpu_kit.config.loader import TrainConfig
+from tpu_kit.machine.checks import Machine
+from tpu_kit.machine.storage import atomic
+from tpu_kit.machine.storage.local_folder import make_folder
+from tpu_kit.machine.storage.object_store import ObjectFolder, upload
+
+_WORKING, _INPUT = "kaggle/working", "kaggle/input"
+_CHECKPOINTS, _DEEPEST = "checkpoints", 8  # levels below the inputs at which checkpoints are looked for
+_BUCKET = "output_dir=gs://your-bucket/run"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A folder or gs:// URL where a run writes, why it was chosen, and what may delete it early."""
+
+    output_dir: str
+    reason: str
+    warning: str = ""
+
+
+def find_place(config: TrainConfig, at: Machine | None = None) -> Place:
+    """Chooses where a run writes on a machine, this one by default, or checks its `output_dir`."""
+    at = at or Machine()
+    given = config.output_dir
+    if given is not None and "://" in given:
+        return Place(given, "an object store, which outlives every machine")
+    if "COLAB_RELEASE_TAG" in at.environ:
+        return _on_colab(given, config.run_name, at)
+    if "KAGGLE_KERNEL_RUN_TYPE" in at.environ:
+        return _on_kaggle(given, config.run_name, at)
+    warning = f"a spot TPU VM that is taken back is deleted with its disk: use {_BUCKET}, or a disk of its own"
+    return Place(given or str(config.output_path), "this machine's disk", warning if at.tpus() else "")
+
+
+def _on_colab(given: str | None, run_name: str, at: Machine) -> Place:
+    drives = _drives(at)
+    own = next((drive / "MyDrive" for drive in drives if (drive / "MyDrive").is_dir()), None)
+    if given is None and own is not None:
+        return Place(str(own / "tpu_kit" / run_name), "Google Drive is mounted, and outlives the session")
+    if given is not None and any(Path(os.path.abspath(given)).is_relative_to(drive) for drive in drives):
+        return Place(given, "Google Drive, which outlives the session")
+    warning = (
+        "Colab deletes this folder with the session: before training run `from google.colab import drive; "
+        f"drive.mount('/content/drive')` and leave output_dir out, or set {_BUCKET}"
+    )
+    return Place(given or f"runs/{run_name}", "this machine's disk", warning)
+
+
+def _drives(at: Machine) -> list[Path]:
+    """Where Google Drive is mounted, by the table of mounts: a folder of that name may be left without the Drive."""
+    rows = [line.split() for line in at.read("proc/mounts").splitlines()]
+    names = [row[1].replace("\\040", " ") for row in rows if len(row) > 2 and row[2].startswith("fuse.drive")]
+    return [at.root / name.lstrip("/") for name in names]
+
+
+def _on_kaggle(given: str | None, run_name: str, at: Machine) -> Place:
+    working = at.root / _WORKING
+    inside = given is None or os.path.abspath(given).startswith(str(working))
+    place = str(working / "runs" / run_name) if given is None else given
+    if not inside:
+        return Place(place, "as asked for", f"Kaggle keeps {working} alone: leave output_dir out, or set {_BUCKET}")
+    if at.environ["KAGGLE_KERNEL_RUN_TYPE"] == "Batch":
+        return Place(place, f"{working} becomes the output of this version of the notebook")
+    warning = (
+        "an interactive session keeps it only if Persistence (in the notebook's settings) is set to Files; or use "
+        f"Save Version > Save & Run All, or set {_BUCKET}"
+    )
+    return Place(place, f"{working} is what Kaggle can keep", warning)
+
+
+def fetch_run(place: Place, run_name: str, at: Machine | None = None) -> None:
+    """Copies a run from a Kaggle notebook's inputs to the place where the run writes, if that has no checkpoints.
+
+    Checkpoints are found by their manifests, at any depth and in folders of any name; their configuration has the run's
+    name. Of several runs, the one with the most updates is copied. Runs of other names are listed.
+    """
+    at = at or Machine()
+    target = Path(place.output_dir)
+    if "KAGGLE_KERNEL_RUN_TYPE" not in at.environ or "://" in place.output_dir or _steps(target / _CHECKPOINTS):
+        return
+    runs = {folder: _name_of(folder) for folder in _checkpoints_below(at.root / _INPUT)}
+    found = [folder for folder, name in runs.items() if name == run_name]
+    if not found:
+        if runs:
+            listed = ", ".join(f"{folder} (run_name={name})" for folder, name in sorted(runs.items()))
+            print(f"inputs           hold checkpoints of other runs, which are not continued: {listed}", flush=True)
+        return
+    newest = max(found, key=lambda folder: _steps(folder)[-1])
+    whole = newest.name == _CHECKPOINTS  # else a copy of the checkpoints alone
+    print(f"copies           {newest.parent if whole else newest}, an input of this notebook, to {target}", flush=True)
+    target.mkdir(parents=True, exist_ok=True)
+    # An input is read-only: its permissions are not copied. The checkpoints come last, and whole.
+    for path in newest.parent.iterdir() if whole else ():
+        if path.name != _CHECKPOINTS:
+            with atomic.replacing(target / path.name) as part:
+                _copy(path, part)
+    with atomic.replacing(target / _CHECKPOINTS) as part:
+        _copy(newest, part)
+
+
+def _copy(path: Path, to: Path) -> None:
+    if path.is_dir():
+        to.mkdir()
+        for inner in path.iterdir():
+            _copy(inner, to / inner.name)
+    else:
+        shutil.copyfile(path, to)
+
+
+def _checkpoints_below(folder: Path, depth: int = 0) -> list[Path]:
+    """Finds the folders that hold checkpoints; nothing is looked for inside of them."""
+    if _steps(folder):
+        return [folder]
+    inner = []
+    if depth < _DEEPEST:
+        with contextlib.suppress(OSError), os.scandir(folder) as entries:
+            inner = [Path(entry) for entry in entries if entry.is_dir()]
+    return [found for path in inner for found in _checkpoints_below(path, depth + 1)]
+
+
+def _name_of(checkpoints: Path) -> str:
+    """The name of the run that has written checkpoints; of their folder where it cannot be read."""
+    file = checkpoints / _steps(checkpoints)[-1] / "config.json"
+    with contextlib.suppress(OSError, ValueError, AttributeError, KeyError):
+        return str(json.loads(file.read_text(encoding="utf-8"))["run_name"])
+    return checkpoints.parent.name
+
+
+def _steps(checkpoints: Path) -> list[str]:
+    """The names of checkpoints, in the order of their steps."""
+    return sorted(path.parent.name for path in checkpoints.glob("step-*/manifest.json"))
+
+
+def resolve_output_dir(config: TrainConfig, at: Machine | None = None) -> TrainConfig:
+    """Sets `output_dir`; prints the place, the reason and the warning."""
+    place = find_place(config, at)
+    print(f"writes to        {place.output_dir}: {place.reason}", flush=True)
+    if config.checkpoint.resume != "never":
+        fetch_run(place, config.run_name, at)
+    if place.warning:
+        print(f"warning: {place.warning}", file=sys.stderr, flush=True)
+    return replace(config, output_dir=place.output_dir)
+
+
+def make_output_folder(config: TrainConfig) -> Path:
+    """Makes the run's folder; raises ValueError if it cannot be written to."""
+    folder = config.output_path
+    try:
+        make_folder(folder)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ValueError(
+            f"output_dir={folder} cannot be written to ({error.strerror}): set output_dir to a folder that can"
+        ) from error
+    return folder
+
+
+def set_results_aside(config: TrainConfig) -> None:
+    """Moves what earlier updates resulted in to `<output_dir>/results.previous`, whose content it deletes.
+
+    New updates begin: if they end early, an older adapter or its answers must not pass for theirs. In an object store,
+    which has an adapter and its config.yaml of one run at any time, the answers alone are removed.
+    """
+    previous = config.output_path / "results.previous"
+    if results := [path for name in ("adapter", "eval.json") if (path := config.output_path / name).exists()]:
+        shutil.rmtree(previous, ignore_errors=True)
+        previous.mkdir()
+        for path in results:
+            path.rename(previous / path.name)
+        print(f"set aside        {' and '.join(path.name for path in results)} of earlier updates, in {previous}")
+    if config.remote:
+        ObjectFolder(config.remote).remove(["eval.json"])
+
+
+def upload_results(config: TrainConfig, adapter_dir: str = "") -> None:
+    """Uploads the local files of a run to its object store, which has the checkpoints already; raises ValueError.
+
+    Args:
+        config: the run.
+        adapter_dir: its adapter; empty uploads the other files alone.
+    """
+    assert config.remote is not None
+    try:
+        if adapter_dir:
+            upload(Path(adapter_dir), f"{config.remote}/adapter")
+        for name in ("config.yaml", "questions.npz", "metrics.jsonl", "eval.json"):
+            if (path := config.output_path / name).is_file():
+                ObjectFolder(config.remote).put(path, name)
+    except OSError as error:
+        raise ValueError(
+            f"{error}. Nothing is lost: the checkpoints are uploaded, the rest is in {config.output_path}; "
+            f"{config.again} to upload it"
+        ) from error

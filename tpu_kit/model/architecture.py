@@ -1,0 +1,499 @@
+"""The shapes of models: sizes, parameters, linear layers of each kind of layer, layers with adapters; where models lie.
+
+`meta_model` derives a shape from the model itself, and `shape_cache` keeps it. assets/shapes.json has the config.json
+of some models of the hub, to plan them without a network, and before access is granted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, is_dataclass
+from functools import cache, cached_property
+from itertools import groupby
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+from tpu_kit.config.fields import closest, hide_secrets
+from tpu_kit.config.loader import LoraConfig, ModelConfig
+from tpu_kit.config.mesh import Mesh
+from tpu_kit.machine.host import ask_hub_once
+from tpu_kit.machine.storage.local_folder import is_lfs_pointer
+from tpu_kit.model.sharding.sharding_rules import Embedding
+
+ALONE = 2**24
+"""Number of elements from which on the squares of a gradient are summed by themselves; see `training.step`.
+64 MiB are more than a stack of adapters of rank 16, and less than a stack of a whole model's matrices."""
+
+
+MIRRORS = ("unsloth", "NousResearch")
+"""Organizations of the hub with copies of other models under the same names. Unsloth converts Phi to other families."""
+
+
+@cache
+def shipped_shapes() -> dict[str, dict[str, Any]]:
+    """Returns the config.json of every model in assets/shapes.json, by its name on the hub."""
+    found = json.loads((Path(__file__).parents[1] / "assets/shapes.json").read_text())
+    return {name: shape for names, shape in found.items() for name in names.split()}  # several models may share one
+
+
+def _copied(name: str) -> str:
+    return name.partition("/")[2].lower().removeprefix("meta-")
+
+
+def shipped_shape(model: ModelConfig) -> dict[str, Any] | None:
+    """Returns the config.json of a model; None if it is unknown, a folder has its name, or config has a revision."""
+    if model.revision is not None or Path(model.name).is_dir():
+        return None
+    if model.name.partition("/")[0] in MIRRORS:
+        originals = {_copied(name): name for name in shipped_shapes() if not name.startswith("microsoft/")}
+        return shipped_shapes().get(originals.get(_copied(model.name), ""))
+    return next((shape for name, shape in shipped_shapes().items() if name.lower() == model.name.lower()), None)
+
+
+def did_you_mean(name: str) -> str:
+    """Returns a question with the known model whose name is closest to a misspelled one; empty if none is close."""
+    names = {known.lower(): known for known in shipped_shapes()}
+    return "".join(f" did you mean {names[guess]}?" for guess in closest(name, names, 0.8) if names[guess] != name)
+
+
+def locate(config: ModelConfig) -> str:
+    """The folder of a model, or its hub id; raises ValueError if it is a folder without one."""
+    if config.name == "embedded":
+        from tpu_kit.assets import embedded
+
+        return str(embedded.model_dir())
+    folder = Path(config.name).expanduser()
+    if folder.is_dir():
+        wanted = config.gguf_file or "config.json"
+        if not (folder / wanted).is_file():
+            have = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
+            advice = ""
+            if any((folder / name).exists() for name in ("adapter_config.json", "adapter")):  # of a run, or the run
+                advice = "; to use a tuned model, run `python -m tpu_kit export RUN format=merged` and give its folder"
+            raise ValueError(f"model.name={config.name}: the folder has no {wanted} (it holds: {have}){advice}")
+        if pointers := sorted(path.name for path in folder.iterdir() if path.is_file() and _is_pointer(path)):
+            raise ValueError(
+                f"model.name={config.name}: only a git-lfs pointer is there in place of {', '.join(pointers[:3])}: run "
+                "`git lfs install && git lfs pull` in that folder, or `hf download`"
+            )
+        return str(folder)
+    if config.name.startswith((".", "~", os.sep)) or config.name.count("/") > 1:
+        raise ValueError(f"model.name={config.name}: there is no such folder. Give a folder, a hub id or embedded")
+    ask_hub_once()
+    return config.name
+
+
+def _is_pointer(path: Path) -> bool:
+    with path.open("rb") as file:
+        return is_lfs_pointer(file.read(64))
+
+
+def unreachable(config: ModelConfig, error: Exception) -> str:
+    """What to tell the user of a model that is no folder and that the hub did not give."""
+    kind = type(error.__cause__ or error).__name__
+    if "Gated" in kind or "gated repo" in str(error):
+        action = "its owner grants access by request: ask on its page, then run `hf auth login`"
+    else:
+        action = (
+            "check the spelling and the network; or run `hf download` where there is one and give the folder; "
+            "or use model.name=embedded, which needs no network"
+        )
+    return (
+        f"model.name={config.name}: it is no folder here and cannot be fetched from the hub ({brief(error)});"
+        f"{did_you_mean(config.name)} {action}"
+    )
+
+
+def brief(error: BaseException) -> str:
+    """The first line of an error's text."""
+    return hide_secrets(str(error)).strip().split("\n")[0][:300]
+
+
+def known_models() -> str:
+    """Formats the names of `shipped_shapes`, with a line for each organization."""
+    lines = []
+    for owner, names in groupby(sorted(shipped_shapes(), key=str.lower), key=lambda name: name.partition("/")[0]):
+        lines.append(f"{owner}/: {', '.join(name.partition('/')[2] for name in names)}")
+    return "\n".join([*lines, f"and their copies of {' and '.join(f'{name}/' for name in MIRRORS)}"])
+
+
+WITHOUT_ADAPTER = dict.fromkeys(("falcon_h1", "nemotron_h"), ("out_proj",))
+"""By model_type, the linear layers that lora.targets=all-linear leaves out: PEFT (0.17) refuses adapters there, because
+fused kernels of CUDA read these weights without their module."""
+FEW_TILES = 4
+"""Tiles of an MLP up to which its backward pass is unrolled: a loop copies the weights that it carries, and with more
+tiles the program would grow."""
+
+
+def spans(keys: Sequence[Any]) -> list[tuple[int, int]]:
+    """Divides a sequence into runs (period, turns) of equal blocks, with the least sum of (items of a block + 1)."""
+    best = [(0, 0, 0)]  # of the items up to each place: the sum, and the last run
+    for end in range(1, len(keys) + 1):
+        least = (best[-1][0] + 2, 1, 1)
+        for period in range(1, end + 1):
+            if period + 1 >= least[0]:
+                break
+            turns, start, block = 1, end - 2 * period, keys[end - period : end]
+            while start >= 0 and keys[start : start + period] == block:
+                turns += 1
+                least = min(least, (best[start][0] + period + 1, period, turns), key=lambda one: one[0])
+                start -= period
+        best.append(least)
+    found, end = [], len(keys)
+    while end:
+        _, period, turns = best[end]
+        found.append((period, turns))
+        end -= period * turns
+    return found[::-1]
+
+
+def neighbours(keys: Sequence[Any]) -> list[int]:
+    """Divides a block into loops over equal neighbours; returns the number of items of each."""
+    return [len(list(group)) for _, group in itertools.groupby(keys)]
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear layer.
+
+    Attributes:
+        path: in the decoder layer, such as "self_attn.q_proj"; of a product of experts, in their module.
+        inputs: its columns.
+        outputs: its rows.
+        bias: whether it has one.
+    """
+
+    path: str
+    inputs: int
+    outputs: int
+    bias: bool
+
+    @property
+    def parameters(self) -> int:
+        """Number of elements of weight and bias."""
+        return self.outputs * (self.inputs + self.bias)
+
+
+def scale_groups(inputs: int, group: int) -> int:
+    """Groups of the scales of int4 experts: those of the inputs, and some that fill each half up to a multiple of 8.
+
+    With 92 groups the TPU compiler copies the scales of all layers into another layout: of gpt-oss-120b 1.2 GiB a chip.
+    Where many would have to be added, none are.
+    """
+    half = inputs // group // 2
+    full = -(-half // 8) * 8
+    return 2 * (full if 8 * full <= 9 * half else half)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts of a layer: their path in it, their number, those that a token chooses, and an expert's products."""
+
+    path: str
+    count: int
+    chosen: int
+    linears: tuple[Linear, ...]
+
+    @property
+    def weights(self) -> int:
+        """Number of elements of an expert's matrices."""
+        return sum(one.inputs * one.outputs for one in self.linears)
+
+    def rows(self, tokens: int) -> int:
+        """Rows of `xla.grouped` for so many tokens of a device."""
+        pairs = tokens * self.chosen
+        tile = tile_rows(pairs, self.count)
+        return (pairs + self.count * (tile - 1)) // tile * tile
+
+    def read(self, tokens: int) -> float:
+        """Mean number of experts that so many tokens choose, if all are equally likely."""
+        return float(self.count * (1 - (1 - self.chosen / self.count) ** tokens))
+
+
+def tile_rows(pairs: int, experts: int) -> int:
+    """Rows of a tile of `xla.grouped`: half the rows that an expert has on average, 16 (of bf16) to 256."""
+    return 1 << max(4, min(8, (pairs // (2 * experts)).bit_length() - 1))
+
+
+Alive = tuple[tuple[float, float], ...]
+"""Bytes for each token that are alive at once: outside of an MLP's tiles, and within. None has more of both."""
+
+
+def most(alive: Alive, tokens: int, tile: int) -> float:
+    """Returns the most bytes that are alive at once."""
+    return max(outside * tokens + within * tile for outside, within in alive)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A kind of decoder layer.
+
+    Attributes:
+        linears: its linear layers, in the order of their calls.
+        others: (path, shape) of its other parameters.
+        mlp: path of the module with the most weights beside attention, "" if there is none.
+        heads: query heads, 0 without attention.
+        kv_heads: key-value heads.
+        head_dim: size of a head.
+        norm_follows: whether the result of the MLP has a norm before the residual addition.
+        experts: at most one mixture; its parameters are in neither `linears` nor `others`.
+        state: elements of the state of a row that `linear_attention` computes, H K V; 0 without one.
+        forward: what is alive in bf16 while the layer is computed, without what only a backward pass reads.
+        backward: while it is recomputed and its gradients are computed.
+        saved: bytes for each token that a forward pass leaves for the backward pass.
+    """
+
+    linears: tuple[Linear, ...]
+    others: tuple[tuple[str, tuple[int, ...]], ...]
+    mlp: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    norm_follows: bool
+    experts: tuple[Experts, ...]
+    state: int
+    forward: Alive
+    backward: Alive
+    saved: float
+
+    @cached_property
+    def mlp_linears(self) -> tuple[Linear, ...]:
+        """The MLP's linear layers."""
+        return tuple(one for one in self.linears if self.mlp and one.path.startswith(f"{self.mlp}."))
+
+    @cached_property
+    def attention_linears(self) -> tuple[Linear, ...]:
+        """All other linear layers, which are counted as attention's."""
+        return tuple(one for one in self.linears if one not in self.mlp_linears)
+
+    @property
+    def intermediate(self) -> int:
+        """Size within the MLP: the inputs of its last linear layer."""
+        return self.mlp_linears[-1].inputs if self.mlp_linears else 0
+
+    @property
+    def cached_heads(self) -> int:
+        """Key-value heads whose keys and values generation keeps; 0 where the layer reads those of an earlier one."""
+        parents = [one.path.rpartition(".")[0] for one in self.attention_linears]
+        made = [one.outputs for one, of in zip(self.attention_linears, parents, strict=True) if of == parents[0]]
+        # The output is the last. A layer that reads others' keys makes queries alone.
+        return self.kv_heads if sum(made[:-1]) > self.heads * self.head_dim else 0
+
+    @cached_property
+    def parameters(self) -> int:
+        """Number of parameters."""
+        mixed = sum(each.count * one.parameters for each in self.experts for one in each.linears)
+        return sum(one.parameters for one in self.linears) + _elements(self.others) + mixed
+
+    def weights(self, tokens: int | None = None) -> float:
+        """Number of elements of its matrices: of all experts, or of those that so many tokens choose, on average."""
+        mixed = sum(each.weights * (each.read(tokens) if tokens else each.count) for each in self.experts)
+        return sum(one.inputs * one.outputs for one in self.linears) + mixed
+
+    @cached_property
+    def active_weights(self) -> int:
+        """Number of elements of the matrices that a token is multiplied with."""
+        chosen = sum(each.weights * each.chosen for each in self.experts)
+        return sum(one.inputs * one.outputs for one in self.linears) + chosen
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The shape of a decoder-only model.
+
+    Attributes:
+        family: the model_type.
+        vocabulary: rows of the embedding.
+        hidden: size of the hidden states.
+        tied: whether the output layer is the embedding.
+        positions: longest sequence.
+        layers_path: of the list of layers, such as "model.layers".
+        outside: (name, shape) of the parameters that are in no layer; a tied embedding counts once.
+        linears_outside: linear layers of the decoder that are in no layer, by their paths in the model.
+        kinds: the kinds of layers.
+        order: the kind of each layer.
+        equal: a number for each layer; layers with the same number can be turns of one loop.
+        sees_all: whether each token sees all earlier ones, so that documents may share a prefix.
+    """
+
+    family: str
+    vocabulary: int
+    hidden: int
+    tied: bool
+    positions: int
+    layers_path: str
+    outside: tuple[tuple[str, tuple[int, ...]], ...]
+    linears_outside: tuple[Linear, ...]
+    kinds: tuple[Layer, ...]
+    order: tuple[int, ...]
+    equal: tuple[int, ...]
+    sees_all: bool
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Shape:
+        """Reads the result of `asdict`, also from JSON."""
+        return _read(cls, values)
+
+    @property
+    def embedding(self) -> Embedding:
+        """What sharding rules need to know."""
+        return Embedding(self.hidden, self.tied)
+
+    @property
+    def layers(self) -> int:
+        """Number of decoder layers."""
+        return len(self.order)
+
+    @cached_property
+    def counted(self) -> tuple[tuple[Layer, int], ...]:
+        """The kinds of layers, and how many layers are of each."""
+        counts = Counter(self.order)
+        return tuple((kind, counts[number]) for number, kind in enumerate(self.kinds))
+
+    @cached_property
+    def linears(self) -> tuple[Linear, ...]:
+        """The different linear layers of all kinds of layers, and those that are in no layer."""
+        return tuple(dict.fromkeys([one for kind in self.kinds for one in kind.linears] + [*self.linears_outside]))
+
+    @cached_property
+    def linear_weights(self) -> int:
+        """Number of elements of the layers' matrices, with those of all experts."""
+        return int(sum(kind.weights() * count for kind, count in self.counted))
+
+    @cached_property
+    def active_weights(self) -> int:
+        """Number of elements of the layers' matrices that a token is multiplied with."""
+        return sum(kind.active_weights * count for kind, count in self.counted)
+
+    @property
+    def parameters(self) -> int:
+        """Number of all parameters; a tied embedding counts once."""
+        return sum(kind.parameters * count for kind, count in self.counted) + _elements(self.outside)
+
+    @cached_property
+    def runs(self) -> list[tuple[int, int]]:
+        """(layers of a block, turns) of each loop over layers."""
+        return spans(self.equal)
+
+    @cached_property
+    def blocks(self) -> list[list[int]]:
+        """For each run the equal neighbours of its block; the program has one layer for them."""
+        ends = itertools.accumulate(period * turns for period, turns in self.runs)
+        return [neighbours(self.equal[end - period : end]) for (period, _), end in zip(self.runs, ends, strict=True)]
+
+    def mesh_problems(self, mesh: Mesh) -> list[str]:
+        """Returns a text for each number of attention heads that the model axis of a mesh does not divide."""
+        return list(dict.fromkeys(text for kind in self.kinds for text in mesh.problems(kind.heads, kind.kv_heads)))
+
+    def stacks(self, *, scanned: bool = True) -> Iterator[tuple[str, list[int]]]:
+        """Yields the path in the model of each layer, or of each stack of layers, and the layers that are in it."""
+        if not scanned:
+            yield from ((f"{self.layers_path}.{number}", [number]) for number in range(self.layers))
+            return
+        start = 0
+        for run, ((period, turns), block) in enumerate(zip(self.runs, self.blocks, strict=True)):
+            for stack, (count, end) in enumerate(zip(block, itertools.accumulate(block), strict=True)):
+                blocks = range(start, start + period * turns, period)
+                layers = [first + offset for first in blocks for offset in range(end - count, end)]
+                yield f"{self.layers_path}.runs.{run}.layers.{stack}", layers
+            start += period * turns
+
+    def has_adapter(self, lora: LoraConfig, layer: int | None, linear: Linear) -> bool:
+        """Whether a linear layer has an adapter; `layer` is the number of its layer, None for one in no layer."""
+        if not lora.r or lora.targets == "all-linear":
+            left_out = WITHOUT_ADAPTER.get(self.family, ())
+            return bool(lora.r) and linear.path.rpartition(".")[2] not in left_out
+        path = linear.path if layer is None else f"{self.layers_path}.{layer}.{linear.path}"
+        wanted = [lora.targets] if isinstance(lora.targets, str) else lora.targets
+        return any(f".{path}".endswith(f".{one}") for one in wanted)
+
+    def check_targets(self, lora: LoraConfig) -> None:
+        """As the function `check_targets`."""
+        paths = [f".{one.path}" for one in self.linears_outside]
+        paths += [
+            f".{self.layers_path}.{layer}.{one.path}"
+            for layer, kind in enumerate(self.order)
+            for one in self.kinds[kind].linears
+        ]
+        check_targets(lora, paths, self.family)
+
+    @property
+    def widths(self) -> list[tuple[str, int]]:
+        """Names and inputs of its linear layers and products of experts, for `check_groups`."""
+        linears = [*self.linears, *(one for kind in self.kinds for each in kind.experts for one in each.linears)]
+        return [(one.path.rpartition(".")[2], one.inputs) for one in linears]
+
+    def adapted(self, lora: LoraConfig, kind: Layer) -> list[Linear]:
+        """Returns the linear layers of a kind that have adapters in at least one layer."""
+        layers = [layer for layer, number in enumerate(self.order) if self.kinds[number] == kind]
+        return [one for one in kind.linears if any(self.has_adapter(lora, layer, one) for layer in layers)]
+
+
+def undivided(widths: Iterable[tuple[str, int]], group: int) -> list[str]:
+    """Returns the linear layers, with their inputs, of which half are no multiple of a group of int4 weights."""
+    return list(dict.fromkeys(f"{name} ({width})" for name, width in widths if width % (2 * group)))
+
+
+def check_groups(widths: Sequence[tuple[str, int]], group: int) -> None:
+    """Raises ValueError for layers that are `undivided`."""
+    if wrong := undivided(widths, group):
+        fitting = [size for size in (256, 128, 64, 32, 16) if not undivided(widths, size)]
+        advice = f"set it to {fitting[0]}" if fitting else "use model.base_dtype=int8"
+        raise ValueError(
+            f"model.quant_group={group} does not divide half of the inputs of {', '.join(wrong)}: {advice}"
+        )
+
+
+def check_positions(length: int, positions: int | None, whose: str = "the model") -> None:
+    """Raises ValueError if rows of `data.max_length` tokens are longer than a model's positions; None is no limit."""
+    if positions is not None and length > positions:
+        raise ValueError(
+            f"data.max_length={length} is longer than the {positions} positions of {whose}; set it to {positions} or "
+            "less"
+        )
+
+
+def check_vocabulary(ids: int, embeddings: int | None, whose: str = "the model") -> None:
+    """Raises ValueError if a tokenizer has more ids than a model has embeddings: XLA silently clamps the others."""
+    if embeddings is not None and ids > embeddings:
+        raise ValueError(
+            f"the tokenizer has {ids} ids and {whose} only {embeddings} embeddings: they do not belong together. Load "
+            "both from one folder, or take the tokens that were added out again"
+        )
+
+
+def check_targets(lora: LoraConfig, paths: Sequence[str], model: str) -> None:
+    """Raises ValueError if a LoRA target matches none of a model's linear layers, whose paths begin with a dot."""
+    if not lora.r or lora.targets == "all-linear":
+        return
+    wanted = [lora.targets] if isinstance(lora.targets, str) else list(lora.targets)
+    missing = [one for one in wanted if not any(path.endswith(f".{one}") for path in paths)]
+    if missing or not wanted:
+        names = ", ".join(sorted({path.rpartition(".")[2] for path in paths}))
+        raise ValueError(
+            f"lora.targets: {', '.join(missing) or 'an empty list'} matched nothing in {model}; its linear layers are "
+            f"{names}. Name some of these, or use all-linear"
+        )
+
+
+_hints = cache(get_type_hints)
+
+
+def _read(kind: Any, value: Any) -> Any:
+    """Makes a value of a type, of dataclasses and tuples, of the dictionaries and lists that JSON has for it."""
+    if isinstance(kind, type) and is_dataclass(kind):
+        return kind(**{name: _read(_hints(kind)[name], one) for name, one in value.items()})
+    if get_origin(kind) is not tuple:
+        return value
+    first, *others = get_args(kind)
+    kinds = itertools.repeat(first) if others == [...] else (first, *others)
+    return tuple(_read(of, one) for of, one in zip(kinds, value, strict=False))
+
+
+def _elements(parameters: Iterable[tuple[str, tuple[int, ...]]]) -> int:
+    return sum(math.prod(shape) for _, shape in parameters)

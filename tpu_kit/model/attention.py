@@ -1,0 +1,411 @@
+"""Attention within the documents of a packed row, registered in transformers' `AttentionInterface`.
+
+"tpu_kit" is scaled-dot-product attention with a block-diagonal causal mask, for any device. "tpu_kit_splash" is the
+splash kernel of JAX for TPU. It reads grouped key-value heads without repeating them, supports soft caps and windows,
+skips the blocks that the mask hides, and saves one number for each query for its backward pass. It falls back to
+"tpu_kit" in a call without `segment_ids`.
+
+No implementation reads a tensor on the host: masks are computed from `segment_ids` on the device. `documents` makes the
+mask, and binds the ids for the layers. Given `position_ids` alone, transformers would read them on the host to find
+packed documents.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from tpu_kit.config.mesh import Spec
+from tpu_kit.model.loop import activation_checkpointing, layer_inputs
+from tpu_kit.model.loop.layer_inputs import LayerInputs
+from tpu_kit.xla import pallas
+from tpu_kit.xla.pallas import PER_HEAD, SplashSettings
+
+SDPA = "tpu_kit"
+SPLASH = "tpu_kit_splash"
+
+_IGNORED = {
+    "position_ids",  # the rotary embedding has applied them
+    "use_cache", "output_attentions", "output_hidden_states", "output_router_logits",  # options of the decoder
+    "num_items_in_batch",  # of the loss
+    "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx",  # documents, as in segment_ids
+    "deterministic",  # of CUDA kernels
+}  # fmt: skip
+"""Arguments that models of transformers 5.15 to 5.24 pass to attention and that do not change its result."""
+
+_lowering_for_tpu = False
+
+
+def register() -> None:
+    """Registers the implementations in transformers; a second call does nothing."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(SDPA, functools.partial(_with_documents, sdpa_attention))
+    AttentionInterface.register(SPLASH, functools.partial(_with_documents, splash_attention))
+    # Without a mask function transformers silently drops a padding mask.
+    for name in (SDPA, SPLASH):
+        AttentionMaskInterface.register(name, _mask_without_host_read)
+
+
+def choose(attention: str, device_type: str) -> str:
+    """Selects the registered implementation for a device.
+
+    Args:
+        attention: "auto", "splash" or "sdpa".
+        device_type: "tpu", "xla-cpu", "cuda" or "cpu".
+
+    Returns:
+        The registered name.
+
+    Raises:
+        ValueError: the name is unknown, or it is splash and the device is no TPU.
+    """
+    has_kernel = device_type == "tpu" or _lowering_for_tpu
+    if attention == "auto":
+        return SPLASH if has_kernel else SDPA
+    if attention == "sdpa":
+        return SDPA
+    if attention != "splash":
+        raise ValueError(f"attention is {attention!r}: use auto, splash or sdpa")
+    if not has_kernel:
+        raise ValueError(
+            f"attention=splash is a TPU kernel and this device is {device_type}: use attention=auto, which takes "
+            "splash on a TPU and sdpa elsewhere"
+        )
+    return SPLASH
+
+
+def _with_documents(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    """Calls an attention function of this module with the ids that are bound; transformers passes none of these."""
+    inputs = layer_inputs.current()
+    found: tuple[torch.Tensor, None] = function(
+        *args, segment_ids=inputs.segment_ids, prefix_ids=inputs.prefix_ids, **kwargs
+    )
+    return found
+
+
+@contextlib.contextmanager
+def documents(
+    implementation: str, segment_ids: torch.Tensor, prefix_ids: torch.Tensor | None = None
+) -> Iterator[torch.Tensor]:
+    """Makes layers keep documents of packed rows apart while it is open; yields a model's attention_mask.
+
+    transformers neither changes nor reads a 4-D attention_mask, and passes it to all layers: for sdpa it is the boolean
+    mask (B, 1, S, S), for splash an unused view of the segment ids (B, 1, 1, S).
+
+    Args:
+        implementation: a registered name.
+        segment_ids: (B, S) integers, the number of the document of each token; 0 = padding.
+        prefix_ids: (B, S) integers for documents that share a prefix: n > 0 at the tokens of prefix n, -n at those of
+            the documents after it that see it, too, 0 elsewhere.
+    """
+    splash = implementation == SPLASH
+    mask = segment_ids[:, None, None, :] if splash else document_mask(segment_ids, prefix_ids)
+    with layer_inputs.bound(LayerInputs(segment_ids, prefix_ids)):
+        yield mask
+
+
+def document_mask(segment_ids: torch.Tensor, prefix_ids: torch.Tensor | None = None) -> torch.Tensor:
+    """Makes the mask in which each token sees itself, the earlier tokens of its document, and its document's prefix.
+
+    Padding (segment 0) sees padding, because the softmax of a fully masked row is NaN.
+
+    Args:
+        segment_ids: (B, S) integers.
+        prefix_ids: as in `documents`.
+
+    Returns:
+        (B, 1, S, S) booleans, True where the query (third axis) sees the key (last axis).
+    """
+    index = torch.arange(segment_ids.shape[1], device=segment_ids.device)
+    seen = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
+    if prefix_ids is not None:
+        key = prefix_ids[:, None, None, :]
+        seen = seen | ((key > 0) & (key == -prefix_ids[:, None, :, None]))
+    return seen & (index[:, None] >= index[None, :])
+
+
+def sees_all(model: torch.nn.Module) -> bool:
+    """Whether each token sees all earlier ones, however far, so that documents may share a prefix.
+
+    Windows count tokens of the row, and a recurrent state or a convolution reads the tokens just before.
+    """
+    config = model.config.get_text_config()  # type: ignore[operator, union-attr]  # of transformers
+    kinds = getattr(config, "layer_types", None) or ([] if getattr(config, "sliding_window", None) is None else ["?"])
+    return {*kinds} <= {"full_attention"} and not any(isinstance(one, torch.nn.Conv1d) for one in model.modules())
+
+
+def sdpa_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    segment_ids: torch.Tensor | None = None,
+    prefix_ids: torch.Tensor | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Computes attention with an explicit mask; called by transformers.
+
+    Args:
+        module: the attention layer.
+        query: (B, heads, Q, D).
+        key: (B, key-value heads, K, D).
+        value: (B, key-value heads, K, D).
+        attention_mask: (B, 1, Q, K), boolean or additive; None for causal attention within `segment_ids`.
+        scaling: factor on the scores, default 1 / sqrt(D).
+        dropout: must be 0 while training.
+        sliding_window: number of keys a query sees, itself included. Applied only if Q = K: with a cache the slot of a
+            key is not its position, so the caller's mask must contain the window.
+        softcap: c in c * tanh(scores / c), before the mask.
+        segment_ids: (B, S) documents, used only without a mask.
+        prefix_ids: (B, S) prefixes of documents, as in `documents`, used only without a mask.
+        s_aux: (heads,) sinks: the scores of one more key, whose value is zero.
+        **kwargs: other arguments of the model.
+
+    Returns:
+        (B, Q, heads, D) and None in place of the attention weights.
+
+    Raises:
+        ValueError: the model passes an argument that this function does not know.
+    """
+    refuse_unknown(kwargs)
+    _refuse_dropout(module, dropout)
+    rows, columns = query.shape[2], key.shape[2]
+    query, key = _as_value(query, key, value)
+    key, value = _repeat_heads(key, query.shape[1]), _repeat_heads(value, query.shape[1])
+    if attention_mask is None and rows == columns:
+        if segment_ids is None:
+            segment_ids = torch.ones(1, rows, dtype=torch.int32, device=query.device)
+        attention_mask = document_mask(segment_ids, prefix_ids)
+    if sliding_window is not None and rows == columns and sliding_window < columns:
+        assert attention_mask is not None and prefix_ids is None
+        attention_mask = _and_window(attention_mask, sliding_window)
+    if softcap is None and s_aux is None:
+        output = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
+    else:
+        output = _attention_of_scores(query, key, value, attention_mask, scaling, softcap, s_aux)
+    return activation_checkpointing.keep(output.transpose(1, 2).contiguous()), None
+
+
+def _attention_of_scores(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    scores = torch.matmul(query, key.transpose(2, 3)) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    elif mask is not None:
+        scores = scores + mask
+    weights = weights_of(scores, None if sinks is None else sinks[:, None, None])
+    return torch.matmul(weights.to(value.dtype), value)
+
+
+def weights_of(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Computes the softmax, fp32, of scores (..., K), of which sinks, broadcast to (..., 1), are one more column."""
+    if sinks is None:
+        return torch.softmax(scores, dim=-1, dtype=torch.float32)
+    column = sinks.float().expand(*scores.shape[:-1], 1)
+    return torch.softmax(torch.cat([scores.float(), column], -1), -1)[..., :-1]
+
+
+def _and_window(mask: torch.Tensor, window: int) -> torch.Tensor:
+    index = torch.arange(mask.shape[-1], device=mask.device)
+    near = index[:, None] - index[None, :] < window
+    return mask & near if mask.dtype == torch.bool else mask.masked_fill(~near, torch.finfo(mask.dtype).min)
+
+
+def splash_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    segment_ids: torch.Tensor | None = None,
+    prefix_ids: torch.Tensor | None = None,
+    spec: Spec = PER_HEAD,
+    trains: bool = True,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Computes attention with the splash kernel; called by transformers.
+
+    It falls back to `sdpa_attention` without `segment_ids` (a decode step, a plain forward pass). On a mesh query, key
+    and value are sharded by `spec`.
+    """
+    length = query.shape[2]
+    window = sliding_window if sliding_window is not None and sliding_window < length else None
+    if segment_ids is None or length != key.shape[2]:
+        kwargs |= {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, "prefix_ids": prefix_ids}
+        kwargs |= {"s_aux": s_aux}
+        mask = None if segment_ids is not None else attention_mask
+        return sdpa_attention(module, query, key, value, mask, segment_ids=segment_ids, **kwargs)
+    _refuse_dropout(module, kwargs.pop("dropout", 0.0))
+    refuse_unknown(kwargs)
+    query, key = _as_value(query, key, value)
+    query = query * (query.shape[3] ** -0.5 if scaling is None else scaling)
+    padding = padded_length(length) - length
+    query, key, value = (F.pad(each, (0, 0, 0, padding)) if padding else each for each in (query, key, value))
+    assert prefix_ids is None or window is None
+    ids = [segment_ids] if prefix_ids is None else [segment_ids, prefix_ids]
+    segments, *prefixes = ((F.pad(each, (0, padding)) if padding else each).to(torch.int32) for each in ids)
+    settings = SplashSettings(window, softcap, spec=spec, trains=trains)
+    sinks = [] if s_aux is None else [s_aux.float()]
+    output = splash_kernel(query, key, value, segments, settings, *prefixes, *sinks)
+    return output[:, :, :length].transpose(1, 2).contiguous(), None
+
+
+def splash_kernel(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    segment_ids: torch.Tensor,
+    settings: SplashSettings,
+    *others: torch.Tensor,
+) -> torch.Tensor:
+    """Computes causal attention within segments with JAX's splash kernel; without a TPU, as `sdpa_attention`.
+
+    Args:
+        query: (B, heads, S, D), scaled; S is 128, 256, 512 or a multiple of 1024.
+        key: (B, key-value heads, S, D).
+        value: (B, key-value heads, S, D).
+        segment_ids: (B, S) int32.
+        settings: of the kernel.
+        *others: prefix ids (B, S) int32, where documents share prefixes; then sinks (heads,) fp32, if there are any.
+
+    Returns:
+        (B, heads, S, D).
+    """
+    if not (settings.interpret or (query.device.type == "xla" and has_kernels())):
+        named: Any = {"prefix_ids" if each.ndim == 2 else "s_aux": each for each in others}
+        named |= {"sliding_window": settings.window, "softcap": settings.softcap, "segment_ids": segment_ids}
+        result, _ = sdpa_attention(torch.nn.Module(), query, key, value, None, scaling=1.0, **named)
+        return result.transpose(1, 2)
+    if not settings.trains:
+        return pallas.splash_forward(settings, query, key, value, segment_ids, *others)[0]
+    return _Splash.apply(settings, query, key, value, segment_ids, *others)
+
+
+class _Splash(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, settings: SplashSettings, *tensors: torch.Tensor) -> torch.Tensor:
+        output, log_sums = _splash_forward(settings, *tensors)
+        ctx.settings = settings
+        ctx.save_for_backward(output, log_sums, *tensors)
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        output, log_sums, *tensors = ctx.saved_tensors
+        # The sums contain the sinks, of which the gradients of query, key and value need nothing else.
+        inputs = [tensor for tensor in tensors if tensor.ndim > 1]
+        gradients = pallas.splash_backward(ctx.settings, output, log_sums, upstream.to(output.dtype), *inputs)
+        others: list[torch.Tensor | None] = [None] * (len(tensors) - 3)
+        if ctx.needs_input_grad[-1]:
+            weights = (tensors[-1][:, None] - log_sums).exp()
+            others[-1] = -(weights * (output.float() * upstream.float()).sum(-1)).sum((0, 2))
+        return (None, *gradients, *others)
+
+
+def _splash_forward(settings: SplashSettings, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Runs the forward kernel; with remat=outputs the recomputation takes the results of the first forward pass."""
+    if not activation_checkpointing.is_open():
+        output, log_sums = pallas.splash_forward(settings, *tensors)
+        return output, log_sums
+
+    def compute() -> list[torch.Tensor]:
+        output, log_sums = pallas.splash_forward(settings, *tensors)
+        return [output.transpose(1, 2).flatten(2), log_sums]  # a head of 64 would be padded to 128 lanes
+
+    dense, log_sums = activation_checkpointing.once(2, compute)
+    return dense.unflatten(2, (tensors[0].shape[1], -1)).transpose(1, 2), log_sums
+
+
+def padded_length(length: int) -> int:
+    """Rounds a length up to 128, 256, 512 or a multiple of 1024, which the kernel's blocks divide."""
+    return next((block for block in (128, 256, 512) if length <= block), -(-length // 1024) * 1024)
+
+
+def _as_value(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Casts query and key to the value's dtype: with autocast and fp32 weights the rotary embedding returns fp32."""
+    return query.to(value.dtype), key.to(value.dtype)
+
+
+def _repeat_heads(states: torch.Tensor, heads: int) -> torch.Tensor:
+    batch, have, length, head_dim = states.shape
+    if have == heads:
+        return states
+    repeated = states[:, :, None].expand(batch, have, heads // have, length, head_dim)
+    return repeated.reshape(batch, heads, length, head_dim)
+
+
+def refuse_unknown(kwargs: Mapping[str, Any]) -> None:
+    """Refuses arguments of a model's attention that change its result and are not implemented here.
+
+    Raises:
+        ValueError: there is one; the text names it.
+    """
+    unknown = [
+        f"{name}={value}" if isinstance(value, bool) else name
+        for name, value in kwargs.items()
+        if value is not None and name not in _IGNORED and not (name == "is_causal" and value is True)
+    ]
+    if unknown:
+        raise ValueError(
+            f"the model passes {', '.join(unknown)} to its attention, and the kit's attention does not implement that"
+        )
+
+
+def _refuse_dropout(module: torch.nn.Module, dropout: float) -> None:
+    if dropout and module.training:
+        names = [name for name in vars(getattr(module, "config", module)) if re.match("att.*drop", name)]
+        name = names[0] if names else "attention_dropout"
+        raise ValueError(
+            f"the model's config asks for {name}={dropout}: set it to 0 in its config.json (lora.dropout is separate)"
+        )
+
+
+def _mask_without_host_read(**kwargs: Any) -> torch.Tensor:
+    """Makes the boolean mask of transformers in all cases: the check whether it can be omitted reads the device."""
+    from transformers.masking_utils import sdpa_mask
+
+    return sdpa_mask(**{**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+
+
+@contextlib.contextmanager
+def lowering_for_tpu() -> Iterator[None]:
+    """Lets a process on XLA:CPU trace the kernel into a program for the TPU compiler, which cannot run on the CPU."""
+    global _lowering_for_tpu
+    _lowering_for_tpu = True
+    try:
+        yield
+    finally:
+        _lowering_for_tpu = False
+
+
+def has_kernels() -> bool:
+    """Returns whether a program on XLA can have the kernels of a TPU: on a TPU, or in `lowering_for_tpu`."""
+    return _lowering_for_tpu or pallas.on_tpu()

@@ -1,0 +1,228 @@
+"""Identifies the weights of a base model, so that a run or an adapter does not silently go on with other weights.
+
+An identity is a JSON document, base.json in checkpoints and adapters: the size of each weight file, a digest of samples
+of each local file, and for a model of the hub the repository, the commit and the hub's own hash of each file. It names
+no folder: the same weights in another folder have the same identity.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from fnmatch import fnmatch
+from functools import cache, lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+from tpu_kit.config.loader import ModelConfig
+from tpu_kit.machine.storage.local_folder import open_folder
+from tpu_kit.machine.storage.object_store import is_url
+from tpu_kit.model.architecture import locate
+
+Identity = Mapping[str, Any]
+
+NAME = "base"
+_SAMPLE, _SAMPLES = 4096, 256  # bytes of a sample, samples of a file
+_COMMIT = "[0-9a-f]{40}"
+_PATTERNS = ("model*.safetensors", "pytorch_model*.bin")  # transformers prefers the first
+
+
+def identify(model: ModelConfig) -> Identity | None:
+    """Returns the identity of a base model; None for a model of the hub that is neither cached nor reachable.
+
+    Raises:
+        ValueError: as `architecture.locate`.
+    """
+    name = locate(model)
+    if Path(name).is_dir():
+        return {"files": _local_files(Path(name), model), **_settings(Path(name))}
+    from huggingface_hub import HfApi, try_to_load_from_cache
+
+    file, cached = model.gguf_file or "config.json", None
+    if isinstance(path := try_to_load_from_cache(name, file, revision=model.revision), str):
+        snapshot = Path(path.removesuffix(file))
+        cached = {"repo": name, "commit": snapshot.name, "files": _local_files(snapshot, model), **_settings(snapshot)}
+        if snapshot.name == model.revision and cached["files"]:  # a commit does not change
+            return cached
+    try:
+        info = HfApi().model_info(name, revision=model.revision, timeout=10, files_metadata=True)
+    except Exception:  # errors of the hub and of the network: loading says what to do
+        return cached
+    there = {one.rfilename: one for one in info.siblings or ()}
+    files = {
+        name: {"bytes": there[name].size, "hub": lfs.sha256 if (lfs := there[name].lfs) else there[name].blob_id}
+        for name in _weights(there, model)
+        if name in there
+    }
+    return {"repo": name, "commit": info.sha, "files": files}
+
+
+def pin(model: ModelConfig, began: Identity | None = None) -> ModelConfig:
+    """Sets the revision of a model of the hub to a commit: that of `began` where `model.revision` is null.
+
+    A branch whose weights are still those of `began` is pinned to its commit, too.
+    """
+    ours = began if began and began.get("repo") == model.name else None
+    if ours and model.revision is None:
+        return replace(model, revision=ours["commit"])
+    now = identify(model)
+    if now is None or "commit" not in now:
+        return model
+    return replace(model, revision=(now if ours is None or differences(ours, now) else ours)["commit"])
+
+
+def differences(began: Identity | None, now: Identity | None) -> list[str]:
+    """Returns how the weight files differ from what they were; what is unknown on one side is not compared."""
+    if not began or not now or not (then := began["files"]) or not (here := now["files"]):
+        return []
+    if "commit" in began and began["commit"] == now.get("commit"):
+        return []
+    found = [f"{name} is missing" for name in then if name not in here]
+    found += [f"{name} is new" for name in here if name not in then]
+    for name in [name for name in then if name in here]:
+        old, new = then[name], here[name]
+        if old["bytes"] != new["bytes"]:
+            found.append(f"{name} has {new['bytes']:,} bytes, and had {old['bytes']:,}")
+        elif any(old[kind] != new[kind] for kind in old.keys() & new.keys()):
+            found.append(f"{name} has other content")
+    return found
+
+
+def other_place(began: Identity | None, now: Identity | None) -> list[str]:
+    """Returns how a model at another place differs from what it was, or why that is unknown; empty if it is the same.
+
+    Its weights must have a digest in common: a folder and its moved copy, or what the hub's cache holds and a copy.
+    """
+    if not began or not now or not began["files"] or not now["files"]:
+        return ["their files cannot be compared"]
+    if found := differences(began, now):
+        return found
+    if "commit" in began and began["commit"] == now.get("commit"):
+        return []
+    if "settings" in began and "settings" in now and began["settings"] != now["settings"]:
+        return ["config.json has other content"]
+    pairs = ((name, one.keys() & now["files"][name].keys()) for name, one in began["files"].items())
+    return [f"{name} cannot be compared: download the model first" for name, kinds in pairs if kinds <= {"bytes"}]
+
+
+def identify_adapter(place: str) -> Identity:
+    """Returns the identity of an adapter's folder or URL, by the content of its tensors.
+
+    Raises:
+        OSError: an object store cannot be read.
+    """
+    folder = open_folder(place if is_url(place) else Path(place).expanduser())
+    files = {name: file for name, file in folder.list().items() if name.endswith(".safetensors") and "/" not in name}
+    digests = {name: digest or _md5(Path(folder.place(name))) for name, (_, digest) in files.items()}
+    return {"files": {name: {"bytes": size, "md5": digests[name]} for name, (size, _) in files.items()}}
+
+
+def _md5(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, partial(hashlib.md5, usedforsecurity=False)).hexdigest()
+
+
+def fingerprint(identity: Identity | None) -> str:
+    """Returns a short text that is equal where the weights are: a commit, or a hash of the files' digests."""
+    if identity is None:
+        return "unknown"
+    digests = sorted((name, one.get("sampled")) for name, one in identity["files"].items())
+    return str(identity.get("commit") or hashlib.sha256(repr(digests).encode()).hexdigest()[:16])
+
+
+def base_of_adapter(model: ModelConfig, adapter: Path | None) -> ModelConfig:
+    """Returns the base of an adapter or a whole model of a run, pinned to the hub's commit with which it was trained.
+
+    Prints a line where the folder, such as one of another tool, does not say which weights it was trained on.
+
+    Raises:
+        ValueError: it was trained on other weights.
+    """
+    if adapter is None or not any((adapter / name).is_file() for name in ("adapter_config.json", "config.json")):
+        return model  # loading says what is missing
+    path = adapter / f"{NAME}.json"
+    if not path.is_file() and not (adapter / "adapter_config.json").is_file():
+        _tell(f"warning: {adapter} is a whole model that no run says it wrote; it answers, and not {model.name}")
+        return model
+    if not path.is_file():
+        named = None
+        with contextlib.suppress(ValueError, AttributeError):  # loading names the damaged file
+            named = json.loads((adapter / "adapter_config.json").read_text()).get("base_model_name_or_path")
+        kind = "note" if named in (model.name, locate(model)) else "warning"
+        _tell(
+            f"{kind}: {adapter} names the base {named} and not its weights; they are not compared with those of "
+            f"model.name={model.name}"
+        )
+        return model
+    try:
+        began = json.loads(path.read_text())
+        sound = all(isinstance(one["bytes"], int) for one in began["files"].values())
+        sound = sound and bool(re.fullmatch(_COMMIT, began.get("commit", "0" * 40)))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        sound = False
+    if not sound:
+        raise ValueError(f"{path} is damaged: give an earlier or a complete folder")
+    # The adapter may be someone else's, and anyone can add a commit to a repository of the hub by a pull request.
+    model = pin(model, None if model.trust_remote_code else began)
+    if found := differences(began, identify(model)):
+        own = "the folder that has the weights of the training"
+        if "repo" in began:
+            own = f"{began['repo']} and model.revision={began['commit']}"
+        raise ValueError(
+            f"{adapter} was trained on other base weights than those of model.name={model.name}: "
+            f"{'; '.join(found)}. Set model.name={own}"
+        )
+    return model
+
+
+@cache
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _weights(names: Iterable[str], model: ModelConfig) -> list[str]:
+    """Returns the names of the weight files among the files of a model."""
+    names = sorted(name for name in names if "/" not in name)
+    matching = ([name for name in names if fnmatch(name, pattern)] for pattern in _PATTERNS)
+    return [model.gguf_file] if model.gguf_file else next(filter(None, matching), [])
+
+
+def _local_files(folder: Path, model: ModelConfig) -> dict[str, dict[str, Any]]:
+    files: dict[str, dict[str, Any]] = {}
+    for name in _weights((path.name for path in folder.iterdir()), model):
+        with contextlib.suppress(OSError):  # loading says what is wrong
+            path, stat = (folder / name).resolve(), (folder / name).stat()
+            digest = _sampled(folder / name, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+            files[name] = {"bytes": stat.st_size, "sampled": digest}
+            if path.parent.name == "blobs" and re.fullmatch(f"{_COMMIT}|[0-9a-f]{{64}}", path.name):
+                files[name]["hub"] = path.name  # the hub's cache names files by their hashes
+    return files
+
+
+def _settings(folder: Path) -> dict[str, str]:
+    """Returns a digest of config.json without what names the place or the version; empty where there is none."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # loading says what is wrong
+        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        for name in ("_name_or_path", "transformers_version"):
+            settings.pop(name, None)
+        return {"settings": hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()}
+    return {}
+
+
+@lru_cache(1024)
+def _sampled(path: Path, inode: int, size: int, modified: int) -> str:
+    """Returns a digest of the header of a file in safetensors, and of evenly spaced samples of any file."""
+    found = hashlib.sha256()
+    last, step = size - _SAMPLE, max(_SAMPLE, (size - _SAMPLE) // (_SAMPLES - 1))
+    with path.open("rb", buffering=0) as file:
+        if path.suffix == ".safetensors":
+            found.update(file.read(min(size, int.from_bytes(file.read(8), "little"))))
+        for start in [*range(0, last, step), max(0, last)]:
+            file.seek(start)
+            found.update(file.read(_SAMPLE))
+    return found.hexdigest()

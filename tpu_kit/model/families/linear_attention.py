@@ -1,0 +1,377 @@
+"""Layers with a state along the row: the gated delta rule, Mamba 2 and short convolutions, within packed documents.
+
+transformers computes them with operations that XLA lacks, and lets a document see the one before it. Here a loop over
+chunks of the row, forward and backward, has static shapes, and `segment_ids` separate the documents. Qwen3.5,
+Qwen3-Next, LFM2, Granite 4 hybrids, Bamba, Falcon H1 and Nemotron-H use it.
+
+The decays between tokens of two documents are 0, and the state counts only for tokens of the document with which the
+chunk before ended. The backward loop computes each chunk again from the state before it, so a layer's backward pass
+holds one chunk and the states between chunks, (N, B, H, K, V) in fp32. The layers call functions that are globals of
+their modules; `register` replaces these functions by ones that read the documents and the cache of `layer_inputs`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from tpu_kit.model.loop import layer_inputs
+from tpu_kit.model.loop.activation_checkpointing import recomputed_scan
+from tpu_kit.xla.scan import Tensors, Tree
+
+CHUNK = 64
+"""Tokens of a chunk, a power of 2."""
+_EPSILON = 1e-6  # of the norm of queries and keys, as in transformers
+Step = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+sizes_of_states: ContextVar[list[tuple[int, int, int]] | None] = ContextVar("sizes_of_states", default=None)
+"""A list to which (H, K, V) of each state that is computed are added."""
+
+
+# --------------------------------------------------------------------------------------------------------------- chunks
+
+
+def delta_step(
+    state: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    segment: torch.Tensor,
+    before: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Computes the gated delta rule (arXiv 2412.06464) of a chunk.
+
+    Args:
+        state: (B, H, K, V) fp32, before the chunk.
+        query: (B, C, h, K); each head serves H / h neighbours.
+        key: (B, C, h, K).
+        value: (B, C, H, V).
+        decay: (B, C, H) logs, at most 0.
+        beta: (B, C, H), between 0 and 1.
+        segment: (B, C) int32, the document of each token.
+        before: (B,) int32, the document of the token before the chunk.
+
+    Returns:
+        The state after the chunk, and the output (B, C, H, V), in fp32.
+    """
+    heads = value.shape[2]
+    query, key, value = (_by_head(one, heads) for one in (query, key, value))
+    query, key = _unit(query) * query.shape[-1] ** -0.5, _unit(key)
+    weight = beta.float().transpose(1, 2)[..., None]  # (B, H, C, 1)
+    total = decay.float().transpose(1, 2).cumsum(-1)
+    pairs, inherits, to_end, stays = _decays(total, total[..., :, None] - total[..., None, :], segment, before)
+    written = key * weight
+    inverse = unit_lower_inverse(((written @ key.transpose(-1, -2)) * pairs).tril(-1))
+    new = inverse @ (value * weight - (written * inherits) @ state)
+    output = (query * inherits) @ state + ((query @ key.transpose(-1, -2)) * pairs) @ new
+    return state * stays + (key * to_end).transpose(-1, -2) @ new, output.transpose(1, 2)
+
+
+def mamba_step(
+    state: torch.Tensor,
+    given: torch.Tensor,
+    key: torch.Tensor,
+    query: torch.Tensor,
+    decay: torch.Tensor,
+    segment: torch.Tensor,
+    before: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `delta_step` for Mamba 2 (arXiv 2405.21060), whose x * dt, B, C and A * dt are the first tensors."""
+    given, key, query = (_by_head(one, given.shape[2]) for one in (given, key, query))
+    decay = decay.float().transpose(1, 2)
+    place = torch.arange(decay.shape[-1], device=decay.device)
+    # Its decays are large: differences of their sums would lose digits.
+    between = torch.where(place[:, None] > place[None, :], decay[..., None], 0.0).cumsum(-2)
+    pairs, inherits, to_end, stays = _decays(decay.cumsum(-1), between, segment, before)
+    output = (query * inherits) @ state + ((query @ key.transpose(-1, -2)) * pairs) @ given
+    return state * stays + (key * to_end).transpose(-1, -2) @ given, output.transpose(1, 2)
+
+
+def _by_head(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+    """Returns (B, heads, C, D) in fp32 of (B, C, h, D); each head serves heads / h neighbours."""
+    tensor = tensor.float().transpose(1, 2)
+    batch, have, length, width = tensor.shape
+    if have == heads:
+        return tensor
+    return tensor[:, :, None].expand(batch, have, heads // have, length, width).reshape(batch, heads, length, width)
+
+
+def _unit(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor * torch.rsqrt((tensor * tensor).sum(-1, keepdim=True) + _EPSILON)
+
+
+def _decays(
+    total: torch.Tensor, between: torch.Tensor, segment: torch.Tensor, before: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Returns the decays of a chunk, which are 0 between documents.
+
+    Args:
+        total: (B, H, C), the sum of the logs of the decays up to each token.
+        between: (B, H, C, C), the sum of those after the token of the last axis, up to the token of the axis before it.
+        segment: as in `delta_step`.
+        before: as in `delta_step`.
+
+    Returns:
+        The decays between its tokens, (B, H, C, C), of the state at each token, (B, H, C, 1), of each token at the end
+        of the chunk, (B, H, C, 1), and of the state over the chunk, (B, H, 1, 1).
+    """
+    place, last = torch.arange(segment.shape[1], device=segment.device), segment[:, -1:]
+    seen = (segment[:, :, None] == segment[:, None, :]) & (place[:, None] >= place[None, :])
+    # Masked before the exponential: above the diagonal it would overflow, and its gradient would be NaN.
+    pairs = torch.where(seen[:, None], between, float("-inf")).exp()
+    inherits = torch.where((segment == before[:, None])[:, None], total.exp(), 0.0)
+    stays = torch.where((before[:, None] == last)[:, None], total[..., -1:].exp(), 0.0)
+    return pairs, inherits[..., None], pairs[..., -1, :, None], stays[..., None]
+
+
+def unit_lower_inverse(strict: torch.Tensor) -> torch.Tensor:
+    """Returns the inverse of I + strict, for strictly lower triangular (..., C, C); C is a power of 2.
+
+    With X the inverse of the diagonal blocks of size m, X - X L X is the inverse of the blocks of size 2m, where L is
+    the part of the matrix between two neighbours. A product of powers of the matrix takes as many products, but for
+    equal keys (a repeated token) its terms cancel, and it loses all digits.
+    """
+    return _Inverse.apply(strict)
+
+
+class _Inverse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, strict: torch.Tensor) -> torch.Tensor:
+        size = strict.shape[-1]
+        place = torch.arange(size, device=strict.device)
+        # The highest bit in which row and column differ tells in which size of blocks they are neighbours.
+        differ = place[:, None] ^ place[None, :]
+        found, block = torch.eye(size, dtype=strict.dtype, device=strict.device), 1
+        while block < size:
+            between = torch.where((differ >= block) & (differ < 2 * block), strict, 0.0)
+            found = found - (between if block == 1 else found @ between @ found)
+            block *= 2
+        ctx.save_for_backward(found)
+        return found
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream: torch.Tensor) -> torch.Tensor:
+        (inverse,) = ctx.saved_tensors
+        turned = inverse.transpose(-1, -2)
+        return -(turned @ upstream @ turned).tril(-1)
+
+
+def _over_chunks(
+    step: Step, sizes: tuple[int, int, int], dtype: torch.dtype, tensors: Tensors, segment_ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the outputs (B, S, H, V) in a dtype, and the last state, (B, H, K, V) for the sizes H, K, V, in fp32."""
+    batch, length = segment_ids.shape
+    if (recorded := sizes_of_states.get()) is not None:
+        recorded.append(sizes)
+    padding = -length % CHUNK
+
+    def chunks(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = F.pad(tensor, (0, 0) * (tensor.ndim - 2) + (0, padding)) if padding else tensor
+        return tensor.unflatten(1, (-1, CHUNK)).transpose(0, 1)
+
+    segments = chunks(segment_ids.to(torch.int32))
+    before = torch.cat([segments[:1, :, 0], segments[:, :, -1]])[:-1]  # XLA has no empty slice of one row's one chunk
+    state = torch.zeros(batch, *sizes, device=segment_ids.device)
+
+    def body(carry: Tree, _: Tree, slices: Tree) -> tuple[Tree, Tree]:
+        after, output = step(*carry, *slices)
+        return [after], output.to(dtype)
+
+    # The meta device has no autocast.
+    in_fp32 = contextlib.nullcontext() if state.is_meta else torch.autocast(state.device.type, enabled=False)
+    with in_fp32:
+        output, last = recomputed_scan(body, [state], {}, [*map(chunks, tensors), segments, before])
+    return output.transpose(0, 1).flatten(1, 2)[:, :length], last
+
+
+# ----------------------------------------------------------------------------------------------------------------- rows
+
+
+class _Conv(torch.autograd.Function):
+    """Saves the inputs alone, and computes gradients as shifted products, too, which XLA joins to one kernel."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None,
+        segment_ids: torch.Tensor | None,
+    ) -> torch.Tensor:  # fmt: skip
+        ctx.activation = activation
+        ctx.save_for_backward(hidden, weight, bias, segment_ids)
+        return _activated(_convolved(hidden, weight, bias, segment_ids), activation).to(hidden.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, bias, segment_ids = ctx.saved_tensors
+        with torch.enable_grad():
+            before = _convolved(hidden, weight, bias, segment_ids).detach().requires_grad_()
+            (given,) = torch.autograd.grad(_activated(before, ctx.activation), before, upstream.float())
+        given = given.to(hidden.dtype)  # else XLA stores it in fp32, and reads it for each tap
+        taps = range(min(weight.shape[1], hidden.shape[2]))
+        factors = weight.float().flip(1)
+        first = sum(_shifted(given, -back, segment_ids).float() * factors[:, back, None] for back in taps)
+        second = third = None
+        if ctx.needs_input_grad[1]:
+            each = [(_shifted(hidden, back, segment_ids).float() * given).sum((0, 2)) for back in taps]
+            missing = [torch.zeros_like(each[0])] * (weight.shape[1] - len(taps))
+            second = torch.stack([*each, *missing], 1).flip(1).to(weight.dtype)
+        if bias is not None and ctx.needs_input_grad[2]:
+            third = given.float().sum((0, 2)).to(bias.dtype)
+        return first.to(hidden.dtype), second, third, None, None
+
+
+def _convolved(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, segment_ids: torch.Tensor | None
+) -> torch.Tensor:
+    factors = weight.float().flip(1)
+    found = hidden.float() * factors[:, :1]
+    for back in range(1, min(weight.shape[1], hidden.shape[2])):
+        found = found + _shifted(hidden, back, segment_ids).float() * factors[:, back, None]
+    return found if bias is None else found + bias.float()[:, None]
+
+
+def _shifted(tensor: torch.Tensor, back: int, segment_ids: torch.Tensor | None) -> torch.Tensor:
+    """Returns what (B, D, S) has `back` tokens before each token, or after it, and 0 in another document."""
+    sides, kept = (max(back, 0), max(-back, 0)), slice(max(-back, 0), tensor.shape[2] - max(back, 0))
+    if back == 0:
+        return tensor
+    moved = F.pad(tensor[..., kept], sides)
+    if segment_ids is None:
+        return moved
+    same = F.pad(segment_ids[:, kept], sides, value=-1) == segment_ids
+    return torch.where(same[:, None], moved, 0.0)
+
+
+def _activated(tensor: torch.Tensor, name: str | None) -> torch.Tensor:
+    from transformers.activations import ACT2FN
+
+    return tensor if name is None else ACT2FN[name](tensor)
+
+
+# ------------------------------------------------------------------------------ in the place of transformers' functions
+
+
+def register(model: torch.nn.Module) -> None:
+    """Lets the layers of a model of transformers call the functions of this module; a second call does nothing.
+
+    The functions are globals of the modules that define the layers, so other models of the family get them, too. In a
+    call without segment ids and without the kit's cache, transformers' own function runs, except on XLA.
+    """
+    for module in map(sys.modules.__getitem__, {type(part).__module__ for part in model.modules()}):
+        for name, function in _FUNCTIONS.items():
+            own = vars(module).get(name)
+            if own is not None and not hasattr(own, "_tpu_kit_replaces"):
+                replaced = functools.partial(function, own)
+                replaced._tpu_kit_replaces = own  # type: ignore[attr-defined]  # a partial takes attributes
+                setattr(module, name, replaced)
+
+
+def _documents(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """Returns the segment ids of a call for (B, S, ...), and whether tokens count, (B, S); None for transformers' own.
+
+    The prompts of a prefill are padded at the end, so that a row is one document, whose padding must not change the
+    state.
+    """
+    segment_ids, _, cache, _ = layer_inputs.current()
+    if segment_ids is None and cache is None and tensor.device.type != "xla":
+        return None
+    batch, length = tensor.shape[:2]
+    if segment_ids is None:
+        segment_ids = torch.zeros(batch, length, dtype=torch.int32, device=tensor.device)
+    if cache is None or cache.lengths is None:
+        return segment_ids, None
+    return segment_ids, torch.arange(length, device=tensor.device) < cache.lengths[:, None]
+
+
+def _delta(
+    own: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
+    **options: Any,
+) -> Any:  # fmt: skip
+    """Computes the gated delta rule of rows; for the shapes see `delta_step`, with S tokens for C."""
+    documents = _documents(value)
+    if documents is None:
+        return own(query, key, value, g=g, beta=beta, **options)
+    if options.get("initial_state") is not None or not options.get("use_qk_l2norm_in_kernel"):
+        raise ValueError("the model continues a state, or does not norm queries and keys: the kit computes neither")
+    segments, counts = documents
+    if counts is not None:
+        g, beta = g * counts[..., None], beta * counts[..., None]
+    sizes = value.shape[2], key.shape[3], value.shape[3]
+    return _over_chunks(delta_step, sizes, value.dtype, [query, key, value, g, beta], segments)
+
+
+def _mamba2(
+    own: Any, hidden: torch.Tensor, dt: torch.Tensor, rates: torch.Tensor, key: torch.Tensor, query: torch.Tensor,
+    **options: Any,
+) -> Any:  # fmt: skip
+    """Computes Mamba 2 of x (B, S, H, P), dt (B, S, H), A (H,), B and C (B, S, G, N); its state is (B, H, P, N)."""
+    documents = _documents(hidden)
+    if documents is None:
+        return own(hidden, dt, rates, key, query, **options)
+    if options.get("initial_states") is not None or options.get("z") is not None:
+        raise ValueError("the model continues a state, or gates within the scan: the kit computes neither")
+    segments, counts = documents
+    if (bias := options.get("dt_bias")) is not None:
+        dt = dt + bias.to(dt.dtype)
+    dt = F.softplus(dt) if options.get("dt_softplus") else dt
+    dt = dt.clamp(*options.get("dt_limit", (0.0, float("inf"))))
+    dt = dt if counts is None else dt * counts[..., None]
+    sizes, dt = (hidden.shape[2], key.shape[3], hidden.shape[3]), dt.float()
+    tensors = [hidden.float() * dt[..., None], key, query, rates.float() * dt]
+    output, state = _over_chunks(mamba_step, sizes, torch.float32, tensors, segments)
+    if (skip := options.get("D")) is not None:
+        output = output + skip[:, None] * hidden.float()
+    return (output, state.transpose(2, 3)) if options.get("return_final_states") else output
+
+
+def _mamba2_step(
+    own: Any, *tensors: torch.Tensor, dt_bias: torch.Tensor | None = None, dt_softplus: bool = False, **options: Any
+) -> Any:
+    """Limits the time step as in a prefill, which transformers' layers leave out in a decode step."""
+    cache = layer_inputs.current().cache
+    if cache is not None and cache.time_limits is not None:
+        state, hidden, dt, *rest = tensors
+        dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
+        dt = (F.softplus(dt) if dt_softplus else dt).clamp(*cache.time_limits)
+        tensors, dt_bias, dt_softplus = (state, hidden, dt, *rest), None, False
+    return own(*tensors, dt_bias=dt_bias, dt_softplus=dt_softplus, **options)
+
+
+def _conv(
+    own: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None,
+    activation: str | None = None, **options: Any,
+) -> torch.Tensor:  # fmt: skip
+    """Computes a depthwise causal convolution within the documents that are bound, as shifted products in fp32.
+
+    Args:
+        own: transformers' function.
+        hidden: (B, D, S).
+        weight: (D, taps); the last one is of the token itself.
+        bias: (D,).
+        activation: of the result, by transformers' name.
+        **options: of transformers' function.
+
+    Returns:
+        (B, D, S) in the dtype of `hidden`.
+    """
+    segment_ids = layer_inputs.current().segment_ids
+    if segment_ids is None and hidden.device.type != "xla":
+        result: torch.Tensor = own(hidden, weight, bias, activation=activation, **options)
+    else:
+        result = _Conv.apply(hidden, weight, bias, activation, segment_ids)
+    return result
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "torch_chunk_gated_delta_rule": _delta, "mamba2_chunk_scan": _mamba2, "causal_conv1d_fn": _conv,
+    "mamba2_selective_state_update": _mamba2_step,
+}  # fmt: skip

@@ -1,0 +1,437 @@
+"""Recomputing activations instead of keeping them: what a layer saves, MLPs over tiles, dropout with a repeatable mask.
+
+With optim.remat=outputs a layer keeps the results of matrix products and of attention, and recomputes the rest (norms,
+rotary angles, activation functions), which costs almost no FLOPs. In a loop over layers the forward pass records these
+results, and the loop outputs them. The backward pass runs the layer again and replaces each product by its saved
+result. The gradient of a product does not need the product, so XLA removes its recomputation. For layers outside of a
+loop, torch's own selective checkpointing does this.
+
+`chunk_mlp` runs an MLP over tiles of tokens, so that its (tokens, intermediate size) activations exist for one tile at
+a time. The backward pass recomputes each tile. In a layer that is recomputed anyway this costs nothing more, because
+the compiler removes the unused MLP of the recomputed forward pass.
+
+`SeededDropout` draws its mask from a seed and the position, so that a recomputed layer draws the same mask. A generator
+with a state would draw the same mask in every iteration of an XLA loop, or another mask in the backward pass. The mask
+costs a few integer operations, fused with the product, and is not saved.
+
+`fuse_lora` is the CPU's: PEFT adds a LoRA layer's product to the base layer's with operations of their own, which wait
+for memory longer than the products take.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from tpu_kit.distributed.replica.mesh import active_mesh
+from tpu_kit.model.architecture import FEW_TILES
+from tpu_kit.model.loop import layer_inputs
+from tpu_kit.model.sharding import partition
+from tpu_kit.xla.scan import Tensors, Tree, scan
+
+_HIGH = 0x7FFFFFFF
+
+
+class SeededDropout(torch.nn.Module):
+    """`torch.nn.Dropout` that draws from its buffer `seed`, () int32, which the caller sets for every call.
+
+    Args:
+        p: probability of zero.
+        site: number of this dropout within the layer, so that two of one layer draw different masks.
+    """
+
+    seed: torch.Tensor
+
+    def __init__(self, p: float, site: int) -> None:
+        super().__init__()
+        self.p, self.site = p, site
+        self.register_buffer("seed", torch.zeros((), dtype=torch.int32), persistent=False)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        """Zeroes each value with probability `p` and scales the others; does nothing in evaluation mode."""
+        if not self.training:
+            return values
+        return _Dropout.apply(values, self.seed, self.p, self.site)
+
+
+def seed_dropouts(layers: torch.nn.Module) -> None:
+    """Replaces the dropouts of layers by seeded ones, in place."""
+    dropouts = [(name, one) for name, one in layers.named_modules() if isinstance(one, torch.nn.Dropout) and one.p > 0]
+    for site, (name, dropout) in enumerate(dropouts):
+        owner, _, leaf = name.rpartition(".")
+        setattr(layers.get_submodule(owner), leaf, SeededDropout(dropout.p, site))
+
+
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, seed: torch.Tensor, p: float, site: int) -> torch.Tensor:
+        ctx.save_for_backward(seed)
+        ctx.p, ctx.site = p, site
+        return _masked(values, seed, p, site)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _masked(upstream, ctx.saved_tensors[0], ctx.p, ctx.site), None, None, None
+
+
+def _masked(values: torch.Tensor, seed: torch.Tensor, p: float, site: int) -> torch.Tensor:
+    scale = 1.0 / (1.0 - p)
+    kept = keep_mask(values.shape, seed, p, site, values.device)
+    return torch.where(kept, values * scale, torch.zeros_like(values))
+
+
+def keep_mask(shape: torch.Size, seed: torch.Tensor, p: float, site: int, device: torch.device) -> torch.Tensor:
+    """Makes the mask: booleans, true with probability 1 - p, equal on all devices for equal arguments.
+
+    It hashes row, column and seed with the finaliser of Chris Wellons' lowbias32 (public domain).
+    """
+    columns = torch.arange(shape[-1], device=device, dtype=torch.int32)
+    rows = torch.arange(shape.numel() // shape[-1], device=device, dtype=torch.int32)
+    # Odd constants prevent seed, site and row from cancelling out. int32 wraps around, on XLA as on a CPU.
+    rows = mix(rows * 0x3C6EF373 + mix(seed + (site + 1) * 0x1E3779B1))
+    bits = mix(columns + rows[:, None]) & _HIGH
+    return (bits >= int(p * (_HIGH + 1))).view(shape)
+
+
+def mix(values: torch.Tensor) -> torch.Tensor:
+    """Maps int32 to int32 bijectively, such that each bit of the input affects each bit of the output."""
+    values = (values ^ _shift(values, 16)) * 0x7FEB352D
+    values = (values ^ _shift(values, 15)) * (0x846CA68B - (1 << 32))
+    return values ^ _shift(values, 16)
+
+
+def _shift(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """Shifts to the right and fills with zeros instead of the sign.
+
+    On XLA, `>>` is a division, which rounds towards zero, and a shift by a Python number returns int64.
+    """
+    return torch.bitwise_right_shift(values, torch.full_like(values, bits)) & ((1 << (32 - bits)) - 1)
+
+
+_CHEAP_RATIO = 8  # products whose result is this many times wider than their sum are cheap: LoRA's second product
+
+
+class _Tape(NamedTuple):
+    """The results that a forward pass saves; `known` are those that a recomputation uses."""
+
+    kept: list[torch.Tensor]
+    known: Iterator[torch.Tensor] | None
+
+
+_tape: ContextVar[_Tape | None] = ContextVar("tape", default=None)
+
+
+@contextmanager
+def recording(wanted: bool, known: Sequence[torch.Tensor] | None = None) -> Iterator[list[torch.Tensor]]:
+    """Makes `keep` and `once` add results to the list that it yields, or return the `known` ones, if `wanted`."""
+    tape = _Tape([], None if known is None else iter(known))
+    token = _tape.set(tape if wanted else None)
+    try:
+        yield tape.kept
+    finally:
+        _tape.reset(token)
+
+
+def is_open() -> bool:
+    """Whether a recording or a replay is open."""
+    return _tape.get() is not None
+
+
+def keep(computed: torch.Tensor) -> torch.Tensor:
+    """Records a result; in a recomputation returns the recorded one, with the gradient of the result computed now."""
+    # torch.compile cannot read the variable. It compiles no loops, and only loops record.
+    tape = None if torch.compiler.is_compiling() else _tape.get()
+    if tape is None:
+        return computed
+    if tape.known is None:
+        tape.kept.append(computed)
+        return computed
+    return _Known.apply(computed, next(tape.known))
+
+
+def once(count: int, compute: Callable[[], Sequence[torch.Tensor]]) -> Sequence[torch.Tensor]:
+    """Records `count` results of a computation outside of autograd; a recomputation returns them without computing."""
+    tape = _tape.get()
+    if tape is None:
+        return compute()
+    if tape.known is None:
+        found = compute()
+        tape.kept.extend(found)
+        return found
+    return [next(tape.known) for _ in range(count)]
+
+
+class _Known(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, computed: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+        return kept.view_as(kept)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return upstream, None
+
+
+def keep_products(layer: torch.nn.Module) -> None:
+    """Makes a layer record the results of its linear modules; with an adapter, the sum of both."""
+    for child in layer.children():
+        if isinstance(child, torch.nn.Linear) or isinstance(getattr(child, "base_layer", None), torch.nn.Linear):
+            child.register_forward_hook(_keep_output)
+        else:
+            keep_products(child)
+
+
+def _keep_output(module: torch.nn.Module, given: Any, output: torch.Tensor) -> torch.Tensor:
+    return keep(output)
+
+
+# -------------------------------------------------------------------------------------------- layers outside of a loop
+
+_PRODUCTS = ("aten.mm.default", "aten.addmm.default")
+_ATTENTION = "aten._scaled_dot_product_"  # of its kernels
+
+
+def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Chooses the results that torch's checkpoint keeps: of attention's kernels, and of products that are dear.
+
+    Batched products are the scores of attention without a kernel: they are large and not kept.
+    """
+    name = str(operation)
+    kept = name.startswith(_ATTENTION)
+    if name in _PRODUCTS:
+        first, second = args[-2:]
+        kept = second.shape[1] < _CHEAP_RATIO * first.shape[1]
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def recompute(layers: Sequence[torch.nn.Module], keeps: bool) -> None:
+    """Makes each layer's `forward` call itself through torch's checkpoint, in place; torch.compile compiles both.
+
+    transformers 5.15 calls the checkpoint in the layer's `__call__` instead, so that the compiled code runs within the
+    contexts of `_policy`. There torch.compile leaves a layer uncompiled without a word.
+
+    Args:
+        layers: outside of a loop.
+        keeps: whether they keep the same results as in a loop with optim.remat=outputs.
+    """
+    # The random state must be saved only if dropout draws from it.
+    draws = any(isinstance(part, torch.nn.Dropout) and part.p > 0 for layer in layers for part in layer.modules())
+    function = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=draws)
+    if keeps:
+        contexts = functools.partial(create_selective_checkpoint_contexts, _policy)
+        function = functools.partial(function, context_fn=contexts)
+    # torch.compile compiles once for all layers of one class.
+    classes = {kind: type(f"Recomputed{kind.__name__}", (_Recomputed, kind), {}) for kind in set(map(type, layers))}
+    for layer in layers:
+        layer.__class__ = classes[type(layer)]
+        layer._checkpoint = function  # type: ignore[assignment]  # mypy expects a tensor or a module
+
+
+class _Recomputed(torch.nn.Module):
+    _checkpoint: Callable[..., Any]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        function = super().forward
+        if not torch.compiler.is_compiling():  # a compiled layer is recomputed within its program
+            function = layer_inputs.kept(function)
+        return self._checkpoint(function, *args, **kwargs)
+
+
+# ------------------------------------------------------------------------------------------------------ MLP over tiles
+
+
+def autocast_now(device_type: str) -> dict[str, Any]:
+    """Returns the arguments of `torch.autocast` for its present state, to restore it in a backward pass."""
+    if device_type == "meta":  # which has none
+        return {"device_type": "cpu", "enabled": False}
+    return {
+        "device_type": device_type, "enabled": torch.is_autocast_enabled(device_type),
+        "dtype": torch.get_autocast_dtype(device_type), "cache_enabled": False,
+    }  # fmt: skip
+
+
+def chunk_mlp(mlp: torch.nn.Module, tokens: int) -> None:
+    """Makes an MLP, (B, S, H) to (B, S, H), run over tiles of up to `tokens` tokens; in place."""
+    mlp.__class__ = type(f"Tiled{type(mlp).__name__}", (_Tiled, type(mlp)), {})
+    mlp._tile_tokens = tokens  # type: ignore[assignment]  # mypy expects a tensor or a module
+
+
+def cast_once(layer: torch.nn.Module) -> set[str]:
+    """Returns the adapters' weights whose gradient is of one bf16 product: not of DoRA, nor summed over tiles."""
+    sums = [f"{name}." for name, part in layer.named_modules() if isinstance(part, _Tiled)]
+    if any("lora_magnitude" in name for name, _ in layer.named_parameters()):
+        return set()
+    return {
+        f"{name}.weight"
+        for name, part in layer.named_modules()
+        if type(part) is torch.nn.Linear and "lora_" in name and not name.startswith(tuple(sums))
+    }
+
+
+def tiles_of(tokens: int, most: int) -> int:
+    """Returns the smallest number of equal tiles of at most `most` tokens."""
+    return next(count for count in range(-(-tokens // most), tokens + 1) if tokens % count == 0)
+
+
+class _Tiled(torch.nn.Module):
+    _tile_tokens: int
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        mesh = active_mesh()
+        if mesh.size == 1:
+            tokens, width = hidden.numel() // hidden.shape[-1], hidden.shape[-1]
+            count = tiles_of(tokens, self._tile_tokens)
+        else:  # each tile has tokens of every row, so that all devices work on it
+            count = tiles_of(hidden.shape[1], max(1, self._tile_tokens * mesh.batch_shards // hidden.shape[0]))
+        if count == 1:
+            return super().forward(hidden)
+        tiles = hidden.reshape(count, tokens // count, width) if mesh.size == 1 else partition.tiles(hidden, count)
+        inputs, seeds = [tiles], seeds_of(self)
+        if seeds and self.training:
+            numbers = torch.arange(count, device=hidden.device, dtype=torch.int32)
+            inputs.append(mix(self.get_buffer(seeds[0]) + numbers * 0x61C88647))
+
+        def body(carry: Tree, named: Tree, slices: Tree) -> tuple[Tree, Tree]:
+            named = named | {name: seed for seed in slices[1:] for name in seeds}
+            return carry, torch.func.functional_call(self, named, (slices[0],), tie_weights=False)  # of one tile
+
+        (output,) = recomputed_scan(body, [], tensors_of(self), inputs, unrolled=count <= FEW_TILES)
+        return (output if mesh.size == 1 else output.transpose(0, 1)).reshape(hidden.shape)
+
+
+def seeds_of(module: torch.nn.Module) -> list[str]:
+    """Returns the names of the seeds of its dropouts."""
+    return [f"{name}.seed" for name, part in module.named_modules() if isinstance(part, SeededDropout)]
+
+
+def tensors_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Returns parameters and buffers by name, without the seeds of dropout."""
+    found: dict[str, torch.Tensor] = dict(module.named_parameters())
+    return found | {name: tensor for name, tensor in module.named_buffers() if name not in seeds_of(module)}
+
+
+def recomputed_scan(
+    body: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]],
+    carry: Tensors,
+    constants: Mapping[str, torch.Tensor],
+    inputs: Tensors,
+    unrolled: bool = False,
+) -> Tensors:
+    """Runs `scan` with autograd: it saves the carry before each turn, and the backward loop computes each turn again.
+
+    Args:
+        body: takes the carry, the constants and the slices of a turn; returns the next carry and an output.
+        carry: floats at the start, which get no gradient; none for turns that do not depend on each other.
+        constants: trained ones get the sum of the turns' gradients.
+        inputs: (N, ...) each; floats get a gradient.
+        unrolled: of the backward loop, as in `scan`.
+
+    Returns:
+        The outputs stacked, (N, ...), and the last carry, without a gradient.
+    """
+    tensors, structure = tree_flatten((carry, dict(constants), inputs))
+    return _RecomputedScan.apply(body, structure, unrolled, *tensors)
+
+
+class _RecomputedScan(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, body: Any, structure: Any, unrolled: bool, *tensors: torch.Tensor) -> tuple[Any, ...]:
+        def turn(state: Tree, slices: Tree) -> tuple[Tree, Tree]:
+            now, fixed = state
+            then, output = body(now, fixed, slices)
+            return (then, fixed), ([one * 1 for one in now], output)
+
+        carry, constants, inputs = tree_unflatten(tensors, structure)
+        (end, _), (before, output) = scan(turn, (carry, constants), inputs)
+        saved, ctx.structure = tree_flatten((before, constants, inputs))
+        ctx.body, ctx.unrolled, ctx.autocast = body, unrolled, autocast_now(output.device.type)
+        ctx.save_for_backward(*saved)
+        ctx.trained = [name for name, tensor in constants.items() if tensor.requires_grad]
+        ctx.mark_non_differentiable(*end)
+        return output, *end
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        def turn(state: Tree, slices: Tree) -> tuple[Tree, Tree]:
+            (later, fixed, sums), (given, now, mine) = state, slices
+            with torch.enable_grad():
+                now = [one.detach().requires_grad_() for one in now]
+                mine = [one.detach().requires_grad_(one.is_floating_point()) for one in mine]
+                trained = {name: fixed[name].detach().requires_grad_() for name in ctx.trained}
+                then, output = ctx.body(now, fixed | trained, mine)
+                leaves = [*now, *(one for one in mine if one.requires_grad), *trained.values()]
+                found = torch.autograd.grad([*then, output], leaves, [*later, given])
+            end = len(found) - len(trained)
+            sums = [total + one for total, one in zip(sums, found[end:], strict=True)]
+            return (found[: len(now)], fixed, sums), found[len(now) : end]
+
+        before, constants, inputs = tree_unflatten(ctx.saved_tensors, ctx.structure)  # torch lets them be read once
+        later = [torch.zeros_like(one[0]) for one in before]
+        start = later, constants, [torch.zeros_like(constants[name]) for name in ctx.trained]
+        with torch.autocast(**ctx.autocast):
+            (_, _, sums), found = scan(
+                turn, start, (upstream, before, inputs), reverse=bool(later), unrolled=ctx.unrolled
+            )
+        summed, gradients = dict(zip(ctx.trained, sums, strict=True)), iter(found)
+        of_inputs = (next(gradients) if one.is_floating_point() else None for one in inputs)
+        return (None, None, None, *[None] * len(before), *(summed.get(name) for name in constants), *of_inputs)
+
+
+# ------------------------------------------------------------------------------------------------------ LoRA on the CPU
+
+
+def fuse_lora(model: torch.nn.Module) -> None:
+    """Makes the LoRA layers of a model on the CPU compute with fewer passes over memory; changes it in place.
+
+    Not for layers that are recomputed: selective checkpointing keeps the base product, which is added to in place. A
+    layer computes as PEFT's wherever it is more than a linear layer with one adapter in one dtype: with dropout,
+    quantized, merged or switched off, under autocast.
+    """
+    from peft.tuners.lora import Linear
+
+    for layer in model.modules():
+        if isinstance(layer, Linear) and type(layer.base_layer) is torch.nn.Linear:
+            layer.forward = functools.partial(_lora_forward, layer)
+
+
+def _lora_forward(layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    name = layer.active_adapters[0]
+    plain = not (args or kwargs or layer.disable_adapters or layer.merged or layer.lora_variant.get(name))
+    if plain and len(layer.active_adapters) == 1 and not torch.is_autocast_enabled("cpu"):
+        base, a, b = layer.base_layer, layer.lora_A[name], layer.lora_B[name]
+        drops = layer.training and getattr(layer.lora_dropout[name], "p", 0)
+        same = x.dtype == base.weight.dtype == a.weight.dtype == b.weight.dtype
+        if same and not drops and b.bias is None and not base.weight.requires_grad:
+            return _LoraProduct.apply(x, base.weight, base.bias, a.weight, b.weight, layer.scaling[name])
+    return type(layer).forward(layer, x, *args, **kwargs)
+
+
+class _LoraProduct(torch.autograd.Function):
+    """x W' + bias + scaling (x A') B', with a gradient for x, A and B."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any, bias: Any, a: Any, b: Any, scaling: float) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        low = rows @ a.T
+        ctx.save_for_backward(rows, weight, a, b, low)
+        ctx.scaling, ctx.shape = scaling, x.shape
+        result = torch.nn.functional.linear(rows, weight, bias).addmm_(low, b.T, alpha=scaling)
+        return result.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows, weight, a, b, low = ctx.saved_tensors
+        gradient = gradients[0].reshape(-1, gradients[0].shape[-1])
+        of_low = (gradient @ b) * ctx.scaling
+        of_x = None
+        if ctx.needs_input_grad[0]:
+            of_x = (gradient @ weight).addmm_(of_low, a).view(ctx.shape)
+        return of_x, None, None, of_low.T @ rows, (gradient.T @ low) * ctx.scaling, None

@@ -1,0 +1,310 @@
+"""What replaces a decoder's list of layers: records the layers' calls, finds equal layers, and names their stacks.
+
+To find the layers that are equal, the decoder runs once on a row of two tokens with placeholders in its list of layers.
+They record the arguments of the calls, which are compared with each other, as the layers themselves are.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from tpu_kit.model import attention
+from tpu_kit.model.loop import layer_inputs
+from tpu_kit.model.loop.activation_checkpointing import tensors_of
+from tpu_kit.model.loop.layer_inputs import LayerCache
+from tpu_kit.xla.scan import Tensors
+
+_TENSOR, _MAPPING, _CACHE = object(), object(), object()  # in place of such arguments
+
+
+class CannotScanError(ValueError):
+    """The layers of a model cannot run as a loop; the text says why."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments with which a decoder calls a layer, without the hidden states, and the kit's `LayerInputs`.
+
+    Attributes:
+        tensors: the tensors among them.
+        others: the other arguments, with marks in place of tensors, of the mapping and of the cache.
+        spec: their structure.
+        mapping: in which layers leave tensors for later layers; None if there is none.
+        cache: None outside of generation.
+    """
+
+    tensors: Tensors
+    others: tuple[Any, ...]
+    spec: Any
+    mapping: MutableMapping[Any, Any] | None
+    cache: LayerCache | None
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """Separates tensors, the mapping and the cache from other arguments; takes the inputs that are bound now."""
+        leaves, spec = tree_flatten((args, kwargs, layer_inputs.current()), is_leaf=_is_shared)
+        mappings = {id(leaf): leaf for leaf in leaves if _is_shared(leaf)}
+        if len(mappings) > 1:
+            raise CannotScanError("its layers share several mappings")
+        others = (
+            _TENSOR if isinstance(leaf, torch.Tensor) else _MAPPING if id(leaf) in mappings
+            else _CACHE if isinstance(leaf, LayerCache) else leaf for leaf in leaves
+        )  # fmt: skip
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        cache = next((leaf for leaf in leaves if isinstance(leaf, LayerCache)), None)
+        return cls(tensors, tuple(others), spec, next(iter(mappings.values()), None), cache)
+
+    def key(self) -> Any:
+        """Returns a key that is equal for calls that differ only in the values of tensors."""
+        return [(tensor.shape, tensor.dtype) for tensor in self.tensors], self.others, self.spec
+
+    def arguments(
+        self, tensors: Tensors, mapping: MutableMapping[Any, Any] | None, cache: LayerCache | None = None
+    ) -> Any:
+        """Returns (args, kwargs, inputs) with other tensors, another mapping and another cache."""
+        rest = iter(tensors)
+        leaves = [next(rest) if one is _TENSOR else mapping if one is _MAPPING else cache if one is _CACHE else one
+                  for one in self.others]  # fmt: skip
+        return tree_unflatten(leaves, self.spec)
+
+
+def _is_shared(argument: object) -> bool:
+    """Returns whether layers may write into an argument: a mapping of a class of its own, or an empty dictionary."""
+    return isinstance(argument, MutableMapping) and not (type(argument) is dict and argument)
+
+
+def _is_whole(hidden: torch.Tensor, before: torch.Tensor) -> bool:
+    """Returns whether hidden states are those that the layer before returned, or a view of all of them.
+
+    Tensors on XLA do not tell their storage; there the call of `equal_layers` has been checked.
+    """
+    if hidden.shape != before.shape or hidden is before or hidden.device.type == "xla":
+        return hidden.shape == before.shape
+    return hidden.untyped_storage()._cdata == before.untyped_storage()._cdata
+
+
+class Placeholders(torch.nn.Module):
+    """A list of layers that gives a decoder functions in place of the layers, and records their calls.
+
+    A function has the settings of its layer, by which a decoder may choose a layer's arguments.
+
+    Attributes:
+        pairs: whether the decoder takes the hidden states out of a pair that a layer returns.
+    """
+
+    def __init__(self, layers: Iterable[torch.nn.Module], pairs: bool) -> None:
+        super().__init__()
+        self._attributes = [{key: value for key, value in vars(layer).items() if _plain(value)} for layer in layers]
+        self.count, self.pairs = len(self._attributes), pairs
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: slice) -> list[Callable[..., Any]]:
+        assert isinstance(index, slice) and range(self.count)[index] == range(self.count), (
+            f"layers {index} of {self.count}: they run all or none"
+        )
+        return list(self)
+
+    def __iter__(self) -> Iterator[Callable[..., Any]]:
+        calls: list[Call] = []
+        results: list[torch.Tensor] = []
+
+        def visit(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if results and not _is_whole(hidden, results[-1]):
+                raise CannotScanError("its decoder changes the hidden states between two layers")
+            calls.append(Call.of(args, kwargs))
+            results[:] = [self._visit(hidden, calls)]
+            return (results[0], None) if self.pairs else results[0]
+
+        functions = [functools.partial(visit) for _ in range(self.count)]
+        for function, attributes in zip(functions, self._attributes, strict=True):
+            vars(function).update(attributes)
+        return iter(functions)
+
+    def _visit(self, hidden: torch.Tensor, calls: list[Call]) -> torch.Tensor:
+        """Returns what the layer of the last call returns to the decoder."""
+        raise NotImplementedError
+
+    def places(self) -> dict[str, list[str]]:
+        """Returns, for the prefix of each stack's name, the prefixes of its slices' names in a list of layers."""
+        return {}
+
+
+class _Probe(Placeholders):
+    """Records the call of each layer, and whether the layer writes into a mapping, for which it runs the layer."""
+
+    def __init__(self, layers: torch.nn.ModuleList, pairs: bool) -> None:
+        super().__init__(layers, pairs)
+        self.given = list(layers)
+        self.calls: list[Call] = []
+        self.writers: set[int] = set()
+
+    def _visit(self, hidden: torch.Tensor, calls: list[Call]) -> torch.Tensor:
+        self.calls, call = calls, calls[-1]
+        if call.mapping is None:
+            return hidden
+        before = dict(call.mapping)
+        args, kwargs, _ = call.arguments(call.tensors, call.mapping)  # its inputs are bound
+        output = hidden_states_of(self.given[len(calls) - 1](hidden, *args, **kwargs))
+        if any(value is not before.get(key) for key, value in call.mapping.items()):
+            self.writers.add(len(calls) - 1)
+        return output
+
+
+def layers_of(decoder: torch.nn.Module) -> tuple[str, Any]:
+    """Returns name and value of a decoder's list of layers, which most of its modules are in.
+
+    Raises:
+        CannotScanError: it has none.
+    """
+    lists = {name: part for name, part in decoder.named_children()
+             if isinstance(part, (torch.nn.ModuleList, Placeholders)) and len(part)}  # fmt: skip
+    if not lists:
+        raise CannotScanError(f"{type(decoder).__name__} has no list of layers")
+    return max(lists.items(), key=lambda item: sum(1 for _ in item[1].modules()))
+
+
+def call_once(decoder: Any, name: str, layers: Placeholders, implementation: str, tokens: int = 2) -> None:
+    """Calls a decoder on a row of tokens, with other layers and attention than its own, which come back."""
+    config, own = decoder.config, (decoder._modules[name], decoder.config._attn_implementation)
+    decoder._modules[name], config._attn_implementation = layers, implementation
+    ones = torch.ones(1, tokens, dtype=torch.int64, device=next(decoder.parameters()).device)
+    try:
+        with torch.no_grad(), attention.documents(attention.SDPA, ones) as mask:
+            decoder(input_ids=ones, position_ids=ones, use_cache=False, attention_mask=mask)
+    finally:
+        decoder._modules[name], config._attn_implementation = own
+
+
+def hidden_states_of(output: Any) -> torch.Tensor:
+    """Returns the hidden states of what a layer returns, which may be a tuple."""
+    return output[0] if isinstance(output, tuple) else output
+
+
+def equal_layers(decoder: Any, name: str, layers: torch.nn.ModuleList, parts: Sequence[int]) -> tuple[list[int], bool]:
+    """Finds the layers that can be turns of one loop.
+
+    Their modules, settings and tensors differ in values alone. A tensor that several layers get must be the same in all
+    turns; other tensors may be each layer's own. A layer that writes into a mapping is equal to none.
+
+    Args:
+        decoder: see `layer_scan.stack`.
+        name: of its list of layers.
+        layers: the list.
+        parts: a number for each layer; layers of different parts are different.
+
+    Returns:
+        A number for each layer, the same for equal layers; and `Placeholders.pairs`.
+
+    Raises:
+        CannotScanError: no layer can be a turn of a loop.
+    """
+    probe, numbered = _Probe(layers, pairs=False), _numbered(layers)
+    try:
+        call_once(decoder, name, probe, attention.SDPA)  # which every device computes
+    except ValueError as error:  # it may take the states that a layer returns for a tuple of them
+        probe = _Probe(layers, pairs=True)
+        try:
+            call_once(decoder, name, probe, attention.SDPA)
+        except Exception:  # of a model's code, which may raise anything; the first error says what is wrong
+            raise error from None
+    if len(probe.calls) != len(layers):
+        raise CannotScanError("its decoder does not go through its layers one by one")
+    uses = Counter(number for call in probe.calls for number in {id(tensor) for tensor in call.tensors})
+    known: list[Any] = []
+    found = []
+    for place, (layer, call) in enumerate(zip(layers, probe.calls, strict=True)):
+        settings = {key: value for key, value in _settings(layer).items() if key not in numbered}
+        modules = [(path, type(part)) for path, part in layer.named_modules()]
+        tensors = {n: (t.shape, t.dtype, t.device, t.requires_grad) for n, t in tensors_of(layer).items()}
+        common = [id(tensor) if uses[id(tensor)] > 1 else None for tensor in call.tensors]
+        writer = place if place in probe.writers else None
+        key = (parts[place], writer, modules, settings, tensors, call.key(), common)
+        if key not in known:
+            known.append(key)
+        found.append(known.index(key))
+    return found, probe.pairs
+
+
+def _settings(layer: torch.nn.Module) -> dict[tuple[str, str], Any]:
+    return {
+        (name, key): value for name, part in layer.named_modules() for key, value in vars(part).items() if _plain(value)
+    }
+
+
+def _numbered(layers: torch.nn.ModuleList) -> set[tuple[str, str]]:
+    """Returns the settings, (module, attribute), that hold the layer's place in the list, in which equal layers differ.
+
+    Of two layers a switch may look the same, so there only the usual name counts.
+    """
+    every = [_settings(layer) for layer in layers]
+    names = {key for settings in every for key, value in settings.items() if type(value) is int}
+    return {
+        key for key in names if all(settings.get(key, place) == place for place, settings in enumerate(every))
+        and (len(every) > 2 or key[1] == "layer_idx")
+    }  # fmt: skip
+
+
+def _plain(value: object) -> bool:
+    if isinstance(value, (dict, list, tuple)):
+        return all(map(_plain, [*value, *value.values()] if isinstance(value, dict) else value))
+    return value is None or isinstance(value, (bool, int, float, str, torch.dtype))
+
+
+def as_number(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns booleans, which the carry of a loop cannot have, as bytes."""
+    return tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor
+
+
+def keep_after(decoder: Any, layer: int) -> None:
+    """Makes `kept_states` return the states after a layer (from 1 on); call it before the layers become loops."""
+    decoder.kept_after = sorted({*getattr(decoder, "kept_after", ()), layer})
+
+
+def kept_states(decoder: torch.nn.Module) -> dict[int, torch.Tensor]:
+    """Takes the states, (B, S, H), that the last forward pass kept after layers (`keep_after`), by layer."""
+    layers = layers_of(decoder)[1]
+    found: dict[int, torch.Tensor] = getattr(layers, "kept", {})
+    if found:
+        layers.kept = {}
+    return found
+
+
+def stacked_names(model: torch.nn.Module) -> dict[str, list[str]]:
+    """Returns, for each trained parameter that is a stack, the names of its slices in the model without stacks."""
+    found = {}
+    for path, part in model.named_modules():
+        if isinstance(part, Placeholders):
+            start = f"{path}." if path else ""
+            for stack, layers in part.places().items():
+                for name, parameter in part.named_parameters():
+                    if parameter.requires_grad and name.startswith(stack):
+                        found[start + name] = [start + layer + name.removeprefix(stack) for layer in layers]
+    return found
+
+
+def stacked_prefixes(model: torch.nn.Module) -> list[str]:
+    """Returns how the names of stacked tensors begin, of trained and of frozen ones."""
+    scanned = ((path, part) for path, part in model.named_modules() if isinstance(part, Placeholders))
+    return [f"{path}.{stack}" if path else stack for path, part in scanned for stack in part.places()]
+
+
+def unstacked(stacks: Mapping[str, list[str]], named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Splits stacks, (G, ...), of the result of `stacked_names` into views under the names that slices have without."""
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in named.items():
+        found |= dict(zip(stacks[name], tensor.unbind(), strict=True)) if name in stacks else {name: tensor}
+    return found
+
+
+def restacked(stacks: Mapping[str, list[str]], named: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    """Makes the tensor of one of the model's parameters from the result of `unstacked`."""
+    return torch.stack([named[one] for one in stacks[name]]) if name in stacks else named[name]

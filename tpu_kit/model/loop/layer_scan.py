@@ -1,0 +1,474 @@
+"""Runs the layers of a decoder as loops over stacked weights, and recomputes each layer in the backward pass.
+
+An unrolled program has the operations of all layers: it compiles for minutes, and needs memory for several layers. A
+loop has the operations of one block of layers, forward and backward. The weights are stacked, (G, ...) for G turns, on
+the host before the model moves to its device, because stacking within the step would copy them. Saved files have no
+stacks.
+
+`stack` replaces the model's list of layers by `ScannedLayers`; embedding, masks, rotary angles and the final norm stay
+the model's own code. When the decoder iterates over its layers, placeholders record the arguments of each call, and the
+last one runs the layers. Blocks of equal layers become loops, equal neighbours within a block become a loop within its
+turn, and the other layers are runs of one turn. A tensor that several layers get is a constant of the loop; a tensor
+that only one layer gets is stacked. Tensors that a layer leaves in a mapping for later layers (Gemma 4 shares keys and
+values) are outputs of its run and constants of the later runs.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from tpu_kit.config.loader import OptimConfig
+from tpu_kit.model import architecture
+from tpu_kit.model.loop import activation_checkpointing, layer_inputs
+from tpu_kit.model.loop.activation_checkpointing import autocast_now, cast_once, chunk_mlp, mix, seeds_of, tensors_of
+from tpu_kit.model.loop.layer_calls import (
+    Call,
+    CannotScanError,
+    Placeholders,
+    as_number,
+    equal_layers,
+    hidden_states_of,
+    layers_of,
+)
+from tpu_kit.model.loop.layer_inputs import LayerCache
+from tpu_kit.model.sharding import partition
+from tpu_kit.xla.scan import Tensors, Tree, after, scan, slice_at
+
+
+class ScannedLayers(Placeholders):
+    """Replaces a decoder's list of layers; see `stack`. As text it tells which layers are loops.
+
+    Attributes:
+        kept_after: numbers of layers, from 1 on, each the last of a run.
+        kept: the states after them, of the last forward pass outside of generation, until `kept_states` takes them.
+    """
+
+    def __init__(self, layers: torch.nn.ModuleList, runs: list[Run], kept_after: Sequence[int], pairs: bool) -> None:
+        super().__init__(layers, pairs)
+        self.kept_after = tuple(kept_after)
+        self.kept: dict[int, torch.Tensor] = {}
+        self.runs, self.in_order = torch.nn.ModuleList(runs), runs
+
+    def __str__(self) -> str:
+        loops = [f"{run.turns} x {run.text}" for run in self.in_order if run.turns > 1]
+        single = sum(run.turns == 1 for run in self.in_order)
+        parts = [f"{' and '.join(loops)} in {'loops' if len(loops) > 1 else 'a loop'}"] if loops else []
+        return ", ".join(parts + ([f"{single} one by one"] if single else []))
+
+    def _visit(self, hidden: torch.Tensor, calls: list[Call]) -> torch.Tensor:
+        if len(calls) < self.count:
+            return hidden
+        start = 0
+        shared: dict[Any, Any] = {}
+        for run in self.in_order:
+            hidden, written = run(hidden, calls[start : start + run.count], shared)
+            shared |= written
+            start += run.count
+            if start in self.kept_after and calls[0].cache is None:
+                self.kept[start] = hidden
+        return hidden
+
+    def places(self) -> dict[str, list[str]]:
+        """See `Placeholders`."""
+        found, start = {}, 0
+        for number, run in enumerate(self.in_order):
+            end = start + run.count
+            for stack, offsets in enumerate(run.offsets):
+                turns = range(start, end, run.period)
+                found[f"runs.{number}.layers.{stack}."] = [f"{turn + offset}." for turn in turns for offset in offsets]
+            start = end
+        return found
+
+
+class Run(torch.nn.Module):
+    """A block of `period` layers that repeats `turns` times, with a stack of weights for each different neighbour.
+
+    Attributes:
+        layers: one for each stack, with weights (turns x equal neighbours, ...).
+        offsets: for each of them the places in the block.
+    """
+
+    def __init__(self, layers: torch.nn.ModuleList, neighbours: Sequence[int], turns: int, keeps: bool = False) -> None:
+        """Takes layers with stacked weights and seeded dropouts, and how many equal neighbours each stands for."""
+        super().__init__()
+        ends = list(itertools.accumulate(neighbours))
+        self.offsets = [range(end - count, end) for count, end in zip(neighbours, ends, strict=True)]
+        self.turns, self.period, self.keeps, self.count = turns, ends[-1], keeps, turns * ends[-1]
+        self.text = f"({' + '.join(map(str, neighbours))})" if self.period > len(layers) else str(self.period)
+        self.layers = layers
+
+    def forward(
+        self, hidden: torch.Tensor, calls: list[Call], shared: Mapping[Any, Any]
+    ) -> tuple[torch.Tensor, dict[Any, Any]]:
+        """Returns the hidden states after all layers, and what they left in the mapping; for `calls` see `_Block`."""
+        block = _Block(self, calls, shared)
+        if torch.is_grad_enabled():
+            tensors, block.given = tree_flatten((block.constants, block.named))
+            hidden, *leaves = _Scanned.apply(block, hidden, *tensors)
+            return hidden, tree_unflatten(leaves, block.written)
+        state = block.cache.begin() if block.cache else []
+        (hidden, _, state), left = block.loop(block.forward_alone, (hidden, block.constants, state), block.named)
+        if block.cache:
+            block.cache.update_all(state)
+        return hidden, tree_map(lambda stack: stack[0], left)
+
+
+_SEED = -1  # in place of the place of an argument: the seeds of a layer's dropouts
+
+
+def _draw(device: torch.device) -> torch.Tensor:  # from its generator: masks differ between steps and replicas
+    return torch.randint(0, 2**31 - 1, (), device=device, dtype=torch.int32)
+
+
+class _Block:
+    """The bodies of the forward and backward loops: functions of a carry and of slices.
+
+    The carry has the hidden states or their gradient, the constants, and the tensors of the cache or the sums of the
+    gradients of constants.
+
+    Args:
+        run: its layers.
+        calls: the arguments of each of its layers, of all turns.
+        shared: what earlier layers left in the mapping.
+
+    Attributes:
+        named: for each of the run's layers, its stacks: weights by name, and its own arguments by place in its call.
+        constants: the other tensors that the layers get.
+        cache: of generation.
+        summed: the places of the constants that need a gradient, which is a sum over the layers.
+        given: structure of (constants, named).
+        written: structure of what the layers leave in the mapping, known after a forward pass.
+    """
+
+    def __init__(self, run: Run, calls: list[Call], shared: Mapping[Any, Any]) -> None:
+        self.layers, self.keeps, self.turns, self.cache = run.layers, run.keeps, run.turns, calls[0].cache
+        self.parts = range(len(run.layers))  # the layers of this loop
+        self.count = [len(offsets) for offsets in run.offsets]  # equal neighbours that each stands for
+        self.stacked = [run.turns * count for count in self.count]  # layers of each stack
+        self.given: Any = None
+        self.written: Any = None
+        self.named: list[dict[Any, torch.Tensor]] = [tensors_of(layer) for layer in run.layers]
+        self.seeds = [seeds_of(layer) for layer in run.layers]
+        self.calls = [calls[offsets[0]] for offsets in run.offsets]
+        drawn = _draw(next(run.parameters()).device) if run.training and any(self.seeds) else None
+        for named, first, offsets, seeds in zip(self.named, self.calls, run.offsets, self.seeds, strict=True):
+            turns = [calls[turn + offset] for turn in range(0, run.count, run.period) for offset in offsets]
+            assert all(call.key() == first.key() for call in turns), "layers of one run are called alike"
+            for place in range(len(first.tensors)):
+                each = [call.tensors[place] for call in turns]
+                if any(tensor is not each[0] for tensor in each):
+                    named[place] = torch.stack([as_number(tensor) for tensor in each])
+            if drawn is not None and seeds:
+                every = torch.arange(len(turns), device=drawn.device, dtype=torch.int32)
+                named[_SEED] = mix(drawn + every * 0x61C88647)
+        left, self.shared_spec = tree_flatten(dict(shared))
+        common = [tensor for call, named in zip(self.calls, self.named, strict=True)
+                  for place, tensor in enumerate(call.tensors) if place not in named]  # fmt: skip
+        constants = list({id(tensor): tensor for tensor in (*common, *left)}.values())
+        places = {id(tensor): place for place, tensor in enumerate(constants)}
+        self.places = [[places.get(id(tensor), -1) for tensor in call.tensors] for call in self.calls]
+        self.shared = [places[id(tensor)] for tensor in left]
+        self.constants = [as_number(tensor) for tensor in constants]
+        self.summed = [place for place, tensor in enumerate(constants) if tensor.requires_grad]
+        self.trained = [[name for name, tensor in named.items() if tensor.requires_grad] for named in self.named]
+        self.cast = [cast_once(layer) for layer in run.layers]
+
+    def loop(
+        self, body: Callable[..., tuple[Tree, Tree]], carry: Tree, named: list[dict[Any, torch.Tensor]],
+        saved: Tree = (), first: torch.Tensor | None = None,
+    ) -> tuple[Tree, Tree]:  # fmt: skip
+        """Runs `scan` over the layers' tensors, or backward over these and what the forward loop returned.
+
+        On a mesh each turn also gathers the weights of the first products of the next turn, which the carry passes on.
+        In their own turn no earlier product would hide their collectives.
+
+        Args:
+            body: of a turn.
+            carry: at the start.
+            named: the stacks of each layer.
+            saved: the outputs of the forward loop, for a backward loop.
+            first: of an inner loop, its first place in the stacks.
+        """
+        reverse, inner, groups = bool(saved), first is not None, self._gathered_early(named[0])
+        nested = [inner or self.count[part] > 1 for part in self.parts]
+        if not (groups or any(nested) or self.cache):
+            return scan(body, carry, (*saved, named), reverse=reverse)
+        if saved and not inner:  # an inner loop has put its stacks into a stack
+            flat = [[tree_map(lambda stack: stack.flatten(0, 1), one) if loop else one
+                     for one, loop in zip(each, nested, strict=True)] for each in saved[:2]]  # fmt: skip
+            saved = (*flat, saved[2])
+        stacks, structure = tree_flatten((*saved, named))
+        places_of = {id(stack): place for place, stack in enumerate(stacks)}
+        early = [places_of[id(named[0][name])] for group in groups for name in group]
+        # The carry passes on whole the stacks of inner loops, and those of which a turn gathers the next one's slices.
+        whole = [each for each, loop in zip(zip(*saved[:2], named, strict=True), nested, strict=True) if loop]
+        held = sorted({*early, *(places_of[id(stack)] for stack in tree_leaves(whole))})
+        last = self.layers[self.parts[-1]] if self.count[self.parts[-1]] == 1 else None  # of an inner loop
+
+        def gather(passed: Tensors, place: torch.Tensor, before: Tensors) -> list[torch.Tensor]:
+            found = dict(zip(held, passed, strict=True))
+            parts = iter(after(before, [slice_at(found[one], place) for one in early]))
+            return [partition.gather_alike(group[0], [next(parts) for _ in group]) for group in groups]
+
+        def turn(state: Tree, given: Tree) -> tuple[Tree, Tree]:
+            (now, ready, passed), (others, place, following) = state, given
+            rest = iter(others)
+            own = {one: slice_at(stack, place) if inner else stack for one, stack in zip(held, passed, strict=True)}
+            own |= dict(zip(early, (weight for group in ready for weight in group), strict=True))
+            slices = [own[one] if one in own else next(rest) for one in range(len(stacks))]
+            with partition.last_product(last, now[0]) as before:
+                now, outputs = body(now, tree_unflatten(slices, structure), place)
+            return (now, gather(passed, following, before) if groups else [], passed), outputs
+
+        places = torch.arange(self.turns, device=carry[0].device)
+        following = (places + (-1 if reverse else 1)).clamp(0, self.turns - 1)
+        if first is not None:
+            places, following = places + first, following + first
+        passed = [stacks[one] for one in held]
+        scanned = [stack for one, stack in enumerate(stacks) if one not in held]
+        ready = gather(passed, places[-1 if reverse else 0], []) if groups else []
+        (carry, _, _), outputs = scan(turn, (carry, ready, passed), (scanned, places, following), reverse=reverse)
+        return carry, outputs
+
+    def _gathered_early(self, stacks: dict[Any, torch.Tensor]) -> list[list[str]]:
+        """The weights of the first layer that a loop gathers in the turn before; those of an inner loop are its own."""
+        if self.turns == 1 or self.count[self.parts[0]] > 1 or next(iter(stacks.values())).device.type != "xla":
+            return []
+        slices = {name: stack[0] for name, stack in stacks.items() if isinstance(name, str)}
+        return partition.gathered_early(slices, alone=len(self.parts) == 1)
+
+    def _neighbours(self, part: int) -> _Block:
+        """Returns the loop over the equal neighbours that one of the run's layers stands for."""
+        block = copy.copy(self)
+        block.parts, block.turns, block.count = range(part, part + 1), self.count[part], [1] * len(self.count)
+        return block
+
+    def forward(self, carry: Tree, slices: Tree, place: torch.Tensor | None = None) -> tuple[Tree, Tree]:
+        """Returns the carry after the block; outputs the states before each layer, its saved results, what is left."""
+        (hidden, constants, state), (named,) = carry, slices
+        before, results = [], []
+        left: dict[Any, Any] = {}
+        for part, tensors in zip(self.parts, named, strict=True):
+            if self.count[part] > 1:
+                assert place is not None, "a loop with an inner one tells the turn"
+                block = self._neighbours(part)
+                (hidden, _, state), ((first,), (found,), _) = block.loop(
+                    block.forward, (hidden, constants, state), [tensors], first=place * self.count[part]
+                )
+                before.append(first)
+            else:
+                before.append(hidden)
+                cache = self.cache.of_layer(state, place, self.stacked[part]) if self.cache else None
+                with activation_checkpointing.recording(self.keeps) as found:
+                    hidden, written = self._layer(part, hidden, constants, tensors, cache)
+                state = cache.end() if cache else []
+                left |= written
+            results.append(found)
+        return (hidden, constants, state), (before, results, left)
+
+    def forward_alone(self, carry: Tree, slices: Tree, place: torch.Tensor | None = None) -> tuple[Tree, Tree]:
+        """As `forward`, without the outputs that only a backward pass needs."""
+        carry, (_, _, left) = self.forward(carry, slices, place)
+        return carry, left
+
+    def backward(self, carry: Tree, slices: Tree, place: torch.Tensor | None = None) -> tuple[Tree, Tree]:
+        """Returns the gradient before the block, and sums for the constants; outputs the gradients of the slices.
+
+        It recomputes each layer after the backward pass of the next layer has ended. Otherwise XLA might recompute all
+        layers of the block at once, and take the recomputation of a run of one turn for its forward pass.
+        """
+        before, results, left, named = slices
+        gradients: list[dict[Any, torch.Tensor]] = []
+        done = [carry[0]] if self.turns == 1 else []
+        for part, hidden, kept, tensors in reversed(list(zip(self.parts, before, results, named, strict=True))):
+            if self.count[part] > 1:
+                assert place is not None, "a loop with an inner one tells the turn"
+                block = self._neighbours(part)
+                carry, (found,) = block.loop(
+                    block.backward, carry, [tensors], ([hidden], [kept], {}), place * self.count[part]
+                )
+            else:
+                hidden, *kept = after(done, [hidden, *kept])
+                carry, found = self._layer_backward(part, carry, tree_leaves(left), hidden, kept, tensors)
+            gradients.insert(0, found)
+            done = [carry[0], *found.values()]
+        return carry, gradients
+
+    def _layer_backward(
+        self, part: int, carry: Tree, upstream: Tensors, hidden: torch.Tensor, results: Tensors,
+        tensors: dict[str | int, torch.Tensor],
+    ) -> tuple[Tree, dict[Any, torch.Tensor]]:  # fmt: skip
+        """As `backward` for one layer, of the states before it, its saved results and its tensors."""
+        gradient, constants, sums = carry
+        with torch.enable_grad(), activation_checkpointing.recording(self.keeps, results):
+            hidden = hidden.detach().requires_grad_()
+            trained = {name: self._leaf(part, name, tensors[name]) for name in self.trained[part]}
+            shared = {place: constants[place].detach().requires_grad_() for place in self.summed}
+            given = [shared.get(place, constant) for place, constant in enumerate(constants)]
+            output, written = self._layer(part, hidden, given, {**tensors, **trained})
+            gradient, *found = torch.autograd.grad(
+                [output, *tree_leaves(written)], [hidden, *trained.values(), *shared.values()],
+                [gradient, *upstream], allow_unused=True, materialize_grads=True,
+            )  # fmt: skip
+        sums = [total + one for total, one in zip(sums, found[len(trained) :], strict=True)]
+        return (gradient, constants, sums), dict(zip(trained, found, strict=False))
+
+    def _leaf(self, index: int, name: str | int, tensor: torch.Tensor) -> torch.Tensor:
+        """Makes a leaf of a trained tensor.
+
+        With autocast the gradient of an adapter is computed in bf16. The loop stacks it in bf16, in half the memory,
+        and `_Scanned` converts it to fp32 after the loop.
+        """
+        kind = tensor.device.type
+        if name in self.cast[index] and torch.is_autocast_enabled(kind):
+            tensor = tensor.to(torch.get_autocast_dtype(kind))
+        return tensor.detach().requires_grad_()
+
+    def _layer(
+        self,
+        index: int,
+        hidden: torch.Tensor,
+        constants: Tensors,
+        given: dict[str | int, torch.Tensor],
+        cache: LayerCache | None = None,
+    ) -> tuple[torch.Tensor, dict[Any, Any]]:
+        """Returns the states after a layer, and what it left in the mapping."""
+        call, places = self.calls[index], self.places[index]
+        arguments = [given[place] if place in given else constants[common] for place, common in enumerate(places)]
+        arguments = [tensor.bool() if own.dtype == torch.bool else tensor
+                     for tensor, own in zip(arguments, call.tensors, strict=True)]  # fmt: skip
+        mapping = None if call.mapping is None else type(call.mapping)()
+        if mapping is not None:
+            mapping.update(tree_unflatten([constants[place] for place in self.shared], self.shared_spec))
+        before = dict(mapping or {})
+        kind = hidden.device.type
+        product = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        weights = {name: tensor for name, tensor in given.items() if isinstance(name, str)}
+        weights |= {name: given[_SEED] for name in self.seeds[index] if _SEED in given}
+        weights, hidden = partition.gather_layer(weights, hidden.shape[-1], product), partition.by_rows(hidden)
+        args, kwargs, inputs = call.arguments(arguments, mapping, cache)
+        with layer_inputs.bound(inputs):
+            output = hidden_states_of(
+                torch.func.functional_call(self.layers[index], weights, (hidden, *args), kwargs, tie_weights=False)
+            )
+        if output.dtype != hidden.dtype or output.shape != hidden.shape:
+            raise CannotScanError(f"a layer turns {hidden.dtype} into {output.dtype}")
+        written = {key: value for key, value in (mapping or {}).items() if value is not before.get(key)}
+        assert not written or self.turns == 1, "a layer that writes into a mapping is no turn of a loop"
+        return partition.by_rows(output), written
+
+
+class _Scanned(torch.autograd.Function):
+    """Loops over the blocks of a run, saves the outputs of `_Block.forward`, and loops backward."""
+
+    @staticmethod
+    def forward(ctx: Any, block: _Block, hidden: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        constants, named = tree_unflatten(tensors, block.given)
+        ctx.block, ctx.autocast = block, autocast_now(hidden.device.type)
+        carry, (*saved, left) = block.loop(block.forward, (hidden, constants, []), named)
+        leaves, ctx.structure = tree_flatten((constants, named, saved))
+        ctx.save_for_backward(*leaves)
+        written, block.written = tree_flatten(left)
+        return carry[0], *(stack[0] for stack in written)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream: torch.Tensor, *left: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        block, tensors = ctx.block, ctx.saved_tensors
+        constants, named, saved = tree_unflatten(tensors, ctx.structure)
+        sums = [torch.zeros_like(constants[place], dtype=torch.float32) for place in block.summed]
+        stacks = tree_unflatten([tensor[None] for tensor in left], block.written)
+        with torch.autocast(**ctx.autocast):
+            (gradient, _, sums), found = block.loop(
+                block.backward, (upstream, constants, sums), named, (*saved, stacks)
+            )
+        summed = dict(zip(block.summed, sums, strict=True))
+        turned = [summed.get(place) for place in range(len(constants))]
+        turned += [gradients.get(name) for own, gradients in zip(named, found, strict=True) for name in own]
+        pairs = zip(turned, tensors, strict=False)
+        return None, gradient, *(None if one is None else one.reshape(own.shape).to(own.dtype) for one, own in pairs)
+
+
+def scan_layers(decoder: Any, optim: OptimConfig, device_type: str) -> ScannedLayers | None:
+    """Makes a decoder run its layers as loops, on XLA and wherever states between layers are kept.
+
+    Args:
+        decoder: see `stack`.
+        optim: scan_layers, remat and mlp_tile. scan_layers=off takes no layers for equal; on asks for loops anywhere.
+        device_type: of the run.
+
+    Returns:
+        The new list of layers; None if the layers stay as they are.
+
+    Raises:
+        ValueError: the layers cannot run as a loop.
+    """
+    if device_type not in ("tpu", "xla-cpu") and optim.scan_layers != "on" and not hasattr(decoder, "kept_after"):
+        return None
+    keeps = optim.remat == "outputs"
+    try:
+        return stack(decoder, None if keeps else optim.mlp_tile, keeps, optim.scan_layers == "off")
+    except CannotScanError as error:
+        raise ValueError(
+            f"{type(decoder).__name__} cannot run its layers as a loop, as XLA does: {error}; train it with "
+            "launch.device_type=cuda or cpu"
+        ) from error
+
+
+def stack(decoder: Any, tile: int | None = None, keeps: bool = False, apart: bool = False) -> ScannedLayers:
+    """Makes a decoder run its layers as loops, in place, and stacks their weights on the host.
+
+    Args:
+        decoder: a transformers decoder with the kit's attention and its adapters, before its move to a device; also on
+            the meta device.
+        tile: tokens of a tile of an MLP; None for all tokens.
+        keeps: save the results of products and attention (optim.remat=outputs).
+        apart: take no layers for equal: all are runs of one turn.
+
+    Returns:
+        The new list of layers.
+
+    Raises:
+        CannotScanError: its layers cannot run as a loop; the decoder is unchanged.
+    """
+    name, layers = layers_of(decoder)
+    numbers = [id(tensor) for layer in layers for tensor in layer.parameters()]
+    if len(set(numbers)) < len(numbers):
+        raise CannotScanError("its layers share weights")
+    cuts = getattr(decoder, "kept_after", ())  # a run ends there, so that its states can be kept
+    parts = [sum(cut <= place for cut in cuts) for place in range(len(layers))]
+    equal, pairs = equal_layers(decoder, name, layers, range(len(layers)) if apart else parts)
+    runs, start = [], 0
+    for period, turns in architecture.spans(equal):
+        neighbours = architecture.neighbours(equal[start : start + period])
+        runs.append(_run(list(layers[start : start + period * turns]), neighbours, turns, keeps))
+        start += period * turns
+    scanned = ScannedLayers(layers, runs, cuts, pairs).train(decoder.training)
+    if tile is not None:
+        for layer in (layer for run in runs for layer in run.layers):
+            mlp = getattr(layer, "mlp", None)
+            if mlp is not None and type(mlp).__name__.endswith("MLP") and not hasattr(mlp, "experts"):
+                chunk_mlp(mlp, tile)
+    setattr(decoder, name, scanned)
+    return scanned
+
+
+def _run(layers: list[torch.nn.Module], neighbours: Sequence[int], turns: int, keeps: bool) -> Run:
+    """Makes a run of equal blocks; moves the weights of equal layers into the first of them."""
+    blocks = [layers[start : start + len(layers) // turns] for start in range(0, len(layers), len(layers) // turns)]
+    ends = itertools.accumulate(neighbours)
+    alike = [[layer for block in blocks for layer in block[end - count : end]]
+             for count, end in zip(neighbours, ends, strict=True)]  # fmt: skip
+    for first, *others in alike:
+        partition.stack_layers(first, others, list(tensors_of(first)))
+    firsts = torch.nn.ModuleList(first for first, *_ in alike)
+    activation_checkpointing.seed_dropouts(firsts)
+    if keeps:
+        activation_checkpointing.keep_products(firsts)
+    return Run(firsts, neighbours, turns, keeps)

@@ -1,0 +1,99 @@
+"""Reads the shapes of models: `meta_model` derives them, which loads torch and transformers, and they stay on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+
+from tpu_kit.config.loader import ModelConfig
+from tpu_kit.machine.storage import atomic
+from tpu_kit.model.architecture import Shape, did_you_mean, locate, shipped_shape
+
+CACHE = Path("~/.cache/tpu_kit/shapes")
+
+
+def read_shape(model: ModelConfig) -> Shape:
+    """Derives the shape of a model from its config.json, or reads it from disk if it was derived before.
+
+    Raises:
+        ValueError: there is no config.json, or transformers cannot build a decoder from it.
+    """
+    path = CACHE.expanduser() / f"{shape_key(model)}.json"
+    if (shape := _load(path)) is None:
+        from tpu_kit.model import meta_model
+
+        shape = _loaded[path] = meta_model.derive(model)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            atomic.write_text(path, json.dumps(asdict(shape)), shared=True)
+        except OSError:  # the next call derives it again
+            pass
+    return shape
+
+
+_loaded: dict[Path, Shape] = {}
+
+
+def _load(path: Path) -> Shape | None:
+    try:
+        if path not in _loaded:
+            _loaded[path] = Shape.from_dict(json.loads(path.read_text()))
+        return _loaded[path]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # no file, or half of one
+        return None
+
+
+def shape_key(model: ModelConfig) -> str:
+    """Hashes what determines a shape: its config.json, the code that derives it, and transformers.
+
+    Raises:
+        ValueError: there is no config.json.
+    """
+    own = Path(model.name).expanduser()
+    code = sorted(own.glob("*.py")) if model.trust_remote_code and own.is_dir() else []
+    code += [
+        Path(__file__),
+        Path(__file__).with_name("meta_model.py"),
+        Path(__file__).with_name("loop") / "layer_calls.py",
+    ]
+    parts = [_read(model), str(model.trust_remote_code and model.name), version("transformers")]
+    every = [*map(str.encode, parts), *(path.read_bytes() for path in code)]
+    return hashlib.sha256(b"\0".join(every)).hexdigest()[:32]
+
+
+def _read(model: ModelConfig) -> str:
+    name = f"model.name={model.name}"
+    if model.gguf_file:
+        raise ValueError(
+            f"{name}: planning reads a config.json, not a GGUF file; give the original model's folder or id"
+        )
+    if (shipped := shipped_shape(model)) is not None:
+        return json.dumps(shipped)
+    path = _find(model)
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = json.loads(text)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{name}: its config.json cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{name}: its config.json holds no object; take the file of the original model")
+    return text
+
+
+def _find(model: ModelConfig) -> Path:
+    folder = Path(locate(model))
+    if folder.is_dir():
+        return folder / "config.json"
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(model.name, "config.json", revision=model.revision))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"model.name={model.name}: no folder, no known model (`python -m tpu_kit plan --models` lists them), and "
+            f"the hub gave no config.json of it;{did_you_mean(model.name)} give a folder with its config.json, as from "
+            f"`hf download {model.name} config.json --local-dir FOLDER`"
+        ) from error

@@ -1,0 +1,276 @@
+"""Shards the tensors of a model over a mesh, by the rules of `sharding_rules`.
+
+A tensor is stored in shards over "fsdp" and "model". When its layer runs, it is gathered over "fsdp" and stays sharded
+over "model", which shards the matrix product itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from tpu_kit.config.mesh import BATCH, Spec
+from tpu_kit.distributed.replica.mesh import active_mesh, put, put_stack
+from tpu_kit.machine.chips import GIB
+from tpu_kit.model.sharding import sharding_rules
+from tpu_kit.model.sharding.sharding_rules import Embedding, Placed, Tensor
+from tpu_kit.xla.sharding import constrain
+
+in_place: ContextVar[bool] = ContextVar("in_place", default=False)
+"""Whether products take a layer's weights and activations as they are, as `decode_sharding` shards them."""
+PARTS = WeakTensorKeyDictionary()
+"""For each stack on "meta" that `to_mesh` has still to move, the list of its layers' CPU tensors."""
+
+
+def spec_of(name: str, tensor: torch.Tensor, embedding: Embedding, stacked: bool = False) -> Spec:
+    """As `sharding_rules.spec_of`, for a parameter or buffer of a model, or a tensor of its shape and dtype."""
+    return sharding_rules.spec_of(_described(name, tensor, stacked), embedding, active_mesh())
+
+
+def _described(name: str, tensor: torch.Tensor, stacked: bool) -> Tensor:
+    packed = tensor.dtype == torch.uint8
+    return Tensor(name, tuple(tensor.shape), _dtype(tensor).itemsize, stacked, packed, tensor.requires_grad)
+
+
+def gathered(spec: Spec) -> Spec:
+    """The spec of a tensor that is gathered for its product: without fsdp."""
+    found: list[str | tuple[str, ...] | None] = []
+    for axes in spec:
+        names = tuple(name for name in ((axes,) if isinstance(axes, str) else axes or ()) if name != "fsdp")
+        found.append(names or None)
+    return tuple(found)
+
+
+def gather_layer(
+    tensors: Mapping[str, torch.Tensor], hidden: int, dtype: torch.dtype | None
+) -> dict[str, torch.Tensor]:
+    """The tensors of one layer as its products take them; for one device they are returned as they are.
+
+    Args:
+        tensors: by name in the layer.
+        hidden: size of the hidden states.
+        dtype: of the products; trained matrices in fp32 are cast to it before they are gathered.
+    """
+    if active_mesh().size == 1 or in_place.get():
+        return dict(tensors)
+    found = {}
+    for name, tensor in tensors.items():
+        spec = spec_of(f"layers.0.{name}", tensor, Embedding(hidden))
+        if any("fsdp" in (axes or ()) for axes in spec):
+            if dtype is not None and tensor.dtype == torch.float32 and tensor.ndim == 2:
+                tensor = tensor.to(dtype)
+            tensor = constrain(tensor, gathered(spec), spec)
+        found[name] = tensor
+    return found
+
+
+def gathered_early(tensors: Mapping[str, torch.Tensor], alone: bool = True) -> list[list[str]]:
+    """The frozen weights that are gathered over fsdp before their layer's turn, in groups for `gather_alike`.
+
+    These are the floats of a layer's first products, and experts of a layer that is `alone` in its turn. Integers of
+    other layers are a half or a quarter of the bytes, which the compiler hides as they are. In a turn of two layers
+    (gpt-oss-20b in int8) it hides fewer bytes of experts, if the first layer's are gathered early: 14.1 of 40.2 GiB
+    instead of 22.1 of 38.6, with broadcast biases.
+    """
+    groups: dict[torch.Size | str, list[str]] = {}
+    if active_mesh().fsdp == 1 or in_place.get():
+        return []
+    for name, tensor in tensors.items():
+        first = name.endswith(".weight") and "lora_" not in name and set(name.split(".")) & set(sharding_rules.FIRST)
+        if tensor.requires_grad:
+            continue
+        if ".experts." in name and not sharding_rules.is_small(name):
+            groups |= {name: [name]} if alone else {}
+        elif first and tensor.is_floating_point():
+            groups.setdefault(tensor.shape, []).append(name)
+    return list(groups.values())
+
+
+def gather_alike(name: str, tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Gathers tensors of one layer that have the shape and the rule of `name` as one tensor, (n, ...)."""
+    spec = (None, *spec_of(f"layers.0.{name}", tensors[0], Embedding()))
+    return constrain(constrain(torch.stack(tensors), spec), gathered(spec))
+
+
+@contextlib.contextmanager
+def last_product(layer: torch.nn.Module | None, hidden: torch.Tensor) -> Iterator[list[torch.Tensor]]:
+    """Collects the input of a layer's last product, unless an MLP in tiles computes it in a loop of its own.
+
+    What is gathered for the next turn depends on it. Otherwise the compiler gathers at the start of the turn, in
+    place of what the turn itself needs.
+    """
+    found: list[torch.Tensor] = []
+
+    def collect(_: torch.nn.Module, given: tuple[torch.Tensor, ...]) -> None:
+        if given[0].shape[:-1] == hidden.shape[:-1]:
+            found.append(given[0].detach())
+
+    if layer is None:
+        yield found
+        return
+    last = layer
+    for name, part in layer.named_modules():
+        if "lora_" not in name and getattr(part, "out_features", None) == hidden.shape[-1]:
+            last = part
+    with last.register_forward_pre_hook(collect):
+        yield found
+
+
+def by_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Shards hidden states or labels, (B, ...), by rows; see also `in_place`."""
+    return tensor if in_place.get() else constrain(tensor, (BATCH, *[None] * (tensor.ndim - 1)))
+
+
+@contextlib.contextmanager
+def embedding_by_columns(model: Any) -> Iterator[None]:
+    """Shards what a trained embedding returns by columns, as its table, and by rows over "data" alone.
+
+    Otherwise the compiler may make the table's whole gradient on each device (in fp32 2 GiB for 8B), where the rows are
+    sharded over data as well.
+    """
+    embedding, columns = model.get_input_embeddings(), None
+    if active_mesh().data > 1 and embedding.weight.requires_grad:
+        columns = spec_of("model.embed_tokens.weight", embedding.weight, embedding_of(model))[1]
+    if columns is None:  # or it is tied, and sharded by rows
+        yield
+        return
+    with embedding.register_forward_hook(lambda *given: constrain(given[-1], ("data", None, columns))):
+        yield
+
+
+def tiles(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """Splits (B, S, ...) into (count, B, S / count, ...): each tile has tokens of every row, so of every shard."""
+    found = tensor.unflatten(1, (count, -1)).transpose(0, 1)
+    return constrain(found, (None, BATCH, *[None] * (found.ndim - 2)))
+
+
+def untiled(tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Inverts `tiles` after its last axes were flattened: (count, B * S / count) becomes `shape`, (B, S)."""
+    return constrain(tensor.unflatten(1, (shape[0], -1)).transpose(0, 1).reshape(shape), (BATCH, None))
+
+
+def move(tensor: torch.Tensor, device: torch.device, spec: Spec | None = None, copy: bool = False) -> torch.Tensor:
+    """Moves a tensor to a device, or to the devices of the mesh.
+
+    Args:
+        tensor: on the CPU or on the device.
+        device: the device, which stands for all of a mesh.
+        spec: how it is sharded on a mesh; not at all by default.
+        copy: whether a tensor that is there is copied.
+    """
+    if active_mesh().size == 1 or device.type != "xla":
+        return tensor.to(device, copy=copy)
+    spec = spec or (None,) * tensor.ndim
+    return put(tensor, spec) if tensor.device.type == "cpu" else constrain(tensor.clone(), spec)
+
+
+def stack_layers(layer: torch.nn.Module, others: list[torch.nn.Module], names: Iterable[str]) -> None:
+    """Replaces each tensor of a layer, of these names, by the stack, (G, ...), of all layers', and frees those.
+
+    It frees each tensor after its copy, so that the host never has both the stack and all its parts. For a mesh the
+    stack is a tensor on "meta" that names its parts: `to_mesh` copies those to the devices' shards.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
+    for name in names:
+        owner, _, leaf = name.rpartition(".")
+        modules = [each.get_submodule(owner) for each in (layer, *others)]
+        first = getattr(layer.get_submodule(owner), leaf)
+        later = active_mesh().size > 1 and first.device.type == "cpu"
+        device = "meta" if later else first.device
+        stacked = torch.empty((len(modules), *first.shape), dtype=first.dtype, device=device)
+        parts = []
+        for place, module in enumerate(modules):
+            part = getattr(module, leaf).detach()
+            if later:
+                parts.append(part)
+            else:
+                stacked[place] = part
+            del part
+            setattr(module, leaf, None)
+        if trim is not None:
+            trim(0)  # glibc does not return pieces below 32 MiB to the system by itself
+        if isinstance(first, torch.nn.Parameter):
+            stacked = torch.nn.Parameter(stacked, requires_grad=first.requires_grad)
+        if later:
+            PARTS[stacked] = parts
+        setattr(modules[0], leaf, stacked)
+
+
+def to_mesh(model: torch.nn.Module, stacks: Iterable[str]) -> torch.nn.Module:
+    """Moves a model from the CPU to the devices of the mesh, in place: to each its shards, tensor by tensor.
+
+    Args:
+        model: its layers run as a loop.
+        stacks: how the names of stacked tensors begin.
+
+    Raises:
+        ValueError: as `check_rules`.
+    """
+    stacks = tuple(stacks)
+    rows = check_rules(model, stacks)
+    held_bytes, most = sum(row.bytes for row in rows), rows[0]
+    print(
+        f"sharded          {held_bytes / GIB:.2f} GiB a device; most for {most.name} {most.shape}, {most.spec}",
+        flush=True,
+    )
+    whole = embedding_of(model)
+    placed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    shared = _shared(model)
+    for path, module in model.named_modules():
+        for held in (module._parameters, module._buffers):
+            for leaf, tensor in held.items():
+                if tensor is None:
+                    continue
+                if id(tensor) in placed:
+                    held[leaf] = placed[id(tensor)][1]
+                    continue
+                name = f"{path}.{leaf}" if path else leaf
+                spec, dtype = spec_of(name, tensor, whole, name.startswith(stacks)), _dtype(tensor)
+                parts = PARTS.pop(tensor, None)
+                new = put(tensor, spec, dtype) if parts is None else put_stack(parts, spec, dtype)
+                if isinstance(tensor, torch.nn.Parameter):
+                    new = torch.nn.Parameter(new, requires_grad=tensor.requires_grad)
+                if id(tensor) in shared:
+                    placed[id(tensor)] = tensor, new
+                held[leaf] = new
+    return model
+
+
+def _dtype(tensor: torch.Tensor) -> torch.dtype:
+    """What a tensor has on the devices: trained weights are in fp32, also those that files hold in bf16."""
+    return torch.float32 if tensor.requires_grad else tensor.dtype
+
+
+def _shared(model: torch.nn.Module) -> set[int]:
+    every = [id(tensor) for module in model.modules() for held in (module._parameters, module._buffers)
+             for tensor in held.values() if tensor is not None]  # fmt: skip
+    return {one for one, count in Counter(every).items() if count > 1}
+
+
+def check_rules(model: torch.nn.Module, stacks: Iterable[str]) -> list[Placed]:
+    """The table of a model's tensors on the mesh of this process, largest shard first.
+
+    Raises:
+        ValueError: as `sharding_rules.place`.
+    """
+    prefixes = tuple(stacks)
+    named: dict[int, Tensor] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        named.setdefault(id(tensor), _described(name, tensor, name.startswith(prefixes)))
+    return sharding_rules.place(active_mesh(), named.values(), embedding_of(model))
+
+
+def embedding_of(model: torch.nn.Module) -> Embedding:
+    """What sharding rules need to know of a model's embedding, and of its teacher's."""
+    causal: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    head, weight = causal.get_output_embeddings(), causal.get_input_embeddings().weight
+    hidden = getattr(causal.config.get_text_config(), "hidden_size", weight.shape[1])
+    teacher = getattr(model, "teacher", None)
+    return Embedding(hidden, head is not None and head.weight is weight, teacher and embedding_of(teacher))

@@ -1,0 +1,142 @@
+"""Checks what the README says of a run on this machine, and writes the result as text to paste into an issue.
+
+Each claim is tried on the embedded model in a temporary folder. One that fails does not stop the next ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from tpu_kit.config.fields import hide_secrets
+from tpu_kit.config.loader import LaunchConfig, TrainConfig, load_config
+from tpu_kit.distributed.replica import runtime
+from tpu_kit.machine.checks import MARKS, Check, Machine, Status
+from tpu_kit.machine.compatibility import PACKAGES, TESTED, installed_version
+
+_LEAST_CORRECT = 0.8  # of them after training; 89 to 93 of 100 on the processors that were tried
+_ROWS = 16  # of an update, as of `make train`
+_STEPS = 8  # of the run that is interrupted, which is half as long at first
+
+
+@dataclass(frozen=True)
+class Claims:
+    """The runs by which the claims are checked.
+
+    Attributes:
+        launch: the devices.
+        folder: for the runs.
+        questions: number of held-out questions that both models answer.
+        settings: of the main run, beside the shipped ones.
+    """
+
+    launch: LaunchConfig
+    folder: Path
+    questions: int = 100
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def run(self) -> Iterator[tuple[str, Callable[[], tuple[bool | None, str]]]]:
+        """Yields each claim with the function that checks it, which returns None where it cannot be checked here."""
+        yield "make train: most held-out questions are answered correctly after 80 updates", self._learns
+        yield "between logs the host reads nothing from the device", self._reads_nothing
+        yield "2 compiled programs, and 1 for evaluation", self._compiles_little
+        yield "a run that was ended and started again continues bit for bit", self._resumes
+        yield "an export is read in a new process and gives the tuned model's logits", self._exports
+
+    def _config(self, name: str, **settings: Any) -> TrainConfig:
+        values = {"output_dir": str(self.folder / name), "generate_rows": 0, **settings}
+        return replace(load_config("embedded-cot", values), launch=self.launch)
+
+    def _train(self, name: str, **settings: Any) -> Any:
+        from tpu_kit.recipes.sft import train
+
+        return train(self._config(name, **settings))
+
+    def _learns(self) -> tuple[bool, str]:
+        replicas = runtime.detect(self.launch).num_replicas or Machine().tpu_devices()
+        asked = {"batch_size": max(1, _ROWS // replicas), "generate_rows": self.questions, "eval_rows": self.questions}
+        asked |= self.settings
+        metrics = self._train("main", **asked).metrics
+        before, after = (round(metrics[f"accuracy_{when}"] * self.questions) for when in ("before", "after"))
+        text = f"{before} of {self.questions} before, {after} after; held-out loss {metrics['eval_loss']:.4f}; "
+        return after >= _LEAST_CORRECT * self.questions, f"{text}{metrics['train_seconds']:.0f} s to train"
+
+    def _records(self) -> list[dict[str, Any]]:
+        from tpu_kit.training.metrics import read_metrics
+
+        return [record for record in read_metrics(self.folder / "main") if record["kind"] == "train"]
+
+    def _reads_nothing(self) -> tuple[bool | None, str]:
+        records = self._records()
+        if "host_syncs_per_step" not in records[-1]:
+            return None, "counted on XLA alone"
+        most = {name: max(record[f"{name}_per_step"] for record in records) for name in ("host_syncs", "fallbacks")}
+        speed = sorted(record["tokens_per_second"] for record in records)[len(records) // 2]
+        return not any(most.values()), f"{most['host_syncs']:g} reads an update at most; {speed:,.0f} tokens/s"
+
+    def _compiles_little(self) -> tuple[bool | None, str]:
+        last = self._records()[-1]
+        if not last.get("compiles"):
+            return None, "nothing is compiled here"
+        return last["compiles"] <= 3, f"{last['compiles']} programs"
+
+    def _resumes(self) -> tuple[bool, str]:
+        common = {"schedule": "constant", "warmup_steps": 0, "eval_rows": 0, "eval_steps": None, "logging_steps": 2,
+                  "save_steps": _STEPS // 2, "split": "train[:400]"}  # fmt: skip
+        self._train("whole", max_steps=_STEPS, **common)
+        self._train("again", max_steps=_STEPS // 2, **common)
+        result = self._train("again", max_steps=_STEPS, **common)
+        adapters = [(self.folder / name / "adapter" / "adapter_model.safetensors").read_bytes()
+                    for name in ("whole", "again")]  # fmt: skip
+        same = adapters[0] == adapters[1]
+        told = "equal" if same else "different"
+        return same and result.step == _STEPS, f"{told} adapters after {_STEPS} updates, one stopped at {_STEPS // 2}"
+
+    def _exports(self) -> tuple[bool, str]:
+        from tpu_kit.exporting.export import export
+
+        done = export(self.folder / "main", "merged")
+        return bool(done.checks), "; ".join(map(str, done.checks))
+
+
+def check_claims(
+    config: TrainConfig, announce: Callable[[str], None] = lambda name: None, **options: Any
+) -> Iterator[Check]:
+    """Checks the claims on the devices of `config.launch`; yields a row for each."""
+    with tempfile.TemporaryDirectory(prefix="tpu_kit-") as folder:
+        for text, check in Claims(config.launch, Path(folder), **options).run():
+            announce(text)
+            output, start = io.StringIO(), time.monotonic()
+            status: Status = "failure"
+            try:
+                with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+                    held, found = check()
+                status = "skipped" if held is None else "ok" if held else "failure"
+            except Exception as error:  # of any kind: the next claims must still be checked
+                found = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+            yield Check(text, status, f"{found} ({time.monotonic() - start:.0f} s)")
+
+
+def paste(config: TrainConfig, verified: Sequence[Check], claims: Sequence[Check]) -> str:
+    """Formats both as text for an issue, without secrets and the user's home folder."""
+    backend = runtime.detect(config.launch)
+    versions = {name: installed_version(name) for name in ("tpu_kit", *PACKAGES, *TESTED)}
+    packages = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    held = sum(check.status == "ok" for check in claims)
+    tried = sum(check.status != "skipped" for check in claims)
+    lines = [
+        f"tpu_kit verify --report: {held} of {tried} claims of the README hold here",
+        f"{backend}; {os.cpu_count()} cores; {platform.system()}, Python {platform.python_version()}",
+        packages,
+        "",
+        *(f"{MARKS[check.status]} {check.name}: {' '.join(check.found.split())}" for check in (*verified, *claims)),
+    ]
+    return hide_secrets("\n".join(["```", *lines, "```"])).replace(str(Path.home()), "~")

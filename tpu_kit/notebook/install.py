@@ -1,0 +1,420 @@
+"""Installs the packages that the kit lacks with one command of pip or uv, and checks that they work together.
+
+Every notebook calls `ensure`; notebook 1 shows its parts: `look`, `decide`, `carry_out`, `check`. Needs nothing but
+Python.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distributions, requires
+from pathlib import Path
+from typing import Any, Literal
+
+from tpu_kit.config.fields import ConfigError
+from tpu_kit.distributed.child_process import run_child
+from tpu_kit.machine.checks import Check, Machine, replaced_modules
+from tpu_kit.machine.compatibility import (
+    PACKAGES,
+    PAIRINGS,
+    PYTHONS,
+    REPOSITORY,
+    beside_torch_tpu,
+    environment_line,
+    find_packaging,
+    installed_version,
+    mismatches,
+    requirements,
+    untested,
+)
+from tpu_kit.notebook.kernel import check_names, parameters, shorten_errors
+from tpu_kit.notebook.kernel import show_checks as show_checks
+from tpu_kit.notebook.kernel import show_table as show_table
+
+Kind = Literal["tpu", "gpu"]
+"""The packages to install: torch with torch_xla, libtpu and jax, for a TPU or its simulation; or torch alone."""
+
+_LINUX, _GPU = "Linux x86_64", "NVIDIA GPU"
+
+shorten_errors()
+
+
+@dataclass(frozen=True)
+class Site:
+    """The machine and its installed packages.
+
+    Attributes:
+        platform: "Colab", "Kaggle", "TPU VM", "GPU machine" or "computer without an accelerator".
+        accelerator: such as "4 x v5e"; empty if there is none.
+        system: operating system and processor, such as "Linux x86_64".
+        python: major and minor version.
+        versions: of all installed packages, by normalised name.
+        uv: path of uv; empty if there is none.
+        pip: whether this Python has pip.
+        gpus: names of NVIDIA's GPUs, as far as their driver tells.
+    """
+
+    platform: str
+    accelerator: str
+    system: str
+    python: tuple[int, int]
+    versions: Mapping[str, str]
+    uv: str = ""
+    pip: bool = True
+    gpus: tuple[str, ...] = ()
+
+    def version(self, package: str) -> str | None:
+        """The installed version of a package."""
+        return self.versions.get(_normal(package))
+
+    def rows(self) -> list[dict[str, str]]:
+        """The rows of a table."""
+        versions = {name: self.version(name) or "not installed" for name in (*PACKAGES, "transformers", "peft")}
+        found = {
+            "runs on": self.platform,
+            "accelerator": ", ".join(self.gpus) or self.accelerator or "none: the CPU rehearses the TPU's path",
+            "system": self.system,
+            "Python": _dotted(self.python),
+            **versions,
+            "tpu_kit": str(Path(__file__).parents[1]),
+        }
+        return [{"what": name, "found": text} for name, text in found.items()]
+
+
+def look(at: Machine | None = None) -> Site:
+    """Finds the machine and its packages, without importing them and without touching a device."""
+    at = at or Machine()
+    tpus, gpu = at.tpus(), (at.root / "proc/driver/nvidia/version").exists()
+    services = {"COLAB_RELEASE_TAG": "Colab", "KAGGLE_KERNEL_RUN_TYPE": "Kaggle"}
+    machine = "TPU VM" if tpus else "GPU machine" if gpu else "computer without an accelerator"
+    return Site(
+        next((name for variable, name in services.items() if variable in at.environ), machine),
+        f"{len(tpus)} x {tpus[0]}" if tpus else _GPU if gpu else "",
+        f"{platform.system()} {platform.machine()}", at.python, _installed(), shutil.which("uv") or "",
+        importlib.util.find_spec("pip") is not None, () if tpus else tuple(at.gpus()),
+    )  # fmt: skip
+
+
+def _installed() -> dict[str, str]:
+    """Versions of all installed packages, by normalised name; of two copies, the one that Python imports."""
+    return {_normal(one.name): one.version for one in reversed(list(distributions())) if one.name}
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _dotted(python: tuple[int, int]) -> str:
+    return ".".join(map(str, python))
+
+
+def pairings() -> list[dict[str, str]]:
+    """Returns the versions that pair, as rows of a table; the first row is installed where nothing is there."""
+    return [
+        {
+            "torch and torch_xla": pairing.torch, "libtpu": " or ".join(pairing.libtpu),
+            "jax and jaxlib": " or ".join(pairing.jax), "system": _LINUX,
+            "Python": f"{_dotted(PYTHONS[0])} to {_dotted(PYTHONS[-1])}",
+        }
+        for pairing in PAIRINGS
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The decision about an installation.
+
+    Attributes:
+        kind: the packages to install.
+        why: one line for each problem, or for what is right already.
+        add: the requirements to install.
+        keep: "name==version" of packages that must not be replaced; empty if one must be.
+        command: of pip or uv; empty if nothing is to be done.
+        notes: packages that stay as they are, with which the tests did not run.
+    """
+
+    kind: Kind
+    why: tuple[str, ...]
+    add: tuple[str, ...] = ()
+    keep: tuple[str, ...] = ()
+    command: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if not self.command:
+            return "Nothing to do: " + "; ".join((*self.why, *self.notes))
+        kept = [f"Left as they are: {len(self.keep)} packages"] if self.keep else []
+        kept += [f"Left as it is: {note}" for note in self.notes]
+        return "\n".join(["To install, because:", *_listed(self.why), *kept, shlex.join(self.command)])
+
+
+def _listed(lines: Sequence[str]) -> list[str]:
+    return [f"  - {line}" for line in lines]
+
+
+def decide(
+    site: Site, hardware: str = "auto", torch_index: str = "", source: str = "", extras: Sequence[str] = ()
+) -> Decision:
+    """Decides what to install. Packages that fit stay as they are.
+
+    Args:
+        site: the machine and its packages.
+        hardware: "tpu", "gpu", or "auto": the TPU's packages wherever their wheels fit, because a CPU rehearses with
+            them, except on a machine with a GPU or with torch but not torch_xla.
+        torch_index: address of an index with other wheels of torch.
+        source: where the kit came from; a folder of wheels replaces the package index.
+        extras: extras of the kit to install too, such as "trackers".
+
+    Raises:
+        ValueError: it is impossible with this Python on this machine; the text names the ways out.
+    """
+    kind = _kind(site, hardware, source)
+    wrong: dict[str, tuple[str, str]] = {}  # package -> what its version must be, and the bounds to install it with
+    if kind == "tpu":
+        pairs = mismatches(site.version, site.python, with_tpu=True)
+        wrong |= {name: (" or ".join(versions), f"=={versions[0]}") for name, versions in pairs.items()}
+    tested = _read_requirements(requirements(kind).read_text().splitlines())
+    for name, bounds in _read_requirements(_required(), extras).items():
+        if kind == "tpu" and name in PACKAGES:
+            continue
+        have = site.version(name)
+        if have is None or not _within(have, bounds):
+            wrong[name] = bounds, tested.get(name, bounds)
+    notes = tuple(text for name, text in untested(site.version).items() if name not in wrong)
+    if not wrong:
+        pair = ", ".join(f"{name} {site.version(name)}" for name in PACKAGES)
+        text = f"and {pair} pair" if kind == "tpu" else f"with torch {site.version('torch')}"
+        return Decision(kind, (f"all packages are there, {text}",), notes=notes)
+    absent = [name for name in wrong if site.version(name) is None]
+    why = [f"not installed: {', '.join(absent)}"] * bool(absent)
+    why += [f"{name} is {now}, and must be {must}" for name, (must, _) in wrong.items() if (now := site.version(name))]
+    if not site.uv and not site.pip:
+        advice = "run `python -m ensurepip`, or install uv, and look again"
+        raise _impossible(["this Python has no pip, and there is no uv"], [advice])
+    uv, pip = [site.uv, "pip", "install", "--python", sys.executable], [sys.executable, "-m", "pip", "install"]
+    line = [*(uv if site.uv else pip), "--quiet"]
+    folder = Path(source).expanduser()
+    if source and folder.is_dir() and any(folder.glob("*.whl")):  # such as a Kaggle dataset
+        line += ["--no-index", "--find-links", str(folder)]
+    if torch_index and "torch" in wrong:
+        line += ["--extra-index-url", torch_index, *(["--index-strategy", "unsafe-best-match"] if site.uv else [])]
+    add = tuple(f"{name}{bounds}" for name, (_, bounds) in wrong.items())
+    keep = _constraints(site.versions) if len(absent) == len(wrong) else ()
+    return Decision(kind, tuple(why), add, keep, (*line, *add), notes)
+
+
+def _required() -> list[str]:
+    try:
+        return requires("tpu_kit") or []
+    except PackageNotFoundError:
+        folder = shlex.quote(str(Path(__file__).parents[2]))
+        advice = f"run `pip install --no-deps -e {folder}`, then this cell again, which adds the others"
+        raise ValueError(f"tpu_kit is in {folder}, but not installed, so what it needs is unknown: {advice}") from None
+
+
+def _kind(site: Site, hardware: str, source: str) -> Kind:
+    """Which packages to install; raises ValueError where that is impossible."""
+    # torch without torch_xla stays as it is if no TPU is attached.
+    has_tpu = site.accelerator not in ("", _GPU)
+    alone = site.version("torch") is not None and site.version("torch_xla") is None and not has_tpu
+    for_gpu = site.accelerator == _GPU or site.system != _LINUX or alone if hardware == "auto" else hardware == "gpu"
+    kind: Kind = "gpu" if for_gpu else "tpu"
+    against = []
+    if site.python not in PYTHONS:
+        against.append(f"Python {_dotted(site.python)}: the kit needs 3.11 to 3.13")
+    if not for_gpu and site.system != _LINUX:
+        against.append(f"{site.system}: torch_xla has wheels for {_LINUX} alone; hardware='gpu' installs torch alone")
+    if not for_gpu and (other := site.version("torch_tpu")):
+        against.append(beside_torch_tpu(other))
+    if against:
+        raise _impossible(against, _ways_out(site, kind, source))
+    return kind
+
+
+def _impossible(against: Sequence[str], ways_out: Sequence[str]) -> ValueError:
+    return ValueError("\n".join(["It cannot be installed here:", *_listed(against), "Ways out:", *_listed(ways_out)]))
+
+
+def _read_requirements(lines: Sequence[str], extras: Sequence[str] = ()) -> dict[str, str]:
+    """Reads requirements without those of other extras: package to bounds such as ">=5.15"."""
+    bounds = {}
+    for line in lines:
+        match = re.fullmatch(r"([\w.-]+)(?:\[[^\]]*\])?\s*([^;]*?)\s*(?:;\s*(.*))?", line.split("#")[0].strip())
+        if match is not None:
+            extra = re.search(r"extra == ['\"]([\w-]+)['\"]", match[3] or "")
+            if extra is None or extra[1] in extras:
+                bounds[match[1]] = match[2].replace(" ", "")
+    return bounds
+
+
+def _within(version: str, bounds: str) -> bool:
+    """Whether a version is within bounds; one that nothing can read, is not.
+
+    Without `packaging` and pip there is hardly more than Python: what is missing is installed, packaging with it.
+    """
+    specifiers = find_packaging("specifiers")
+    if specifiers is None:
+        return True
+    try:
+        return specifiers.SpecifierSet(bounds).contains(version, prereleases=True)
+    except ValueError:  # before packaging 26
+        return False
+
+
+def _constraints(versions: Mapping[str, str]) -> tuple[str, ...]:
+    """Returns a line for each installed package that keeps its version, without lines that pip would refuse."""
+    requirements, lines = find_packaging("requirements"), []
+    for name, version in sorted(versions.items()):
+        with contextlib.suppress(ValueError):
+            if requirements is not None and requirements.Requirement(line := f"{name}=={version}"):
+                lines.append(line)
+    return tuple(lines)
+
+
+def _ways_out(site: Site, kind: Kind, source: str) -> tuple[str, ...]:
+    if site.system != _LINUX:
+        return ("hardware='gpu' here, for torch alone; or a Linux machine, Colab or Kaggle for TPU",)
+    service = {
+        "Colab": ("Runtime > Change runtime type > Runtime version: one with Python 3.11 to 3.13; then run all again",),
+        "Kaggle": ("Settings > Environment: one with Python 3.11 to 3.13; then run all again",),
+    }.get(site.platform, ())
+    local = Path(source).expanduser()
+    kit = str(local) if source and local.exists() else "tpu_kit" if source == "index" else f"git+{REPOSITORY}"
+    python = "~/tpu_kit-env/bin/python"
+    return (
+        *service,
+        f"an environment of its own: {environment_line(kind, kit)} && {python} -m ipykernel install --user "
+        "--name tpu_kit",
+        f"then choose the kernel tpu_kit, or run there: {python} -m tpu_kit train embedded-cot",
+    )
+
+
+# -------------------------------------------------------------------------------------------------------- installing it
+
+
+def options(namespace: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the notebook's parameters, checked.
+
+    Raises:
+        ConfigError: an unknown name, with the nearest one, or an invalid value.
+    """
+    options = parameters(namespace)
+    check_names(options, ("kit_source", "hardware", "extras", "torch_index", "restart"))
+    if options.get("hardware", "auto") not in ("auto", "tpu", "gpu"):
+        raise ConfigError([f"hardware={options['hardware']!r}: there are auto, tpu and gpu"])
+    return options
+
+
+def ensure(kit_source: str = "git") -> None:
+    """Installs the packages that the kit needs and this environment lacks, and prints what was kept and added.
+
+    Args:
+        kit_source: where the kit came from, as in the parameters of the notebooks.
+
+    Raises:
+        ValueError: it is impossible here, the command failed, or a loaded package was replaced, so that the kernel must
+            be restarted.
+    """
+    decision = decide(look(), source=kit_source)
+    if not decision.command:
+        print("tpu_kit is ready:", "; ".join((*decision.why, *decision.notes)))
+        return
+    carry_out(decision)
+    if replaced := "; ".join(replaced_modules(installed_version)):
+        raise ValueError(f"Restart the kernel, then run all cells again: {replaced}")
+
+
+def carry_out(decision: Decision) -> None:
+    """Runs the command; prints its output, and which packages were kept, replaced and added.
+
+    Raises:
+        ValueError: the command failed, with the end of its output.
+    """
+    if not decision.command:
+        print("Nothing was to be done.")
+        return
+    before, command = _installed(), shlex.join(decision.command)
+    print("$", command, flush=True)
+    with tempfile.NamedTemporaryFile("w", suffix=".txt", prefix="tpu_kit-keep-") as keep:
+        keep.write("\n".join(decision.keep))
+        keep.flush()
+        # If a package conflicts with an installed one, pip fails and replaces nothing.
+        line = [*decision.command, *(["--constraint", keep.name] if decision.keep else [])]
+        output = []
+        with subprocess.Popen(
+            line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as running:
+            for text in running.stdout or ():
+                print(text, end="", flush=True)
+                output.append(text.rstrip())
+    if running.returncode:
+        raise ValueError(f"{command} failed:\n" + "\n".join(output[-10:]))
+    after = _installed()
+    added = [f"{name} {version}" for name, version in after.items() if name not in before]
+    replaced = [f"{name} {before[name]} -> {now}" for name, now in after.items() if before.get(name, now) != now]
+    print("Added:", ", ".join(added) or "nothing")
+    print("Replaced:", ", ".join(replaced) or "nothing")
+    print("Left as they were:", sum(after.get(name) == version for name, version in before.items()), "packages")
+
+
+_CHILD = """
+import importlib, json, sys
+for name in sys.argv[1:]:
+    module = importlib.import_module(name)
+    print(name, getattr(module, "__version__", ""))
+import torch
+device, where = "cuda" if torch.cuda.is_available() else "cpu", "the CPU"
+if "torch_xla" in sys.argv:
+    import torch_xla
+    device, where = torch_xla.device(), "torch_xla's CPU"
+elif device == "cuda":
+    where = torch.cuda.get_device_name()
+assert (torch.ones(3, device=device) + 1).sum().item() == 6, f"(1 + 1) * 3 is not 6 on {where}"
+print("computed on", where)
+"""
+
+
+def check(decision: Decision) -> list[Check]:
+    """Loads the packages in a new process, as a run does, and computes a sum: on the GPU, or torch_xla's CPU."""
+    pair = ["torch", "torch_xla", "libtpu", "jax"] if decision.kind == "tpu" else ["torch"]
+    environment = {**os.environ, "PJRT_DEVICE": "CPU", "TPU_SKIP_MDS_QUERY": "1", "USE_TORCH_XLA": "1"}
+    names = [*pair, "transformers", "peft", "datasets", "yaml", "tpu_kit"]
+    done = run_child(["-c", _CHILD, *names], environment)
+    lines = [line.strip() for line in done.output.splitlines() if line.split()[:1] and line.split()[0] in pair]
+    loaded = " ".join(lines) or "nothing"
+    if done.status:
+        text = f"{loaded} loaded, then {done.last_lines(1)[:300]} ({done.how})"
+        return [Check("They work", "failure", text, "run this notebook again from the top")]
+    where = done.output.rpartition("computed on ")[2].splitlines()[0]
+    text, gpus = f"all packages load together ({loaded}), and compute on {where}", Machine().gpus()
+    if decision.kind == "gpu" and gpus and where == "the CPU":
+        lost = f"{text}, not on the {gpus[0]}: torch is built without CUDA, or for a newer driver"
+        return [Check("They work", "failure", lost, "pip uninstall -y torch, then run this notebook again")]
+    return [Check("They work", "ok", text)]
+
+
+def restart(allowed: bool = False) -> None:
+    """Prints whether the kernel must be restarted, and restarts it if allowed."""
+    replaced = "; ".join(replaced_modules(installed_version))
+    if not replaced:
+        print("The kernel can stay as it is.")
+        return
+    print(f"The kernel must be restarted: {replaced}")
+    if not allowed:
+        print("Kernel > Restart (Colab: Runtime > Restart session), then go on with the next notebook.")
+        print("Or set restart = True above, run its cell and this one again, and it restarts by itself.")
+        return
+    from IPython import get_ipython
+
+    get_ipython().kernel.do_shutdown(restart=True)

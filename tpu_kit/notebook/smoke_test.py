@@ -1,0 +1,288 @@
+"""Functions that `verify` launches on the devices, to compare a device with the CPU or to measure it.
+
+XLA:CPU runs the same code, with the splash kernel in Pallas' interpreter.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from tpu_kit.config.loader import TrainConfig, batch_arithmetic
+from tpu_kit.distributed.replica import runtime
+from tpu_kit.distributed.replica.backends import CpuRuntime
+from tpu_kit.distributed.replica.runtime import Runtime
+from tpu_kit.generation.generator import Generator
+from tpu_kit.generation.sampling import Sampling
+from tpu_kit.generation.service import load_here
+from tpu_kit.machine.chips import GIB
+from tpu_kit.model import attention
+from tpu_kit.model import causal_lm as models
+from tpu_kit.model.meta_model import settings_of
+from tpu_kit.planning.compiler.trace import empty_model
+from tpu_kit.training.objectives import SupervisedObjective
+from tpu_kit.training.state import Report
+from tpu_kit.training.step import Control, prepare_model, train_step
+from tpu_kit.xla.pallas import SplashSettings
+
+LENGTH = 2048
+"""Tokens of a row for the kernels: more than one block, and as in a usual run."""
+ROWS = 2
+"""Rows of a replica in the compared step."""
+NEW_TOKENS = 24
+# Width of the matrices, products in one program, and timed executions of it: a tenth of a second or more on a TPU, so
+# that starting a program (about a millisecond) does not count.
+_MATMUL = {"tpu": (8192, 16, 5), "cuda": (8192, 16, 5)}
+_MATMUL_CPU = (256, 4, 5)
+WARM_UP, TIMED = 3, 10
+"""Number of steps before the timed ones, and of the timed ones."""
+PROMPTS = (
+    "Tom has 12 apples and gives 5 of them to Mia. How many apples does Tom have now?",
+    "Leo has 3 trays of 6 coins. Leo gives away 17.",
+    "3 boxes of 6 so",
+    "Mia has 4 bags",
+)
+
+
+class Case(NamedTuple):
+    """A shape of attention: query heads, key-value heads, head size; segments in a row; window, soft cap."""
+
+    heads: int
+    pairs: int
+    head_dim: int
+    segments: bool = False
+    window: int | None = None
+    softcap: float | None = None
+
+
+CASES = {
+    "head size 64": Case(2, 2, 64),
+    "head size 128": Case(2, 2, 128),
+    "head size 256": Case(2, 2, 256),
+    "grouped heads": Case(6, 2, 64),
+    "segments": Case(4, 2, 128, segments=True),
+    "window": Case(4, 2, 64, segments=True, window=300),
+    "soft cap": Case(2, 1, 128, segments=True, softcap=2.0),
+    "window and soft cap": Case(2, 1, 256, segments=True, window=300, softcap=2.0),
+}
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def measure_cores(config: TrainConfig) -> dict[str, Any]:
+    """Runs in each replica an all-reduce, and repeatedly a program of bf16 matmuls.
+
+    Returns:
+        cores: a row for each replica: its sum of rank + 1 over the replicas, its TFLOP/s, and the GiB of device memory
+        in use, where the device counts them. compiles and fallbacks: programs compiled, and operations run on the host,
+        while the program was repeated.
+    """
+    rt = runtime.current()
+    # Made on the host: on the device it could become a constant, and each replica would have another program.
+    total = torch.tensor([rt.rank + 1.0]).to(rt.local_device)
+    rt.all_reduce([total])
+    rt.sync()
+    summed = rt.to_host([total])[0].item()
+
+    width, products, executions = _MATMUL.get(rt.device_type, _MATMUL_CPU)
+    generator = torch.Generator().manual_seed(0)
+    block = torch.randn(256, width, generator=generator).repeat(width // 256, 1) / math.sqrt(width)
+    weight = block.bfloat16().to(rt.local_device)
+
+    def run(x: torch.Tensor, times: int) -> torch.Tensor:
+        for _ in range(times):
+            for _ in range(products):
+                x = x @ weight
+            rt.sync()
+        head = x[:1, :1].clone()
+        rt.sync()
+        rt.to_host([head])  # waits
+        return x
+
+    x = run(run(weight, 1), 1)  # which compiles
+    before, start = rt.counters(), time.perf_counter()
+    run(x, executions)
+    seconds, after = time.perf_counter() - start, rt.counters()
+    used, _ = rt.memory()
+    cores = torch.zeros(3, rt.world_size)
+    teraflops = 2 * width**3 * products * executions / seconds / 1e12
+    cores[:, rt.rank] = torch.tensor([summed, teraflops, (used or 0) / GIB])
+    cores = cores.to(rt.local_device)
+    rt.all_reduce([cores])
+    rt.sync()
+    names = ("all-reduce", "TFLOP/s", *(["GiB in use"] if used is not None else []))
+    rows = [dict(zip(names, core, strict=False)) for core in rt.to_host([cores])[0].T.tolist()]
+    # Off XLA these operations have no counters, and nothing is compiled.
+    counts = {name: after.get(name, 0) - before.get(name, 0) for name in ("compiles", "fallbacks")}
+    return {"cores": [{"core": rank, **row} for rank, row in enumerate(rows)], **counts}
+
+
+def compare_kernel(config: TrainConfig) -> dict[str, dict[str, float]]:
+    """Compares the splash kernel with plain attention, in bf16 against fp32 on the host.
+
+    Returns:
+        By name of `CASES`: for the output and the gradients of query, key and value, the norm of the difference over
+        the norm of the expected result.
+    """
+    rt, differences = runtime.current(), {}
+    for name, case in CASES.items():
+        print(f"splash, {name}", flush=True)  # for the report if the process dies
+        generator = torch.Generator().manual_seed(0)
+        shapes = [(1, count, LENGTH, case.head_dim) for count in (case.heads, case.pairs, case.pairs, case.heads)]
+        states = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
+        segments = torch.ones(1, LENGTH, dtype=torch.int32)
+        if case.segments:
+            segments[:, LENGTH // 3 :], segments[:, -7:] = 2, 0
+        ours = _differentiate(partial(_splash, case, rt), states, segments, rt, torch.bfloat16)
+        expected = _differentiate(partial(_plain, case), states, segments, _host(), torch.float32)
+        parts = zip(("output", "query", "key", "value"), ours, expected, strict=True)
+        differences[name] = {part: float((a.float() - b).norm() / b.norm()) for part, a, b in parts}
+    return differences
+
+
+def _plain(
+    case: Case, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: torch.Tensor
+) -> torch.Tensor:
+    options: dict[str, Any] = {"sliding_window": case.window, "softcap": case.softcap, "segment_ids": segments}
+    return attention.sdpa_attention(torch.nn.Module(), query, key, value, None, **options)[0].transpose(1, 2)
+
+
+def _splash(
+    case: Case, rt: Runtime, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: torch.Tensor
+) -> torch.Tensor:
+    """The kernel as the model's layers call it; interpreted without a TPU."""
+    settings = SplashSettings(case.window, case.softcap, interpret=rt.device_type != "tpu")
+    return attention.splash_kernel(query * case.head_dim**-0.5, key, value, segments, settings)
+
+
+def _differentiate(
+    attend: Attend, states: list[torch.Tensor], segments: torch.Tensor, rt: Runtime, dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """The output of an attention and the gradients of query, key and value, on the host."""
+    query, key, value, upstream = (tensor.to(rt.local_device, dtype) for tensor in states)
+    inputs = [tensor.requires_grad_() for tensor in (query, key, value)]
+    output = attend(query, key, value, segments.to(rt.local_device))
+    results = [output.detach(), *torch.autograd.grad(output, inputs, upstream)]
+    rt.sync()
+    return rt.to_host(results)
+
+
+def _host() -> Runtime:
+    return CpuRuntime(0, 1, torch.device("cpu"))
+
+
+# ------------------------------------------------------------------------------------------------------------ training
+
+
+def compare_step(config: TrainConfig) -> dict[str, float] | None:
+    """Takes one training step on all replicas, and the same one on the host with unrolled layers and plain attention.
+
+    Returns:
+        On rank 0: loss (nats a token) and grad_norm of the replicas' step, host_loss and host_grad_norm of the host's.
+    """
+    rt = runtime.current()
+    model, whole = runtime.load_once(rt, lambda: (_model(config), _rows(config, ROWS * rt.world_size)))
+    loss, norm = _step(model, config, rt, {name: tensor[rt.rank :: rt.world_size] for name, tensor in whole.items()})
+    if rt.rank:
+        return None
+    settings = replace(config.model, attention="sdpa")
+    plain = replace(config, model=settings, optim=replace(config.optim, scan_layers="off", remat="none"))
+    host_loss, host_norm = _step(_model(plain), plain, _host(), whole)
+    return {"loss": loss, "grad_norm": norm, "host_loss": host_loss, "host_grad_norm": host_norm}
+
+
+def _model(config: TrainConfig) -> torch.nn.Module:
+    model, generator = models.load_model(config.model, config.lora), torch.Generator().manual_seed(0)
+    for name, parameter in models.trainable_parameters(model).items():
+        if "lora_B" in name:  # with zeros, half of the gradients would be zero
+            parameter.data = 0.02 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def _step(
+    model: torch.nn.Module, config: TrainConfig, rt: Runtime, batch: dict[str, torch.Tensor]
+) -> tuple[float, float]:
+    """Loss per token and gradient norm of a run's first step."""
+    report = Report.unpack(_stepper(model, config, rt, batch)(1).tolist())
+    return report.loss / max(report.weight, 1), report.grad_norm
+
+
+def _stepper(
+    model: torch.nn.Module, config: TrainConfig, rt: Runtime, batch: dict[str, torch.Tensor]
+) -> Callable[[int], torch.Tensor]:
+    """Moves model and batch to the device; returns a function that takes some steps and returns the last's report."""
+    state = prepare_model(model, config, rt)
+    sent, rest = rt.to_device([batch, {"control": torch.tensor(Control(1e-4, 1.0, 1.0))}])
+    rt.sync()
+    rt.barrier()
+
+    def run(steps: int) -> torch.Tensor:
+        for _ in range(steps):
+            train_step(model, state, [sent], rest["control"], SupervisedObjective(config.optim), config.optim, rt)
+            rt.sync()
+        return rt.to_host([state.report])[0]
+
+    return run
+
+
+def _rows(config: TrainConfig, count: int) -> dict[str, torch.Tensor]:
+    """Makes rows of two documents each, with the same random tokens at every call."""
+    vocabulary, length = settings_of(config.model).get_text_config().vocab_size, config.data.max_length
+    ids = torch.randint(2, vocabulary, (count, length), generator=torch.Generator().manual_seed(1))
+    first = length // 3
+    positions = torch.cat([torch.arange(first), torch.arange(length - first)]).repeat(count, 1)
+    segments = torch.ones_like(ids)
+    segments[:, first:] = 2
+    return {"input_ids": ids, "labels": ids, "position_ids": positions, "segment_ids": segments}
+
+
+def measure_step(config: TrainConfig) -> dict[str, float | None]:
+    """Trains a model with random weights for some steps.
+
+    Returns:
+        seconds of a step after the warm-up; and peak_bytes, the peak of device memory, None if it is not counted.
+    """
+    rt = runtime.current()
+    model = models.adapt(empty_model(config), config.lora, config.model.base_dtype).train()
+    run = _stepper(model, config, rt, _rows(config, batch_arithmetic(config, rt.world_size).batch_size))
+    run(WARM_UP)
+    start = time.perf_counter()
+    run(TIMED)
+    return {"seconds": (time.perf_counter() - start) / TIMED, "peak_bytes": rt.memory()[0]}
+
+
+# ---------------------------------------------------------------------------------------------------------- generation
+
+
+def compare_tokens(config: TrainConfig) -> dict[str, float]:
+    """Completes the same prompts on the device and the host, greedily.
+
+    Returns:
+        tokens: number of tokens that the device generated. equal: number of them that the host generated at the same
+        place. gap: the largest difference of the host's logits between its own choice and the device's token, given all
+        tokens before: 0 if both choose the same, small if two tokens are nearly as likely.
+    """
+    host = _host()
+    ours, theirs = (_complete(config, rt) for rt in (runtime.current(), host))
+    model, tokenizer = load_here(config, None, host)
+    gaps, equal = [0.0], 0
+    for text, tokens, expected in zip(PROMPTS, ours, theirs, strict=True):
+        prompt = tokenizer(text)["input_ids"]
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
+        chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        gaps.append(float((logits.max(dim=1).values - chosen).max()))
+        equal += sum(a == b for a, b in zip(tokens, expected, strict=False))
+    return {"tokens": sum(map(len, ours)), "equal": equal, "gap": max(gaps)}
+
+
+def _complete(config: TrainConfig, rt: Runtime) -> list[list[int]]:
+    model, tokenizer = load_here(config, None, rt)
+    generator = Generator(model, tokenizer, rt, max_prompt=64, max_new_tokens=NEW_TOKENS, batch_size=len(PROMPTS))
+    prompts = [tokenizer(text)["input_ids"] for text in PROMPTS]
+    return [list(reply.tokens) for reply in generator.generate(prompts, Sampling(NEW_TOKENS))]

@@ -1,0 +1,411 @@
+"""Compares a device's results with the CPU's, measures its speed and memory, and runs a small training.
+
+Each check is a launch with a time limit: a failure, a hang or a crash does not stop the others. The results go to a
+report, which the user can attach to an issue, and to this machine's calibration, which `plan` and `train` use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import platform
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tpu_kit.config.fields import hide_secrets
+from tpu_kit.config.loader import TrainConfig, batch_arithmetic, load_config
+from tpu_kit.distributed.launch import launch
+from tpu_kit.distributed.replica import runtime
+from tpu_kit.machine import calibration, chips
+from tpu_kit.machine.calibration import Calibration
+from tpu_kit.machine.checks import Check, Machine, Status, verdict
+from tpu_kit.machine.chips import Chip
+from tpu_kit.machine.compatibility import PACKAGES, TESTED, installed_version
+from tpu_kit.machine.storage import atomic
+from tpu_kit.model.shape_cache import read_shape
+from tpu_kit.notebook import smoke_test
+from tpu_kit.notebook.claims import check_claims, paste
+from tpu_kit.planning.compiler.compile_check import compile_step
+from tpu_kit.planning.cost import step_time, work
+
+REPORT = "verify-report.json"
+TPU_SECONDS, SECONDS = 600.0, 300.0
+"""Time limit of each launch, on a TPU and elsewhere."""
+# The runs that are measured on a chip, and elsewhere.
+_SHAPES: tuple[dict[str, Any], ...] = (
+    {"model.name": "Qwen/Qwen2.5-0.5B-Instruct", "max_length": 1024, "batch_size": 4},
+    {"model.name": "HuggingFaceTB/SmolLM2-135M-Instruct", "max_length": 512, "batch_size": 16},
+)
+_SMALL: tuple[dict[str, Any], ...] = ({"model.name": "embedded", "max_length": 128, "batch_size": 2},)
+KERNEL_TOLERANCE = 0.02
+"""Norm of the difference over the norm of the result; rounding to bf16 alone gives 0.003 (measured on XLA:CPU)."""
+LOSS_TOLERANCE = 0.01
+NORM_TOLERANCE = 0.05
+"""Relative differences of loss and gradient norm, with products in bf16 on both sides."""
+GAP_TOLERANCE = 0.1
+"""Difference of two logits: rounding alone may exchange two tokens that are closer."""
+MEMORY_RATIOS = (0.5, 1.25)
+TIME_RATIOS = (0.5, 4.0)
+"""Bounds of measured over predicted; a ratio outside is not kept for plans."""
+_FIRST, _THEN = 4, 8  # updates before and after the checkpoint
+_QUESTION = "Tom has 12 apples and gives 5 of them to Mia. How many apples does Tom have now?"
+_RUN = {
+    "split": "train[:1000]", "max_length": 128, "batch_size": 2, "warmup_steps": 1, "logging_steps": 1,
+    "save_steps": _FIRST, "eval_rows": 0, "eval_steps": None, "generate_rows": 0, "r": 8,
+}  # fmt: skip
+
+
+def _brief(error: Exception) -> str:
+    """Returns the first line of an error's text, and its last line that names an error, or else its last line."""
+    lines = [line.strip() for line in hide_secrets(str(error)).splitlines() if line.strip()] or [type(error).__name__]
+    named = [line for line in lines[1:] if re.match(r"[\w.]+(Error|Exception)\b|Fatal Python error", line)]
+    return " ".join([lines[0], *(named or lines[1:])[-1:]])[:400]
+
+
+class NotMeasured(Exception):
+    """There is nothing to compare on this device; the text says why."""
+
+
+@dataclass(frozen=True)
+class Record(Check):
+    """A check of `verify`: a row, and its details for the report.
+
+    Attributes:
+        figures: the results or measurements.
+        tolerance: the bounds of the figures.
+        seconds: duration of the check.
+        error: the whole text of an error; empty without one.
+    """
+
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    tolerance: str = ""
+    seconds: float = 0.0
+    error: str = ""
+
+
+def verify(
+    config: TrainConfig, report: str | Path = REPORT, announce: Callable[[str], None] = lambda name: None
+) -> Iterator[Record]:
+    """Checks this machine's devices; yields the rows one by one. A failure does not stop the next checks.
+
+    The `launch` section chooses the device. The report and the calibration are written after each check, so that a
+    crash of a later one loses nothing. Before each, `announce` is called with its name.
+    """
+    path, at = Path(report).absolute(), Machine()
+    records: list[Record] = []
+    try:
+        backend = runtime.detect(config.launch, at)
+    except (ValueError, ImportError, OSError) as error:
+        yield Record("Verify", "failure", str(error), "python -m tpu_kit doctor")
+        return
+    room = runtime.device_memory_budget(config, at)
+    measured = calibration.begin(room.chip.name if room else backend.device_type, path)
+    try:
+        _write_report(path, backend, measured, records)
+    except OSError as error:
+        found = f"{path} cannot be written to ({error.strerror})"
+        yield Record("Report", "failure", found, "report=/another/place.json")
+        return
+    checks = _Checks(config, backend, measured, announce)
+    for record in checks.run():
+        records.append(record)
+        checks.measured.save()
+        _write_report(path, backend, checks.measured, records)
+        yield record
+
+
+class _Checks:
+    """The checks in their order, and the calibration after each.
+
+    Attributes:
+        measured: the calibration so far; a kernel that failed is not used by the next checks.
+    """
+
+    def __init__(
+        self, config: TrainConfig, backend: runtime.Backend, measured: Calibration, announce: Callable[[str], None]
+    ) -> None:
+        self.measured, self._backend, self._announce = measured, backend, announce
+        self._limit = TPU_SECONDS if backend.device_type == "tpu" else SECONDS
+        # Less than the limit, so that a hang is reported with its stacks.
+        hang = min(config.launch.hang_timeout, self._limit / 2)
+        self._all = replace(config.launch, device_type=backend.device_type, hang_timeout=hang)
+        self._one = replace(self._all, num_replicas=1)
+        self._steps_taken: dict[str, dict[str, float | None]] = {}
+
+    def run(self) -> Iterator[Record]:
+        """Runs the checks."""
+        yield self._cores()
+        yield self._splash()
+        yield from self._steps()
+        config = self._config(one=True, base_dtype="fp32")
+        yield self._check(
+            "Tokens", partial(launch, smoke_test.compare_tokens, config, self._limit), _judge_tokens,
+            f"a token is the CPU's choice, or within {GAP_TOLERANCE} of its logit",
+        )  # fmt: skip
+        yield self._measure("Memory", self._memory, MEMORY_RATIOS, "the compiler's figure")
+        yield self._measure("Step time", self._time, TIME_RATIOS, "the roofline")
+        yield self._check(
+            "Small run", partial(small_run, self._config()), _judge_run,
+            f"the loss falls, and it goes on from the checkpoint of step {_FIRST}", limited=False,
+        )  # fmt: skip
+
+    def _config(self, one: bool = False, **settings: Any) -> TrainConfig:
+        """A run of the embedded model, without kernels or loops that have failed."""
+        values = {"model.name": "embedded", "data.source": "embedded", "max_length": 128, **settings}
+        config = load_config(None, parameters=values)
+        return self.measured.apply(replace(config, launch=self._one if one else self._all))[0]
+
+    def _cores(self) -> Record:
+        devices = self._backend.num_replicas or Machine().tpu_devices()
+        judge = partial(_judge_cores, devices=devices, chip=chips.CHIPS.get(self.measured.device))
+        run = partial(launch, smoke_test.measure_cores, self._config(), self._limit)
+        return self._check("Cores", run, judge, "exact sums, and no compiles while one shape repeats")
+
+    def _splash(self) -> Record:
+        if self._backend.device_type not in ("tpu", "xla-cpu"):
+            return Record("Splash kernel", "skipped", f"it is for a TPU, and this is {self._backend.device_type}")
+        record = self._check(
+            "Splash kernel", partial(launch, smoke_test.compare_kernel, self._config(one=True), self._limit),
+            _judge_kernel, f"relative difference at most {KERNEL_TOLERANCE}",
+            "attention=auto takes sdpa here from now on",
+        )  # fmt: skip
+        self.measured = replace(self.measured, splash="" if record.status == "ok" else record.found)
+        return record
+
+    def _steps(self) -> Iterator[Record]:
+        """Checks a step as it trains: on XLA with scanned layers, and with unrolled ones if that fails."""
+        tolerance = f"loss within {LOSS_TOLERANCE:.0%}, gradient norm within {NORM_TOLERANCE:.0%} of the CPU's"
+        on_xla = self._backend.device_type in ("tpu", "xla-cpu")
+        for layers, scan in (("scanned", "on"), ("unrolled", "off"))[not on_xla :]:
+            action = "layers are unrolled here from now on, if the next check passes" if scan == "on" else ""
+            config = self._config(scan_layers=scan)
+            run = partial(launch, smoke_test.compare_step, config, self._limit)
+            record = self._check(f"Step, {layers}", run, _judge_step, tolerance, action)
+            if scan == "on":
+                failed = record.found
+            elif record.status == "ok" and on_xla:
+                self.measured = replace(self.measured, scan=failed)
+            yield record
+            if record.status == "ok":
+                return
+
+    def _shapes(self) -> list[TrainConfig]:
+        shapes = _SHAPES if self._backend.device_type in ("tpu", "cuda") else _SMALL
+        return [self._config(one=True, **shape) for shape in shapes]
+
+    def _step(self, config: TrainConfig) -> dict[str, float | None]:
+        """Measures a step; each shape is run once, for its memory and its time."""
+        if (name := _name(config)) not in self._steps_taken:
+            self._steps_taken[name] = launch(smoke_test.measure_step, config, self._limit)
+        return self._steps_taken[name]
+
+    def _memory(self) -> dict[str, dict[str, float]]:
+        if self._backend.device_type == "cuda":
+            raise NotMeasured("not measured: no compiler tells the memory of a GPU's step")
+        ratios = {}
+        for config in self._shapes():
+            measured = self._step(config)["peak_bytes"]
+            if measured is None:
+                raise NotMeasured(f"not measured: {self._backend.device_type} counts no memory of its programs")
+            compiled = compile_step(config, self.measured.device, progress=False, time_limit=self._limit).total_bytes
+            ratios[_name(config)] = compare(measured, compiled)
+        return ratios
+
+    def _time(self) -> dict[str, dict[str, float]]:
+        config = self._shapes()[0]
+        seconds = self._step(config)["seconds"]
+        assert seconds is not None
+        chip = chips.CHIPS.get(self.measured.device)
+        if chip is None or chip.bf16_flops is None:
+            raise NotMeasured(f"{seconds:.3f} s, not compared: no peak of {self.measured.device} is known")
+        predicted = step_time(work(config, read_shape(config.model), batch_arithmetic(config, 1)), chip).seconds
+        return {_name(config): compare(seconds, predicted)}
+
+    def _measure(
+        self, name: str, run: Callable[[], dict[str, dict[str, float]]], bounds: tuple[float, float], against: str
+    ) -> Record:
+        """Checks ratios of measured over predicted; if all are within the bounds, keeps the largest."""
+        tolerance = f"{bounds[0]} to {bounds[1]} times {against}"
+        judge, action = partial(_judge_ratios, bounds=bounds, against=against), "what is predicted stays as it is"
+        record = self._check(name, run, judge, tolerance, action)
+        if record.status == "ok":
+            ratio = max(one["ratio"] for one in record.figures.values())
+            self.measured = replace(self.measured, **{"memory" if name == "Memory" else "time": ratio})
+        return record
+
+    def _check(
+        self, name: str, run: Callable[[], Any], judge: Callable[[Any], Verdict], tolerance: str,
+        action: str = "", limited: bool = True,
+    ) -> Record:  # fmt: skip
+        """Runs a check and judges its figures, or records its error.
+
+        `action` describes what the kit does after a failure, which is then a warning; without it it is a failure.
+        `limited` tells whether its launches have the time limit.
+        """
+        self._announce(f"{name}: {self._limit:.0f} s at most for each launch" if limited else name)
+        output, start, figures = io.StringIO(), time.monotonic(), {}
+        failed: Status = "warning" if action else "failure"
+        status, error = failed, ""
+        try:
+            with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+                figures = run()
+            good, found = judge(figures)
+            status = "ok" if good else failed
+        except NotMeasured as reason:
+            status, found = "skipped", str(reason)
+        except Exception as failure:  # of any kind: the next checks must still run
+            error = f"{str(failure) or type(failure).__name__}\n\nIts last output:\n{output.getvalue()[-4000:]}"
+            found = _brief(failure)
+        advice = "; ".join(filter(None, [action, f"attach {Path(self.measured.report).name} to an issue"]))
+        return Record(
+            name, status, found[:400], advice if status == failed else "",
+            figures=figures, tolerance=tolerance, seconds=round(time.monotonic() - start, 1), error=error,
+        )  # fmt: skip
+
+
+def _name(config: TrainConfig) -> str:
+    rows, length = config.optim.batch_size, config.data.max_length
+    return f"{Path(config.model.name).name}, {rows} x {length} tokens"
+
+
+def small_run(config: TrainConfig) -> dict[str, Any]:
+    """Trains the embedded model on the devices of `config.launch`: a checkpoint, a resume, and a reply of the adapter.
+
+    Returns:
+        first_loss and last_loss, nats a token; updates; size of the checkpoint, bytes, 0 where it is damaged or of
+        another step than the first training's last; resumed, the step from which the second one went on; tokens of the
+        reply.
+    """
+    from tpu_kit.generation.service import Sampling, generate
+    from tpu_kit.recipes.sft import train
+    from tpu_kit.training.checkpoint import manager
+    from tpu_kit.training.metrics import read_metrics
+
+    with tempfile.TemporaryDirectory(prefix="tpu_kit-") as folder:
+        small = load_config("embedded-cot", {**_RUN, "output_dir": folder, "max_steps": _FIRST})
+        small = replace(small, launch=config.launch)
+        longer = replace(small, optim=replace(small.optim, max_steps=_THEN))
+        train(small)
+        checkpoints, damaged = manager.scan(small.checkpoints_place, verify=True)
+        whole = not damaged and checkpoints and checkpoints[-1].step == _FIRST
+        result = train(longer)
+        metrics = read_metrics(folder)
+        prompt = [{"role": "user", "content": _QUESTION}]
+        (reply,) = generate(longer, [prompt], Sampling(max_new_tokens=32), adapter_dir=result.adapter_dir)
+    return {
+        "first_loss": metrics[0]["loss"], "last_loss": metrics[-1]["loss"], "updates": result.step,
+        "size": checkpoints[-1].size if whole else 0, "resumed": metrics[-1]["resumed_from"],
+        "tokens": len(reply.tokens),
+    }  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------------- verdicts
+
+Verdict = tuple[bool, str]  # whether the figures are right, and a text
+
+
+def _judge_cores(figures: Mapping[str, Any], devices: int, chip: Chip | None) -> Verdict:
+    """Each core must have the sum of 1 to the number of cores; the speed is told, not judged."""
+    cores, count = figures["cores"], len(figures["cores"])
+    total, slowest = count * (count + 1) / 2, min(core["TFLOP/s"] for core in cores)
+    wrong = [f"core {one['core']} has {one['all-reduce']:g}" for one in cores if one["all-reduce"] != total]
+    wrong += [f"there should be {devices} cores"] if count < devices else []
+    if figures["compiles"] or figures["fallbacks"]:
+        repeated = f"{figures['compiles']} compiles and {figures['fallbacks']} operations on the host"
+        wrong += [f"{repeated} while one shape repeats: unset XLA_USE_EAGER_DEBUG_MODE and PT_XLA_DEBUG"]
+    text = f"sum of 1..{count} on each of {count}" + (f": {', '.join(wrong)}" if wrong else "")
+    text += f"; the slowest makes {slowest:.3g} TFLOP/s (bf16)"
+    if chip is not None and chip.bf16_flops is not None:
+        text += f", {slowest * 1e12 * chip.devices_per_chip / chip.bf16_flops:.0%} of the peak"
+    return not wrong, text
+
+
+def _judge_kernel(figures: Mapping[str, Mapping[str, float]]) -> Verdict:
+    differences = {f"{part}, {case}": value for case, parts in figures.items() for part, value in parts.items()}
+    wrong = [f"{name}: {value:.3g}" for name, value in differences.items() if not value <= KERNEL_TOLERANCE]  # NaN too
+    if wrong:
+        return False, f"differs from plain attention in {len(wrong)} of {len(differences)}: {'; '.join(wrong)}"
+    return True, f"{len(figures)} shapes, forward and backward: {max(differences.values()):.2g} off at most"
+
+
+def _judge_step(figures: Mapping[str, float]) -> Verdict:
+    loss = abs(figures["loss"] / figures["host_loss"] - 1)
+    norm = abs(figures["grad_norm"] / figures["host_grad_norm"] - 1)
+    text = "loss {loss:.4f} (CPU: {host_loss:.4f}), gradient norm {grad_norm:.4f} ({host_grad_norm:.4f})"
+    return loss <= LOSS_TOLERANCE and norm <= NORM_TOLERANCE, text.format(**figures)
+
+
+def _judge_tokens(figures: Mapping[str, float]) -> Verdict:
+    text = "{equal:.0f} of {tokens:.0f} tokens are the CPU's; {gap:.3f} below its choice at most"
+    return figures["tokens"] > 0 and figures["gap"] <= GAP_TOLERANCE, text.format(**figures)
+
+
+def _judge_run(figures: Mapping[str, Any]) -> Verdict:
+    good = figures["size"] > 0 and figures["resumed"] == _FIRST and figures["last_loss"] < figures["first_loss"]
+    text = (
+        "loss {first_loss:.2f} -> {last_loss:.2f}; a checkpoint of {size:,} bytes, each file as its manifest says; it "
+        "went on from step {resumed} to {updates}; {tokens} tokens with the adapter"
+    )
+    return good, text.format(**figures)
+
+
+def compare(measured: float, predicted: float) -> dict[str, float]:
+    """A measured figure, the predicted one, and their ratio."""
+    return {"measured": measured, "predicted": predicted, "ratio": measured / predicted}
+
+
+def _judge_ratios(figures: Mapping[str, Mapping[str, float]], bounds: tuple[float, float], against: str) -> Verdict:
+    text = "; ".join(f"{name}: {one['ratio']:.2f} of {against}" for name, one in figures.items())
+    return all(bounds[0] <= one["ratio"] <= bounds[1] for one in figures.values()), text
+
+
+# -------------------------------------------------------------------------------------------------------------- report
+
+
+def _write_report(path: Path, backend: runtime.Backend, measured: Calibration, records: Sequence[Record]) -> None:
+    names = (*PACKAGES, *TESTED)
+    content = {
+        "tpu_kit": installed_version("tpu_kit"), "made": measured.made, "python": platform.python_version(),
+        "versions": {name: installed_version(name) for name in names}, "device": measured.device,
+        "backend": str(backend), "calibration": asdict(measured),
+        "checks": [
+            {
+                "passed": None if one.status == "skipped" else one.status == "ok", "next_action": one.fix,
+                **{key: getattr(one, key) for key in ("name", "found", "figures", "tolerance", "seconds", "error")},
+            }
+            for one in records
+        ],
+    }  # fmt: skip
+    atomic.write_text(path, hide_secrets(json.dumps(content, indent=1)).replace(str(Path.home()), "~"))
+
+
+def report(config: TrainConfig, file: str = REPORT, claims: bool = False) -> int:
+    """Prints the rows one by one, and for what the machine is ready; returns 0, or 1 if a check failed.
+
+    With `claims` it then checks what the README says of a run, and prints all as text to paste into an issue.
+    """
+    records: list[Check] = []
+
+    def announce(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    for record in verify(config, file, announce):
+        print(f"{record}  ({record.seconds:.0f} s)", flush=True)
+        records.append(record)
+    print(f"report: {Path(file).absolute()}")
+    if [record.name for record in records] in (["Verify"], ["Report"]):  # nothing could be tried
+        return 1
+    print(verdict(records, runtime.detect(config.launch).device_type))
+    if claims:
+        checked = [*check_claims(config, announce)]
+        print(paste(config, records, checked))
+        records += checked
+    return int(any(record.status in ("warning", "failure") for record in records))

@@ -1,0 +1,238 @@
+"""Traces the training step without weights: the program that a replica on a TPU hands to its compiler.
+
+The model is built from its config.json on PyTorch's "meta" device and prepared by the functions that training uses.
+Then every tensor is replaced by a placeholder of torch_xla, which has a shape and no bytes, and `step.train_step` runs
+once. It needs a process of its own, with PJRT_DEVICE=CPU and XLA_ALWAYS_ALLREDUCE=1: see `compile_check`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch._dynamo  # transformers' models import it, and torch 2.8 cannot do that under `torch.device`
+
+from tpu_kit.config.loader import TrainConfig, batch_arithmetic
+from tpu_kit.config.mesh import BATCH, Spec, resolve_mesh
+from tpu_kit.distributed.replica.backends import TpuRuntime
+from tpu_kit.distributed.replica.mesh import use_mesh
+from tpu_kit.generation.decoder import BLOCK, Batch, Decoder
+from tpu_kit.generation.kv_cache import stack_spec
+from tpu_kit.generation.sampling import Sampling
+from tpu_kit.model import attention, meta_model
+from tpu_kit.model import causal_lm as models
+from tpu_kit.model.loop.layer_calls import stacked_prefixes
+from tpu_kit.model.quantization import Scheme, replace_layers
+from tpu_kit.model.sharding.partition import embedding_of, spec_of
+from tpu_kit.training.objectives import Objective, objective_of
+from tpu_kit.training.state import TrainState
+from tpu_kit.training.step import SplitStep, prepare_model, train_step
+from tpu_kit.xla import program
+from tpu_kit.xla.program import Program, is_input, lower, name_operations, placeholder, tensor_number
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ROW = {"input_ids": torch.int64, "labels": torch.int64, "position_ids": torch.int64, "segment_ids": torch.int32}
+"""The tensors of a batch, (B, S) each; as in `PackedDataset.tensors`."""
+
+
+def trace_step(config: TrainConfig, num_replicas: int, part: str = "step") -> Program:
+    """Traces one update of one of `num_replicas` replicas, or of a mesh of so many devices; nothing is computed.
+
+    Args:
+        config: the run.
+        num_replicas: the replicas, or the devices of the mesh.
+        part: the whole "step"; or of an update that is two programs of `SplitStep`, "accumulate" or "apply".
+
+    Raises:
+        ValueError: as `empty_model`; or the adapters do not fit the model.
+    """
+    with _mesh_of(config, num_replicas) as (replicas, shards):
+        plan = batch_arithmetic(config, replicas * shards)
+        model, state, objective = _prepared(config, replicas)
+        replica = _TracedReplica(0, replicas, program.device())
+        inputs = fill(model, state)
+        name_operations(model)
+        split = SplitStep(model, state, objective, config.optim, replica) if part != "step" else None
+        rows, length = plan.batch_size * shards, config.data.max_length
+        columns = {name: (1, dtype) for name, dtype in ROW.items()} | dict(objective.columns)
+        if config.optim.objective == "policy" and attention.sees_all(model):
+            columns |= {"prefix_ids": (1, torch.int32)}
+        batches = [
+            {name: placeholder((rows, length * width), dtype) for name, (width, dtype) in columns.items()}
+            for _ in range(plan.gradient_accumulation)
+        ]
+        control = placeholder((3,), torch.float32)
+        inputs |= {"control": control, **(split.tensors() if split else {})}
+        specs = _specs(model, state) | {f"batch.{name}": (BATCH, None) for name in columns}
+        before = [(tensor, tensor_number(tensor)) for tensor in _kept(state, split)]
+        names = {tensor_number(tensor): name for name, tensor in inputs.items()}
+        names |= {tensor_number(tensor): f"batch.{name}" for batch in batches for name, tensor in batch.items()}
+        with attention.lowering_for_tpu():
+            if split is None:
+                train_step(model, state, batches, control, objective, config.optim, replica)
+            elif part == "accumulate":
+                split.accumulate(batches[0])
+            else:
+                split.apply(control)
+            # As torch_xla does at a cut: a tensor that was changed in place donates its old buffer to the new value.
+            unchanged = {number for tensor, number in before if is_input(tensor, number)}
+            replaced = {number for _, number in before} - unchanged
+            outputs = [tensor for tensor in _kept(state, split) if tensor_number(tensor) not in unchanged]
+            return lower(outputs, replaced, names, specs)
+
+
+@contextlib.contextmanager
+def _mesh_of(config: TrainConfig, num_devices: int) -> Iterator[tuple[int, int]]:
+    """Makes the run's mesh that of this process; yields the number of replicas, and of shards of each one's rows."""
+    if config.launch.mesh is None:
+        yield num_devices, 1
+        return
+    mesh = resolve_mesh(config.launch.mesh, num_devices, config.launch.mesh_rules)
+    with use_mesh(mesh):
+        yield 1, mesh.batch_shards
+
+
+def _prepared(config: TrainConfig, num_replicas: int) -> tuple[PreTrainedModel, TrainState, Objective]:
+    """Prepares the model as training does, on "meta"."""
+    with torch.device("meta"):
+        model = models.adapt(empty_model(config), config.lora, config.model.base_dtype).train()
+        objective = objective_of(config)
+        objective.attach(model, lambda one: empty_model(replace(config, model=one)))
+        with attention.lowering_for_tpu():
+            replica = TpuRuntime(0, num_replicas, torch.device("meta"))
+            return model, prepare_model(model, config, replica, extra_sums=len(objective.extra)), objective
+
+
+def _specs(model: PreTrainedModel, state: TrainState) -> dict[str, Spec]:
+    """Returns the sharding of the tensors of a model, its state and the buffer of its gradients, by name."""
+    embedding, stacks = embedding_of(model), tuple(stacked_prefixes(model))
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    specs = {name: spec_of(name, tensor, embedding, name.startswith(stacks)) for name, tensor in tensors}
+    for name, moments in state.moments.items():
+        specs |= {f"moments.{name}.{kind}": state.spec(name, moment) for kind, moment in moments.items()}
+        specs |= {f"{part}.{name}": state.specs[name] for part in ("average", "gradients")}
+    return specs
+
+
+def trace_generation(
+    config: TrainConfig, num_devices: int, part: str, *, rows: int, width: int, slots: int, samples: int = 1
+) -> Program:
+    """As `trace_step` for a program of generation with sampling, for one device, or for a mesh of `num_devices`.
+
+    Of a run that samples the model is the one in training, else one that was loaded to generate.
+
+    Args:
+        config: the run.
+        num_devices: of the mesh.
+        part: "prefill", "samples", which copies each prompt's cache for its samples, or "decode" for `BLOCK` steps.
+        rows: of the batch, padding included.
+        width: tokens to which prompts are padded.
+        slots: length of the key/value cache.
+        samples: of each prompt, which "samples" makes.
+    """
+    with _mesh_of(config, num_devices):
+        sampling = Sampling(max(1, slots - width), temperature=0.7, top_p=0.9)
+        if config.on_policy:
+            model, state, _ = _prepared(config, 1)
+            specs, sampling = _specs(model, state), replace(sampling, top_p=1.0)
+            inputs = fill(model, state)
+        else:
+            with torch.device("meta"):
+                model = models.adapt(empty_model(config), config.lora, config.model.base_dtype)
+                models.cast(model.eval(), models.compute_dtype(model))
+            inputs = fill(model)
+            embedding = embedding_of(model)
+            specs = {name: spec_of(name, tensor, embedding) for name, tensor in inputs.items()}
+        replica = _TracedReplica(0, 1, program.device())
+        decoder = Decoder(model, replica, BLOCK, slots)
+        ids, lengths = (
+            torch.zeros(rows, width, dtype=torch.int64),
+            torch.full((rows,), width),
+        )
+        batch = Batch(ids, lengths, ids[:, 0])
+        with decoder.ready(), attention.lowering_for_tpu():
+            cache = decoder.prompt_cache(rows)
+            buffers = cache.tensors
+            names = {f"cache.{number}": tensor for number, tensor in enumerate(buffers)}
+            specs |= {name: stack_spec(tensor.shape) for name, tensor in names.items()}
+            numbers = {tensor_number(tensor): name for name, tensor in (inputs | names).items()}
+            replaced = {tensor_number(tensor) for tensor in buffers}
+            if part == "prefill":
+                decoder.prefill(batch, 1, BLOCK)
+                return lower(buffers, replaced, numbers, specs)
+            if part == "samples":
+                prompts = torch.arange(rows).repeat_interleave(samples)
+                return lower(decoder.copy_prompts(cache, prompts).tensors, set(), numbers, specs)
+            uniforms = torch.zeros(sampling.max_new_tokens, rows)
+            ended = [False] * rows
+            inputs_of_steps = decoder.begin(batch, 1, ended, uniforms, sampling)
+            decoder.decode(inputs_of_steps, cache, BLOCK)
+            return lower([*replica.read, *inputs_of_steps.carried, *buffers], replaced, numbers, specs)
+
+
+class _TracedReplica(TpuRuntime):
+    """A replica whose tensors are placeholders; nothing is computed."""
+
+    def to_device(self, batches: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+        return [{k: placeholder(tuple(v.shape), v.dtype) for k, v in batch.items()} for batch in batches]
+
+    def sync(self) -> None:
+        """Does nothing: `lower` takes the graph."""
+
+    def to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        self.read = list(tensors)  # what would be read
+        return [torch.zeros(tensor.shape) for tensor in tensors]
+
+
+def empty_model(config: TrainConfig) -> PreTrainedModel:
+    """Builds the base model as `load_model` loads it, without weights; call it under `torch.device("meta")`.
+
+    Raises:
+        ValueError: as `meta_model.build`.
+    """
+    dtype = torch.float32 if config.lora.r == 0 or config.model.base_dtype == "fp32" else torch.bfloat16
+    model = meta_model.build(config.model, dtype)
+    if scheme := Scheme.of(config.model):
+        replace_layers(model, scheme)
+    return model
+
+
+def fill(model: torch.nn.Module, state: TrainState | None = None) -> dict[str, torch.Tensor]:
+    """Replaces every tensor of a model and a state on "meta" by a placeholder on the XLA device; returns them by name.
+
+    A tensor that occurs twice (a tied weight, a parameter that the state holds too) stays one tensor.
+    """
+    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # keeps the old tensor, or its id would be used again
+    inputs: dict[str, torch.Tensor] = {}
+
+    def swap(tensor: torch.Tensor, name: str) -> torch.Tensor:
+        if id(tensor) not in made:
+            new = placeholder(tuple(tensor.shape), tensor.dtype)
+            inputs[name] = new
+            if isinstance(tensor, torch.nn.Parameter):
+                new = torch.nn.Parameter(new, requires_grad=tensor.requires_grad)
+            made[id(tensor)] = tensor, new
+        return made[id(tensor)][1]
+
+    def swap_all(held: dict[str, Any], start: str = "") -> None:
+        for name, value in held.items():
+            if isinstance(value, torch.Tensor):
+                held[name] = swap(value, start + name)
+            elif isinstance(value, dict):
+                swap_all(value, f"{start}{name}.")
+
+    for path, module in model.named_modules():
+        swap_all(module._parameters, f"{path}.")
+        swap_all(module._buffers, f"{path}.")
+    swap_all(vars(state) if state else {})
+    return inputs
+
+
+def _kept(state: TrainState, split: SplitStep | None) -> list[torch.Tensor]:
+    """The tensors that are alive after a step."""
+    return [*state.tensors().values(), *(split.tensors().values() if split else ())]

@@ -1,0 +1,5 @@
+"""The memory of a training step by formula: its arguments, its temporaries, and their sum.
+
+Offers `memory_estimate`; `argument_memory` and `activation_memory` are its parts.
+Must not load torch or weights.
+"""

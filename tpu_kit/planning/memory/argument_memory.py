@@ -1,0 +1,177 @@
+"""The tensors of a training step's arguments: their names, shapes, dtypes and bytes in a TPU's memory.
+
+They are those of the model, of its adapters and of a teacher, as `layer_scan` stacks the layers and `quantization`
+stores integers. On a mesh a device has the shards by the rules of `model.sharding.sharding_rules`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache, partial
+from itertools import permutations
+
+from tpu_kit.config.loader import LoraConfig, ModelConfig, TrainConfig
+from tpu_kit.config.mesh import Mesh
+from tpu_kit.model.architecture import Experts, Linear, Shape, scale_groups
+from tpu_kit.model.shape_cache import read_shape
+from tpu_kit.model.sharding.sharding_rules import Embedding, Placed, Tensor, place, spec_of
+
+LANES, ROWS, VECTOR = 128, 8, 1024
+
+
+def padded(shape: Sequence[int], size: float, *, free: bool = False) -> int:
+    """Bytes of an array in HBM, with the padding of its tiles.
+
+    An array lies in tiles of 8 rows of 128 for every dtype (bf16 as T(8,128)(2,1), int8 as T(8,128)(4,1): rows are
+    interleaved within a tile), fewer rows where the array has fewer; a vector in tiles of 1024.
+
+    Args:
+        shape: its axes.
+        size: bytes of an element.
+        free: whether the compiler may exchange the last two axes in the layout, as it may for arguments; of four axes
+            the last three.
+    """
+    if not shape:
+        return 512
+    if len(shape) == 1:
+        return math.ceil(-(-shape[0] // VECTOR) * VECTOR * size)
+
+    def laid(*axes: int) -> int:
+        *rest, rows, lanes = axes
+        tile = min(ROWS, 1 << (rows - 1).bit_length())
+        return math.prod(rest) * -(-rows // tile) * tile * -(-lanes // LANES) * LANES
+
+    last = shape[-3:] if free and len(shape) > 3 else shape[-2:]
+    least = min(laid(*order) for order in (permutations(last) if free else [last]))
+    return math.ceil(math.prod(shape[: -len(last)]) * least * size)
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """A stack of layers, and how its tensors are stored: bytes of an element, dtype, and inputs of a group of int4."""
+
+    lora: LoraConfig
+    size: int
+    dtype: str
+    group: int
+    axes: tuple[int, ...] = ()
+    """(layers,) of a stack; () of a single layer."""
+
+    def tensor(self, name: str, sizes: Sequence[int], size: float, *, packed: bool = False, trained: bool) -> Tensor:
+        return Tensor(name, (*self.axes, *sizes), size, bool(self.axes), packed, trained)
+
+    def linear(self, path: str, one: Linear, share: float) -> list[Tensor]:
+        """The tensors of a linear layer; `share` is the share of the stacked layers that have adapters."""
+        base = f"{path}.base_layer" if share else path
+        tensors = self.weight([f"{base}.{leaf}" for leaf in ("weight", "scale", "bias")], one)
+        some = replace(self, axes=tuple(max(1, round(size * share)) for size in self.axes))
+        return tensors + some.adapters(path, one, self.lora.r if share else 0, self.lora.dora)
+
+    def experts(self, path: str, mixture: Experts) -> list[Tensor]:
+        """The tensors of a layer's experts; PEFT's wrappers of their weights are nested, the first one within."""
+        rank, count = self.lora.experts * mixture.count, len(mixture.linears)
+        base, each = path + ".base_layer" * (count if rank else 0), replace(self, axes=(*self.axes, mixture.count))
+        tensors: list[Tensor] = []
+        for number, one in enumerate(mixture.linears, 1):
+            names = [f"{base}.{one.path}{end}" for end in ("", "_scale", "_bias")]
+            tensors += [replace(tensor, stacked=bool(self.axes)) for tensor in each.weight(names, one, True)]
+            tensors += self.adapters(path + ".base_layer" * (count - number), one, rank)  # 2 % less where padded
+        return tensors
+
+    def adapters(self, path: str, one: Linear, rank: int, dora: bool = False) -> list[Tensor]:
+        """The tensors of the adapter of a linear layer, or of a product of experts; none of rank 0."""
+        sizes: dict[str, tuple[int, ...]] = {"lora_A": (rank, one.inputs), "lora_B": (one.outputs, rank)}
+        sizes |= {"lora_magnitude_vector": (one.outputs,)} if dora else {}
+        names = {f"{path}.{name}.default.weight": size for name, size in sizes.items() if rank}
+        return [self.tensor(name, size, 4, trained=True) for name, size in names.items()]
+
+    def weight(self, names: Sequence[str], one: Linear, experts: bool = False) -> list[Tensor]:
+        """Weight, scales and bias of a linear layer, or of a product of experts, under these names."""
+        make, (name, scale, bias) = partial(self.tensor, trained=not self.lora.r), names
+        if self.dtype == "int8":
+            tensors = [make(name, (one.outputs, one.inputs), 1), make(scale, (one.outputs,), 2)]
+        elif self.dtype == "int4":
+            groups = scale_groups(one.inputs, self.group) if experts else one.inputs // self.group
+            packed = make(name, (one.inputs // 2, one.outputs), 1, packed=True)
+            tensors = [packed, make(scale, (2, groups, one.outputs), 2)]
+        else:
+            tensors = [make(name, (one.outputs, one.inputs), self.size)]
+        return tensors + ([make(bias, (one.outputs,), self.size)] if one.bias else [])
+
+
+def model_tensors(shape: Shape, config: TrainConfig, *, scanned: bool = True) -> tuple[Tensor, ...]:
+    """Returns all parameters and buffers of a run's model, by name; those of a loop stacked, if `scanned`.
+
+    Weights are fp32 where they are trained, else in model.base_dtype, adapters fp32. int8 has a scale for each output
+    of a linear layer; int4 has two weights in a byte, and a step and an offset for each group of inputs. Scales and
+    all other weights are bf16 then.
+    """
+    dtype = config.model.base_dtype if config.lora.r else "fp32"
+    size = 4 if dtype == "fp32" else 2
+    return _model_tensors(shape, _Stack(config.lora, size, dtype, config.model.quant_group), scanned)
+
+
+@lru_cache(64)  # a plan estimates many settings of one model
+def _model_tensors(shape: Shape, alone: _Stack, scanned: bool) -> tuple[Tensor, ...]:
+    lora = alone.lora
+    shape.check_targets(lora)
+    start, whole = "base_model.model." if lora.r else "", not lora.r
+    quantized = {f"{one.path}.{leaf}" for one in shape.linears_outside for leaf in ("weight", "bias")}
+    outside = [(name, sizes) for name, sizes in shape.outside if name not in quantized]
+    tensors = [alone.tensor(start + name, sizes, alone.size, trained=whole) for name, sizes in outside]
+    for one in shape.linears_outside:
+        tensors += alone.linear(start + one.path, one, float(shape.has_adapter(lora, None, one)))
+    for path, layers in shape.stacks(scanned=scanned):
+        kind, stack = shape.kinds[shape.order[layers[0]]], replace(alone, axes=(len(layers),) if scanned else ())
+        place = f"{start}{path}"
+        tensors += [stack.tensor(f"{place}.{name}", sizes, stack.size, trained=whole) for name, sizes in kind.others]
+        for each in kind.experts:
+            tensors += stack.experts(f"{place}.{each.path}", each)
+        for one in kind.linears:
+            share = sum(shape.has_adapter(lora, layer, one) for layer in layers) / len(layers)
+            tensors += stack.linear(f"{place}.{one.path}", one, share)
+    return tuple(tensors)
+
+
+def is_matrix(tensor: Tensor) -> bool:
+    """Whether a tensor, or each of a stack, has two axes or more."""
+    return len(tensor.shape) - tensor.stacked > 1
+
+
+def trained_count(shape: Shape, config: TrainConfig) -> int:
+    """Returns the number of trained parameters."""
+    return sum(math.prod(one.shape) for one in model_tensors(shape, config) if one.trained)
+
+
+@cache
+def shape_of(model: ModelConfig) -> Shape:
+    """As `read_shape`, once in a process."""
+    return read_shape(model)
+
+
+def teacher_shape(config: TrainConfig) -> Shape | None:
+    """Returns the shape of a teacher in memory; None without one."""
+    return None if config.teacher is None or config.distill.files else shape_of(config.teacher)
+
+
+def teacher_tensors(config: TrainConfig) -> list[Tensor]:
+    """Returns the stored weights of a teacher in memory; none without one."""
+    shape, model = teacher_shape(config), config.teacher
+    if shape is None or model is None:
+        return []
+    tensors = model_tensors(shape, replace(config, model=model, lora=LoraConfig()))
+    return [one for one in tensors if not one.trained]
+
+
+def table(shape: Shape, config: TrainConfig, mesh: Mesh) -> list[Placed]:
+    """As `sharding_rules.place` for a run's model."""
+    return place(mesh, model_tensors(shape, config), shape.embedding)
+
+
+def shards(tensors: Sequence[Tensor], mesh: Mesh | None, embedding: Embedding) -> list[tuple[int, ...]]:
+    """Returns the shapes of a device's shards; without a mesh of the whole tensors."""
+    if mesh is None:
+        return [one.shape for one in tensors]
+    return [mesh.shard_shape(spec_of(one, embedding, mesh), one.shape) for one in tensors]

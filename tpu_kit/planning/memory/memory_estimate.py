@@ -1,0 +1,225 @@
+"""Estimates the memory of a training step from the model's config.json, without weights, compiler and torch.
+
+A step needs arguments (weights, state, batch) + temporaries + code; donated state is written in place, so it counts
+once. `activation_memory` derives the temporaries, this module the arguments and the code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tpu_kit.config.loader import TrainConfig
+from tpu_kit.config.mesh import Mesh
+from tpu_kit.model.architecture import FEW_TILES, Shape, check_groups, check_positions, most
+from tpu_kit.model.shape_cache import read_shape
+from tpu_kit.planning.memory.activation_memory import PeakActivationModel
+from tpu_kit.planning.memory.argument_memory import is_matrix, padded, shards, teacher_shape, teacher_tensors
+from tpu_kit.planning.rollouts import ProgramPeak, cache_bytes, rollout_of, update_plan
+
+LOOP_CODE = 26 * 2**20
+"""Code of a program of loops for each layer in it (one, or those of a block) and each pass: 20 to 31 MiB."""
+TILE_CODE = 10 * 2**20
+"""Code of each tile of an MLP beyond two, where tiles are no loop; where a norm follows, some is computed twice."""
+INT4_CODE = 14 * 2**20
+"""Code for each layer in a loop beyond that, where weights are unpacked from int4."""
+SMALLEST_CODE = 7 * 2**20
+"""Code beside the layers' of an unrolled program; and of a program of loops of next to nothing."""
+FLAT_CODE = 22 * 2**20
+"""Code of each unrolled layer."""
+LEAST_CODE, LAYER_CODE = 4 * 2**20, 5 * 2**19
+"""Code of a prefill or of decode steps, and of each layer in its loops."""
+LOGITS = 3
+"""Arrays of (B, V) in fp32 while tokens are drawn."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The memory of a step on one device.
+
+    Attributes:
+        parts: bytes by name at the peak: base_weights, teacher_weights, adapters, optimizer, ema, batch,
+            objective, objective_saved, layer_inputs, saved_activations, mask, gradients, weight_copies, layer,
+            loss_chunk, teacher, all_reduce, update, heap, code.
+        argument_bytes: weights, state and batch.
+        temporary_bytes: buffers that live only within the step.
+        code_bytes: the program.
+        moment: the moment of the peak: "start", "forward", "loss", "backward" or "update".
+        trained: number of trained parameters.
+        programs: the "step", or those of a run that samples, whose largest peak this is.
+    """
+
+    parts: Mapping[str, int]
+    argument_bytes: int
+    temporary_bytes: int
+    code_bytes: int
+    moment: str
+    trained: int
+    programs: tuple[ProgramPeak, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        """The peak."""
+        return self.argument_bytes + self.temporary_bytes + self.code_bytes
+
+
+def estimate(
+    config: TrainConfig, *, num_replicas: int = 1, shape: Shape | None = None, mesh: Mesh | None = None
+) -> Memory:
+    """Estimates the memory of a training step on a TPU.
+
+    Args:
+        config: the run; its model is read by `shape_cache.read_shape`.
+        num_replicas: data-parallel replicas; each holds everything. Not used with a mesh.
+        shape: the model's shape, if it was read before.
+        mesh: the devices over which the model is sharded; None for replicas.
+
+    Raises:
+        ValueError: as `shape_cache.read_shape` and `batch_arithmetic`; a sequence longer than the model's positions; or
+            groups of int4 that do not divide the inputs of a linear layer.
+    """
+    shape = shape or read_shape(config.model)
+    check_positions(config.data.max_length, shape.positions)
+    if config.lora.r and config.model.base_dtype == "int4":
+        check_groups(shape.widths, config.model.quant_group)
+    kind = _Rounds if config.on_policy else _Step
+    return kind(config, shape, num_replicas, mesh).memory()
+
+
+class _Step:
+    """Arguments, temporaries and code."""
+
+    def __init__(self, config: TrainConfig, shape: Shape, num_replicas: int, mesh: Mesh | None) -> None:
+        self.config, self.shape, self.mesh, self.replicas = config, shape, mesh, num_replicas
+        self.alive = PeakActivationModel(config, shape, num_replicas, mesh)
+
+    def arguments(self) -> dict[str, int]:
+        """The buffers before the step: weights, adapters, optimizer, average, batches; of a mesh a device's shards.
+
+        Moments and the average are fp32, in the layout of the groups of parameters: AdamW has 8 bytes a parameter,
+        Adafactor a number for each row and column. A batch is three int64 and one int32 array of (B, S) for each pass.
+        """
+        alive, config = self.alive, self.config
+        every = sum(padded(part, one.size, free=True) for one, part in alive.sharded)
+        adapters = sum(padded(part, one.size, free=True) for one, part in alive.of_trained()) if config.lora.r else 0
+        teacher, state = teacher_tensors(config), sum(map(alive.group_bytes, alive.groups))
+        shape = teacher_shape(config)
+        parts = shards(teacher, self.mesh, shape.embedding) if shape else []
+        columns = [(1, 8), (1, 8), (1, 8), (1, 4)]
+        if config.distill.files:
+            columns += [(config.distill.top_k, 4), (config.distill.top_k + 1, 4)]
+        if alive.objective:
+            columns += [(width, 4) for width, _ in alive.objective.columns.values()]
+        rows = sum(padded((alive.rows, alive.length * width), size) for width, size in columns)
+        return {
+            "base_weights": every - adapters,
+            "teacher_weights": sum(padded(part, one.size, free=True) for one, part in zip(teacher, parts, strict=True)),
+            "adapters": adapters,
+            "optimizer": 2 * state if config.optim.optimizer == "adamw" else self._factored(),
+            "ema": state if config.optim.ema_decay else 0,
+            "batch": rows * alive.passes,
+            # Its parameters, with AdamW's 12 bytes each at most.
+            "objective": 12 * alive.added.params if alive.added else 0,
+        }  # fmt: skip
+
+    def _factored(self) -> int:
+        """Adafactor's numbers of rows and columns, which each device of a mesh holds whole."""
+        pairs = self.alive.of_trained()
+        matrices = [one.shape for one, _ in pairs if is_matrix(one)]
+        sizes = [count for shape in matrices for count in (math.prod(shape[:-1]), math.prod(shape) // shape[-2])]
+        sizes.append(sum(math.prod(part) for one, part in pairs if not is_matrix(one)))
+        return sum(padded((count,), 4) for count in sizes)
+
+    def code(self) -> int:
+        """The program's own size; see `LOOP_CODE`."""
+        passes, layers = self.alive.passes, self.shape.layers
+        if not self.alive.scanned:
+            return SMALLEST_CODE + passes * layers * FLAT_CODE
+        if max(kind.parameters for kind in self.shape.kinds) < 2**21:
+            return SMALLEST_CODE * passes
+        twice = self.alive.tiled and any(kind.norm_follows for kind in self.shape.kinds)
+        tiles = self.alive.tiles + twice  # the first products twice
+        more = max(0, tiles - 2) if self.alive.tiles <= FEW_TILES else 0
+        layer = LOOP_CODE + TILE_CODE * more + INT4_CODE * (self.config.model.base_dtype == "int4")
+        return layer * sum(map(len, self.shape.blocks)) * passes
+
+    def memory(self) -> Memory:
+        """The estimate, of the program with the largest peak."""
+        programs = tuple(self.programs())
+        codes = sum(one.code for one in programs)
+        most = max(programs, key=lambda one: one.total - one.code)
+        held = {**most.beside, **most.arguments, **({"sample_cache": most.results} if most.results else {})}
+        parts, temporaries = {**held, **most.temporaries, "code": codes}, sum(most.temporaries.values())
+        moment = ", ".join(filter(None, [most.name if self.config.on_policy else "", most.moment]))
+        return Memory(parts, sum(held.values()), temporaries, codes, moment, self.alive.trained, programs)
+
+    def programs(self) -> Iterator[ProgramPeak]:
+        """The only program."""
+        moment, beyond = self.alive.reported()
+        temporaries = {name: math.ceil(size) for name, size in {**moment.parts, "heap": beyond}.items()}
+        yield ProgramPeak("step", self.arguments(), 0, temporaries, self.code(), {}, moment.name)
+
+
+class _Rounds(_Step):
+    """The programs of a rollout and of an update that is two programs, and what lies beside each of them."""
+
+    def programs(self) -> Iterator[ProgramPeak]:
+        """The programs. The cache of the samples is there from "samples" to the last "decode"; an update follows."""
+        config, mesh = self.config, self.mesh
+        rollout = rollout_of(config, 1 if mesh else self.replicas)
+        prompts, samples = (
+            cache_bytes(config, self.shape, rows, rollout.slots, mesh) for rows in (rollout.prompts, rollout.samples)
+        )
+        lasting = self.arguments()
+        batch = lasting.pop("batch")
+        lasting = {name: size for name, size in lasting.items() if size}
+        gradients = sum(padded(part, 4, free=True) for _, part in self.alive.of_trained())  # in the parameters' shapes
+        lasting |= {"gradient_buffer": gradients, "prompt_cache": prompts}
+        model, cache = ("base_weights", "adapters"), "sample_cache" if rollout.copies else "prompt_cache"
+        trained = ("adapters",) if config.lora.r else ("base_weights",)
+        state = ("optimizer", "ema", "gradient_buffer")
+
+        def made(name: str, reads: Sequence[str], temporaries: Mapping[str, float], code: int, **more: Any) -> Any:
+            there = lasting | more.pop("also", {})
+            arguments = {part: size for part, size in there.items() if part in reads}
+            beside = {part: size for part, size in there.items() if part not in reads}
+            sizes = {part: math.ceil(size) for part, size in temporaries.items() if size}
+            return ProgramPeak(name, arguments, more.pop("results", 0), sizes, code, beside, **more)
+
+        cached, code = {cache: samples}, LEAST_CODE + LAYER_CODE * sum(map(len, self.shape.blocks))
+        yield made("prefill", (*model, "prompt_cache"), self.prefill(rollout.prompts, rollout.widths[-1]), code)
+        if rollout.copies:
+            yield made("samples", ("prompt_cache",), {"cache_copy": prompts}, 0, results=samples)
+        yield made("decode", (*model, cache), self.decode(rollout.samples, samples), code, also=cached)
+        moment, beyond = self.alive.reported(update=False)
+        passes = update_plan(config, self.alive.batches).gradient_accumulation
+        reads, sent = (*model, "teacher_weights", "gradient_buffer", "batch"), {"batch": batch * passes}
+        parts = {**moment.parts, "heap": beyond}
+        yield made("accumulate", reads, parts, self.code(), also=sent, moment=moment.name)
+        moment, beyond = self.alive.reported(update=True)
+        parts = {**moment.parts, "gradients": 0.0, "heap": max(0.0, beyond - moment.parts["gradients"])}
+        if mesh is None and self.replicas > 1:  # before and after the all-reduce, which takes them as they are written
+            parts["all_reduce"] += 2.0 * sum(padded(part, 4) for _, part in self.alive.of_trained())
+        yield made("apply", (*trained, *state), parts, SMALLEST_CODE, also=sent)
+
+    def prefill(self, rows: int, width: int) -> dict[str, float]:
+        """Temporaries of a prefill: those of a layer; on a mesh weights stay where they lie."""
+        mesh, optim = self.mesh or Mesh(), self.config.optim
+        tokens = -(-rows // mesh.data) * width
+        tile = min(optim.mlp_tile or tokens, tokens)
+        layer = max(most(kind.forward, tokens, tile) for kind in self.shape.kinds) * self.alive.compute / 2
+        return {"weight_copies": self.alive.copies(), "layer": layer / mesh.fsdp}
+
+    def decode(self, rows: int, cache: int) -> dict[str, float]:
+        """Temporaries of decode steps: the cache in the layout in which slots are written, and logits.
+
+        Of the cache of layers that run as a loop half is copied: keys or values, or each in place of the other.
+        """
+        mesh, shape = self.mesh or Mesh(), self.shape
+        copied = sum(period * turns for period, turns in shape.runs if turns > 1) / 2
+        return {
+            "weight_copies": self.alive.copies(), "cache_copy": copied / shape.layers * cache,
+            "logits": LOGITS * 4.0 * -(-rows // mesh.data) * shape.vocabulary,
+        }  # fmt: skip

@@ -1,0 +1,196 @@
+"""Commits checkpoints in an object store, which cannot rename: an object is created that names those that count.
+
+layout.py lists the names, which are those of a folder on a disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from torch import Tensor
+
+from tpu_kit.machine.storage.object_store import ObjectFolder
+from tpu_kit.training.checkpoint.layout import (
+    Contents,
+    Listing,
+    Owner,
+    attempt_name,
+    owner_name,
+    owner_numbers,
+    place_hash,
+    read_owner,
+    same_step,
+    sort_out,
+)
+from tpu_kit.training.checkpoint.local_store import Entry, FolderStore, lock
+from tpu_kit.training.checkpoint.manifest import CORRUPT, MANIFEST, Checkpoint, error_number, holder_name, in_use
+
+
+class BucketStore(FolderStore):
+    """The checkpoints of a run in an object store.
+
+    An object store has no locks that die with their holder. The object owner-<number>.json of the largest number names
+    the owner and the folders of the checkpoints that count. Each commit, and each new owner, creates the next number if
+    no object has that name (if-generation-match=0), which one process can do. So a former owner cannot commit any more,
+    and a machine that replaces another one goes on at once, from all that was committed before.
+
+    A former owner may create a deleted number again, but it is not the largest then; that is checked after each
+    creation. Nobody deletes the largest number, so what was never the largest never counts. Only the owner deletes what
+    has counted.
+
+    What was copied here from another place, as its name tells, counts until the owner drops it: `dropped` holds its
+    name for as long as it has files.
+    """
+
+    files: ObjectFolder
+
+    def __init__(self, url: str) -> None:
+        self.files = ObjectFolder(url)
+        self._here = place_hash(self.files.url)
+        self.attempt_name = attempt_name(self.files.url)
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """See `FolderStore.writing`; takes the place over from a process of another machine."""
+        path = _lock_file(self.files.url)
+        with ExitStack() as held:
+            try:
+                held.enter_context(lock(path, self.files.url))
+            except OSError as error:
+                raise _no_temporary_folder(error) from error
+            held.callback(path.unlink, missing_ok=True)
+            self._take_over()
+            held.callback(self._release)
+            self._clean()
+            yield
+
+    def discard(self, checkpoint: Checkpoint) -> None:
+        """See `FolderStore.discard`."""
+        self._update(drop=[checkpoint.folder])
+        self._delete(checkpoint.folder)
+
+    def set_aside(self, folder: str) -> str:
+        """See `FolderStore.set_aside`; renames the manifest alone."""
+        manifest = f"{folder}/{MANIFEST}"
+        self._update(drop=[folder])
+        self.files.write(manifest + CORRUPT, self.files.read_all([manifest]).get(manifest, b""))
+        self.files.remove([manifest])
+        return manifest + CORRUPT
+
+    def restart(self) -> None:
+        """See `FolderStore.restart`."""
+        listing = self.files.list()
+        if names := [name for name in listing if not owner_numbers([name])]:
+            previous = ObjectFolder(f"{self.files.url}.previous")
+            previous.remove(previous.list())
+            for name in sorted(names, key=lambda name: name.endswith(MANIFEST)):
+                self.files.copy(name, previous)
+            self._update(drop=self._sorted(listing, self._about).counted)
+            self.files.remove(names)
+
+    def _snapshot(self) -> tuple[Listing, Contents]:
+        listing, _, owner = read_owner(self.files)
+        return listing, self._sorted(listing, owner)
+
+    def _sorted(self, listing: Listing, owner: Owner) -> Contents:
+        return sort_out(listing, owner, self._here)
+
+    @contextmanager
+    def _commit(self, folder: str, step: int, shared: bool) -> Iterator[None]:
+        self._check()
+        replaced = [one for one in self._about["commits"] if same_step(one, step)]
+        try:
+            yield
+            self._update(add=[folder], drop=replaced)
+        except ValueError:  # after an OSError the files stay: the commit may have been made, and its answer lost
+            with suppress(OSError):
+                if folder not in self._snapshot()[1].counted:  # else the process that has taken over counts on it
+                    self._delete(folder)
+            raise
+        with suppress(OSError):  # else the next run's `_clean` deletes them
+            self._delete(*replaced)
+
+    def _put_tensors(self, name: str, tensors: Mapping[str, Tensor]) -> Entry:
+        with tempfile.TemporaryDirectory(prefix="tpu_kit-upload-") as staging:  # it holds one file at a time
+            path = Path(staging, "tensors")
+            try:
+                entry = self._save(path, tensors)
+            except (OSError, SafetensorError) as error:
+                raise _no_temporary_folder(error) from error
+            self.files.put(path, name)
+        return entry
+
+    def _delete(self, *folders: str) -> None:
+        self.files.remove(name for folder in folders for name in self.files.list(folder))
+
+    def _clean(self) -> None:
+        listing = self.files.list()
+        self._check()  # only now: a later owner may have written files before the list was made
+        left = set(self._sorted(listing, self._about).left)
+        self.files.remove(name for name in listing if name.partition("/")[0] in left)
+
+    def _take_over(self) -> None:
+        while True:
+            listing, self._number, before = read_owner(self.files)
+            contents = self._sorted(listing, before)
+            self._about: dict[str, Any] = {
+                "holder": holder_name(), "id": uuid.uuid4().hex, "released": False, "place": self._here,
+                "commits": contents.counted, "dropped": contents.left,
+            }  # fmt: skip
+            try:
+                self._update()
+                break
+            except ValueError:  # another process has just committed a checkpoint, or taken over
+                continue
+        if not before.get("released", True):
+            print(f"{before['holder']} was writing to {self.files.url}: this process takes it over", file=sys.stderr)
+
+    def _release(self) -> None:
+        self._about["released"] = True  # so that the next owner is not told of this one
+        with suppress(OSError, ValueError):
+            self._update()
+
+    def _update(self, add: Iterable[str] = (), drop: Iterable[str] = ()) -> None:
+        """Changes the folders that count; raises ValueError if another process has become the owner."""
+        commits = [*(folder for folder in self._about["commits"] if folder not in {*drop}), *add]
+        about = {**self._about, "commits": commits, "dropped": sorted({*self._about["dropped"], *drop})}
+        try:
+            self.files.create(owner_name(self._number + 1), json.dumps(about).encode())
+        except FileExistsError:
+            self._check()  # an update whose answer was lost was made
+            return self._update(add, drop)
+        self._number += 1
+        listing, self._about = self._check(), about
+        there = {name.partition("/")[0] for name in listing}
+        about["dropped"] = [folder for folder in about["dropped"] if folder in there]
+        with suppress(OSError):  # the next update deletes them
+            self.files.remove(owner_name(number) for number in owner_numbers(listing) if number < self._number)
+
+    def _check(self) -> Listing:
+        """Lists all objects; raises ValueError if one of them is a later owner's."""
+        listing, number, owner = read_owner(self.files)
+        if number > self._number and owner["id"] != self._about["id"]:
+            raise in_use(self.files.url, owner["holder"])
+        self._number = max(number, self._number)
+        return listing
+
+
+def _lock_file(url: str) -> Path:
+    name = hashlib.blake2b(f"{socket.gethostname()} {os.getuid()} {url}".encode(), digest_size=8).hexdigest()
+    return Path(tempfile.gettempdir(), f"tpu_kit-{name}.lock")
+
+
+def _no_temporary_folder(error: Exception) -> OSError:
+    text = f"{tempfile.gettempdir()} cannot be written to ({error}): set TMPDIR to another folder"
+    return OSError(error_number(error), text)

@@ -1,0 +1,270 @@
+"""Commits checkpoints in a folder of this machine, in steps that `gcs_store` shares.
+
+The files of an attempt to save a step, and the parts of several hosts, are written under its random name, then the
+manifest. Then one atomic operation makes the checkpoint valid: here a rename. layout.py lists the names.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import secrets
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tpu_kit.machine.storage import atomic
+from tpu_kit.machine.storage.atomic import OLD, PART
+from tpu_kit.machine.storage.local_folder import LocalFolder, make_folder
+from tpu_kit.machine.storage.object_store import ObjectFolder
+from tpu_kit.training.checkpoint.layout import (
+    Contents,
+    Listing,
+    owner_name,
+    owner_numbers,
+    read_owner,
+    same_step,
+    sort_out,
+)
+from tpu_kit.training.checkpoint.manifest import (
+    CORRUPT,
+    MANIFEST,
+    Checkpoint,
+    DamagedError,
+    Rejected,
+    Tensors,
+    file_digest,
+    holder_name,
+    in_use,
+    new_digest,
+    read_checkpoint,
+    seal,
+)
+from tpu_kit.training.checkpoint.parts import Attempt
+
+_NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.ENOLCK}  # some network and FUSE folders
+
+Entry = dict[str, Any]
+"""Size and MD5 of a file, in a manifest."""
+
+
+class FolderStore:
+    """The checkpoints of a run. All processes may read and write parts; the one within `writing` changes the rest."""
+
+    files: LocalFolder | ObjectFolder
+    attempt_name = f".step-{{step:08d}}.{{name}}{PART}"
+
+    def __init__(self, place: Path) -> None:
+        self.folder, self.files = place, LocalFolder(place)
+
+    def scan(self, verify: bool = False) -> tuple[list[Checkpoint], list[Rejected]]:
+        """See `manager.scan`. The writer may change the place during a look: two must agree on damage."""
+        damaged: list[Rejected] = []
+        while True:
+            good, now = self._look(verify)
+            if now == damaged:
+                return good, damaged
+            damaged = now
+
+    def _look(self, verify: bool) -> tuple[list[Checkpoint], list[Rejected]]:
+        listing, contents = self._snapshot()
+        folders = contents.counted
+        manifests = self.files.read_all(f"{folder}/{MANIFEST}" for folder in folders)
+        found: dict[int, Checkpoint] = {}
+        rejected = []
+        for folder in folders:
+            try:
+                checkpoint = read_checkpoint(self.files, folder, manifests.get(f"{folder}/{MANIFEST}"))
+                checkpoint.check(listing)
+                if verify:
+                    checkpoint.verify()
+                found[checkpoint.step] = checkpoint
+            except DamagedError as error:
+                rejected.append(Rejected(folder, self.files.place(folder), str(error)))
+        return [found[step] for step in sorted(found)], rejected
+
+    def contents(self) -> Contents:
+        """What lies at the place."""
+        return self._snapshot()[1]
+
+    def write_part(self, step: int, attempt: str, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """Writes the part `name` of one of several hosts, then its receipt; see `parts`."""
+        folder = self.attempt_name.format(step=step, name=attempt)
+        entry = self._put_tensors(f"{folder}/{name}.safetensors", tensors)
+        self._put(f"{folder}/{name}.json", json.dumps(entry))
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Makes this process the writer, and removes the leftovers of killed ones.
+
+        Raises:
+            ValueError: another process writes there.
+            OSError: the place cannot be written to; the text says what to do.
+        """
+        make_folder(self.folder)
+        with lock(self.folder / ".lock", self.folder) as alone:
+            if alone:  # the writers of leftovers are dead
+                self._clean()
+            yield
+
+    def write(
+        self, about: Mapping[str, Any], tensors: Tensors, texts: Mapping[str, str], attempt: Attempt | None = None
+    ) -> None:
+        """Writes the files, then the manifest, then commits the checkpoint in place of one of the same step.
+
+        Args:
+            about: the manifest without its files.
+            tensors: by name of the file.
+            texts: by name of the file.
+            attempt: of several hosts, whose parts become files of the checkpoint.
+
+        Raises:
+            ValueError: another process has become the writer in the meantime.
+            OSError: the place, or the temporary folder of this machine, cannot be written to.
+        """
+        step, name = about["step"], attempt.name if attempt else secrets.token_hex(6)
+        folder = self.attempt_name.format(step=step, name=name)
+        with self._commit(folder, step, shared=attempt is not None):
+            entries = attempt.receipts(lambda: self._receipts(folder)) if attempt else {}
+            for name, group in tensors.items():
+                entries[f"{name}.safetensors"] = self._put_tensors(f"{folder}/{name}.safetensors", group)
+            for name, text in texts.items():
+                entries[name] = self._put(f"{folder}/{name}", text)
+            self._put(f"{folder}/{MANIFEST}", seal({**about, "files": entries}))
+
+    def discard(self, checkpoint: Checkpoint) -> None:
+        """Deletes a checkpoint; if killed in between, it leaves none that looks damaged. Raises OSError."""
+        self._remove(self.folder / checkpoint.folder)
+
+    def set_aside(self, folder: str) -> str:
+        """Renames a checkpoint so that no scan finds it; returns its new name."""
+        aside = self.folder / f"{folder}{CORRUPT}"
+        if aside.exists():
+            aside = self.folder / f"{folder}.{time.time_ns()}{CORRUPT}"
+        with suppress(FileNotFoundError):  # an owner object names it, and it has no files
+            (self.folder / folder).rename(aside)
+        return aside.name
+
+    def restart(self) -> None:
+        """Moves all that is there to `previous`, whose content it deletes."""
+        previous = self.previous
+        entries = [path for path in self.folder.iterdir() if path.name not in (".lock", previous.name, "lost+found")]
+        if entries:
+            shutil.rmtree(previous, ignore_errors=True)
+            previous.mkdir()
+            for path in entries:
+                path.rename(previous / path.name)
+            atomic.sync(self.folder)
+
+    @property
+    def previous(self) -> Path:
+        """Where `restart` moves the checkpoints: beside them, on their disk, or inside where that is a whole disk."""
+        folder = self.folder.resolve()
+        beside = folder.with_name(f"{folder.name}.previous")
+        inside = os.path.ismount(folder) or not os.access(folder.parent, os.W_OK)
+        return folder / ".previous" if inside else beside
+
+    def _snapshot(self) -> tuple[Listing, Contents]:
+        """Lists all files, and sorts them into what they belong to."""
+        listing, _, owner = read_owner(self.files)  # of the object store that they were copied from
+        return listing, sort_out(listing, owner)
+
+    @contextmanager
+    def _commit(self, folder: str, step: int, shared: bool) -> Iterator[None]:
+        """Makes the attempt in a folder the checkpoint of a step, if the block raises nothing."""
+        part = self.folder / folder
+        part.mkdir(exist_ok=True)
+        try:
+            yield
+            with atomic.replacing(self.folder / f"step-{step:08d}", durable=True) as new:
+                part.rename(new)
+        except BaseException:
+            if not shared:  # else other hosts may still write there
+                shutil.rmtree(part, ignore_errors=True)
+            raise
+        with suppress(OSError):  # the next commit does it
+            self._settle(step)
+
+    def _settle(self, step: int) -> None:
+        """After a commit: removes what was copied from an object store and is the same step, or did not count there."""
+        listing, contents = self._snapshot()
+        left = [name for name in contents.left if not name.endswith(PART)]
+        others = [name for name in contents.counted if same_step(name, step) and name != f"step-{step:08d}"]
+        for name in [*left, *others]:
+            self._remove(self.folder / name)
+        for number in sorted(owner_numbers(listing)):
+            (self.folder / owner_name(number)).unlink()
+
+    def _put_tensors(self, name: str, tensors: Mapping[str, Tensor]) -> Entry:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        entry = self._save(path, tensors)
+        with suppress(OSError):  # safetensors writes with mode 600; some folders allow no chmod
+            path.chmod(path.parent.stat().st_mode & 0o666)
+        atomic.sync(path)
+        return entry
+
+    def _save(self, path: Path, tensors: Mapping[str, Tensor]) -> Entry:
+        save_file({key: value.contiguous() for key, value in tensors.items()}, path, metadata={"format": "pt"})
+        return {"bytes": path.stat().st_size, "md5": file_digest(path)}
+
+    def _put(self, name: str, text: str) -> Entry:
+        self.files.write(name, content := text.encode())
+        return {"bytes": len(content), "md5": new_digest(content).hexdigest()}
+
+    def _receipts(self, folder: str) -> dict[str, bytes]:
+        receipts = (name for name in self.files.list(folder) if re.fullmatch(r"training-\d+\.json", Path(name).name))
+        return {Path(name).name: text for name, text in self.files.read_all(receipts).items()}
+
+    def _remove(self, path: Path) -> None:
+        gone = path.with_name(f".{path.name.lstrip('.')}.gone{PART}")
+        shutil.rmtree(gone, ignore_errors=True)
+        path.rename(gone)
+        shutil.rmtree(gone)
+
+    def _clean(self) -> None:
+        for path in self.folder.glob(f".*{PART}"):
+            shutil.rmtree(path)
+        for path in self.folder.glob(f".*{OLD}"):
+            place = self.folder / path.name[1 : -len(OLD)]
+            if place.exists():
+                self._remove(path)
+            else:  # killed between the two renames
+                path.rename(place)
+
+
+@contextmanager
+def lock(path: Path, place: Path | str) -> Iterator[bool]:
+    """Locks a file; yields False if its file system has no locks. The lock ends with this process, too.
+
+    Raises:
+        ValueError: another process holds it, and writes to the place.
+    """
+    with path.open("a+") as file:
+        try:
+            import fcntl  # not on Windows
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            raise in_use(place, file.read().strip() or "another process") from error
+        except (OSError, ImportError) as error:
+            if isinstance(error, OSError) and error.errno not in _NO_LOCKS:
+                raise
+            text = f"warning: {path.parent} has no file locks: make sure that only one run writes there"
+            print(text, file=sys.stderr)
+            yield False
+            return
+        file.truncate(0)
+        file.write(f"{holder_name()}\n")
+        file.flush()
+        yield True

@@ -1,0 +1,240 @@
+"""Defines the format of a checkpoint: reads it and checks it against its manifest.
+
+The manifest holds a format number, the step, the time, metrics, and the size and MD5 of every file, which object stores
+compute too: so a checkpoint can be copied from a folder to an object store and back. A folder without a valid manifest
+is no checkpoint. Tensors are safetensors, everything else is JSON (Python's, with NaN and Infinity): nothing is
+unpickled.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
+from torch import Tensor
+
+from tpu_kit.machine.chips import MIB
+from tpu_kit.machine.storage.local_folder import LocalFolder
+from tpu_kit.machine.storage.object_store import ObjectFolder, leads_out
+
+MANIFEST = "manifest.json"
+FORMAT = 4
+CORRUPT = ".corrupt"  # suffix of a checkpoint that is set aside
+_READ_BYTES = 16 * MIB  # of a request
+
+
+Tensors = Mapping[str, Mapping[str, Tensor]]
+"""File name without ".safetensors" -> the CPU tensors of the file by name."""
+
+
+Select = Callable[[str], bool]
+"""Whether a tensor of a file is wanted, by its name."""
+
+
+class DamagedError(ValueError):
+    """A checkpoint differs from its manifest, or has none; the text names the file."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One complete checkpoint. Its files are read into memory, block by block."""
+
+    step: int  # updates done
+    path: Path | str  # its folder or URL, for users
+    created: float  # seconds since the epoch, by the writer's clock; the order is by step
+    metrics: dict[str, float]  # of `CheckpointManager.save`
+    best: bool  # whether it was the best of its run when it was saved; see `best_of`
+    files: dict[str, tuple[int, str]]  # name to (bytes, MD5), without the manifest
+    source: LocalFolder | ObjectFolder = field(repr=False, compare=False)  # the folder of the run's checkpoints
+    folder: str  # its name there
+
+    @property
+    def size(self) -> int:
+        """Bytes of all its files without the manifest."""
+        return sum(size for size, _ in self.files.values())
+
+    def check(self, listing: Mapping[str, tuple[int, str]]) -> None:
+        """Raises DamagedError at the first file that is missing or has another size or MD5 in `source.list`."""
+        for name, (size, digest) in self.files.items():
+            if f"{self.folder}/{name}" not in listing:
+                raise DamagedError(f"{self._place(name)} is missing")
+            size_now, digest_now = listing[f"{self.folder}/{name}"]
+            if size_now != size:
+                raise DamagedError(f"{self._place(name)} has {size_now:,} bytes, and had {size:,} when it was written")
+            if digest_now not in ("", digest):
+                raise self._changed(name)
+
+    def verify(self, *names: str) -> None:
+        """Checks the content of all files, or of some; raises DamagedError at the first that has changed."""
+        self.check(listing := self.source.list(self.folder))
+        for name in names or self.files:
+            if not listing[f"{self.folder}/{name}"][1] and self._digest(name) != self.files[name][1]:
+                raise self._changed(name)
+
+    def document(self, name: str) -> Any:
+        """Reads `<name>.json`; raises DamagedError, and ValueError if there is no such file."""
+        self._open(file := f"{name}.json")
+        content = self._read(file)
+        if new_digest(content).hexdigest() != self.files[file][1]:
+            raise self._changed(file)
+        return json.loads(content)
+
+    def tensors(self, name: str, select: Select | None = None) -> dict[str, Tensor]:
+        """Reads CPU tensors of `<name>.safetensors`, by default all; see `document` for the errors."""
+        self._open(file := f"{name}.safetensors")
+        if select is not None:  # else the digest of what is read is compared
+            self.verify(file)
+        content, found = new_digest(), dict[str, Tensor]()
+        begin, block = 0, b""  # the last block that was read, and where it begins
+
+        def read(start: int, end: int) -> bytes:
+            nonlocal begin, block
+            if not begin <= start <= end <= begin + len(block):
+                begin, block = start, self._read(file, start, max(end, start + _READ_BYTES))
+            content.update(part := block[start - begin : end - begin])
+            return part
+
+        try:
+            length = int.from_bytes(read(0, 8), "little")
+            header = json.loads(read(8, min(8 + length, self.files[file][0])))
+            header.pop("__metadata__", None)
+            no_numbers = {key: {**entry, "shape": [0], "data_offsets": [0, 0]} for key, entry in header.items()}
+            text = json.dumps(no_numbers).encode()
+            types = load(len(text).to_bytes(8, "little") + text)
+            for key, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+                if select is None or select(key):
+                    found[key] = torch.empty(entry["shape"], dtype=types[key].dtype)
+                    room = found[key].view(-1).view(torch.uint8).numpy().data
+                    start, end = (8 + length + offset for offset in entry["data_offsets"])
+                    for at in range(start, end, _READ_BYTES):
+                        upto = min(at + _READ_BYTES, end)
+                        room[at - start : upto - start] = read(at, upto)
+        except DamagedError:  # it is missing
+            raise
+        except (KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
+            raise self._changed(file) from error
+        if select is None and content.hexdigest() != self.files[file][1]:
+            raise self._changed(file)
+        return found
+
+    def _open(self, name: str) -> None:
+        """Raises ValueError if there is no such file, and DamagedError if one of all files is not as it was."""
+        if name not in self.files:
+            raise ValueError(f"{self.path} holds no {name}; it holds {', '.join(sorted(self.files))}")
+        self.check(self.source.list(self.folder))
+
+    def _read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
+        try:
+            return self.source.read(f"{self.folder}/{name}", start, end)
+        except FileNotFoundError as error:
+            raise DamagedError(f"{self._place(name)} is missing") from error
+
+    def _digest(self, name: str) -> str:
+        """The MD5 of a file that `source.list` has none for: on a disk, or an object that was uploaded in parts."""
+        found, size = new_digest(), self.files[name][0]
+        for start in range(0, size, _READ_BYTES):
+            found.update(self._read(name, start, min(start + _READ_BYTES, size)))
+        return found.hexdigest()
+
+    def _place(self, name: str) -> Path | str:
+        return self.source.place(f"{self.folder}/{name}")
+
+    def _changed(self, name: str) -> DamagedError:
+        return DamagedError(f"{self._place(name)} is not what was written: its MD5 is another")
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A damaged checkpoint, and the reason."""
+
+    folder: str  # see `Checkpoint`
+    path: Path | str
+    reason: str
+
+
+def holder_name() -> str:
+    """The name of this process in manifests, locks and errors."""
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def in_use(place: Path | str, holder: str) -> ValueError:
+    """Makes the error for a place where another process writes."""
+    text = f"{place} is being written to by {holder}"
+    return ValueError(f"{text}: end that one first, or set another run_name or output_dir")
+
+
+def best_of(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
+    """The best of checkpoints in the order of their steps: the last that was better than all before it."""
+    return next((checkpoint for checkpoint in reversed(checkpoints) if checkpoint.best), None)
+
+
+def read_checkpoint(source: LocalFolder | ObjectFolder, folder: str, text: bytes | None) -> Checkpoint:
+    """Makes a checkpoint from the text of its manifest; raises as `unseal`."""
+    place = source.place(f"{folder}/{MANIFEST}")
+    if text is None:
+        raise DamagedError(f"{place} is missing")
+    manifest = unseal(text, place, source.place(folder))
+    files = {name: (entry["bytes"], entry["md5"]) for name, entry in manifest["files"].items()}
+    about = {name: manifest[name] for name in ("step", "created", "metrics", "best")}
+    return Checkpoint(path=source.place(folder), files=files, source=source, folder=folder, **about)
+
+
+def unseal(text: bytes, file: Path | str, place: Path | str) -> dict[str, Any]:
+    """Reads a manifest that `seal` made; errors name its file and the checkpoint's place.
+
+    Raises:
+        DamagedError: its content has changed.
+        ValueError: this tpu_kit does not read its format.
+    """
+    try:
+        manifest: dict[str, Any] = json.loads(text)
+        sealed = manifest.pop("sha256") == _seal(manifest)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise DamagedError(f"{file} is no manifest") from error
+    if not sealed:
+        raise DamagedError(f"{file} is not what was written: its SHA-256 is another")
+    if manifest["format"] != FORMAT:
+        raise ValueError(
+            f"{place} has format {manifest['format']}, and this tpu_kit reads {FORMAT}: use the tpu_kit that wrote it, "
+            "or set another output_dir"
+        )
+    if bad := next(filter(leads_out, manifest["files"]), None):
+        raise DamagedError(f"{file} names {bad!r}, which is outside of {place}: no run has written that")
+    return manifest
+
+
+def seal(manifest: Mapping[str, Any]) -> str:
+    """The manifest's text with the SHA-256 of its content, which also detects a flipped bit in a metric."""
+    return json.dumps({**manifest, "sha256": _seal(manifest)}, indent=1)
+
+
+def _seal(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def new_digest(content: bytes = b"") -> Any:
+    """An MD5: it finds what a disk or a network has changed, and is no protection from people."""
+    return hashlib.md5(content, usedforsecurity=False)
+
+
+def file_digest(path: Path) -> str:
+    """The MD5 of a file's content, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, new_digest).hexdigest()
+
+
+def error_number(error: Exception) -> int:
+    """The errno of a system error; libraries written in Rust have it only in their text."""
+    number = None if isinstance(error, OSError) else re.search(r"os error (\d+)", str(error))
+    return int(number[1]) if number else getattr(error, "errno", None) or errno.EIO

@@ -1,0 +1,237 @@
+"""Distillation: the loss of a model that learns from a frozen teacher.
+
+The divergences are those of Agarwal et al. (arXiv:2306.13649), summed over the tokens with labels, without Hinton's
+factor temperature**2. The teacher runs in the step's program, or its top logits come with the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import log
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from tpu_kit.config.loader import DistillConfig, ModelConfig, TrainConfig
+from tpu_kit.model import causal_lm as models
+from tpu_kit.model.architecture import check_positions, check_vocabulary
+from tpu_kit.model.loading import load_tokenizer, read_config
+from tpu_kit.model.loop.layer_calls import keep_after, kept_states
+from tpu_kit.training.losses.loss import IGNORE, Likelihood, chunked, head_outputs, rows_in_chunks, shift_labels
+from tpu_kit.training.objectives import Objective, Sums, SupervisedObjective
+from tpu_kit.xla.scan import Tensors, after
+
+_NONE = -1e30  # the logarithm of no probability: finite, as the gradient of infinity times 0 is not a number
+
+
+class DistillationObjective(Objective):
+    """The weighted sum of divergence, labels, hidden states and embeddings, for each token with a label.
+
+    In evaluation it is the negative log-likelihood of the labels, so that its loss compares with that of other runs.
+    """
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._config, self._distill = config, config.distill
+        self._supervised = SupervisedObjective(config.optim)
+        weights = {name: getattr(config.distill, f"{name}_weight") for name in _PARTS}
+        self._weights = {name: weight for name, weight in weights.items() if weight}
+        self.extra = tuple(f"distill_{name}" for name in self._weights)
+        if config.distill.files:
+            k = config.distill.top_k
+            self.columns = {"top_ids": (k, torch.int32), "top_log_p": (k + 1, torch.float32)}
+
+    def check(self) -> None:
+        """See `Objective.check`; vocabulary, layers and length of the teacher and the model must fit each other."""
+        config = self._config
+        teacher, name = config.teacher, f"distill.teacher={config.distill.teacher}"
+        assert teacher is not None
+        own = load_tokenizer(config.model).get_vocab()
+        try:
+            other, settings = load_tokenizer(teacher).get_vocab(), read_config(teacher)
+        except ValueError as error:
+            told = str(error).replace("model.name", "distill.teacher").replace("model.trust", "distill.teacher_trust")
+            raise ValueError(told) from error
+        if differ := sorted(token for token in own.keys() | other.keys() if own.get(token) != other.get(token)):
+            raise ValueError(
+                f"{name} has another tokenizer than model.name={config.model.name}: {len(differ):,} of {len(own):,} "
+                f"and {len(other):,} tokens differ, such as {differ[0]!r}. Their logits are not comparable: choose a "
+                "teacher of the same family"
+            )
+        models_of = [read_config(config.model), settings]  # None: loading says why it cannot be read
+        sizes = [whole.get_text_config().vocab_size for whole in models_of if whole is not None]
+        text = settings.get_text_config() if settings else None
+        check_vocabulary(len(other), getattr(text, "vocab_size", None), name)
+        check_positions(config.data.max_length, getattr(text, "max_position_embeddings", None), name)
+        if sizes and config.distill.files and config.distill.top_k > min(sizes):
+            raise ValueError(
+                f"distill.top_k={config.distill.top_k}: there are {min(sizes)} logits; set it to that or less"
+            )
+        for side, (whole, of) in enumerate(zip(models_of, (f"model.name={config.model.name}", name), strict=True)):
+            if whole is None:
+                continue
+            count = whole.get_text_config().num_hidden_layers
+            if wrong := sorted({pair[side] for pair in config.distill.pairs if pair[side] > count}):
+                raise ValueError(
+                    f"distill.layers={config.distill.layers}: {of} has {count} layers, and no layer "
+                    f"{', '.join(map(str, wrong))}; name layers from 1 to {count}"
+                )
+
+    def attach(self, model: torch.nn.Module, load: Callable[[ModelConfig], Any]) -> None:
+        """Adds the teacher, and projections of states to the teacher's size where it is another."""
+        if self._distill.files:
+            return
+        assert self._config.teacher is not None
+        model.teacher = teacher = models.freeze(load(self._config.teacher), self._distill.teacher_dtype)
+        sizes = [models.text_config(side).hidden_size for side in (model, teacher)]
+        projected = ["embeddings"] if "embeddings" in self._weights else []
+        for pair in self._distill.pairs:
+            projected.append(_name(pair))
+            for side, layer in zip((model, teacher), pair, strict=True):
+                keep_after(models.base_model(side).get_decoder(), layer)
+        if projected and sizes[0] != sizes[1]:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(self._config.optim.seed)
+                model.objective = torch.nn.ModuleDict(
+                    {name: torch.nn.Linear(sizes[0], sizes[1], False, dtype=torch.float32) for name in projected}
+                )
+
+    def __call__(self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> Sums:
+        """See `Objective.__call__`."""
+        if not model.training:
+            return self._supervised(model, batch)
+        labels = shift_labels(batch["labels"], batch["segment_ids"])
+        teacher: Any = None if self._distill.files else model.teacher
+        inputs, constants, head, theirs = [labels], [], None, {}
+        if teacher is None:
+            inputs += [batch[name].unflatten(1, (labels.shape[1], -1)) for name in self.columns]
+        else:
+            with torch.no_grad():
+                states = models.hidden_states(teacher.eval(), batch)
+                theirs = self._compared(teacher, batch)
+            # The teacher's forward pass ends before the model's begins, so that not both are in memory.
+            done = [states, *theirs.values()]
+            batch = dict(zip(batch, after(done, list(batch.values())), strict=True))
+            head = models.output_embedding(teacher)
+            constants = [head.weight.to(states.dtype), *([] if head.bias is None else [head.bias.to(states.dtype)])]
+            inputs += [states]
+        hidden = models.hidden_states(model, batch)
+        apart = self._apart(model, self._compared(model, batch), theirs, labels)
+        own = models.output_embedding(model)
+        (hidden, *inputs), chunk = rows_in_chunks(self._config.optim.loss_chunk, [hidden, *inputs])
+        rule = Divergence(
+            self._distill, self._weights.get("logits", 0.0), self._weights.get("labels", 0.0),
+            Likelihood(own, self._config.optim.label_smoothing), head,
+        )  # fmt: skip
+        inputs = [tensor.flatten(0, 1) for tensor in inputs]
+        loss, logits, nll = chunked(rule, hidden.flatten(0, 1), own, inputs, chunk, constants, 3)
+        for name, value in apart.items():
+            loss = loss + self._weights[name] * value
+        parts = {"logits": logits, "labels": nll, **apart}
+        return Sums(loss, (labels != IGNORE).sum().float(), tuple(parts[name].detach() for name in self._weights))
+
+    def _compared(self, model: Any, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Returns the states to compare, (B, S, H) each, by name; after a forward pass of the model."""
+        base, side = models.base_model(model), 0 if hasattr(model, "teacher") else 1
+        layers = kept_states(base.get_decoder())
+        states = {_name(pair): layers[pair[side]] for pair in self._distill.pairs}
+        if "embeddings" in self._weights:
+            states["embeddings"] = base.get_input_embeddings()(batch["input_ids"])
+        return states
+
+    def _apart(
+        self,
+        model: torch.nn.Module,
+        ours: dict[str, torch.Tensor],
+        theirs: dict[str, torch.Tensor],
+        labels: torch.Tensor,
+    ) -> dict[str, torch.Tensor]:
+        """Returns the mean squared differences of states, summed over tokens and over pairs of layers."""
+        sums: dict[str, torch.Tensor] = {}
+        for name, states in ours.items():
+            if hasattr(model, "objective"):
+                weight = model.get_parameter(f"objective.{name}.weight")
+                states = F.linear(states, weight.to(states.dtype))
+            squares = (states.float() - theirs[name].float()).square().mean(-1)
+            kind = "embeddings" if name == "embeddings" else "hidden"
+            sums[kind] = sums.get(kind, 0.0) + torch.where(labels != IGNORE, squares, 0.0).sum()
+        return sums
+
+
+_PARTS = ("logits", "labels", "hidden", "embeddings")
+
+
+def _name(pair: tuple[int, int]) -> str:
+    return f"layers_{pair[0]}_{pair[1]}"
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The divergence of a chunk and the likelihood of its labels: a `loss.ChunkLoss`.
+
+    Its sums are the weighted loss, the divergence and the negative log-likelihood. Inputs after the labels are the
+    teacher's last hidden states (c, H), with its output layer as constants; or top_ids (c, k) and top_log_p (c, k + 1).
+    """
+
+    distill: DistillConfig
+    weight: float
+    labels_weight: float
+    likelihood: Likelihood
+    teacher: models.OutputHead | None
+
+    def __call__(
+        self, logits: torch.Tensor, inputs: Tensors, constants: Tensors, grad: bool
+    ) -> tuple[Tensors, torch.Tensor | None]:
+        """See `loss.ChunkLoss`."""
+        labels, *others = inputs
+        (nll,), slope = self.likelihood(logits, [labels], [], grad)
+        apart = torch.zeros_like(nll)
+        if self.weight:
+            with torch.set_grad_enabled(grad):
+                leaf = logits.detach().requires_grad_(grad)
+                log_q, log_p = self._log_probabilities(self.likelihood.head.scaled(leaf), others, constants)
+                tokens = divergence(log_p.detach(), log_q, self.distill.divergence)
+                apart = torch.where(labels != IGNORE, tokens, 0.0).sum()
+            if slope is not None:
+                steeper = self.weight * torch.autograd.grad(apart, leaf)[0]
+                slope = steeper + self.labels_weight * slope if self.labels_weight else steeper
+            apart = apart.detach()
+        elif slope is not None:
+            slope = self.labels_weight * slope
+        return [self.weight * apart + self.labels_weight * nll, apart, nll], slope
+
+    def _log_probabilities(
+        self, logits: torch.Tensor, others: Tensors, constants: Tensors
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns those of the model and of the teacher, (c, outcomes) each."""
+        if self.teacher is None:
+            ids, log_p = others
+            count = ids.shape[1] + (ids.shape[1] < logits.shape[1])  # no others where all are among the k
+            return top_log_probabilities(logits, ids, self.distill.temperature)[:, :count], log_p[:, :count]
+        with torch.no_grad():
+            theirs = self.teacher.scaled(head_outputs(others[0], constants[0], next(iter(constants[1:]), None)))
+        size = min(logits.shape[-1], theirs.shape[-1])  # the longer vocabulary has padding at its end
+        log_q, log_p = (F.log_softmax(side[:, :size] / self.distill.temperature, dim=-1) for side in (logits, theirs))
+        return log_q, log_p
+
+
+def top_log_probabilities(logits: torch.Tensor, ids: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Returns the log-probabilities of the tokens `ids`, (c, k), and of all others together: (c, k + 1)."""
+    logits, ids = logits / temperature, ids.long()
+    whole = torch.logsumexp(logits, dim=-1, keepdim=True)
+    others = torch.logsumexp(logits.scatter(1, ids, _NONE), dim=-1, keepdim=True)
+    return torch.cat([logits.gather(1, ids) - whole, others - whole], dim=1)
+
+
+def divergence(log_p: torch.Tensor, log_q: torch.Tensor, kind: str) -> torch.Tensor:
+    """Computes the divergence between the teacher's p and the model's q, in nats, for each row of (c, outcomes).
+
+    "forward" is KL(p, q), "reverse" KL(q, p), and "js" KL(p, m) / 2 + KL(q, m) / 2 with m = (p + q) / 2.
+    """
+    if kind == "forward":
+        return (log_p.exp() * (log_p - log_q)).sum(-1)
+    if kind == "reverse":
+        return (log_q.exp() * (log_q - log_p)).sum(-1)
+    middle = torch.logsumexp(torch.stack([log_p, log_q]), dim=0) - log(2)
+    return (log_p.exp() * (log_p - middle) + log_q.exp() * (log_q - middle)).sum(-1) / 2

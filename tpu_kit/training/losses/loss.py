@@ -1,0 +1,279 @@
+"""Linear layer and cross-entropy over chunks of tokens, without the logits of a whole batch.
+
+The forward pass processes `chunk` tokens at a time and computes the gradient at once: with respect to the logits it is
+softmax(logits) - target. Each chunk leaves one number and a (chunk, H) gradient, and nothing is computed twice.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from tpu_kit.distributed.replica.mesh import active_mesh
+from tpu_kit.model.causal_lm import OutputHead
+from tpu_kit.model.loop.activation_checkpointing import tiles_of
+from tpu_kit.model.sharding import partition
+from tpu_kit.xla.scan import Tensors, Tree, scan
+from tpu_kit.xla.sharding import constrain
+
+IGNORE = -100
+"""Label of a token that carries no loss (the value PyTorch and Hugging Face use)."""
+VOCABULARY = ("model", "fsdp")
+"""The axes over which the vocabulary of logits is sharded."""
+
+ChunkLoss = Callable[[torch.Tensor, Tensors, Tensors, bool], tuple[Tensors, torch.Tensor | None]]
+"""Takes the linear layer's outputs (chunk, V), inputs of these tokens (labels first), constants, and whether to compute
+the gradient; returns sums over the tokens (fp32 scalars, the loss first) and the loss's gradient at those outputs."""
+
+
+@dataclass(frozen=True)
+class Likelihood:
+    """The negative log-likelihood of the labels, from the linear layer's outputs on: a `ChunkLoss`.
+
+    A second input weights each token, and a third one the entropy of each, which is subtracted.
+
+    Attributes:
+        head: the output layer, for its scale and soft cap.
+        smoothing: weight e of the uniform distribution in the target: (1 - e) one-hot + e / V.
+    """
+
+    head: OutputHead
+    smoothing: float = 0.0
+
+    def __call__(
+        self, logits: torch.Tensor, inputs: Tensors, constants: Tensors, grad: bool
+    ) -> tuple[Tensors, torch.Tensor | None]:
+        """See `ChunkLoss`."""
+        (labels, *weights), dtype, logits = inputs, logits.dtype, at_least_fp32(logits)
+        scale, softcap = self.head.scale, self.head.softcap
+        if scale != 1.0:
+            logits = logits * scale
+        if softcap is not None:
+            capped = torch.tanh(logits / softcap)
+            logits = capped * softcap
+        log_p = F.log_softmax(logits, dim=-1)
+        # XLA fuses a comparison into the loop over the vocabulary, unlike a gather or scatter.
+        is_label = torch.arange(log_p.shape[-1], device=labels.device) == labels[:, None]
+        carries = (labels != IGNORE)[:, None]
+        uniform = self.smoothing / log_p.shape[-1]
+        target = is_label * (1.0 - self.smoothing) + uniform
+        losses = torch.where(carries, target * log_p, 0.0)
+        loss = -(losses * weights[0][:, None] if weights else losses).sum()
+        if weights[1:]:
+            # The gradient of sum p log p with respect to the logits is p (log p + entropy).
+            bonus, entropy = weights[1][:, None], -(log_p.exp() * log_p).sum(-1, keepdim=True)
+            loss = loss - (bonus * entropy).sum()
+        if not grad:
+            return [loss], None
+        slope = torch.where(carries, log_p.exp() - target, 0.0)
+        if weights:
+            slope = slope * weights[0][:, None]
+        if weights[1:]:
+            slope = slope + bonus * log_p.exp() * (log_p + entropy)
+        if softcap is not None:
+            slope = slope * (1.0 - capped * capped)
+        if scale != 1.0:
+            slope = slope * scale
+        return [loss], slope.to(dtype)
+
+
+def at_least_fp32(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a float tensor in fp32, or in fp64 if it is that."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def shift_labels(labels: torch.Tensor, segment_ids: torch.Tensor | None = None) -> torch.Tensor:
+    """Moves labels to the previous position, within each document.
+
+    Args:
+        labels: (B, S) integer labels, unshifted, `IGNORE` where a token carries no loss.
+        segment_ids: (B, S) number of the document of each token, 0 = padding; None = one document a row.
+
+    Returns:
+        (B, S) labels; `IGNORE` at the last token of a document and at padding.
+    """
+    ignored = torch.full_like(labels[:, :1], IGNORE)
+    shifted = torch.cat([labels[:, 1:], ignored], dim=1)
+    if segment_ids is None:
+        return shifted
+    following = torch.cat([segment_ids[:, 1:], torch.zeros_like(segment_ids[:, :1])], dim=1)
+    inside = (following == segment_ids) & (segment_ids != 0)
+    return torch.where(inside, shifted, torch.full_like(shifted, IGNORE))
+
+
+def rows_in_chunks(chunk: int, tensors: Tensors) -> tuple[Tensors, int]:
+    """Orders tokens so that each chunk of the loss, of `chunk` tokens a device, is spread over all shards of the rows.
+
+    Returns tensors of (B, S, ...) as (S / c, B * c, ...), and B * c. For one device the same tensors and chunk.
+    """
+    mesh = active_mesh()
+    if mesh.size == 1:
+        return tensors, chunk
+    rows = tensors[0].shape[0] // mesh.batch_shards
+    parts = tiles_of(tensors[0].shape[1], max(1, chunk // rows))
+    tiles = [partition.tiles(tensor, parts).flatten(1, 2) for tensor in tensors]
+    return tiles, tiles[0].shape[1]
+
+
+def chunked(
+    function: ChunkLoss,
+    hidden: torch.Tensor,
+    head: OutputHead,
+    inputs: Tensors,
+    chunk: int,
+    constants: Sequence[torch.Tensor] = (),
+    sums: int = 1,
+) -> Tensors:
+    """Sums a loss of logits over tokens, with at most `chunk` x V logits in memory; differentiable once.
+
+    The matrix products run in the dtype of `hidden`; the sums and the accumulated gradients of the head are fp32.
+
+    Args:
+        function: the loss.
+        hidden: (T, H); gradients flow to it, and to the head's weight and bias where they require it.
+        head: the output layer, of any float dtype.
+        inputs: (T, ...) each, the labels first, already shifted; T is padded to a multiple of `chunk`, with ignored
+            tokens.
+        chunk: tokens whose logits exist at once.
+        constants: other tensors that `function` needs; no gradients flow to them.
+        sums: number of sums that `function` returns.
+
+    Returns:
+        The sums, fp32 scalars; only the first has a gradient.
+    """
+    chunk = min(chunk, hidden.shape[0])  # a batch smaller than a chunk needs no padding
+    # Under no_grad inputs of a Function may still require gradients, which evaluation must not compute.
+    wanted = tuple(
+        torch.is_grad_enabled() and tensor is not None and tensor.requires_grad
+        for tensor in (hidden, head.weight, head.bias)
+    )
+    padding = -hidden.shape[0] % chunk
+    if padding:
+        hidden, inputs = F.pad(hidden, (0, 0, 0, padding)), [_padded(tensor, padding) for tensor in inputs]
+    totals = _Chunked.apply(function, hidden, head.weight, head.bias, inputs, [*constants], chunk, sums, wanted)
+    return list(totals.unbind())
+
+
+def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """Adds rows: of labels ignored ones, else zeros."""
+    value = IGNORE if tensor.ndim == 1 else 0
+    return F.pad(tensor, (*[0, 0] * (tensor.ndim - 1), 0, rows), value=value)
+
+
+def token_logprobs(
+    hidden: torch.Tensor, head: OutputHead, labels: torch.Tensor, chunk: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Computes log-probabilities of labels, without a gradient and with at most `chunk` x V logits in memory.
+
+    Args:
+        hidden: (B, S, H).
+        head: the output layer.
+        labels: (B, S), already shifted.
+        chunk: tokens whose logits exist at once.
+
+    Returns:
+        (B, S) log-probabilities of the labels, 0 where there is none, and entropies of the distributions, in nats.
+    """
+    (states, targets), chunk = rows_in_chunks(chunk, [hidden.detach(), labels])
+    shape, count = targets.shape, targets.numel()
+    states, targets, chunk = states.flatten(0, 1), targets.flatten(), min(chunk, count)
+    states, targets = F.pad(states, (0, 0, 0, -count % chunk)), _padded(targets, -count % chunk)
+
+    def body(carry: Tensors, chunk_inputs: Tensors) -> tuple[Tensors, Tensors]:
+        logits = head.scaled(head_outputs(chunk_inputs[0], carry[0], *carry[1:]))
+        log_p = F.log_softmax(logits, dim=-1)
+        is_label = torch.arange(log_p.shape[-1], device=logits.device) == chunk_inputs[1][:, None]
+        return carry, [torch.where(is_label, log_p, 0.0).sum(-1), -(log_p.exp() * log_p).sum(-1)]
+
+    weights = [each.detach().to(hidden.dtype) for each in (head.weight, head.bias) if each is not None]
+    _, outputs = scan(body, weights, [tensor.reshape(-1, chunk, *tensor.shape[1:]) for tensor in (states, targets)])
+    logprobs, entropies = (each.flatten()[:count].view(shape) for each in outputs)
+    if active_mesh().size == 1:
+        return logprobs, entropies
+    return partition.untiled(logprobs, labels.shape), partition.untiled(entropies, labels.shape)
+
+
+def head_outputs(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Computes a chunk's outputs of the linear layer, (chunk, V), in the dtype of `hidden`.
+
+    On a mesh each device has the logits of all tokens of its data group, for its part of the vocabulary, whose last
+    parts may be shorter.
+    """
+    hidden = constrain(hidden, ("data", None))
+    return constrain(F.linear(hidden, _in_parts(weight), bias), ("data", VOCABULARY), uneven=True)
+
+
+def _in_parts(weight: torch.Tensor) -> torch.Tensor:
+    """Shards a head's (V, H) by its outputs where the axes do not divide V; where they do, it is stored so."""
+    odd = weight.shape[0] % active_mesh().shards(VOCABULARY)
+    return constrain(weight, (VOCABULARY, None), uneven=True) if odd else weight
+
+
+@functools.cache
+def _fused() -> Callable[..., Any]:
+    """Compiles a `ChunkLoss` on a GPU, where each of its operations would write (chunk, V) numbers in fp32."""
+    return torch.compile(lambda function, *arguments: function(*arguments), dynamic=False)
+
+
+class _Chunked(torch.autograd.Function):
+    """Sums the loss over chunks; computes gradients in the forward pass and scales them in the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        function: ChunkLoss,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        inputs: Tensors,
+        constants: Tensors,
+        chunk: int,
+        sums: int,
+        wanted: tuple[bool, ...],
+    ) -> torch.Tensor:
+        to_hidden, to_weight, to_bias = wanted
+        # The carry has the head because the body of a scan must not use outer tensors.
+        carry: Tree = {"sums": torch.zeros(sums, device=hidden.device), "head": [weight.to(hidden.dtype)]}
+        carry["head"] += [] if bias is None else [bias.to(hidden.dtype)]
+        carry["constants"] = constants
+        carry |= {"to_weight": torch.zeros_like(weight, dtype=torch.float32)} if to_weight else {}
+        carry |= {"to_bias": torch.zeros_like(bias, dtype=torch.float32)} if to_bias and bias is not None else {}
+
+        def body(carry: Tree, chunk_inputs: Tensors) -> tuple[Tree, Tensors]:
+            states, *others = chunk_inputs
+            added, slope = compute(head_outputs(states, *carry["head"]), others, carry["constants"], any(wanted))
+            new = carry | {"sums": carry["sums"] + torch.stack(added)}
+            if slope is None:
+                return new, []
+            if to_weight:
+                new["to_weight"] = _in_parts(carry["to_weight"] + (slope.t() @ states).float())
+            if to_bias:
+                new["to_bias"] = carry["to_bias"] + slope.float().sum(0)
+            return new, [slope @ carry["head"][0]] if to_hidden else []
+
+        compute = functools.partial(_fused(), function) if hidden.is_cuda and any(wanted) else function
+        chunks = hidden.shape[0] // chunk
+        rows = [tensor.detach().reshape(chunks, chunk, *tensor.shape[1:]) for tensor in (hidden, *inputs)]
+        carry, outputs = scan(body, carry, rows)  # a loop: unrolled, all chunks would be in memory at once
+
+        ctx.save_for_backward(
+            outputs[0].reshape(hidden.shape) if to_hidden else None,
+            carry["to_weight"].to(weight.dtype) if to_weight else None,
+            carry["to_bias"].to(bias.dtype) if to_bias and bias is not None else None,
+        )
+        return carry["sums"]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # In fp32, as bf16 would round the factor 1 / tokens.
+        gradients = (
+            None if saved is None else (at_least_fp32(saved) * upstream[0]).to(saved.dtype)
+            for saved in ctx.saved_tensors
+        )
+        return (None, *gradients, None, None, None, None, None)
