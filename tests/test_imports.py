@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from tests.support.child_processes import REPOSITORY, run_python
+from tpu_kit.config import registry
 
 PACKAGE = REPOSITORY / "tpu_kit"
 
 ROOMS = (
     "assets", "config", "machine", "distributed", "xla", "model", "data", "generation", "training", "planning",
-    "exporting", "recipes", "profiling", "pods", "notebook",
+    "exporting", "recipes", "notebook", "extras",
 )  # fmt: skip
 """In order: a room imports itself and those before it. The modules on top may import all of them."""
 
@@ -29,13 +30,15 @@ XLA_STACK = ("torch_xla", "jax", "jaxlib", "libtpu")
 XLA_MODULES = {
     "distributed.replica.backends", "distributed.replica.cpu_simulation", "distributed.replica.mesh",
     "distributed.replica.worker", "model.causal_lm",
-    "profiling.recorder", "profiling.timeline", "xla.grouped", "xla.pallas", "xla.program", "xla.scan", "xla.sharding",
+    "extras.profile.recorder", "extras.profile.timeline", "xla.grouped", "xla.pallas", "xla.program",
+    "xla.scan", "xla.sharding",
 }  # fmt: skip
 
 # Modules that answer before torch is loaded, or without it.
 LIGHT = (
     "config.loader", "machine.chips", "notebook.doctor", "notebook.install", "notebook.cells",
-    "distributed.launch", "generation.evaluation.judging", "pods.report", "cli", "__main__",
+    "distributed.launch", "generation.evaluation.judging", "planning.rollouts", "extras.pods.report", "cli", "__main__",
+    *(place.partition(":")[0].removeprefix("tpu_kit.") for place in registry.COMMANDS.values()),
 )  # fmt: skip
 
 
@@ -180,7 +183,7 @@ def test_xla_stack_only_inside_functions_of_its_modules(name: str) -> None:
 
 def test_package_is_lazy() -> None:
     ours = [one.ours for one in IMPORTS["__init__"] if one.ours and one.where == "module"]
-    assert ours == ["machine.surroundings"], "which must run before other libraries are imported"
+    assert ours == ["config.registry", "machine.surroundings"], "these run before other libraries are imported"
 
 
 def import_all(names: list[str], forbidden: str) -> str:

@@ -7,7 +7,6 @@ The public names are imported on first use, so importing the package loads neith
 is imported from its module, as in `from tpu_kit.data.prepare import prepare`.
 """
 
-import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -15,14 +14,16 @@ if TYPE_CHECKING:
     from tpu_kit.config.loader import ConfigError, TrainConfig, batch_arithmetic, describe, load_config
     from tpu_kit.distributed.launch import launch
     from tpu_kit.exporting.export import export
+    from tpu_kit.extras.profile.profile import profile
+    from tpu_kit.extras.tree_search.options import SearchOptions
+    from tpu_kit.extras.tree_search.search import think
     from tpu_kit.generation.evaluation.evaluate import evaluate, evaluate_adapter
     from tpu_kit.generation.service import generate
-    from tpu_kit.generation.tree_search import SearchOptions, think
     from tpu_kit.planning.planner import plan
-    from tpu_kit.profiling.profile import profile
     from tpu_kit.recipes.grpo import grpo
     from tpu_kit.recipes.sft import TrainResult, train
 
+from tpu_kit.config import registry
 from tpu_kit.machine.surroundings import ensure_home, prefer_packages
 
 __version__ = "0.1.0"
@@ -40,28 +41,16 @@ os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 # embedded model on two threads then took 8 to 16 s in place of 0.6 s.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-_NAMES = {
-    "config.loader": ("ConfigError", "TrainConfig", "batch_arithmetic", "describe", "load_config"),
-    "distributed.launch": ("launch",),
-    "generation.evaluation.evaluate": ("evaluate", "evaluate_adapter"),
-    "exporting.export": ("export",),
-    "generation.service": ("generate",),
-    "generation.tree_search": ("SearchOptions", "think"),
-    "planning.planner": ("plan",),
-    "profiling.profile": ("profile",),
-    "recipes.grpo": ("grpo",),
-    "recipes.sft": ("TrainResult", "train"),
-}
-_HOMES = {name: f"tpu_kit.{module}" for module, names in _NAMES.items() for name in names}
-
-__all__ = ["__version__", *_HOMES]
+__all__ = ["__version__", *registry.installed(registry.NAMES)]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(_HOMES)}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    if absent := registry.absence(registry.NAMES.get(name, "")):
+        raise AttributeError(f"tpu_kit.{name} is {absent}")
+    if name not in registry.NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__[1:])}")
+    return registry.load(registry.NAMES[name])
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*globals(), *__all__})

@@ -16,7 +16,7 @@ from statistics import median
 from tests.support.profile_functions import step_seconds
 from tpu_kit.config.loader import load_config
 from tpu_kit.distributed.launch import launch
-from tpu_kit.profiling.recorder import window
+from tpu_kit.extras.profile.recorder import window
 
 STEPS, AFTER_WINDOW = 16, 6
 

@@ -63,7 +63,7 @@ RUN_BY = {
     "python -m tpu_kit notebooks": "test_notebooks.test_all_run_in_order_and_leave_html",
     "python -m tpu_kit plan": "test_planner.test_the_report",
     "python -m tpu_kit pod": "test_pods.test_the_page_shows_what_the_commands_print",
-    "python -m tpu_kit search": "test_tree_search.test_the_command",
+    "python -m tpu_kit search": "test_search.test_the_command",
     "python -m tpu_kit verify": "test_verify.test_what_fails_is_told_and_stops_nothing",
     "python -m tpu_kit train": "test_end_to_end.test_the_shipped_configuration_trains",
 }

@@ -17,8 +17,8 @@ from transformers import LlamaConfig, Phi3Config, Phi3ForCausalLM
 from tests.support import training_functions
 from tpu_kit.config.loader import TrainConfig, load_config
 from tpu_kit.distributed.launch import launch
-from tpu_kit.generation.sampling import SearchOptions
-from tpu_kit.generation.tree_search import think
+from tpu_kit.extras.tree_search.options import SearchOptions
+from tpu_kit.extras.tree_search.search import think
 from tpu_kit.machine.checks import Machine
 from tpu_kit.recipes import sft
 

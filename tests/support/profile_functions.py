@@ -15,7 +15,7 @@ import torch
 
 from tpu_kit.config.loader import TrainConfig
 from tpu_kit.distributed.replica import runtime
-from tpu_kit.profiling.recorder import record
+from tpu_kit.extras.profile.recorder import record
 from tpu_kit.recipes import sft
 from tpu_kit.training import trainer, updates
 

@@ -1,4 +1,4 @@
-"""Jobs on slices, and hosts that stand for theirs, for the tests of `tpu_kit.pods`."""
+"""Jobs on slices, and hosts that stand for theirs, for the tests of `tpu_kit.extras.pods`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tpu_kit.config.loader import load_config
-from tpu_kit.pods.slice_job import SliceJob, check_job
+from tpu_kit.extras.pods.slice_job import SliceJob, check_job
 
 SLICES = {  # hosts, chips of a host, shape, zone
     "v5litepod-16": (4, 4, "4x4", "us-west4-a"),

@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tpu_kit.config.registry import OBJECTIVES, absence, installed
+
 ROLES: dict[str, tuple[str, ...]] = {
     "cot": ("system", "history", "question", "context", "options", "tools", "reasoning", "answer"),
     "messages": ("system", "messages", "tools", "reasoning", "answer"),
@@ -35,14 +37,6 @@ _OPEN_R1_REWARDS = {
     "code": _CODE, "binary_code": _CODE, "ioi_code": _CODE, "cf_code": _CODE, "code_format": "use regex:PATTERN",
 }  # fmt: skip
 """Names of open-r1's rewards -> what to do instead; its `length` is another than the kit's, which has the name here."""
-
-OBJECTIVES = {
-    "supervised": "tpu_kit.training.objectives:SupervisedObjective",
-    "error-correction": "tpu_kit.training.error_correction:ErrorCorrectionObjective",
-    "error-correction-alone": "tpu_kit.training.error_correction:ErrorCorrectionObjective",
-    "policy": "tpu_kit.training.losses.policy:PolicyObjective",
-}
-"""The classes of `optim.objective`, which also takes module:function and module:class."""
 
 FUNCTION = re.compile(r"[\w.]+:\w+")
 
@@ -92,8 +86,10 @@ def check_rewards(names: tuple[str, ...]) -> None:
 
 def check_objective(name: str) -> None:
     """Raises ValueError if a text is no objective. It does not import the module of module:function."""
+    if absent := absence(OBJECTIVES.get(name, "")):
+        raise ValueError(f"is {absent}")
     if name not in OBJECTIVES and not FUNCTION.fullmatch(name):
-        raise ValueError(f"must be {', '.join(OBJECTIVES)} or module:function")
+        raise ValueError(f"must be {', '.join(installed(OBJECTIVES))} or module:function")
 
 
 def check_rows_held_out(count: float) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from tpu_kit.config.choices import (
-    OBJECTIVES,
     VERIFIERS,
     check_objective,
     check_rewards,
@@ -25,6 +24,7 @@ from tpu_kit.config.conflicts import conflicts
 from tpu_kit.config.fields import ConfigError, ConfigField, knob, knobs_of, nest, show
 from tpu_kit.config.mesh import parse_rules
 from tpu_kit.config.other_trainers import advice
+from tpu_kit.config.registry import OBJECTIVES, installed
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,9 @@ class OptimConfig:
     gradient_accumulation: int = knob(
         1, "Passes per update; leave it at 1 when global_batch_size is given.", at_least=1, at_most=10**6
     )
-    objective: str = knob("supervised", f"{', '.join(OBJECTIVES)}, or module:function.", check=check_objective)
+    objective: str = knob(
+        "supervised", f"{', '.join(installed(OBJECTIVES))}, or module:function.", check=check_objective
+    )
     optimizer: Literal["adamw", "adafactor"] = knob("adamw", "adafactor keeps hardly any moments. Both run on XLA.")
     learning_rate: float | None = knob(
         None, "The peak, after warm-up; null = 2e-4, a tenth of that with lora.r=0 and a tenth in grpo, and more for "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 from tpu_kit.config.fields import knob
 from tpu_kit.machine.storage.run_folder import AUTO
@@ -44,17 +43,3 @@ class Prompts(AnsweringModel):
         self.asked = prompts if self.chat is False else chats
         if not prompts and not sys.stdin.isatty():
             raise ValueError('prompt: there is none; give prompt="..." or prompts=FILE')
-
-
-@dataclass
-class Question(AnsweringModel):
-    """What `search` answers."""
-
-    prompt: str | None = knob(None, "The question.")
-    out: str | None = knob(None, "A file for the tree as HTML.")
-
-    def __post_init__(self) -> None:
-        if not self.prompt:
-            raise ValueError('prompt: there is none; give prompt="..."')
-        if self.out and not Path(self.out).absolute().parent.is_dir():
-            raise ValueError(f"out={self.out}: there is no folder {Path(self.out).parent}; make it, or name another")

@@ -21,12 +21,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from tpu_kit.config.commands import FAILED, OK, PREEMPTED
 from tpu_kit.config.fields import SECRET_ADVICE, hide_secrets, is_secret_name, is_secret_value
 from tpu_kit.config.loader import ConfigError
 from tpu_kit.distributed.preemption import RESULT_TYPE, STOPS
 from tpu_kit.notebook.kernel import check_names
 
-OK, FAILED, PREEMPTED = 0, 1, 75
 _SAME = 1.0  # seconds
 _WIDTH = 70  # characters of a cell's first line
 

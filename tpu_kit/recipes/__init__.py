@@ -1,5 +1,5 @@
 """Training recipes that a user starts; each is one short module.
 
-Offers `sft.train`.
+Offers `sft.train` and the commands around a run.
 Must not be imported by the folders that it uses.
 """

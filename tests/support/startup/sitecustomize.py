@@ -5,10 +5,13 @@ each 700 objects takes a quarter of that time, in each of hundreds of processes.
 
 torch_xla imports its bridge to torch.compile and with it the compiler that torch has for GPUs, which takes more than a
 second. Here the bridge is executed when a name of it is first asked for.
+
+TESTS_HIDE names modules that cannot be found in a process and its children, as if their files were not there.
 """
 
 import atexit
 import gc
+import os
 import sys
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -38,9 +41,14 @@ class _AtFirstUse:
         module.__dict__["__getattr__"] = load
 
 
+_HIDDEN = os.environ.get("TESTS_HIDE", "").split()
+
+
 class _Finder:
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if any(f"{name}.".startswith(f"{hidden}.") for hidden in _HIDDEN):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         spec = PathFinder.find_spec(name, path) if name == "torch_xla._dynamo.dynamo_bridge" else None
         if spec is not None:
             spec.loader = _AtFirstUse(spec.loader)  # type: ignore[assignment]  # Python asks for no more than this

@@ -1,0 +1,209 @@
+"""Provides a model for lm-evaluation-harness that runs its tasks on the kit's generator, on any backend.
+
+    import lm_eval                                    # pip install lm-eval
+    from tpu_kit.extras.lm_eval.harness import harness_model
+    lm_eval.simple_evaluate(harness_model(config, "runs/my-run/adapter"), tasks=["gsm8k"])
+
+Each kind of request is one launch, whose replicas share the work; the calling process touches no device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tpu_kit.config.loader import TrainConfig
+from tpu_kit.generation.prompts import Completion
+from tpu_kit.generation.sampling import Sampling
+from tpu_kit.generation.service import GenerationRequest, answer
+from tpu_kit.machine.storage.run_folder import adapter_at_hand
+from tpu_kit.model import causal_lm as models
+from tpu_kit.model.loading import load_tokenizer, read_config
+
+_LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first one given wins
+_PASSED_ON = ("top_k", "top_p", "min_p", "repetition_penalty", "seed")
+
+
+def harness_model(
+    config: TrainConfig,
+    adapter_dir: str | Path | None = None,
+    *,
+    batch_size: int = 32,
+    truncate: bool = False,
+) -> Any:
+    """Makes an `lm_eval.api.model.LM`.
+
+    Args:
+        config: the model and where it runs.
+        adapter_dir: a run or its adapter; None for the base model.
+        batch_size: the most rows of a batch in each replica.
+        truncate: cut off the beginning of contexts that are too long; otherwise they are errors.
+
+    Raises:
+        ValueError: lm-eval is not installed.
+    """
+    try:
+        from lm_eval.api.model import LM
+    except ImportError as error:
+        raise ValueError(f"lm-evaluation-harness cannot be imported ({error}): pip install lm-eval") from error
+    kind = type("HarnessModel", (Requests, LM), {"__module__": __name__})
+    return kind(config, adapter_dir, batch_size, truncate)
+
+
+class Requests:
+    """Answers the three kinds of requests; `harness_model` combines it with lm-eval's own class.
+
+    A request has `args`: (context, options), (context, continuation) or (text,).
+    """
+
+    def __init__(self, config: TrainConfig, adapter_dir: str | Path | None, batch_size: int, truncate: bool) -> None:
+        super().__init__()
+        self._config, self._adapter, self._batch_size, self._truncate = config, adapter_dir, batch_size, truncate
+        with adapter_at_hand(adapter_dir) as folder:
+            self._tokenizer = load_tokenizer(config.model, folder)
+        settings = read_config(config.model)
+        positions = models.max_positions(settings.get_text_config()) if settings else None
+        self._positions = positions or config.data.max_length
+
+    def generate_until(self, requests: Sequence[Any]) -> list[str]:
+        """Returns the answers to the contexts, each up to the first of its stop strings.
+
+        Reasoning between the tags of `config.data` is left out, and stop strings do not end it, as with
+        `think_end_token` of lm-eval's own models. A reply that ends within its reasoning has an empty answer.
+
+        Raises:
+            ValueError: the generator lacks an option, or a context is too long.
+        """
+        groups: dict[Sampling, list[int]] = {}
+        for number, request in enumerate(requests):
+            groups.setdefault(_sampling(request.args[1]), []).append(number)
+        contexts = [self._encode(request.args[0]) or [self._first] for request in requests]
+        asks = [
+            GenerationRequest([contexts[number] for number in numbers], sampling, truncate=self._truncate)
+            for sampling, numbers in groups.items()
+        ]
+        texts = [""] * len(requests)
+        for numbers, completions in zip(groups.values(), self._answer(asks).completions, strict=True):
+            for number, completion in zip(numbers, completions, strict=True):
+                texts[number] = self._answer_of(completion)
+        return texts
+
+    def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
+        """Returns the log-likelihood of each continuation in nats, and whether greedy decoding gives it.
+
+        Raises:
+            ValueError: a continuation is empty, or both together are too long.
+        """
+        rows, lengths = [], []
+        for number, request in enumerate(requests):
+            head, tail = self._pair(*request.args)
+            if not tail:
+                raise ValueError(f"request {number}: the continuation {request.args[1]!r} is empty")
+            rows.append(self._cut([*head, *tail], number))
+            lengths.append(len(tail))
+        ratings = self._answer([], rows).ratings
+        return [
+            (sum(rating.logprobs[-length:]), all(rating.likeliest[-length:]))
+            for rating, length in zip(ratings, lengths, strict=True)
+        ]
+
+    def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
+        """Returns the log-likelihood of whole texts in nats; long texts in windows as wide as the model's context."""
+        rows, owners, lengths = [], [], []
+        for number, request in enumerate(requests):
+            for row, new in windows([self._first, *self._encode(request.args[0], special=False)], self._positions):
+                rows.append(row)
+                owners.append(number)
+                lengths.append(new)
+        totals = [0.0] * len(requests)
+        for owner, length, rating in zip(owners, lengths, self._answer([], rows).ratings, strict=True):
+            totals[owner] += sum(rating.logprobs[-length:])
+        return totals
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Renders a chat as text."""
+        return self._tokenizer.apply_chat_template(
+            chat_history, tokenize=False, add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )  # fmt: skip
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """Returns the chat template, for lm-eval's records."""
+        return str(self._tokenizer.chat_template or "")
+
+    @property
+    def tokenizer_name(self) -> str:
+        """The name under which lm-eval caches rendered requests."""
+        return self._config.model.name.replace("/", "__")
+
+    def _answer_of(self, completion: Completion) -> str:
+        if completion.reasoning is None:
+            return completion.text
+        return completion.text.rpartition(self._config.data.think_close)[2].lstrip() if completion.answer else ""
+
+    def _answer(self, asks: Sequence[GenerationRequest], rows: Sequence[Sequence[int]] = ()) -> Any:
+        return answer(self._config, asks, rows, adapter_dir=self._adapter, batch_size=self._batch_size)
+
+    @property
+    def _first(self) -> int:
+        """The first token of a text without a context."""
+        begin = self._tokenizer.bos_token_id
+        return int(self._tokenizer.eos_token_id if begin is None else begin)
+
+    def _encode(self, text: str, special: bool = True) -> list[int]:
+        return self._with_ends(text, special)[0]
+
+    def _with_ends(self, text: str, special: bool = True) -> tuple[list[int], list[int]]:
+        """Returns the token ids of a text, and the character at which each token ends."""
+        begin, end = self._tokenizer.bos_token, self._tokenizer.eos_token_id
+        special = special and not (begin and text.startswith(begin))  # a rendered chat includes it
+        encoded = self._tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
+        ids = list(encoded["input_ids"])
+        if special and ids[-1:] == [end]:
+            ids.pop()  # some tokenizers end every text
+        return ids, [end for _, end in encoded["offset_mapping"]][: len(ids)]
+
+    def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Returns the tokens of the context and of the continuation, which includes the last spaces of the context."""
+        bare = context.rstrip()
+        if not bare:
+            return [self._first], self._encode(context + continuation, special=False)
+        ids, ends = self._with_ends(context + continuation)
+        cut = next((index for index, end in enumerate(ends) if end > len(bare)), len(ids))
+        return ids[:cut] or [self._first], ids[cut:]
+
+    def _cut(self, row: list[int], number: int) -> list[int]:
+        if len(row) > self._positions and not self._truncate:
+            raise ValueError(
+                f"request {number}: its {len(row)} tokens are more than the {self._positions} positions of the model; "
+                "cut off its beginning with harness_model(truncate=True)"
+            )
+        return row[-self._positions :]
+
+
+def windows(row: list[int], width: int) -> Iterable[tuple[list[int], int]]:
+    """Yields windows of at most `width` tokens that cover a long row, each with the number of new tokens at its end.
+
+    The first token is only context. Each later window has one token of context, and the last as many as fit.
+    """
+    done = 1
+    while done < len(row):
+        end = min(len(row), done + width - 1)
+        yield row[max(0, end - width) : end] if end == len(row) else row[done - 1 : end], end - done
+        done = end
+
+
+def _sampling(options: Mapping[str, Any]) -> Sampling:
+    rest = dict(options)
+    lengths = [rest.pop(name) for name in _LENGTHS if name in rest]
+    stop = rest.pop("until", None) or []
+    stop = (stop,) if isinstance(stop, str) else tuple(filter(None, stop))
+    drawn, temperature = rest.pop("do_sample", None), rest.pop("temperature", None)
+    if drawn is False or temperature is None:
+        temperature = 1.0 if drawn else 0.0
+    passed = {name: rest.pop(name) for name in _PASSED_ON if name in rest}
+    if rest:
+        raise ValueError(f"generation options {', '.join(rest)}: the generator does not have them; remove them")
+    length = int(lengths[0]) if lengths else 256
+    return Sampling(length, float(temperature), stop=stop, stop_in_reasoning=False, **passed)

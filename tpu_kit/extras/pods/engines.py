@@ -1,0 +1,215 @@
+"""Fills the templates of four engines, and writes their commands to launch, watch, log and end a job.
+
+All engines run the same start-up script on each host. Its exit codes 0, 1 (an error) and 2 (a bad configuration) end
+the job; every other one, such as 75 (preempted), runs the script again, which resumes the run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import string
+import subprocess
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from textwrap import indent
+
+from tpu_kit.config.fields import nest
+from tpu_kit.config.loader import TrainConfig, load_config
+from tpu_kit.extras.pods.slice_job import OFFERS, SliceJob
+from tpu_kit.machine.chips import GIB
+from tpu_kit.machine.compatibility import REPOSITORY
+from tpu_kit.machine.host import PROCESS_BYTES, loading_bytes, model_bytes
+
+RESTARTS = 20  # at most
+_GRACE_SECONDS = 120  # until a host that is told to stop is killed, where the engine lets one choose
+_CPUS = 8  # of a host: to tokenize, compile and load; a host with one chip has 24
+_SPARE_MEMORY, _ENVIRONMENT = 8 * GIB, 20 * GIB  # for the page cache; for packages, rows, caches and logs
+_PACKAGE = Path(__file__).parents[2]
+
+Written = tuple[dict[str, str], dict[str, str]]
+"""Name to text of the files; and what a command does to the command."""
+
+
+class _Template(string.Template):
+    delimiter = "@@"  # $ is bash's
+
+
+def _fill(name: str, job: SliceJob, **values: object) -> str:
+    template = _Template((Path(__file__).parent / "templates" / name).read_text().removesuffix("\n"))
+    common = {"name": job.name, "slice": job.slice, "hosts": job.topology.hosts, "image": job.image}
+    return template.substitute(common, restarts=RESTARTS, **values)
+
+
+def start_script(job: SliceJob, report: str = "", train: str = "exec {}") -> str:
+    """Returns the script that each host runs: it installs the tested packages and the kit, and trains.
+
+    gcloud adds lines that report its exit code. `train` says what is done with the command that trains, {}: by default
+    it replaces the shell, and gets its SIGTERM.
+    """
+    pins = (_PACKAGE / "requirements-tpu.txt").read_text().splitlines()
+    command = "distill" if job.config.distill.teacher else "train"
+    values = {
+        "packages": "\n".join(pin for pin in pins if pin and not pin.startswith("#")),
+        "config": _config_text(job.config), "kit": REPOSITORY, "revision": _revision(), "report": report,
+        "train": train.replace("{}", f"env/bin/python -m tpu_kit {command} config.yaml"),
+    }  # fmt: skip
+    return f"{_fill('start.sh', job, **values)}\n"
+
+
+def _config_text(config: TrainConfig) -> str:
+    """Returns the parameters that differ from the defaults as YAML, which reads back as an equal configuration."""
+    from tpu_kit.config import strict_yaml  # PyYAML is not needed for --help
+
+    defaults, values = TrainConfig().flat_values(), config.flat_values()
+    text = strict_yaml.dump(nest({name: value for name, value in values.items() if value != defaults[name]}))
+    same = load_config(strict_yaml.load(text, "config.yaml") or {}) == config
+    return (text if same else config.to_yaml()).rstrip()  # some defaults depend on other parameters
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(_PACKAGE.parent), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _revision() -> str:
+    """Returns the commit of this installation, so that a restarted host runs the same code; else "main"."""
+    with suppress(OSError, subprocess.CalledProcessError, PackageNotFoundError):
+        if (_PACKAGE.parent / ".git").exists():
+            return _git("rev-parse", "HEAD")
+        origin = json.loads(distribution("tpu_kit").read_text("direct_url.json") or "{}")
+        return origin.get("vcs_info", {}).get("commit_id", "main")
+    return "main"
+
+
+def published() -> str:
+    """Says which commit of the kit the hosts install, and whether it, and all changes here, were pushed."""
+    revision = _revision()
+    if not (_PACKAGE.parent / ".git").exists() or revision == "main":
+        return f"{revision} of {REPOSITORY}"
+    with suppress(OSError, subprocess.CalledProcessError):
+        branches = _git("branch", "--remotes", "--contains", revision).split()
+        changed = _git("status", "--porcelain", "--untracked-files=no", "--", "tpu_kit").splitlines()
+        where = f"pushed ({branches[0]})" if branches else "NOT PUSHED: push it, or the hosts cannot install it"
+        edits = f"; {len(changed)} changed files are not in it: commit and push them" if changed else ""
+        return f"commit {revision[:12]}, {where}{edits}"
+    return f"commit {revision[:12]}"
+
+
+def _requests(job: SliceJob) -> str:
+    """Returns what the container of a host asks for besides chips: without it, a full node evicts this pod first.
+
+    The host holds the weights while they are loaded, each process its libraries, and the disk what it downloads.
+    """
+    processes = 1 if job.topology.hosts > 1 or job.config.launch.mesh else job.topology.chips_per_host
+    size, saved = loading_bytes(job.config, sharded=processes == 1) or 0.0, model_bytes(job.config)[0] or 0.0
+    memory = 1.25 * processes * (size + PROCESS_BYTES) + _SPARE_MEMORY
+    disk = saved * (1 if job.config.lora.r else 6) + _ENVIRONMENT  # a checkpoint of all weights is staged: 5 times bf16
+    return f"cpu: {_CPUS}, memory: {math.ceil(memory / GIB)}Gi, ephemeral-storage: {math.ceil(disk / GIB)}Gi"
+
+
+def skypilot(job: SliceJob, folder: Path) -> Written:
+    """A task for `sky jobs launch`: SkyPilot replaces a Spot slice that it lost, and restarts by exit code."""
+    names = ", ".join(f"{name}: null" for name in job.secrets)
+    task = _fill(
+        "task.yaml", job, script=indent(start_script(job), "  "), spot=str(job.spot).lower(),
+        infra=f"gcp/{job.zone.rpartition('-')[0]}/{job.zone}" if job.zone else "gcp",
+        secrets=f"secrets: {{{names}}}\n" if names else "",
+    )  # fmt: skip
+    options = "".join(f" --secret {name}" for name in job.secrets)
+    return {"task.yaml": task}, {
+        "launch": f"sky jobs launch --name {job.name}{options} {_quoted(folder, 'task.yaml')}",
+        "watch": "sky jobs queue",
+        "logs": f"sky jobs logs --name {job.name}",
+        "end": f"sky jobs cancel --name {job.name}",
+    }
+
+
+def jobset(job: SliceJob, folder: Path) -> Written:
+    """A JobSet for a GKE cluster whose node pool has the slice; Kueue may queue it."""
+    selector = '\n              cloud.google.com/gke-spot: "true"' if job.spot else ""
+    selector += f"\n              topology.kubernetes.io/zone: {job.zone}" if job.zone else ""
+    toleration = "\n            - {key: cloud.google.com/gke-spot, operator: Exists, effect: NoSchedule}"
+    values = _fill(
+        "jobset.yaml", job, grace=_GRACE_SECONDS, label=OFFERS[job.chip.name].label, shape=job.shape, selector=selector,
+        tolerations=toleration if job.spot else "", chips=job.topology.chips_per_host, requests=_requests(job),
+        script=indent(start_script(job).replace("$", "$$"), " " * 16),
+    )  # fmt: skip
+    create = f"kubectl create secret generic {job.name} --from-env-file={_quoted(folder, 'secrets.env')}"
+    label = f"jobset.sigs.k8s.io/jobset-name={job.name}"
+    return {"jobset.yaml": values, **_secret_names(job)}, {
+        **({"secrets": create} if job.secrets else {}),
+        "launch": f"kubectl apply -f {_quoted(folder, 'jobset.yaml')}",
+        "watch": f"kubectl get pods -l {label} --watch",
+        "logs": _pod_logs(job, label),
+        "end": f"kubectl delete jobset {job.name}",
+    }
+
+
+def xpk(job: SliceJob, folder: Path) -> Written:
+    """A start-up script, which xpk's own JobSet runs as a single line."""
+    of_cluster = f'--cluster "$CLUSTER" --zone {job.zone}'
+    script = f"$(base64 < {_quoted(folder, 'start.sh')} | tr -d '\\n')"
+    lines = [
+        f"xpk workload create --workload {job.name} {of_cluster}",
+        f"--tpu-type={job.slice} --docker-image={shlex.quote(job.image)}{' --spot' if job.spot else ''}",
+        f"--max-restarts={RESTARTS} --restart-on-exit-codes=75",  # also on 42 and 127 to 255, its default
+        f"--termination-grace-period-seconds={_GRACE_SECONDS}",
+        *([f"--env-file {_quoted(folder, 'secrets.env')}"] if job.secrets else []),
+        f"""--command "exec bash -c \\"\\$(echo {script} | base64 -d)\\"\"""",
+    ]
+    return {"start.sh": start_script(job), **_secret_names(job)}, {
+        "cluster": "export CLUSTER=...",
+        "launch": " \\\n  ".join(lines),
+        "watch": f"xpk workload list {of_cluster} --filter-by-job {job.name}",
+        "logs": _pod_logs(job, f"xpk.google.com/workload={job.name}"),
+        "end": f"xpk workload delete --workload {job.name} {of_cluster}",
+    }
+
+
+def gcloud(job: SliceJob, folder: Path) -> Written:
+    """A start-up script of TPU VMs, which reports its end, and a script that asks again for a slice that was lost."""
+    at, resource = f"{job.name} --zone={job.zone}", "gcloud compute tpus queued-resources"
+    codes = f"{job.config.remote}/exit-codes"
+    report = _fill("gcloud-report.sh", job, codes=shlex.quote(codes))
+    secrets = "".join(
+        f"{name}=$(gcloud secrets versions access latest --secret={name})\nexport {name}\n" for name in job.secrets
+    )
+    start = start_script(job, report, _fill("gcloud-train.sh", job, secrets=secrets, train="{}"))
+    launch = _fill(
+        "launch.sh", job, resource=resource, at=at, objects=shlex.quote(f"{codes}/*"),
+        spot=" --spot" if job.spot else "",
+    )  # fmt: skip
+    logs = shlex.quote("sudo journalctl --unit google-startup-scripts --no-pager")
+    return {"start.sh": start, "launch.sh": f"{launch}\n"}, {
+        **{
+            f"store {name}": f'printenv {name} | tr -d "\\n" | gcloud secrets create {name} --data-file=-'
+            for name in job.secrets
+        },
+        "launch": f"bash {_quoted(folder, 'launch.sh')}",
+        "watch": f"{resource} describe {at}",
+        "logs": f"gcloud compute tpus tpu-vm ssh {at} --worker=all --command={logs}",
+        "end": f"{resource} delete {at} --force --quiet",
+    }
+
+
+ENGINES: Mapping[str, Callable[[SliceJob, Path], Written]] = {
+    "skypilot": skypilot, "jobset": jobset, "xpk": xpk, "gcloud": gcloud,
+}  # fmt: skip
+"""The writers, by the name that `--with` takes. Each takes the job and the folder of its files."""
+
+
+def _quoted(folder: Path, name: str) -> str:
+    return shlex.quote(str(folder / name))
+
+
+def _pod_logs(job: SliceJob, label: str) -> str:
+    return f"kubectl logs -l {label} --prefix --tail=-1 --max-log-requests={job.topology.hosts}"
+
+
+def _secret_names(job: SliceJob) -> dict[str, str]:
+    """Returns a file of names: kubectl and xpk read the values from the environment in which they run."""
+    return {"secrets.env": "".join(f"{name}\n" for name in job.secrets)} if job.secrets else {}

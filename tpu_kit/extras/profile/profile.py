@@ -1,0 +1,117 @@
+"""Profiles a run: measured in a short run of its real step, or predicted from its compiled program."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections import defaultdict
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from tpu_kit.config.loader import ConfigError, TrainConfig, batch_arithmetic
+from tpu_kit.data.prepare import on_disk
+from tpu_kit.distributed.launch import launch
+from tpu_kit.extras.profile.recorder import WARM_UP, Recording, record, window
+from tpu_kit.extras.profile.report import Cost, Profile
+from tpu_kit.extras.profile.timeline import BUCKETS, Trace, read_trace
+from tpu_kit.machine.storage.output_location import make_output_folder, resolve_output_dir
+from tpu_kit.model.shape_cache import read_shape
+from tpu_kit.planning.compiler.compile_check import compile_step
+from tpu_kit.planning.cost import Work, step_time, work
+from tpu_kit.planning.planner import plan
+from tpu_kit.recipes.sft import check_run
+
+MOST_STEPS = 200
+
+
+def profile(config: TrainConfig, steps: int = 20, chip: str | None = None) -> Profile:
+    """Profiles a run.
+
+    Args:
+        config: the run.
+        steps: number of steps to trace.
+        chip: a TPU to predict for, as `slices.find_slice` takes it; None runs the step on this machine.
+
+    Returns:
+        The profile. If it was measured, `<output_dir>/profile` has the trace, profile.png and the recordings.
+
+    Raises:
+        ConfigError: `steps` is not 1 to 200.
+        ValueError: as `train`; the run was over before the window.
+        CompilerUnavailable: with `chip`, where the TPU compiler is not installed.
+    """
+    if not 1 <= steps <= MOST_STEPS:
+        raise ConfigError([f"steps={steps}: must be 1 to {MOST_STEPS}, so that the trace stays readable"])
+    return _predicted(config, chip) if chip else _measured(config, steps)
+
+
+def _measured(config: TrainConfig, steps: int) -> Profile:
+    config = resolve_output_dir(replace(config, checkpoint=replace(config.checkpoint, resume="never")))
+    folder = make_output_folder(config) / "profile"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    prepared, outlook = check_run(config)
+    with on_disk(prepared) as data:
+        launch(partial(record, data=data), _short(outlook.config, folder, steps), sharded=True)
+    recordings = tuple(Recording(**json.loads(file.read_text())) for file in sorted(folder.glob("recording-*.json")))
+    if not recordings or not all(one.steps for one in recordings):
+        raise ValueError(
+            f"the run was over before the window of {steps} steps, which begins after {WARM_UP}: it ended early, as "
+            "told above; profile it again"
+        )
+    trace, room = read_trace(folder, steps), outlook.room
+    result = Profile(
+        config=outlook.config, device=room.name if room else recordings[0].device_type,
+        replicas=room.replicas if room else len(recordings),
+        split=trace.split(), costs=_costs(trace), recordings=recordings, trace=trace,
+        folder=folder,
+    )  # fmt: skip
+    (folder / "profile.png").write_bytes(result._repr_png_())
+    return result
+
+
+def _short(config: TrainConfig, folder: Path, steps: int) -> TrainConfig:
+    return replace(
+        config, output_dir=str(folder),
+        optim=replace(config.optim, max_steps=window(steps), eval_steps=None, early_stop_patience=None),
+        checkpoint=replace(config.checkpoint, save_steps=10**7, save_minutes=None, budget_minutes=None),
+        tracking=replace(config.tracking, wandb="off", tensorboard=False, generate_rows=0, eval_generate_rows=0),
+    )  # fmt: skip
+
+
+def _costs(trace: Trace) -> tuple[Cost, ...]:
+    devices = len({one.device for one in trace.events if one.device}) or 1
+    spent: dict[tuple[str, str, str], float] = defaultdict(float)
+    for one in trace.events:
+        if one.kind != "phase":
+            name = re.sub(r"(\.\d+|\.clone)+$", "", one.name)
+            spent[name, one.source, one.kind] += (one.end - one.start) / devices / trace.steps
+    return tuple(Cost(*key, seconds) for key, seconds in spent.items())
+
+
+def _predicted(config: TrainConfig, chip: str) -> Profile:
+    (planned,) = plan(config, [chip])
+    config, where = planned.config, planned.where
+    if where.topology is None:
+        raise ValueError(f"the TPU compiler cannot compile for {where.name}; name another chip, such as v5e")
+    part = "accumulate" if config.on_policy else "step"
+    compiled = compile_step(config, where.topology, num_replicas=where.devices, part=part)
+    if not compiled.fits or compiled.flops is None or compiled.hbm_bytes is None:
+        raise ValueError(f"there is no step to profile: {compiled}. `plan {chip}` tells what to change")
+    own = work(config, read_shape(config.model), batch_arithmetic(config, where.replicas))
+    done = Work(compiled.flops, compiled.hbm_bytes, compiled.collectives if where.mesh else own.collectives)
+    time = step_time(done, where.chip, where.calibration.time)
+    split = dict.fromkeys(BUCKETS, 0.0) | {
+        "device compute": max(time.compute, time.memory), "exposed collectives": time.all_reduce,
+        "host tracing": time.host,
+    }  # fmt: skip
+    costs = []
+    for one in compiled.operations:
+        alone = step_time(Work(one.flops, one.bytes), where.chip)
+        name = one.operation.rpartition("xla__scan/call/")[2] or one.kind
+        costs.append(Cost(name, one.source, one.kind, max(alone.compute, alone.memory)))
+    return Profile(
+        config=config, device=where.name, replicas=where.replicas, split=split, costs=tuple(costs), compiled=compiled
+    )

@@ -1,0 +1,208 @@
+"""Records a window of steps in a replica: the host's phases, the profiler's trace, and counters.
+
+`record` runs in every replica. It trains as `sft.fine_tune` does, without checkpoints and results, and marks where a
+phase of a step begins. A mark is an annotation in the trace, so that phases and device have one clock.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tpu_kit.config.loader import TrainConfig
+from tpu_kit.data.prepare import MappedData
+from tpu_kit.distributed.replica.runtime import Runtime
+from tpu_kit.extras.profile.timeline import PHASES, PREFIX
+from tpu_kit.machine.storage import atomic
+from tpu_kit.recipes import sft
+
+WARM_UP = 5
+"""Steps before the window: they compile, end what was queued, and the last one is timed."""
+AFTER = 10
+"""Steps after the window, as a profiler's server starts and ends late."""
+_STARTS = 1.0  # seconds in which a profiler's server starts on a free machine; on a busy one it took more than 1.4
+
+
+@dataclass
+class Recording:
+    """What one replica recorded.
+
+    Attributes:
+        rank: of the replica.
+        device_type: as `Runtime.device_type`.
+        fill: share of the rows that holds tokens.
+        phases: seconds of each phase over the window, without the profiler.
+        steps: number of steps of the window.
+        first_seconds: time of the first step, which compiles.
+        peak_bytes: of the device; None where it is not counted.
+        counts: growth of `Runtime.counters` over the window.
+    """
+
+    rank: int
+    device_type: str
+    fill: float = 1.0
+    phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    steps: int = 0
+    first_seconds: float = 0.0
+    peak_bytes: int | None = None
+    counts: dict[str, int] = field(default_factory=dict)
+
+
+def window(steps: int) -> int:
+    """Number of steps of a run that traces `steps`."""
+    return WARM_UP + steps + math.ceil(steps / 4) + AFTER
+
+
+def record(config: TrainConfig, data: MappedData | None = None) -> None:
+    """Runs the `window` of updates with a trace; `data` as in `sft.fine_tune`.
+
+    Each replica writes recording-RANK.json into its output folder, rank 0 the trace.
+    """
+    assert config.optim.max_steps is not None
+    steps = (config.optim.max_steps - WARM_UP - AFTER) * 4 // 5
+    with sft.trainer(config, data) as (loop, agreement):
+        recorder = _Recorder(loop.rt, config.output_path, steps, lambda: loop.state.report)
+        recorder.recording.fill = loop.prepared.train.fill()
+        loop.checkpoints, loop.prepared = None, replace(loop.prepared, eval=None)
+        loop.mark = recorder.mark
+        try:
+            loop.run(agreement)
+        finally:
+            recorder.close()
+
+
+class _Recorder:
+    """Follows the marks of one replica's loop; see `record`."""
+
+    def __init__(self, rt: Runtime, folder: Path, steps: int, result: Callable[[], torch.Tensor]) -> None:
+        self.rt, self.folder, self.steps, self._result = rt, folder, steps, result
+        self._last: torch.Tensor | None = None
+        self.recording = Recording(rt.rank, rt.device_type)
+        self._annotation: Any = None
+        self._phase, self._since, self._begun = "", time.perf_counter(), 0.0
+        self._before: dict[str, int] = {}
+        self._session = (_XlaSession if rt.is_xla else _TorchSession)(rt, folder) if rt.rank == 0 else None
+
+    def mark(self, phase: str, step: int) -> None:
+        """Ends the phase before, and begins this one."""
+        now, first, last = time.perf_counter(), WARM_UP + 1, WARM_UP + self.steps
+        if self._annotation is not None:
+            self._annotation.__exit__(None, None, None)
+            self._annotation = None
+        if self._phase and first <= step - (phase == "input") <= last:
+            self.recording.phases[self._phase] += now - self._since
+        if phase == "input":
+            self._between_steps(step, now)
+        self._phase, self._since = phase, time.perf_counter()
+        if self._session is not None and self._session.is_running:
+            self._annotation = self._session.annotate(PREFIX + phase, step)
+        if phase == "host" and step >= WARM_UP - 1 and self.rt.device_type != "cpu":
+            self._follow_device()
+
+    def _follow_device(self) -> None:
+        """Waits for the step before, so that the host is one step ahead: a queue would hide how long a step takes."""
+        now = self._result()
+        self.rt.to_host([now if self._last is None else self._last])
+        self._last = now
+
+    def _between_steps(self, step: int, now: float) -> None:
+        done = step - 1
+        if done == 1:
+            self.recording.first_seconds = now - self._begun
+        if step == WARM_UP + 1:
+            self._before = self.rt.counters()
+            if self._session is not None:
+                self._session.begin(self.steps, now - self._begun)
+        if done == WARM_UP + self.steps:
+            counts = self.rt.counters().items()
+            self.recording.counts = {name: count - self._before.get(name, 0) for name, count in counts}
+            self.recording.steps = self.steps
+            if self._session is not None:
+                self._session.end()
+        self._begun = time.perf_counter()
+
+    def close(self) -> None:
+        """Ends the trace, and writes the recording."""
+        if self._annotation is not None:
+            self._annotation.__exit__(None, None, None)
+        if self._session is not None:
+            self._session.close()
+        self.recording.peak_bytes, _ = self.rt.memory()
+        atomic.write_text(self.folder / f"recording-{self.recording.rank}.json", json.dumps(asdict(self.recording)))
+
+
+class _XlaSession:
+    """Traces by torch_xla's profiler: a server in this process, and a request from a thread."""
+
+    def __init__(self, rt: Runtime, folder: Path) -> None:
+        import torch_xla.debug.profiler as profiler
+
+        self._profiler, self._folder = profiler, folder
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self._port = free.getsockname()[1]
+        self._server = profiler.start_server(self._port)
+        self._trace: Future[None] | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self._trace is not None and not self._trace.done()
+
+    def annotate(self, name: str, step: int) -> Any:
+        """Begins an annotation, without the scope that it opens: none may be open where the graph is cut."""
+        annotation = self._profiler.Trace(name, step=step)
+        annotation.__enter__()
+        del annotation.scope
+        return annotation
+
+    def begin(self, steps: int, seconds: float) -> None:
+        """Requests a trace of so many steps of the duration of the last one, and waits until it has started."""
+        milliseconds = round(1000 * (3 * _STARTS + 1.25 * seconds * steps))
+        trace = partial(self._profiler.trace, f"localhost:{self._port}", str(self._folder), milliseconds, 1)
+        self._trace = ThreadPoolExecutor(1).submit(trace)
+        time.sleep(_STARTS)
+
+    def end(self) -> None:
+        """Leaves the request alone: it ends after its duration."""
+
+    def close(self) -> None:
+        if self._trace is not None and (error := self._trace.exception()) is not None:
+            raise ValueError(f"torch_xla's profiler recorded no trace: {error}") from error
+
+
+class _TorchSession:
+    is_running = False
+
+    def __init__(self, rt: Runtime, folder: Path) -> None:
+        from torch.profiler import ProfilerActivity
+
+        self._folder = folder
+        kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if rt.device_type == "cuda" else [])]
+        self._profile: Any = torch.profiler.profile(activities=kinds, acc_events=True)  # else it warns of cycles
+
+    def annotate(self, name: str, step: int) -> Any:
+        annotation = torch.profiler.record_function(name)
+        annotation.__enter__()
+        return annotation
+
+    def begin(self, steps: int, seconds: float) -> None:
+        self._profile.start()
+        self.is_running = True
+
+    def close(self) -> None:
+        if self.is_running:
+            self._profile.stop()
+            self.is_running = False
+            self._profile.export_chrome_trace(str(self._folder / "trace.json"))
+
+    end = close

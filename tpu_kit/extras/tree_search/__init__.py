@@ -1,0 +1,5 @@
+"""Answers a question by a tree of thoughts.
+
+Offers `search.think`, `search.search` and `options.SearchOptions`; the command `search`.
+Must not sample by itself: the generator does.
+"""

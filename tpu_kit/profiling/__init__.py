@@ -1,6 +1,0 @@
-"""Where the time of a training step goes, and what to change.
-
-It offers `profile`: a trace of a short run of the real step, or the compiled program of a TPU that the machine lacks.
-It knows the recipes and the planner. Nothing that trains knows it: the loop calls `Trainer.mark`, which does nothing
-unless a profile sets it.
-"""

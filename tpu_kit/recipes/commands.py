@@ -1,0 +1,195 @@
+"""The commands that train, ask, measure and export a model, and plan a run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from tpu_kit.config.commands import BAD_USAGE, CONFIG, JSON, OK, PREEMPTED, command, switch
+from tpu_kit.config.loader import TrainConfig, describe
+from tpu_kit.exporting.options import ExportOptions
+from tpu_kit.generation.requests import AnsweringModel, Prompts
+from tpu_kit.generation.sampling import Sampling
+
+if TYPE_CHECKING:
+    from tpu_kit.recipes.sft import TrainResult
+
+_TRAINS = (
+    "Exit codes: 0 finished, 1 error, 2 bad configuration, 75 preempted, or another host is lost or hangs (the same "
+    "command resumes)."
+)
+_EXACT = {"--exact": switch("ask the TPU compiler first whether the batch fits")}
+
+
+@command(_TRAINS, CONFIG | _EXACT)
+def train(args: argparse.Namespace) -> int:
+    """Fine-tune a model."""
+    _tell(args.config)
+    from tpu_kit.recipes.sft import train as run
+
+    return _ended(run(args.config, exact=args.exact))
+
+
+@command(
+    "teacher=FOLDER names the teacher; files=FOLDER keeps its logits. on_policy=true trains on completions that the\n"
+    f"model samples, in place of those of the rows.\n\n{_TRAINS}",
+    CONFIG | _EXACT,
+)
+def distill(args: argparse.Namespace) -> int:
+    """Fine-tune a model that learns from a larger one."""
+    _tell(args.config)
+    from tpu_kit.recipes.distillation import distill as run
+
+    return _ended(run(args.config, exact=args.exact))
+
+
+@command(
+    "reward_funcs=[auto] names what judges; adapter=FOLDER is where training starts, run_name=NAME where it writes.\n\n"
+    + _TRAINS,
+    CONFIG | _EXACT,
+)
+def grpo(args: argparse.Namespace) -> int:
+    """Train a model on its own answers, by rewards."""
+    _tell(args.config)
+    from tpu_kit.recipes.grpo import grpo as run
+
+    return _ended(run(args.config, exact=args.exact))
+
+
+def _tell(config: TrainConfig) -> None:
+    """Prints the configuration, before torch is imported, which takes seconds."""
+    print(describe(config), flush=True)
+
+
+def _ended(result: TrainResult) -> int:
+    print(result)
+    return PREEMPTED if result.status == "preempted" else OK
+
+
+@command(
+    "batch_size and remat are chosen unless they are set. A folder with only a config.json is a model. A run that\n"
+    "sets a parameter of rl is planned as `grpo` trains it.\n\n"
+    "Exit codes: 0 the plans are printed (also of runs that do not fit), 2 bad arguments.",
+    {
+        **CONFIG,
+        "--chip": {
+            "metavar": "NAME,...",
+            "help": "chips (v5e), slices (v5litepod-8) or topologies (v5e:2x4), or kaggle, colab; v5e by default",
+        },
+        "--exact": switch("ask the real TPU compiler; some minutes for each chip"),
+        "--details": switch("print memory by part, settings, limits and assumptions too"),
+        "--models": switch("list the models that need no network; with --chip, the largest that train there"),
+        **JSON,
+    },
+)
+def plan(args: argparse.Namespace) -> int:
+    """Find the settings that fit a TPU, their duration and their cost."""
+    from tpu_kit.machine.checks import Machine
+    from tpu_kit.machine.slices import ON_GPU
+    from tpu_kit.model.architecture import known_models
+    from tpu_kit.planning.planner import plan as find
+    from tpu_kit.planning.report import largest, report
+
+    if not args.chip and (args.config.launch.device_type == "cuda" or Machine().gpus()):
+        print(f"For a v5e, as --chip names no TPU. {ON_GPU}.", file=sys.stderr)
+    names = [name.strip() for name in (args.chip or "v5e").split(",")]
+    try:
+        if args.models:
+            print(largest(names) if args.chip else known_models())
+            return OK
+        plans = find(args.config, names, args.exact)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return BAD_USAGE
+    for plan in plans:
+        if plan.note:
+            print(f"{plan.where.name}: {plan.note}", file=sys.stderr)
+    if args.json:
+        print(json.dumps([plan.to_dict() for plan in plans], indent=2))
+    else:
+        print(report(args.config, plans, [*filter(None, [args.file]), *args.settings], args.details))
+    return OK
+
+
+@command(
+    "Without a prompt, on a terminal, it is a chat: /exit or Ctrl-D ends it.\n\n"
+    "Exit codes: 0 done, 1 error, 2 bad arguments.",
+    CONFIG | JSON,
+    (Prompts, Sampling),
+)
+def generate(args: argparse.Namespace) -> int:
+    """Answer prompts with a base or tuned model."""
+    from tpu_kit.generation import service as generation
+
+    request, sampling = args.options
+    if not request.asked:
+        generation.chat(args.config, sampling, adapter_dir=args.adapter, template=request.chat)
+        return OK
+    settings = {"adapter_dir": args.adapter, "truncate": request.truncate, "chat": request.chat}
+    if len(request.asked) == request.n == 1 and not args.json:
+        generation.stream(args.config, request.asked[0], sampling, **settings)
+        return OK
+    replies = generation.generate(args.config, request.asked, sampling, request.n, batch_size=request.rows, **settings)
+    texts = (f"[{row // request.n}.{row % request.n}] {reply.text.strip()}" for row, reply in enumerate(replies))
+    print(json.dumps([vars(reply) for reply in replies]) if args.json else "\n\n".join(texts))
+    return OK
+
+
+@command(
+    "The held-out rows are those of the adapter's run, or else those of `train`, without questions that the training\n"
+    "data have too. generate_rows=200 limits the rows, generate_tokens the length of an answer; verifier judges it.\n"
+    "With an adapter the result is written as eval.json into the run's folder.\n\n"
+    "Exit codes: 0 done, 1 error, 2 bad arguments.",
+    CONFIG | JSON,
+    (AnsweringModel,),
+)
+def evaluate(args: argparse.Namespace) -> int:
+    """Compare the base and the tuned model on held-out rows."""
+    from tpu_kit.generation.evaluation import evaluate as evaluation
+
+    (options,) = args.options
+    if args.adapter:
+        comparison = evaluation.evaluate_adapter(args.config, args.adapter, chat=options.chat)
+        text, values = str(comparison), comparison.to_dict()
+    else:
+        prepared = evaluation.held_out(args.config, plain=options.chat is False)
+        report = evaluation.evaluate(args.config, prepared)
+        seen = prepared.eval_report.seen_in_training if prepared.eval_report else 0
+        text = f"base model only\n{report}\n{seen} rows left out, because the training data have their questions"
+        values = {"base": report.to_dict(), "seen_in_training": seen}
+    print(json.dumps(values, indent=2) if args.json else text)
+    return OK
+
+
+@command(
+    "Exit codes: 0 written and checked, 1 refused, or different from the tuned model, 2 bad arguments.",
+    {"run": {"metavar": "RUN_DIR", "help": "the output of training: a folder, or gs://bucket/run"}, **JSON},
+    (ExportOptions,),
+    others=False,
+)
+def export(args: argparse.Namespace) -> int:
+    """Write a tuned model for PEFT, transformers, vLLM, llama.cpp or Ollama, and check it."""
+    from tpu_kit.exporting.export import export as run
+
+    done = run(args.run, **asdict(args.options[0]))
+    print(json.dumps(asdict(done), indent=1) if args.json else done)
+    return OK
+
+
+@command(
+    "Exit codes: 0 all are good, 1 one is damaged, 2 bad arguments.",
+    {
+        "run": {"metavar": "OUTPUT_DIR", "help": "a folder, or gs://bucket/run"},
+        "--verify": switch("read and check every file"),
+        **JSON,
+    },
+    others=False,
+)
+def checkpoints(args: argparse.Namespace) -> int:
+    """List a run's checkpoints: steps, sizes, age, validity, metrics."""
+    from tpu_kit.training.checkpoint.manager import report
+
+    return report(args.run, args.verify, args.json)
