@@ -28,8 +28,7 @@ CLOSURES = {
 FAN_OUT = 15
 FAN_OUTS = {
     "recipes.sft": 41, "exporting.export": 20, "generation.evaluation.evaluate": 19, "recipes.commands": 18,
-    "generation.service": 17, "notebook.cells": 17, "notebook.verify": 18,
-    "planning.preflight": 16, "planning.compiler.trace": 16,
+    "generation.service": 17, "planning.preflight": 16, "planning.compiler.trace": 16,
 }  # fmt: skip
 
 # An identifier of a feature -> the modules that own it, and the most others that name it (goal: 3). The configuration
@@ -76,7 +75,7 @@ PATCHES = {
     "machine.surroundings: os.environ": "getpass raises for a user without a name",
     "machine.surroundings: os.environ['HOME']": "libraries write below the home, which a user may lack",
     "machine.surroundings: sys.path": "files of the working folder hide no package while it is imported",
-    "notebook.cells: os.environ[NO_BAR]": "tells launched processes that the notebook draws the progress",
+    "notebook.displays: os.environ[NO_BAR]": "tells launched processes that the notebook draws the progress",
     "notebook.cells: os.environ[name]": "a secret of the platform reaches launched processes by the environment alone",
     "notebook.cells: os.environ[sft.SHOWN_REPORT]": "tells launched processes that the notebook showed the report",
     "machine.storage.object_store: os.environ": "gcsfs reads it at its import",

@@ -21,6 +21,7 @@ from tests.support.kernels import run_cell
 from tpu_kit.config.loader import ConfigError, TrainConfig, load_config
 from tpu_kit.machine.checks import Check
 from tpu_kit.notebook import cells as cells_module
+from tpu_kit.notebook import displays
 from tpu_kit.notebook.kernel import check_names
 from tpu_kit.recipes.sft import RESULT_TYPE
 
@@ -167,18 +168,18 @@ def test_answers_before_and_after(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_nothing_to_show_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cells_module.show(cells_module._curves(tmp_path))
+    cells_module.show(displays._curves(tmp_path))
     cells_module.show_table([])
     cells_module.show_answers(tmp_path)
     printed = capsys.readouterr().out
     assert "no metrics yet" in printed
     assert "where generate_rows asks for them" in printed
-    assert "image/png" not in cells_module._curves(tmp_path)  # no axes without a point
+    assert "image/png" not in displays._curves(tmp_path)  # no axes without a point
     (tmp_path / "metrics.jsonl").write_text(METRICS.replace('"mfu": 0.25', '"mfu": null'))
-    assert "MFU" not in cells_module._progress(tmp_path, 0.0)["text/plain"]  # no peak is known of a CPU
+    assert "MFU" not in displays._progress(tmp_path, 0.0)["text/plain"]  # no peak is known of a CPU
     none = METRICS.replace('"tokens_per_second_per_chip": 6.5', '"tokens_per_second_per_chip": 0.0')
     (tmp_path / "metrics.jsonl").write_text(none.replace('"compiles": 3', '"compiles": 0'))
-    shown = cells_module._progress(tmp_path, 0.0)["text/plain"]
+    shown = displays._progress(tmp_path, 0.0)["text/plain"]
     assert "tokens/s/chip" not in shown and "compiled programs" not in shown
 
 
@@ -367,7 +368,8 @@ with notebook.live("run", every=0.1):
 assert "TPU_KIT_NO_BAR" not in os.environ
 """
 SHOW = """\
-notebook.show(notebook._curves("run"))
+from tpu_kit.notebook.displays import _curves
+notebook.show(_curves("run"))
 notebook.show_example([("<script>", False), ("a & b", True)])
 notebook.show_table([{"answer": "<b>\\n2"}])
 """

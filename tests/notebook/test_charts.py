@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from tpu_kit.config.loader import load_config
-from tpu_kit.notebook import cells
+from tpu_kit.notebook import cells, displays
 from tpu_kit.planning.planner import Plan, plan
 from tpu_kit.planning.report import next_parameters, pick, plan_row, why
 
@@ -39,7 +39,7 @@ def test_the_tables(plans: list[Plan], capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize("mesh", [False, True])
 def test_the_bars_are_the_settings(plans: list[Plan], sharded: Plan, mesh: bool) -> None:
     one = sharded if mesh else plans[0]
-    axes = cells._bars(one).axes[0]
+    axes = displays._bars(one).axes[0]
     fitting = {setting.peak_bytes / 2**30 for setting in one.settings if setting.peak_bytes <= one.where.limit}
     widths = [bar.get_width() for bar in axes.patches]
     assert len(widths) <= 12 and len(fitting & set(widths)) >= 2
@@ -74,6 +74,6 @@ def test_when_nothing_fits() -> None:
     (found,) = plan(load_config(None, LLAMA), ["v5e"])
     assert not found.fits
     text = why([found])
-    axes = cells._bars(found).axes[0]
+    axes = displays._bars(found).axes[0]
     assert text.startswith("Nothing fits as it is; nearest is v5litepod-1.") and "unchanged it fits v6e-1" in text
     assert any(label.get_text().endswith(": the nearest") for label in axes.texts)

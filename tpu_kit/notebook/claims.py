@@ -1,6 +1,6 @@
-"""Checks what the README says of a run on this machine, and writes the result as text to paste into an issue.
+"""Runs of the embedded model on this machine: the small one of `verify`, and those that check what the README says.
 
-Each claim is tried on the embedded model in a temporary folder. One that fails does not stop the next ones.
+Each is in a temporary folder. A claim that fails does not stop the next ones; the result is text for an issue.
 """
 
 from __future__ import annotations
@@ -25,6 +25,44 @@ from tpu_kit.machine.compatibility import PACKAGES, TESTED, installed_version
 _LEAST_CORRECT = 0.8  # of them after training; 89 to 93 of 100 on the processors that were tried
 _ROWS = 16  # of an update, as of `make train`
 _STEPS = 8  # of the run that is interrupted, which is half as long at first
+CHECKPOINT_STEP, _SMALL_STEPS = 4, 8
+"""Number of updates up to the checkpoint, and of all, of the small run."""
+_QUESTION = "Tom has 12 apples and gives 5 of them to Mia. How many apples does Tom have now?"
+_SMALL = {
+    "split": "train[:1000]", "max_length": 128, "batch_size": 2, "warmup_steps": 1, "logging_steps": 1,
+    "save_steps": CHECKPOINT_STEP, "eval_rows": 0, "eval_steps": None, "generate_rows": 0, "r": 8,
+}  # fmt: skip
+
+
+def small_run(config: TrainConfig) -> dict[str, Any]:
+    """Trains the embedded model on the devices of `config.launch`, resumes it, and asks the adapter.
+
+    Returns:
+        first_loss and last_loss, nats a token; updates; size of the checkpoint, bytes, 0 where it is damaged or of
+        another step than the first training's last; resumed, the step from which the second one went on; tokens of the
+        reply.
+    """
+    from tpu_kit.generation.service import Sampling, generate
+    from tpu_kit.recipes.sft import train
+    from tpu_kit.training.checkpoint import manager
+    from tpu_kit.training.metrics import read_metrics
+
+    with tempfile.TemporaryDirectory(prefix="tpu_kit-") as folder:
+        small = load_config("embedded-cot", {**_SMALL, "output_dir": folder, "max_steps": CHECKPOINT_STEP})
+        small = replace(small, launch=config.launch)
+        longer = replace(small, optim=replace(small.optim, max_steps=_SMALL_STEPS))
+        train(small)
+        checkpoints, damaged = manager.scan(small.checkpoints_place, verify=True)
+        whole = not damaged and checkpoints and checkpoints[-1].step == CHECKPOINT_STEP
+        result = train(longer)
+        metrics = read_metrics(folder)
+        prompt = [{"role": "user", "content": _QUESTION}]
+        (reply,) = generate(longer, [prompt], Sampling(max_new_tokens=32), adapter_dir=result.adapter_dir)
+    return {
+        "first_loss": metrics[0]["loss"], "last_loss": metrics[-1]["loss"], "updates": result.step,
+        "size": checkpoints[-1].size if whole else 0, "resumed": metrics[-1]["resumed_from"],
+        "tokens": len(reply.tokens),
+    }  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ import json
 import platform
 import re
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -32,7 +31,7 @@ from tpu_kit.machine.compatibility import PACKAGES, TESTED, installed_version
 from tpu_kit.machine.storage import atomic
 from tpu_kit.model.shape_cache import read_shape
 from tpu_kit.notebook import smoke_test
-from tpu_kit.notebook.claims import check_claims, paste
+from tpu_kit.notebook.claims import CHECKPOINT_STEP, check_claims, paste, small_run
 from tpu_kit.planning.compiler.compile_check import compile_step
 from tpu_kit.planning.cost import step_time, work
 
@@ -55,12 +54,6 @@ GAP_TOLERANCE = 0.1
 MEMORY_RATIOS = (0.5, 1.25)
 TIME_RATIOS = (0.5, 4.0)
 """Bounds of measured over predicted; a ratio outside is not kept for plans."""
-_FIRST, _THEN = 4, 8  # updates before and after the checkpoint
-_QUESTION = "Tom has 12 apples and gives 5 of them to Mia. How many apples does Tom have now?"
-_RUN = {
-    "split": "train[:1000]", "max_length": 128, "batch_size": 2, "warmup_steps": 1, "logging_steps": 1,
-    "save_steps": _FIRST, "eval_rows": 0, "eval_steps": None, "generate_rows": 0, "r": 8,
-}  # fmt: skip
 
 
 def _brief(error: Exception) -> str:
@@ -154,7 +147,7 @@ class _Checks:
         yield self._measure("Step time", self._time, TIME_RATIOS, "the roofline")
         yield self._check(
             "Small run", partial(small_run, self._config()), _judge_run,
-            f"the loss falls, and it goes on from the checkpoint of step {_FIRST}", limited=False,
+            f"the loss falls, and it goes on from the checkpoint of step {CHECKPOINT_STEP}", limited=False,
         )  # fmt: skip
 
     def _config(self, one: bool = False, **settings: Any) -> TrainConfig:
@@ -276,37 +269,6 @@ def _name(config: TrainConfig) -> str:
     return f"{Path(config.model.name).name}, {rows} x {length} tokens"
 
 
-def small_run(config: TrainConfig) -> dict[str, Any]:
-    """Trains the embedded model on the devices of `config.launch`: a checkpoint, a resume, and a reply of the adapter.
-
-    Returns:
-        first_loss and last_loss, nats a token; updates; size of the checkpoint, bytes, 0 where it is damaged or of
-        another step than the first training's last; resumed, the step from which the second one went on; tokens of the
-        reply.
-    """
-    from tpu_kit.generation.service import Sampling, generate
-    from tpu_kit.recipes.sft import train
-    from tpu_kit.training.checkpoint import manager
-    from tpu_kit.training.metrics import read_metrics
-
-    with tempfile.TemporaryDirectory(prefix="tpu_kit-") as folder:
-        small = load_config("embedded-cot", {**_RUN, "output_dir": folder, "max_steps": _FIRST})
-        small = replace(small, launch=config.launch)
-        longer = replace(small, optim=replace(small.optim, max_steps=_THEN))
-        train(small)
-        checkpoints, damaged = manager.scan(small.checkpoints_place, verify=True)
-        whole = not damaged and checkpoints and checkpoints[-1].step == _FIRST
-        result = train(longer)
-        metrics = read_metrics(folder)
-        prompt = [{"role": "user", "content": _QUESTION}]
-        (reply,) = generate(longer, [prompt], Sampling(max_new_tokens=32), adapter_dir=result.adapter_dir)
-    return {
-        "first_loss": metrics[0]["loss"], "last_loss": metrics[-1]["loss"], "updates": result.step,
-        "size": checkpoints[-1].size if whole else 0, "resumed": metrics[-1]["resumed_from"],
-        "tokens": len(reply.tokens),
-    }  # fmt: skip
-
-
 # ------------------------------------------------------------------------------------------------------------- verdicts
 
 Verdict = tuple[bool, str]  # whether the figures are right, and a text
@@ -349,7 +311,9 @@ def _judge_tokens(figures: Mapping[str, float]) -> Verdict:
 
 
 def _judge_run(figures: Mapping[str, Any]) -> Verdict:
-    good = figures["size"] > 0 and figures["resumed"] == _FIRST and figures["last_loss"] < figures["first_loss"]
+    good = (
+        figures["size"] > 0 and figures["resumed"] == CHECKPOINT_STEP and figures["last_loss"] < figures["first_loss"]
+    )
     text = (
         "loss {first_loss:.2f} -> {last_loss:.2f}; a checkpoint of {size:,} bytes, each file as its manifest says; it "
         "went on from step {resumed} to {updates}; {tokens} tokens with the adapter"
