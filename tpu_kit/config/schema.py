@@ -475,6 +475,11 @@ class TrainConfig:
         return self.optim.objective == "policy" or self.distill.on_policy
 
     @property
+    def recipe(self) -> Literal["train", "distill", "grpo"]:
+        """The command that starts such a run."""
+        return "distill" if self.distill.teacher else "grpo" if self.on_policy else "train"
+
+    @property
     def num_generations(self) -> int:
         """The completions of each prompt that it samples; a teacher needs no group to compare them with."""
         return 1 if self.distill.on_policy else self.rl.num_generations

@@ -18,6 +18,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from tpu_kit.config.registry import absence
+
 _CLASS = "tpu_kit_head"  # the key of the class in NAME.json
 _ATTRIBUTE = "objective"  # of a decoder: the name that a run's model has its head by, so the sharding rules are one
 
@@ -82,7 +84,9 @@ def attach(decoder: torch.nn.Module, folder: Path, hidden_size: int, objective: 
     here = f"the {title(name)} in {folder}"
     try:
         settings = json.loads((folder / settings_file).read_text())
-        module, _, class_name = settings.pop(_CLASS).partition(":")
+        module, _, class_name = (place := settings.pop(_CLASS)).partition(":")
+        if absent := absence(place):
+            raise ImportError(f"its code is {absent}")
         if not module.startswith("tpu_kit.") and module != objective.partition(":")[0]:
             raise ValueError(f"its class is in the module {module}, which only optim.objective={module}:... imports")
         kind = getattr(importlib.import_module(module), class_name)

@@ -20,6 +20,7 @@ from tpu_kit.machine.checks import Check, Machine
 def diagnose(config: TrainConfig | None = None, at: Machine | None = None) -> Iterator[Check]:
     """Checks the machine for a run, by default the default one; yields the rows one by one, the quick ones first."""
     from tpu_kit.distributed.replica import runtime
+    from tpu_kit.planning.rollouts import check_rollouts
 
     config, at = as_trained(config or TrainConfig()), at or Machine()
     asked, replicas, used = config.launch.device_type, None, "cpu"
@@ -46,30 +47,7 @@ def diagnose(config: TrainConfig | None = None, at: Machine | None = None) -> It
     yield host.check_files(config)
     yield host.check_hub(at, config)
     yield host.check_wandb(at, config)
-    if config.on_policy:
-        yield _check_rollouts(at, config, (replicas or at.tpu_devices() or 1) if at.tpus() else None)
-
-
-def _check_rollouts(at: Machine, config: TrainConfig, tpu_replicas: int | None) -> Check:
-    """Checks what a run that samples needs: one host, rewards that are there, and rows that a TPU computes whole."""
-    from tpu_kit.distributed.hosts import find_hosts
-    from tpu_kit.generation.evaluation.rewards import Rewards
-    from tpu_kit.planning.rollouts import warnings_of
-
-    try:
-        judges = "the teacher" if config.distill.on_policy else ", ".join(Rewards(config).names)
-        hosts = find_hosts(at).count
-    except ValueError as error:
-        return Check("Rollouts", "failure", str(error), "rl.reward_funcs=[auto]")
-    sizes = f"{config.rl.prompts_per_rollout} prompts x {config.num_generations} completions"
-    text = f"{sizes} a rollout, judged by {judges}"
-    if hosts > 1:
-        return Check(
-            "Rollouts", "failure", f"{text}; completions are exchanged within one host, not {hosts}", "one host"
-        )
-    if tpu_replicas and (notes := warnings_of(config, tpu_replicas)):
-        return Check("Rollouts", "warning", text, notes[0])
-    return Check("Rollouts", "ok", text)
+    yield from check_rollouts(at, config, (replicas or at.tpu_devices() or 1) if at.tpus() else None)
 
 
 def report(config: TrainConfig, as_json: bool = False) -> int:

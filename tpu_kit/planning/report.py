@@ -64,8 +64,7 @@ def report(config: TrainConfig, plans: Sequence[Plan], given: Sequence[str] = ()
         chosen |= {"mesh": best.where.mesh} if best.where.mesh else {}
         left = [text for text in given if text.partition("=")[0].rpartition(".")[2] not in chosen]
         command = shlex.join([*left, *(f"{name}={value}" for name, value in chosen.items())])
-        recipe = "distill" if config.teacher else "grpo" if best.config.on_policy else "train"
-        lines[1:1] = [f"To train there: python -m tpu_kit {recipe} {command}"]
+        lines[1:1] = [f"To train there: python -m tpu_kit {best.config.recipe} {command}"]
     else:
         lines += ["", *(line.removeprefix("  ") for line in _changes(best))]
     for reason, known in {one.unknown: one.updates is not None for one in plans if one.unknown}.items():

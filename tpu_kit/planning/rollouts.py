@@ -7,12 +7,13 @@ tokens a program until every row has ended.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tpu_kit.config.loader import BatchPlan, TrainConfig, batch_arithmetic
 from tpu_kit.config.mesh import Mesh
+from tpu_kit.machine.checks import Check, Machine
 from tpu_kit.model.architecture import Shape
 from tpu_kit.model.sharding.sharding_rules import cache_spec
 from tpu_kit.planning.memory.argument_memory import padded, shape_of
@@ -182,3 +183,33 @@ def warnings_of(config: TrainConfig, replicas: int) -> list[str]:
         f"replicas, no multiple of {WHOLE_ROWS}: a TPU takes the time of the next one, which rl.prompts_per_update="
         f"{-(-rl.prompts_per_update // each) * each} fills"
     ]
+
+
+def check_rollouts(at: Machine, config: TrainConfig, tpu_replicas: int | None) -> Iterator[Check]:
+    """Checks what a run that samples needs: one host, rewards that are there, and rows that a TPU computes whole.
+
+    Args:
+        at: the machine.
+        config: the run; of one that does not sample there is no row.
+        tpu_replicas: number of replicas on TPUs; None elsewhere.
+    """
+    from tpu_kit.distributed.hosts import find_hosts
+    from tpu_kit.generation.evaluation.rewards import Rewards
+
+    if not config.on_policy:
+        return
+    try:
+        judges = "the teacher" if config.distill.on_policy else ", ".join(Rewards(config).names)
+        hosts = find_hosts(at).count
+    except ValueError as error:
+        yield Check("Rollouts", "failure", str(error), "rl.reward_funcs=[auto]")
+        return
+    sizes = f"{config.rl.prompts_per_rollout} prompts x {config.num_generations} completions"
+    text = f"{sizes} a rollout, judged by {judges}"
+    if hosts > 1:
+        text += f"; completions are exchanged within one host, not {hosts}"
+        yield Check("Rollouts", "failure", text, "one host")
+    elif tpu_replicas and (notes := warnings_of(config, tpu_replicas)):
+        yield Check("Rollouts", "warning", text, notes[0])
+    else:
+        yield Check("Rollouts", "ok", text)

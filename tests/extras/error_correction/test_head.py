@@ -140,6 +140,10 @@ def write(folder: Path, tensors: dict[str, torch.Tensor], document: dict[str, An
         ("short", "cannot be read (SafetensorError: "),
         ("gone", "cannot be read (FileNotFoundError: "),
         ("settings", "cannot be read (TypeError: "),
+        (
+            "extra",
+            "(ImportError: its code is not in this installation, which lacks tpu_kit.extras.none; install ",
+        ),
         ("tensor", "cannot be read (RuntimeError: "),
         ("model", "is for hidden states of 32 numbers, and the model has 64: set model.name to the base model"),
     ],
@@ -148,7 +152,8 @@ def test_a_head_that_does_not_fit_is_refused(tmp_path: Path, damage: str, text: 
     head = ErrorCorrection(32)
     weights = {f"objective.{name}": value for name, value in head.state_dict().items()}
     tensors, document = head.files(weights)
-    write(tmp_path, tensors, document | ({"depth": 2} if damage == "settings" else {}))
+    changed = {"settings": {"depth": 2}, "extra": {"tpu_kit_head": "tpu_kit.extras.none.head:ErrorCorrection"}}
+    write(tmp_path, tensors, document | changed.get(damage, {}))
     path = tmp_path / FILES[1]
     if damage == "short":
         path.write_bytes(path.read_bytes()[:-9])

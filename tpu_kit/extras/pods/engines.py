@@ -51,11 +51,10 @@ def start_script(job: SliceJob, report: str = "", train: str = "exec {}") -> str
     it replaces the shell, and gets its SIGTERM.
     """
     pins = (_PACKAGE / "requirements-tpu.txt").read_text().splitlines()
-    command = "distill" if job.config.distill.teacher else "train"
     values = {
         "packages": "\n".join(pin for pin in pins if pin and not pin.startswith("#")),
         "config": _config_text(job.config), "kit": REPOSITORY, "revision": _revision(), "report": report,
-        "train": train.replace("{}", f"env/bin/python -m tpu_kit {command} config.yaml"),
+        "train": train.replace("{}", f"env/bin/python -m tpu_kit {job.config.recipe} config.yaml"),
     }  # fmt: skip
     return f"{_fill('start.sh', job, **values)}\n"
 
