@@ -21,7 +21,7 @@ from tpu_kit.config.fields import closest, knobs_of
 from tpu_kit.config.loader import ConfigError, explain, read_value
 from tpu_kit.distributed.output import safe_output
 from tpu_kit.generation.requests import AnsweringModel
-from tpu_kit.machine.storage.run_folder import AUTO, read_command
+from tpu_kit.machine.storage.run_config import AUTO, read_command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

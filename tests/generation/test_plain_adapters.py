@@ -18,7 +18,8 @@ from tpu_kit.exporting import equivalence
 from tpu_kit.exporting.export import export
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.generation.service import as_asked, generate
-from tpu_kit.machine.storage.run_folder import find_run, run_config
+from tpu_kit.machine.storage.run_config import run_config
+from tpu_kit.machine.storage.run_folder import find_run
 from tpu_kit.model.loading import load_tokenizer
 
 ROWS = cot_rows("train", 40, seed=1)

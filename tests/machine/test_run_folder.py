@@ -8,7 +8,8 @@ import pytest
 
 from tpu_kit.config.loader import ConfigError, load_config
 from tpu_kit.machine.storage.object_store import join, upload
-from tpu_kit.machine.storage.run_folder import Run, adapter_of, find_run, names_run, read_command
+from tpu_kit.machine.storage.run_config import names_run, read_command
+from tpu_kit.machine.storage.run_folder import Run, adapter_of, find_run
 
 
 def make(folder: Path, *names: str) -> Path:

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import torch
 
 from tpu_kit.config.loader import ModelConfig
-from tpu_kit.generation.service import ADAPTER_FILES, attach_adapter, is_whole
 from tpu_kit.model import causal_lm as models
 from tpu_kit.model.architecture import locate
 from tpu_kit.model.loading import UNDONE_IN_LOADING, quantized_by
+from tpu_kit.model.saved_adapter import ADAPTER_FILES, attach_adapter, is_whole, read_adapter
 
 _INDEX = "model.safetensors.index.json"
 _TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -217,7 +217,7 @@ def stream(config: ModelConfig, adapter: Path | None = None) -> StreamedModel | 
     if adapter is not None and not is_whole(adapter):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*copying from a non-meta parameter")
-            model = attach_adapter(model, adapter, config.name)
+            model = attach_adapter(model, adapter, *read_adapter(adapter), config.name)
         _fill_adapter(model, adapter)
     return StreamedModel(model.eval(), plain, files, sources, names)
 

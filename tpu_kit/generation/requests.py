@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 
 from tpu_kit.config.fields import knob
-from tpu_kit.machine.storage.run_folder import AUTO
+from tpu_kit.machine.storage.run_config import AUTO
 
 
 @dataclass

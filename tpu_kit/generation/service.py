@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tpu_kit.config.fields import hide_secrets
 from tpu_kit.config.loader import ConfigError, ModelConfig, TrainConfig
 from tpu_kit.data.chat.chat_encoding import ensure_chat_template
 from tpu_kit.distributed.launch import launch
@@ -32,20 +31,18 @@ from tpu_kit.generation.generator import Generator, Rating
 from tpu_kit.generation.prompts import Completion, Prompt, PromptCodec, is_chat, text_of
 from tpu_kit.generation.reference_check import check_generation
 from tpu_kit.generation.sampling import Sampling
-from tpu_kit.machine.storage.run_folder import adapter_at_hand, unfinished
+from tpu_kit.machine.storage.run_folder import adapter_at_hand
 from tpu_kit.model import causal_lm as models
 from tpu_kit.model import states_head
 from tpu_kit.model.base_identity import base_of_adapter
 from tpu_kit.model.families import experts
-from tpu_kit.model.loading import brief, load_base, load_frozen, load_tokenizer, read_config
+from tpu_kit.model.loading import load_base, load_frozen, load_tokenizer, read_config
+from tpu_kit.model.saved_adapter import attach_adapter, is_whole, read_adapter
 from tpu_kit.model.shape_cache import read_shape
 
 __all__ = ["Completion", "Generator", "Prompt", "Sampling", "chat", "generate", "stream"]
 
-ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
-
 _FP32_UP_TO = 1_000_000_000  # parameters: 4 GB in fp32, which CPUs compute faster than bf16
-_SHOWN_DIFFERENCES = 5
 
 
 @dataclass(frozen=True)
@@ -399,27 +396,13 @@ def load_for_generation(
     model: torch.nn.Module = load_base(config, torch.float32) if full else load_frozen(config)
     experts.use(model, frozen=False)
     if folder is not None and saved is not None:
-        model = _with_adapter(model, folder, *saved, config.name)
+        model = attach_adapter(model, folder, *saved, config.name)
     saved_in = folder or Path(config.name)  # a whole model may have a head, too
     decoder, size = models.base_model(model).get_decoder(), models.text_config(model).hidden_size
     states_head.attach(decoder, saved_in, size, objective)
     if on_cpu and sum(p.numel() for p in model.parameters()) <= _FP32_UP_TO:
         models.cast(model, torch.float32)
     return model.to(device).eval()
-
-
-def is_whole(folder: Path) -> bool:
-    """Whether the result of a run is a whole model, as lora.r=0 trains, and no adapter."""
-    return (folder / "config.json").is_file() and not (folder / ADAPTER_FILES[0]).is_file()
-
-
-def attach_adapter(model: torch.nn.Module, folder: Path, name: str) -> torch.nn.Module:
-    """Adds the adapter in a folder to its base model `name`.
-
-    Raises:
-        ValueError: the adapter is missing, damaged or of another model.
-    """
-    return _with_adapter(model, folder, *read_adapter(folder), name)
 
 
 def arrange_for_few_rows(model: torch.nn.Module) -> torch.nn.Module:
@@ -436,58 +419,3 @@ def arrange_for_few_rows(model: torch.nn.Module) -> torch.nn.Module:
         if part.out_features > part.in_features:
             part.weight.data = part.weight.data.t().contiguous().t()
     return model
-
-
-def _adapter_near(folder: Path) -> str:
-    """Says what to give in place of a folder without an adapter: that of the run, or its newest checkpoint."""
-    if (folder / "adapter").is_dir():
-        return f"give {folder / 'adapter'}"
-    run = folder if (folder / "checkpoints").is_dir() else folder.parent
-    return unfinished(run) if (run / "checkpoints").is_dir() else "give the one that training wrote"
-
-
-def read_adapter(folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Reads an adapter's `PeftConfig` and its tensors; raises ValueError if they are missing or damaged."""
-    from peft import PeftConfig
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    if not folder.is_dir():
-        raise ValueError(f"there is no adapter folder {folder}; {_adapter_near(folder)}")
-    if absent := [name for name in ADAPTER_FILES if not (folder / name).is_file()]:
-        raise ValueError(
-            f"the adapter folder {folder} has no {' and no '.join(absent)}: its writing was interrupted, or it is "
-            f"another folder; {_adapter_near(folder)}"
-        )
-    try:
-        settings = PeftConfig.from_pretrained(str(folder), inference_mode=True)
-        if settings.peft_type is None:
-            raise ValueError("it has no peft_type")
-        return settings, load_file(folder / ADAPTER_FILES[1])
-    except (ValueError, TypeError, KeyError, SafetensorError) as error:
-        raise ValueError(
-            f"the adapter in {folder} is damaged or half-written ({type(error).__name__}: {brief(error)}); give an "
-            "earlier or a complete folder"
-        ) from error
-
-
-def _with_adapter(
-    model: torch.nn.Module, folder: Path, settings: Any, tensors: dict[str, torch.Tensor], name: str
-) -> torch.nn.Module:
-    from peft import set_peft_model_state_dict
-
-    refusal = f"the adapter in {folder} was trained on another base model than {name}"
-    advice = f"set model.name to its own base (it says {settings.base_model_name_or_path})"
-    try:
-        adapted = experts.with_adapters(model, settings)
-        result = set_peft_model_state_dict(adapted, tensors)
-    except (ValueError, RuntimeError, KeyError) as error:
-        reason = " ".join(hide_secrets(str(error)).split())[:400]
-        raise ValueError(f"{refusal}: {type(error).__name__}: {reason}; {advice}") from error
-    differences = [f"{key} is not in the file" for key in result.missing_keys if ".default" in key]
-    differences += [f"{key} is not in the model" for key in result.unexpected_keys]
-    if differences := [text.replace(".default", "") for text in differences]:  # the adapter's name
-        more = len(differences) - _SHOWN_DIFFERENCES
-        shown = "; ".join(differences[:_SHOWN_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
-        raise ValueError(f"{refusal}: {shown}; {advice}")
-    return adapted

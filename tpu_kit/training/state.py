@@ -16,9 +16,9 @@ from tpu_kit.config.loader import OptimConfig
 from tpu_kit.config.mesh import Spec
 from tpu_kit.distributed.replica.mesh import active_mesh
 from tpu_kit.distributed.replica.runtime import Runtime
-from tpu_kit.generation.service import read_adapter
 from tpu_kit.model import causal_lm as models
 from tpu_kit.model.loop.layer_calls import restacked, stacked_names, unstacked
+from tpu_kit.model.saved_adapter import read_adapter
 from tpu_kit.model.sharding import partition
 from tpu_kit.model.sharding.sharding_rules import Embedding
 from tpu_kit.model.states_head import StatesHead, file_names, find_head, title

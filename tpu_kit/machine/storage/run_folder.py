@@ -6,23 +6,15 @@ Each may be in an object store. What is neither is refused, with what lies there
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from tpu_kit.config.fields import ConfigError
-from tpu_kit.config.loader import CONFIGS, TrainConfig, load_config, read_yaml
 from tpu_kit.machine.storage.object_store import ObjectFolder, at_hand, is_url, join, parent
 
-CONFIG, ADAPTER, _CHECKPOINTS = "config.yaml", "adapter", "checkpoints"
+CONFIG, ADAPTER, CHECKPOINTS = "config.yaml", "adapter", "checkpoints"
 _WEIGHTS = {"adapter_config.json", "adapter_model.safetensors", "config.json", "tokenizer_config.json"}
 _SHOWN = 8  # names in an error
-
-AUTO = "auto"
-"""In place of an adapter: that of the run whose configuration is given."""
 
 
 class Run(NamedTuple):
@@ -49,13 +41,13 @@ def find_run(place: Path | str) -> Run:
     here: Path | str = str(place).rstrip("/") if is_url(place) else Path(place).expanduser()
     if _name(here) == CONFIG:
         here = parent(here)
-    names = _names(here)
+    names = names_in(here)
     if not names and (is_url(here) or not Path(here).is_dir()):
         raise ValueError(f"there is no adapter folder {here}, and no run; {_near(parent(here))}")
     if names & _WEIGHTS:
         above = parent(here)
-        return Run(parent(above) if _name(above) == _CHECKPOINTS else above, here)
-    if CONFIG in names or {f"{ADAPTER}/", f"{_CHECKPOINTS}/"} & names:
+        return Run(parent(above) if _name(above) == CHECKPOINTS else above, here)
+    if CONFIG in names or {f"{ADAPTER}/", f"{CHECKPOINTS}/"} & names:
         return Run(here, join(here, ADAPTER) if f"{ADAPTER}/" in names else None)
     raise ValueError(
         f"{here} has no adapter_config.json and no {CONFIG}, so it is neither a run nor an adapter; {_near(here)}"
@@ -82,69 +74,16 @@ def adapter_at_hand(place: Path | str | None) -> Iterator[Path | None]:
 
 def unfinished(run: Path | str) -> str:
     """Says what to give in place of the adapter of a run that has none: its newest checkpoint."""
-    steps = [] if is_url(run) else sorted(Path(run).glob(f"{_CHECKPOINTS}/step-*[0-9a-f]"))
+    steps = [] if is_url(run) else sorted(Path(run).glob(f"{CHECKPOINTS}/step-*[0-9a-f]"))
     newest = f", or give its newest checkpoint, {steps[-1]}" if steps else ""
     return f"the run has not ended: continue it{newest}"
-
-
-def names_run(place: str) -> bool:
-    """Whether the argument of a command names a run and not a configuration file."""
-    if is_url(place):
-        return True
-    path = Path(place).expanduser()
-    if os.path.isdir(os.path.expanduser(place)):  # False too of what is no path
-        return not (CONFIGS / f"{place}.yaml").is_file()
-    return path.name == CONFIG and any((path.parent / name).is_dir() for name in (ADAPTER, _CHECKPOINTS))
-
-
-def run_config(run: Run, overrides: Sequence[str] = ()) -> TrainConfig:
-    """Reads the configuration of a run, which goes on where it lies, unless its name or its place is overridden.
-
-    Raises:
-        ConfigError: as `load_config`; or the run has no configuration.
-    """
-    with at_hand(run.folder, CONFIG) as folder:
-        if not (folder / CONFIG).is_file():
-            raise ConfigError([f"{run.folder} has no {CONFIG}: name a configuration, or the folder that a run wrote"])
-        stored = read_yaml(folder / CONFIG)
-    config = load_config({**stored, "output_dir": None}, overrides)
-    moved = {"output_dir", "run_name"} & {name for name, source in config.sources.items() if source == "command line"}
-    return config if moved else replace(config, output_dir=str(run.folder))
-
-
-def read_command(
-    place: str | None, overrides: Sequence[str] = (), adapter: str | None = AUTO, *, answers: bool = True
-) -> tuple[TrainConfig, Path | str | None]:
-    """Reads the configuration that a command names, and which adapter answers; None is the base model.
-
-    Args:
-        place: a configuration file, the name of a shipped one, or a run; None takes that of the adapter's run.
-        overrides: `key=value` texts.
-        adapter: a place as `find_run` takes it; AUTO, or None for the base model.
-        answers: whether the command has an adapter answer; then a note on stderr says which one AUTO is.
-
-    Raises:
-        ValueError: as `load_config` and `find_run`.
-    """
-    run = find_run(place) if place is not None and names_run(place) else None
-    if place is None and adapter not in (AUTO, None):
-        with contextlib.suppress(ValueError):  # told when the adapter is read
-            of_adapter = find_run(adapter)
-            run = of_adapter if CONFIG in _names(of_adapter.folder) else None
-    config = run_config(run, overrides) if run else load_config(place, overrides)
-    if adapter != AUTO:
-        return config, adapter
-    if run and answers:
-        none = f"the base model only: {run.folder} has no adapter, {unfinished(run.folder)}"
-        print(f"answers          {run.adapter or none}", file=sys.stderr, flush=True)
-    return config, run.adapter if run else None
 
 
 def _name(place: Path | str) -> str:
     return str(place).rpartition("/")[2]
 
 
-def _names(place: Path | str) -> set[str]:
+def names_in(place: Path | str) -> set[str]:
     """The names of what lies in a folder or at a URL; those of folders end in "/"."""
     if is_url(place):
         try:
@@ -159,14 +98,14 @@ def _names(place: Path | str) -> set[str]:
 def _near(place: Path | str) -> str:
     """Names the runs in a folder, or else what it holds."""
     if is_url(place):
-        names = sorted(_names(place))
+        names = sorted(names_in(place))
     elif not Path(place).is_dir():
         return "give the one that training wrote"
     else:
         if runs := sorted(path.parent.name for path in Path(place).glob(f"*/{CONFIG}")):
             return f"{place} holds the runs {', '.join(runs)}"
-        if (Path(place) / _CHECKPOINTS).is_dir():
+        if (Path(place) / CHECKPOINTS).is_dir():
             return unfinished(place)
-        names = sorted(_names(place))
+        names = sorted(names_in(place))
     shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
     return f"{place} holds {shown or 'nothing'}; give the folder that training wrote"
