@@ -42,7 +42,6 @@ from tpu_kit.notebook import cells
 from tpu_kit.recipes import sft
 from tpu_kit.recipes.grpo import grpo
 from tpu_kit.recipes.sft import check_run, prepare_run, train
-from tpu_kit.training import trainer
 from tpu_kit.training.losses import rollout
 from tpu_kit.training.losses.policy import PolicyObjective
 from tpu_kit.training.losses.rollout import GROUP_FILE, texts_of
@@ -618,7 +617,7 @@ def test_held_out_answers_are_greedy_and_choose_the_weights(tmp_path: Path, monk
         return next(shares)
 
     monkeypatch.setattr(evaluate, "judge_all", judge_all)
-    monkeypatch.setattr(trainer, "count_correct", count_correct)
+    monkeypatch.setattr(sft, "count_correct", count_correct)
     settings = {"eval_rows": 4, "eval_steps": 1, "eval_generate_rows": 4, "generate_tokens": 24, "max_steps": 3}
     result = grpo(run_of(tmp_path, **settings))
     del texts[:-24]  # the rows' own answers, judged before the launch

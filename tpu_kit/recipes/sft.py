@@ -34,7 +34,7 @@ from tpu_kit.distributed.output import safe_output
 from tpu_kit.distributed.preemption import RESULT_TYPE, PreemptionGuard, stop_name, stops_raise
 from tpu_kit.distributed.replica import runtime
 from tpu_kit.distributed.replica.runtime import Runtime
-from tpu_kit.generation.evaluation.evaluate import Comparison, check_answers, evaluate_adapter
+from tpu_kit.generation.evaluation.evaluate import Comparison, check_answers, count_correct, evaluate_adapter
 from tpu_kit.generation.evaluation.rewards import Rewards
 from tpu_kit.generation.evaluation.verifiers import verifier_named
 from tpu_kit.generation.reference_check import check_training
@@ -421,7 +421,10 @@ def trainer(
         rt.barrier()
 
         predicted = predicted_bytes(config, rt)
-        loop = Trainer(config, rt, model, objective, state, prepared, plan, source, checkpoints, predicted, parts)
+        loop = Trainer(
+            config, rt, model, objective, state, prepared, plan, source,
+            lambda: count_correct(model, config, prepared, rt, source.generator), checkpoints, predicted, parts,
+        )  # fmt: skip
         if checkpoint:
             loop.resume(checkpoint)
         if rt.rank == 0:

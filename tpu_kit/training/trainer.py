@@ -24,7 +24,7 @@ from tpu_kit.data.prepare import Prepared
 from tpu_kit.distributed.preemption import PreemptionGuard
 from tpu_kit.distributed.replica.mesh import active_mesh
 from tpu_kit.distributed.replica.runtime import Runtime
-from tpu_kit.generation.evaluation.evaluate import Accuracy, count_correct
+from tpu_kit.generation.evaluation.accuracy import Accuracy
 from tpu_kit.machine.host import chips_of
 from tpu_kit.model import causal_lm as models
 from tpu_kit.model.loop.layer_calls import unstacked
@@ -79,13 +79,31 @@ class Trainer:
         prepared: Prepared,
         plan: BatchPlan,
         updates: Updates,
+        count_correct: Callable[[], tuple[int, int]],
         checkpoints: CheckpointManager | None,
         predicted_bytes: int | None = None,
         parts: HostParts | None = None,
     ) -> None:
+        """Makes the loop of a run that is loaded.
+
+        Args:
+            config: the run.
+            rt: this replica.
+            model: on the device.
+            objective: attached to the model.
+            state: of the model's parameters.
+            prepared: the data.
+            plan: the rows of an update.
+            updates: where the batches come from.
+            count_correct: lets the model answer this replica's part of the held-out rows; returns the correct answers,
+                and the rows with an answer to compare with. Called with `tracking.eval_generate_rows`.
+            checkpoints: of rank 0, which saves.
+            predicted_bytes: of the memory of a device.
+            parts: of each host, where the state is sharded over hosts.
+        """
         self.config, self.rt, self.model, self.objective, self.state = config, rt, model, objective, state
         self.prepared, self.plan, self.checkpoints, self.parts = prepared, plan, checkpoints, parts
-        self.predicted_bytes, self.updates = predicted_bytes, updates
+        self.predicted_bytes, self.updates, self._count_correct = predicted_bytes, updates, count_correct
         self._split = SplitStep(model, state, objective, config.optim, rt) if updates.splits else None
         self.mark: Callable[[str, int], None] = lambda phase, step: None
         self.total = sum(1 for _ in updates.all())
@@ -373,7 +391,7 @@ class Trainer:
 
     def _held_out_accuracy(self) -> Accuracy:
         """Returns the correct answers to held-out rows with an answer to compare with."""
-        sums = self._on_device(count_correct(self.model, self.config, self.prepared, self.rt, self.updates.generator))
+        sums = self._on_device(self._count_correct())
         self.rt.all_reduce([sums])
         self.rt.sync()
         correct, count = self.rt.to_host([sums])[0].tolist()
