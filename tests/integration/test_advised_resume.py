@@ -14,12 +14,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.support.compiler_models import LLAMA_8B, QWEN2_500M, write_config
 from tests.support.tiny_tokenizer import tiny_tokenizer
 from tpu_kit.assets import embedded
-from tpu_kit.config.loader import TrainConfig, batch_arithmetic, is_another, load_config
+from tpu_kit.config.loader import TrainConfig, batch_arithmetic, load_config
 from tpu_kit.machine.checks import Machine
 from tpu_kit.machine.slices import find_slice
 from tpu_kit.model.shape_cache import read_shape
 from tpu_kit.planning import oom_recovery, setting
 from tpu_kit.planning.planner import plan
+from tpu_kit.planning.setting import is_another
 from tpu_kit.recipes import sft
 from tpu_kit.training.metrics import read_metrics
 

@@ -33,6 +33,8 @@ from tpu_kit.config.schema import (  # noqa: F401 - other modules import the sec
     OptimConfig,
     TrackingConfig,
     TrainConfig,
+    flat_items,
+    flatten,
     parameters,
 )
 from tpu_kit.config.schema import parameters as all_parameters
@@ -117,7 +119,7 @@ class _Reader:
 
     def mapping(self, values: Mapping[str, Any], source: str) -> None:
         seen: dict[str, Any] = {}
-        for key, value in _flat(values):
+        for key, value in flat_items(values):
             for name in self._names(key, value):
                 if name in seen and seen[name] != value:
                     self.problems.append(
@@ -199,14 +201,6 @@ def _unknown(key: str, value: object, same: Sequence[str]) -> str:
     if guesses:
         advice = f"did you mean {' or '.join(dict.fromkeys(guesses))}?"
     return f"{key}: no such parameter (given {'a value' if is_secret_name(key) else show(value)}); {advice}"
-
-
-def _flat(values: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
-    for key, value in values.items():
-        if key in SECTIONS and isinstance(value, Mapping):
-            yield from ((f"{key}.{leaf}", item) for leaf, item in value.items())
-        elif not (key in SECTIONS and value is None):  # a section whose lines are all commented out
-            yield str(key), value
 
 
 def _read_file(path: str | Path) -> Mapping[str, Any]:
@@ -324,43 +318,3 @@ def as_trained(config: TrainConfig) -> TrainConfig:
     """
     sets = any(name.startswith("rl.") for name in config.sources) and "optim.objective" not in config.sources
     return of_rewards(config) if sets and not config.distill.on_policy else config
-
-
-# -------------------------------------------------------------------------------- configurations that runs stored
-
-
-def flatten(nested: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns nested values by dotted name."""
-    return dict(_flat(nested))
-
-
-# Parameters that may change when a run resumes: its length, its evaluations, its machine and its order of computation.
-# The split of rows over replicas and passes is compared by the global batch, and the data by its hash.
-FREE = {
-    "optim.max_steps", "optim.epochs", "optim.eval_steps", "optim.early_stop_patience", "optim.batch_size",
-    "optim.gradient_accumulation", "optim.global_batch_size", "optim.on_nan", "optim.loss_chunk", "optim.remat",
-    "optim.scan_layers", "optim.max_loss_rise", "optim.mlp_tile", "model.attention", "model.quant_cache",
-    "data.num_proc", "distill.files", "output_dir", "run_name",
-}  # fmt: skip
-FREE_SECTIONS = ("checkpoint", "launch", "tracking")
-
-ANEW = (
-    "another run_name (or output_dir, if it is set), or checkpoint.resume=never (which moves the old checkpoints aside)"
-)
-"""How to start a new run in place of an earlier one."""
-
-
-def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Returns the parameters that differ: those that may, and those that make it another run.
-
-    Both take plain values by dotted name; a parameter that `before` lacks is not compared.
-    """
-    differ = [name for name in now if name in before and before[name] != now[name]]
-    free = [name for name in differ if name in FREE or name.partition(".")[0] in FREE_SECTIONS]
-    return free, [name for name in differ if name not in free]
-
-
-def is_another(before: TrainConfig, now: TrainConfig, replicas: int) -> bool:
-    """Returns whether a run of one configuration cannot resume with the other, on as many replicas."""
-    rows = [batch_arithmetic(config, replicas).global_batch_size for config in (before, now)]
-    return rows[0] != rows[1] or bool(changes(before.flat_values(), now.flat_values())[1])

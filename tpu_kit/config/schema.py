@@ -5,7 +5,7 @@ conflicts.py has the rules across parameters. loader.py reads the values; other 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, is_dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -530,6 +530,20 @@ SECTIONS: dict[str, type] = {
 def parameters() -> dict[str, ConfigField]:
     """Returns every parameter by dotted name, in the order of declaration."""
     return knobs_of(TrainConfig)
+
+
+def flat_items(nested: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields name and value of each parameter of a file, whose sections may be mappings or dotted names."""
+    for key, value in nested.items():
+        if key in SECTIONS and isinstance(value, Mapping):
+            yield from ((f"{key}.{leaf}", item) for leaf, item in value.items())
+        elif not (key in SECTIONS and value is None):  # a section whose lines are all commented out
+            yield str(key), value
+
+
+def flatten(nested: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns nested values by dotted name."""
+    return dict(flat_items(nested))
 
 
 def _plain(value: Any) -> Any:

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
-from tpu_kit.config.loader import ANEW, BatchPlan, TrainConfig, batch_arithmetic, changes, flatten
+from tpu_kit.config.loader import BatchPlan, TrainConfig, batch_arithmetic, flatten
+from tpu_kit.config.resuming import ANEW, changes
 from tpu_kit.distributed.launch import LaunchError
 from tpu_kit.machine.chips import GIB
 from tpu_kit.planning.preflight import Preflight, newest

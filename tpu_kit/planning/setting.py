@@ -10,8 +10,9 @@ from functools import cached_property, reduce
 from typing import Any
 
 from tpu_kit.config.fields import ConfigError
-from tpu_kit.config.loader import ANEW, BatchPlan, LoraConfig, TrainConfig, batch_arithmetic, is_another
+from tpu_kit.config.loader import BatchPlan, LoraConfig, TrainConfig, batch_arithmetic
 from tpu_kit.config.mesh import Mesh
+from tpu_kit.config.resuming import ANEW, changes
 from tpu_kit.config.schema import MOST_ROWS
 from tpu_kit.distributed.replica.runtime import seen_on
 from tpu_kit.machine.chips import CHIPS, GIB
@@ -266,6 +267,12 @@ def _knobs(one: Setting) -> Iterator[MemoryOption]:
         anew = is_another(before.config, now.config, replicas)
         harm = f"{harm}, another training" if anew else f"the same training, {harm}"
         yield MemoryOption(f"{name}={value}", harm, anew, now.peak_bytes, fits(now))
+
+
+def is_another(before: TrainConfig, now: TrainConfig, replicas: int) -> bool:
+    """Returns whether a run of one configuration cannot resume with the other, on as many replicas."""
+    rows = [batch_arithmetic(config, replicas).global_batch_size for config in (before, now)]
+    return rows[0] != rows[1] or bool(changes(before.flat_values(), now.flat_values())[1])
 
 
 def _changes(config: TrainConfig, shape: Shape) -> Iterator[tuple[str, Any, str]]:

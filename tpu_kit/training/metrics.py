@@ -17,7 +17,8 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpu_kit.config.loader import ConfigError, TrainConfig
+from tpu_kit.config.fields import ConfigError
+from tpu_kit.config.loader import TrainConfig
 from tpu_kit.distributed.progress import open_bar
 from tpu_kit.machine import chips
 from tpu_kit.machine.checks import Machine

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from tpu_kit.config.choices import FUNCTION
-from tpu_kit.config.loader import ANEW, TrainConfig, changes, flatten
+from tpu_kit.config.resuming import ANEW, changes
+from tpu_kit.config.schema import TrainConfig, flatten
 from tpu_kit.data.prepare import Prepared
 from tpu_kit.machine.compatibility import installed_version
 from tpu_kit.machine.storage.local_folder import open_folder

@@ -18,7 +18,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from tpu_kit.config.loader import ANEW, BatchPlan, TrainConfig
+from tpu_kit.config.loader import BatchPlan, TrainConfig
+from tpu_kit.config.resuming import ANEW
 from tpu_kit.data.batching import Update, eval_batches, learning_rate
 from tpu_kit.data.prepare import Prepared
 from tpu_kit.distributed.preemption import PreemptionGuard

@@ -17,7 +17,8 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import Tensor
 
-from tpu_kit.config.loader import ANEW, ConfigError
+from tpu_kit.config.fields import ConfigError
+from tpu_kit.config.resuming import ANEW
 from tpu_kit.machine.storage.object_store import is_url, join
 from tpu_kit.training.checkpoint.gcs_store import BucketStore
 from tpu_kit.training.checkpoint.local_store import FolderStore
