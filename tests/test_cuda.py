@@ -20,8 +20,8 @@ from tests.support.compiler_models import QWEN2_500M, write_config
 from tests.support.quantize_functions import dense_of
 from tests.training.test_resume import ended, run_config
 from tpu_kit.config.loader import TrainConfig, load_config
+from tpu_kit.distributed.detection import seen_on
 from tpu_kit.distributed.replica.backends import CudaRuntime
-from tpu_kit.distributed.replica.runtime import seen_on
 from tpu_kit.generation import reference_check
 from tpu_kit.generation.service import generate
 from tpu_kit.model import causal_lm as models

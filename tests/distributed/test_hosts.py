@@ -23,11 +23,11 @@ from tests.support.object_store import Proxy, free_port
 from tpu_kit import cli
 from tpu_kit.config.loader import LaunchConfig
 from tpu_kit.distributed import meeting as meeting_module
+from tpu_kit.distributed.detection import detect
 from tpu_kit.distributed.hosts import ONE, PORT, Hosts, find_hosts, interface, keep_log
 from tpu_kit.distributed.launch import launch
 from tpu_kit.distributed.meeting import HostError, Meeting
 from tpu_kit.distributed.preemption import Notices
-from tpu_kit.distributed.replica.runtime import detect
 from tpu_kit.machine.checks import Machine
 
 LIST = {"TPU_KIT_HOSTS": "a,b,c", "TPU_KIT_HOST_INDEX": "1"}

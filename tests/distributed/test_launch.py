@@ -26,10 +26,10 @@ from tests.support import replica_functions
 from tests.support.child_processes import PYTHONPATH, QUICK_XLA_FLAGS, child_environment
 from tpu_kit.config.loader import TrainConfig, load_config
 from tpu_kit.distributed import launch as launch_module
+from tpu_kit.distributed.detection import Backend
 from tpu_kit.distributed.launch import LaunchError, Supervisor, launch
 from tpu_kit.distributed.preemption import launch_folder
 from tpu_kit.distributed.replica import worker
-from tpu_kit.distributed.replica.runtime import Backend
 from tpu_kit.distributed.replica.worker import LAUNCHER, Report, write
 from tpu_kit.machine import host
 from tpu_kit.machine.checks import Check, Machine

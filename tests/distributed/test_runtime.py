@@ -13,10 +13,11 @@ from tests.support import replica_functions
 from tests.support.child_processes import run_python
 from tpu_kit.config.loader import LaunchConfig, load_config
 from tpu_kit.config.mesh import Mesh
+from tpu_kit.distributed import detection
+from tpu_kit.distributed.detection import detect
 from tpu_kit.distributed.hosts import Hosts
 from tpu_kit.distributed.launch import launch
 from tpu_kit.distributed.replica import runtime
-from tpu_kit.distributed.replica.runtime import detect
 from tpu_kit.machine.checks import Machine
 from tpu_kit.notebook.doctor import diagnose
 
@@ -40,7 +41,7 @@ def machine(
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    monkeypatch.setattr(runtime, "gpu_count", lambda: getattr(request, "param", 0))
+    monkeypatch.setattr(detection, "gpu_count", lambda: getattr(request, "param", 0))
 
 
 @pytest.mark.parametrize(
@@ -104,10 +105,10 @@ def test_a_slice_of_several_hosts_is_a_mesh(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"launch.mesh=fsdp=4 is a mesh of 4 devices, and there are 16; use fsdp=16"):
         detect(LaunchConfig("tpu", mesh="fsdp=4"), at, four)
     given = load_config(None, {"num_replicas": 16, "generate_rows": 8})
-    first, second = runtime.slice_problems(given)
+    first, second = detection.slice_problems(given)
     assert first.startswith("tracking.generate_rows: 8 on a TPU slice of several hosts: answers are generated on one")
     assert second.endswith("as a part of a mesh; remove it, or set launch.mesh=data=-1")
-    assert runtime.slice_problems(load_config(None, {})) == []
+    assert detection.slice_problems(load_config(None, {})) == []
 
 
 @pytest.mark.parametrize(
@@ -185,14 +186,13 @@ def test_a_mesh_is_of_the_devices_that_are_there(tmp_path: Path) -> None:
 
 
 def test_the_loud_line() -> None:
-    assert str(runtime.Backend("tpu", None, "8 x TPU v5e found")) == "device_type=tpu, all devices: 8 x TPU v5e found"
-    assert str(runtime.Backend("cpu", 1, "why")) == "device_type=cpu, 1 replica(s): why"
+    assert str(detection.Backend("tpu", None, "8 x TPU v5e found")) == "device_type=tpu, all devices: 8 x TPU v5e found"
+    assert str(detection.Backend("cpu", 1, "why")) == "device_type=cpu, 1 replica(s): why"
 
 
 def test_detect_initialises_nothing() -> None:
     code = (
-        "import sys\nfrom tpu_kit.config.loader import LaunchConfig\n"
-        "from tpu_kit.distributed.replica.runtime import detect\n"
+        "import sys\nfrom tpu_kit.config.loader import LaunchConfig\nfrom tpu_kit.distributed.detection import detect\n"
         "print(detect(), detect(LaunchConfig('cpu')))\n"
         "assert 'torch_xla' not in sys.modules and 'jax' not in sys.modules\n"
         "torch = sys.modules.get('torch')\nassert torch is None or not torch.cuda.is_initialized()"

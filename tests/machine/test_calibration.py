@@ -11,7 +11,7 @@ import pytest
 from tests.machine.test_checks import V5E, fake
 from tests.support.compiler_models import QWEN2_500M, write_config
 from tpu_kit.config.loader import TrainConfig, load_config
-from tpu_kit.distributed.replica import runtime
+from tpu_kit.distributed import detection
 from tpu_kit.machine import calibration
 from tpu_kit.machine.calibration import Calibration
 from tpu_kit.planning.planner import plan
@@ -25,7 +25,7 @@ GIB = 2**30
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainConfig:
     """A run on a machine with one v5e and a cache of its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(runtime, "gpu_count", lambda: 0)
+    monkeypatch.setattr(detection, "gpu_count", lambda: 0)
     monkeypatch.delenv("PJRT_DEVICE", raising=False)
     model = write_config(tmp_path / "qwen", QWEN2_500M)
     return load_config(None, [f"model.name={model}", "max_steps=10", "batch_size=4", "device_type=tpu"])

@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.child_processes import REPOSITORY, run_python
 from tpu_kit.distributed import launch
-from tpu_kit.distributed.replica.runtime import Backend
+from tpu_kit.distributed.detection import Backend
 from tpu_kit.machine import checks as machine
 from tpu_kit.machine import compatibility
 from tpu_kit.machine.checks import Check, Machine

@@ -22,6 +22,7 @@ from tests.support import verify_functions
 from tests.support.child_processes import QUICK_XLA_FLAGS, run_python
 from tpu_kit.cli import main
 from tpu_kit.config.loader import TrainConfig, load_config
+from tpu_kit.distributed import detection
 from tpu_kit.distributed.launch import LaunchError
 from tpu_kit.distributed.replica import runtime
 from tpu_kit.machine import calibration, chips
@@ -50,7 +51,7 @@ def first_contact(home: Path, device: str = "xla-cpu", limit: float | None = Non
     kind = "xla-cpu" if device not in ("cpu", "tpu") else device
     config = load_config(None, [f"device_type={kind}", "num_replicas=1"])
     known = calibration.begin(device, home / "report.json")
-    found = verify._Checks(config, runtime.detect(config.launch), known, lambda text: None)
+    found = verify._Checks(config, detection.detect(config.launch), known, lambda text: None)
     found._limit = limit or found._limit
     return found
 
@@ -356,7 +357,7 @@ def test_what_is_measured_on_a_gpu_is_kept_for_its_kind(home: Path, monkeypatch:
     (program := home / "nvidia-smi").write_text('#!/bin/sh\necho "NVIDIA H100 80GB HBM3, 81559"\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(home), prepend=":")
-    monkeypatch.setattr(runtime, "gpu_count", lambda: 1)
+    monkeypatch.setattr(detection, "gpu_count", lambda: 1)
 
     def run(self: verify._Checks) -> Iterator[Record]:
         self.measured = replace(self.measured, time=2.0)
@@ -366,7 +367,7 @@ def test_what_is_measured_on_a_gpu_is_kept_for_its_kind(home: Path, monkeypatch:
     config = load_config(None, ["device_type=cuda"])
     (record,) = verify.verify(config, home / "report.json")
     assert record.found == "not measured: no compiler tells the memory of a GPU's step"
-    room = runtime.device_memory_budget(config)
+    room = detection.device_memory_budget(config)
     assert room is not None and (room.calibration.device, room.calibration.time) == ("h100", 2.0)
 
 

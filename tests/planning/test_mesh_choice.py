@@ -15,7 +15,7 @@ from tests.support.compiler_models import LLAMA_8B, QWEN2_500M, write_config
 from tpu_kit.cli import main
 from tpu_kit.config.loader import ConfigError, TrainConfig, batch_arithmetic, load_config
 from tpu_kit.config.mesh import Mesh, resolve_mesh
-from tpu_kit.distributed.replica import runtime
+from tpu_kit.distributed import detection
 from tpu_kit.machine.chips import chip
 from tpu_kit.machine.slices import find_slice
 from tpu_kit.model.shape_cache import read_shape
@@ -40,7 +40,7 @@ def planned(*settings: str, model: str = "meta-llama/Llama-3.1-8B") -> Plan:
 
 @pytest.fixture
 def eight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(runtime, "gpu_count", lambda: 0)
+    monkeypatch.setattr(detection, "gpu_count", lambda: 0)
     for name in ("PJRT_DEVICE", "CPU_NUM_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     return fake(tmp_path / "root", *[V5E] * 8)
@@ -108,7 +108,7 @@ def test_auto_means_replicas_off_tpu(tmp_path: Path, eight: Any) -> None:
     small = write_config(tmp_path / "qwen", QWEN2_500M)
     found = check_before_launch(run(small, "device_type=cpu", "mesh=auto"), at=eight)
     assert found.config.launch.mesh is None
-    assert runtime.detect(run(small, "device_type=cpu", "mesh=auto").launch, eight).mesh is None
+    assert detection.detect(run(small, "device_type=cpu", "mesh=auto").launch, eight).mesh is None
     with pytest.raises(ConfigError, match=r"launch\.mesh: 'auto' has its own number of devices"):
         run(small, "mesh=auto", "num_replicas=4")
 

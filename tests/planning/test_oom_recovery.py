@@ -10,8 +10,8 @@ from tests.machine.test_checks import V5E, fake
 from tests.support.compiler_models import LLAMA_8B, QWEN2_500M, write_config
 from tests.support.training_functions import OUT_OF_MEMORY
 from tpu_kit.config.loader import load_config
+from tpu_kit.distributed import detection
 from tpu_kit.distributed.launch import LaunchError
-from tpu_kit.distributed.replica import runtime
 from tpu_kit.planning.oom_recovery import next_setting, out_of_memory, suggestion
 from tpu_kit.planning.preflight import Preflight, check_before_launch
 from tpu_kit.training.checkpoint.manager import CheckpointManager
@@ -21,7 +21,7 @@ GIB = 2**30
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "gpu_count", lambda: 0)
+    monkeypatch.setattr(detection, "gpu_count", lambda: 0)
     monkeypatch.delenv("PJRT_DEVICE", raising=False)
 
 

@@ -11,8 +11,8 @@ from tests.machine.test_checks import V5E, fake
 from tests.support.compiler_models import LLAMA_8B, QWEN2_500M, write_config
 from tpu_kit.config.loader import ConfigError, TrainConfig, batch_arithmetic, load_config
 from tpu_kit.config.schema import LEAST_UPDATES
+from tpu_kit.distributed import detection
 from tpu_kit.distributed.hosts import Hosts
-from tpu_kit.distributed.replica import runtime
 from tpu_kit.machine.checks import Machine
 from tpu_kit.machine.slices import find_slice
 from tpu_kit.planning import preflight
@@ -31,7 +31,7 @@ def small(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "gpu_count", lambda: 0)
+    monkeypatch.setattr(detection, "gpu_count", lambda: 0)
     for name in ("PJRT_DEVICE", "CPU_NUM_DEVICES"):
         monkeypatch.delenv(name, raising=False)
 
@@ -115,7 +115,7 @@ def test_auto_of_a_small_data_set_leaves_updates_to_make(tmp_path: Path) -> None
 def test_auto_on_a_cpu_is_small_and_fits_half_of_the_memory(small: Path, tmp_path: Path) -> None:
     at = host(tmp_path / "root", 64)
     found = check_before_launch(run(small, "batch_size=auto", "device_type=cpu"), at=at)
-    assert found.config.optim.batch_size == runtime.MOST_ROWS and found.room is not None
+    assert found.config.optim.batch_size == detection.MOST_ROWS and found.room is not None
     assert found.room.limit == pytest.approx(62.5 * GIB) and found.time is None
     assert "auto is 8: the most that leaves 50% of 62.50 GiB, and 8 at most" in str(found)
     four = check_before_launch(
@@ -146,14 +146,14 @@ def test_auto_on_a_gpu_asks_nvidia_smi(name: str, small: Path, tmp_path: Path, m
     program.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\necho "{name}, 143771"\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr(runtime, "gpu_count", lambda: 2)
+    monkeypatch.setattr(detection, "gpu_count", lambda: 2)
     at = Machine(root=tmp_path / "root", environ={"CUDA_VISIBLE_DEVICES": "3,4"}, version=lambda _: "2.9.0")
     found = check_before_launch(run(small, "batch_size=auto", "device_type=cuda"), at=at)
     assert found.room is not None and (found.room.limit, found.room.replicas) == (143771 * 2**20, 2)
     assert (tmp_path / "asked").read_text().endswith("-i 3\n")
     rows = found.config.optim.batch_size
     assert isinstance(rows, int) and rows >= 8
-    assert found.setting is not None and found.setting.peak_bytes < found.room.limit * (1 - runtime.GPU_FREE)
+    assert found.setting is not None and found.setting.peak_bytes < found.room.limit * (1 - detection.GPU_FREE)
     assert (found.time is not None) == (name == "NVIDIA H200")
 
 

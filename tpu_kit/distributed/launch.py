@@ -32,14 +32,14 @@ from typing import IO, Any, TypeVar
 
 from tpu_kit.config.fields import hide_secrets
 from tpu_kit.config.loader import TrainConfig
-from tpu_kit.distributed import preemption
+from tpu_kit.distributed import detection, preemption
 from tpu_kit.distributed.child_process import end_name, processor_times
+from tpu_kit.distributed.detection import Backend
 from tpu_kit.distributed.hosts import interface
 from tpu_kit.distributed.meeting import HostError, Meeting
 from tpu_kit.distributed.output import SafeStream
 from tpu_kit.distributed.preemption import Notices, StopFlag, launch_folder
 from tpu_kit.distributed.replica import cpu_simulation, runtime
-from tpu_kit.distributed.replica.runtime import Backend
 from tpu_kit.distributed.replica.worker import LAUNCHER, Report
 from tpu_kit.distributed.sending import payload_of
 from tpu_kit.machine.checks import Machine, check_holder, check_process, preset_per_process
@@ -406,7 +406,7 @@ def launch(
     """
     meeting = meeting or Meeting()
     several = meeting.hosts.count > 1
-    backend = runtime.detect(config.launch if sharded else replace(config.launch, mesh=None), hosts=meeting.hosts)
+    backend = detection.detect(config.launch if sharded else replace(config.launch, mesh=None), hosts=meeting.hosts)
     _announce(f"tpu_kit: {backend}")
     budget = config.checkpoint.budget_minutes
     if backend.device_type == "cpu" and backend.num_replicas == 1 and time_limit is None and not several:

@@ -23,6 +23,7 @@ import torch
 
 from tpu_kit.config.loader import ConfigError, ModelConfig, TrainConfig
 from tpu_kit.data.chat.chat_encoding import ensure_chat_template
+from tpu_kit.distributed import detection
 from tpu_kit.distributed.launch import launch
 from tpu_kit.distributed.progress import follow_answers
 from tpu_kit.distributed.replica import runtime
@@ -304,7 +305,7 @@ def launch_with_adapter(
         ConfigError: the model axis of the mesh does not divide the model's heads.
         ValueError: the adapter was trained on other base weights.
     """
-    if (mesh := runtime.detect(config.launch).mesh) is not None:
+    if (mesh := detection.detect(config.launch).mesh) is not None:
         shape = None
         with contextlib.suppress(ValueError):  # its shape cannot be derived
             shape = read_shape(config.model)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpu_kit.config import schema
 from tpu_kit.config.loader import ConfigError, TrainConfig, batch_arithmetic, load_config, read_yaml
-from tpu_kit.distributed.replica.runtime import detect
+from tpu_kit.distributed.detection import detect
 from tpu_kit.machine.checks import Check, verdict
 from tpu_kit.machine.storage.output_location import fetch_run, find_place
 from tpu_kit.notebook.displays import live as live

@@ -18,7 +18,7 @@ from typing import Any
 
 from tpu_kit.config.fields import hide_secrets
 from tpu_kit.config.loader import LaunchConfig, TrainConfig, load_config
-from tpu_kit.distributed.replica import runtime
+from tpu_kit.distributed import detection
 from tpu_kit.machine.checks import MARKS, Check, Machine, Status
 from tpu_kit.machine.compatibility import PACKAGES, TESTED, installed_version
 
@@ -99,7 +99,7 @@ class Claims:
         return train(self._config(name, **settings))
 
     def _learns(self) -> tuple[bool, str]:
-        replicas = runtime.detect(self.launch).num_replicas or Machine().tpu_devices()
+        replicas = detection.detect(self.launch).num_replicas or Machine().tpu_devices()
         asked = {"batch_size": max(1, _ROWS // replicas), "generate_rows": self.questions, "eval_rows": self.questions}
         asked |= self.settings
         metrics = self._train("main", **asked).metrics
@@ -165,7 +165,7 @@ def check_claims(
 
 def paste(config: TrainConfig, verified: Sequence[Check], claims: Sequence[Check]) -> str:
     """Formats both as text for an issue, without secrets and the user's home folder."""
-    backend = runtime.detect(config.launch)
+    backend = detection.detect(config.launch)
     versions = {name: installed_version(name) for name in ("tpu_kit", *PACKAGES, *TESTED)}
     packages = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     held = sum(check.status == "ok" for check in claims)

@@ -19,7 +19,7 @@ from tpu_kit.machine.checks import Check, Machine
 
 def diagnose(config: TrainConfig | None = None, at: Machine | None = None) -> Iterator[Check]:
     """Checks the machine for a run, by default the default one; yields the rows one by one, the quick ones first."""
-    from tpu_kit.distributed.replica import runtime
+    from tpu_kit.distributed import detection
     from tpu_kit.planning.rollouts import check_rollouts
 
     config, at = as_trained(config or TrainConfig()), at or Machine()
@@ -32,7 +32,7 @@ def diagnose(config: TrainConfig | None = None, at: Machine | None = None) -> It
     yield machine.check_holder(at)
     yield machine.check_settings(at)
     try:
-        backend = runtime.detect(config.launch, at)
+        backend = detection.detect(config.launch, at)
     except (ValueError, ImportError, OSError) as error:  # to count GPUs it loads torch, which may be broken
         fix = "" if asked == "auto" else "device_type=auto, without num_replicas"
         yield Check("Device type", "failure", " ".join(str(error).split()), fix)
@@ -41,7 +41,7 @@ def diagnose(config: TrainConfig | None = None, at: Machine | None = None) -> It
         yield Check("Device type", "ok", str(backend))
     if at.gpus():
         wanted = asked == "cuda" or (asked == "auto" and used in ("cuda", "cpu"))
-        yield machine.check_gpu(at, wanted, runtime.gpu_count() if wanted else 0)
+        yield machine.check_gpu(at, wanted, detection.gpu_count() if wanted else 0)
     yield host.check_memory(at, config, replicas or at.tpu_devices() or 1)
     yield host.check_disk(at, config)
     yield host.check_files(config)

@@ -21,8 +21,8 @@ from typing import Any
 
 from tpu_kit.config.fields import hide_secrets
 from tpu_kit.config.loader import TrainConfig, batch_arithmetic, load_config
+from tpu_kit.distributed import detection
 from tpu_kit.distributed.launch import launch
-from tpu_kit.distributed.replica import runtime
 from tpu_kit.machine import calibration, chips
 from tpu_kit.machine.calibration import Calibration
 from tpu_kit.machine.checks import Check, Machine, Status, verdict
@@ -95,11 +95,11 @@ def verify(
     path, at = Path(report).absolute(), Machine()
     records: list[Record] = []
     try:
-        backend = runtime.detect(config.launch, at)
+        backend = detection.detect(config.launch, at)
     except (ValueError, ImportError, OSError) as error:
         yield Record("Verify", "failure", str(error), "python -m tpu_kit doctor")
         return
-    room = runtime.device_memory_budget(config, at)
+    room = detection.device_memory_budget(config, at)
     measured = calibration.begin(room.chip.name if room else backend.device_type, path)
     try:
         _write_report(path, backend, measured, records)
@@ -123,7 +123,7 @@ class _Checks:
     """
 
     def __init__(
-        self, config: TrainConfig, backend: runtime.Backend, measured: Calibration, announce: Callable[[str], None]
+        self, config: TrainConfig, backend: detection.Backend, measured: Calibration, announce: Callable[[str], None]
     ) -> None:
         self.measured, self._backend, self._announce = measured, backend, announce
         self._limit = TPU_SECONDS if backend.device_type == "tpu" else SECONDS
@@ -334,7 +334,7 @@ def _judge_ratios(figures: Mapping[str, Mapping[str, float]], bounds: tuple[floa
 # -------------------------------------------------------------------------------------------------------------- report
 
 
-def _write_report(path: Path, backend: runtime.Backend, measured: Calibration, records: Sequence[Record]) -> None:
+def _write_report(path: Path, backend: detection.Backend, measured: Calibration, records: Sequence[Record]) -> None:
     names = (*PACKAGES, *TESTED)
     content = {
         "tpu_kit": installed_version("tpu_kit"), "made": measured.made, "python": platform.python_version(),
@@ -367,7 +367,7 @@ def report(config: TrainConfig, file: str = REPORT, claims: bool = False) -> int
     print(f"report: {Path(file).absolute()}")
     if [record.name for record in records] in (["Verify"], ["Report"]):  # nothing could be tried
         return 1
-    print(verdict(records, runtime.detect(config.launch).device_type))
+    print(verdict(records, detection.detect(config.launch).device_type))
     if claims:
         checked = [*check_claims(config, announce)]
         print(paste(config, records, checked))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from tpu_kit.config.loader import BatchPlan, TrainConfig
 from tpu_kit.config.mesh import Mesh
-from tpu_kit.distributed.replica.runtime import seen_on
+from tpu_kit.distributed.detection import seen_on
 from tpu_kit.machine.chips import Chip
 from tpu_kit.machine.slices import TargetSlice
 from tpu_kit.model.architecture import Linear, Shape

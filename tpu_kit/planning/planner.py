@@ -17,7 +17,7 @@ from tpu_kit.config.conflicts import check_remat
 from tpu_kit.config.loader import ConfigError, TrainConfig, as_trained, batch_arithmetic
 from tpu_kit.config.mesh import mesh_size
 from tpu_kit.config.schema import LEAST_UPDATES, MOST_ROWS
-from tpu_kit.distributed.replica import runtime
+from tpu_kit.distributed import detection
 from tpu_kit.machine.chips import GIB
 from tpu_kit.machine.slices import TargetSlice, find_slice, services
 from tpu_kit.model.architecture import Shape
@@ -160,7 +160,7 @@ def best_batch(config: TrainConfig, where: TargetSlice, exact: bool = False, row
 
     Args:
         config: the run.
-        where: the slice, or this machine; of unknown speed it has `runtime.MOST_ROWS` at most.
+        where: the slice, or this machine; of unknown speed it has `detection.MOST_ROWS` at most.
         exact: whether the TPU compiler verifies the formula's pick.
         rows: of the data, where they were counted; see `LEAST_UPDATES`.
 
@@ -196,7 +196,7 @@ def candidates(config: TrainConfig, shape: Shape, where: TargetSlice, rows: Coun
         remats = (config.optim.remat,)
     for remat in remats:
         base = Setting(replace(config, optim=replace(config.optim, remat=remat)), shape, where)
-        for number, whole in _batches(base, rows, MOST_ROWS if known else runtime.MOST_ROWS):
+        for number, whole in _batches(base, rows, MOST_ROWS if known else detection.MOST_ROWS):
             if number * config.data.max_length >= MOST_TOKENS:
                 raise ValueError(
                     f"optim.batch_size={number} x data.max_length={config.data.max_length}: a pass of 2**31 tokens or "

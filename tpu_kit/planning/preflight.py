@@ -13,8 +13,9 @@ from tpu_kit.config.conflicts import check_remat
 from tpu_kit.config.loader import ConfigError, TrainConfig, batch_arithmetic
 from tpu_kit.config.mesh import Mesh, resolve_mesh
 from tpu_kit.data.batching import too_few_rows
+from tpu_kit.distributed.detection import MOST_ROWS, detect, device_memory_budget, seen_on
 from tpu_kit.distributed.hosts import ONE, Hosts
-from tpu_kit.distributed.replica.runtime import MOST_ROWS, Runtime, detect, device_memory_budget, seen_on
+from tpu_kit.distributed.replica.runtime import Runtime
 from tpu_kit.machine.checks import Machine
 from tpu_kit.machine.chips import GIB
 from tpu_kit.machine.slices import TargetSlice
@@ -122,7 +123,7 @@ def check_before_launch(
 
     Raises:
         ConfigError: the batch cannot be split over the replicas, or the rows do not fill one.
-        ValueError: as `runtime.detect` and `check_remat`; `optim.batch_size=auto` cannot be chosen.
+        ValueError: as `detection.detect` and `check_remat`; `optim.batch_size=auto` cannot be chosen.
     """
     check_remat(config, detect(config.launch, at, hosts).device_type)
     room = device_memory_budget(config, at, hosts)

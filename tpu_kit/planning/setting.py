@@ -14,7 +14,7 @@ from tpu_kit.config.loader import BatchPlan, LoraConfig, TrainConfig, batch_arit
 from tpu_kit.config.mesh import Mesh
 from tpu_kit.config.resuming import ANEW, changes
 from tpu_kit.config.schema import MOST_ROWS
-from tpu_kit.distributed.replica.runtime import seen_on
+from tpu_kit.distributed.detection import seen_on
 from tpu_kit.machine.chips import CHIPS, GIB
 from tpu_kit.machine.slices import RESERVE, TargetSlice
 from tpu_kit.model.architecture import Shape, undivided

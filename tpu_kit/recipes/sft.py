@@ -27,6 +27,7 @@ from tpu_kit.data.chat.untrained_tokens import describe_untrained
 from tpu_kit.data.held_out import NONE, Questions
 from tpu_kit.data.prepare import MappedData, Prepared, on_disk, prepare
 from tpu_kit.data.rows.sources import SYNTHETIC, save_rows, saved_rows_path
+from tpu_kit.distributed import detection
 from tpu_kit.distributed.hosts import ONE, Hosts, find_hosts, keep_log
 from tpu_kit.distributed.launch import launch
 from tpu_kit.distributed.meeting import Meeting
@@ -164,8 +165,8 @@ def train(
     """
     hosts = find_hosts()
     if hosts.count > 1:
-        backend = runtime.detect(config.launch, hosts=hosts)  # refuses devices before it waits for the others
-        if backend.mesh is not None and (problems := runtime.slice_problems(config)):
+        backend = detection.detect(config.launch, hosts=hosts)  # refuses devices before it waits for the others
+        if backend.mesh is not None and (problems := detection.slice_problems(config)):
             raise ConfigError(problems)
     launched = config.launch
     meets = Meeting(hosts, launched.meeting_timeout, launched.hang_timeout)
@@ -187,7 +188,7 @@ def _train(
     hosts, several = meeting.hosts, meeting.hosts.count > 1
     check_tracking(config)
     verifier_named(config.tracking.verifier)
-    backend = runtime.detect(config.launch, hosts=hosts)
+    backend = detection.detect(config.launch, hosts=hosts)
     if several and config.distill.files:
         raise ValueError("distill.files is not for several hosts: set it to null, so that each host runs the teacher")
     config = keep_run(resolve_output_dir(config), meeting.today)
@@ -297,7 +298,7 @@ def check_run(
         check_rollouts(config, prepared.tasks.rows.rows, reward_funcs, hosts)
     rows = None if prepared.tasks else len(prepared.train)
     outlook = check_before_launch(config, exact, rows=rows, hosts=hosts)
-    check_training(outlook.config, runtime.detect(config.launch, hosts=hosts).device_type)
+    check_training(outlook.config, detection.detect(config.launch, hosts=hosts).device_type)
     return prepared, outlook
 
 

@@ -36,10 +36,11 @@ from typing import Any, NamedTuple
 from tpu_kit.config.fields import hide_secrets
 from tpu_kit.distributed import preemption
 from tpu_kit.distributed.child_process import end_with_parent
+from tpu_kit.distributed.detection import Backend
 from tpu_kit.distributed.hosts import Hosts
 from tpu_kit.distributed.preemption import StopFlag
 from tpu_kit.distributed.replica import cpu_simulation, main_thread, runtime
-from tpu_kit.distributed.replica.runtime import Backend, Runtime
+from tpu_kit.distributed.replica.runtime import Runtime
 from tpu_kit.distributed.sending import refuse_devices, restored
 from tpu_kit.machine.storage import atomic
 

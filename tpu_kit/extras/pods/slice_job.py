@@ -12,7 +12,7 @@ from typing import NamedTuple
 from tpu_kit.config.fields import ConfigError, closest
 from tpu_kit.config.loader import TrainConfig
 from tpu_kit.config.schema import RlConfig
-from tpu_kit.distributed.replica.runtime import slice_problems
+from tpu_kit.distributed.detection import slice_problems
 from tpu_kit.machine.chips import Chip, Topology, parse_accelerator_type
 from tpu_kit.machine.host import is_path
 

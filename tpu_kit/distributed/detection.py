@@ -1,0 +1,255 @@
+"""Chooses the devices, the replicas and the memory of each for a launch, without initialising a device."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import subprocess
+from dataclasses import dataclass, replace
+
+from tpu_kit.config.mesh import Mesh, mesh_size, resolve_mesh
+from tpu_kit.config.schema import LaunchConfig, TrainConfig
+from tpu_kit.distributed.hosts import ONE, Hosts
+from tpu_kit.distributed.replica.runtime import DeviceType
+from tpu_kit.machine import chips
+from tpu_kit.machine.calibration import load
+from tpu_kit.machine.checks import Machine
+from tpu_kit.machine.chips import Chip
+from tpu_kit.machine.compatibility import beside_torch_tpu, environment_line
+from tpu_kit.machine.host import PROCESS_BYTES, free_memory
+from tpu_kit.machine.slices import TargetSlice, find_slice
+
+REHEARSAL_REPLICAS = 4  # of xla-cpu, where neither the config nor the environment has a number
+# Share of memory that a choice of the batch leaves free, not measured. The formula is made for a TPU's compiler; a GPU
+# also holds a context, libraries and the gaps of its allocator, and other processes use host memory.
+GPU_FREE, HOST_FREE = 0.3, 0.5
+MOST_ROWS = 8  # of `batch_size=auto` on a CPU, where more are not faster, and on a GPU of unknown speed
+_PJRT: dict[str, DeviceType] = {"TPU": "tpu", "CPU": "xla-cpu"}
+
+
+@dataclass(frozen=True)
+class Backend:
+    """Where a launch runs."""
+
+    device_type: DeviceType
+    num_replicas: int | None  # of each host; None where only the TPU runtime knows it (all its devices)
+    reason: str  # why `detect` chose this backend
+    mesh: Mesh | None = None  # the devices over which one process shards the model; None for replicas and one device
+    hosts: Hosts = ONE
+
+    @property
+    def first_rank(self) -> int:
+        """The rank of this host's first replica."""
+        return self.hosts.index * (self.num_replicas or 1)
+
+    def __str__(self) -> str:
+        each = f"{self.hosts.count} hosts" if self.hosts.count > 1 else ""
+        if self.mesh is not None:
+            what = f"a mesh of {self.mesh.size} devices{each and f' on {each}'}, {self.mesh}"
+        else:
+            count = "all devices" if self.num_replicas is None else f"{self.num_replicas} replica(s)"
+            what = f"{count}{each and f' on each of {each}'}"
+        return f"device_type={self.device_type}, {what}: {self.reason}"
+
+
+def detect(launch: LaunchConfig | None = None, at: Machine | None = None, hosts: Hosts = ONE) -> Backend:
+    """Decides where to run, without initialising a device or asking the network.
+
+    `auto` takes what PJRT_DEVICE names, else the TPU, else CUDA, else the CPU.
+
+    Raises:
+        ValueError: the device is not there, or contradicts PJRT_DEVICE, the number of replicas, the mesh or the hosts.
+    """
+    launch, at = launch or LaunchConfig(), at or Machine()
+    wish, pjrt = launch.device_type, at.environ.get("PJRT_DEVICE", "").upper()
+    if wish == "auto":
+        device_type, reason = _choose(pjrt, at)
+    else:
+        device_type, reason = wish, "as asked for"
+        if wish != (pjrt_wish := _PJRT.get(pjrt, wish)) and (wish, pjrt_wish) != ("cpu", "xla-cpu"):
+            raise ValueError(
+                f"launch.device_type={wish}, but the environment says PJRT_DEVICE={pjrt}, which is {pjrt_wish}. Unset "
+                f"PJRT_DEVICE, or set launch.device_type={pjrt_wish}"
+            )
+    _require(device_type, at)
+    if hosts.count > 1 and device_type == "xla-cpu":
+        raise ValueError(
+            f"device_type={device_type} on {hosts.count} hosts ({hosts.source}): torch_xla connects no hosts on the "
+            "CPU; several hosts train with tpu, cuda or cpu"
+        )
+    mesh = None if launch.mesh == "auto" else launch.mesh  # `planning.preflight` chooses it; replicas elsewhere
+    if mesh is None and hosts.count > 1 and device_type == "tpu":
+        mesh = "data=-1"
+    if mesh is None:
+        return Backend(device_type, _replicas(device_type, launch.num_replicas, at), reason, hosts=hosts)
+    found = _mesh(mesh, device_type, launch, at, hosts)
+    return Backend(device_type, 1, reason, found if found.size > 1 else None, hosts)
+
+
+def slice_problems(config: TrainConfig) -> list[str]:
+    """What a run asks for that a TPU slice of several hosts does not do, with the fix."""
+    answers = "answers are generated on one host alone; set it to 0, and evaluate on one host afterwards"
+    problems = [
+        f"{name}: {config[name]} on a TPU slice of several hosts: {answers}"
+        for name in ("tracking.generate_rows", "tracking.eval_generate_rows") if config[name]
+    ]  # fmt: skip
+    if (replicas := config.launch.num_replicas) is not None:
+        text = "one process drives the chips of a host, as a part of a mesh; remove it, or set launch.mesh=data=-1"
+        problems.append(f"launch.num_replicas: {replicas} on a TPU slice of several hosts: {text}")
+    return problems
+
+
+def _choose(pjrt: str, at: Machine) -> tuple[DeviceType, str]:
+    if pjrt in _PJRT:
+        return _PJRT[pjrt], f"the environment says PJRT_DEVICE={pjrt}"
+    has_xla = at.version("torch_xla") is not None
+    if at.tpus() and has_xla:
+        return "tpu", f"{len(at.tpus())} x TPU {at.tpus()[0]} found"
+    signs = "" if has_xla else at.tpu_signs()
+    no_tpu = "a TPU was found, but torch_xla is not installed" if signs else "no TPU was found"
+    if count := gpu_count():
+        return "cuda", f"{no_tpu}; {count} GPU(s) found"
+    if signs:
+        raise ValueError(
+            f"launch.device_type=auto: this machine has a TPU ({signs}), and torch_xla, which drives it, is not "
+            f"installed. {_xla_advice(at)}\nor set launch.device_type=cpu to train on the CPU"
+        )
+    return "cpu", f"{no_tpu}, and no GPU; launch.device_type=xla-cpu rehearses the TPU's path here"
+
+
+def _require(device_type: str, at: Machine) -> None:
+    if device_type in ("tpu", "xla-cpu") and at.version("torch_xla") is None:
+        other = "cpu" if at.tpu_signs() else "auto with PJRT_DEVICE unset"
+        raise ValueError(
+            f"launch.device_type={device_type} needs torch_xla, which is not installed here. {_xla_advice(at)}\n"
+            f"or use launch.device_type={other}"
+        )
+    if device_type == "tpu" and not at.tpus() and not at.nodes():
+        raise ValueError(
+            "launch.device_type=tpu, but this machine has no TPU. On Colab: Runtime > Change runtime type; on Kaggle: "
+            "Settings > Accelerator. launch.device_type=xla-cpu rehearses the same code on this CPU"
+        )
+    if device_type == "cuda" and not gpu_count():
+        raise ValueError(
+            "launch.device_type=cuda, but PyTorch sees no GPU here (nvidia-smi tells whether the driver does). Use "
+            "launch.device_type=auto, or install a PyTorch built for CUDA"
+        )
+
+
+def _xla_advice(at: Machine) -> str:
+    """How to get torch_xla; beside torch_tpu it would replace the torch that torch_tpu needs."""
+    if beside := at.version("torch_tpu"):
+        return f"{beside_torch_tpu(beside)}. Make one for the kit with\n  {environment_line()}"
+    return "Install it with\n  pip install -r requirements-tpu.txt"
+
+
+def _replicas(device_type: str, asked: int | None, at: Machine) -> int | None:
+    if device_type == "xla-cpu":
+        text = at.environ.get("CPU_NUM_DEVICES", str(REHEARSAL_REPLICAS))
+        if asked is None and (not text.isdigit() or int(text) < 1):
+            raise ValueError(
+                f"the environment says CPU_NUM_DEVICES={text!r}; it must be a number of replicas, 1 or more"
+            )
+        return asked or int(text)
+    if device_type == "cpu":
+        return asked or 1
+    if device_type == "cuda":
+        there = gpu_count()
+        if (asked or 1) > there:
+            raise ValueError(f"launch.num_replicas={asked}, with {there} GPU(s); use {there} or leave it out")
+        return asked or there
+    devices = at.tpu_devices()
+    if devices and asked not in (None, 1, devices):
+        text = f"launch.num_replicas={asked} with {devices} TPU devices: torch_xla starts one process, or one for each"
+        raise ValueError(f"{text}; use num_replicas={devices}, or leave it out")
+    return 1 if asked == 1 else None
+
+
+def _mesh(text: str, device_type: str, launch: LaunchConfig, at: Machine, hosts: Hosts) -> Mesh:
+    """Reads a mesh for the devices of all hosts, which are alike; on XLA:CPU there are as many as it says."""
+    if device_type not in ("tpu", "xla-cpu"):
+        raise ValueError(
+            f"launch.mesh={text} needs XLA, and the launch runs on {device_type}. Use launch.device_type=tpu or "
+            "xla-cpu, or remove launch.mesh"
+        )
+    if device_type == "tpu":
+        devices = at.tpu_devices() or len(at.nodes())
+        return resolve_mesh(text, devices * hosts.count, launch.mesh_rules)
+    return resolve_mesh(text, mesh_size(text) or _replicas(device_type, None, at) or 1, launch.mesh_rules)
+
+
+def gpu_count() -> int:
+    """Counts the GPUs that PyTorch can use, through NVML, which opens no CUDA context in this process."""
+    if importlib.util.find_spec("torch") is None:
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def seen_on(device_type: str, config: TrainConfig) -> TrainConfig:
+    """Replaces each `auto` that means something else than on a TPU, so that the memory formula describes the run.
+
+    On a GPU or a CPU layers are a loop only where their states are compared with a teacher's. Attention on a GPU keeps
+    no scores.
+    """
+    if device_type == "tpu":
+        return config
+    model, optim = config.model, config.optim
+    if model.attention == "auto":
+        model = replace(model, attention="splash" if device_type == "cuda" else "sdpa")
+    if optim.scan_layers == "auto" and config.distill.layers is None and device_type != "xla-cpu":
+        optim = replace(optim, scan_layers="off")
+    return replace(config, model=model, optim=optim)
+
+
+def device_memory_budget(config: TrainConfig, at: Machine | None = None, hosts: Hosts = ONE) -> TargetSlice | None:
+    """Finds the memory of each replica of all hosts, or of each device of a mesh; None where the machine does not tell.
+
+    Raises:
+        ValueError: as `detect`.
+    """
+    at = at or Machine()
+    backend = detect(config.launch, at, hosts)
+    if backend.device_type == "tpu":
+        found = at.tpus()
+        if not found:  # device files alone, of a chip that is not known
+            return None
+        kind = chips.chip(found[0])
+        devices = backend.mesh.size if backend.mesh else backend.num_replicas or len(found) * kind.devices_per_chip
+        several = f"{hosts.slices}x{kind.slice_name(devices // hosts.slices // kind.devices_per_chip)}"
+        where = find_slice(found[0] if hosts.slices == 1 else several, devices)
+        return where.sharded(backend.mesh) if backend.mesh else where
+    if backend.mesh is not None:
+        return None
+    replicas = backend.num_replicas or 1
+    if backend.device_type == "cuda":
+        return _gpu_budget(replicas * hosts.count, at)
+    memory = free_memory(at)
+    if memory is None:
+        return None
+    processes = 1 if backend.device_type == "xla-cpu" else replicas
+    each = max(0, int((memory - processes * PROCESS_BYTES) / replicas))
+    name = "this host" if hosts.count == 1 else f"{hosts.count} hosts"
+    return _machine(Chip(name=backend.device_type, hbm_bytes=each, hbm_bandwidth=0.0), name, replicas * hosts.count,
+                    each, HOST_FREE, backend.device_type)  # fmt: skip
+
+
+def _machine(kind: Chip, name: str, replicas: int, size: int, free: float, device_type: DeviceType) -> TargetSlice:
+    return TargetSlice(kind, name, replicas, replicas, None, size, free, load(kind.name), device_type=device_type)
+
+
+def _gpu_budget(replicas: int, at: Machine) -> TargetSlice | None:
+    """Asks nvidia-smi about the first visible GPU: PyTorch would open a context in this process."""
+    visible = (at.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0]
+    command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits", "-i", visible]
+    try:
+        printed = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+        name, _, mebibytes = printed.strip().splitlines()[0].rpartition(", ")
+        size = int(mebibytes) * 2**20
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return None
+    kind = Chip(name="cuda", hbm_bytes=size, hbm_bandwidth=0.0)
+    with contextlib.suppress(ValueError):  # no chip that the kit knows
+        kind = chips.chip(name)
+    return _machine(kind, name, replicas, size, GPU_FREE, "cuda")
