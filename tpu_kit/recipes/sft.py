@@ -55,7 +55,7 @@ from tpu_kit.model.loading import load_frozen, read_config
 from tpu_kit.planning.objective_check import check_objective
 from tpu_kit.planning.oom_recovery import out_of_memory, suggestion
 from tpu_kit.planning.preflight import Preflight, check_before_launch, predicted_bytes
-from tpu_kit.training.adapter_files import save_adapter, tokenizer_to_save
+from tpu_kit.training.adapter_files import save_adapter, start_from, tokenizer_to_save
 from tpu_kit.training.checkpoint.manager import CheckpointManager, HostParts
 from tpu_kit.training.losses.rollout import Rollouts
 from tpu_kit.training.losses.teacher_files import prepare_files, read_columns
@@ -70,7 +70,6 @@ from tpu_kit.training.resume import (
     training_tensors,
     versions,
 )
-from tpu_kit.training.state import start_from
 from tpu_kit.training.step import prepare_model
 from tpu_kit.training.trainer import Status, Trainer
 from tpu_kit.training.updates import Updates

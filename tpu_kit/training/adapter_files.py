@@ -1,4 +1,7 @@
-"""The trained weights as files: an adapter that PEFT loads, or a whole model, and the head of an objective."""
+"""The trained weights as files: an adapter that PEFT loads, or a whole model, and the head of an objective.
+
+`save_adapter` writes them after training, and `start_from` reads those that training starts from.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from tpu_kit.config.loader import TrainConfig
 from tpu_kit.data.chat.chat_encoding import Encoder
 from tpu_kit.machine.storage import atomic
 from tpu_kit.model import base_identity
 from tpu_kit.model.architecture import locate
-from tpu_kit.model.causal_lm import base_model
+from tpu_kit.model.causal_lm import base_model, trainable_parameters
 from tpu_kit.model.loading import modules_left_out
-from tpu_kit.model.states_head import StatesHead
-from tpu_kit.training.checkpoint.manifest import error_number
+from tpu_kit.model.saved_adapter import read_adapter
+from tpu_kit.model.states_head import StatesHead, file_names, find_head, title
+from tpu_kit.training.state import set_parameters
 
 
 def _own(trained: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -114,7 +119,7 @@ def save_adapter(
     except Exception as error:  # of safetensors and tokenizers, too, which are written in Rust
         if not isinstance(error, OSError) and "os error" not in str(error):
             raise
-        code = error_number(error)
+        code = atomic.error_number(error)
         advice = f"make room or set that right, and {config.again}: the checkpoints are complete"
         raise OSError(
             code, f"the trained weights could not be written to {folder} ({os.strerror(code)}): {advice}"
@@ -124,7 +129,6 @@ def save_adapter(
 def _write(
     part: Path, model: torch.nn.Module, trained: Mapping[str, torch.Tensor], config: TrainConfig, tokenizer: Any
 ) -> None:
-    from safetensors.torch import save_file
 
     files, documents = result_files(model, trained, config)
     if not hasattr(model, "peft_config"):
@@ -141,3 +145,34 @@ def _write(
         path.chmod(0o644)  # safetensors makes it readable by the owner alone
     if tokenizer is not None:
         tokenizer.save_pretrained(part)
+
+
+def start_from(model: torch.nn.Module, folder: Path) -> None:
+    """Sets the parameters of a model on the CPU, with its objective attached, to those of an adapter and its head.
+
+    What the objective trains besides stays as it is. Raises ValueError if the adapter is damaged, or another one.
+    """
+    settings, tensors = read_adapter(folder)
+    theirs, ours = settings.to_dict(), model.peft_config["default"].to_dict()  # type: ignore[index,union-attr]  # of PEFT
+    compared = ("lora_alpha", "r", "use_dora", "use_rslora", "alpha_pattern", "rank_pattern")
+    differ = [name for name in compared if theirs.get(name) != ours[name]]
+    if theirs.get("init_lora_weights") not in (True, False, "gaussian"):  # the others change the base as PEFT loads it
+        differ.append("init_lora_weights")
+    if differ:
+        texts = (f"{name.removeprefix('lora_')}={theirs.get(name)} there, {ours[name]} now" for name in differ)
+        raise ValueError(
+            f"lora.adapter={folder} has other settings: {'; '.join(texts)}. Set these parameters of lora; where it has "
+            "none, merge the adapter into its base, and start from that"
+        )
+    params, own = trainable_parameters(model), getattr(model, "objective", None)
+    if head := find_head(folder):
+        if not isinstance(own, StatesHead) or own.name != head:
+            raise ValueError(
+                f"lora.adapter={folder} has an {title(head)}, which this run would drop: set optim.objective as in its "
+                f"run, or name a copy of the folder without {' and '.join(file_names(head))}"
+            )
+        tensors |= {f"objective.{name}": value for name, value in load_file(folder / file_names(head)[1]).items()}
+    started = {name: param.detach() for name, param in params.items() if name.startswith("objective.")}
+    names = dict(zip(adapter_tensors(model, params), (name for name in params if name not in started), strict=True))
+    started |= {names.get(name, name): tensor for name, tensor in tensors.items()}
+    set_parameters(model, started, f"lora.adapter={folder}", "Set lora.targets as in its run")

@@ -6,11 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load_file
 
 from tpu_kit.config.loader import OptimConfig
 from tpu_kit.config.mesh import Spec
@@ -18,11 +16,8 @@ from tpu_kit.distributed.replica.mesh import active_mesh
 from tpu_kit.distributed.replica.runtime import Runtime
 from tpu_kit.model import causal_lm as models
 from tpu_kit.model.loop.layer_calls import restacked, stacked_names, unstacked
-from tpu_kit.model.saved_adapter import read_adapter
 from tpu_kit.model.sharding import partition
 from tpu_kit.model.sharding.sharding_rules import Embedding
-from tpu_kit.model.states_head import StatesHead, file_names, find_head, title
-from tpu_kit.training.adapter_files import adapter_tensors
 from tpu_kit.training.optimizer import OPTIMIZERS
 
 SCALARS = ("applied", "report")
@@ -204,46 +199,26 @@ def sections(saved: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Ten
     return groups
 
 
-def start_from(model: torch.nn.Module, folder: Path) -> None:
-    """Sets the parameters of a model on the CPU, with its objective attached, to those of an adapter and its head.
-
-    What the objective trains besides stays as it is. Raises ValueError if the adapter is damaged, or another one.
-    """
-    settings, tensors = read_adapter(folder)
-    theirs, ours = settings.to_dict(), model.peft_config["default"].to_dict()  # type: ignore[index,union-attr]  # of PEFT
-    compared = ("lora_alpha", "r", "use_dora", "use_rslora", "alpha_pattern", "rank_pattern")
-    differ = [name for name in compared if theirs.get(name) != ours[name]]
-    if theirs.get("init_lora_weights") not in (True, False, "gaussian"):  # the others change the base as PEFT loads it
-        differ.append("init_lora_weights")
-    if differ:
-        texts = (f"{name.removeprefix('lora_')}={theirs.get(name)} there, {ours[name]} now" for name in differ)
-        raise ValueError(
-            f"lora.adapter={folder} has other settings: {'; '.join(texts)}. Set these parameters of lora; where it has "
-            "none, merge the adapter into its base, and start from that"
-        )
-    params, own = models.trainable_parameters(model), getattr(model, "objective", None)
-    if head := find_head(folder):
-        if not isinstance(own, StatesHead) or own.name != head:
-            raise ValueError(
-                f"lora.adapter={folder} has an {title(head)}, which this run would drop: set optim.objective as in its "
-                f"run, or name a copy of the folder without {' and '.join(file_names(head))}"
-            )
-        tensors |= {f"objective.{name}": value for name, value in load_file(folder / file_names(head)[1]).items()}
-    started = {name: param.detach() for name, param in params.items() if name.startswith("objective.")}
-    names = dict(zip(adapter_tensors(model, params), (name for name in params if name not in started), strict=True))
-    started |= {names.get(name, name): tensor for name, tensor in tensors.items()}
-    _set_parameters(model, started, f"lora.adapter={folder}", "Set lora.targets as in its run")
-
-
 def restore(model: torch.nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
     """Sets the parameters of a model on the CPU to those of `TrainState.to_host`; raises ValueError if they differ."""
     advice = (
         "Use the model of the run, and the versions of transformers and peft that state.json in the checkpoint names"
     )
-    _set_parameters(model, sections(saved)["parameters"], "the checkpoint", advice)
+    set_parameters(model, sections(saved)["parameters"], "the checkpoint", advice)
 
 
-def _set_parameters(model: torch.nn.Module, there: Mapping[str, torch.Tensor], source: str, advice: str) -> None:
+def set_parameters(model: torch.nn.Module, there: Mapping[str, torch.Tensor], source: str, advice: str) -> None:
+    """Sets the parameters of a model on the CPU to tensors of unstacked layers.
+
+    Args:
+        model: with its adapters and its objective.
+        there: by name, all and no others.
+        source: what has them, for the error.
+        advice: what to do where they do not fit.
+
+    Raises:
+        ValueError: names or shapes differ.
+    """
     params, stacks = models.trainable_parameters(model), stacked_names(model)
     ours, theirs = (
         {name: tuple(tensor.shape) for name, tensor in named.items()} for named in (unstacked(stacks, params), there)

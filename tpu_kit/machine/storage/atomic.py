@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -81,3 +82,9 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     elif path.exists():
         path.unlink()
+
+
+def error_number(error: Exception) -> int:
+    """The errno of a system error; libraries written in Rust have it only in their text."""
+    number = None if isinstance(error, OSError) else re.search(r"os error (\d+)", str(error))
+    return int(number[1]) if number else getattr(error, "errno", None) or errno.EIO

@@ -20,6 +20,7 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import Tensor
 
+from tpu_kit.machine.storage import atomic
 from tpu_kit.machine.storage.object_store import ObjectFolder
 from tpu_kit.training.checkpoint.layout import (
     Contents,
@@ -34,7 +35,7 @@ from tpu_kit.training.checkpoint.layout import (
     sort_out,
 )
 from tpu_kit.training.checkpoint.local_store import Entry, FolderStore, lock
-from tpu_kit.training.checkpoint.manifest import CORRUPT, MANIFEST, Checkpoint, error_number, holder_name, in_use
+from tpu_kit.training.checkpoint.manifest import CORRUPT, MANIFEST, Checkpoint, holder_name, in_use
 
 
 class BucketStore(FolderStore):
@@ -193,4 +194,4 @@ def _lock_file(url: str) -> Path:
 
 def _no_temporary_folder(error: Exception) -> OSError:
     text = f"{tempfile.gettempdir()} cannot be written to ({error}): set TMPDIR to another folder"
-    return OSError(error_number(error), text)
+    return OSError(atomic.error_number(error), text)

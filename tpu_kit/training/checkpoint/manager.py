@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tpu_kit.config.fields import ConfigError
 from tpu_kit.config.resuming import ANEW
+from tpu_kit.machine.storage import atomic
 from tpu_kit.machine.storage.object_store import is_url, join
 from tpu_kit.training.checkpoint.gcs_store import BucketStore
 from tpu_kit.training.checkpoint.local_store import FolderStore
@@ -30,7 +31,6 @@ from tpu_kit.training.checkpoint.manifest import (
     Rejected,
     Tensors,
     best_of,
-    error_number,
     holder_name,
 )
 from tpu_kit.training.checkpoint.parts import Attempt, BackgroundWriter
@@ -214,7 +214,7 @@ class CheckpointManager(BackgroundWriter):
 
     def _failure(self, step: int, error: Exception, needed: int) -> OSError:
         """Makes the error for the user from the `error` of a write."""
-        code = error_number(error)
+        code = atomic.error_number(error)
         last = f"The checkpoint of step {self._durable} stays good" if self._durable else "There is no earlier one"
         text = f"the checkpoint of step {step} could not be written to {self.place}"
         if is_url(self.place) or getattr(error, "errno", code) is None:  # not of the disk

@@ -8,11 +8,9 @@ unpickled.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
-import re
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -232,9 +230,3 @@ def file_digest(path: Path) -> str:
     """The MD5 of a file's content, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, new_digest).hexdigest()
-
-
-def error_number(error: Exception) -> int:
-    """The errno of a system error; libraries written in Rust have it only in their text."""
-    number = None if isinstance(error, OSError) else re.search(r"os error (\d+)", str(error))
-    return int(number[1]) if number else getattr(error, "errno", None) or errno.EIO
