@@ -16,9 +16,8 @@ from tpu_kit.distributed.replica.main_thread import CallEnded, call
 
 
 @pytest.fixture
-def serving(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def serving() -> Iterator[None]:
     before = signal.getsignal(signal.SIGUSR2)
-    monkeypatch.setattr(main_thread, "_serves", False)
     main_thread.serve()
     yield
     signal.signal(signal.SIGUSR2, before)

@@ -121,6 +121,7 @@ class Watched:
 
     def __init__(self, base: Runtime) -> None:
         super().__init__(base.rank, base.world_size, base.local_device)
+        self.shared = base.shared
         self.syncs = 0
         self.reads: list[tuple[int, int]] = []  # syncs before it, tensors
         self.set_up: int | None = None

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+from tpu_kit.distributed.output import printing_to
 from tpu_kit.machine.checks import Machine
 
 PORT = 29477  # of host 0, where the hosts meet; libtpu uses 8471 to 8479, and Megascale 8080
@@ -150,14 +151,10 @@ def keep_log(hosts: Hosts, folder: Path) -> Iterator[None]:
     path.parent.mkdir(exist_ok=True)
     if hosts.index:
         print(f"log              {path.absolute()}", flush=True)
-    before = sys.stdout, sys.stderr
     with path.open("a", buffering=1) as file:
         out = _HostStream(sys.stdout if hosts.index == 0 else None, file, hosts.index)
-        sys.stdout, sys.stderr = out, _HostStream(sys.stderr, file, hosts.index)
-        try:
+        with printing_to(out, _HostStream(sys.stderr, file, hosts.index)):
             yield
-        finally:
-            sys.stdout, sys.stderr = before
 
 
 class _HostStream(io.TextIOBase):

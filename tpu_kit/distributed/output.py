@@ -53,13 +53,24 @@ class SafeStream:
 @contextlib.contextmanager
 def safe_output() -> Iterator[None]:
     """Makes stdout and stderr `SafeStream`s for the block."""
+    safe: list[Any] = [
+        stream if isinstance(stream, SafeStream) else SafeStream(stream) for stream in (sys.stdout, sys.stderr)
+    ]
+    with printing_to(*safe):
+        try:
+            yield
+        finally:
+            for stream in safe:
+                stream.flush()
+
+
+@contextlib.contextmanager
+def printing_to(stdout: Any, stderr: Any) -> Iterator[None]:
+    """Replaces stdout and stderr for the block, unless the block itself replaces them for longer."""
     before = sys.stdout, sys.stderr
-    safe: list[Any] = [stream if isinstance(stream, SafeStream) else SafeStream(stream) for stream in before]
-    sys.stdout, sys.stderr = safe
+    sys.stdout, sys.stderr = stdout, stderr
     try:
         yield
     finally:
-        for stream in safe:
-            stream.flush()
-        if [sys.stdout, sys.stderr] == safe:
+        if sys.stdout is stdout and sys.stderr is stderr:
             sys.stdout, sys.stderr = before

@@ -10,7 +10,7 @@ import torch
 from tpu_kit.config.mesh import Mesh, Spec
 from tpu_kit.distributed.hosts import ONE, Hosts
 from tpu_kit.distributed.replica.mesh import Box, local_devices, pieces, put, put_rows, read, row_shards
-from tpu_kit.distributed.replica.runtime import DeviceType, Runtime
+from tpu_kit.distributed.replica.runtime import DeviceType, Runtime, Shared
 
 
 class CpuRuntime(Runtime):
@@ -101,6 +101,10 @@ class SimulatedRuntime(_XlaRuntime):
     """A replica on XLA:CPU, a thread of one process: the simulation of a TPU host; see `cpu_simulation`."""
 
     device_type = "xla-cpu"
+
+    def __init__(self, rank: int, world_size: int, local_device: torch.device, shared: Shared | None = None) -> None:
+        super().__init__(rank, world_size, local_device)
+        self.shared = shared
 
     def barrier(self) -> None:
         """See `Runtime.barrier`."""

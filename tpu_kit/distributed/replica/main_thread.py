@@ -66,16 +66,55 @@ class _Call(Generic[T]):
         return self._value  # type: ignore[return-value]
 
 
-_calls: queue.SimpleQueue[_Call[Any]] = queue.SimpleQueue()  # of other threads
-_running: _Call[Any] | None = None  # in the main thread
-_serves = False  # whether the main thread runs the calls of others
+class _Handler:
+    """The handler of SIGUSR2, in the main thread: it raises in the function that runs there, if the call is to end."""
+
+    def __init__(self) -> None:
+        self._running: _Call[Any] | None = None
+
+    def run(self, job: _Call[Any]) -> None:
+        """Calls the function of a job, which a signal can end."""
+        self._running = job
+        try:
+            job.run()
+        except CallEnded:  # raised between the end of the function and the next lines
+            pass
+        finally:
+            self._running = None
+
+    def __call__(self, *_: object) -> None:
+        if self._running is None:
+            self._idle()
+        elif self._running.end is not None and not self._running.over.is_set():
+            raise self._running.end
+
+    def _idle(self) -> None:
+        """Is called where no function runs."""
+
+
+class _Server(_Handler):
+    """Runs the calls of other threads, one after the other.
+
+    Attributes:
+        calls: those that wait.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: queue.SimpleQueue[_Call[Any]] = queue.SimpleQueue()
+
+    def _idle(self) -> None:
+        hangs = None
+        while not self.calls.empty():
+            job = self.calls.get()
+            job.end = job.end or hangs  # the launch would be ended while the next one hangs, too
+            self.run(job)
+            hangs = job.end if job.end and job.end.why != "stop" else hangs
 
 
 def serve() -> None:
     """Makes the main thread, which calls this once and then only waits, run the calls of other threads."""
-    global _serves
-    signal.signal(signal.SIGUSR2, _on_signal)
-    _serves = True
+    signal.signal(signal.SIGUSR2, _Server())
 
 
 def call(
@@ -94,14 +133,14 @@ def call(
         CallEnded: by `stop` or `patience`.
         BaseException: of the function.
     """
-    job, main = _Call(function), threading.main_thread()
+    job, main, handler = _Call(function), threading.main_thread(), signal.getsignal(signal.SIGUSR2)
     if aside:
         threading.Thread(target=job.run, name="tpu_kit call", daemon=True).start()
         _watch(job, stop, patience, interrupt=lambda: job.over.set())
     elif threading.current_thread() is main:
         _call_here(job, stop, patience)
-    elif _serves:
-        _calls.put(job)
+    elif isinstance(handler, _Server):
+        handler.calls.put(job)
         _wake()
         _watch(job, stop, patience, interrupt=_wake)
     else:
@@ -116,39 +155,17 @@ def _wake() -> None:
 
 
 def _call_here(job: _Call[Any], stop: Callable[[], bool], patience: float | None) -> None:
-    before = signal.signal(signal.SIGUSR2, _on_signal)
+    before = signal.getsignal(signal.SIGUSR2)
+    handler = before if isinstance(before, _Handler) else _Handler()
+    signal.signal(signal.SIGUSR2, handler)
     watcher = threading.Thread(target=_watch, args=(job, stop, patience, _wake), name="tpu_kit call", daemon=True)
     watcher.start()
     try:
-        _run(job)
+        handler.run(job)
     finally:
         job.over.set()
         watcher.join()  # its signal would end the process once the handler is the system's
         signal.signal(signal.SIGUSR2, before or signal.SIG_DFL)
-
-
-def _run(job: _Call[Any]) -> None:
-    global _running
-    _running = job
-    try:
-        job.run()
-    except CallEnded:  # raised between the end of the function and the next lines
-        pass
-    finally:
-        _running = None
-
-
-def _on_signal(*_: object) -> None:
-    if _running is not None:
-        if _running.end is not None and not _running.over.is_set():
-            raise _running.end
-        return  # the calls that wait are run after this one
-    hangs = None
-    while not _calls.empty():
-        job = _calls.get()
-        job.end = job.end or hangs  # the launch would be ended while the next one hangs, too
-        _run(job)
-        hangs = job.end if job.end and job.end.why != "stop" else hangs
 
 
 def _watch(job: _Call[Any], stop: Callable[[], bool], patience: float | None, interrupt: Callable[[], None]) -> None:

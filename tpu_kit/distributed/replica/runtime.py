@@ -20,10 +20,23 @@ DeviceType = Literal["tpu", "cuda", "cpu", "xla-cpu"]
 # torch_xla and transformers are imported, whose millions of objects stay.
 GC_THRESHOLD = 50_000
 _local = threading.local()  # the replicas of XLA:CPU are threads of one process
-_loaded: list[Any] = []  # of `load_once`
-_loading = threading.Lock()
 M = TypeVar("M", bound="torch.nn.Module")
 T = TypeVar("T")
+
+
+class Shared:
+    """What the replicas of one process, which are its threads, load once."""
+
+    def __init__(self) -> None:
+        self._lock, self._loaded = threading.Lock(), list[Any]()
+
+    def load(self, load: Callable[[], tuple[M, T]]) -> tuple[M, T]:
+        """Returns a copy of the model, because moving a shared one to its device would take it from the others."""
+        with self._lock:
+            if not self._loaded:
+                self._loaded.append(load())
+        model, rest = self._loaded[0]
+        return copy.deepcopy(model), rest
 
 
 class Runtime:
@@ -40,10 +53,12 @@ class Runtime:
         num_devices: number of devices that work on an update.
         data_size: number of shards into which the rows of a batch are divided.
         shares_state: whether each host holds, and saves, a part of the training state alone.
+        shared: with the other replicas of this process; None where it has no others.
     """
 
     device_type: DeviceType
     is_xla = False
+    shared: Shared | None = None
 
     def __init__(self, rank: int, world_size: int, local_device: torch.device, num_hosts: int = 1) -> None:
         self.rank, self.world_size, self.local_device, self.num_hosts = rank, world_size, local_device, num_hosts
@@ -116,17 +131,8 @@ class Runtime:
 
 
 def load_once(rt: Runtime, load: Callable[[], tuple[M, T]]) -> tuple[M, T]:
-    """Loads a model and what goes with it; once where replicas are threads of one process, which ends with the launch.
-
-    Each of these gets a copy of the model: moving a shared one to its device would take it from the others.
-    """
-    if rt.device_type != "xla-cpu" or rt.world_size == 1:
-        return load()
-    with _loading:
-        if not _loaded:
-            _loaded.append(load())
-    model, rest = _loaded[0]
-    return copy.deepcopy(model), rest
+    """Loads a model and what goes with it; once where the replicas are threads of one process."""
+    return load() if rt.shared is None else rt.shared.load(load)
 
 
 def current() -> Runtime:

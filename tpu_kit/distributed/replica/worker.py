@@ -14,6 +14,7 @@ Notices go the other way, through a flag in that folder (preemption.py).
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import io
 import multiprocessing
@@ -40,7 +41,7 @@ from tpu_kit.distributed.detection import Backend
 from tpu_kit.distributed.hosts import Hosts
 from tpu_kit.distributed.preemption import StopFlag
 from tpu_kit.distributed.replica import cpu_simulation, main_thread, runtime
-from tpu_kit.distributed.replica.runtime import Runtime
+from tpu_kit.distributed.replica.runtime import Runtime, Shared
 from tpu_kit.distributed.sending import refuse_devices, restored
 from tpu_kit.machine.storage import atomic
 
@@ -119,8 +120,8 @@ def _is_from_the_kit(error: BaseException, kind: type[Exception]) -> bool:
     return isinstance(error, kind) and raised_in.startswith("tpu_kit.") and not plain
 
 
-def _xla_replica(_index: int, folder: str, payload: bytes, backend: Backend) -> None:
-    """Runs a replica in a TPU's process (or a thread of it), or in a thread of the rehearsal."""
+def _xla_replica(_index: int, folder: str, payload: bytes, backend: Backend, shared: Shared | None = None) -> None:
+    """Runs a replica in a TPU's process (or a thread of it), or in a thread of the rehearsal, whose replicas share."""
     import torch_xla
     import torch_xla.runtime as xr
 
@@ -129,8 +130,9 @@ def _xla_replica(_index: int, folder: str, payload: bytes, backend: Backend) -> 
     rank = xr.global_ordinal()
 
     def make() -> Runtime:
-        kind = TpuRuntime if backend.device_type == "tpu" else SimulatedRuntime
-        return kind(rank, xr.world_size(), torch_xla.device())
+        if backend.device_type == "tpu":
+            return TpuRuntime(rank, xr.world_size(), torch_xla.device())
+        return SimulatedRuntime(rank, xr.world_size(), torch_xla.device(), shared)
 
     if backend.device_type == "tpu":
         _prepare(folder)
@@ -148,7 +150,9 @@ def _rehearsal(folder: str, payload: bytes, backend: Backend, hang_timeout: floa
     _quiet(threads=True)
     write(folder, 0, "started", os.getpid())  # before torch_xla is loaded, which may fail
     with _exit_at_once(folder, 0), ThreadPoolExecutor(1) as thread:
-        replica, count = (lambda: _xla_replica(0, folder, payload, backend)), backend.num_replicas or 1
+        count = backend.num_replicas or 1
+        shared = Shared() if count > 1 else None
+        replica = functools.partial(_xla_replica, 0, folder, payload, backend, shared)
         work = thread.submit(cpu_simulation.run, replica, count, hang_timeout)
         while not work.done():  # Python's handlers run in this thread alone, which no signal wakes that another one got
             wait([work], _LOOK)
