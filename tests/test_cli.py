@@ -232,13 +232,14 @@ def test_public_names() -> None:
         _ = tpu_kit.trian
 
 
-def test_the_version_is_that_of_the_package() -> None:
+def test_the_version_stands_in_one_place() -> None:
     import tomllib
 
     from tests.support.child_processes import REPOSITORY
 
-    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    assert project["version"] == tpu_kit.__version__
+    settings = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+    assert "version" not in settings["project"] and settings["project"]["dynamic"] == ["version"]
+    assert settings["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "tpu_kit.__version__"}
 
 
 def test_every_problem_of_a_commands_own_options_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,13 +46,19 @@ class _Executed:
     "Another name=value is a parameter of each notebook that has it; if none has, of those that configure a run.\n\n"
     "Exit codes: 0 all cells ran, 1 one failed, 2 bad arguments, 75 preempted or told to stop: the same command\n"
     "resumes. A notebook counts as preempted if a cell shows such a result of `train`.",
-    {"notebooks": {"nargs": "+", "metavar": "FILE.ipynb"}},
+    {
+        "notebooks": {"nargs": "*", "metavar": "FILE.ipynb"},
+        "--copy": {"metavar": "FOLDER", "help": "write the kit's notebooks into a folder; runs nothing"},
+    },
     (_Executed,),
 )
 def notebooks(args: argparse.Namespace) -> int:
-    """Run notebooks one after the other, into executed notebooks and HTML."""
-    from tpu_kit.notebook.runner import run
+    """Run notebooks one after the other, into executed notebooks and HTML; or copy those of the kit."""
+    from tpu_kit.notebook import copies, runner
 
+    if args.copy is not None:
+        others = [*args.notebooks, *args.settings, *(["out"] if args.options != [_Executed()] else [])]
+        return copies.report(args.copy, others)
     pairs = (setting.partition("=") for setting in args.settings)
     values = {name: read_value(name, text) for name, _, text in pairs}
-    return run([Path(file) for file in args.notebooks], Path(args.options[0].out), values)
+    return runner.run([Path(file) for file in args.notebooks], Path(args.options[0].out), values)

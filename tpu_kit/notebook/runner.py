@@ -41,7 +41,8 @@ def run(paths: Sequence[Path], out: Path, parameters: Mapping[str, Any]) -> int:
         ConfigError: papermill or a file is missing, a parameter is a secret (papermill writes parameters into the
             notebook), or no notebook takes it; no notebook has run then.
     """
-    problems = [f"{path}: no such notebook" for path in paths if not path.is_file()]
+    problems = [] if paths else ["no notebook is given: name files (FILE.ipynb), or --copy FOLDER for those of the kit"]
+    problems += [f"{path}: no such notebook" for path in paths if not path.is_file()]
     for name, count in Counter(path.name for path in paths).items():
         if count > 1:
             problems.append(f"{name}: {count} notebooks have this name, and {out} has room for one; rename the others")
