@@ -160,7 +160,7 @@ def test_where_no_wheel_fits_the_ways_out_are_named(site: Site, hardware: str, w
 
 @pytest.mark.parametrize(
     ("source", "kit"),
-    [("git", f"git+{ADDRESS}"), ("index", "tpu_kit"), ("~", str(Path.home()))],
+    [("git", f"git+{ADDRESS}"), ("index", "tpu_kit"), ("tpu_kit==0.1.0", "tpu_kit==0.1.0"), ("~", str(Path.home()))],
 )
 def test_a_way_out_installs_for_a_tpu_from_where_the_kit_came_from(source: str, kit: str) -> None:
     with pytest.raises(ValueError, match=re.escape(f"-r {requirements('tpu')} {kit} && ")):

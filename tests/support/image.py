@@ -3,8 +3,8 @@
 `python -m tests.support.image moved` compares tests/images with the images' repositories; exits 1 where they moved.
 
 It makes an environment with the image's minor version of Python and its packages (tests/images/NAME.txt), runs each
-notebook alone there, from a wheel, in an empty folder and without the kit, and then the quick tests. No package of the
-image may be replaced on the way.
+notebook alone there, in an empty folder and without the kit, which it installs by name (kit_source="index"), and then
+the quick tests. No package of the image may be replaced on the way.
 """
 
 from __future__ import annotations
@@ -160,11 +160,14 @@ def main(image: str) -> None:
     for name in ("tpu-kit", "peft", "math-verify"):
         assert name not in pristine, f"{name} is in .venv-{image}: remove that folder, then run this again"
     with tempfile.TemporaryDirectory(prefix="tpu_kit-image-") as made:
-        wheel = build_wheel(Path(made))
+        # What pip finds by name, as it finds a release in its index.
+        os.environ["PIP_FIND_LINKS"] = (
+            f"{os.environ.get('PIP_FIND_LINKS', '')} {build_wheel(Path(made)).parent}".strip()
+        )
         for path in NOTEBOOKS:
             folder = Path(made, path.stem)
             folder.mkdir()
-            parameters: dict[str, object] = {"kit_source": wheel}
+            parameters: dict[str, object] = {"kit_source": "index"}
             if "num_replicas" in path.read_text():
                 parameters["num_replicas"] = 2
             if path.stem == "5-inference":

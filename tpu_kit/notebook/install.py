@@ -290,7 +290,8 @@ def _ways_out(site: Site, kind: Kind, source: str) -> tuple[str, ...]:
         "Kaggle": ("Settings > Environment: one with Python 3.11 to 3.13; then run all again",),
     }.get(site.platform, ())
     local = Path(source).expanduser()
-    kit = str(local) if source and local.exists() else "tpu_kit" if source == "index" else f"git+{REPOSITORY}"
+    by_name = {"index": "tpu_kit"}.get(source, source if source.startswith("tpu_kit==") else f"git+{REPOSITORY}")
+    kit = str(local) if source and local.exists() else by_name
     python = "~/tpu_kit-env/bin/python"
     return (
         *service,
