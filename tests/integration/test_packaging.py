@@ -6,20 +6,24 @@ import ast
 import importlib.metadata
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
 import zipfile
 from pathlib import Path
 
+import nbformat
 import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.support.child_processes import REPOSITORY, run_python
+import tpu_kit
+from tests.support.child_processes import REPOSITORY, child_environment, run_python
 from tpu_kit.machine.compatibility import PACKAGES, PAIRINGS
 
+TRAINING = REPOSITORY / "notebooks" / "4-train-cot-sft.ipynb"
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 
 # Used without an import of ours: what peft stands on, the TPU's driver and compiler, what runs the notebooks and their
@@ -98,6 +102,9 @@ def test_wheel_contains_all_of_the_package(wheel: Path) -> None:
     assert expected <= packed, f"left out of the wheel: {sorted(expected - packed)}"
     assert "tpu_kit/py.typed" in expected
     assert any(name.startswith("tpu_kit/assets/") for name in expected)
+    notebooks = {f"tpu_kit/assets/notebooks/{path.name}" for path in (REPOSITORY / "notebooks").glob("*.ipynb")}
+    assert {name for name in packed if name.endswith(".ipynb")} == notebooks
+    assert not [name for name in packed if name.startswith("tests/") or "README" in name]
     assert any(name.startswith("tpu_kit/configs/") for name in expected)
     assert any(name.endswith("licenses/LICENSE") for name in packed)
 
@@ -109,6 +116,48 @@ def test_the_console_script_is_the_command(wheel: Path, tmp_path: Path) -> None:
     done = subprocess.run(script, capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert "nothing.yaml: no such configuration file" in done.stderr
+
+
+def test_the_wheel_has_the_version_of_the_package(wheel: Path) -> None:
+    about = f"tpu_kit-{tpu_kit.__version__}.dist-info/METADATA"
+    assert f"\nVersion: {tpu_kit.__version__}\n" in zipfile.ZipFile(wheel).read(about).decode()
+
+
+# What a kernel of Colab or Kaggle does with the cell, where all packages but the kit are installed: first an index
+# without the kit, then one that has it.
+_INSTALL_BY_NAME = """
+import os, sys
+from IPython.core.interactiveshell import InteractiveShell
+
+sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in str(finder)]
+site, *addresses = sys.argv[1:]
+sys.path.insert(0, site)
+cell, shell = sys.stdin.read(), InteractiveShell.instance()
+shell.run_cell("kit_source = 'index'")
+for os.environ["PIP_INDEX_URL"] in addresses:
+    print("raised", repr(shell.run_cell(cell).error_in_exec))
+import tpu_kit
+print(tpu_kit.__file__)
+"""
+
+
+def test_a_notebook_installs_the_kit_by_its_name(wheel: Path, tmp_path: Path) -> None:
+    cell = [cell.source for cell in nbformat.read(TRAINING, 4).cells if cell.cell_type == "code"][1]
+    pages, site = tmp_path / "index" / "tpu-kit", tmp_path / "site"
+    pages.mkdir(parents=True)
+    shutil.copy(wheel, pages)
+    (pages / "index.html").write_text(f'<a href="{wheel.name}">{wheel.name}</a>')
+    settings = {"PIP_TARGET": str(site), "PIP_CONFIG_FILE": os.devnull, "PYTHONPATH": ""}
+    others = {"PIP_FIND_LINKS": None, "PIP_EXTRA_INDEX_URL": None}
+    addresses = [(tmp_path / name).as_uri() for name in ("none", "index")]
+    done = subprocess.run(
+        [sys.executable, "-c", _INSTALL_BY_NAME, str(site), *addresses], input=cell, text=True, capture_output=True,
+        env=child_environment(settings | others), cwd=tmp_path,
+    )  # fmt: skip
+    first, second = re.findall("^raised (.*)$", done.stdout, re.MULTILINE)
+    assert "No matching distribution found for tpu_kit" in done.stdout
+    assert first.startswith("AssertionError('the lines above say why not; ") and second == "None", done.stdout
+    assert done.stdout.splitlines()[-1] == str(site / "tpu_kit" / "__init__.py"), done.stderr
 
 
 @pytest.mark.skipif(not Path(sys.executable).with_name("ruff").exists(), reason="needs ruff: pip install -e .[dev]")
@@ -125,3 +174,21 @@ def test_hooks_before_a_commit_run_what_is_here() -> None:
 def test_continuous_integration_runs_the_one_command() -> None:
     assert os.access(REPOSITORY / ".ci" / "run", os.X_OK)
     assert "run: .ci/run" in (REPOSITORY / ".github" / "workflows" / "ci.yml").read_text()
+
+
+def test_a_release_is_published_by_its_workflow_alone_and_by_no_secret() -> None:
+    folder = REPOSITORY / ".github" / "workflows"
+    text = (folder / "release.yml").read_text()
+    release = yaml.load(text, yaml.BaseLoader)  # YAML 1.1 reads "on" as true
+    assert release["on"] == {"push": {"tags": ["v*"]}} and release["permissions"] == {"contents": "read"}
+    jobs = release["jobs"]
+    assert jobs["test"]["uses"] == "./.github/workflows/ci.yml"
+    assert "workflow_call" in yaml.load((folder / "ci.yml").read_text(), yaml.BaseLoader)["on"]
+    assert jobs["build"]["env"]["TAG"] == "${{ github.ref_name }}"
+    assert "make release" in [step.get("run") for step in jobs["build"]["steps"]]
+    publish = jobs["publish"]
+    assert publish["needs"] == ["test", "build"] and publish["permissions"] == {"id-token": "write"}
+    assert publish["environment"] == "release" and "secrets." not in text and "id-token" not in str(jobs["build"])
+    used = [step["uses"] for job in jobs.values() for step in job.get("steps", []) if "uses" in step]
+    assert used[-1].startswith("pypa/gh-action-pypi-publish@") and len(used) == 5
+    assert all(re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", one) for one in used), "pinned by commit"
