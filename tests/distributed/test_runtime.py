@@ -227,7 +227,9 @@ def test_collectives_on_real_replicas(
     assert (result["rank"], result["world_size"], result["is_xla"]) == (0, replicas, device_type == "xla-cpu")
     assert result["device"] == ("xla:0" if device_type == "xla-cpu" else "cpu")
     assert result["limit"] == (timedelta(days=1) if device_type == "cpu" and replicas > 1 else None)
+    assert result["loads"] == (1 if device_type == "xla-cpu" else replicas)
     if device_type == "xla-cpu":
+        assert len(set(result["models"])) == replicas  # each its own copy
         # The process holds all four replicas: two programs, compiled once each and started by each replica.
         assert result["counters"] == {
             "compiles": 2, "executions": 8, "device_reads": 8, "host_syncs": 0, "fallbacks": 0,

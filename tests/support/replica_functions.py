@@ -40,8 +40,15 @@ def mark(config: TrainConfig, name: str) -> None:
 
 
 def sums(config: TrainConfig) -> dict[str, Any]:
-    """Two tensors summed over the replicas in one collective, and what every replica then had."""
+    """Two tensors summed over the replicas in one collective, what every replica then had, and how often it loads."""
     rt = runtime.current()
+
+    def load() -> tuple[torch.nn.Module, None]:
+        (marks(config) / f"loaded-{rt.rank}").touch()
+        return torch.nn.Linear(1, 1), None
+
+    model, _ = runtime.load_once(rt, load)
+    (marks(config) / f"model-{rt.rank}").write_text(str(id(model)))
     tensors = [
         torch.tensor([rt.rank + 1.0, 10.0 * rt.rank]).to(rt.local_device),
         torch.full((2, 3), 0.5).to(rt.local_device) + 0.0,
@@ -56,7 +63,8 @@ def sums(config: TrainConfig) -> dict[str, Any]:
         "values": values, "all": [(marks(config) / f"values-{rank}").read_text() for rank in range(rt.world_size)],
         "rank": rt.rank, "world_size": rt.world_size, "device": str(rt.local_device), "is_xla": rt.is_xla,
         "counters": rt.counters(), "pid": os.getpid(), "limit": _limit(),
-        "threads": torch.get_num_threads(),
+        "threads": torch.get_num_threads(), "loads": len(list(marks(config).glob("loaded-*"))),
+        "models": [(marks(config) / f"model-{rank}").read_text() for rank in range(rt.world_size)],
     }  # fmt: skip
 
 
