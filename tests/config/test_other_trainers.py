@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from tpu_kit.config.files.other_trainers import NAMES, _rules_of, translate
 from tpu_kit.config.loader import ConfigError, TrainConfig, load_config
-from tpu_kit.config.other_trainers import NAMES, _rules_of, translate
 from tpu_kit.config.schema import parameters
 
 TRL = """

@@ -18,8 +18,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tpu_kit.config import other_trainers, tables
+from tpu_kit.config import tables
 from tpu_kit.config.fields import SECRET_ADVICE, ConfigError, closest, is_secret_name, near_multiples, nest, show
+from tpu_kit.config.files import other_trainers
 from tpu_kit.config.mesh import environment_mesh, mesh_text
 from tpu_kit.config.schema import (  # noqa: F401 - other modules import the sections from here
     SECTIONS,
@@ -48,7 +49,7 @@ _SHARED = {"seed"}
 
 def read_value(name: str, text: str) -> Any:
     """Returns the value of `name=text` on the command line: YAML, or Python's None; raises ConfigError for others."""
-    from tpu_kit.config import strict_yaml  # not needed for --help
+    from tpu_kit.config.files import strict_yaml  # not needed for --help
 
     if text == "None":  # copied from the parameters of a notebook; as a text it would name a folder
         return None
@@ -218,7 +219,7 @@ def _read_file(path: str | Path) -> Mapping[str, Any]:
 
 def read_yaml(path: Path) -> Mapping[str, Any]:
     """Returns the values of a YAML file; raises ConfigError if it cannot be read, or holds no mapping."""
-    from tpu_kit.config import strict_yaml
+    from tpu_kit.config.files import strict_yaml
 
     try:
         values = strict_yaml.load(path.read_text(encoding="utf-8"), path)

@@ -22,8 +22,8 @@ from tpu_kit.config.choices import (
 )
 from tpu_kit.config.conflicts import conflicts
 from tpu_kit.config.fields import ConfigError, ConfigField, knob, knobs_of, nest, show
+from tpu_kit.config.files.other_trainers import advice
 from tpu_kit.config.mesh import parse_rules
-from tpu_kit.config.other_trainers import advice
 from tpu_kit.config.registry import OBJECTIVES, installed
 
 
@@ -516,7 +516,7 @@ class TrainConfig:
 
     def to_yaml(self) -> str:
         """Returns the text of a YAML file that `load_config` reads back as an equal configuration."""
-        from tpu_kit.config import strict_yaml  # PyYAML is not needed for --help
+        from tpu_kit.config.files import strict_yaml  # PyYAML is not needed for --help
 
         return strict_yaml.dump(self.to_dict())
 

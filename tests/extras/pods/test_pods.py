@@ -19,7 +19,7 @@ import yaml
 from tests.support.child_processes import REPOSITORY
 from tests.support.slice_jobs import SLICES, VALUES, host, kubernetes_expands, make_job, programs, stand_in
 from tpu_kit.cli import main
-from tpu_kit.config import strict_yaml
+from tpu_kit.config.files import strict_yaml
 from tpu_kit.config.loader import ConfigError, load_config
 from tpu_kit.extras.pods import engines, report
 from tpu_kit.extras.pods.engines import ENGINES, RESTARTS, start_script

@@ -61,7 +61,7 @@ def start_script(job: SliceJob, report: str = "", train: str = "exec {}") -> str
 
 def _config_text(config: TrainConfig) -> str:
     """Returns the parameters that differ from the defaults as YAML, which reads back as an equal configuration."""
-    from tpu_kit.config import strict_yaml  # PyYAML is not needed for --help
+    from tpu_kit.config.files import strict_yaml  # PyYAML is not needed for --help
 
     defaults, values = TrainConfig().flat_values(), config.flat_values()
     text = strict_yaml.dump(nest({name: value for name, value in values.items() if value != defaults[name]}))
