@@ -25,6 +25,7 @@ from tpu_kit.distributed.replica.backends import CudaRuntime
 from tpu_kit.generation import reference_check
 from tpu_kit.generation.service import generate
 from tpu_kit.model import causal_lm as models
+from tpu_kit.model import preparation, trainable
 from tpu_kit.model.quantization import QuantizedLinear, Scheme
 from tpu_kit.planning.memory.memory_estimate import estimate
 from tpu_kit.planning.oom_recovery import OutOfMemory
@@ -75,8 +76,8 @@ def test_a_layer_of_integers_multiplies_with_what_they_stand_for(
 @pytest.mark.parametrize(("dtype", "limit"), [("fp32", 1e-5), ("bf16", 2e-2)])
 def test_a_packed_document_has_the_states_that_it_has_alone(dtype: str, limit: float) -> None:
     config = load_config("embedded-cot", {"base_dtype": dtype})
-    model = models.to_device(models.load_model(config.model, config.lora).eval(), GPU)
-    models.use_attention(model, "auto", "cuda")
+    model = models.to_device(trainable.load_model(config.model, config.lora).eval(), GPU)
+    preparation.use_attention(model, "auto", "cuda")
     lengths = (200, 50, 130)
     ids = torch.randint(1, 300, (1, sum(lengths)), device=GPU)
     positions, segments = (
@@ -197,7 +198,7 @@ def _peak(config: TrainConfig) -> int:
     torch.manual_seed(0)
     with GPU:
         base = AutoModelForCausalLM.from_config(Qwen2Config(**QWEN2_500M), dtype=torch.bfloat16)
-    model = models.adapt(base, config.lora, config.model.base_dtype).train()
+    model = trainable.adapt(base, config.lora, config.model.base_dtype).train()
     state = prepare_model(model, config, rt)
     rows, length = int(config.optim.batch_size), config.data.max_length
     ids = torch.randint(1, 151936, (rows, length), device=GPU)

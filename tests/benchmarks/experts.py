@@ -60,7 +60,7 @@ def floats(bits: int, weight: Any, *scale: Any) -> Any:
 
 def ours(bits: int, back: bool) -> functools.partial[Any]:
     """Returns the product by the kit's kernel."""
-    from tpu_kit.model.architecture import tile_rows
+    from tpu_kit.model.shape import tile_rows
     from tpu_kit.xla import grouped
 
     tiles = grouped.Tiles(EXPERTS, tile_rows(PAIRS, EXPERTS), bits=bits, group=GROUP if bits == 4 else 0, back=back)
@@ -80,7 +80,7 @@ def compiled(product: functools.partial[Any], bits: int, back: bool) -> tuple[fl
     """Returns GB moved, GiB of temporaries, and the compiler's seconds."""
     import torch
 
-    from tpu_kit.model.architecture import tile_rows
+    from tpu_kit.model.shape import tile_rows
     from tpu_kit.xla.pallas import call
     from tpu_kit.xla.program import placeholder
 

@@ -27,7 +27,8 @@ def load(folder: str) -> tuple[Any, Any]:
     import torch
 
     from tpu_kit.config.loader import ModelConfig
-    from tpu_kit.model.loading import load_base, load_tokenizer
+    from tpu_kit.model.loading import load_base
+    from tpu_kit.model.source import load_tokenizer
 
     config = ModelConfig(name=folder, base_dtype="fp32")
     return load_base(config, torch.float32).eval(), load_tokenizer(config)

@@ -37,12 +37,13 @@ def measure(row: str) -> dict[str, float]:
 
     from tpu_kit.config.loader import LoraConfig
     from tpu_kit.model import causal_lm as models
+    from tpu_kit.model import trainable
     from tpu_kit.model.loop.layer_scan import stack
 
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(Qwen3_5TextConfig(**_SIZES), attn_implementation="sdpa").train()
     if row != "transformers":
-        model = models.adapt(model, LoraConfig(r=0), "fp32")
+        model = trainable.adapt(model, LoraConfig(r=0), "fp32")
     if row == "loop":
         stack(model.get_decoder())
     model = models.to_device(model, torch_xla.device())

@@ -31,7 +31,7 @@ from tpu_kit.distributed.launch import LaunchError, Supervisor, launch
 from tpu_kit.distributed.preemption import launch_folder
 from tpu_kit.distributed.replica import worker
 from tpu_kit.distributed.replica.worker import LAUNCHER, Report, write
-from tpu_kit.machine import host
+from tpu_kit.machine import capacity
 from tpu_kit.machine.checks import Check, Machine
 
 needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
@@ -226,7 +226,7 @@ def test_not_enough_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     model.mkdir()
     with open(model / "model.safetensors", "wb") as file:
         os.truncate(file.fileno(), 2**33)  # sparse: it takes no disk
-    monkeypatch.setattr(host, "free_memory", lambda at: 2.0**60)
+    monkeypatch.setattr(capacity, "free_memory", lambda at: 2.0**60)
     with pytest.raises(
         ValueError,
         match=rf"^not enough disk: .* GiB free for {tmp_path}.*, 1[68]1.0 needed. Set output_dir=/larger/disk/run$",

@@ -32,7 +32,9 @@ from tpu_kit.exporting.formats import modelfile
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.generation.service import generate, load_for_generation
 from tpu_kit.machine.storage.object_store import ObjectFolder, upload
-from tpu_kit.model.causal_lm import load_model, load_tokenizer, trainable_parameters
+from tpu_kit.model.causal_lm import trainable_parameters
+from tpu_kit.model.source import load_tokenizer
+from tpu_kit.model.trainable import load_model
 from tpu_kit.training.adapter_files import save_adapter
 
 IDS = torch.arange(5, 37)[None]

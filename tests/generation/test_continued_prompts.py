@@ -17,7 +17,7 @@ from tpu_kit.generation.evaluation.evaluate import evaluate, opened
 from tpu_kit.generation.generator import Rating
 from tpu_kit.generation.prompts import Completion
 from tpu_kit.generation.service import Answers, GenerationRequest
-from tpu_kit.model.loading import load_tokenizer
+from tpu_kit.model.source import load_tokenizer
 from tpu_kit.recipes.sft import prepare_run
 
 BEGUN = "<think>\nTom adds"

@@ -37,7 +37,10 @@ from tpu_kit.generation.evaluation.evaluate import (
 from tpu_kit.generation.generator import Rating
 from tpu_kit.generation.prompts import Completion, stop_ids
 from tpu_kit.generation.service import Answers, load_for_generation
-from tpu_kit.model.causal_lm import hidden_states, load_model, load_tokenizer, output_embedding
+from tpu_kit.model.base_model import output_embedding
+from tpu_kit.model.causal_lm import hidden_states
+from tpu_kit.model.source import load_tokenizer
+from tpu_kit.model.trainable import load_model
 
 EXACT = ModelConfig(base_dtype="fp32")
 

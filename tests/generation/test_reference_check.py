@@ -54,8 +54,9 @@ from tpu_kit.generation.generator import Generator
 from tpu_kit.generation.reference_check import check_generation, check_training, narrow_model
 from tpu_kit.machine.checks import Machine
 from tpu_kit.machine.compatibility import other_transformers
-from tpu_kit.model import attention, causal_lm
-from tpu_kit.model.loading import load_tokenizer
+from tpu_kit.model import attention, causal_lm, trainable
+from tpu_kit.model.rotary import max_positions
+from tpu_kit.model.source import load_tokenizer
 from tpu_kit.recipes import sft
 from tpu_kit.training.losses.loss import shift_labels
 
@@ -336,13 +337,13 @@ def test_a_document_does_not_depend_on_a_longer_neighbour(kind, positions):
     batch["position_ids"][0] = torch.arange(30).repeat(2)
     with torch.no_grad():
         expected = stock(input_ids=ids[:1, :30], use_cache=False).logits[0]
-        ours = causal_lm.logits(causal_lm.adapt(stock, LoraConfig(r=0), "fp32").eval(), batch)[0, :30]
+        ours = causal_lm.logits(trainable.adapt(stock, LoraConfig(r=0), "fp32").eval(), batch)[0, :30]
     torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-4)
 
 
 def test_rows_past_the_constant_frequencies_are_refused(tmp_path):
     config = rotary("longrope")
-    assert causal_lm.max_positions(config) == 40 and causal_lm.max_positions(rotary("dynamic")) == 64
+    assert max_positions(config) == 40 and max_positions(rotary("dynamic")) == 64
     with pytest.raises(ValueError) as refusal:
         check_training(run(tmp_path, config, "max_length=64"), "cpu")
     assert str(refusal.value) == (
@@ -383,7 +384,7 @@ def _documents(copy: Any) -> tuple[float, float]:
     loss = sum(torch.nn.functional.cross_entropy(one[:-1], ids[1:], reduction="sum")
                for one, ids in zip(logits, documents, strict=True))  # fmt: skip
     (expected,) = torch.autograd.grad(loss, weight)
-    adapted = causal_lm.adapt(copy, LoraConfig(r=0), "fp32").eval()
+    adapted = trainable.adapt(copy, LoraConfig(r=0), "fp32").eval()
     flat = Documents(torch.cat(documents).numpy(), np.ones(37, dtype=bool), np.array([17, 9, 11]), np.arange(3))
     batch = PackedDataset(flat, 37).tensors(np.arange(1))
     ours = causal_lm.logits(adapted, batch)

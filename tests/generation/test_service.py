@@ -56,9 +56,10 @@ from tpu_kit.generation.sampling import Sampling
 from tpu_kit.generation.service import arrange_for_few_rows, generate, load_for_generation
 from tpu_kit.machine.checks import Machine
 from tpu_kit.machine.chips import GIB, chip
-from tpu_kit.model.loading import load_base, load_tokenizer
+from tpu_kit.model.loading import load_base
 from tpu_kit.model.loop.layer_scan import stack
 from tpu_kit.model.quantization import QuantizedLinear
+from tpu_kit.model.source import load_tokenizer
 from tpu_kit.planning.compiler import compile_check
 from tpu_kit.planning.compiler.compile_check import compile_step
 from tpu_kit.planning.cost import step_time

@@ -20,7 +20,7 @@ from tpu_kit.exporting.export import model_card
 from tpu_kit.generation.evaluation import evaluate as evaluate_module
 from tpu_kit.generation.evaluation.evaluate import Comparison, evaluate_adapter
 from tpu_kit.machine.storage.object_store import upload
-from tpu_kit.model.loading import load_tokenizer
+from tpu_kit.model.source import load_tokenizer
 from tpu_kit.recipes import sft
 from tpu_kit.recipes.sft import prepare_run
 

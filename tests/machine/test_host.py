@@ -19,8 +19,9 @@ import pytest
 from tests.machine.test_checks import server
 from tests.support.child_processes import run_python
 from tpu_kit.config.loader import load_config
-from tpu_kit.machine import host
+from tpu_kit.machine import capacity, host
 from tpu_kit.machine.checks import Check, Machine
+from tpu_kit.machine.hub import _ASKED, ask_hub_once, head
 
 SECRET = "s3cr3t-for-tests"
 
@@ -74,7 +75,7 @@ def with_memory(root: Path, available: int, limit: str = "max", used: int = 0) -
     ],
 )
 def test_model_bytes_by_name(name: str, dtype: str, size: float | None) -> None:
-    assert host.model_bytes(load_config(None, [f"model.name={name}", f"base_dtype={dtype}"])) == (size, False)
+    assert capacity.model_bytes(load_config(None, [f"model.name={name}", f"base_dtype={dtype}"])) == (size, False)
 
 
 def test_model_bytes_of_a_folder(tmp_path: Path) -> None:
@@ -82,8 +83,8 @@ def test_model_bytes_of_a_folder(tmp_path: Path) -> None:
         (tmp_path / file).write_bytes(b"x" * size)
     (tmp_path / "pytorch_model.bin").write_bytes(b"x" * 42)  # the same weights once more
     (tmp_path / "q4.gguf").write_bytes(b"x" * 10)
-    assert host.model_bytes(load_config(None, [f"model.name={tmp_path}"])) == (42, True)
-    assert host.model_bytes(load_config(None, [f"model.name={tmp_path}", "gguf_file=q4.gguf"])) == (40, True)
+    assert capacity.model_bytes(load_config(None, [f"model.name={tmp_path}"])) == (42, True)
+    assert capacity.model_bytes(load_config(None, [f"model.name={tmp_path}", "gguf_file=q4.gguf"])) == (40, True)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +108,7 @@ def test_memory_is_that_of_the_weights_as_they_are_loaded(
 ) -> None:
     """The last sizes are what 8e9 numbers take; of a real model tests/model/test_quantization.py measures it."""
     config = load_config(None, {"model.name": "some/model-8B", **settings})
-    check = host.check_memory(with_memory(tmp_path, free * 2**30), config, 1)
+    check = capacity.check_memory(with_memory(tmp_path, free * 2**30), config, 1)
     assert check.status == ("failure" if need is None else "ok"), check
     if need is not None:
         assert f"{need} needed: 1 x" in check.found, check
@@ -118,7 +119,7 @@ def test_loading_a_folder_is_counted_by_its_tensors(tmp_path: Path) -> None:
     from safetensors.numpy import save_file
 
     def loading(**settings: Any) -> float | None:
-        return host.loading_bytes(load_config(None, {"model.name": str(tmp_path), **settings}))
+        return capacity.loading_bytes(load_config(None, {"model.name": str(tmp_path), **settings}))
 
     layers = {f"model.layers.{n}.{name}.weight": (64, 96) for n in range(3) for name in ("q_proj", "up_proj")}
     norms = {f"model.layers.{n}.norm.weight": (64,) for n in range(3)}
@@ -143,7 +144,7 @@ def test_weights_saved_in_fp8_are_held_in_bf16_before_they_are_quantised(tmp_pat
         config = load_config(
             None, {"model.name": str(model), "base_dtype": "int4", "quant_cache": str(kept), **settings}
         )
-        return host.check_memory(with_memory(tmp_path, 8 * 2**30), config, 1).found
+        return capacity.check_memory(with_memory(tmp_path, 8 * 2**30), config, 1).found
 
     assert "1.5 needed: 0.03 of weights in bf16 before they are quantised + 1 x 1.5" in found()
     assert "1 x 0.06 of weights + " in found(base_dtype="fp32")
@@ -156,23 +157,23 @@ def test_weights_saved_in_fp8_are_held_in_bf16_before_they_are_quantised(tmp_pat
 def test_memory(tmp_path: Path) -> None:
     config = load_config(None, ["model.name=some/model-8B"])
     gib = 2**30
-    check = host.check_memory(with_memory(tmp_path, 200 * gib), config, 8)
+    check = capacity.check_memory(with_memory(tmp_path, 200 * gib), config, 8)
     assert check.status == "ok" and "200.0 GiB free, 131.2 needed: 8 x 14.90 of weights + 8 x 1.5" in check.found
-    check = host.check_memory(with_memory(tmp_path, 100 * gib), config, 8)
+    check = capacity.check_memory(with_memory(tmp_path, 100 * gib), config, 8)
     assert check.status == "failure" and check.fix == "num_replicas=1, or a host with 131 GiB"
-    check = host.check_memory(with_memory(tmp_path, 12 * gib), config, 8)
+    check = capacity.check_memory(with_memory(tmp_path, 12 * gib), config, 8)
     assert check.fix == "a smaller model.name, or a host with 131 GiB"
-    check = host.check_memory(with_memory(tmp_path, 200 * gib, limit=str(60 * gib), used=10 * gib), config, 8)
+    check = capacity.check_memory(with_memory(tmp_path, 200 * gib, limit=str(60 * gib), used=10 * gib), config, 8)
     assert check.found.startswith("50.0 GiB free")
 
 
 def test_memory_of_a_rehearsal_is_that_of_one_process(tmp_path: Path) -> None:
     at = with_memory(tmp_path, 8 * 2**30)
     asked = load_config(None, ["model.name=some/model-100M", "device_type=xla-cpu"])
-    assert host.check_memory(at, asked, 8).found == "8.0 GiB free, 3.0 needed: 8 x 0.19 of weights + 1 x 1.5"
+    assert capacity.check_memory(at, asked, 8).found == "8.0 GiB free, 3.0 needed: 8 x 0.19 of weights + 1 x 1.5"
     by_environment = Machine(root=tmp_path, environ={"PJRT_DEVICE": "CPU"})
-    assert host.check_memory(by_environment, load_config(None, ["model.name=some/model-100M"]), 8).status == "ok"
-    assert host.check_memory(at, load_config(None, ["model.name=some/model-100M"]), 8).status == "failure"
+    assert capacity.check_memory(by_environment, load_config(None, ["model.name=some/model-100M"]), 8).status == "ok"
+    assert capacity.check_memory(at, load_config(None, ["model.name=some/model-100M"]), 8).status == "failure"
 
 
 V1 = "sys/fs/cgroup/memory"
@@ -207,44 +208,44 @@ def test_memory_within_the_limits_of_groups(tmp_path: Path, files: dict[str, str
 
 def test_memory_unknown(tmp_path: Path) -> None:
     config = load_config(None, ["model.name=some/model"])
-    assert host.check_memory(Machine(root=tmp_path), config, 1).status == "skipped"
-    check = host.check_memory(with_memory(tmp_path, 2**30), config, 1)
+    assert capacity.check_memory(Machine(root=tmp_path), config, 1).status == "skipped"
+    check = capacity.check_memory(with_memory(tmp_path, 2**30), config, 1)
     assert check == Check("Host memory", "ok", "1.0 GiB free; the size of some/model is not known from its name")
 
 
 def test_disk(tmp_path: Path, hub: Hub) -> None:
     at = hub(HF_HOME=str(tmp_path / "hub"))
     small = load_config(None, ["model.name=some/model-1M", f"output_dir={tmp_path}/run"])
-    check = host.check_disk(at, small)
+    check = capacity.check_disk(at, small)
     assert check.status == "ok" and f"free for {tmp_path}/run, 1.0 needed" in check.found
     settings = ["model.name=some/model-1B", f"output_dir={tmp_path}/run", "lora.r=0", "checkpoint.keep=2"]
     # 3 checkpoints of 10 bytes a parameter, and 1 GiB: the third is there before the first is deleted.
-    assert f"{1 + 3 * 1e10 / 2**30:.1f} needed" in host.check_disk(at, load_config(None, settings)).found
+    assert f"{1 + 3 * 1e10 / 2**30:.1f} needed" in capacity.check_disk(at, load_config(None, settings)).found
     huge = load_config(None, ["model.name=some/model-9000000B", f"output_dir={tmp_path}/run", "lora.r=0"])
-    check = host.check_disk(at, huge)
+    check = capacity.check_disk(at, huge)
     assert check.status == "failure"
     assert check.fix == "output_dir=/larger/disk/run && export HF_HOME=/larger/disk/huggingface"
     # Checkpoints that are there already are written over.
     (tmp_path / "run/checkpoints/step_1").mkdir(parents=True)
     with open(tmp_path / "run/checkpoints/step_1/training.safetensors", "wb") as file:
         os.truncate(file.fileno(), 10**10)
-    assert f"{1 + 2 * 1e10 / 2**30:.1f} needed" in host.check_disk(at, load_config(None, settings)).found
+    assert f"{1 + 2 * 1e10 / 2**30:.1f} needed" in capacity.check_disk(at, load_config(None, settings)).found
 
 
 def test_disk_that_lacks_room_for_logs_alone_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**29))
-    check = host.check_disk(Machine(environ={}), load_config(None, [f"output_dir={tmp_path}/run"]))
+    check = capacity.check_disk(Machine(environ={}), load_config(None, [f"output_dir={tmp_path}/run"]))
     assert check.status == "warning" and check.fix == "output_dir=/larger/disk/run"
 
 
 def test_disk_of_a_model_in_the_cache(tmp_path: Path, hub: Hub) -> None:
     (tmp_path / "hub/models--some--model-9000000B/snapshots").mkdir(parents=True)
     config = load_config(None, ["model.name=some/model-9000000B", f"output_dir={tmp_path}/run"])
-    assert host.check_disk(hub(), config).status == "ok"
+    assert capacity.check_disk(hub(), config).status == "ok"
 
 
 def test_disk_of_an_embedded_run_downloads_nothing(tmp_path: Path) -> None:
-    assert ";" not in host.check_disk(Machine(environ={}), load_config(None, [f"output_dir={tmp_path}"])).found
+    assert ";" not in capacity.check_disk(Machine(environ={}), load_config(None, [f"output_dir={tmp_path}"])).found
 
 
 HUB_MODEL = load_config(None, ["model.name=some/model-1B"])
@@ -335,7 +336,7 @@ def test_hub_that_does_not_answer_is_not_waited_for(hub: Hub) -> None:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         start = time.monotonic()
-        status, problem = host._head(f"http://127.0.0.1:{silent.getsockname()[1]}", seconds=0.3)
+        status, problem = head(f"http://127.0.0.1:{silent.getsockname()[1]}", seconds=0.3)
     assert status is None and ("no answer in" in problem or "timed out" in problem)
     assert time.monotonic() - start < 2
 
@@ -384,16 +385,16 @@ def test_the_hub_is_asked_again_and_an_own_choice_stays(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.delenv(host._ASKED, raising=False)
+    monkeypatch.delenv(_ASKED, raising=False)
     with server(200) as address:
         monkeypatch.setattr(constants, "ENDPOINT", f"http://{address}")
-        host.ask_hub_once()
+        ask_hub_once()
         assert constants.HF_HUB_OFFLINE  # the user's own choice
-        monkeypatch.setenv(host._ASKED, str(time.time() - 10))
-        host.ask_hub_once()
+        monkeypatch.setenv(_ASKED, str(time.time() - 10))
+        ask_hub_once()
         assert constants.HF_HUB_OFFLINE  # asked a moment ago
-        monkeypatch.setenv(host._ASKED, str(time.time() - 1000))
-        host.ask_hub_once()
+        monkeypatch.setenv(_ASKED, str(time.time() - 1000))
+        ask_hub_once()
     assert not constants.HF_HUB_OFFLINE and "HF_HUB_OFFLINE" not in os.environ
 
 

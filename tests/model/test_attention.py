@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Lfm2Config, LlamaCo
 
 from tests.model.test_causal_lm import splash_stand_in
 from tests.support.child_processes import run_python
-from tpu_kit.model import attention
+from tpu_kit.model import attention, splash_attention
 
 LAYER = torch.nn.Module().eval()
 SMALL = {
@@ -139,11 +139,12 @@ def test_attention_dropout_is_refused_in_training_only():
     ("length", "padded"), [(1, 128), (128, 128), (129, 256), (300, 512), (513, 1024), (1025, 2048)]
 )
 def test_padded_length(length, padded):
-    assert attention.padded_length(length) == padded
+    assert splash_attention.padded_length(length) == padded
 
 
 def model(config, implementation):
     attention.register()
+    splash_attention.register()
     torch.manual_seed(0)
     built = AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
     return built.requires_grad_(False)
@@ -164,7 +165,7 @@ class HostReads(TorchDispatchMode):
 
 @pytest.mark.parametrize("config", [LlamaConfig(**SMALL), Gemma2Config(head_dim=8, sliding_window=4, **SMALL)])
 def test_a_packed_forward_reads_nothing_on_the_host(config, monkeypatch):
-    monkeypatch.setattr(attention, "splash_kernel", splash_stand_in)
+    monkeypatch.setattr(splash_attention, "splash_kernel", splash_stand_in)
     built = model(config, attention.SDPA)
     ids = torch.randint(3, 61, (2, 13), generator=torch.Generator().manual_seed(1))
     positions = torch.tensor([[*range(5), *range(6), 0, 0], [*range(13)]])
@@ -204,14 +205,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tpu_kit.config.loader import LoraConfig
 from tpu_kit.model import attention
 from tpu_kit.training.losses.loss import shift_labels
-from tpu_kit.model.causal_lm import (
-    adapt,
-    hidden_states,
-    output_embedding,
-    to_device,
-    trainable_parameters,
-    use_attention,
-)
+from tpu_kit.model.trainable import adapt
+from tpu_kit.model.causal_lm import hidden_states, to_device, trainable_parameters
+from tpu_kit.model.base_model import output_embedding
+from tpu_kit.model.preparation import use_attention
 
 device = torch_xla.device()  # before the first backward pass: autograd makes its threads for the devices there are
 torch.manual_seed(0)
@@ -266,7 +263,7 @@ def test_packed_with_the_kernel_each_token_has_the_loss_that_it_has_alone():
     assert found["gradient"] < 1e-5
 
 
-@pytest.mark.parametrize("function", [attention.sdpa_attention, attention.splash_attention])
+@pytest.mark.parametrize("function", [attention.sdpa_attention, splash_attention.splash_attention])
 def test_an_argument_that_attention_does_not_know_is_an_error(function):
     query, key, value = states()
     neutral = {"position_ids": SEGMENTS, "use_cache": False, "output_attentions": False, "is_causal": True,

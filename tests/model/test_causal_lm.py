@@ -33,20 +33,11 @@ from tests.support.training_functions import OPTIM, control
 from tests.training.test_loss import chunked_nll
 from tpu_kit.config.loader import LoraConfig, ModelConfig
 from tpu_kit.distributed.replica.backends import CpuRuntime
-from tpu_kit.model import attention
-from tpu_kit.model.causal_lm import (
-    adapt,
-    check_head,
-    compute_dtype,
-    count_parameters,
-    enable_remat,
-    hidden_states,
-    load_model,
-    output_embedding,
-    to_device,
-    trainable_parameters,
-    use_attention,
-)
+from tpu_kit.model import attention, splash_attention
+from tpu_kit.model.base_model import output_embedding
+from tpu_kit.model.causal_lm import compute_dtype, hidden_states, to_device, trainable_parameters
+from tpu_kit.model.preparation import enable_remat, use_attention
+from tpu_kit.model.trainable import adapt, check_head, count_parameters, load_model
 from tpu_kit.training.losses.loss import shift_labels
 from tpu_kit.training.objectives import SupervisedObjective
 from tpu_kit.training.state import TrainState
@@ -148,7 +139,7 @@ def test_family(family, implementation, monkeypatch):
     original = fresh(FAMILIES[family])
     whole = original(input_ids=IDS, use_cache=False).logits
     model = adapt(copy.deepcopy(original), LORA, "fp32").train()
-    monkeypatch.setattr(attention, "splash_kernel", splash_stand_in)
+    monkeypatch.setattr(splash_attention, "splash_kernel", splash_stand_in)
     use_attention(model, implementation, "tpu")
 
     # The adapters start as nothing, so hidden states and head must give transformers' own logits (its "eager" code),
@@ -424,13 +415,9 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from tpu_kit.config.loader import LoraConfig, ModelConfig, OptimConfig
 from tpu_kit.model.loop.layer_scan import scan_layers
 from tpu_kit.training.losses.loss import Likelihood, chunked, shift_labels
-from tpu_kit.model.causal_lm import (
-    adapt,
-    hidden_states,
-    output_embedding,
-    to_device,
-    trainable_parameters,
-)
+from tpu_kit.model.trainable import adapt
+from tpu_kit.model.causal_lm import hidden_states, to_device, trainable_parameters
+from tpu_kit.model.base_model import output_embedding
 
 config = Qwen2Config(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
                      num_key_value_heads=2, vocab_size=67, max_position_embeddings=64, tie_word_embeddings=True)
@@ -508,7 +495,8 @@ import copy, json
 import torch, torch_xla
 from transformers import AutoModelForCausalLM, Gemma4TextConfig
 from tpu_kit.config.loader import LoraConfig, OptimConfig
-from tpu_kit.model.causal_lm import adapt, logits, to_device
+from tpu_kit.model.trainable import adapt
+from tpu_kit.model.causal_lm import logits, to_device
 from tpu_kit.model.loop.layer_calls import stacked_names, unstacked
 from tpu_kit.model.loop.layer_scan import scan_layers
 
@@ -548,7 +536,8 @@ from tests.support.tpu_program import compile_graph
 from transformers import LlamaConfig, LlamaForCausalLM
 from tpu_kit.config.loader import LoraConfig
 from tpu_kit.config.loader import OptimConfig
-from tpu_kit.model.causal_lm import adapt, hidden_states, to_device, trainable_parameters
+from tpu_kit.model.trainable import adapt
+from tpu_kit.model.causal_lm import hidden_states, to_device, trainable_parameters
 from tpu_kit.model.loop.layer_scan import scan_layers
 
 found = {}

@@ -22,8 +22,9 @@ from tpu_kit.config.loader import load_config
 from tpu_kit.config.schema import LoraConfig, ModelConfig
 from tpu_kit.distributed.replica.backends import CpuRuntime
 from tpu_kit.generation import service
-from tpu_kit.machine import host
+from tpu_kit.machine import capacity
 from tpu_kit.model import causal_lm as models
+from tpu_kit.model import trainable
 from tpu_kit.model.loading import load_base, load_frozen
 from tpu_kit.model.meta_model import shape_of
 from tpu_kit.model.quantization import Scheme, quantize_model, replace_layers
@@ -160,7 +161,7 @@ def build(kind: str, **changes: object) -> AutoModelForCausalLM:
 )  # fmt: skip
 def test_all_linear_means_neither_experts_nor_routers(kind: str, wanted: tuple[str, ...]) -> None:
     """PEFT reads the names of shared experts and dense MLPs as those of experts in the families of Qwen2-MoE."""
-    adapted = models.adapt(build(kind), LoraConfig(r=2), "fp32")
+    adapted = trainable.adapt(build(kind), LoraConfig(r=2), "fp32")
     names = {name.rpartition(".lora_A")[0] for name in models.trainable_parameters(adapted) if "lora_A" in name}
     assert not any(".experts" in name or name.endswith("gate") or "router" in name for name in names)
     assert len(names) >= (8 if kind != "qwen3_5_moe_text" else 4)
@@ -169,11 +170,11 @@ def test_all_linear_means_neither_experts_nor_routers(kind: str, wanted: tuple[s
 
 
 def test_targets_of_dense_layers_are_not_those_of_experts_and_noise_in_a_router_is_refused() -> None:
-    adapted = models.adapt(build("glm4_moe"), LoraConfig(r=2, targets=["q_proj", "up_proj"]), "fp32")
+    adapted = trainable.adapt(build("glm4_moe"), LoraConfig(r=2, targets=["q_proj", "up_proj"]), "fp32")
     assert adapted.peft_config["default"].target_modules == {"q_proj"}
     assert adapted.peft_config["default"].target_parameters == ["mlp.up_proj.weight", "shared_experts.up_proj.weight"]
     with pytest.raises(ValueError, match=r"router_jitter_noise=0\.1: .* set it to 0"):
-        models.adapt(build("mixtral", router_jitter_noise=0.1), LoraConfig(r=2), "fp32")
+        trainable.adapt(build("mixtral", router_jitter_noise=0.1), LoraConfig(r=2), "fp32")
 
 
 def test_adapters_of_experts_are_those_of_peft() -> None:
@@ -237,7 +238,7 @@ def test_vllm_reads_adapters_of_experts_as_peft_does(kind: str, rslora: bool, tm
 
 def test_adapters_of_experts_need_experts() -> None:
     with pytest.raises(ValueError, match=r"lora\.experts=2: Qwen3ForCausalLM has no experts; set it to 0"):
-        models.adapt(build("qwen3"), LoraConfig(r=2, experts=2), "fp32")
+        trainable.adapt(build("qwen3"), LoraConfig(r=2, experts=2), "fp32")
     with pytest.raises(ValueError, match=r"lora\.dropout: 0\.1 is not for adapters of experts; remove it"):
         load_config(None, {"lora.experts": 2, "lora.dropout": 0.1})
 
@@ -253,7 +254,7 @@ def test_a_plan_has_the_tensors_of_the_model(dtype: str, rank: int) -> None:
     config = load_config(None, {"base_dtype": dtype, "lora.r": 2, "lora.experts": rank, **group})
     if scheme := Scheme.of(config.model):
         replace_layers(model, scheme)
-    adapted = models.adapt(model, config.lora, dtype)
+    adapted = trainable.adapt(model, config.lora, dtype)
     ours = {**dict(adapted.named_parameters()), **dict(adapted.named_buffers())}
     planned = {one.name: one.shape for one in model_tensors(shape, config, scanned=False)}
     assert planned == {name: tuple(tensor.shape) for name, tensor in ours.items() if "rotary" not in name}
@@ -315,5 +316,5 @@ def test_loading_takes_the_memory_of_the_integers_and_two_layers(tmp_path: Path)
     for folder, (size, most) in zip(folders, [map(int, line) for line in lines], strict=True):
         assert size < most < size + 2 * layer < 8 * layer
         config = load_config(None, {"model.name": folder, "base_dtype": "int8", "quant_cache": None})
-        expected = host.loading_bytes(config)
-        assert expected is not None and most < expected and host.cast_bytes(config) == 0
+        expected = capacity.loading_bytes(config)
+        assert expected is not None and most < expected and capacity.cast_bytes(config) == 0

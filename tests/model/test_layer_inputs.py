@@ -16,7 +16,7 @@ from tpu_kit.config.loader import LoraConfig
 from tpu_kit.distributed.replica.backends import CpuRuntime
 from tpu_kit.generation import reference_check
 from tpu_kit.generation.decoder import Decoder
-from tpu_kit.model import attention, causal_lm
+from tpu_kit.model import attention, causal_lm, preparation, trainable
 from tpu_kit.model.families import linear_attention
 from tpu_kit.model.loop import layer_scan
 from tpu_kit.model.loop.layer_inputs import LayerInputs, bound, current, kept
@@ -30,7 +30,7 @@ def test_models_get_the_arguments_that_they_declare_and_no_other(config: PreTrai
     """An argument that transformers does not know may become its own, as `cache` did in 5.24; one that it has renamed
     would go down to the layers and be ignored."""
     model = reference_check.narrow_model(config)
-    linear_attention.register(model)
+    linear_attention.connect(model)
     given: dict[str, set[str]] = {}
 
     def note(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -39,8 +39,8 @@ def test_models_get_the_arguments_that_they_declare_and_no_other(config: PreTrai
 
     for part in (model, model.get_decoder()):
         part.register_forward_pre_hook(note, with_kwargs=True)
-    adapted = causal_lm.adapt(model, LoraConfig(r=2), "fp32")
-    causal_lm.use_attention(adapted, "sdpa", "cpu")
+    adapted = trainable.adapt(model, LoraConfig(r=2), "fp32")
+    preparation.use_attention(adapted, "sdpa", "cpu")
     prefixes = torch.zeros_like(SEGMENTS)
     causal_lm.hidden_states(adapted, {"input_ids": IDS, "segment_ids": SEGMENTS, "prefix_ids": prefixes})
     layer_scan.stack(model.get_decoder())
@@ -81,11 +81,11 @@ def test_a_compiled_layer_reads_them() -> None:
     """As on CUDA, recomputed or not: documents of the second call are not those of the trace."""
     for recomputes in (False, True):
         model = reference_check.narrow_model(configuration("lfm2")).eval()
-        linear_attention.register(model)
-        causal_lm.use_attention(causal_lm.adapt(model, LoraConfig(r=2), "fp32"), "sdpa", "cpu")
+        linear_attention.connect(model)
+        preparation.use_attention(trainable.adapt(model, LoraConfig(r=2), "fp32"), "sdpa", "cpu")
         batches = [{"input_ids": IDS, "segment_ids": segments} for segments in (SEGMENTS, torch.ones_like(SEGMENTS))]
         if recomputes:
-            causal_lm.enable_remat(model)
+            preparation.enable_remat(model)
         expected = [causal_lm.hidden_states(model, batch) for batch in batches]
         for layer in model.get_decoder().layers:
             layer.compile(dynamic=False, backend="aot_eager")

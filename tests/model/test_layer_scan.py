@@ -35,9 +35,9 @@ from tpu_kit.config.loader import LoraConfig, OptimConfig, TrainConfig, load_con
 from tpu_kit.distributed.launch import launch
 from tpu_kit.distributed.replica.backends import CpuRuntime
 from tpu_kit.machine.checks import Machine
-from tpu_kit.model import architecture
 from tpu_kit.model import causal_lm as models
-from tpu_kit.model.loop import layer_calls, layer_scan
+from tpu_kit.model import trainable
+from tpu_kit.model.loop import layer_calls, layer_scan, loop_structure
 from tpu_kit.model.loop.activation_checkpointing import SeededDropout, chunk_mlp, keep_mask, tiles_of
 from tpu_kit.model.loop.layer_calls import CannotScanError
 from tpu_kit.training import adapter_files
@@ -106,7 +106,7 @@ def packed() -> dict[str, torch.Tensor]:
 
 def built(name: str, lora: LoraConfig) -> torch.nn.Module:
     torch.manual_seed(0)
-    model = models.adapt(AutoModelForCausalLM.from_config(copy.deepcopy(FAMILIES[name][0])), lora, "fp32").train()
+    model = trainable.adapt(AutoModelForCausalLM.from_config(copy.deepcopy(FAMILIES[name][0])), lora, "fp32").train()
     for own, parameter in model.named_parameters():
         if "lora_B" in own:
             torch.nn.init.normal_(parameter, std=0.2)
@@ -187,7 +187,7 @@ def test_updates_are_those_of_the_unrolled_layers() -> None:
 def test_in_bf16_it_computes_what_the_unrolled_layers_do() -> None:
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_config(copy.deepcopy(FAMILIES["qwen2"][0])).to(torch.bfloat16)
-    unrolled = models.adapt(base, LoraConfig(r=4, init="gaussian"), "bf16").train()
+    unrolled = trainable.adapt(base, LoraConfig(r=4, init="gaussian"), "bf16").train()
     looped = copy.deepcopy(unrolled)
     layer_scan.stack(decoder_of(looped), 7)
     loss, expected = loss_and_gradients(unrolled, packed())
@@ -205,7 +205,7 @@ def test_gradients_of_adapters_are_kept_as_they_are_computed_without_a_differenc
 ) -> None:
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_config(copy.deepcopy(FAMILIES["qwen2"][0])).to(torch.bfloat16)
-    model = models.adapt(base, LoraConfig(r=4, init="gaussian", **lora), "bf16").train()
+    model = trainable.adapt(base, LoraConfig(r=4, init="gaussian", **lora), "bf16").train()
     layer_scan.stack(decoder_of(model), tile)
     plain, kinds = copy.deepcopy(model), []
     backward = layer_scan._Block.backward
@@ -407,7 +407,7 @@ def test_a_setting_that_holds_the_place_of_a_layer_makes_no_layer_different() ->
     ],
 )  # fmt: skip
 def test_blocks_are_chosen_for_the_fewest_layers_in_the_program(layers: str, runs: list[tuple[int, int]]) -> None:
-    found = architecture.spans(layers)
+    found = loop_structure.spans(layers)
     assert sum(period * turns for period, turns in found) == len(layers)
     assert sum(period + 1 for period, _ in found) == sum(period + 1 for period, _ in runs)
 

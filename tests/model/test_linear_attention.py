@@ -208,9 +208,9 @@ def test_without_segments_transformers_own_function_runs():
     model = granite.GraniteMoeHybridForCausalLM(config).eval()
     ids = torch.randint(1, 32, (1, 9))
     before = model(input_ids=ids, use_cache=False).logits
-    linear_attention.register(model)
+    linear_attention.connect(model)
     replaced = granite.mamba2_chunk_scan
-    linear_attention.register(model)
+    linear_attention.connect(model)
     assert granite.mamba2_chunk_scan is replaced, "registered twice"
     assert torch.equal(model(input_ids=ids, use_cache=False).logits, before)
     with bound(LayerInputs(torch.ones_like(ids))):

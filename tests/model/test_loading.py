@@ -13,11 +13,12 @@ from tests.support.quantize_functions import dequantized
 from tpu_kit.assets import embedded
 from tpu_kit.config.loader import LoraConfig, ModelConfig
 from tpu_kit.model import attention
-from tpu_kit.model.architecture import check_vocabulary, shipped_shapes
-from tpu_kit.model.causal_lm import compute_dtype, hidden_states, load_model, load_tokenizer, logits
-from tpu_kit.model.loading import load_base, read_config
-from tpu_kit.model.meta_model import settings_of
+from tpu_kit.model.base_model import check_vocabulary
+from tpu_kit.model.causal_lm import compute_dtype, hidden_states, logits
+from tpu_kit.model.loading import load_base
 from tpu_kit.model.shape_cache import read_shape
+from tpu_kit.model.source import load_tokenizer, read_config, settings_of, shipped_shapes
+from tpu_kit.model.trainable import load_model
 
 CONFIG = LlamaConfig(
     hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,

@@ -13,15 +13,15 @@ import torch
 from tpu_kit.config.loader import load_config
 from tpu_kit.config.mesh import Mesh, resolve_mesh
 from tpu_kit.distributed.replica.mesh import use_mesh
-from tpu_kit.model import causal_lm
+from tpu_kit.model import trainable
 from tpu_kit.model.loop.layer_calls import stacked_prefixes, tensors_of
 from tpu_kit.model.loop.layer_scan import stack
+from tpu_kit.model.meta_model import empty_model
 from tpu_kit.model.shape_cache import read_shape
 from tpu_kit.model.sharding import partition
-from tpu_kit.planning.compiler.trace import empty_model
 from tpu_kit.planning.memory import argument_memory
 
-FAMILIES = [*(family for family in causal_lm.COMPARED if family != "gemma3"), "gemma4_text"]  # gemma3 is of images, too
+FAMILIES = [*(family for family in trainable.COMPARED if family != "gemma3"), "gemma4_text"]  # gemma3 is of images, too
 SIZES = {
     "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4,
     "num_key_value_heads": 4, "head_dim": 32, "pad_token_id": 0,
@@ -33,7 +33,7 @@ def make(folder: Path, family: str, sizes: dict[str, object] = SIZES, **changes:
     (folder / "config.json").write_text(json.dumps({"model_type": family, **sizes}))
     config = load_config(None, {"model.name": str(folder), "max_length": 64, **changes})
     with torch.device("meta"):
-        model = causal_lm.adapt(empty_model(config), config.lora, config.model.base_dtype)
+        model = trainable.adapt(empty_model(config), config.lora, config.model.base_dtype)
         stack(model.get_decoder())  # type: ignore[operator]  # a method of PEFT's and transformers' models
     return model
 

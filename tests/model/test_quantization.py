@@ -26,15 +26,15 @@ from tpu_kit.config.mesh import Mesh
 from tpu_kit.distributed.launch import launch
 from tpu_kit.distributed.replica.backends import CpuRuntime
 from tpu_kit.distributed.replica.mesh import use_mesh
-from tpu_kit.machine import host
+from tpu_kit.machine import capacity
 from tpu_kit.machine.checks import Machine
 from tpu_kit.model import causal_lm as models
-from tpu_kit.model import loading
+from tpu_kit.model import loading, trainable
 from tpu_kit.model.loading import load_base, load_frozen
 from tpu_kit.model.loop import layer_calls, layer_scan
+from tpu_kit.model.meta_model import empty_model
 from tpu_kit.model.quantization import QuantizedLinear, Scheme, layers_of, quantize_model
 from tpu_kit.planning.compiler.compile_check import compile_step
-from tpu_kit.planning.compiler.trace import empty_model
 from tpu_kit.recipes.sft import train
 from tpu_kit.training.objectives import SupervisedObjective
 from tpu_kit.training.state import TrainState
@@ -185,7 +185,7 @@ def made(
             plain = torch.nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
             plain.weight.data, plain.bias = dequantized(layer), layer.bias
             model.set_submodule(name, plain)
-    model = models.adapt(model, LoraConfig(r=4, init="gaussian"), dtype).train()
+    model = trainable.adapt(model, LoraConfig(r=4, init="gaussian"), dtype).train()
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -233,11 +233,13 @@ def test_a_loop_of_integers_learns(dtype: str) -> None:
 
 
 def test_what_is_frozen_in_integers_is_counted_and_layers_without_an_adapter_are_named() -> None:
-    def counted(targets: Any) -> models.ParameterCount:
+    def counted(targets: Any) -> trainable.ParameterCount:
         model = LlamaForCausalLM(LlamaConfig(**SIZES))
-        plain = models.count_parameters(models.adapt(copy.deepcopy(model), LoraConfig(r=4, targets=targets), "fp32"))
+        plain = trainable.count_parameters(
+            trainable.adapt(copy.deepcopy(model), LoraConfig(r=4, targets=targets), "fp32")
+        )
         quantize_model(model, INT4)
-        count = models.count_parameters(models.adapt(model, LoraConfig(r=4, targets=targets), "int4"))
+        count = trainable.count_parameters(trainable.adapt(model, LoraConfig(r=4, targets=targets), "int4"))
         assert count[:2] == plain[:2]
         return count
 
@@ -326,7 +328,7 @@ def test_loading_takes_the_memory_of_the_quantised_model_and_of_one_shard(tmp_pa
     print(line, shards)
     assert size < 0.45 * sum(shards) and len(shards) > 2
     assert most < size + max(shards)
-    expected = host.loading_bytes(
+    expected = capacity.loading_bytes(
         load_config(None, {"model.name": str(folder), "base_dtype": "int4", "quant_group": 32})
     )
     mapped = 2 * 3072 * 768 * 2  # embedding and head, of the file
@@ -389,7 +391,7 @@ def test_replicas_on_xla_one_program_no_reading_and_bit_for_bit_the_same(
     assert len({note["hash"] for note in ended["ranks"]}) == 1
     bases = {(config.output_path / f"base-{rank}.json").read_text() for rank in (0, 1)}
     frozen = load_frozen(config.model)
-    adapted = models.adapt(frozen, config.lora, "int8")
+    adapted = trainable.adapt(frozen, config.lora, "int8")
     assert bases == {json.dumps(fingerprint(adapted))}
     # The same numbers as on the CPU, without a loop, in one replica.
     plain = train(run_config(saved, tmp_path / "plain", batch_size=4, eval_rows=0))

@@ -19,10 +19,11 @@ IN_INTERPRET_MODE = """
 import json
 import torch, torch_xla
 from tpu_kit.model import attention
+from tpu_kit.model import splash_attention
 
 device = torch_xla.device()
-kernel = attention.splash_kernel
-attention.splash_kernel = lambda *args: kernel(*args[:4], args[4]._replace(interpret=True), *args[5:])
+kernel = splash_attention.splash_kernel
+splash_attention.splash_kernel = lambda *args: kernel(*args[:4], args[4]._replace(interpret=True), *args[5:])
 layer = torch.nn.Module()
 errors = []
 for batch, heads, pairs, length, head_dim, window, cap, prefixes, sinks in (
@@ -46,7 +47,7 @@ for batch, heads, pairs, length, head_dim, window, cap, prefixes, sinks in (
         output.backward(upstream.to(device))
         return [output.detach().cpu(), *(tensor.grad.cpu() for tensor in inputs)]
 
-    ours, expected = run(attention.splash_attention, device), run(attention.sdpa_attention, "cpu")
+    ours, expected = run(splash_attention.splash_attention, device), run(attention.sdpa_attention, "cpu")
     errors.append(max(float((a - b).abs().max()) for a, b in zip(ours, expected, strict=True)))
 print(json.dumps(errors))
 """
@@ -82,7 +83,8 @@ import json, os
 import torch, torch_xla
 from tests.support.tpu_program import compile_graph
 from torch_xla.core.xla_builder import create_placeholder_tensor
-from tpu_kit.model import attention
+from tpu_kit.model import splash_attention
+from tpu_kit.xla import program
 
 found = []
 for batch, heads, pairs, length, head_dim, window, cap, prefixes, sinks in (
@@ -96,8 +98,8 @@ for batch, heads, pairs, length, head_dim, window, cap, prefixes, sinks in (
     options = {"scaling": 0.1, "segment_ids": segments, "sliding_window": window, "softcap": cap}
     options["prefix_ids"] = create_placeholder_tensor((batch, length), torch.int64) if prefixes else None
     options["s_aux"] = inputs[3] if sinks else None
-    with attention.lowering_for_tpu():
-        output, _ = attention.splash_attention(torch.nn.Module(), *inputs[:3], None, **options)
+    with program.lowering_for_tpu():
+        output, _ = splash_attention.splash_attention(torch.nn.Module(), *inputs[:3], None, **options)
     gradients = torch.autograd.grad(output, inputs, create_placeholder_tensor(output.shape, output.dtype))
     program = compile_graph([output, *gradients])
     text = program.hlo_modules()[0].to_string()

@@ -24,8 +24,8 @@ from tpu_kit.config.loader import ModelConfig, TrainConfig, batch_arithmetic, lo
 from tpu_kit.config.mesh import Mesh
 from tpu_kit.machine import chips
 from tpu_kit.machine.slices import find_topology
-from tpu_kit.model.meta_model import settings_of
 from tpu_kit.model.shape_cache import read_shape
+from tpu_kit.model.source import settings_of
 from tpu_kit.planning.compiler import compile_check
 from tpu_kit.planning.compiler.compile_check import Compiled, CompilerUnavailable, compile_step
 from tpu_kit.planning.cost import predicted_collectives
@@ -351,7 +351,7 @@ def test_eight_billion_parameters_are_traced_in_six_gib(tmp_path: Path) -> None:
     code = (
         "import sys, resource; from tpu_kit.config.loader import load_config; "
         "from tpu_kit.planning.compiler.trace import trace_step; "
-        "from tpu_kit.xla.program import fingerprint; "
+        "from tpu_kit.xla.compiler import fingerprint; "
         "program = trace_step(load_config(None, ['model.name=' + sys.argv[1]]), 1); fingerprint(program); "
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, len(program.donated), flush=True); "
         "import os; os._exit(0)"
@@ -370,7 +370,7 @@ def test_a_program_is_the_same_wherever_the_kit_lies(tiny: Path, tmp_path: Path)
     code = (
         "import os, sys; from tpu_kit.config.loader import load_config; "
         "from tpu_kit.planning.compiler.trace import trace_step; "
-        "from tpu_kit.xla.program import fingerprint; "
+        "from tpu_kit.xla.compiler import fingerprint; "
         "print(fingerprint(trace_step(load_config(None, ['model.name=' + sys.argv[1], 'max_length=256']), 1)), "
         "sys.modules['tpu_kit'].__file__, flush=True); os._exit(0)"
     )

@@ -25,9 +25,8 @@ from tpu_kit.config.loader import ModelConfig, TrainConfig, batch_arithmetic, lo
 from tpu_kit.config.schema import LEAST_UPDATES
 from tpu_kit.data.prepare import prepare
 from tpu_kit.machine.slices import RESERVE, find_slice
-from tpu_kit.model.architecture import did_you_mean, shipped_shape, shipped_shapes
-from tpu_kit.model.causal_lm import load_tokenizer
 from tpu_kit.model.shape_cache import read_shape
+from tpu_kit.model.source import did_you_mean, load_tokenizer, shipped_shape, shipped_shapes
 from tpu_kit.planning import planner, setting
 from tpu_kit.planning.compiler import compile_check
 from tpu_kit.planning.compiler.compile_check import Compiled, CompilerUnavailable

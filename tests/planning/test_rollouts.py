@@ -109,7 +109,8 @@ def test_time_follows_the_sizes(small: Path) -> None:
 
 def test_shapes_on_replicas_and_on_a_mesh(small: Path) -> None:
     config = run(small, "batch_size=4")
-    assert (rollout_of(config, 8).prompts, rollout_of(config, 8).samples) == (2, 16)
+    rollout = rollout_of(config, 8)
+    assert rollout is not None and (rollout.prompts, rollout.samples) == (2, 16)
     assert update_plan(config, 8).gradient_accumulation == 4
     shape = read_shape(config.model)
     whole = cache_bytes(config, shape, 128, 768, None)

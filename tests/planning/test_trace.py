@@ -21,7 +21,7 @@ TRACED = """
 import gc, json, os, re, sys
 import torch_xla
 from jaxlib import xla_client
-from tpu_kit.xla.program import fingerprint
+from tpu_kit.xla.compiler import fingerprint
 from tpu_kit.config.loader import load_config
 from tpu_kit.planning.compiler import trace as tracing
 
@@ -130,7 +130,7 @@ import json, os, sys
 import torch, torch_xla
 import torch_xla.debug.metrics as metrics
 from transformers import AutoConfig, AutoModelForCausalLM
-from tpu_kit.model import causal_lm as models
+from tpu_kit.model import trainable as models
 from tpu_kit.config.loader import load_config
 from tpu_kit.distributed.replica.backends import TpuRuntime
 from tpu_kit.training.step import prepare_model

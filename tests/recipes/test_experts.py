@@ -23,7 +23,7 @@ from tpu_kit.generation.prompts import PromptCodec
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.generation.service import generate, load_for_generation
 from tpu_kit.machine.checks import Machine
-from tpu_kit.model.loading import load_tokenizer
+from tpu_kit.model.source import load_tokenizer
 from tpu_kit.recipes import sft
 
 pytestmark = [

@@ -37,7 +37,7 @@ from tpu_kit.generation.evaluation.rewards import Judgement, Rewards
 from tpu_kit.generation.prompts import Completion
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.machine.checks import Machine
-from tpu_kit.model.loading import load_tokenizer
+from tpu_kit.model.source import load_tokenizer
 from tpu_kit.notebook import cells
 from tpu_kit.recipes import sft
 from tpu_kit.recipes.grpo import grpo

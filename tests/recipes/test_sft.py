@@ -30,7 +30,7 @@ from tpu_kit.distributed.preemption import PreemptionGuard
 from tpu_kit.distributed.replica.backends import CudaRuntime
 from tpu_kit.generation.evaluation import evaluate
 from tpu_kit.machine.checks import Machine
-from tpu_kit.model.causal_lm import load_tokenizer
+from tpu_kit.model.source import load_tokenizer
 from tpu_kit.planning import oom_recovery, preflight
 from tpu_kit.recipes import sft
 from tpu_kit.training import objectives, step, trainer

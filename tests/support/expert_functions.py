@@ -70,7 +70,7 @@ def ours_of(plain: Any, scheme: Any = None) -> Any:
 
     ours = copy.deepcopy(plain)
     ours.config = copy.deepcopy(plain.config)
-    experts.use(ours)
+    experts.connect(ours, frozen=True)
     experts.prepare(ours)
     if scheme is not None:
         weights = {name: getattr(ours, name) for name in experts.names_of(ours)}
@@ -117,7 +117,7 @@ def adapted_errors(kinds: Sequence[str], kind_of_device: str = "xla-cpu") -> dic
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     from tpu_kit.config.loader import LoraConfig, load_config
-    from tpu_kit.model import causal_lm
+    from tpu_kit.model import causal_lm, preparation, trainable
     from tpu_kit.training.adapter_files import adapter_settings, adapter_tensors
 
     device, found = torch.device("cpu"), {}
@@ -132,7 +132,7 @@ def adapted_errors(kinds: Sequence[str], kind_of_device: str = "xla-cpu") -> dic
         torch.manual_seed(0)
         config = CONFIG_MAPPING[kind](**SIZES | sizes)
         base = AutoModelForCausalLM.from_config(config, dtype=torch.float32, experts_implementation="eager")
-        ours: Any = causal_lm.adapt(copy.deepcopy(base), LoraConfig(r=4, alpha=6.0, experts=2), "fp32").train()
+        ours: Any = trainable.adapt(copy.deepcopy(base), LoraConfig(r=4, alpha=6.0, experts=2), "fp32").train()
         for name, weight in causal_lm.trainable_parameters(ours).items():
             torch.nn.init.normal_(weight, std=0.2 if "lora_B" in name else 0.1)
         with tempfile.TemporaryDirectory() as folder:
@@ -146,7 +146,7 @@ def adapted_errors(kinds: Sequence[str], kind_of_device: str = "xla-cpu") -> dic
         expected = reference(input_ids=ids).logits
         (expected * upstream).sum().backward()
         wanted = {name: one.grad for name, one in reference.named_parameters() if one.requires_grad}
-        causal_lm.use_attention(ours, "sdpa", kind_of_device)
+        preparation.use_attention(ours, "sdpa", kind_of_device)
         ours = causal_lm.to_device(ours, device)
         logits = causal_lm.logits(ours, {"input_ids": ids.to(device)})
         (logits * upstream.to(device)).sum().backward()

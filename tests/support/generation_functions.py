@@ -51,12 +51,12 @@ from tpu_kit.distributed.replica.mesh import start
 from tpu_kit.distributed.replica.runtime import Runtime
 from tpu_kit.generation.generator import Generator
 from tpu_kit.generation.sampling import Sampling
-from tpu_kit.model import attention
+from tpu_kit.model import attention, trainable
 from tpu_kit.model import causal_lm as models
-from tpu_kit.model.architecture import WITHOUT_ADAPTER
-from tpu_kit.model.loading import load_tokenizer
 from tpu_kit.model.loop.layer_scan import stack
 from tpu_kit.model.quantization import Scheme, quantize_model
+from tpu_kit.model.shape import WITHOUT_ADAPTER
+from tpu_kit.model.source import load_tokenizer
 
 EOS = 3
 _COMMON: dict[str, Any] = {
@@ -291,7 +291,7 @@ def counts(rt: Runtime) -> dict[str, Any]:
 
 def trained_between(rt: Runtime) -> dict[str, Any]:
     """A model of the kit's own training, in bf16 arithmetic, is used as it is at each call."""
-    model = models.adapt(make("llama"), LoraConfig(r=4), "fp32")
+    model = trainable.adapt(make("llama"), LoraConfig(r=4), "fp32")
     mine = generator(model, rt)
     first = tokens(mine.generate(MIXED[:2], Sampling(max_new_tokens=16)))
     mode = (model.training, model.get_base_model().config._attn_implementation)  # type: ignore[operator]

@@ -14,7 +14,7 @@ from tests.support.compiler_models import cache_bytes_per_token
 from tpu_kit.config.loader import load_config
 from tpu_kit.machine.slices import find_topology
 from tpu_kit.planning.compiler.trace import trace_generation
-from tpu_kit.xla.program import compile_program
+from tpu_kit.xla.compiler import compile_program
 
 
 def compile_both(model: str, rows: int, width: int, slots: int, *changes: str) -> dict[str, Any]:

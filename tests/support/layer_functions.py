@@ -21,9 +21,10 @@ from tpu_kit.distributed.replica.runtime import Runtime
 from tpu_kit.generation.generator import Generator
 from tpu_kit.generation.reference_check import _adapted_copy, _of_transformers, _shares, differences
 from tpu_kit.model import causal_lm as models
-from tpu_kit.model.loading import load_tokenizer, read_config
+from tpu_kit.model import trainable
 from tpu_kit.model.loop import layer_calls, layer_scan
 from tpu_kit.model.loop.layer_calls import layers_of
+from tpu_kit.model.source import load_tokenizer, read_config
 from tpu_kit.training.objectives import SupervisedObjective
 from tpu_kit.training.state import TrainState
 from tpu_kit.training.step import eval_step, prepare_model, train_step
@@ -238,7 +239,7 @@ def own_decoder(config: TrainConfig) -> dict[str, Any]:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
              "num_key_value_heads": 2, "vocab_size": 640, "pad_token_id": 0, "initializer_range": 0.2}  # fmt: skip
     torch.manual_seed(0)
-    model = models.adapt(OwnForCausalLM(OwnConfig(**sizes)), config.lora, "fp32", seed=1).train()
+    model = trainable.adapt(OwnForCausalLM(OwnConfig(**sizes)), config.lora, "fp32", seed=1).train()
     state = prepare_model(model, config, rt)
     layers = str(layers_of(models.base_model(model).get_decoder())[1])
     for number in (1, 2, 3):

@@ -115,13 +115,13 @@ from tests.support.peak_memory import PeakMemory, held
 from tpu_kit.config.loader import LoraConfig, ModelConfig
 from tpu_kit.config.mesh import Mesh
 from tpu_kit.distributed.replica.mesh import read, start
-from tpu_kit.model import causal_lm
+from tpu_kit.model import causal_lm, preparation, trainable
 from tpu_kit.model.loop import layer_scan
 
 def place(name, base_dtype, r):
     config = ModelConfig(name=name, base_dtype=base_dtype, quant_group=32, quant_cache=sys.argv[2])
-    model = causal_lm.load_model(config, LoraConfig(r=r))
-    causal_lm.use_attention(model, "sdpa", "xla-cpu")
+    model = trainable.load_model(config, LoraConfig(r=r))
+    preparation.use_attention(model, "sdpa", "xla-cpu")
     layer_scan.stack(model.get_decoder())
     stacked = held()
     return causal_lm.to_device(model, torch_xla.device()), stacked

@@ -32,6 +32,7 @@ def trace(folder: Path, mesh: str) -> None:
     from tpu_kit.config.loader import load_config
     from tpu_kit.planning.compiler.trace import trace_step
     from tpu_kit.xla import program
+    from tpu_kit.xla.compiler import _stablehlo
 
     specs: list[Any] = []
     inputs: list[torch.Tensor] = []
@@ -44,7 +45,7 @@ def trace(folder: Path, mesh: str) -> None:
     constants = {str(at): inputs[at].cpu() for at, name in enumerate(traced.arguments) if not name}
     assert all(one.ndim == 0 for one in constants.values()), "an argument without a name has no sharding"
     save_file(constants, folder / "constants.safetensors")
-    (folder / "program.mlir").write_bytes(program._stablehlo(traced))
+    (folder / "program.mlir").write_bytes(_stablehlo(traced))
     about = {"mesh": traced.mesh.sizes, "arguments": list(zip(traced.arguments, specs, strict=True))}
     (folder / "program.json").write_text(json.dumps(about))
 

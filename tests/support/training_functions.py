@@ -24,6 +24,7 @@ from tpu_kit.distributed.replica.backends import CpuRuntime
 from tpu_kit.distributed.replica.mesh import Box
 from tpu_kit.distributed.replica.runtime import Runtime
 from tpu_kit.model import causal_lm as models
+from tpu_kit.model import preparation, trainable
 from tpu_kit.model.loop import layer_calls, layer_scan
 from tpu_kit.recipes import sft
 from tpu_kit.training import objectives, step, trainer
@@ -54,7 +55,7 @@ def tiny(dropout: float = 0.0, layers: int = 2) -> torch.nn.Module:
     )  # fmt: skip
     with _generator:
         torch.manual_seed(0)
-        model = models.adapt(LlamaForCausalLM(config), LoraConfig(r=4, dropout=dropout), "fp32")
+        model = trainable.adapt(LlamaForCausalLM(config), LoraConfig(r=4, dropout=dropout), "fp32")
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, std=0.2)  # of zeros, half of the gradients would be zero
@@ -258,7 +259,7 @@ def recomputed(model: torch.nn.Module, rt: Runtime) -> torch.nn.Module:
     """Moves a model to the device, with layers that are computed again in the backward pass, none of them as a loop."""
     decoder = models.base_model(model).get_decoder()
     if layer_scan.scan_layers(decoder, OptimConfig(scan_layers="off"), rt.device_type) is None:
-        models.enable_remat(model)
+        preparation.enable_remat(model)
     return models.to_device(model, rt.local_device)
 
 

@@ -12,7 +12,7 @@ import torch
 from tpu_kit.config.loader import TrainConfig
 from tpu_kit.distributed.replica import runtime
 from tpu_kit.distributed.replica.runtime import Runtime
-from tpu_kit.model import attention
+from tpu_kit.model import splash_attention
 from tpu_kit.notebook import smoke_test
 
 
@@ -29,26 +29,26 @@ def lost_sum(config: TrainConfig) -> Any:
 
 def wrong_mask(config: TrainConfig) -> Any:
     """A splash kernel that sees no boundaries between documents."""
-    right = attention.splash_kernel
+    right = splash_attention.splash_kernel
 
     def wrong(query: Any, key: Any, value: Any, segments: torch.Tensor, settings: Any) -> torch.Tensor:
         return right(query, key, value, torch.ones_like(segments), settings)
 
     _short("segments")
-    attention.splash_kernel = wrong
+    splash_attention.splash_kernel = wrong
     return smoke_test.compare_kernel(config)
 
 
 def wrong_gradient(config: TrainConfig) -> Any:
     """A splash kernel whose output is right, and whose gradients are not."""
-    right = attention.splash_kernel
+    right = splash_attention.splash_kernel
 
     def wrong(query: torch.Tensor, *rest: Any) -> torch.Tensor:
         output = right(query, *rest)
         return 1.1 * output - 0.1 * output.detach()
 
     _short("segments")
-    attention.splash_kernel = wrong
+    splash_attention.splash_kernel = wrong
     return smoke_test.compare_kernel(config)
 
 

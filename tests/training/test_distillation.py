@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.support.training_functions import rows
 from tpu_kit.config.loader import TrainConfig, load_config
 from tpu_kit.model import causal_lm as models
+from tpu_kit.model import trainable
 from tpu_kit.model.loop.layer_scan import scan_layers
 from tpu_kit.training.losses.distillation import DistillationObjective, divergence
 from tpu_kit.training.losses.policy import Sampled, pack
@@ -40,7 +41,7 @@ def run_of(**settings: Any) -> TrainConfig:
 
 def distilled(config: TrainConfig, student: Any, teacher: Any, batch: dict[str, torch.Tensor]) -> tuple[Any, Any]:
     """The sums of the kit's objective, and the model that has its gradients."""
-    model = models.adapt(student, config.lora, "fp32").train()
+    model = trainable.adapt(student, config.lora, "fp32").train()
     objective = DistillationObjective(config)
     objective.attach(model, lambda _: teacher)
     for one in (model, getattr(model, "teacher", None)):

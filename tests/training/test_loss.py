@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.child_processes import run_python
 from tpu_kit.config.mesh import Mesh
 from tpu_kit.distributed.replica.mesh import use_mesh
-from tpu_kit.model.causal_lm import OutputHead
+from tpu_kit.model.base_model import OutputHead
 from tpu_kit.training.losses import loss as loss_module
 from tpu_kit.training.losses.loss import IGNORE, Likelihood, chunked, head_outputs, shift_labels
 

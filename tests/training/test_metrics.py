@@ -346,16 +346,16 @@ def test_flops_of_attention_are_those_of_each_layers_heads() -> None:
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_flops_of_integers_are_those_of_the_weights_that_they_stand_for(bits: int) -> None:
-    from tpu_kit.model import causal_lm as models
+    from tpu_kit.model import trainable
     from tpu_kit.model.loop.layer_scan import stack
     from tpu_kit.model.quantization import Scheme, quantize_model
 
     lora, length = LoraConfig(r=4), 128
-    plain = models.adapt(build_llama(), lora, "fp32")
+    plain = trainable.adapt(build_llama(), lora, "fp32")
     real = counted(build_adapted(), length)
     base = build_llama()
     quantize_model(base, Scheme(bits, 16 if bits == 4 else 0))
-    model = models.adapt(base, lora, "int4")
+    model = trainable.adapt(base, lora, "int4")
     formula = model_flops_per_token(model, length)
     assert formula == model_flops_per_token(plain, length)
     assert real <= formula <= 1.04 * real
@@ -367,8 +367,8 @@ def test_flops_of_an_8b_model_in_int4() -> None:
     """Four for each number in the matrices of Llama 3.1 8B, 6.98e9 in layers and 0.53e9 in the head, and attention."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from tpu_kit.model.architecture import shipped_shapes
     from tpu_kit.model.quantization import Scheme, replace_layers
+    from tpu_kit.model.source import shipped_shapes
 
     settings = shipped_shapes()["meta-llama/Llama-3.1-8B-Instruct"]
     with torch.device("meta"):
@@ -384,6 +384,7 @@ def test_flops_of_a_mixture_are_those_of_the_experts_that_a_token_is_sent_to(kin
     """Padding does not count, from 144 to 256, nor do experts that are not chosen: three of eight are."""
     from tests.model.test_experts import build
     from tpu_kit.model import causal_lm as models
+    from tpu_kit.model import trainable
     from tpu_kit.model.loop.layer_scan import stack
 
     sizes = {"hidden_size": 160, "intermediate_size": 144, "moe_intermediate_size": 144}
@@ -393,7 +394,7 @@ def test_flops_of_a_mixture_are_those_of_the_experts_that_a_token_is_sent_to(kin
     expected = 4 * (plain.num_parameters() - left_out - experts * 5 / 8) + 12 * 2 * 64 * 32
     assert model_flops_per_token(plain, 32) == expected
     plain = build(kind, **sizes)
-    adapted = models.adapt(plain, LoraConfig(r=4, experts=2), "fp32")
+    adapted = trainable.adapt(plain, LoraConfig(r=4, experts=2), "fp32")
     trained = {name: one.numel() for name, one in models.trainable_parameters(adapted).items()}
     trained_experts = sum(size for name, size in trained.items() if ".experts" in name)
     found = model_flops_per_token(adapted, 32)

@@ -16,6 +16,7 @@ from tpu_kit.config.loader import LaunchConfig, LoraConfig, OptimConfig, TrainCo
 from tpu_kit.distributed.launch import launch
 from tpu_kit.distributed.replica.backends import CpuRuntime
 from tpu_kit.model import causal_lm as models
+from tpu_kit.model import trainable
 from tpu_kit.model.loop.layer_scan import stack
 from tpu_kit.training.objectives import SupervisedObjective
 from tpu_kit.training.state import Report, TrainState, restore, sections
@@ -257,7 +258,7 @@ def test_weights_decay_and_norms_do_not_also_where_layers_are_stacked() -> None:
         torch.manual_seed(0)
         sizes = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 3}
         llama = LlamaForCausalLM(LlamaConfig(num_attention_heads=2, num_key_value_heads=1, **sizes))
-    model = models.adapt(llama, LoraConfig(r=0), "fp32")
+    model = trainable.adapt(llama, LoraConfig(r=0), "fp32")
     stack(llama.get_decoder())
     state = TrainState(model, CPU, OPTIM)
     before = {name: parameter.detach().clone() for name, parameter in state.params.items()}

@@ -42,8 +42,8 @@ from tpu_kit.distributed.preemption import Notices, StopFlag, launch_folder
 from tpu_kit.distributed.replica import cpu_simulation, runtime
 from tpu_kit.distributed.replica.worker import LAUNCHER, Report
 from tpu_kit.distributed.sending import payload_of
+from tpu_kit.machine.capacity import check_disk, check_memory
 from tpu_kit.machine.checks import Machine, check_holder, check_process, preset_per_process
-from tpu_kit.machine.host import check_disk, check_memory
 
 T = TypeVar("T")
 

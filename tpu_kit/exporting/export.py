@@ -36,8 +36,9 @@ from tpu_kit.machine.storage import atomic
 from tpu_kit.machine.storage.object_store import at_hand, is_url, join
 from tpu_kit.machine.storage.run_folder import ADAPTER, find_run
 from tpu_kit.model.base_identity import base_of_adapter
-from tpu_kit.model.causal_lm import base_model
-from tpu_kit.model.loading import load_base, load_tokenizer
+from tpu_kit.model.base_model import base_model
+from tpu_kit.model.loading import load_base
+from tpu_kit.model.source import load_tokenizer
 from tpu_kit.model.states_head import file_names, find_head, title, without_head
 from tpu_kit.training.metrics import best_evaluation, read_metrics
 from tpu_kit.training.objectives import objective_of

@@ -30,10 +30,12 @@ from tpu_kit.distributed.child_process import run_child
 from tpu_kit.exporting.equivalence import Check, compare, compare_llama_cpp, logits, reload, run_llama_cpp
 from tpu_kit.exporting.options import DTYPES
 from tpu_kit.exporting.streaming import StreamedModel, stream
-from tpu_kit.model.causal_lm import base_model, cast
+from tpu_kit.model.base_model import base_model
+from tpu_kit.model.causal_lm import cast
 from tpu_kit.model.families import experts
-from tpu_kit.model.loading import load_base, locate
+from tpu_kit.model.loading import load_base
 from tpu_kit.model.saved_adapter import ADAPTER_FILES
+from tpu_kit.model.source import locate
 
 HERE = "path/of/this/folder"  # in the texts beside the files, which may move
 _PROCESSOR_FILES = ("PROCESSOR_NAME", "IMAGE_PROCESSOR_NAME", "VIDEO_PROCESSOR_NAME", "FEATURE_EXTRACTOR_NAME",

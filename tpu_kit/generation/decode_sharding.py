@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from tpu_kit.distributed.replica.mesh import active_mesh
-from tpu_kit.model.causal_lm import base_model, text_config
+from tpu_kit.model.base_model import base_model, text_config
 from tpu_kit.model.sharding.partition import embedding_of, in_place, spec_of
 from tpu_kit.model.sharding.sharding_rules import FIRST, cache_spec, is_column
 from tpu_kit.xla.sharding import constrain

@@ -30,12 +30,12 @@ from tpu_kit.generation.generation_rules import NO_RULES, GenerationRules
 from tpu_kit.generation.kv_cache import Buffer, Cache, Prompts, Step, stack_spec
 from tpu_kit.generation.sampling import Kind, Sampling
 from tpu_kit.machine.chips import GIB
-from tpu_kit.model import causal_lm as models
-from tpu_kit.model.causal_lm import output_embedding
-from tpu_kit.model.families import linear_attention
+from tpu_kit.model.base_model import base_model, output_embedding
+from tpu_kit.model.families import registry as families
 from tpu_kit.model.loop import layer_inputs
 from tpu_kit.model.loop.layer_calls import kept_states, stacked_prefixes
 from tpu_kit.model.loop.layer_inputs import LayerInputs
+from tpu_kit.model.rotary import fix_rotary
 from tpu_kit.xla.scan import Traced, replace_contents
 from tpu_kit.xla.sharding import constrain
 
@@ -186,9 +186,9 @@ class Decoder:
     def __init__(self, model: torch.nn.Module, rt: Runtime, block: int, slots: int, stops: Iterable[int] = ()) -> None:
         from transformers import AttentionInterface
 
-        linear_attention.register(models.base_model(model))
+        families.connect(base_model(model), frozen=False)
         self._model, self._rt, self.block, self._slots = model, rt, block, slots
-        self._causal = models.base_model(model)
+        self._causal = base_model(model)
         limits = (getattr(part, "time_step_limit", None) for part in self._causal.modules())
         self._time_limits = next((one for one in limits if one is not None), None)
         # The matrix products of a trained model may have another dtype than its weights; see causal_lm.py.
@@ -211,7 +211,7 @@ class Decoder:
         self._model.eval()
         kind, mixed = self._rt.local_device.type, self._dtype == torch.bfloat16 and hasattr(self._model, _COMPUTE)
         compute = torch.autocast(kind, self._dtype, cache_enabled=False) if mixed else contextlib.nullcontext()
-        undo = models.fix_rotary(self._causal)
+        undo = fix_rotary(self._causal)
         try:
             with torch.no_grad(), compute, weights_in_place(self._model, stacked_prefixes(self._model)):
                 yield

@@ -24,8 +24,8 @@ from tpu_kit.generation.generation_rules import NO_RULES, ModelDefaults
 from tpu_kit.generation.prompts import Completion, Prompt, PromptCodec, Row
 from tpu_kit.generation.reference_check import check_generation
 from tpu_kit.generation.sampling import Sampling
-from tpu_kit.model import causal_lm as models
-from tpu_kit.model.architecture import check_vocabulary
+from tpu_kit.model.base_model import base_model, check_vocabulary, text_config
+from tpu_kit.model.rotary import max_positions
 
 _RATED_TOKENS = 4096  # at most in a batch of `Generator.rate`
 
@@ -82,15 +82,15 @@ class Generator:
         sizes = {"max_prompt": max_prompt, "max_new_tokens": max_new_tokens, "batch_size": batch_size, "block": block}
         if wrong := [f"{name}={value}" for name, value in sizes.items() if value < 1]:
             raise ValueError(f"{', '.join(wrong)}: must be 1 or more")
-        check_vocabulary(len(tokenizer), models.base_model(model).get_input_embeddings().weight.shape[0])
-        settings = models.base_model(model).config
+        check_vocabulary(len(tokenizer), base_model(model).get_input_embeddings().weight.shape[0])
+        settings = base_model(model).config
         check_generation(settings, trust_remote_code=hasattr(settings, "auto_map"))  # its code runs already
-        self._rt, self._config = rt or runtime.current(), models.text_config(model)
+        self._rt, self._config = rt or runtime.current(), text_config(model)
         self._limits, self._batch_size = (max_prompt, max_new_tokens), batch_size
         self._prefill_rows = prefill_rows
-        self._positions = models.max_positions(self._config) or math.inf
-        self.codec = PromptCodec(tokenizer, models.base_model(model), data or DataConfig())
-        self.defaults = ModelDefaults.of(models.base_model(model).generation_config)
+        self._positions = max_positions(self._config) or math.inf
+        self.codec = PromptCodec(tokenizer, base_model(model), data or DataConfig())
+        self.defaults = ModelDefaults.of(base_model(model).generation_config)
         self._told: set[str] = set()
         self._widths = widths_to(max_prompt)
         self._steps = -(-max_new_tokens // block) * block

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from tpu_kit.config.mesh import Spec
 from tpu_kit.distributed.replica.mesh import active_mesh
-from tpu_kit.model import attention
+from tpu_kit.model import attention, splash_attention
 from tpu_kit.model.loop import layer_inputs
 from tpu_kit.model.loop.layer_inputs import LayerCache
 from tpu_kit.model.sharding.sharding_rules import cache_spec
@@ -264,7 +264,7 @@ def cached_attention(
         ones = torch.ones(batch, query.shape[2], dtype=torch.int32, device=query.device)
         attend: Any = attention.sdpa_attention
         if device_type == "tpu":
-            attend = functools.partial(attention.splash_attention, spec=spec, trains=False)
+            attend = functools.partial(splash_attention.splash_attention, spec=spec, trains=False)
         options = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
         return attend(module, query, key, value, None, segment_ids=ones, **options)
     mask = cache.mask(sliding_window)

@@ -30,10 +30,10 @@ from tpu_kit.distributed.replica.backends import CpuRuntime
 from tpu_kit.generation.decoder import Batch, Decoder, filled
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.machine.compatibility import other_transformers
-from tpu_kit.model import attention
+from tpu_kit.model import attention, preparation, rotary, trainable
 from tpu_kit.model import causal_lm as models
-from tpu_kit.model.loading import brief, read_config
 from tpu_kit.model.loop import layer_calls
+from tpu_kit.model.source import brief, read_config
 from tpu_kit.xla import program
 
 if TYPE_CHECKING:
@@ -82,10 +82,10 @@ def check_training(config: TrainConfig, device_type: str) -> None:
     model = read_config(config.model)
     if model is None:
         return
-    models.check_length(model.get_text_config(), config.data.max_length)
+    rotary.check_length(model.get_text_config(), config.data.max_length)
     if problem := _training_problem(config, model, device_type):
         changes = ("model.attention=sdpa", "optim.scan_layers=off", "data.packing=false")
-        advice = f"Or use a model of another family, such as {', '.join(models.COMPARED)}"
+        advice = f"Or use a model of another family, such as {', '.join(trainable.COMPARED)}"
         for change in changes:
             with contextlib.suppress(ValueError):  # the run's other settings, such as a mesh, may exclude this one
                 if not _training_problem(load_config(config.to_dict(), [change]), model, device_type):
@@ -121,7 +121,7 @@ def _training_problem(config: TrainConfig, model: PreTrainedConfig, device_type:
     way = (kernel, config.launch.mesh, config.optim.remat, config.optim.scan_layers, config.lora, config.data.packing)
 
     def compute() -> str:
-        on_xla = device_type in ("tpu", "xla-cpu") and model.get_text_config().model_type not in models.COMPARED
+        on_xla = device_type in ("tpu", "xla-cpu") and model.get_text_config().model_type not in trainable.COMPARED
         problem = _compare_training(config, model, device_type, torch.device("cpu"))
         return _on_xla(config, device_type) if on_xla and not problem else problem
 
@@ -302,7 +302,7 @@ def _adapted_copy(config: TrainConfig, model: PreTrainedConfig) -> torch.nn.Modu
     # Large adapters, as of rank 2 with alpha=32, make attention so sharp that rounding alone changes logits by 0.1 %.
     lora = replace(config.lora, init="default", dropout=0.0, alpha=max(1, math.isqrt(config.lora.r)))
     with warnings.catch_warnings(action="ignore"):
-        adapted = models.adapt(narrow_model(model, config.model.trust_remote_code), lora, "fp32")
+        adapted = trainable.adapt(narrow_model(model, config.model.trust_remote_code), lora, "fp32")
     return _randomize(adapted.train())
 
 
@@ -327,7 +327,7 @@ def _prepare(model: torch.nn.Module, config: TrainConfig, device_type: str) -> d
     for part in model.modules():
         if isinstance(part, torch.nn.Dropout):
             part.p = 0.0
-    models.prepare_layers(model, config, device_type)
+    preparation.prepare_layers(model, config, device_type)
     return batch
 
 

@@ -36,10 +36,12 @@ from tpu_kit.machine.storage.run_folder import adapter_at_hand
 from tpu_kit.model import causal_lm as models
 from tpu_kit.model import states_head
 from tpu_kit.model.base_identity import base_of_adapter
-from tpu_kit.model.families import experts
-from tpu_kit.model.loading import load_base, load_frozen, load_tokenizer, read_config
+from tpu_kit.model.families import registry as families
+from tpu_kit.model.loading import load_base, load_frozen
+from tpu_kit.model.rotary import max_positions
 from tpu_kit.model.saved_adapter import attach_adapter, is_whole, read_adapter
 from tpu_kit.model.shape_cache import read_shape
+from tpu_kit.model.source import load_tokenizer, read_config
 
 __all__ = ["Completion", "Generator", "Prompt", "Sampling", "chat", "generate", "stream"]
 
@@ -181,7 +183,7 @@ def _chat_here(
 ) -> None:
     model, tokenizer = load_here(config, adapter, runtime.current(), template, [[{}]])
     plain = template is False or not tokenizer.chat_template
-    limit = min(_CHAT_TOKENS, models.max_positions(models.text_config(model)) or _CHAT_TOKENS)
+    limit = min(_CHAT_TOKENS, max_positions(models.text_config(model)) or _CHAT_TOKENS)
     generator = Generator(
         model, tokenizer, max_prompt=max(1, limit - sampling.max_new_tokens), max_new_tokens=sampling.max_new_tokens,
         batch_size=1, block=_CHAT_BLOCK, data=config.data,
@@ -329,7 +331,7 @@ def generator_for(
     """Makes a generator with room for the longest of the prompts and `room` more tokens."""
     codec = PromptCodec(tokenizer, models.base_model(model), config.data)
     longest = max((len(codec.encode(prompt)) for prompt in prompts), default=1) + room
-    positions = models.max_positions(models.text_config(model)) or longest
+    positions = max_positions(models.text_config(model)) or longest
     return Generator(
         model, tokenizer, max_prompt=min(longest, positions), max_new_tokens=max_new_tokens, batch_size=batch_size,
         data=config.data,
@@ -363,7 +365,7 @@ def _read(config: TrainConfig, adapter: Path | None, rt: Runtime) -> tuple[torch
     if rt.device_type == "tpu" and config.model.base_dtype != "fp32":
         models.cast(model, torch.bfloat16)  # small models are loaded in fp32, for CPUs
     if rt.device_type in ("tpu", "xla-cpu"):
-        experts.use(models.base_model(model))
+        families.connect(models.base_model(model), frozen=True)
     if rt.device_type == "cpu":
         arrange_for_few_rows(model)
     return model, load_tokenizer(config.model, adapter)
@@ -395,7 +397,7 @@ def load_for_generation(
         config = replace(config, name=str(folder), revision=None, gguf_file=None)
     full = config.base_dtype == "fp32" or (whole and on_cpu)
     model: torch.nn.Module = load_base(config, torch.float32) if full else load_frozen(config)
-    experts.use(model, frozen=False)
+    families.connect(model, frozen=False)
     if folder is not None and saved is not None:
         model = attach_adapter(model, folder, *saved, config.name)
     saved_in = folder or Path(config.name)  # a whole model may have a head, too

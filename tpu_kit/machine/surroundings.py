@@ -40,7 +40,7 @@ def ensure_home() -> None:
     print(
         f"note: the home folder {home or 'of this user'} cannot be written to: HOME={made} for caches", file=sys.stderr
     )
-    os.environ["HOME"] = str(made)
+    os.environ.update(HOME=str(made))
 
 
 def prefer_packages() -> None:

@@ -1,5 +1,5 @@
 """A causal language model as the kit trains it: weights, LoRA, attention kernels, layer scan, quantization.
 
-Offers `causal_lm.load_model` and `shape_cache.read_shape`; its folders change how layers are computed.
+Offers `trainable.load_model` and `shape_cache.read_shape`; its folders change how layers are computed.
 Must not know batches, losses or optimizers.
 """

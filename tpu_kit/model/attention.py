@@ -1,9 +1,7 @@
 """Attention within the documents of a packed row, registered in transformers' `AttentionInterface`.
 
-"tpu_kit" is scaled-dot-product attention with a block-diagonal causal mask, for any device. "tpu_kit_splash" is the
-splash kernel of JAX for TPU. It reads grouped key-value heads without repeating them, supports soft caps and windows,
-skips the blocks that the mask hides, and saves one number for each query for its backward pass. It falls back to
-"tpu_kit" in a call without `segment_ids`.
+"tpu_kit" is scaled-dot-product attention with a block-diagonal causal mask, for any device; "tpu_kit_splash" is that of
+`splash_attention`.
 
 No implementation reads a tensor on the host: masks are computed from `segment_ids` on the device. `documents` makes the
 mask, and binds the ids for the layers. Given `position_ids` alone, transformers would read them on the host to find
@@ -21,11 +19,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tpu_kit.config.mesh import Spec
 from tpu_kit.model.loop import activation_checkpointing, layer_inputs
 from tpu_kit.model.loop.layer_inputs import LayerInputs
-from tpu_kit.xla import pallas
-from tpu_kit.xla.pallas import PER_HEAD, SplashSettings
+from tpu_kit.xla.program import is_lowering_for_tpu
 
 SDPA = "tpu_kit"
 SPLASH = "tpu_kit_splash"
@@ -39,19 +35,25 @@ _IGNORED = {
 }  # fmt: skip
 """Arguments that models of transformers 5.15 to 5.24 pass to attention and that do not change its result."""
 
-_lowering_for_tpu = False
+
+def connect(model: torch.nn.Module, frozen: bool) -> None:
+    """Registers "tpu_kit" in transformers; see `families`."""
+    register()
 
 
 def register() -> None:
-    """Registers the implementations in transformers; a second call does nothing."""
+    """Registers "tpu_kit" in transformers; again, it does nothing."""
+    register_function(SDPA, sdpa_attention)
+
+
+def register_function(name: str, function: Callable[..., Any]) -> None:
+    """Registers an attention function in transformers, which gets the documents that are bound."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
-    AttentionInterface.register(SDPA, functools.partial(_with_documents, sdpa_attention))
-    AttentionInterface.register(SPLASH, functools.partial(_with_documents, splash_attention))
+    AttentionInterface.register(name, functools.partial(_with_documents, function))
     # Without a mask function transformers silently drops a padding mask.
-    for name in (SDPA, SPLASH):
-        AttentionMaskInterface.register(name, _mask_without_host_read)
+    AttentionMaskInterface.register(name, _mask_without_host_read)
 
 
 def choose(attention: str, device_type: str) -> str:
@@ -67,7 +69,7 @@ def choose(attention: str, device_type: str) -> str:
     Raises:
         ValueError: the name is unknown, or it is splash and the device is no TPU.
     """
-    has_kernel = device_type == "tpu" or _lowering_for_tpu
+    has_kernel = device_type == "tpu" or is_lowering_for_tpu()
     if attention == "auto":
         return SPLASH if has_kernel else SDPA
     if attention == "sdpa":
@@ -83,7 +85,7 @@ def choose(attention: str, device_type: str) -> str:
 
 
 def _with_documents(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-    """Calls an attention function of this module with the ids that are bound; transformers passes none of these."""
+    """Calls an attention function with the ids that are bound; transformers passes none of these."""
     inputs = layer_inputs.current()
     found: tuple[torch.Tensor, None] = function(
         *args, segment_ids=inputs.segment_ids, prefix_ids=inputs.prefix_ids, **kwargs
@@ -182,9 +184,9 @@ def sdpa_attention(
         ValueError: the model passes an argument that this function does not know.
     """
     refuse_unknown(kwargs)
-    _refuse_dropout(module, dropout)
+    refuse_dropout(module, dropout)
     rows, columns = query.shape[2], key.shape[2]
-    query, key = _as_value(query, key, value)
+    query, key = as_value(query, key, value)
     key, value = _repeat_heads(key, query.shape[1]), _repeat_heads(value, query.shape[1])
     if attention_mask is None and rows == columns:
         if segment_ids is None:
@@ -234,122 +236,7 @@ def _and_window(mask: torch.Tensor, window: int) -> torch.Tensor:
     return mask & near if mask.dtype == torch.bool else mask.masked_fill(~near, torch.finfo(mask.dtype).min)
 
 
-def splash_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    segment_ids: torch.Tensor | None = None,
-    prefix_ids: torch.Tensor | None = None,
-    spec: Spec = PER_HEAD,
-    trains: bool = True,
-    s_aux: torch.Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """Computes attention with the splash kernel; called by transformers.
-
-    It falls back to `sdpa_attention` without `segment_ids` (a decode step, a plain forward pass). On a mesh query, key
-    and value are sharded by `spec`.
-    """
-    length = query.shape[2]
-    window = sliding_window if sliding_window is not None and sliding_window < length else None
-    if segment_ids is None or length != key.shape[2]:
-        kwargs |= {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, "prefix_ids": prefix_ids}
-        kwargs |= {"s_aux": s_aux}
-        mask = None if segment_ids is not None else attention_mask
-        return sdpa_attention(module, query, key, value, mask, segment_ids=segment_ids, **kwargs)
-    _refuse_dropout(module, kwargs.pop("dropout", 0.0))
-    refuse_unknown(kwargs)
-    query, key = _as_value(query, key, value)
-    query = query * (query.shape[3] ** -0.5 if scaling is None else scaling)
-    padding = padded_length(length) - length
-    query, key, value = (F.pad(each, (0, 0, 0, padding)) if padding else each for each in (query, key, value))
-    assert prefix_ids is None or window is None
-    ids = [segment_ids] if prefix_ids is None else [segment_ids, prefix_ids]
-    segments, *prefixes = ((F.pad(each, (0, padding)) if padding else each).to(torch.int32) for each in ids)
-    settings = SplashSettings(window, softcap, spec=spec, trains=trains)
-    sinks = [] if s_aux is None else [s_aux.float()]
-    output = splash_kernel(query, key, value, segments, settings, *prefixes, *sinks)
-    return output[:, :, :length].transpose(1, 2).contiguous(), None
-
-
-def splash_kernel(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    segment_ids: torch.Tensor,
-    settings: SplashSettings,
-    *others: torch.Tensor,
-) -> torch.Tensor:
-    """Computes causal attention within segments with JAX's splash kernel; without a TPU, as `sdpa_attention`.
-
-    Args:
-        query: (B, heads, S, D), scaled; S is 128, 256, 512 or a multiple of 1024.
-        key: (B, key-value heads, S, D).
-        value: (B, key-value heads, S, D).
-        segment_ids: (B, S) int32.
-        settings: of the kernel.
-        *others: prefix ids (B, S) int32, where documents share prefixes; then sinks (heads,) fp32, if there are any.
-
-    Returns:
-        (B, heads, S, D).
-    """
-    if not (settings.interpret or (query.device.type == "xla" and has_kernels())):
-        named: Any = {"prefix_ids" if each.ndim == 2 else "s_aux": each for each in others}
-        named |= {"sliding_window": settings.window, "softcap": settings.softcap, "segment_ids": segment_ids}
-        result, _ = sdpa_attention(torch.nn.Module(), query, key, value, None, scaling=1.0, **named)
-        return result.transpose(1, 2)
-    if not settings.trains:
-        return pallas.splash_forward(settings, query, key, value, segment_ids, *others)[0]
-    return _Splash.apply(settings, query, key, value, segment_ids, *others)
-
-
-class _Splash(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, settings: SplashSettings, *tensors: torch.Tensor) -> torch.Tensor:
-        output, log_sums = _splash_forward(settings, *tensors)
-        ctx.settings = settings
-        ctx.save_for_backward(output, log_sums, *tensors)
-        return output
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        output, log_sums, *tensors = ctx.saved_tensors
-        # The sums contain the sinks, of which the gradients of query, key and value need nothing else.
-        inputs = [tensor for tensor in tensors if tensor.ndim > 1]
-        gradients = pallas.splash_backward(ctx.settings, output, log_sums, upstream.to(output.dtype), *inputs)
-        others: list[torch.Tensor | None] = [None] * (len(tensors) - 3)
-        if ctx.needs_input_grad[-1]:
-            weights = (tensors[-1][:, None] - log_sums).exp()
-            others[-1] = -(weights * (output.float() * upstream.float()).sum(-1)).sum((0, 2))
-        return (None, *gradients, *others)
-
-
-def _splash_forward(settings: SplashSettings, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Runs the forward kernel; with remat=outputs the recomputation takes the results of the first forward pass."""
-    if not activation_checkpointing.is_open():
-        output, log_sums = pallas.splash_forward(settings, *tensors)
-        return output, log_sums
-
-    def compute() -> list[torch.Tensor]:
-        output, log_sums = pallas.splash_forward(settings, *tensors)
-        return [output.transpose(1, 2).flatten(2), log_sums]  # a head of 64 would be padded to 128 lanes
-
-    dense, log_sums = activation_checkpointing.once(2, compute)
-    return dense.unflatten(2, (tensors[0].shape[1], -1)).transpose(1, 2), log_sums
-
-
-def padded_length(length: int) -> int:
-    """Rounds a length up to 128, 256, 512 or a multiple of 1024, which the kernel's blocks divide."""
-    return next((block for block in (128, 256, 512) if length <= block), -(-length // 1024) * 1024)
-
-
-def _as_value(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def as_value(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Casts query and key to the value's dtype: with autocast and fp32 weights the rotary embedding returns fp32."""
     return query.to(value.dtype), key.to(value.dtype)
 
@@ -379,7 +266,8 @@ def refuse_unknown(kwargs: Mapping[str, Any]) -> None:
         )
 
 
-def _refuse_dropout(module: torch.nn.Module, dropout: float) -> None:
+def refuse_dropout(module: torch.nn.Module, dropout: float) -> None:
+    """Raises ValueError if a model in training asks for dropout of the attention weights."""
     if dropout and module.training:
         names = [name for name in vars(getattr(module, "config", module)) if re.match("att.*drop", name)]
         name = names[0] if names else "attention_dropout"
@@ -393,19 +281,3 @@ def _mask_without_host_read(**kwargs: Any) -> torch.Tensor:
     from transformers.masking_utils import sdpa_mask
 
     return sdpa_mask(**{**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
-
-
-@contextlib.contextmanager
-def lowering_for_tpu() -> Iterator[None]:
-    """Lets a process on XLA:CPU trace the kernel into a program for the TPU compiler, which cannot run on the CPU."""
-    global _lowering_for_tpu
-    _lowering_for_tpu = True
-    try:
-        yield
-    finally:
-        _lowering_for_tpu = False
-
-
-def has_kernels() -> bool:
-    """Returns whether a program on XLA can have the kernels of a TPU: on a TPU, or in `lowering_for_tpu`."""
-    return _lowering_for_tpu or pallas.on_tpu()

@@ -22,7 +22,7 @@ from typing import Any
 from tpu_kit.config.loader import ModelConfig
 from tpu_kit.machine.storage.local_folder import open_folder
 from tpu_kit.machine.storage.object_store import is_url
-from tpu_kit.model.architecture import locate
+from tpu_kit.model.source import locate
 
 Identity = Mapping[str, Any]
 
@@ -36,7 +36,7 @@ def identify(model: ModelConfig) -> Identity | None:
     """Returns the identity of a base model; None for a model of the hub that is neither cached nor reachable.
 
     Raises:
-        ValueError: as `architecture.locate`.
+        ValueError: as `source.locate`.
     """
     name = locate(model)
     if Path(name).is_dir():

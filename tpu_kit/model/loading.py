@@ -1,11 +1,9 @@
-"""Loads a base model and its tokenizer from a folder, the hub, a GGUF file or the embedded model.
+"""Loads a base model's weights on the CPU, from a folder, the hub, a GGUF file or the embedded model.
 
 With base_dtype int8 or int4, transformers maps weights from their files, and each is quantized from there: a layer's
 experts when they are merged. So the host needs memory for the quantized model and two layers, not for the original
 model. (Mapped files are in the page cache, which the system frees when it needs memory.) The quantized weights are
 cached on disk.
-
-Every error becomes a `ValueError` that says what to do next, because transformers' own messages are long.
 """
 
 from __future__ import annotations
@@ -24,59 +22,17 @@ import torch
 
 from tpu_kit.machine.chips import GIB
 from tpu_kit.machine.storage import atomic
-from tpu_kit.model.architecture import brief as brief  # re-exported beside load_base
-from tpu_kit.model.architecture import locate as locate
-from tpu_kit.model.architecture import unreachable
 from tpu_kit.model.families import experts
 from tpu_kit.model.quantization import Scheme, places, quantize_model, replace_layers, rounded, stacked
+from tpu_kit.model.source import brief, leave_out_towers, locate, quantized_by, read_config, refuse, unreachable
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
     from tpu_kit.config.loader import ModelConfig
 
 UNDONE_IN_LOADING = ("fp8", "mxfp4", "mxfp8")
 """Methods that transformers undoes as it loads, on any machine."""
-
-
-def load_tokenizer(config: ModelConfig, adapter: str | Path | None = None) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer that belongs to the model.
-
-    Args:
-        config: the model.
-        adapter: what training wrote: with a tokenizer in it, that is taken, and with it the chat template of the
-            training, or none after training on plain text. A checkpoint has no tokenizer, and says which it was.
-
-    Raises:
-        ValueError: if the folder or hub repository cannot be read, or holds no tokenizer.
-    """
-    from transformers import AutoTokenizer
-
-    own = adapter is not None and Path(adapter, "tokenizer_config.json").is_file()
-    name = str(adapter) if own else locate(config)
-    options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
-    if not own:
-        options["revision"] = config.revision
-    if config.gguf_file and not (Path(name) / "tokenizer_config.json").is_file():
-        options["gguf_file"] = config.gguf_file
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, **options)
-        if adapter is not None and not own and _saw_plain_text(Path(adapter)):
-            tokenizer.chat_template = None
-        return tokenizer
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        if Path(name).is_dir():
-            raise ValueError(
-                f"model.name={config.name}: the folder has no tokenizer that transformers reads ({brief(error)}). "
-                "Copy the tokenizer's files of the original model into it (tokenizer.json, tokenizer_config.json)"
-            ) from error
-        raise ValueError(unreachable(config, error)) from error
-
-
-def _saw_plain_text(checkpoint: Path) -> bool:
-    """Whether the run of a checkpoint trained on plain text; False for another folder."""
-    state = checkpoint / "state.json"
-    return state.is_file() and json.loads(state.read_text()).get("turns") == "none"
 
 
 def load_base(config: ModelConfig, dtype: torch.dtype | Literal["auto"]) -> PreTrainedModel:
@@ -123,7 +79,7 @@ def read_model(config: ModelConfig, dtype: torch.dtype | Literal["auto"], /, **o
     except ImportError as error:
         raise ValueError(f"model.name={config.name}: {brief(error)}") from error
     except (SafetensorError, RuntimeError, OSError, ValueError, KeyError) as error:
-        _refuse(config, error)
+        refuse(config, error)
         if Path(name).is_dir() or isinstance(error, SafetensorError | RuntimeError):  # damaged, or of other shapes
             raise ValueError(f"model.name={config.name}: transformers cannot load it: {brief(error)}") from error
         raise ValueError(unreachable(config, error)) from error
@@ -136,105 +92,12 @@ def read_model(config: ModelConfig, dtype: torch.dtype | Literal["auto"], /, **o
     return model
 
 
-def _refuse(config: ModelConfig, error: Exception) -> None:
-    """Raises ValueError if transformers refused to run the model's own code, or lacks its family."""
-    from transformers import PreTrainedConfig
-
-    if "trust_remote_code" in str(error):
-        raise ValueError(
-            f"model.name={config.name}: the model comes with Python code of its own. Read that code; if you trust it, "
-            "set model.trust_remote_code=true"
-        ) from error
-    if "does not recognize this architecture" in str(error):
-        given, _ = PreTrainedConfig.get_config_dict(locate(config), revision=config.revision)
-        family, writer = given.get("model_type"), given.get("transformers_version")
-        raise ValueError(absent_family(config, family, writer)) from error
-
-
-def absent_family(config: ModelConfig, family: str | None, writer: str | None = None) -> str:
-    """Describes a model of a family that transformers lacks; `writer` is the version of it that wrote config.json."""
-    from transformers import __version__
-
-    wanted = f"{writer} wrote its config.json: pip install 'transformers>={writer}'"
-    return (
-        f"model.name={config.name}: transformers {__version__} has no family {family}; "
-        f"{wanted if writer else 'install a newer one'}"
-    )
-
-
-def read_config(config: ModelConfig, needed: bool = False) -> PreTrainedConfig | None:
-    """Reads a model's configuration, without its weights; None where it cannot be read, which loading explains.
-
-    Raises:
-        ValueError: the model has code of its own, and `trust_remote_code` is off; transformers lacks its family; or the
-            configuration is `needed`, and cannot be read.
-    """
-    from transformers import AutoConfig
-
-    options: dict[str, Any] = {"gguf_file": config.gguf_file} if config.gguf_file else {}
-    try:
-        found: PreTrainedConfig = AutoConfig.from_pretrained(
-            locate(config), revision=config.revision, trust_remote_code=config.trust_remote_code, **options
-        )
-    except Exception as error:  # strict configurations raise classes of their own
-        _refuse(config, error)
-        if not needed and isinstance(error, OSError | ValueError | KeyError | ImportError):
-            return None
-        if isinstance(error, OSError):
-            raise ValueError(unreachable(config, error)) from error
-        raise ValueError(f"model.name={config.name}: its config.json cannot be used: {brief(error)}") from error
-    return found
-
-
-def leave_out_towers(settings: Any) -> bool:
-    """Removes from a configuration the parts for images and sound that may be None; returns whether it had any."""
-    names = [name for name in ("vision_config", "audio_config") if getattr(settings, name, None) is not None]
-    found = [name for name in names if getattr(type(settings)(), name) is None]
-    for name in found:
-        setattr(settings, name, None)
-    return bool(found)
-
-
-@cache
-def modules_left_out(config: ModelConfig) -> tuple[str, ...]:
-    """Returns the names of the modules that loading leaves out of a model for text: its towers for images and sound.
-
-    They are those of the whole model, built without weights.
-    """
-    from transformers import AutoModelForCausalLM
-
-    settings, text = (read_config(config) for _ in range(2))
-    if settings is None or not leave_out_towers(text):
-        return ()
-    with torch.device("meta"):
-        whole, loaded = (
-            {name for name, _ in AutoModelForCausalLM.from_config(each).named_modules()} for each in (settings, text)
-        )
-    return tuple(sorted(whole - loaded))
-
-
 def forget_quantizer(model: PreTrainedModel) -> None:
     """Lets transformers train and save a model whose weights are plain now, or ours; else it refuses to."""
-    model.hf_quantizer, model.is_quantized = None, False
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
+    from transformers.quantizers import HfQuantizer
 
-
-def quantized_by(config: ModelConfig) -> str | None:
-    """The method that a model's config.json says its weights are quantised by; None for plain weights.
-
-    What cannot be read counts as plain: loading it says why it cannot.
-    """
-    from transformers import PretrainedConfig
-
-    try:
-        given, _ = PretrainedConfig.get_config_dict(locate(config), revision=config.revision)
-    except (OSError, ValueError):
-        return None
-    settings = given.get("quantization_config") or given.get("text_config", {}).get("quantization_config")
-    if not settings:
-        return None
-    return str(settings.get("quant_method") or ("bitsandbytes" if "load_in_4bit" in settings else "unknown"))
+    quantizer: Any = getattr(model, "hf_quantizer", None)  # none of a GGUF file, and the method needs none
+    HfQuantizer.remove_quantization_config(quantizer, model)
 
 
 def _undo(config: ModelConfig, dtype: torch.dtype | Literal["auto"], method: str) -> PreTrainedModel:

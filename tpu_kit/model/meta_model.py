@@ -22,15 +22,18 @@ from torch.utils._pytree import tree_leaves
 
 from tpu_kit.config.loader import ModelConfig
 from tpu_kit.model import attention
-from tpu_kit.model.architecture import Alive, Experts, Layer, Linear, Shape, brief, locate, shipped_shape
 from tpu_kit.model.families import experts, linear_attention
-from tpu_kit.model.loading import absent_family, leave_out_towers, read_config
+from tpu_kit.model.families import registry as families
 from tpu_kit.model.loop import layer_calls
+from tpu_kit.model.quantization import Scheme, replace_layers
+from tpu_kit.model.shape import Alive, Experts, Layer, Linear, Shape
+from tpu_kit.model.source import brief, settings_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+    from tpu_kit.config.loader import TrainConfig
+
 _RECORDED = "tpu_kit_recorded"
 _MOST_POSITIONS = 2**30  # of a model that says none
 TOKENS = 64 * 41
@@ -63,34 +66,17 @@ def build(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     return built
 
 
-def settings_of(config: ModelConfig) -> Any:
-    """Returns a model's configuration, that of assets/shapes.json where it has one.
+def empty_model(config: TrainConfig) -> PreTrainedModel:
+    """Builds the base model as `load_model` loads it, without weights; call it under `torch.device("meta")`.
 
     Raises:
-        ValueError: there is none, or it lacks sizes.
+        ValueError: as `build`.
     """
-    from transformers import CONFIG_MAPPING, PreTrainedConfig
-
-    if (given := shipped_shape(config)) is not None:
-        if given["model_type"] not in CONFIG_MAPPING:
-            raise ValueError(absent_family(config, given["model_type"]))
-        return CONFIG_MAPPING[given["model_type"]].from_dict(given)
-    settings: Any = read_config(config, needed=True)
-    if config.gguf_file:
-        return settings
-    given, _ = PreTrainedConfig.get_config_dict(locate(config), revision=config.revision)
-    leave_out_towers(settings)
-    # transformers replaces missing sizes by its defaults, which would silently plan another model.
-    text, given = settings.get_text_config(), given.get("text_config", given)
-    known = text.to_dict()  # not what a family computes, such as the number of layers of a list of them, or has not
-    names = {name: getattr(text, "attribute_map", {}).get(name, name) for name in _SIZES}
-    missing = [own for name, own in names.items() if own in known and name not in given and own not in given]
-    if missing:
-        raise ValueError(
-            f"model.name={config.name}: its config.json lacks {', '.join(missing)}; take the whole file of the "
-            "original model"
-        )
-    return settings
+    dtype = torch.float32 if config.lora.r == 0 or config.model.base_dtype == "fp32" else torch.bfloat16
+    model = build(config.model, dtype)
+    if scheme := Scheme.of(config.model):
+        replace_layers(model, scheme)
+    return model
 
 
 def derive(model: ModelConfig) -> Shape:
@@ -110,7 +96,7 @@ def shape_of(model: PreTrainedModel, name: str) -> Shape:
         ValueError: its decoder does not run, or it has no list of layers.
     """
     decoder: Any = model.eval().get_decoder()
-    experts.use(model)
+    families.connect(model, frozen=True)
     try:
         equal, kinds, order = _layers(decoder)
     except Exception as error:  # for sizes that do not fit together a model's code may raise anything
@@ -157,8 +143,6 @@ def _layers(decoder: Any) -> tuple[list[int], list[Layer], list[int]]:
     from transformers import AttentionInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
-    attention.register()
-    linear_attention.register(decoder)
     AttentionInterface.register(_RECORDED, _record_attention)
     AttentionMaskInterface.register(_RECORDED, ALL_MASK_ATTENTION_FUNCTIONS[attention.SDPA])
     name, layers = layer_calls.layers_of(decoder)
@@ -172,12 +156,8 @@ def _layers(decoder: Any) -> tuple[list[int], list[Layer], list[int]]:
     return equal, kinds, [kinds.index(run.kinds[number]) for number in equal]
 
 
-_attention_calls: list[tuple[torch.nn.Module, int, int, int]] = []
-"""(module, query heads, key-value heads, size of a head) of the calls within a layer; one thread derives at a time."""
-
-
 def _record_attention(module: torch.nn.Module, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-    _attention_calls.append((module, query.shape[1], key.shape[1], query.shape[-1]))
+    _active.get().attention = module, query.shape[1], key.shape[1], query.shape[-1]
     return attend(query, key, value).transpose(1, 2), None
 
 
@@ -217,7 +197,6 @@ def _kind(layer: torch.nn.Module, hidden: torch.Tensor, args: Any, kwargs: Any) 
             linears.setdefault(path, linear)
             results[path] = output
 
-    _attention_calls.clear()
     states: list[tuple[int, int, int]] = []
     token, hook = linear_attention.sizes_of_states.set(states), register_module_forward_hook(note)
     try:
@@ -232,7 +211,7 @@ def _kind(layer: torch.nn.Module, hidden: torch.Tensor, args: Any, kwargs: Any) 
     for path, part in modules.items():  # what this input did not need
         if path not in linears and path not in routers and (linear := _linear(path, part)):
             linears[path] = linear
-    owner, heads, kv_heads, size = _attention_calls[-1] if _attention_calls else (None, 0, 0, 0)
+    owner, heads, kv_heads, size = trace.attention
     attends = next((path for path, part in modules.items() if part is owner), None)
     sizes: dict[str, int] = {}
     for path, linear in linears.items():
@@ -268,7 +247,11 @@ class _Value:
 
 
 class Trace(TorchDispatchMode):
-    """Records the operations within it, on tensors of `TOKENS` tokens; call `turn` before the backward pass."""
+    """Records the operations within it, on tensors of `TOKENS` tokens; call `turn` before the backward pass.
+
+    Attributes:
+        attention: of the last call of an attention function: module, query heads, key-value heads, size of a head.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -276,6 +259,7 @@ class Trace(TorchDispatchMode):
         self.places: dict[int, int] = {}  # of a tensor's storage, which its views share
         self.kept: list[torch.Tensor] = []  # or another tensor would get the storage's address
         self.backward = 0
+        self.attention: tuple[Any, int, int, int] = (None, 0, 0, 0)
 
     def __enter__(self) -> Trace:
         self.token = _active.set(self)

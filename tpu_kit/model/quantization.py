@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tpu_kit.distributed.replica.mesh import active_mesh
-from tpu_kit.model.architecture import check_groups
 from tpu_kit.model.families import experts
+from tpu_kit.model.shape import check_groups
 from tpu_kit.xla.scan import after
 
 if TYPE_CHECKING:

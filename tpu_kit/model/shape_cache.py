@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from dataclasses import asdict
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
 from tpu_kit.config.loader import ModelConfig
 from tpu_kit.machine.storage import atomic
-from tpu_kit.model.architecture import Shape, did_you_mean, locate, shipped_shape
+from tpu_kit.model.shape import Shape
+from tpu_kit.model.source import did_you_mean, locate, shipped_shape
 
 CACHE = Path("~/.cache/tpu_kit/shapes")
+_DERIVING = ("shape_cache", "meta_model", "loop/layer_calls", "source", "shape")
+"""The modules whose code makes a shape."""
 
 
 def read_shape(model: ModelConfig) -> Shape:
@@ -21,29 +26,22 @@ def read_shape(model: ModelConfig) -> Shape:
     Raises:
         ValueError: there is no config.json, or transformers cannot build a decoder from it.
     """
-    path = CACHE.expanduser() / f"{shape_key(model)}.json"
-    if (shape := _load(path)) is None:
-        from tpu_kit.model import meta_model
-
-        shape = _loaded[path] = meta_model.derive(model)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            atomic.write_text(path, json.dumps(asdict(shape)), shared=True)
-        except OSError:  # the next call derives it again
-            pass
-    return shape
+    return _read_or_derive(CACHE.expanduser() / f"{shape_key(model)}.json", model)
 
 
-_loaded: dict[Path, Shape] = {}
-
-
-def _load(path: Path) -> Shape | None:
+@cache
+def _read_or_derive(path: Path, model: ModelConfig) -> Shape:
     try:
-        if path not in _loaded:
-            _loaded[path] = Shape.from_dict(json.loads(path.read_text()))
-        return _loaded[path]
+        return Shape.from_dict(json.loads(path.read_text()))
     except (OSError, ValueError, TypeError, KeyError, AttributeError):  # no file, or half of one
-        return None
+        pass
+    from tpu_kit.model import meta_model
+
+    shape = meta_model.derive(model)
+    with contextlib.suppress(OSError):  # the next process derives it again
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic.write_text(path, json.dumps(asdict(shape)), shared=True)
+    return shape
 
 
 def shape_key(model: ModelConfig) -> str:
@@ -54,11 +52,7 @@ def shape_key(model: ModelConfig) -> str:
     """
     own = Path(model.name).expanduser()
     code = sorted(own.glob("*.py")) if model.trust_remote_code and own.is_dir() else []
-    code += [
-        Path(__file__),
-        Path(__file__).with_name("meta_model.py"),
-        Path(__file__).with_name("loop") / "layer_calls.py",
-    ]
+    code += [Path(__file__).with_name(f"{name}.py") for name in _DERIVING]
     parts = [_read(model), str(model.trust_remote_code and model.name), version("transformers")]
     every = [*map(str.encode, parts), *(path.read_bytes() for path in code)]
     return hashlib.sha256(b"\0".join(every)).hexdigest()[:32]

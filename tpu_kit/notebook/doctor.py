@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import asdict
 
 from tpu_kit.config.loader import TrainConfig, as_trained
+from tpu_kit.machine import capacity, host
 from tpu_kit.machine import checks as machine
-from tpu_kit.machine import host
 from tpu_kit.machine.checks import Check, Machine
 
 
@@ -42,8 +42,8 @@ def diagnose(config: TrainConfig | None = None, at: Machine | None = None) -> It
     if at.gpus():
         wanted = asked == "cuda" or (asked == "auto" and used in ("cuda", "cpu"))
         yield machine.check_gpu(at, wanted, detection.gpu_count() if wanted else 0)
-    yield host.check_memory(at, config, replicas or at.tpu_devices() or 1)
-    yield host.check_disk(at, config)
+    yield capacity.check_memory(at, config, replicas or at.tpu_devices() or 1)
+    yield capacity.check_disk(at, config)
     yield host.check_files(config)
     yield host.check_hub(at, config)
     yield host.check_wandb(at, config)

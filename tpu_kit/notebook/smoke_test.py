@@ -22,10 +22,8 @@ from tpu_kit.generation.generator import Generator
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.generation.service import load_here
 from tpu_kit.machine.chips import GIB
-from tpu_kit.model import attention
-from tpu_kit.model import causal_lm as models
-from tpu_kit.model.meta_model import settings_of
-from tpu_kit.planning.compiler.trace import empty_model
+from tpu_kit.model import attention, splash_attention, trainable
+from tpu_kit.model.meta_model import empty_model
 from tpu_kit.training.objectives import SupervisedObjective
 from tpu_kit.training.state import Report
 from tpu_kit.training.step import Control, prepare_model, train_step
@@ -157,7 +155,7 @@ def _splash(
 ) -> torch.Tensor:
     """The kernel as the model's layers call it; interpreted without a TPU."""
     settings = SplashSettings(case.window, case.softcap, interpret=rt.device_type != "tpu")
-    return attention.splash_kernel(query * case.head_dim**-0.5, key, value, segments, settings)
+    return splash_attention.splash_kernel(query * case.head_dim**-0.5, key, value, segments, settings)
 
 
 def _differentiate(
@@ -186,7 +184,12 @@ def compare_step(config: TrainConfig) -> dict[str, float] | None:
         On rank 0: loss (nats a token) and grad_norm of the replicas' step, host_loss and host_grad_norm of the host's.
     """
     rt = runtime.current()
-    model, whole = runtime.load_once(rt, lambda: (_model(config), _rows(config, ROWS * rt.world_size)))
+
+    def load() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+        model = _model(config)
+        return model, _rows(model, config, ROWS * rt.world_size)
+
+    model, whole = runtime.load_once(rt, load)
     loss, norm = _step(model, config, rt, {name: tensor[rt.rank :: rt.world_size] for name, tensor in whole.items()})
     if rt.rank:
         return None
@@ -197,8 +200,8 @@ def compare_step(config: TrainConfig) -> dict[str, float] | None:
 
 
 def _model(config: TrainConfig) -> torch.nn.Module:
-    model, generator = models.load_model(config.model, config.lora), torch.Generator().manual_seed(0)
-    for name, parameter in models.trainable_parameters(model).items():
+    model, generator = trainable.load_model(config.model, config.lora), torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
         if "lora_B" in name:  # with zeros, half of the gradients would be zero
             parameter.data = 0.02 * torch.randn(parameter.shape, generator=generator)
     return model
@@ -230,9 +233,9 @@ def _stepper(
     return run
 
 
-def _rows(config: TrainConfig, count: int) -> dict[str, torch.Tensor]:
+def _rows(model: Any, config: TrainConfig, count: int) -> dict[str, torch.Tensor]:
     """Makes rows of two documents each, with the same random tokens at every call."""
-    vocabulary, length = settings_of(config.model).get_text_config().vocab_size, config.data.max_length
+    vocabulary, length = model.get_input_embeddings().num_embeddings, config.data.max_length
     ids = torch.randint(2, vocabulary, (count, length), generator=torch.Generator().manual_seed(1))
     first = length // 3
     positions = torch.cat([torch.arange(first), torch.arange(length - first)]).repeat(count, 1)
@@ -248,8 +251,8 @@ def measure_step(config: TrainConfig) -> dict[str, float | None]:
         seconds of a step after the warm-up; and peak_bytes, the peak of device memory, None if it is not counted.
     """
     rt = runtime.current()
-    model = models.adapt(empty_model(config), config.lora, config.model.base_dtype).train()
-    run = _stepper(model, config, rt, _rows(config, batch_arithmetic(config, rt.world_size).batch_size))
+    model = trainable.adapt(empty_model(config), config.lora, config.model.base_dtype).train()
+    run = _stepper(model, config, rt, _rows(model, config, batch_arithmetic(config, rt.world_size).batch_size))
     run(WARM_UP)
     start = time.perf_counter()
     run(TIMED)

@@ -16,7 +16,7 @@ from tpu_kit.config.mesh import Mesh
 from tpu_kit.distributed.detection import seen_on
 from tpu_kit.machine.chips import Chip
 from tpu_kit.machine.slices import TargetSlice
-from tpu_kit.model.architecture import Linear, Shape
+from tpu_kit.model.shape import Linear, Shape
 from tpu_kit.model.sharding.sharding_rules import is_column, spec_of
 from tpu_kit.planning.memory.activation_memory import objective_beside
 from tpu_kit.planning.memory.argument_memory import model_tensors, teacher_shape, trained_count
@@ -349,9 +349,8 @@ def predict_time(
         moved = done.collectives if where.mesh else update.collectives
         update = replace(done, flops=max(done.flops, update.flops), collectives=moved)
     time = step_time(update, where.chip, where.calibration.time)
-    if not config.on_policy:
+    if (sizes := rollout_of(config, 1 if where.mesh else where.replicas)) is None:
         return time
-    sizes = rollout_of(config, 1 if where.mesh else where.replicas)
     runs = {"decode": -(-sizes.tokens // sizes.block)}
     seconds = sum(runs.get(name, 1) * step_time(done, where.chip).predicted for name, done in rollout.items())
     return replace(time, host=HOST_SECONDS * (passes + 1), rollout=seconds / config.rl.updates_per_rollout)
@@ -365,10 +364,9 @@ def predicted_work(config: TrainConfig, shape: Shape, where: TargetSlice) -> tup
     """
     plan = update_plan(config, where.replicas)
     update = work(config, shape, plan, where.mesh, where.slices)
-    if not config.on_policy:
+    if (rollout := rollout_of(config, 1 if where.mesh else where.replicas)) is None:
         return update, {}
     mesh = where.mesh or Mesh()
-    rollout = rollout_of(config, 1 if where.mesh else where.replicas)
     parts, size = mesh.fsdp * mesh.model, 4 if config.model.base_dtype == "fp32" else 2
     seen = 1.0 if config.model.attention == "sdpa" else 0.5
     rows, width = -(-rollout.prompts // mesh.data), rollout.widths[-1]

@@ -9,8 +9,9 @@ from tpu_kit.config.loader import ConfigError, ModelConfig, TrainConfig, load_co
 from tpu_kit.config.mesh import Mesh, resolve_mesh
 from tpu_kit.machine.chips import GIB
 from tpu_kit.machine.slices import TargetSlice
-from tpu_kit.model.architecture import Shape, shipped_shapes, undivided
+from tpu_kit.model.shape import Shape, undivided
 from tpu_kit.model.shape_cache import read_shape
+from tpu_kit.model.source import shipped_shapes
 from tpu_kit.planning.memory.argument_memory import table
 from tpu_kit.planning.setting import Setting, can_shard, largest, with_rows
 

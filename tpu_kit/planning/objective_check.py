@@ -23,6 +23,7 @@ from tpu_kit.config.fields import hide_secrets
 from tpu_kit.config.loader import ConfigError, TrainConfig
 from tpu_kit.config.schema import RlConfig
 from tpu_kit.model import causal_lm as models
+from tpu_kit.model import trainable
 from tpu_kit.model.states_head import StatesHead, file_names, find_head, title
 from tpu_kit.training.objectives import Objective, Sums, objective_of
 
@@ -70,7 +71,8 @@ def _check_sampling(config: TrainConfig) -> None:
 
 
 def _check_own(config: TrainConfig, objective: Objective) -> None:
-    from tpu_kit.planning.compiler.trace import ROW, empty_model  # it loads the compiler of torch, which takes a second
+    from tpu_kit.model.meta_model import empty_model  # it loads the compiler of torch, which takes a second
+    from tpu_kit.planning.compiler.trace import ROW
 
     name, target = f"optim.objective={config.optim.objective}", imported(config.optim.objective)
     # Of a class in a notebook's cell Python does not know the file, of its methods it does.
@@ -78,7 +80,7 @@ def _check_own(config: TrainConfig, objective: Objective) -> None:
     file = inspect.getsourcefile(next(methods, target) if isinstance(target, type) else target)
     whole = replace(config, model=replace(config.model, base_dtype="fp32"))  # "meta" has no autocast
     with torch.device("meta"):
-        model = models.adapt(empty_model(whole), config.lora, "fp32").train()
+        model = trainable.adapt(empty_model(whole), config.lora, "fp32").train()
         objective.attach(model, lambda one: empty_model(replace(whole, model=one)))
         models.base_model(model).get_decoder().register_forward_pre_hook(_refuse_own_call, with_kwargs=True)
         if config.tracking.eval_generate_rows and isinstance(getattr(model, "objective", None), StatesHead):

@@ -11,7 +11,8 @@ from tpu_kit.config.loader import BatchPlan, TrainConfig, batch_arithmetic, flat
 from tpu_kit.config.resuming import ANEW, changes
 from tpu_kit.distributed.launch import LaunchError
 from tpu_kit.machine.chips import GIB
-from tpu_kit.planning.preflight import Preflight, newest
+from tpu_kit.planning.batch_choice import newest
+from tpu_kit.planning.preflight import Preflight
 from tpu_kit.xla.hlo import parse_out_of_memory
 
 SMALLER = 0.8

@@ -20,7 +20,7 @@ from tpu_kit.config.schema import LEAST_UPDATES, MOST_ROWS
 from tpu_kit.distributed import detection
 from tpu_kit.machine.chips import GIB
 from tpu_kit.machine.slices import TargetSlice, find_slice, services
-from tpu_kit.model.architecture import Shape
+from tpu_kit.model.shape import Shape
 from tpu_kit.model.shape_cache import read_shape
 from tpu_kit.model.sharding.sharding_rules import Placed
 from tpu_kit.planning.compiler.compile_check import CompilerUnavailable

@@ -1,4 +1,4 @@
-"""Chooses the batch of `auto` and predicts memory and time of a run before `train` launches it.
+"""Predicts memory and time of a run before `train` launches it, with the batch that `batch_choice` gives it.
 
 The predictions come from the formula. If it does not cover a configuration, a message says so and the run starts.
 """
@@ -7,28 +7,25 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
-from typing import Any
 
 from tpu_kit.config.conflicts import check_remat
-from tpu_kit.config.loader import ConfigError, TrainConfig, batch_arithmetic
+from tpu_kit.config.loader import TrainConfig
 from tpu_kit.config.mesh import Mesh, resolve_mesh
-from tpu_kit.data.batching import too_few_rows
-from tpu_kit.distributed.detection import MOST_ROWS, detect, device_memory_budget, seen_on
+from tpu_kit.distributed.detection import detect, device_memory_budget, seen_on
 from tpu_kit.distributed.hosts import ONE, Hosts
 from tpu_kit.distributed.replica.runtime import Runtime
 from tpu_kit.machine.checks import Machine
 from tpu_kit.machine.chips import GIB
 from tpu_kit.machine.slices import TargetSlice
-from tpu_kit.model.architecture import Shape
+from tpu_kit.model.shape import Shape
 from tpu_kit.model.shape_cache import read_shape
+from tpu_kit.planning.batch_choice import filled_batch, settle_batch
 from tpu_kit.planning.cost import StepTime, work
 from tpu_kit.planning.memory.memory_estimate import estimate
 from tpu_kit.planning.mesh_choice import check_mesh, placed
-from tpu_kit.planning.planner import best_batch, verified
+from tpu_kit.planning.planner import verified
 from tpu_kit.planning.rollouts import warnings_of
-from tpu_kit.planning.run_cost import Count
 from tpu_kit.planning.setting import Setting
-from tpu_kit.training.checkpoint.manager import Checkpoint, scan
 
 ROUNDED_PER_SECOND = {"int8": 500e6, "int4": 45e6}
 """Weights that one core of a server's CPU rounds in a second (measured: 584e6 and 49e6, groups of 128)."""
@@ -140,11 +137,11 @@ def check_before_launch(
         if room is None or shape is None:
             problem = problem or "how much memory this machine has is not known"
             raise ValueError(f"optim.batch_size=auto: {problem}; give a number, such as optim.batch_size=4")
-        config, reason = _settle_batch(config, room, exact, rows)
+        config, reason = settle_batch(config, room, exact, rows)
         notes.append(reason)
     shards = mesh.batch_shards if mesh else room.replicas if room else None
     if shards is not None:
-        config, fewer = _filled_batch(config, shards, rows)
+        config, fewer = filled_batch(config, shards, rows)
         notes += fewer
     one = Setting(config, shape, room) if room is not None and shape is not None else None
     if exact and shape is not None and (given or room is None or room.chip.bf16_flops is None):
@@ -213,53 +210,6 @@ def _compiled(one: Setting | None) -> str:
     sizes = ", ".join(f"{name} {size / GIB:.2f}" for name, size in made.peaks.items())
     verdict = "fits" if made.fits else "does not fit"
     return f"by the compiler, it {verdict}: of {made.where.limit / GIB:.2f} GiB {sizes}"
-
-
-# ------------------------------------------------------------------------------------------------------------ the batch
-
-
-def _filled_batch(config: TrainConfig, replicas: int, rows: int | None) -> tuple[TrainConfig, list[str]]:
-    """Lowers the default batch to one that the rows fill."""
-    batch = batch_arithmetic(config, replicas)
-    if rows is None or rows >= batch.global_batch_size:
-        return config, []
-    given = {"optim.batch_size", "optim.global_batch_size", "optim.gradient_accumulation"} & set(config.sources)
-    if given or rows < replicas:
-        raise ConfigError([too_few_rows(rows, batch)])
-    fewer = rows // replicas
-    note = f"optim.batch_size={fewer}, not {batch.batch_size}: the data is {rows} rows after packing"
-    return replace(config, optim=replace(config.optim, batch_size=fewer)), [note]
-
-
-def _settle_batch(config: TrainConfig, room: TargetSlice, exact: bool, count: int | None) -> tuple[TrainConfig, str]:
-    """Chooses a number for `optim.batch_size=auto`; returns the run and the reason.
-
-    A resumed run keeps the rows of an update, and the rows of a pass where they still divide them.
-    """
-    optim, found = config.optim, None if config.checkpoint.resume == "never" else newest(config)
-    if found and isinstance(rows := found[1]["optim"]["batch_size"], int):
-        whole = found[0].document("state")["global_batch_size"]
-        if not config.on_policy:  # else its passes hold what was sampled
-            optim = replace(optim, global_batch_size=optim.global_batch_size or whole, gradient_accumulation=1)
-        if config.on_policy or (whole == optim.global_batch_size and whole % (rows * room.replicas) == 0):
-            why = f"optim.batch_size={rows}, as in the run that this one resumes"
-            return replace(config, optim=replace(optim, batch_size=rows)), why
-        config = replace(config, optim=optim)
-    best = best_batch(config, room, exact, Count(count))
-    rows, left = best.update.batch_size, f"that leaves {best.free:.0%} of {room.limit / GIB:.2f} GiB"
-    why = f"the fastest {left}, by {best.source}"
-    if room.chip.bf16_flops is None:
-        why = f"the most {left}, and {MOST_ROWS} at most"
-    return replace(config, optim=replace(config.optim, batch_size=rows)), f"optim.batch_size=auto is {rows}: {why}"
-
-
-def newest(config: TrainConfig) -> tuple[Checkpoint, Any] | None:
-    """Finds the last checkpoint in a run's folder, with its configuration; None without one."""
-    try:
-        found = scan(config.checkpoints_place)[0]
-        return (found[-1], found[-1].document("config")) if found else None
-    except (OSError, ValueError):  # an object store does not answer, or a file is damaged: the run raises it too
-        return None
 
 
 def predicted_bytes(config: TrainConfig, rt: Runtime) -> int | None:

@@ -147,6 +147,7 @@ def rollout_lines(one: Plan) -> list[str]:
     """The programs of a run that samples, a device's memory in each, and the time of a rollout and of an update."""
     replicas = 1 if one.where.mesh else one.where.replicas
     rollout = rollout_of(one.config, replicas)
+    assert rollout is not None, "a run that samples"
     made, names = program_rows(one.memory.programs, one.compiled), ("formula_bytes", "compiler_bytes")
     rows: list[dict[str, object]] = [
         {"program": row["program"], **{f"GiB by {name[:-6]}": _number(row[name] and row[name] / GIB) for name in names},

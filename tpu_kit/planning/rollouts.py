@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tpu_kit.config.loader import BatchPlan, TrainConfig, batch_arithmetic
 from tpu_kit.config.mesh import Mesh
 from tpu_kit.machine.checks import Check, Machine
-from tpu_kit.model.architecture import Shape
+from tpu_kit.model.shape import Shape
 from tpu_kit.model.sharding.sharding_rules import cache_spec
 from tpu_kit.planning.memory.argument_memory import padded, shape_of
 
@@ -58,8 +58,10 @@ class Rollout:
         return self.samples > self.prompts
 
 
-def rollout_of(config: TrainConfig, replicas: int) -> Rollout:
-    """Returns the rollout of a replica, with prompts as long as the run allows."""
+def rollout_of(config: TrainConfig, replicas: int) -> Rollout | None:
+    """Returns the rollout of a replica, with prompts as long as the run allows; None for a run that samples nothing."""
+    if not config.on_policy:
+        return None
     from tpu_kit.generation.decoder import BLOCK, cache_slots, widths_to  # loads torch
 
     rl, most = config.rl, config.rl.longest_prompt(config.data.max_length)
@@ -153,8 +155,9 @@ def program_rows(programs: Sequence[ProgramPeak], made: Mapping[str, Compiled]) 
 
 
 def program_count(config: TrainConfig, replicas: int) -> dict[str, int]:
-    """The most programs of a run, by kind."""
+    """The most programs of a run that samples, by kind."""
     rollout = rollout_of(config, replicas)
+    assert rollout is not None
     # Held-out prompts fill the rows of the samples, some at a time.
     added = int(bool(config.tracking.eval_generate_rows) and rollout.copies)
     before = int(config.optim.objective == "policy" and config.rl.updates_per_rollout > 1)

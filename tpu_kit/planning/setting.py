@@ -17,7 +17,7 @@ from tpu_kit.config.schema import MOST_ROWS
 from tpu_kit.distributed.detection import seen_on
 from tpu_kit.machine.chips import CHIPS, GIB
 from tpu_kit.machine.slices import RESERVE, TargetSlice
-from tpu_kit.model.architecture import Shape, undivided
+from tpu_kit.model.shape import Shape, undivided
 from tpu_kit.planning.compiler.compile_check import Compiled, compile_programs
 from tpu_kit.planning.cost import StepTime, predict_time
 from tpu_kit.planning.memory.argument_memory import VECTOR

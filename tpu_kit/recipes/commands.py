@@ -89,7 +89,7 @@ def plan(args: argparse.Namespace) -> int:
     """Find the settings that fit a TPU, their duration and their cost."""
     from tpu_kit.machine.checks import Machine
     from tpu_kit.machine.slices import ON_GPU
-    from tpu_kit.model.architecture import known_models
+    from tpu_kit.model.source import known_models
     from tpu_kit.planning.planner import plan as find
     from tpu_kit.planning.report import largest, report
 

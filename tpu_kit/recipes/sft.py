@@ -48,10 +48,10 @@ from tpu_kit.machine.storage.output_location import (
     upload_results,
 )
 from tpu_kit.machine.storage.run_folder import adapter_at_hand, find_run
-from tpu_kit.model import causal_lm as models
-from tpu_kit.model.architecture import check_positions, check_vocabulary
+from tpu_kit.model import trainable as models
 from tpu_kit.model.base_identity import base_of_adapter, fingerprint, identify
-from tpu_kit.model.loading import load_frozen, read_config
+from tpu_kit.model.base_model import check_vocabulary, output_embedding
+from tpu_kit.model.source import check_positions, load_tokenizer, read_config
 from tpu_kit.planning.objective_check import check_objective
 from tpu_kit.planning.oom_recovery import out_of_memory, suggestion
 from tpu_kit.planning.preflight import Preflight, check_before_launch, predicted_bytes
@@ -303,7 +303,7 @@ def check_run(
 
 def _check_start(config: TrainConfig, adapter: str) -> None:
     """Raises ValueError if `lora.adapter` was trained on other weights, or does not fit the model and its objective."""
-    from tpu_kit.planning.compiler.trace import empty_model  # it loads the compiler of torch, which takes a second
+    from tpu_kit.model.meta_model import empty_model  # it loads the compiler of torch, which takes a second
 
     with adapter_at_hand(adapter) as folder:
         assert folder is not None
@@ -332,7 +332,7 @@ def prepare_run(config: TrainConfig) -> Prepared:
         max_prompt = config.rl.longest_prompt(config.data.max_length)
     start = Questions.read(find_run(config.lora.adapter).folder) if config.lora.adapter else None
     text = model.get_text_config() if model else None  # loading a model explains why its configuration cannot be read
-    tokenizer = None if config.data.source == SYNTHETIC else models.load_tokenizer(config.model)
+    tokenizer = None if config.data.source == SYNTHETIC else load_tokenizer(config.model)
     check_positions(config.data.max_length, getattr(text, "max_position_embeddings", None))
     check_vocabulary(len(tokenizer or ()), getattr(text, "vocab_size", None))
     prepared = prepare(
@@ -352,7 +352,7 @@ def prepare_run(config: TrainConfig) -> Prepared:
 
 def _read(config: TrainConfig, data: MappedData | None) -> tuple[torch.nn.Module, Prepared]:
     model = models.load_model(config.model, config.lora, seed=config.optim.seed)
-    objective_of(config).attach(model, load_frozen)
+    objective_of(config).attach(model, models.load_frozen)
     if config.lora.adapter:
         with adapter_at_hand(config.lora.adapter) as folder:
             assert folder is not None
@@ -414,7 +414,7 @@ def trainer(
         prepared.train.columns = read_columns(config, prepared)
         untrained = ""
         if rt.rank == 0:
-            head = models.output_embedding(model).weight  # before it leaves the CPU
+            head = output_embedding(model).weight  # before it leaves the CPU
             untrained = describe_untrained(prepared, head, adapters=bool(config.lora.r))
         state = prepare_model(model, config, rt, saved, len(objective.extra))
         rt.sync()

@@ -73,7 +73,7 @@ class Objective(abc.ABC):
         the adapter generates.
 
         Args:
-            model: as `causal_lm.load_model` returns it.
+            model: as `trainable.load_model` returns it.
             load: returns a frozen base model, on the CPU or without weights.
         """
 
@@ -86,7 +86,7 @@ class Objective(abc.ABC):
         """Computes the sums of one batch.
 
         Args:
-            model: as `causal_lm.load_model` returns it, on the batch's device.
+            model: as `trainable.load_model` returns it, on the batch's device.
             batch: input_ids, labels, position_ids and segment_ids, (B, S) each.
         """
 

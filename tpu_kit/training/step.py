@@ -19,8 +19,9 @@ from tpu_kit.config.mesh import Spec
 from tpu_kit.distributed.replica.mesh import active_mesh
 from tpu_kit.distributed.replica.runtime import Runtime
 from tpu_kit.model import causal_lm as models
-from tpu_kit.model.architecture import ALONE
+from tpu_kit.model import preparation
 from tpu_kit.model.loop.layer_calls import layers_of
+from tpu_kit.model.loop.loop_structure import ALONE
 from tpu_kit.training.objectives import Objective, Sums
 from tpu_kit.training.optimizer import is_matrix, wide
 from tpu_kit.training.state import Report, TrainState, restore
@@ -54,7 +55,7 @@ def prepare_model(
     """Prepares a loaded model in place for `train_step` (attention, layer loop, remat, device) and creates its state.
 
     Args:
-        model: as `causal_lm.load_model` returns it.
+        model: as `trainable.load_model` returns it.
         config: the run.
         rt: the replica.
         saved: tensors of `TrainState.to_host` to continue from.
@@ -62,11 +63,11 @@ def prepare_model(
     """
     if saved:
         restore(model, saved)
-    scanned = models.prepare_layers(model, config, rt.device_type)
+    scanned = preparation.prepare_layers(model, config, rt.device_type)
     if scanned is not None and rt.rank == 0:
         print(f"layers           {scanned}", flush=True)
     if (teacher := getattr(model, "teacher", None)) is not None:
-        models.prepare_frozen(teacher, config, rt.device_type)
+        preparation.prepare_frozen(teacher, config, rt.device_type)
     models.to_device(model, rt.local_device)
     if rt.device_type == "cuda":  # the loss is compiled too
         _set_compiler(config.launch.torch_compile)

@@ -55,7 +55,7 @@ class SplashSettings(NamedTuple):
 def splash_forward(settings: SplashSettings, *tensors: torch.Tensor) -> list[torch.Tensor]:
     """Runs the splash kernel on query, key, value, segment ids and, if there are any, prefix ids and sinks.
 
-    For shapes see `attention.splash_kernel`.
+    For shapes see `splash_attention.splash_kernel`.
 
     Returns:
         The output, and if it trains (B, heads, S) fp32 logs of the sums of exponentials for the backward pass.
@@ -149,13 +149,6 @@ def _call(function: Any, settings: SplashSettings, *tensors: torch.Tensor) -> li
     inputs = tuple(known.get(tensor.ndim, spec[: tensor.ndim]) for tensor in tensors)
     platform = "cpu" if settings.interpret else "tpu"
     return call(functools.partial(function, settings), tensors, inputs, outputs, platform)
-
-
-def on_tpu() -> bool:
-    """Returns whether the device of torch_xla is a TPU."""
-    import torch_xla.runtime as xr
-
-    return bool(xr.device_type() == "TPU")
 
 
 def call(

@@ -1,15 +1,10 @@
-"""Programs that torch_xla traces, and their compilation for a TPU that the machine need not have.
-
-The compiler is the compile-only client of libtpu, called through jaxlib.
-"""
+"""Programs that torch_xla traces: placeholders, what a graph reads and replaces, and whether it is for a TPU."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,13 +17,7 @@ from torch.utils._pytree import tree_flatten
 
 from tpu_kit.config.mesh import Mesh, Spec
 from tpu_kit.distributed.replica.mesh import active_mesh
-from tpu_kit.xla import hlo
 from tpu_kit.xla.sharding import hlo_sharding
-
-# Products of sharded weights as gathers and one product: as loops over the shards a step compiles for minutes.
-_SPMD_OPTIONS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
-_RESULT_LAYOUTS = "mhlo.xla_entry_computation_result_layout"
-LOW_EFFORT = -1.0  # of XLA's exec_time_optimization_effort, whose default is 0
 
 
 @dataclass(frozen=True)
@@ -190,110 +179,34 @@ def _on_xla(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type == "xla"
 
 
-# ----------------------------------------------------------------------------------------------------- TPU compiler
+# ---------------------------------------------------------------------------------------------------- kernels of a TPU
+
+_lowering_for_tpu = False
 
 
-def fingerprint(program: Program) -> str:
-    """Hashes the program and its donated buffers, without names and source lines."""
-    from jaxlib import xla_client
-
-    module = xla_client._xla.HloModule.from_serialized_hlo_module_proto(program.hlo)
-    options = xla_client._xla.HloPrintOptions()
-    options.print_metadata, options.print_large_constants = False, True
-    text = module.to_string(options) + repr(program.donated)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-def compile_program(program: Program, request: dict[str, Any]) -> dict[str, Any]:
-    """Compiles for the topology of `request` and returns the fields of `compile_check.Compiled`.
-
-    Raises:
-        ValueError: the compiler refuses the program for another reason than memory, or does not know the topology.
-    """
-    import numpy as np
-    from jax._src import compiler
-    from jaxlib import xla_client
-
-    count = request["num_replicas"]
-    devices = _devices(request["topology"])[:count]
-    numbers = np.array([device.id for device in devices])  # not 0, 1, ... with several slices
-    replicas, shards = (count, 1) if program.mesh.size == 1 else (1, count)
-    options = compiler.get_compile_options(
-        num_replicas=replicas, num_partitions=shards, device_assignment=numbers.reshape(replicas, shards),
-        env_options_overrides=_SPMD_OPTIONS if program.mesh.size > 1 else None,
-    )  # fmt: skip
-    if program.mesh.size > 1:
-        options.executable_build_options.allow_spmd_sharding_propagation_to_output = [True]
-    options.executable_build_options.use_shardy_partitioner = False
-    if request["effort"] == "low":
-        options.executable_build_options.exec_time_optimization_effort = LOW_EFFORT
-    stablehlo = _stablehlo(program)
-    start = time.monotonic()
+@contextlib.contextmanager
+def lowering_for_tpu() -> Iterator[None]:
+    """Lets a process on XLA:CPU trace kernels into a program for the TPU compiler, which cannot run on the CPU."""
+    global _lowering_for_tpu
+    _lowering_for_tpu = True
     try:
-        done = devices[0].client.compile(stablehlo, xla_client.DeviceList(tuple(devices)), options)
-    except Exception as error:
-        text = str(error)
-        memory = hlo.parse_out_of_memory(text)
-        if memory is None:
-            raise ValueError(f"the TPU compiler refuses the program: {text[:2000]}") from error
-        return {
-            "compile_seconds": time.monotonic() - start,
-            "argument_bytes": program.argument_bytes // program.mesh.size,
-            "out_of_memory": {**memory, "text": text},
-        }
-    seconds = time.monotonic() - start
-    stats = done.get_compiled_memory_stats()
-    module = hlo.Module(done.hlo_modules()[0].to_string())
-    client = xla_client.make_cpu_client()
-
-    def analyse(text: str) -> Any:
-        return xla_client._xla.hlo_module_cost_analysis(client, xla_client._xla.hlo_module_from_text(text))
-
-    once = done.cost_analysis()
-    once = once[0] if isinstance(once, list) else once
-    return {
-        "compile_seconds": seconds,
-        "argument_bytes": stats.argument_size_in_bytes,
-        "output_bytes": stats.output_size_in_bytes,
-        "aliased_bytes": stats.alias_size_in_bytes,
-        "temporary_bytes": stats.temp_size_in_bytes,
-        "code_bytes": stats.generated_code_size_in_bytes,
-        "loop_trips": module.trips,
-        "collectives": module.collectives(),
-        **hlo.costs(module, analyse, once["bytes accessed"]),
-    }
+        yield
+    finally:
+        _lowering_for_tpu = False
 
 
-def _devices(topology: dict[str, Any]) -> Any:
-    from jax.experimental import topologies
-
-    config = {"chip_config_name": topology["chip_config_name"]} if topology["chip_config_name"] else {}
-    config |= {"num_slices": topology["slices"]} if topology["slices"] > 1 else {}
-    bounds = list(topology["chips_per_host_bounds"])
-    return topologies.get_topology_desc(
-        platform="tpu", topology_name=topology["name"], chips_per_host_bounds=bounds, **config
-    ).devices
+def is_lowering_for_tpu() -> bool:
+    """Returns whether `lowering_for_tpu` is open."""
+    return _lowering_for_tpu
 
 
-def _stablehlo(program: Program) -> bytes:
-    """Converts the program for the client, and marks its donated parameters."""
-    from jax._src.interpreters import mlir
-    from jax._src.lib.mlir import ir
-    from jaxlib import xla_client
+def has_kernels() -> bool:
+    """Returns whether a program on XLA can have the kernels of a TPU: on a TPU, or in `lowering_for_tpu`."""
+    return _lowering_for_tpu or on_tpu()
 
-    computation = xla_client.XlaComputation(program.hlo)
-    with mlir.make_ir_context():
-        module = ir.Module.parse(xla_client._xla.mlir.xla_computation_to_mlir_module(computation))
-        main = next(operation for operation in module.body.operations if operation.name.value == "main")
-        attributes = [{named.name: named.attr for named in argument} for argument in main.arg_attrs]
-        assert len(attributes) == len(program.arguments), (len(attributes), len(program.arguments))
-        for number, sharding in enumerate(program.shardings):
-            attributes[number]["mhlo.sharding"] = ir.StringAttr.get(sharding)
-        for number in program.donated:
-            attributes[number]["jax.buffer_donor"] = ir.BoolAttr.get(True)
-        main.arg_attrs = ir.ArrayAttr.get([ir.DictAttr.get(named) for named in attributes])
-        # The conversion names the layouts of all results where one is transposed, and libtpu 0.0.17 then says
-        # "Malformed shape proto: element_type TUPLE should not have a layout". Without them, the default is used.
-        if _RESULT_LAYOUTS in module.operation.attributes:
-            del module.operation.attributes[_RESULT_LAYOUTS]
-        return mlir.module_to_bytecode(module)
+
+def on_tpu() -> bool:
+    """Returns whether the device of torch_xla is a TPU."""
+    import torch_xla.runtime as xr
+
+    return bool(xr.device_type() == "TPU")

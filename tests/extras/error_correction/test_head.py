@@ -16,7 +16,7 @@ from tests.training.test_distillation import WIDTH, carries, llama
 from tpu_kit.config.loader import load_config
 from tpu_kit.extras.error_correction.head import ErrorCorrection, ErrorCorrectionObjective
 from tpu_kit.model import causal_lm as models
-from tpu_kit.model import states_head
+from tpu_kit.model import states_head, trainable
 from tpu_kit.model.states_head import file_names
 from tpu_kit.training import adapter_files
 from tpu_kit.training.objectives import SupervisedObjective
@@ -28,7 +28,7 @@ def made(objective: str = "error-correction", **settings: Any) -> tuple[Any, Any
     """The objective, the model with its head, and the configuration."""
     given = {"lora.r": 2, "model.base_dtype": "fp32", "loss_chunk": 24, "optim.objective": objective}
     config = load_config(None, given | settings)
-    model = models.adapt(llama(0, 32, 2), config.lora, "fp32").train()
+    model = trainable.adapt(llama(0, 32, 2), config.lora, "fp32").train()
     found = ErrorCorrectionObjective(config)
     found.attach(model, lambda _: None)
     return found, model, config
@@ -89,7 +89,7 @@ def test_an_untrained_head_changes_nothing_and_the_adapters_learn_as_without_it(
     objective(model, batch).loss.backward()
     got = {name: one.grad for name, one in models.trainable_parameters(model).items()}
     assert float(got["objective.gate"].abs()) > 0, "it would never open"
-    plain = models.adapt(llama(0, 32, 2), config.lora, "fp32").train()
+    plain = trainable.adapt(llama(0, 32, 2), config.lora, "fp32").train()
     SupervisedObjective(config.optim)(plain, batch).loss.backward()
     for name, one in models.trainable_parameters(plain).items():
         torch.testing.assert_close(got[name], one.grad, rtol=1e-6, atol=1e-9, msg=name)

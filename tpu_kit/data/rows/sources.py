@@ -34,7 +34,7 @@ from datasets import config as datasets_config
 from tpu_kit.assets import embedded
 from tpu_kit.config.fields import closest
 from tpu_kit.data.rows.records import LOCATION, PROBLEM, Record, read_records, write_records
-from tpu_kit.machine.host import ask_hub_once
+from tpu_kit.machine.hub import ask_hub_once
 from tpu_kit.machine.storage import atomic
 from tpu_kit.machine.storage.local_folder import is_lfs_pointer
 

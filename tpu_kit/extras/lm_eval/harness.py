@@ -18,8 +18,8 @@ from tpu_kit.generation.prompts import Completion
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.generation.service import GenerationRequest, answer
 from tpu_kit.machine.storage.run_folder import adapter_at_hand
-from tpu_kit.model import causal_lm as models
-from tpu_kit.model.loading import load_tokenizer, read_config
+from tpu_kit.model import rotary
+from tpu_kit.model.source import load_tokenizer, read_config
 
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first one given wins
 _PASSED_ON = ("top_k", "top_p", "min_p", "repetition_penalty", "seed")
@@ -63,7 +63,7 @@ class Requests:
         with adapter_at_hand(adapter_dir) as folder:
             self._tokenizer = load_tokenizer(config.model, folder)
         settings = read_config(config.model)
-        positions = models.max_positions(settings.get_text_config()) if settings else None
+        positions = rotary.max_positions(settings.get_text_config()) if settings else None
         self._positions = positions or config.data.max_length
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:

@@ -20,9 +20,10 @@ from textwrap import indent
 from tpu_kit.config.fields import nest
 from tpu_kit.config.loader import TrainConfig, load_config
 from tpu_kit.extras.pods.slice_job import OFFERS, SliceJob
+from tpu_kit.machine.capacity import loading_bytes, model_bytes
 from tpu_kit.machine.chips import GIB
 from tpu_kit.machine.compatibility import REPOSITORY
-from tpu_kit.machine.host import PROCESS_BYTES, loading_bytes, model_bytes
+from tpu_kit.machine.host import PROCESS_BYTES
 
 RESTARTS = 20  # at most
 _GRACE_SECONDS = 120  # until a host that is told to stop is killed, where the engine lets one choose

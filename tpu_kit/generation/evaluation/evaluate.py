@@ -31,8 +31,8 @@ from tpu_kit.machine.storage import atomic
 from tpu_kit.machine.storage.object_store import ObjectFolder, at_hand
 from tpu_kit.machine.storage.run_folder import adapter_of, find_run
 from tpu_kit.model.base_identity import base_of_adapter
-from tpu_kit.model.causal_lm import max_positions
-from tpu_kit.model.loading import load_tokenizer, read_config
+from tpu_kit.model.rotary import max_positions
+from tpu_kit.model.source import load_tokenizer, read_config
 from tpu_kit.model.states_head import without_head
 
 _BATCH = 32  # rows that a replica answers at a time

@@ -5,7 +5,7 @@ transformers' own function. Router, shared experts and gates stay the model's co
 
 A frozen module of experts has its weights as (E, O, I), gates before ups, and widths that are multiples of 128
 (`prepare`). In this form weights may be integers, as `quantization` stores a linear layer's, with an E in front; their
-scales are buffers of the same name with "_scale", those of int4 with more groups (`architecture.scale_groups`).
+scales are buffers of the same name with "_scale", those of int4 with more groups (`shape.scale_groups`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from typing import Any, NamedTuple
 import torch
 
 from tpu_kit.distributed.replica.mesh import active_mesh
-from tpu_kit.model import attention
-from tpu_kit.model.architecture import scale_groups, tile_rows
+from tpu_kit.model.shape import scale_groups, tile_rows
 from tpu_kit.model.sharding import partition
-from tpu_kit.xla import grouped
+from tpu_kit.xla import grouped, program
 from tpu_kit.xla.grouped import Layout, Tiles
 
 NAME = "tpu_kit"
@@ -39,7 +38,7 @@ def modules_of(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, part
 
 
-def use(model: Any, frozen: bool = True) -> None:
+def connect(model: Any, frozen: bool) -> None:
     """Makes a model compute its experts by `experts_forward`, and its routers in their own precision.
 
     Args:
@@ -67,6 +66,17 @@ def use(model: Any, frozen: bool = True) -> None:
                 f"router_jitter_noise={part.config.router_jitter_noise}: a layer that is recomputed would draw other "
                 "noise; set it to 0 in the model's config.json"
             )
+
+
+def check_trained(model: torch.nn.Module, device_type: str) -> None:
+    """Raises ValueError if weights of experts are trained on XLA."""
+    if device_type in ("tpu", "xla-cpu") and any(
+        weight.requires_grad for _, part in modules_of(model) for weight in part.parameters()
+    ):
+        raise ValueError(
+            "lora.r=0 trains all weights, and on XLA those of experts are frozen: set lora.r=16, or train on "
+            "launch.device_type=cuda or cpu"
+        )
 
 
 @cache
@@ -165,7 +175,7 @@ def tiles_for(pairs: int, experts: int) -> Tiles:
     else:
         pairs //= mesh.batch_shards
     rows = tile_rows(pairs, experts)
-    return Tiles(experts, rows, in_place=shards, kernel=attention.has_kernels())
+    return Tiles(experts, rows, in_place=shards, kernel=program.has_kernels())
 
 
 def _linear(
@@ -350,7 +360,7 @@ def floats_of(scheme: Any, weight: torch.Tensor, scale: torch.Tensor, dtype: tor
 
 
 def quantize(scheme: Any, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rounds the weight (O, I) of an expert: its integers and scales, of int4 with `architecture.scale_groups`."""
+    """Rounds the weight (O, I) of an expert: its integers and scales, of int4 with `shape.scale_groups`."""
     integers, scale = scheme.quantize(weight)
     if scheme.bits == 4:
         more = (scale_groups(weight.shape[1], scheme.group) - scale.shape[1]) // 2

@@ -7,7 +7,7 @@ Qwen3-Next, LFM2, Granite 4 hybrids, Bamba, Falcon H1 and Nemotron-H use it.
 The decays between tokens of two documents are 0, and the state counts only for tokens of the document with which the
 chunk before ended. The backward loop computes each chunk again from the state before it, so a layer's backward pass
 holds one chunk and the states between chunks, (N, B, H, K, V) in fp32. The layers call functions that are globals of
-their modules; `register` replaces these functions by ones that read the documents and the cache of `layer_inputs`.
+their modules; `connect` replaces these functions by ones that read the documents and the cache of `layer_inputs`.
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ def _activated(tensor: torch.Tensor, name: str | None) -> torch.Tensor:
 # ------------------------------------------------------------------------------ in the place of transformers' functions
 
 
-def register(model: torch.nn.Module) -> None:
+def connect(model: torch.nn.Module, frozen: bool = True) -> None:
     """Lets the layers of a model of transformers call the functions of this module; a second call does nothing.
 
     The functions are globals of the modules that define the layers, so other models of the family get them, too. In a

@@ -21,18 +21,18 @@ for memory longer than the products take.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tpu_kit.distributed.replica.mesh import active_mesh
-from tpu_kit.model.architecture import FEW_TILES
 from tpu_kit.model.loop import layer_inputs
+from tpu_kit.model.loop.loop_structure import FEW_TILES
 from tpu_kit.model.sharding import partition
 from tpu_kit.xla.scan import Tensors, Tree, scan
 
@@ -227,21 +227,27 @@ def recompute(layers: Sequence[torch.nn.Module], keeps: bool) -> None:
     if keeps:
         contexts = functools.partial(create_selective_checkpoint_contexts, _policy)
         function = functools.partial(function, context_fn=contexts)
-    # torch.compile compiles once for all layers of one class.
-    classes = {kind: type(f"Recomputed{kind.__name__}", (_Recomputed, kind), {}) for kind in set(map(type, layers))}
+    _extend(layers, _Recomputed, checkpoint=staticmethod(function))
+
+
+def _extend(layers: Iterable[torch.nn.Module], mixin: type[torch.nn.Module], **attributes: Any) -> None:
+    """Puts a mixin before the class of each layer, in place; torch.compile compiles once for all layers of a class."""
+    classes: dict[type, Any] = {}
     for layer in layers:
-        layer.__class__ = classes[type(layer)]
-        layer._checkpoint = function  # type: ignore[assignment]  # mypy expects a tensor or a module
+        kind = type(layer)
+        if kind not in classes:
+            classes[kind] = type(f"{mixin.__name__.strip('_')}{kind.__name__}", (mixin, kind), attributes)
+        layer.__class__ = classes[kind]
 
 
 class _Recomputed(torch.nn.Module):
-    _checkpoint: Callable[..., Any]
+    checkpoint: ClassVar[Callable[..., Any]]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         function = super().forward
         if not torch.compiler.is_compiling():  # a compiled layer is recomputed within its program
             function = layer_inputs.kept(function)
-        return self._checkpoint(function, *args, **kwargs)
+        return self.checkpoint(function, *args, **kwargs)
 
 
 # ------------------------------------------------------------------------------------------------------ MLP over tiles
@@ -259,8 +265,7 @@ def autocast_now(device_type: str) -> dict[str, Any]:
 
 def chunk_mlp(mlp: torch.nn.Module, tokens: int) -> None:
     """Makes an MLP, (B, S, H) to (B, S, H), run over tiles of up to `tokens` tokens; in place."""
-    mlp.__class__ = type(f"Tiled{type(mlp).__name__}", (_Tiled, type(mlp)), {})
-    mlp._tile_tokens = tokens  # type: ignore[assignment]  # mypy expects a tensor or a module
+    _extend([mlp], _Tiled, tile_tokens=tokens)
 
 
 def cast_once(layer: torch.nn.Module) -> set[str]:
@@ -281,15 +286,15 @@ def tiles_of(tokens: int, most: int) -> int:
 
 
 class _Tiled(torch.nn.Module):
-    _tile_tokens: int
+    tile_tokens: ClassVar[int]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         mesh = active_mesh()
         if mesh.size == 1:
             tokens, width = hidden.numel() // hidden.shape[-1], hidden.shape[-1]
-            count = tiles_of(tokens, self._tile_tokens)
+            count = tiles_of(tokens, self.tile_tokens)
         else:  # each tile has tokens of every row, so that all devices work on it
-            count = tiles_of(hidden.shape[1], max(1, self._tile_tokens * mesh.batch_shards // hidden.shape[0]))
+            count = tiles_of(hidden.shape[1], max(1, self.tile_tokens * mesh.batch_shards // hidden.shape[0]))
         if count == 1:
             return super().forward(hidden)
         tiles = hidden.reshape(count, tokens // count, width) if mesh.size == 1 else partition.tiles(hidden, count)
@@ -397,21 +402,22 @@ def fuse_lora(model: torch.nn.Module) -> None:
     """
     from peft.tuners.lora import Linear
 
-    for layer in model.modules():
-        if isinstance(layer, Linear) and type(layer.base_layer) is torch.nn.Linear:
-            layer.forward = functools.partial(_lora_forward, layer)
+    layers = (layer for layer in model.modules() if isinstance(layer, Linear))
+    _extend([layer for layer in layers if type(layer.base_layer) is torch.nn.Linear], _FusedLora)
 
 
-def _lora_forward(layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    name = layer.active_adapters[0]
-    plain = not (args or kwargs or layer.disable_adapters or layer.merged or layer.lora_variant.get(name))
-    if plain and len(layer.active_adapters) == 1 and not torch.is_autocast_enabled("cpu"):
-        base, a, b = layer.base_layer, layer.lora_A[name], layer.lora_B[name]
-        drops = layer.training and getattr(layer.lora_dropout[name], "p", 0)
-        same = x.dtype == base.weight.dtype == a.weight.dtype == b.weight.dtype
-        if same and not drops and b.bias is None and not base.weight.requires_grad:
-            return _LoraProduct.apply(x, base.weight, base.bias, a.weight, b.weight, layer.scaling[name])
-    return type(layer).forward(layer, x, *args, **kwargs)
+class _FusedLora(torch.nn.Module):
+    def forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        name = self.active_adapters[0]
+        plain = not (args or kwargs or self.disable_adapters or self.merged or self.lora_variant.get(name))
+        if plain and len(self.active_adapters) == 1 and not torch.is_autocast_enabled("cpu"):
+            base, a, b = self.base_layer, self.lora_A[name], self.lora_B[name]
+            drops = self.training and getattr(self.lora_dropout[name], "p", 0)
+            same = x.dtype == base.weight.dtype == a.weight.dtype == b.weight.dtype
+            if same and not drops and b.bias is None and not base.weight.requires_grad:
+                return _LoraProduct.apply(x, base.weight, base.bias, a.weight, b.weight, self.scaling[name])
+        result: torch.Tensor = super().forward(x, *args, **kwargs)
+        return result
 
 
 class _LoraProduct(torch.autograd.Function):

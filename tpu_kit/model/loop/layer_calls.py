@@ -137,6 +137,10 @@ class Placeholders(torch.nn.Module):
         """Returns, for the prefix of each stack's name, the prefixes of its slices' names in a list of layers."""
         return {}
 
+    def parts(self) -> dict[str, list[torch.Tensor]]:
+        """Returns, by name in here, the CPU tensors of stacks that are made when the model moves to a mesh."""
+        return {}
+
 
 class _Probe(Placeholders):
     """Records the call of each layer, and whether the layer writes into a mapping, for which it runs the layer."""
@@ -264,9 +268,24 @@ def as_number(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor
 
 
-def keep_after(decoder: Any, layer: int) -> None:
+class KeptLayers(torch.nn.ModuleList):
+    """A decoder's list of layers, from 1 on, of which the states after some, `kept_after`, are kept by its loops."""
+
+    def __init__(self, layers: Iterable[torch.nn.Module], kept_after: Sequence[int] = ()) -> None:
+        super().__init__(layers)
+        self.kept_after = kept_after
+
+
+def keep_after(decoder: torch.nn.Module, layer: int) -> None:
     """Makes `kept_states` return the states after a layer (from 1 on); call it before the layers become loops."""
-    decoder.kept_after = sorted({*getattr(decoder, "kept_after", ()), layer})
+    name, layers = layers_of(decoder)
+    setattr(decoder, name, KeptLayers(layers, sorted({*kept_after(decoder), layer})))
+
+
+def kept_after(decoder: torch.nn.Module) -> Sequence[int]:
+    """Returns the numbers of the layers of which `keep_after` was called."""
+    layers = layers_of(decoder)[1]
+    return layers.kept_after if isinstance(layers, KeptLayers) else ()
 
 
 def kept_states(decoder: torch.nn.Module) -> dict[int, torch.Tensor]:
@@ -295,6 +314,12 @@ def stacked_prefixes(model: torch.nn.Module) -> list[str]:
     """Returns how the names of stacked tensors begin, of trained and of frozen ones."""
     scanned = ((path, part) for path, part in model.named_modules() if isinstance(part, Placeholders))
     return [f"{path}.{stack}" if path else stack for path, part in scanned for stack in part.places()]
+
+
+def stacked_parts(model: torch.nn.Module) -> dict[str, list[torch.Tensor]]:
+    """Returns the CPU tensors of a model's stacks that are made when it moves to a mesh, by name of the stack."""
+    scanned = ((path, part) for path, part in model.named_modules() if isinstance(part, Placeholders))
+    return {f"{path}.{name}" if path else name: held for path, part in scanned for name, held in part.parts().items()}
 
 
 def unstacked(stacks: Mapping[str, list[str]], named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -24,7 +24,6 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from tpu_kit.config.loader import OptimConfig
-from tpu_kit.model import architecture
 from tpu_kit.model.loop import activation_checkpointing, layer_inputs
 from tpu_kit.model.loop.activation_checkpointing import autocast_now, cast_once, chunk_mlp, mix, seeds_of, tensors_of
 from tpu_kit.model.loop.layer_calls import (
@@ -34,9 +33,11 @@ from tpu_kit.model.loop.layer_calls import (
     as_number,
     equal_layers,
     hidden_states_of,
+    kept_after,
     layers_of,
 )
 from tpu_kit.model.loop.layer_inputs import LayerCache
+from tpu_kit.model.loop.loop_structure import Loop, loops, stacks
 from tpu_kit.model.sharding import partition
 from tpu_kit.xla.scan import Tensors, Tree, after, scan, slice_at
 
@@ -49,8 +50,16 @@ class ScannedLayers(Placeholders):
         kept: the states after them, of the last forward pass outside of generation, until `kept_states` takes them.
     """
 
-    def __init__(self, layers: torch.nn.ModuleList, runs: list[Run], kept_after: Sequence[int], pairs: bool) -> None:
+    def __init__(
+        self,
+        layers: torch.nn.ModuleList,
+        runs: list[Run],
+        loops: Sequence[Loop],
+        kept_after: Sequence[int],
+        pairs: bool,
+    ) -> None:
         super().__init__(layers, pairs)
+        self._places = {f"{path}.": [f"{layer}." for layer in held] for path, held in stacks(loops)}
         self.kept_after = tuple(kept_after)
         self.kept: dict[int, torch.Tensor] = {}
         self.runs, self.in_order = torch.nn.ModuleList(runs), runs
@@ -76,14 +85,16 @@ class ScannedLayers(Placeholders):
 
     def places(self) -> dict[str, list[str]]:
         """See `Placeholders`."""
-        found, start = {}, 0
-        for number, run in enumerate(self.in_order):
-            end = start + run.count
-            for stack, offsets in enumerate(run.offsets):
-                turns = range(start, end, run.period)
-                found[f"runs.{number}.layers.{stack}."] = [f"{turn + offset}." for turn in turns for offset in offsets]
-            start = end
-        return found
+        return self._places
+
+    def parts(self) -> dict[str, list[torch.Tensor]]:
+        """See `Placeholders`."""
+        return {
+            f"runs.{number}.layers.{stack}.{name}": held
+            for number, run in enumerate(self.in_order)
+            for stack, named in enumerate(run.parts)
+            for name, held in named.items()
+        }
 
 
 class Run(torch.nn.Module):
@@ -92,16 +103,20 @@ class Run(torch.nn.Module):
     Attributes:
         layers: one for each stack, with weights (turns x equal neighbours, ...).
         offsets: for each of them the places in the block.
+        parts: for each of them the CPU tensors of its stacks that `to_mesh` makes, by name.
     """
 
-    def __init__(self, layers: torch.nn.ModuleList, neighbours: Sequence[int], turns: int, keeps: bool = False) -> None:
+    def __init__(
+        self, layers: torch.nn.ModuleList, neighbours: Sequence[int], turns: int, keeps: bool = False,
+        parts: Sequence[Mapping[str, list[torch.Tensor]]] = (),
+    ) -> None:  # fmt: skip
         """Takes layers with stacked weights and seeded dropouts, and how many equal neighbours each stands for."""
         super().__init__()
         ends = list(itertools.accumulate(neighbours))
         self.offsets = [range(end - count, end) for count, end in zip(neighbours, ends, strict=True)]
         self.turns, self.period, self.keeps, self.count = turns, ends[-1], keeps, turns * ends[-1]
         self.text = f"({' + '.join(map(str, neighbours))})" if self.period > len(layers) else str(self.period)
-        self.layers = layers
+        self.layers, self.parts = layers, parts
 
     def forward(
         self, hidden: torch.Tensor, calls: list[Call], shared: Mapping[Any, Any]
@@ -409,7 +424,7 @@ def scan_layers(decoder: Any, optim: OptimConfig, device_type: str) -> ScannedLa
     Raises:
         ValueError: the layers cannot run as a loop.
     """
-    if device_type not in ("tpu", "xla-cpu") and optim.scan_layers != "on" and not hasattr(decoder, "kept_after"):
+    if device_type not in ("tpu", "xla-cpu") and optim.scan_layers != "on" and not kept_after(decoder):
         return None
     keeps = optim.remat == "outputs"
     try:
@@ -441,15 +456,12 @@ def stack(decoder: Any, tile: int | None = None, keeps: bool = False, apart: boo
     numbers = [id(tensor) for layer in layers for tensor in layer.parameters()]
     if len(set(numbers)) < len(numbers):
         raise CannotScanError("its layers share weights")
-    cuts = getattr(decoder, "kept_after", ())  # a run ends there, so that its states can be kept
+    cuts = kept_after(decoder)  # a run ends there, so that its states can be kept
     parts = [sum(cut <= place for cut in cuts) for place in range(len(layers))]
     equal, pairs = equal_layers(decoder, name, layers, range(len(layers)) if apart else parts)
-    runs, start = [], 0
-    for period, turns in architecture.spans(equal):
-        neighbours = architecture.neighbours(equal[start : start + period])
-        runs.append(_run(list(layers[start : start + period * turns]), neighbours, turns, keeps))
-        start += period * turns
-    scanned = ScannedLayers(layers, runs, cuts, pairs).train(decoder.training)
+    found = loops(equal)
+    runs = [_run(list(layers[one.start : one.start + one.period * one.turns]), one, keeps) for one in found]
+    scanned = ScannedLayers(layers, runs, found, cuts, pairs).train(decoder.training)
     if tile is not None:
         for layer in (layer for run in runs for layer in run.layers):
             mlp = getattr(layer, "mlp", None)
@@ -459,16 +471,16 @@ def stack(decoder: Any, tile: int | None = None, keeps: bool = False, apart: boo
     return scanned
 
 
-def _run(layers: list[torch.nn.Module], neighbours: Sequence[int], turns: int, keeps: bool) -> Run:
+def _run(layers: list[torch.nn.Module], loop: Loop, keeps: bool) -> Run:
     """Makes a run of equal blocks; moves the weights of equal layers into the first of them."""
+    _, turns, neighbours = loop
     blocks = [layers[start : start + len(layers) // turns] for start in range(0, len(layers), len(layers) // turns)]
     ends = itertools.accumulate(neighbours)
     alike = [[layer for block in blocks for layer in block[end - count : end]]
              for count, end in zip(neighbours, ends, strict=True)]  # fmt: skip
-    for first, *others in alike:
-        partition.stack_layers(first, others, list(tensors_of(first)))
+    parts = [partition.stack_layers(first, others, list(tensors_of(first))) for first, *others in alike]
     firsts = torch.nn.ModuleList(first for first, *_ in alike)
     activation_checkpointing.seed_dropouts(firsts)
     if keeps:
         activation_checkpointing.keep_products(firsts)
-    return Run(firsts, neighbours, turns, keeps)
+    return Run(firsts, neighbours, turns, keeps, parts)

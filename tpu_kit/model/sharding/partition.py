@@ -14,7 +14,6 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from tpu_kit.config.mesh import BATCH, Spec
 from tpu_kit.distributed.replica.mesh import active_mesh, put, put_stack
@@ -25,8 +24,6 @@ from tpu_kit.xla.sharding import constrain
 
 in_place: ContextVar[bool] = ContextVar("in_place", default=False)
 """Whether products take a layer's weights and activations as they are, as `decode_sharding` shards them."""
-PARTS = WeakTensorKeyDictionary()
-"""For each stack on "meta" that `to_mesh` has still to move, the list of its layers' CPU tensors."""
 
 
 def spec_of(name: str, tensor: torch.Tensor, embedding: Embedding, stacked: bool = False) -> Spec:
@@ -171,12 +168,17 @@ def move(tensor: torch.Tensor, device: torch.device, spec: Spec | None = None, c
     return put(tensor, spec) if tensor.device.type == "cpu" else constrain(tensor.clone(), spec)
 
 
-def stack_layers(layer: torch.nn.Module, others: list[torch.nn.Module], names: Iterable[str]) -> None:
+def stack_layers(
+    layer: torch.nn.Module, others: list[torch.nn.Module], names: Iterable[str]
+) -> dict[str, list[torch.Tensor]]:
     """Replaces each tensor of a layer, of these names, by the stack, (G, ...), of all layers', and frees those.
 
-    It frees each tensor after its copy, so that the host never has both the stack and all its parts. For a mesh the
-    stack is a tensor on "meta" that names its parts: `to_mesh` copies those to the devices' shards.
+    It frees each tensor after its copy, so that the host never has both the stack and all its parts.
+
+    Returns:
+        For a mesh, where stacks are on "meta", the CPU tensors of each: `to_mesh` copies them to the devices' shards.
     """
+    kept: dict[str, list[torch.Tensor]] = {}
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
     for name in names:
         owner, _, leaf = name.rpartition(".")
@@ -199,16 +201,20 @@ def stack_layers(layer: torch.nn.Module, others: list[torch.nn.Module], names: I
         if isinstance(first, torch.nn.Parameter):
             stacked = torch.nn.Parameter(stacked, requires_grad=first.requires_grad)
         if later:
-            PARTS[stacked] = parts
+            kept[name] = parts
         setattr(modules[0], leaf, stacked)
+    return kept
 
 
-def to_mesh(model: torch.nn.Module, stacks: Iterable[str]) -> torch.nn.Module:
+def to_mesh(
+    model: torch.nn.Module, stacks: Iterable[str], stacked: Mapping[str, list[torch.Tensor]]
+) -> torch.nn.Module:
     """Moves a model from the CPU to the devices of the mesh, in place: to each its shards, tensor by tensor.
 
     Args:
         model: its layers run as a loop.
         stacks: how the names of stacked tensors begin.
+        stacked: the CPU tensors of stacks on "meta", by name; these lists are empty afterwards.
 
     Raises:
         ValueError: as `check_rules`.
@@ -233,8 +239,7 @@ def to_mesh(model: torch.nn.Module, stacks: Iterable[str]) -> torch.nn.Module:
                     continue
                 name = f"{path}.{leaf}" if path else leaf
                 spec, dtype = spec_of(name, tensor, whole, name.startswith(stacks)), _dtype(tensor)
-                parts = PARTS.pop(tensor, None)
-                new = put(tensor, spec, dtype) if parts is None else put_stack(parts, spec, dtype)
+                new = put_stack(stacked[name], spec, dtype) if name in stacked else put(tensor, spec, dtype)
                 if isinstance(tensor, torch.nn.Parameter):
                     new = torch.nn.Parameter(new, requires_grad=tensor.requires_grad)
                 if id(tensor) in shared:

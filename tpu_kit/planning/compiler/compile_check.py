@@ -135,7 +135,7 @@ CACHE = Path("~/.cache/tpu_kit/compiled")
 
 _NEEDED = ("torch_xla", "jax", "jaxlib", "libtpu")
 # The modules that run the compiler and read its answer.
-_READERS = ("tpu_kit.planning.compiler.compile_check", "tpu_kit.xla.program", "tpu_kit.xla.hlo")
+_READERS = ("tpu_kit.planning.compiler.compile_check", "tpu_kit.xla.compiler", "tpu_kit.xla.hlo")
 _VERSIONS = ("torch", "torch_xla", "transformers", "peft", "jax", "jaxlib")
 # No lock on the chips, no log files; and kernels without their source lines, which would make another program where the
 # kit lies in another folder.
@@ -207,8 +207,7 @@ def compile_programs(
     if topology is None:
         raise CompilerUnavailable("the compiler has no topology for this slice")
     asked: dict[str, Mapping[str, int] | None] = {"step": None}
-    if config.on_policy:
-        rollout = rollout_of(config, 1 if config.launch.mesh else num_devices)
+    if rollout := rollout_of(config, 1 if config.launch.mesh else num_devices):
         asked = {**rollout.programs, "accumulate": None, "apply": None}
     return {
         part: compile_step(config, topology, num_replicas=num_devices, part=part, sizes=sizes, **options)
@@ -287,7 +286,7 @@ def main() -> None:
 def _compile(request: dict[str, Any], show: Callable[[str], None]) -> dict[str, Any]:
     from tpu_kit.config.loader import load_config
     from tpu_kit.planning.compiler.trace import trace_generation, trace_step
-    from tpu_kit.xla.program import compile_program, fingerprint
+    from tpu_kit.xla.compiler import compile_program, fingerprint
 
     show("tracing")
     start = time.monotonic()

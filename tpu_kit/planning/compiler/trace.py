@@ -22,11 +22,9 @@ from tpu_kit.distributed.replica.mesh import use_mesh
 from tpu_kit.generation.decoder import BLOCK, Batch, Decoder
 from tpu_kit.generation.kv_cache import stack_spec
 from tpu_kit.generation.sampling import Sampling
-from tpu_kit.model import attention, meta_model
+from tpu_kit.model import attention, trainable
 from tpu_kit.model import causal_lm as models
-from tpu_kit.model.loop.layer_calls import stacked_prefixes
-from tpu_kit.model.quantization import Scheme, replace_layers
-from tpu_kit.model.sharding.partition import embedding_of, spec_of
+from tpu_kit.model.meta_model import empty_model
 from tpu_kit.training.objectives import Objective, objective_of
 from tpu_kit.training.state import TrainState
 from tpu_kit.training.step import SplitStep, prepare_model, train_step
@@ -72,7 +70,7 @@ def trace_step(config: TrainConfig, num_replicas: int, part: str = "step") -> Pr
         before = [(tensor, tensor_number(tensor)) for tensor in _kept(state, split)]
         names = {tensor_number(tensor): name for name, tensor in inputs.items()}
         names |= {tensor_number(tensor): f"batch.{name}" for batch in batches for name, tensor in batch.items()}
-        with attention.lowering_for_tpu():
+        with program.lowering_for_tpu():
             if split is None:
                 train_step(model, state, batches, control, objective, config.optim, replica)
             elif part == "accumulate":
@@ -100,19 +98,17 @@ def _mesh_of(config: TrainConfig, num_devices: int) -> Iterator[tuple[int, int]]
 def _prepared(config: TrainConfig, num_replicas: int) -> tuple[PreTrainedModel, TrainState, Objective]:
     """Prepares the model as training does, on "meta"."""
     with torch.device("meta"):
-        model = models.adapt(empty_model(config), config.lora, config.model.base_dtype).train()
+        model = trainable.adapt(empty_model(config), config.lora, config.model.base_dtype).train()
         objective = objective_of(config)
         objective.attach(model, lambda one: empty_model(replace(config, model=one)))
-        with attention.lowering_for_tpu():
+        with program.lowering_for_tpu():
             replica = TpuRuntime(0, num_replicas, torch.device("meta"))
             return model, prepare_model(model, config, replica, extra_sums=len(objective.extra)), objective
 
 
 def _specs(model: PreTrainedModel, state: TrainState) -> dict[str, Spec]:
     """Returns the sharding of the tensors of a model, its state and the buffer of its gradients, by name."""
-    embedding, stacks = embedding_of(model), tuple(stacked_prefixes(model))
-    tensors = (*model.named_parameters(), *model.named_buffers())
-    specs = {name: spec_of(name, tensor, embedding, name.startswith(stacks)) for name, tensor in tensors}
+    specs = models.tensor_specs(model)
     for name, moments in state.moments.items():
         specs |= {f"moments.{name}.{kind}": state.spec(name, moment) for kind, moment in moments.items()}
         specs |= {f"{part}.{name}": state.specs[name] for part in ("average", "gradients")}
@@ -143,11 +139,10 @@ def trace_generation(
             inputs = fill(model, state)
         else:
             with torch.device("meta"):
-                model = models.adapt(empty_model(config), config.lora, config.model.base_dtype)
+                model = trainable.adapt(empty_model(config), config.lora, config.model.base_dtype)
                 models.cast(model.eval(), models.compute_dtype(model))
             inputs = fill(model)
-            embedding = embedding_of(model)
-            specs = {name: spec_of(name, tensor, embedding) for name, tensor in inputs.items()}
+            specs = models.tensor_specs(model)
         replica = _TracedReplica(0, 1, program.device())
         decoder = Decoder(model, replica, BLOCK, slots)
         ids, lengths = (
@@ -155,7 +150,7 @@ def trace_generation(
             torch.full((rows,), width),
         )
         batch = Batch(ids, lengths, ids[:, 0])
-        with decoder.ready(), attention.lowering_for_tpu():
+        with decoder.ready(), program.lowering_for_tpu():
             cache = decoder.prompt_cache(rows)
             buffers = cache.tensors
             names = {f"cache.{number}": tensor for number, tensor in enumerate(buffers)}
@@ -187,19 +182,6 @@ class _TracedReplica(TpuRuntime):
     def to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         self.read = list(tensors)  # what would be read
         return [torch.zeros(tensor.shape) for tensor in tensors]
-
-
-def empty_model(config: TrainConfig) -> PreTrainedModel:
-    """Builds the base model as `load_model` loads it, without weights; call it under `torch.device("meta")`.
-
-    Raises:
-        ValueError: as `meta_model.build`.
-    """
-    dtype = torch.float32 if config.lora.r == 0 or config.model.base_dtype == "fp32" else torch.bfloat16
-    model = meta_model.build(config.model, dtype)
-    if scheme := Scheme.of(config.model):
-        replace_layers(model, scheme)
-    return model
 
 
 def fill(model: torch.nn.Module, state: TrainState | None = None) -> dict[str, torch.Tensor]:

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING
 
 from tpu_kit.config.loader import TrainConfig, batch_arithmetic
 from tpu_kit.config.mesh import Mesh
-from tpu_kit.model.architecture import ALONE, Alive, Experts, Layer, Shape, most
+from tpu_kit.model.loop.loop_structure import ALONE
+from tpu_kit.model.shape import Alive, Experts, Layer, Shape, most
 from tpu_kit.model.sharding.sharding_rules import Tensor
 from tpu_kit.planning.memory.argument_memory import LANES, is_matrix, model_tensors, padded, shards, teacher_shape
 
@@ -86,7 +87,7 @@ class PeakActivationModel:
         self.tile = min(optim.mlp_tile or self.tokens, self.tokens) if tiles else self.tokens
         self.tiles = -(-self.tokens // self.tile)
         self.tiled = self.tiles > 1
-        self.block = max(map(len, shape.blocks)) if self.scanned else 1
+        self.block = max(len(loop.neighbours) for loop in shape.loops) if self.scanned else 1
         self.tensors = model_tensors(shape, config, scanned=self.scanned)
         self.sharded = list(zip(self.tensors, shards(self.tensors, mesh, shape.embedding), strict=True))
         self.trained = sum(math.prod(one.shape) for one in self.tensors if one.trained)
@@ -174,7 +175,8 @@ class PeakActivationModel:
 
     def inner(self) -> int:
         """The most layers of a loop over equal neighbours in a block, which has own stacks of inputs and gradients."""
-        return max((count for block in self.shape.blocks for count in block if count > 1 and self.scanned), default=0)
+        counts = (count for loop in self.shape.loops for count in loop.neighbours) if self.scanned else ()
+        return max((count for count in counts if count > 1), default=0)
 
     def _saved_by(self, kind: Layer) -> float:
         if self.again:

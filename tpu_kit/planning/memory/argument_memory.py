@@ -14,7 +14,7 @@ from itertools import permutations
 
 from tpu_kit.config.loader import LoraConfig, ModelConfig, TrainConfig
 from tpu_kit.config.mesh import Mesh
-from tpu_kit.model.architecture import Experts, Linear, Shape, scale_groups
+from tpu_kit.model.shape import Experts, Linear, Shape, scale_groups
 from tpu_kit.model.shape_cache import read_shape
 from tpu_kit.model.sharding.sharding_rules import Embedding, Placed, Tensor, place, spec_of
 

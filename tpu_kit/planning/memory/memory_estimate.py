@@ -13,8 +13,10 @@ from typing import Any
 
 from tpu_kit.config.loader import TrainConfig
 from tpu_kit.config.mesh import Mesh
-from tpu_kit.model.architecture import FEW_TILES, Shape, check_groups, check_positions, most
+from tpu_kit.model.loop.loop_structure import FEW_TILES
+from tpu_kit.model.shape import Shape, check_groups, most
 from tpu_kit.model.shape_cache import read_shape
+from tpu_kit.model.source import check_positions
 from tpu_kit.planning.memory.activation_memory import PeakActivationModel
 from tpu_kit.planning.memory.argument_memory import is_matrix, padded, shards, teacher_shape, teacher_tensors
 from tpu_kit.planning.rollouts import ProgramPeak, cache_bytes, rollout_of, update_plan
@@ -143,7 +145,7 @@ class _Step:
         tiles = self.alive.tiles + twice  # the first products twice
         more = max(0, tiles - 2) if self.alive.tiles <= FEW_TILES else 0
         layer = LOOP_CODE + TILE_CODE * more + INT4_CODE * (self.config.model.base_dtype == "int4")
-        return layer * sum(map(len, self.shape.blocks)) * passes
+        return layer * self.shape.program_layers * passes
 
     def memory(self) -> Memory:
         """The estimate, of the program with the largest peak."""
@@ -169,6 +171,7 @@ class _Rounds(_Step):
         """The programs. The cache of the samples is there from "samples" to the last "decode"; an update follows."""
         config, mesh = self.config, self.mesh
         rollout = rollout_of(config, 1 if mesh else self.replicas)
+        assert rollout is not None, "a run with rounds samples"
         prompts, samples = (
             cache_bytes(config, self.shape, rows, rollout.slots, mesh) for rows in (rollout.prompts, rollout.samples)
         )
@@ -188,7 +191,7 @@ class _Rounds(_Step):
             sizes = {part: math.ceil(size) for part, size in temporaries.items() if size}
             return ProgramPeak(name, arguments, more.pop("results", 0), sizes, code, beside, **more)
 
-        cached, code = {cache: samples}, LEAST_CODE + LAYER_CODE * sum(map(len, self.shape.blocks))
+        cached, code = {cache: samples}, LEAST_CODE + LAYER_CODE * self.shape.program_layers
         yield made("prefill", (*model, "prompt_cache"), self.prefill(rollout.prompts, rollout.widths[-1]), code)
         if rollout.copies:
             yield made("samples", ("prompt_cache",), {"cache_copy": prompts}, 0, results=samples)
@@ -218,7 +221,7 @@ class _Rounds(_Step):
         Of the cache of layers that run as a loop half is copied: keys or values, or each in place of the other.
         """
         mesh, shape = self.mesh or Mesh(), self.shape
-        copied = sum(period * turns for period, turns in shape.runs if turns > 1) / 2
+        copied = sum(loop.period * loop.turns for loop in shape.loops if loop.turns > 1) / 2
         return {
             "weight_copies": self.alive.copies(), "cache_copy": copied / shape.layers * cache,
             "logits": LOGITS * 4.0 * -(-rows // mesh.data) * shape.vocabulary,

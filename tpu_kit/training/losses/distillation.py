@@ -16,9 +16,10 @@ import torch.nn.functional as F
 
 from tpu_kit.config.loader import DistillConfig, ModelConfig, TrainConfig
 from tpu_kit.model import causal_lm as models
-from tpu_kit.model.architecture import check_positions, check_vocabulary
-from tpu_kit.model.loading import load_tokenizer, read_config
+from tpu_kit.model import trainable
+from tpu_kit.model.base_model import check_vocabulary
 from tpu_kit.model.loop.layer_calls import keep_after, kept_states
+from tpu_kit.model.source import check_positions, load_tokenizer, read_config
 from tpu_kit.training.losses.loss import IGNORE, Likelihood, chunked, head_outputs, rows_in_chunks, shift_labels
 from tpu_kit.training.objectives import Objective, Sums, SupervisedObjective
 from tpu_kit.xla.scan import Tensors, after
@@ -83,7 +84,7 @@ class DistillationObjective(Objective):
         if self._distill.files:
             return
         assert self._config.teacher is not None
-        model.teacher = teacher = models.freeze(load(self._config.teacher), self._distill.teacher_dtype)
+        model.teacher = teacher = trainable.freeze(load(self._config.teacher), self._distill.teacher_dtype)
         sizes = [models.text_config(side).hidden_size for side in (model, teacher)]
         projected = ["embeddings"] if "embeddings" in self._weights else []
         for pair in self._distill.pairs:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from tpu_kit.distributed.replica.mesh import active_mesh
-from tpu_kit.model.causal_lm import OutputHead
+from tpu_kit.model.base_model import OutputHead
 from tpu_kit.model.loop.activation_checkpointing import tiles_of
 from tpu_kit.model.sharding import partition
 from tpu_kit.xla.scan import Tensors, Tree, scan

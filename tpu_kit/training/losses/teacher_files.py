@@ -28,9 +28,11 @@ from tpu_kit.distributed.replica import runtime
 from tpu_kit.machine.chips import GIB, MIB
 from tpu_kit.machine.storage import atomic
 from tpu_kit.model import causal_lm as models
+from tpu_kit.model import preparation, trainable
 from tpu_kit.model.base_identity import fingerprint, identify
-from tpu_kit.model.loading import load_frozen, read_config
+from tpu_kit.model.loading import load_frozen
 from tpu_kit.model.loop.activation_checkpointing import tiles_of
+from tpu_kit.model.source import read_config
 from tpu_kit.training.losses.distillation import top_log_probabilities
 from tpu_kit.training.losses.loss import head_outputs
 from tpu_kit.xla.scan import Tensors, scan
@@ -138,8 +140,8 @@ def _compute(data: MappedData, config: TrainConfig) -> None:
     """Computes the missing files by a teacher on the replica's device; replica r of N takes every N-th of them."""
     rt, model, prepared = runtime.current(), config.teacher, data.read()
     assert model is not None
-    teacher, _ = runtime.load_once(rt, lambda: (models.freeze(load_frozen(model), model.base_dtype), None))
-    models.prepare_frozen(teacher, config, rt.device_type)
+    teacher, _ = runtime.load_once(rt, lambda: (trainable.freeze(load_frozen(model), model.base_dtype), None))
+    preparation.prepare_frozen(teacher, config, rt.device_type)
     models.to_device(teacher, rt.local_device)
     rt.sync()
     files = TeacherFiles.of(config, prepared)

@@ -1,160 +1,26 @@
-"""The shapes of models: sizes, parameters, linear layers of each kind of layer, layers with adapters; where models lie.
+"""The shapes of models: sizes, parameters, linear layers of each kind of layer, layers with adapters.
 
-`meta_model` derives a shape from the model itself, and `shape_cache` keeps it. assets/shapes.json has the config.json
-of some models of the hub, to plan them without a network, and before access is granted.
+`meta_model` derives a shape from the model itself, and `shape_cache` keeps it.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import math
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, is_dataclass
 from functools import cache, cached_property
-from itertools import groupby
-from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from tpu_kit.config.fields import closest, hide_secrets
-from tpu_kit.config.loader import LoraConfig, ModelConfig
+from tpu_kit.config.loader import LoraConfig
 from tpu_kit.config.mesh import Mesh
-from tpu_kit.machine.host import ask_hub_once
-from tpu_kit.machine.storage.local_folder import is_lfs_pointer
+from tpu_kit.model.loop.loop_structure import Loop, loops, stacks
 from tpu_kit.model.sharding.sharding_rules import Embedding
-
-ALONE = 2**24
-"""Number of elements from which on the squares of a gradient are summed by themselves; see `training.step`.
-64 MiB are more than a stack of adapters of rank 16, and less than a stack of a whole model's matrices."""
-
-
-MIRRORS = ("unsloth", "NousResearch")
-"""Organizations of the hub with copies of other models under the same names. Unsloth converts Phi to other families."""
-
-
-@cache
-def shipped_shapes() -> dict[str, dict[str, Any]]:
-    """Returns the config.json of every model in assets/shapes.json, by its name on the hub."""
-    found = json.loads((Path(__file__).parents[1] / "assets/shapes.json").read_text())
-    return {name: shape for names, shape in found.items() for name in names.split()}  # several models may share one
-
-
-def _copied(name: str) -> str:
-    return name.partition("/")[2].lower().removeprefix("meta-")
-
-
-def shipped_shape(model: ModelConfig) -> dict[str, Any] | None:
-    """Returns the config.json of a model; None if it is unknown, a folder has its name, or config has a revision."""
-    if model.revision is not None or Path(model.name).is_dir():
-        return None
-    if model.name.partition("/")[0] in MIRRORS:
-        originals = {_copied(name): name for name in shipped_shapes() if not name.startswith("microsoft/")}
-        return shipped_shapes().get(originals.get(_copied(model.name), ""))
-    return next((shape for name, shape in shipped_shapes().items() if name.lower() == model.name.lower()), None)
-
-
-def did_you_mean(name: str) -> str:
-    """Returns a question with the known model whose name is closest to a misspelled one; empty if none is close."""
-    names = {known.lower(): known for known in shipped_shapes()}
-    return "".join(f" did you mean {names[guess]}?" for guess in closest(name, names, 0.8) if names[guess] != name)
-
-
-def locate(config: ModelConfig) -> str:
-    """The folder of a model, or its hub id; raises ValueError if it is a folder without one."""
-    if config.name == "embedded":
-        from tpu_kit.assets import embedded
-
-        return str(embedded.model_dir())
-    folder = Path(config.name).expanduser()
-    if folder.is_dir():
-        wanted = config.gguf_file or "config.json"
-        if not (folder / wanted).is_file():
-            have = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
-            advice = ""
-            if any((folder / name).exists() for name in ("adapter_config.json", "adapter")):  # of a run, or the run
-                advice = "; to use a tuned model, run `python -m tpu_kit export RUN format=merged` and give its folder"
-            raise ValueError(f"model.name={config.name}: the folder has no {wanted} (it holds: {have}){advice}")
-        if pointers := sorted(path.name for path in folder.iterdir() if path.is_file() and _is_pointer(path)):
-            raise ValueError(
-                f"model.name={config.name}: only a git-lfs pointer is there in place of {', '.join(pointers[:3])}: run "
-                "`git lfs install && git lfs pull` in that folder, or `hf download`"
-            )
-        return str(folder)
-    if config.name.startswith((".", "~", os.sep)) or config.name.count("/") > 1:
-        raise ValueError(f"model.name={config.name}: there is no such folder. Give a folder, a hub id or embedded")
-    ask_hub_once()
-    return config.name
-
-
-def _is_pointer(path: Path) -> bool:
-    with path.open("rb") as file:
-        return is_lfs_pointer(file.read(64))
-
-
-def unreachable(config: ModelConfig, error: Exception) -> str:
-    """What to tell the user of a model that is no folder and that the hub did not give."""
-    kind = type(error.__cause__ or error).__name__
-    if "Gated" in kind or "gated repo" in str(error):
-        action = "its owner grants access by request: ask on its page, then run `hf auth login`"
-    else:
-        action = (
-            "check the spelling and the network; or run `hf download` where there is one and give the folder; "
-            "or use model.name=embedded, which needs no network"
-        )
-    return (
-        f"model.name={config.name}: it is no folder here and cannot be fetched from the hub ({brief(error)});"
-        f"{did_you_mean(config.name)} {action}"
-    )
-
-
-def brief(error: BaseException) -> str:
-    """The first line of an error's text."""
-    return hide_secrets(str(error)).strip().split("\n")[0][:300]
-
-
-def known_models() -> str:
-    """Formats the names of `shipped_shapes`, with a line for each organization."""
-    lines = []
-    for owner, names in groupby(sorted(shipped_shapes(), key=str.lower), key=lambda name: name.partition("/")[0]):
-        lines.append(f"{owner}/: {', '.join(name.partition('/')[2] for name in names)}")
-    return "\n".join([*lines, f"and their copies of {' and '.join(f'{name}/' for name in MIRRORS)}"])
-
 
 WITHOUT_ADAPTER = dict.fromkeys(("falcon_h1", "nemotron_h"), ("out_proj",))
 """By model_type, the linear layers that lora.targets=all-linear leaves out: PEFT (0.17) refuses adapters there, because
 fused kernels of CUDA read these weights without their module."""
-FEW_TILES = 4
-"""Tiles of an MLP up to which its backward pass is unrolled: a loop copies the weights that it carries, and with more
-tiles the program would grow."""
-
-
-def spans(keys: Sequence[Any]) -> list[tuple[int, int]]:
-    """Divides a sequence into runs (period, turns) of equal blocks, with the least sum of (items of a block + 1)."""
-    best = [(0, 0, 0)]  # of the items up to each place: the sum, and the last run
-    for end in range(1, len(keys) + 1):
-        least = (best[-1][0] + 2, 1, 1)
-        for period in range(1, end + 1):
-            if period + 1 >= least[0]:
-                break
-            turns, start, block = 1, end - 2 * period, keys[end - period : end]
-            while start >= 0 and keys[start : start + period] == block:
-                turns += 1
-                least = min(least, (best[start][0] + period + 1, period, turns), key=lambda one: one[0])
-                start -= period
-        best.append(least)
-    found, end = [], len(keys)
-    while end:
-        _, period, turns = best[end]
-        found.append((period, turns))
-        end -= period * turns
-    return found[::-1]
-
-
-def neighbours(keys: Sequence[Any]) -> list[int]:
-    """Divides a block into loops over equal neighbours; returns the number of items of each."""
-    return [len(list(group)) for _, group in itertools.groupby(keys)]
 
 
 @dataclass(frozen=True)
@@ -376,15 +242,14 @@ class Shape:
         return sum(kind.parameters * count for kind, count in self.counted) + _elements(self.outside)
 
     @cached_property
-    def runs(self) -> list[tuple[int, int]]:
-        """(layers of a block, turns) of each loop over layers."""
-        return spans(self.equal)
+    def loops(self) -> list[Loop]:
+        """The loops over layers."""
+        return loops(self.equal)
 
-    @cached_property
-    def blocks(self) -> list[list[int]]:
-        """For each run the equal neighbours of its block; the program has one layer for them."""
-        ends = itertools.accumulate(period * turns for period, turns in self.runs)
-        return [neighbours(self.equal[end - period : end]) for (period, _), end in zip(self.runs, ends, strict=True)]
+    @property
+    def program_layers(self) -> int:
+        """Layers of the program: one for all equal neighbours in the blocks of a loop."""
+        return sum(len(loop.neighbours) for loop in self.loops)
 
     def mesh_problems(self, mesh: Mesh) -> list[str]:
         """Returns a text for each number of attention heads that the model axis of a mesh does not divide."""
@@ -392,16 +257,8 @@ class Shape:
 
     def stacks(self, *, scanned: bool = True) -> Iterator[tuple[str, list[int]]]:
         """Yields the path in the model of each layer, or of each stack of layers, and the layers that are in it."""
-        if not scanned:
-            yield from ((f"{self.layers_path}.{number}", [number]) for number in range(self.layers))
-            return
-        start = 0
-        for run, ((period, turns), block) in enumerate(zip(self.runs, self.blocks, strict=True)):
-            for stack, (count, end) in enumerate(zip(block, itertools.accumulate(block), strict=True)):
-                blocks = range(start, start + period * turns, period)
-                layers = [first + offset for first in blocks for offset in range(end - count, end)]
-                yield f"{self.layers_path}.runs.{run}.layers.{stack}", layers
-            start += period * turns
+        found = stacks(self.loops) if scanned else ((str(number), [number]) for number in range(self.layers))
+        yield from ((f"{self.layers_path}.{path}", layers) for path, layers in found)
 
     def has_adapter(self, lora: LoraConfig, layer: int | None, linear: Linear) -> bool:
         """Whether a linear layer has an adapter; `layer` is the number of its layer, None for one in no layer."""
@@ -446,24 +303,6 @@ def check_groups(widths: Sequence[tuple[str, int]], group: int) -> None:
         advice = f"set it to {fitting[0]}" if fitting else "use model.base_dtype=int8"
         raise ValueError(
             f"model.quant_group={group} does not divide half of the inputs of {', '.join(wrong)}: {advice}"
-        )
-
-
-def check_positions(length: int, positions: int | None, whose: str = "the model") -> None:
-    """Raises ValueError if rows of `data.max_length` tokens are longer than a model's positions; None is no limit."""
-    if positions is not None and length > positions:
-        raise ValueError(
-            f"data.max_length={length} is longer than the {positions} positions of {whose}; set it to {positions} or "
-            "less"
-        )
-
-
-def check_vocabulary(ids: int, embeddings: int | None, whose: str = "the model") -> None:
-    """Raises ValueError if a tokenizer has more ids than a model has embeddings: XLA silently clamps the others."""
-    if embeddings is not None and ids > embeddings:
-        raise ValueError(
-            f"the tokenizer has {ids} ids and {whose} only {embeddings} embeddings: they do not belong together. Load "
-            "both from one folder, or take the tokens that were added out again"
         )
 
 

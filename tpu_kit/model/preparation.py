@@ -1,0 +1,68 @@
+"""Prepares a loaded model for a device: its attention, and layers that run as loops or recompute their activations."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from tpu_kit.config.conflicts import check_remat
+from tpu_kit.model import attention
+from tpu_kit.model.base_model import base_model
+from tpu_kit.model.families import registry as families
+from tpu_kit.model.loop import activation_checkpointing
+from tpu_kit.model.loop.layer_calls import layers_of
+from tpu_kit.model.loop.layer_scan import ScannedLayers, scan_layers
+
+if TYPE_CHECKING:
+    from tpu_kit.config.loader import TrainConfig
+
+
+def use_attention(model: torch.nn.Module, choice: str, device_type: str) -> str:
+    """Sets the attention for the device on which the model will run, and returns its registered name."""
+    implementation = attention.choose(choice, device_type)
+    base_model(model).set_attn_implementation(implementation)
+    return implementation
+
+
+def prepare_layers(model: torch.nn.Module, config: TrainConfig, device_type: str) -> ScannedLayers | None:
+    """Sets the attention of a model, and makes its layers loops, or recompute their activations, as a run asks.
+
+    Args:
+        model: as `load_model` returns it; changed in place, before its move to the device.
+        config: the run.
+        device_type: "tpu", "xla-cpu", "cuda" or "cpu".
+
+    Returns:
+        As `scan_layers`.
+
+    Raises:
+        ValueError: as `scan_layers`, `check_remat` and `families.check_trained`.
+    """
+    check_remat(config, device_type)
+    families.check_trained(model, device_type)
+    use_attention(model, config.model.attention, device_type)
+    optim, decoder = config.optim, base_model(model).get_decoder()
+    scanned = scan_layers(decoder, optim, device_type)
+    if scanned is None and optim.remat != "none":
+        enable_remat(model, optim.remat == "outputs")
+    elif scanned is None and device_type == "cpu":  # in a checkpoint, hooks of its parameters would not be called
+        activation_checkpointing.fuse_lora(model)
+    return scanned
+
+
+def prepare_frozen(model: torch.nn.Module, config: TrainConfig, device_type: str) -> None:
+    """Sets the attention of a model that is not trained, and makes its layers loops, which save no activations."""
+    use_attention(model, config.model.attention, device_type)
+    scan_layers(base_model(model).get_decoder(), replace(config.optim, remat="full"), device_type)
+
+
+def enable_remat(model: torch.nn.Module, keeps: bool = False) -> None:
+    """Makes every layer of a model on the CPU or a GPU recompute its activations in the backward pass, without a loop.
+
+    With `keeps` it keeps the results of products and of attention; see `activation_checkpointing`.
+    """
+    base = base_model(model)
+    activation_checkpointing.recompute(layers_of(base.get_decoder())[1], keeps)
+    base.enable_input_require_grads()  # so that the first layer compiles to the code of the others

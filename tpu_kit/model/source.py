@@ -1,0 +1,291 @@
+"""Where a model lies, and what it says without its weights: configuration, tokenizer.
+
+assets/shapes.json has the config.json of some models of the hub, to plan them without a network, and before access is
+granted. Every error becomes a `ValueError` that says what to do next, because transformers' own messages are long.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import cache
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tpu_kit.config.fields import closest, hide_secrets
+from tpu_kit.config.loader import ModelConfig
+from tpu_kit.machine.hub import ask_hub_once
+from tpu_kit.machine.storage.local_folder import is_lfs_pointer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+MIRRORS = ("unsloth", "NousResearch")
+"""Organizations of the hub with copies of other models under the same names. Unsloth converts Phi to other families."""
+
+
+@cache
+def shipped_shapes() -> dict[str, dict[str, Any]]:
+    """Returns the config.json of every model in assets/shapes.json, by its name on the hub."""
+    found = json.loads((Path(__file__).parents[1] / "assets/shapes.json").read_text())
+    return {name: shape for names, shape in found.items() for name in names.split()}  # several models may share one
+
+
+def _copied(name: str) -> str:
+    return name.partition("/")[2].lower().removeprefix("meta-")
+
+
+def shipped_shape(model: ModelConfig) -> dict[str, Any] | None:
+    """Returns the config.json of a model; None if it is unknown, a folder has its name, or config has a revision."""
+    if model.revision is not None or Path(model.name).is_dir():
+        return None
+    if model.name.partition("/")[0] in MIRRORS:
+        originals = {_copied(name): name for name in shipped_shapes() if not name.startswith("microsoft/")}
+        return shipped_shapes().get(originals.get(_copied(model.name), ""))
+    return next((shape for name, shape in shipped_shapes().items() if name.lower() == model.name.lower()), None)
+
+
+def did_you_mean(name: str) -> str:
+    """Returns a question with the known model whose name is closest to a misspelled one; empty if none is close."""
+    names = {known.lower(): known for known in shipped_shapes()}
+    return "".join(f" did you mean {names[guess]}?" for guess in closest(name, names, 0.8) if names[guess] != name)
+
+
+def locate(config: ModelConfig) -> str:
+    """The folder of a model, or its hub id; raises ValueError if it is a folder without one."""
+    if config.name == "embedded":
+        from tpu_kit.assets import embedded
+
+        return str(embedded.model_dir())
+    folder = Path(config.name).expanduser()
+    if folder.is_dir():
+        wanted = config.gguf_file or "config.json"
+        if not (folder / wanted).is_file():
+            have = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
+            advice = ""
+            if any((folder / name).exists() for name in ("adapter_config.json", "adapter")):  # of a run, or the run
+                advice = "; to use a tuned model, run `python -m tpu_kit export RUN format=merged` and give its folder"
+            raise ValueError(f"model.name={config.name}: the folder has no {wanted} (it holds: {have}){advice}")
+        if pointers := sorted(path.name for path in folder.iterdir() if path.is_file() and _is_pointer(path)):
+            raise ValueError(
+                f"model.name={config.name}: only a git-lfs pointer is there in place of {', '.join(pointers[:3])}: run "
+                "`git lfs install && git lfs pull` in that folder, or `hf download`"
+            )
+        return str(folder)
+    if config.name.startswith((".", "~", os.sep)) or config.name.count("/") > 1:
+        raise ValueError(f"model.name={config.name}: there is no such folder. Give a folder, a hub id or embedded")
+    ask_hub_once()
+    return config.name
+
+
+def _is_pointer(path: Path) -> bool:
+    with path.open("rb") as file:
+        return is_lfs_pointer(file.read(64))
+
+
+def unreachable(config: ModelConfig, error: Exception) -> str:
+    """What to tell the user of a model that is no folder and that the hub did not give."""
+    kind = type(error.__cause__ or error).__name__
+    if "Gated" in kind or "gated repo" in str(error):
+        action = "its owner grants access by request: ask on its page, then run `hf auth login`"
+    else:
+        action = (
+            "check the spelling and the network; or run `hf download` where there is one and give the folder; "
+            "or use model.name=embedded, which needs no network"
+        )
+    return (
+        f"model.name={config.name}: it is no folder here and cannot be fetched from the hub ({brief(error)});"
+        f"{did_you_mean(config.name)} {action}"
+    )
+
+
+def brief(error: BaseException) -> str:
+    """The first line of an error's text."""
+    return hide_secrets(str(error)).strip().split("\n")[0][:300]
+
+
+def known_models() -> str:
+    """Formats the names of `shipped_shapes`, with a line for each organization."""
+    lines = []
+    for owner, names in groupby(sorted(shipped_shapes(), key=str.lower), key=lambda name: name.partition("/")[0]):
+        lines.append(f"{owner}/: {', '.join(name.partition('/')[2] for name in names)}")
+    return "\n".join([*lines, f"and their copies of {' and '.join(f'{name}/' for name in MIRRORS)}"])
+
+
+# ------------------------------------------------------------------------------------- configuration and tokenizer
+
+
+def load_tokenizer(config: ModelConfig, adapter: str | Path | None = None) -> PreTrainedTokenizerBase:
+    """Loads the tokenizer that belongs to the model.
+
+    Args:
+        config: the model.
+        adapter: what training wrote: with a tokenizer in it, that is taken, and with it the chat template of the
+            training, or none after training on plain text. A checkpoint has no tokenizer, and says which it was.
+
+    Raises:
+        ValueError: if the folder or hub repository cannot be read, or holds no tokenizer.
+    """
+    from transformers import AutoTokenizer
+
+    own = adapter is not None and Path(adapter, "tokenizer_config.json").is_file()
+    name = str(adapter) if own else locate(config)
+    options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
+    if not own:
+        options["revision"] = config.revision
+    if config.gguf_file and not (Path(name) / "tokenizer_config.json").is_file():
+        options["gguf_file"] = config.gguf_file
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, **options)
+        if adapter is not None and not own and _saw_plain_text(Path(adapter)):
+            tokenizer.chat_template = None
+        return tokenizer
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        if Path(name).is_dir():
+            raise ValueError(
+                f"model.name={config.name}: the folder has no tokenizer that transformers reads ({brief(error)}). "
+                "Copy the tokenizer's files of the original model into it (tokenizer.json, tokenizer_config.json)"
+            ) from error
+        raise ValueError(unreachable(config, error)) from error
+
+
+def _saw_plain_text(checkpoint: Path) -> bool:
+    """Whether the run of a checkpoint trained on plain text; False for another folder."""
+    state = checkpoint / "state.json"
+    return state.is_file() and json.loads(state.read_text()).get("turns") == "none"
+
+
+def refuse(config: ModelConfig, error: Exception) -> None:
+    """Raises ValueError if transformers refused to run the model's own code, or lacks its family."""
+    from transformers import PreTrainedConfig
+
+    if "trust_remote_code" in str(error):
+        raise ValueError(
+            f"model.name={config.name}: the model comes with Python code of its own. Read that code; if you trust it, "
+            "set model.trust_remote_code=true"
+        ) from error
+    if "does not recognize this architecture" in str(error):
+        given, _ = PreTrainedConfig.get_config_dict(locate(config), revision=config.revision)
+        family, writer = given.get("model_type"), given.get("transformers_version")
+        raise ValueError(absent_family(config, family, writer)) from error
+
+
+def absent_family(config: ModelConfig, family: str | None, writer: str | None = None) -> str:
+    """Describes a model of a family that transformers lacks; `writer` is the version of it that wrote config.json."""
+    from transformers import __version__
+
+    wanted = f"{writer} wrote its config.json: pip install 'transformers>={writer}'"
+    return (
+        f"model.name={config.name}: transformers {__version__} has no family {family}; "
+        f"{wanted if writer else 'install a newer one'}"
+    )
+
+
+def read_config(config: ModelConfig, needed: bool = False) -> PreTrainedConfig | None:
+    """Reads a model's configuration, without its weights; None where it cannot be read, which loading explains.
+
+    Raises:
+        ValueError: the model has code of its own, and `trust_remote_code` is off; transformers lacks its family; or the
+            configuration is `needed`, and cannot be read.
+    """
+    from transformers import AutoConfig
+
+    options: dict[str, Any] = {"gguf_file": config.gguf_file} if config.gguf_file else {}
+    try:
+        found: PreTrainedConfig = AutoConfig.from_pretrained(
+            locate(config), revision=config.revision, trust_remote_code=config.trust_remote_code, **options
+        )
+    except Exception as error:  # strict configurations raise classes of their own
+        refuse(config, error)
+        if not needed and isinstance(error, OSError | ValueError | KeyError | ImportError):
+            return None
+        if isinstance(error, OSError):
+            raise ValueError(unreachable(config, error)) from error
+        raise ValueError(f"model.name={config.name}: its config.json cannot be used: {brief(error)}") from error
+    return found
+
+
+def leave_out_towers(settings: Any) -> bool:
+    """Removes from a configuration the parts for images and sound that may be None; returns whether it had any."""
+    names = [name for name in ("vision_config", "audio_config") if getattr(settings, name, None) is not None]
+    found = [name for name in names if getattr(type(settings)(), name) is None]
+    for name in found:
+        setattr(settings, name, None)
+    return bool(found)
+
+
+@cache
+def modules_left_out(config: ModelConfig) -> tuple[str, ...]:
+    """Returns the names of the modules that loading leaves out of a model for text: its towers for images and sound.
+
+    They are those of the whole model, built without weights.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    settings, text = (read_config(config) for _ in range(2))
+    if settings is None or not leave_out_towers(text):
+        return ()
+    with torch.device("meta"):
+        whole, loaded = (
+            {name for name, _ in AutoModelForCausalLM.from_config(each).named_modules()} for each in (settings, text)
+        )
+    return tuple(sorted(whole - loaded))
+
+
+def quantized_by(config: ModelConfig) -> str | None:
+    """The method that a model's config.json says its weights are quantised by; None for plain weights.
+
+    What cannot be read counts as plain: loading it says why it cannot.
+    """
+    from transformers import PretrainedConfig
+
+    try:
+        given, _ = PretrainedConfig.get_config_dict(locate(config), revision=config.revision)
+    except (OSError, ValueError):
+        return None
+    settings = given.get("quantization_config") or given.get("text_config", {}).get("quantization_config")
+    if not settings:
+        return None
+    return str(settings.get("quant_method") or ("bitsandbytes" if "load_in_4bit" in settings else "unknown"))
+
+
+def settings_of(config: ModelConfig) -> Any:
+    """Returns a model's configuration, that of assets/shapes.json where it has one.
+
+    Raises:
+        ValueError: there is none, or it lacks sizes.
+    """
+    from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+    if (given := shipped_shape(config)) is not None:
+        if given["model_type"] not in CONFIG_MAPPING:
+            raise ValueError(absent_family(config, given["model_type"]))
+        return CONFIG_MAPPING[given["model_type"]].from_dict(given)
+    settings: Any = read_config(config, needed=True)
+    if config.gguf_file:
+        return settings
+    given, _ = PreTrainedConfig.get_config_dict(locate(config), revision=config.revision)
+    leave_out_towers(settings)
+    # transformers replaces missing sizes by its defaults, which would silently plan another model.
+    text, given = settings.get_text_config(), given.get("text_config", given)
+    known = text.to_dict()  # not what a family computes, such as the number of layers of a list of them, or has not
+    names = {name: getattr(text, "attribute_map", {}).get(name, name) for name in _SIZES}
+    missing = [own for name, own in names.items() if own in known and name not in given and own not in given]
+    if missing:
+        raise ValueError(
+            f"model.name={config.name}: its config.json lacks {', '.join(missing)}; take the whole file of the "
+            "original model"
+        )
+    return settings
+
+
+def check_positions(length: int, positions: int | None, whose: str = "the model") -> None:
+    """Raises ValueError if rows of `data.max_length` tokens are longer than a model's positions; None is no limit."""
+    if positions is not None and length > positions:
+        raise ValueError(
+            f"data.max_length={length} is longer than the {positions} positions of {whose}; set it to {positions} or "
+            "less"
+        )

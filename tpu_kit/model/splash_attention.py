@@ -1,0 +1,144 @@
+"""Attention by JAX's splash kernel for TPU: "tpu_kit_splash" in transformers' `AttentionInterface`.
+
+It reads grouped key-value heads without repeating them, supports soft caps and windows, skips the blocks that the mask
+hides, and saves one number for each query for its backward pass. In a call without `segment_ids`, it falls back to
+`attention.sdpa_attention`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from tpu_kit.config.mesh import Spec
+from tpu_kit.model.attention import SPLASH, as_value, refuse_dropout, refuse_unknown, register_function, sdpa_attention
+from tpu_kit.model.loop import activation_checkpointing
+from tpu_kit.xla import pallas, program
+from tpu_kit.xla.pallas import PER_HEAD, SplashSettings
+
+
+def connect(model: torch.nn.Module, frozen: bool) -> None:
+    """Registers the function in transformers; see `families`."""
+    register()
+
+
+def register() -> None:
+    """Registers "tpu_kit_splash" in transformers; again, it does nothing."""
+    register_function(SPLASH, splash_attention)
+
+
+def splash_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    segment_ids: torch.Tensor | None = None,
+    prefix_ids: torch.Tensor | None = None,
+    spec: Spec = PER_HEAD,
+    trains: bool = True,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Computes attention with the splash kernel; called by transformers.
+
+    It falls back to `sdpa_attention` without `segment_ids` (a decode step, a plain forward pass). On a mesh query, key
+    and value are sharded by `spec`.
+    """
+    length = query.shape[2]
+    window = sliding_window if sliding_window is not None and sliding_window < length else None
+    if segment_ids is None or length != key.shape[2]:
+        kwargs |= {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, "prefix_ids": prefix_ids}
+        kwargs |= {"s_aux": s_aux}
+        mask = None if segment_ids is not None else attention_mask
+        return sdpa_attention(module, query, key, value, mask, segment_ids=segment_ids, **kwargs)
+    refuse_dropout(module, kwargs.pop("dropout", 0.0))
+    refuse_unknown(kwargs)
+    query, key = as_value(query, key, value)
+    query = query * (query.shape[3] ** -0.5 if scaling is None else scaling)
+    padding = padded_length(length) - length
+    query, key, value = (F.pad(each, (0, 0, 0, padding)) if padding else each for each in (query, key, value))
+    assert prefix_ids is None or window is None
+    ids = [segment_ids] if prefix_ids is None else [segment_ids, prefix_ids]
+    segments, *prefixes = ((F.pad(each, (0, padding)) if padding else each).to(torch.int32) for each in ids)
+    settings = SplashSettings(window, softcap, spec=spec, trains=trains)
+    sinks = [] if s_aux is None else [s_aux.float()]
+    output = splash_kernel(query, key, value, segments, settings, *prefixes, *sinks)
+    return output[:, :, :length].transpose(1, 2).contiguous(), None
+
+
+def splash_kernel(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    segment_ids: torch.Tensor,
+    settings: SplashSettings,
+    *others: torch.Tensor,
+) -> torch.Tensor:
+    """Computes causal attention within segments with JAX's splash kernel; without a TPU, as `sdpa_attention`.
+
+    Args:
+        query: (B, heads, S, D), scaled; S is 128, 256, 512 or a multiple of 1024.
+        key: (B, key-value heads, S, D).
+        value: (B, key-value heads, S, D).
+        segment_ids: (B, S) int32.
+        settings: of the kernel.
+        *others: prefix ids (B, S) int32, where documents share prefixes; then sinks (heads,) fp32, if there are any.
+
+    Returns:
+        (B, heads, S, D).
+    """
+    if not (settings.interpret or (query.device.type == "xla" and program.has_kernels())):
+        named: Any = {"prefix_ids" if each.ndim == 2 else "s_aux": each for each in others}
+        named |= {"sliding_window": settings.window, "softcap": settings.softcap, "segment_ids": segment_ids}
+        result, _ = sdpa_attention(torch.nn.Module(), query, key, value, None, scaling=1.0, **named)
+        return result.transpose(1, 2)
+    if not settings.trains:
+        return pallas.splash_forward(settings, query, key, value, segment_ids, *others)[0]
+    return _Splash.apply(settings, query, key, value, segment_ids, *others)
+
+
+class _Splash(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, settings: SplashSettings, *tensors: torch.Tensor) -> torch.Tensor:
+        output, log_sums = _forward(settings, *tensors)
+        ctx.settings = settings
+        ctx.save_for_backward(output, log_sums, *tensors)
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        output, log_sums, *tensors = ctx.saved_tensors
+        # The sums contain the sinks, of which the gradients of query, key and value need nothing else.
+        inputs = [tensor for tensor in tensors if tensor.ndim > 1]
+        gradients = pallas.splash_backward(ctx.settings, output, log_sums, upstream.to(output.dtype), *inputs)
+        others: list[torch.Tensor | None] = [None] * (len(tensors) - 3)
+        if ctx.needs_input_grad[-1]:
+            weights = (tensors[-1][:, None] - log_sums).exp()
+            others[-1] = -(weights * (output.float() * upstream.float()).sum(-1)).sum((0, 2))
+        return (None, *gradients, *others)
+
+
+def _forward(settings: SplashSettings, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Runs the forward kernel; with remat=outputs the recomputation takes the results of the first forward pass."""
+    if not activation_checkpointing.is_open():
+        output, log_sums = pallas.splash_forward(settings, *tensors)
+        return output, log_sums
+
+    def compute() -> list[torch.Tensor]:
+        output, log_sums = pallas.splash_forward(settings, *tensors)
+        return [output.transpose(1, 2).flatten(2), log_sums]  # a head of 64 would be padded to 128 lanes
+
+    dense, log_sums = activation_checkpointing.once(2, compute)
+    return dense.unflatten(2, (tensors[0].shape[1], -1)).transpose(1, 2), log_sums
+
+
+def padded_length(length: int) -> int:
+    """Rounds a length up to 128, 256, 512 or a multiple of 1024, which the kernel's blocks divide."""
+    return next((block for block in (128, 256, 512) if length <= block), -(-length // 1024) * 1024)
