@@ -84,7 +84,7 @@ import torch, torch_xla
 from tests.support.tpu_program import compile_graph
 from torch_xla.core.xla_builder import create_placeholder_tensor
 from tpu_kit.model import splash_attention
-from tpu_kit.xla import program
+from tpu_kit.xla.program import lowering_for_tpu
 
 found = []
 for batch, heads, pairs, length, head_dim, window, cap, prefixes, sinks in (
@@ -98,7 +98,7 @@ for batch, heads, pairs, length, head_dim, window, cap, prefixes, sinks in (
     options = {"scaling": 0.1, "segment_ids": segments, "sliding_window": window, "softcap": cap}
     options["prefix_ids"] = create_placeholder_tensor((batch, length), torch.int64) if prefixes else None
     options["s_aux"] = inputs[3] if sinks else None
-    with program.lowering_for_tpu():
+    with lowering_for_tpu():
         output, _ = splash_attention.splash_attention(torch.nn.Module(), *inputs[:3], None, **options)
     gradients = torch.autograd.grad(output, inputs, create_placeholder_tensor(output.shape, output.dtype))
     program = compile_graph([output, *gradients])
