@@ -93,7 +93,8 @@ def outcome(family: str, answer: Connection) -> None:
             return
         mask, kernels = (trained(model, device_type) for device_type in ("cpu", "tpu"))
         copy = reference_check.narrow_model(model)
-        tokens = reference_check._once(family, lambda: reference_check._compare_replies(copy))
+        compare = reference_check._Comparison(family, lambda: reference_check._compare_replies(copy))
+        tokens = reference_check._problem(compare)
         answer.send(f"{mask} | {'the same' if kernels == mask else kernels} | {tokens or 'equal'}")
     except Exception as error:
         answer.send(f"refused: {reference_check._text(error)}")

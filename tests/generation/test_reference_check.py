@@ -52,6 +52,7 @@ from tpu_kit.distributed.replica.backends import CpuRuntime
 from tpu_kit.generation import kv_cache, reference_check
 from tpu_kit.generation.generator import Generator
 from tpu_kit.generation.reference_check import check_generation, check_training, narrow_model
+from tpu_kit.generation.service import load_here
 from tpu_kit.machine.checks import Machine
 from tpu_kit.machine.compatibility import other_transformers
 from tpu_kit.model import attention, causal_lm, trainable
@@ -177,8 +178,10 @@ def test_a_family_that_carries_a_state_along_the_row_is_refused_only_for_packed_
     assert text.startswith(f"{family} (model.name={tmp_path}) cannot be trained this way: logits differ by ")
     assert text.endswith("Set data.packing=false, which puts one document in each row")
     check_training(run(tmp_path, CARRIES_STATE[family], "packing=false"), "cpu")
-    with pytest.raises(ValueError, match=f"the kit cannot generate with {family}: its layers do not work with the kit"):
-        check_training(run(tmp_path, CARRIES_STATE[family], "packing=false", "tracking.generate_rows=8"), "cpu")
+    refused = f"the kit cannot generate with {family}: its layers do not work with the kit"
+    for answers in ("tracking.generate_rows=8", "tracking.eval_generate_rows=8", "optim.objective=policy"):
+        with pytest.raises(ValueError, match=refused):
+            check_training(run(tmp_path, CARRIES_STATE[family], "packing=false", answers), "cpu")
 
 
 def test_a_family_that_the_kit_cannot_generate_with_is_refused_by_name(monkeypatch, tmp_path):
@@ -190,7 +193,7 @@ def test_a_family_that_the_kit_cannot_generate_with_is_refused_by_name(monkeypat
     with pytest.raises(ValueError, match=r"eval_generate_rows=0\. Install a newer one$"):
         check_generation(config)
     # What the test below finds on XLA.
-    monkeypatch.setattr(reference_check, "_problems", {})
+    reference_check._problem.cache_clear()
     monkeypatch.setattr(reference_check, "_on_xla", lambda *given: "")
     with pytest.raises(ValueError, match=r"Set model\.attention=sdpa\. Install a newer one$"):
         check_training(run(tmp_path, config), "tpu")
@@ -235,14 +238,11 @@ def test_an_unknown_family_is_trained_on_xla_before_it_is_downloaded(monkeypatch
     assert found == [""]
 
 
-def test_a_generator_refuses_a_model_in_memory():
+def test_a_whole_model_of_another_family_than_its_base_is_refused_when_it_is_loaded_to_generate(tmp_path):
     config = MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=640, state_size=4)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="the kit cannot generate with mamba: "):
-        Generator(
-            AutoModelForCausalLM.from_config(config),
-            load_tokenizer(load_config(None, []).model),
-            CpuRuntime(0, 1, torch.device("cpu")),
-        )
+        load_here(load_config(None, []), tmp_path, CpuRuntime(0, 1, torch.device("cpu")))
 
 
 def _a_layer_without_gradient(model, batch, whole=causal_lm.hidden_states):
@@ -277,7 +277,7 @@ def _first_head_alone(states, heads):
 )  # fmt: skip
 def test_the_comparison_finds_a_fault_of_the_kit(monkeypatch, tmp_path, place, name, broken, family):
     monkeypatch.setattr(place, name, broken)
-    monkeypatch.setattr(reference_check, "_problems", {})
+    reference_check._problem.cache_clear()
     what = "gradients" if broken is _a_layer_without_gradient else "logits"
     with pytest.raises(ValueError, match=f"{what} differ"):  # layers one by one, as on the CPU: no further comparison
         check_training(run(tmp_path, ACCEPTED[family], "scan_layers=off"), "cpu")
@@ -286,7 +286,7 @@ def test_the_comparison_finds_a_fault_of_the_kit(monkeypatch, tmp_path, place, n
 def test_the_comparison_finds_a_fault_of_the_cache(monkeypatch):
     right = kv_cache.Cache.mask
     monkeypatch.setattr(kv_cache.Cache, "mask", lambda self, window: torch.ones_like(right(self, window)))
-    monkeypatch.setattr(reference_check, "_problems", {})
+    reference_check._problem.cache_clear()
     with pytest.raises(ValueError, match="its replies differ by"):
         check_generation(ACCEPTED["mistral"])
 

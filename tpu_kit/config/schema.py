@@ -480,6 +480,11 @@ class TrainConfig:
         return "distill" if self.distill.teacher else "grpo" if self.on_policy else "train"
 
     @property
+    def generates(self) -> bool:
+        """Whether the model in training generates: completions to train on, or answers to held-out rows."""
+        return bool(self.on_policy or self.tracking.generate_rows or self.tracking.eval_generate_rows)
+
+    @property
     def num_generations(self) -> int:
         """The completions of each prompt that it samples; a teacher needs no group to compare them with."""
         return 1 if self.distill.on_policy else self.rl.num_generations

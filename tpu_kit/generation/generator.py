@@ -16,20 +16,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tpu_kit.config.loader import DataConfig
-from tpu_kit.distributed.replica import runtime
+from tpu_kit.config.schema import DataConfig
+from tpu_kit.distributed.replica import cpu_simulation
 from tpu_kit.distributed.replica.runtime import Runtime
 from tpu_kit.generation.decoder import BLOCK, Batch, Decoder, cache_slots, filled, fitting, widths_to
 from tpu_kit.generation.generation_rules import NO_RULES, ModelDefaults
 from tpu_kit.generation.prompts import Completion, Prompt, PromptCodec, Row
-from tpu_kit.generation.reference_check import check_generation
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.model.base_model import base_model, check_vocabulary, text_config
 from tpu_kit.model.rotary import max_positions
 
 _RATED_TOKENS = 4096  # at most in a batch of `Generator.rate`
-
-_votes: dict[int, bool] = {}  # of the replicas of XLA:CPU, which are threads of one process
 
 
 class Rating(NamedTuple):
@@ -47,10 +44,13 @@ class Rating(NamedTuple):
 class Generator:
     """Generates with one model on one device.
 
+    It does not compare the model with transformers: `reference_check.check_generation` does, before a run or `service`
+    makes a Generator.
+
     Args:
         model: a causal language model of transformers or PEFT, on the runtime's device.
         tokenizer: of the model.
-        rt: the replica; by default the current one.
+        rt: the replica, `distributed.runtime.current()` in a launched function.
         max_prompt: limit of the tokens of a prompt.
         max_new_tokens: limit of `Sampling.max_new_tokens`; with max_prompt it gives the length of the cache on XLA.
         batch_size: rows of a batch; a single prompt has a batch of its own size.
@@ -63,14 +63,14 @@ class Generator:
         defaults: what the model's generation config says, which `Sampling.model_defaults` applies.
 
     Raises:
-        ValueError: a size is below 1, or the model's architecture does not work with the key/value cache.
+        ValueError: a size is below 1, or the tokenizer has more ids than the model has embeddings.
     """
 
     def __init__(
         self,
         model: torch.nn.Module,
         tokenizer: Any,
-        rt: Runtime | None = None,
+        rt: Runtime,
         *,
         max_prompt: int = 512,
         max_new_tokens: int = 256,
@@ -83,9 +83,7 @@ class Generator:
         if wrong := [f"{name}={value}" for name, value in sizes.items() if value < 1]:
             raise ValueError(f"{', '.join(wrong)}: must be 1 or more")
         check_vocabulary(len(tokenizer), base_model(model).get_input_embeddings().weight.shape[0])
-        settings = base_model(model).config
-        check_generation(settings, trust_remote_code=hasattr(settings, "auto_map"))  # its code runs already
-        self._rt, self._config = rt or runtime.current(), text_config(model)
+        self._rt, self._config = rt, text_config(model)
         self._limits, self._batch_size = (max_prompt, max_new_tokens), batch_size
         self._prefill_rows = prefill_rows
         self._positions = max_positions(self._config) or math.inf
@@ -305,10 +303,4 @@ class Generator:
 
     def _any(self, mine: bool, world: int) -> bool:
         """Whether `mine` is true; on XLA:CPU, whose replicas take all steps together, in any replica."""
-        if not self._in_step(world):
-            return mine
-        _votes[self._rt.rank] = mine
-        self._rt.barrier()
-        result = any(_votes.values())
-        self._rt.barrier()
-        return result
+        return cpu_simulation.any_replica(self._rt.rank, mine) if self._in_step(world) else mine

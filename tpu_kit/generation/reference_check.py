@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import json
 import math
 import os
 import re
 import sys
-import threading
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from traceback import extract_tb
 from typing import TYPE_CHECKING, Any
 
@@ -62,9 +62,6 @@ _DIVIDED = (
     r"|.*num_.*heads|.*num_query_groups|n_heads?|n_layer_heads|.*_n_heads|.*n_groups)"
 )
 
-_problems: dict[str, str] = {}
-_lock = threading.Lock()  # replicas of XLA:CPU are threads
-
 
 def check_training(config: TrainConfig, device_type: str) -> None:
     """Checks that a run trains its model as transformers defines it; reads no weights.
@@ -94,7 +91,7 @@ def check_training(config: TrainConfig, device_type: str) -> None:
                     break
         family = f"{model.model_type} (model.name={config.model.name})"
         raise ValueError(f"{family} cannot be trained this way: {problem}. {advice}{other_transformers()}")
-    if config.tracking.generate_rows or config.tracking.eval_generate_rows:
+    if config.generates:
         check_generation(model, config.model.trust_remote_code)
 
 
@@ -108,7 +105,8 @@ def check_generation(model: PreTrainedConfig, trust_remote_code: bool = False) -
     Raises:
         ValueError: it does not.
     """
-    if problem := _once(str(_sizes(model)), lambda: _compare_replies(narrow_model(model, trust_remote_code))):
+    compare = _Comparison(str(_sizes(model)), lambda: _compare_replies(narrow_model(model, trust_remote_code)))
+    if problem := _problem(compare):
         raise ValueError(
             f"the kit cannot generate with {model.model_type}: {problem}. Export the model and call generate() of "
             "transformers; to train it set tracking.generate_rows=0 and tracking.eval_generate_rows=0"
@@ -125,18 +123,24 @@ def _training_problem(config: TrainConfig, model: PreTrainedConfig, device_type:
         problem = _compare_training(config, model, device_type, torch.device("cpu"))
         return _on_xla(config, device_type) if on_xla and not problem else problem
 
-    return _once(f"{device_type} {way} {_sizes(model)}", compute)
+    return _problem(_Comparison(f"{device_type} {way} {_sizes(model)}", compute))
 
 
-def _once(key: str, compute: Callable[[], str]) -> str:
-    """Returns the problem of a comparison, which is computed once; an error in it is a problem."""
-    with _lock:
-        if key not in _problems:
-            try:
-                _problems[key] = compute()
-            except Exception as error:  # the code of a model may raise anything
-                _problems[key] = _text(error)
-        return _problems[key]
+@dataclass(frozen=True)
+class _Comparison:
+    """A comparison with transformers; one of an equal key has an equal result."""
+
+    key: str
+    compute: Callable[[], str] = field(compare=False)
+
+
+@functools.cache  # it takes up to a minute
+def _problem(comparison: _Comparison) -> str:
+    """Returns what a comparison finds, "" if nothing; an error in it is a problem."""
+    try:
+        return comparison.compute()
+    except Exception as error:  # the code of a model may raise anything
+        return _text(error)
 
 
 def _text(error: Exception) -> str:
@@ -365,7 +369,7 @@ def main() -> None:
     model = read_config(config.model)
     assert model is not None, "the caller has read it"
     with program.refusing():
-        problem = _once("", lambda: _compare_training(config, model, request["device_type"], device))
+        problem = _problem(_Comparison("", lambda: _compare_training(config, model, request["device_type"], device)))
     print(json.dumps(problem), flush=True)
     os._exit(0)
 

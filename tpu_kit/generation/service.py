@@ -181,12 +181,13 @@ def chat(
 def _chat_here(
     config: TrainConfig, adapter: Path | None, sampling: Sampling, terminal: str, template: bool | None
 ) -> None:
-    model, tokenizer = load_here(config, adapter, runtime.current(), template, [[{}]])
+    rt = runtime.current()
+    model, tokenizer = load_here(config, adapter, rt, template, [[{}]])
     plain = template is False or not tokenizer.chat_template
     limit = min(_CHAT_TOKENS, max_positions(models.text_config(model)) or _CHAT_TOKENS)
     generator = Generator(
-        model, tokenizer, max_prompt=max(1, limit - sampling.max_new_tokens), max_new_tokens=sampling.max_new_tokens,
-        batch_size=1, block=_CHAT_BLOCK, data=config.data,
+        model, tokenizer, rt, max_prompt=max(1, limit - sampling.max_new_tokens),
+        max_new_tokens=sampling.max_new_tokens, batch_size=1, block=_CHAT_BLOCK, data=config.data,
     )  # fmt: skip
     conversation: list[dict[str, str]] = []
     print("/exit or Ctrl-D ends.", flush=True)
@@ -333,8 +334,8 @@ def generator_for(
     longest = max((len(codec.encode(prompt)) for prompt in prompts), default=1) + room
     positions = max_positions(models.text_config(model)) or longest
     return Generator(
-        model, tokenizer, max_prompt=min(longest, positions), max_new_tokens=max_new_tokens, batch_size=batch_size,
-        data=config.data,
+        model, tokenizer, runtime.current(), max_prompt=min(longest, positions), max_new_tokens=max_new_tokens,
+        batch_size=batch_size, data=config.data,
     )  # fmt: skip
 
 
@@ -362,6 +363,7 @@ def _read(config: TrainConfig, adapter: Path | None, rt: Runtime) -> tuple[torch
         check_generation(settings, config.model.trust_remote_code)
     device = "cuda" if rt.device_type == "cuda" else "cpu"
     model = load_for_generation(config.model, adapter, device, config.optim.objective)
+    check_generation(models.base_model(model).config, config.model.trust_remote_code)  # a whole model has its own
     if rt.device_type == "tpu" and config.model.base_dtype != "fp32":
         models.cast(model, torch.bfloat16)  # small models are loaded in fp32, for CPUs
     if rt.device_type in ("tpu", "xla-cpu"):

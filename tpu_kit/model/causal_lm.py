@@ -17,7 +17,7 @@ import torch
 from tpu_kit.config.mesh import Spec
 from tpu_kit.distributed.replica.mesh import active_mesh
 from tpu_kit.model import attention
-from tpu_kit.model.base_model import OutputHead as OutputHead  # these are also found beside hidden_states
+from tpu_kit.model.base_model import OutputHead as OutputHead
 from tpu_kit.model.base_model import base_model as base_model
 from tpu_kit.model.base_model import output_embedding as output_embedding
 from tpu_kit.model.base_model import text_config as text_config

@@ -36,6 +36,7 @@ class _Meeting:
         self._round = 0
         self._unhurried = 0  # replicas that may take their time
         self._failure: str | None = None
+        self.votes: dict[int, bool] = {}  # by rank
 
     def wait(self, rank: int) -> None:
         with self._condition:
@@ -127,6 +128,16 @@ def meet(rank: int) -> None:
     """Waits on the host for all replicas; raises MeetingError if one failed or did not reach the barrier."""
     assert _meeting is not None, "`run` comes first"
     _meeting.wait(rank)
+
+
+def any_replica(rank: int, mine: bool) -> bool:
+    """Returns whether `mine` is true in any replica; all must call it. Raises MeetingError as `meet`."""
+    assert _meeting is not None, "`run` comes first"
+    _meeting.votes[rank] = mine
+    _meeting.wait(rank)
+    result = any(_meeting.votes.values())
+    _meeting.wait(rank)
+    return result
 
 
 @contextlib.contextmanager
