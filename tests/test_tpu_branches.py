@@ -59,7 +59,7 @@ NEVER = "never run; tests/README.md says so"
 # How many such expressions, how they are covered, and the module of tests that does so, or words of tests/README.md.
 VERIFY = "the calls of `verify` on a chip: compiled kernels, its larger shapes, its time limit"
 BRANCHES: dict[str, tuple[int, str, str]] = {
-    "service._read": (1, NEVER, "the cast of a small model's fp32 weights to bf16 before it answers"),
+    "model_loading._read": (1, NEVER, "the cast of a small model's fp32 weights to bf16 before it answers"),
     "attention.choose": (1, COMPILER, "test_attention"),
     "claims.Claims._learns": (1, NEVER, VERIFY),
     "doctor.diagnose": (5, NEVER, "the doctor's rows"),

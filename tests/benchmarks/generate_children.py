@@ -162,8 +162,8 @@ def speed(
     import torch
 
     from tpu_kit.generation.generator import Generator
+    from tpu_kit.generation.model_loading import arrange_for_few_rows
     from tpu_kit.generation.sampling import Sampling
-    from tpu_kit.generation.service import arrange_for_few_rows
     from tpu_kit.model import causal_lm as models
 
     torch.set_num_threads(1)

@@ -42,8 +42,8 @@ from tpu_kit.config.loader import ModelConfig, TrainConfig, load_config
 from tpu_kit.distributed.replica.backends import CpuRuntime
 from tpu_kit.exporting.export import export
 from tpu_kit.generation.generator import Generator
+from tpu_kit.generation.model_loading import load_for_generation
 from tpu_kit.generation.sampling import Sampling
-from tpu_kit.generation.service import load_for_generation
 from tpu_kit.model.source import load_tokenizer
 from tpu_kit.model.states_head import without_head
 from tpu_kit.recipes.distillation import derive_student, distill

@@ -25,9 +25,9 @@ from tpu_kit.distributed.replica.backends import CpuRuntime
 from tpu_kit.extras.tree_search.search import SearchOptions, search
 from tpu_kit.generation.evaluation.evaluate import Accuracy, mcnemar
 from tpu_kit.generation.generator import Generator
+from tpu_kit.generation.model_loading import load_for_generation
 from tpu_kit.generation.prompts import Completion
 from tpu_kit.generation.sampling import Sampling
-from tpu_kit.generation.service import load_for_generation
 from tpu_kit.model.source import load_tokenizer
 
 LONGEST = 80  # tokens of an answer with its steps

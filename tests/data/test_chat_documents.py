@@ -39,7 +39,7 @@ def encoder(template: str, row: dict[str, Any]) -> Encoder:
     tokenizer = tiny_tokenizer(template, special=(*SPECIAL, "<bos>"), eos="<|im_end|>")
     tokenizer.bos_token = "<bos>"
     config = DataConfig(max_length=10_000, date="2025-01-01")
-    return Encoder(tokenizer, detect_layout(list(row), config), config)
+    return Encoder(tokenizer, config, detect_layout(list(row), config))
 
 
 def replies(documents: list[Document]) -> list[tuple[str, str]]:

@@ -17,14 +17,8 @@ from tests.support.given_rows import examples_of
 from tests.support.tiny_tokenizer import CHATML, tiny_tokenizer
 from tpu_kit.assets.embedded import model_dir
 from tpu_kit.config.loader import DataConfig
-from tpu_kit.data.chat.chat_encoding import (
-    Encoder,
-    Example,
-    decoded_example,
-    ensure_chat_template,
-    freeze_date,
-    plain_prompt,
-)
+from tpu_kit.data.chat.chat_encoding import Encoder, Example, decoded_example
+from tpu_kit.data.chat.chat_template import ensure_chat_template, freeze_date, plain_prompt
 from tpu_kit.data.prepare import prepare
 from tpu_kit.data.rows.cells import RowError
 from tpu_kit.data.rows.columns import detect_layout
@@ -63,7 +57,7 @@ TRL_TEMPLATES = {
 def encode(row: dict[str, Any], tokenizer: Any = None, **settings: Any) -> tuple[Any, list[Example]]:
     tokenizer = tokenizer or tiny_tokenizer()
     config = DataConfig(**settings)
-    return tokenizer, examples_of(Encoder(tokenizer, detect_layout(list(row), config), config), row)
+    return tokenizer, examples_of(Encoder(tokenizer, config, detect_layout(list(row), config)), row)
 
 
 def all_spans(row: dict[str, Any], tokenizer: Any = None, **settings: Any) -> list[list[tuple[str, bool]]]:
@@ -211,7 +205,7 @@ def test_tool_calls_and_the_system_turn_are_kept(name: str) -> None:
     if name == "deepseekv3_training":  # whose template leaves the definitions out
         del row["tools"]
     layout = replace(detect_layout(list(row), DataConfig()), filled=True)
-    examples = examples_of(Encoder(tokenizer, layout, DataConfig()), row)
+    examples = examples_of(Encoder(tokenizer, DataConfig(), layout), row)
     found = [pair for example in examples for pair in decoded_example(tokenizer, example)]
     learnt = [text for text, loss in found if loss]
     assert len(learnt) == 2 and "add" in learnt[0] and "2" in learnt[0] and "The answer is 5." in learnt[1]
@@ -448,7 +442,7 @@ def test_tokenizers_that_cannot_be_used() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match="no eos token"):
-        Encoder(tokenizer, layout, DataConfig())
+        Encoder(tokenizer, DataConfig(), layout)
     bare = tiny_tokenizer(None)
     bare.eos_token, bare.chat_template = None, None
     bare.get_vocab = dict
@@ -460,14 +454,14 @@ def test_generation_prompt_is_how_the_example_begins() -> None:
     tokenizer = tiny_tokenizer()
     config = DataConfig()
     for row in (COT, CHAT, {"prompt": "2 + 3 =", "completion": " 5"}):
-        encoder = Encoder(tokenizer, detect_layout(list(row), config), config)
+        encoder = Encoder(tokenizer, config, detect_layout(list(row), config))
         prompt, (example,) = encoder.prompt(encoder.conversation(row)), examples_of(encoder, row)
         assert tokenizer.decode(example.input_ids).startswith(prompt) and not prompt.endswith("5")
 
 
 def test_encoder_is_picklable() -> None:
     config = DataConfig()
-    encoder = Encoder(tiny_tokenizer(), detect_layout(list(COT), config), config)
+    encoder = Encoder(tiny_tokenizer(), config, detect_layout(list(COT), config))
     copy = pickle.loads(pickle.dumps(encoder))
     assert examples_of(copy, COT) == examples_of(encoder, COT)
 
@@ -502,5 +496,5 @@ def test_rows_and_prompts_have_the_date_of_the_configuration() -> None:
         (first, _), *_ = spans(row, tokenizer, date="2024-02-09")
         assert first.startswith("2024-02-09<|im_start|>user\n")
     config = DataConfig(date="2024-02-09")
-    encoder = Encoder(tokenizer, detect_layout(list(COT), config), config)
+    encoder = Encoder(tokenizer, config, detect_layout(list(COT), config))
     assert encoder.prompt(encoder.conversation(COT)).startswith("2024-02-09<|im_start|>user\n")

@@ -72,7 +72,7 @@ def chat(turns: int, where: str) -> list[dict[str, Any]]:
 
 def encoder(template: str, row: dict[str, Any], **settings: Any) -> Encoder:
     config = DataConfig(**settings)
-    return Encoder(tiny_tokenizer(template), detect_layout(list(row), config), config)
+    return Encoder(tiny_tokenizer(template), config, detect_layout(list(row), config))
 
 
 def documents(template: str, row: dict[str, Any], **settings: Any) -> list[tuple[str, list[str]]]:

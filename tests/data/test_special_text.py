@@ -41,7 +41,7 @@ def of_file(path: Path, rows: list[dict[str, Any]], tokenizer: Any, **settings: 
 
 def encoder(row: dict[str, Any], tokenizer: Any, **settings: Any) -> Encoder:
     config = DataConfig(**{"special_text": "split"} | settings)
-    return Encoder(tokenizer, detect_layout(list(row), config), config)
+    return Encoder(tokenizer, config, detect_layout(list(row), config))
 
 
 @pytest.mark.parametrize("way", ["keep", "split"])

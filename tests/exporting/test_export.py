@@ -29,8 +29,9 @@ from tpu_kit.exporting import export as export_module
 from tpu_kit.exporting.equivalence import Check
 from tpu_kit.exporting.export import export, hub_id
 from tpu_kit.exporting.formats import modelfile
+from tpu_kit.generation.model_loading import load_for_generation
 from tpu_kit.generation.sampling import Sampling
-from tpu_kit.generation.service import generate, load_for_generation
+from tpu_kit.generation.service import generate
 from tpu_kit.machine.storage.object_store import ObjectFolder, upload
 from tpu_kit.model.causal_lm import trainable_parameters
 from tpu_kit.model.source import load_tokenizer

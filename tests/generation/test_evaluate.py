@@ -35,8 +35,9 @@ from tpu_kit.generation.evaluation.evaluate import (
     mcnemar,
 )
 from tpu_kit.generation.generator import Rating
+from tpu_kit.generation.model_loading import load_for_generation
 from tpu_kit.generation.prompts import Completion, stop_ids
-from tpu_kit.generation.service import Answers, load_for_generation
+from tpu_kit.generation.service import Answers
 from tpu_kit.model.base_model import output_embedding
 from tpu_kit.model.causal_lm import hidden_states
 from tpu_kit.model.source import load_tokenizer
@@ -156,9 +157,9 @@ def test_the_end_of_turn_of_the_template_ends_an_answer(model: Any) -> None:
     # As in Qwen2.5's base models: eos is the end of a text, and the template ends a turn with another token.
     tokenizer = tiny_tokenizer(special=("<|im_start|>", "<|im_end|>", "<|endoftext|>"), eos="<|endoftext|>")
     names = ("<|im_end|>", "<|endoftext|>")
-    assert stop_ids(model, tokenizer) == {1, *tokenizer.convert_tokens_to_ids(list(names))}
+    assert stop_ids(model, tokenizer, DataConfig()) == {1, *tokenizer.convert_tokens_to_ids(list(names))}
     tokenizer.chat_template = None
-    assert stop_ids(model, tokenizer) == {1, tokenizer.convert_tokens_to_ids("<|endoftext|>")}
+    assert stop_ids(model, tokenizer, DataConfig()) == {1, tokenizer.convert_tokens_to_ids("<|endoftext|>")}
 
 
 # ---------------------------------------------------------------------------------------------------------- adapters

@@ -51,8 +51,8 @@ from tpu_kit.data.batching import Documents, PackedDataset
 from tpu_kit.distributed.replica.backends import CpuRuntime
 from tpu_kit.generation import kv_cache, reference_check
 from tpu_kit.generation.generator import Generator
+from tpu_kit.generation.model_loading import load_here
 from tpu_kit.generation.reference_check import check_generation, check_training, narrow_model
-from tpu_kit.generation.service import load_here
 from tpu_kit.machine.checks import Machine
 from tpu_kit.machine.compatibility import other_transformers
 from tpu_kit.model import attention, causal_lm, trainable

@@ -21,7 +21,7 @@ from tests.support.expert_functions import LOADING_MEMORY, SIZES, adapted_errors
 from tpu_kit.config.loader import load_config
 from tpu_kit.config.schema import LoraConfig, ModelConfig
 from tpu_kit.distributed.replica.backends import CpuRuntime
-from tpu_kit.generation import service
+from tpu_kit.generation import model_loading
 from tpu_kit.machine import capacity
 from tpu_kit.model import causal_lm as models
 from tpu_kit.model import trainable
@@ -299,7 +299,7 @@ def test_generation_on_xla_has_experts_in_the_form_of_training(tmp_path: Path, d
     base = write_mixture("qwen3_moe", tmp_path, intermediate_size=32, vocab_size=512)
     rt = CpuRuntime(0, 1, torch.device("cpu"))
     rt.device_type = device_type
-    model, _ = service._read(load_config(None, {"model.name": str(base), "base_dtype": "fp32"}), None, rt)
+    model, _ = model_loading._read(load_config(None, {"model.name": str(base), "base_dtype": "fp32"}), None, rt)
     layer = models.base_model(model).get_decoder().layers[0].mlp.experts
     assert hasattr(layer, "form") == same
 

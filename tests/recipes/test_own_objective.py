@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from tests.support.child_processes import REPOSITORY
 from tpu_kit.config.loader import TrainConfig, load_config
-from tpu_kit.generation.service import load_for_generation
+from tpu_kit.generation.model_loading import load_for_generation
 from tpu_kit.machine.checks import Machine
 from tpu_kit.model.states_head import without_head
 from tpu_kit.planning.objective_check import check_objective

@@ -481,7 +481,7 @@ class TrainConfig:
 
     @property
     def generates(self) -> bool:
-        """Whether the model in training generates: completions to train on, or answers to held-out rows."""
+        """Whether the run generates: completions to train on, or answers to held-out rows."""
         return bool(self.on_policy or self.tracking.generate_rows or self.tracking.eval_generate_rows)
 
     @property

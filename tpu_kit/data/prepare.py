@@ -257,7 +257,7 @@ def prepare(
     Args:
         config: the data section.
         tokenizer: a fast Hugging Face tokenizer (None for the synthetic source); without a chat template it gets
-            `chat_encoding.DEFAULT_TEMPLATE` if the rows are chats.
+            `chat_template.DEFAULT_TEMPLATE` if the rows are chats.
         vocab_size: rows of the model's embedding, for the synthetic source.
         run: the questions of a finished run, to evaluate it: its held-out questions are held out too, and rows with a
             question that it was trained on are left out and counted.

@@ -19,7 +19,8 @@ from datasets import config as datasets_config
 
 from tpu_kit.config.loader import DataConfig
 from tpu_kit.data.batching import Documents
-from tpu_kit.data.chat.chat_encoding import Encoder, Example, ReasoningCounts, ensure_chat_template, freeze_date
+from tpu_kit.data.chat.chat_encoding import Encoder, Example, ReasoningCounts
+from tpu_kit.data.chat.chat_template import ensure_chat_template, freeze_date
 from tpu_kit.data.rows.cells import RowError, alternatives, decoded, without_decoding, without_none
 from tpu_kit.data.rows.column_values import read_layout
 from tpu_kit.data.rows.columns import Layout
@@ -206,7 +207,7 @@ def _encoder(rows: Dataset, tokenizer: Any, config: DataConfig, source: str, lik
         )
     if plain and config.system_prompt:
         raise ValueError("data.system_prompt needs chats; these rows are plain text, without a chat template")
-    encoder = Encoder(tokenizer, layout, config)
+    encoder = Encoder(tokenizer, config, layout)
     if not plain:
         ensure_chat_template(tokenizer)
         encoder.open_reasoning(rows)

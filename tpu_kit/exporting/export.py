@@ -29,8 +29,8 @@ from tpu_kit.exporting.hub import push as push_folder
 from tpu_kit.exporting.options import ExportOptions
 from tpu_kit.exporting.streaming import stream
 from tpu_kit.generation.evaluation.evaluate import Accuracy, read_comparison
+from tpu_kit.generation.model_loading import load_for_generation
 from tpu_kit.generation.prompts import PromptCodec
-from tpu_kit.generation.service import load_for_generation
 from tpu_kit.machine.chips import GIB, MIB
 from tpu_kit.machine.storage import atomic
 from tpu_kit.machine.storage.object_store import at_hand, is_url, join

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tpu_kit.config.fields import show
-from tpu_kit.config.loader import DataConfig
-from tpu_kit.data.chat.chat_encoding import Encoder, default_stop, plain_prompt
-from tpu_kit.data.rows.columns import Layout
+from tpu_kit.config.schema import DataConfig
+from tpu_kit.data.chat.chat_template import PromptEncoder, default_stop, plain_prompt
 from tpu_kit.generation.sampling import Sampling
 
 Prompt = str | Sequence[Mapping[str, Any]] | Mapping[str, Any] | Sequence[int]
@@ -76,7 +75,7 @@ class PromptCodec:
     def __init__(self, tokenizer: Any, causal: Any, data: DataConfig) -> None:
         self.tokenizer, self.data = tokenizer, data
         self._tags = (data.think_open, data.think_close)
-        self.stops = stop_ids(causal, tokenizer)
+        self.stops = stop_ids(causal, tokenizer, data)
         added = tokenizer.added_tokens_decoder
         # A tag may be a special token, or have one in it, as `<|channel>thought` of Gemma 4.
         tags = " ".join(self._tags)
@@ -137,8 +136,8 @@ class PromptCodec:
         return self._encoder.chat_ids(messages, tools, prompt=True, begun=begun)
 
     @cached_property
-    def _encoder(self) -> Encoder:
-        return _encoder(self.tokenizer, self.data)
+    def _encoder(self) -> PromptEncoder:
+        return PromptEncoder(self.tokenizer, self.data)
 
     def opens_reasoning(self, ids: Sequence[int]) -> bool:
         """Whether a prompt ends with the opening tag of the reasoning."""
@@ -262,11 +261,7 @@ def _prompt(place: str, line: str) -> Prompt:
     return {"messages": prompt, "tools": tools} if tools else prompt
 
 
-def _encoder(tokenizer: Any, data: DataConfig) -> Encoder:
-    return Encoder(tokenizer, Layout("messages", {}, ()), data)
-
-
-def stop_ids(causal: Any, tokenizer: Any) -> set[int]:
+def stop_ids(causal: Any, tokenizer: Any, data: DataConfig) -> set[int]:
     """Returns the ids that end an answer.
 
     They include the end-of-turn token of the chat template: many base models come with an instruct model's template,
@@ -277,7 +272,7 @@ def stop_ids(causal: Any, tokenizer: Any) -> set[int]:
     ids = {*named} if isinstance(named, list) else {named}
     ids.add(tokenizer.eos_token_id)
     if tokenizer.chat_template:
-        stop: str | None = _encoder(tokenizer, DataConfig()).stop
+        stop: str | None = PromptEncoder(tokenizer, data).stop
     else:
         stop = default_stop(tokenizer)
     if stop:

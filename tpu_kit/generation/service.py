@@ -21,31 +21,22 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tpu_kit.config.loader import ConfigError, ModelConfig, TrainConfig
-from tpu_kit.data.chat.chat_encoding import ensure_chat_template
+from tpu_kit.config.loader import ConfigError, TrainConfig
 from tpu_kit.distributed import detection
 from tpu_kit.distributed.launch import launch
 from tpu_kit.distributed.progress import follow_answers
 from tpu_kit.distributed.replica import runtime
-from tpu_kit.distributed.replica.runtime import Runtime
 from tpu_kit.generation.generator import Generator, Rating
+from tpu_kit.generation.model_loading import load_here
 from tpu_kit.generation.prompts import Completion, Prompt, PromptCodec, is_chat, text_of
-from tpu_kit.generation.reference_check import check_generation
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.machine.storage.run_folder import adapter_at_hand
-from tpu_kit.model import causal_lm as models
-from tpu_kit.model import states_head
 from tpu_kit.model.base_identity import base_of_adapter
-from tpu_kit.model.families import registry as families
-from tpu_kit.model.loading import load_base, load_frozen
+from tpu_kit.model.base_model import base_model, text_config
 from tpu_kit.model.rotary import max_positions
-from tpu_kit.model.saved_adapter import attach_adapter, is_whole, read_adapter
 from tpu_kit.model.shape_cache import read_shape
-from tpu_kit.model.source import load_tokenizer, read_config
 
 __all__ = ["Completion", "Generator", "Prompt", "Sampling", "chat", "generate", "stream"]
-
-_FP32_UP_TO = 1_000_000_000  # parameters: 4 GB in fp32, which CPUs compute faster than bf16
 
 
 @dataclass(frozen=True)
@@ -184,7 +175,7 @@ def _chat_here(
     rt = runtime.current()
     model, tokenizer = load_here(config, adapter, rt, template, [[{}]])
     plain = template is False or not tokenizer.chat_template
-    limit = min(_CHAT_TOKENS, max_positions(models.text_config(model)) or _CHAT_TOKENS)
+    limit = min(_CHAT_TOKENS, max_positions(text_config(model)) or _CHAT_TOKENS)
     generator = Generator(
         model, tokenizer, rt, max_prompt=max(1, limit - sampling.max_new_tokens),
         max_new_tokens=sampling.max_new_tokens, batch_size=1, block=_CHAT_BLOCK, data=config.data,
@@ -330,97 +321,10 @@ def generator_for(
     room: int = 0,
 ) -> Generator:
     """Makes a generator with room for the longest of the prompts and `room` more tokens."""
-    codec = PromptCodec(tokenizer, models.base_model(model), config.data)
+    codec = PromptCodec(tokenizer, base_model(model), config.data)
     longest = max((len(codec.encode(prompt)) for prompt in prompts), default=1) + room
-    positions = max_positions(models.text_config(model)) or longest
+    positions = max_positions(text_config(model)) or longest
     return Generator(
         model, tokenizer, runtime.current(), max_prompt=min(longest, positions), max_new_tokens=max_new_tokens,
         batch_size=batch_size, data=config.data,
     )  # fmt: skip
-
-
-def load_here(
-    config: TrainConfig, adapter: Path | None, rt: Runtime, chat: bool | None = None, prompts: Sequence[Prompt] = ()
-) -> tuple[torch.nn.Module, Any]:
-    """Loads the model on the replica's device, and its tokenizer, whose chat template renders prompts.
-
-    Training on plain text leaves no template in the adapter's folder. If `chat` is true, the base's takes its place;
-    None says so once, if there is a chat among the prompts.
-    """
-    model, tokenizer = runtime.load_once(rt, lambda: _read(config, adapter, rt))
-    if chat and not tokenizer.chat_template:
-        base = load_tokenizer(config.model)
-        ensure_chat_template(base)
-        tokenizer.chat_template = base.chat_template
-    elif not tokenizer.chat_template and rt.rank == 0 and any(map(is_chat, prompts)):
-        text = "as plain text: the tokenizer of the adapter, or of the base model, has no chat template, as after"
-        print(f"asked            {text} training on plain text (chat=true: by the base's)", file=sys.stderr, flush=True)
-    return models.to_device(model, rt.local_device), tokenizer
-
-
-def _read(config: TrainConfig, adapter: Path | None, rt: Runtime) -> tuple[torch.nn.Module, Any]:
-    if settings := read_config(config.model):  # before the weights are read
-        check_generation(settings, config.model.trust_remote_code)
-    device = "cuda" if rt.device_type == "cuda" else "cpu"
-    model = load_for_generation(config.model, adapter, device, config.optim.objective)
-    check_generation(models.base_model(model).config, config.model.trust_remote_code)  # a whole model has its own
-    if rt.device_type == "tpu" and config.model.base_dtype != "fp32":
-        models.cast(model, torch.bfloat16)  # small models are loaded in fp32, for CPUs
-    if rt.device_type in ("tpu", "xla-cpu"):
-        families.connect(models.base_model(model), frozen=True)
-    if rt.device_type == "cpu":
-        arrange_for_few_rows(model)
-    return model, load_tokenizer(config.model, adapter)
-
-
-def load_for_generation(
-    config: ModelConfig,
-    adapter_dir: str | Path | None = None,
-    device: torch.device | str = "cpu",
-    objective: str = "supervised",
-) -> torch.nn.Module:
-    """Loads a new copy of the model, in evaluation mode and with transformers' own attention.
-
-    Args:
-        config: the base model. Its weights are rounded to `base_dtype`, int8 and int4 included, as in training. On the
-            CPU models of up to 1e9 parameters then compute in fp32, which is faster there.
-        adapter_dir: the result of a run: a PEFT adapter, or a whole model (lora.r = 0), which replaces the base. None
-            for the base model. A head of the run's objective in it corrects the model's hidden states.
-        device: the CPU or a CUDA device.
-        objective: `optim.objective` of the run, if it is the user's own; else the folder says it.
-
-    Raises:
-        ValueError: the model cannot be read, or the adapter is missing, incomplete or of another model.
-    """
-    folder, on_cpu = None if adapter_dir is None else Path(adapter_dir), torch.device(device).type == "cpu"
-    whole = folder is not None and is_whole(folder)
-    saved = None if folder is None or whole else read_adapter(folder)  # before the base, which may take minutes
-    if whole:
-        config = replace(config, name=str(folder), revision=None, gguf_file=None)
-    full = config.base_dtype == "fp32" or (whole and on_cpu)
-    model: torch.nn.Module = load_base(config, torch.float32) if full else load_frozen(config)
-    families.connect(model, frozen=False)
-    if folder is not None and saved is not None:
-        model = attach_adapter(model, folder, *saved, config.name)
-    saved_in = folder or Path(config.name)  # a whole model may have a head, too
-    decoder, size = models.base_model(model).get_decoder(), models.text_config(model).hidden_size
-    states_head.attach(decoder, saved_in, size, objective)
-    if on_cpu and sum(p.numel() for p in model.parameters()) <= _FP32_UP_TO:
-        models.cast(model, torch.float32)
-    return model.to(device).eval()
-
-
-def arrange_for_few_rows(model: torch.nn.Module) -> torch.nn.Module:
-    """Transposes weights in the CPU's memory for faster decode steps; their values do not change.
-
-    In a layer with more outputs than inputs, a product with one or two rows takes two thirds of the time if the weights
-    of an input are adjacent, and with more rows the same time as before (MKL, fp32, AMD EPYC). The head would take 1.2
-    times as long with 4 rows or more. Do not save the model afterwards.
-    """
-    head = models.base_model(model).get_output_embeddings()
-    for part in model.modules():
-        if not isinstance(part, torch.nn.Linear) or part is head or part.weight.dtype != torch.float32:
-            continue
-        if part.out_features > part.in_features:
-            part.weight.data = part.weight.data.t().contiguous().t()
-    return model

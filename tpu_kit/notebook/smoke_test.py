@@ -19,8 +19,8 @@ from tpu_kit.distributed.replica import runtime
 from tpu_kit.distributed.replica.backends import CpuRuntime
 from tpu_kit.distributed.replica.runtime import Runtime
 from tpu_kit.generation.generator import Generator
+from tpu_kit.generation.model_loading import load_here
 from tpu_kit.generation.sampling import Sampling
-from tpu_kit.generation.service import load_here
 from tpu_kit.machine.chips import GIB
 from tpu_kit.model import attention, splash_attention, trainable
 from tpu_kit.model.meta_model import empty_model

@@ -11,17 +11,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from tpu_kit.data.chat.chat_template import PROBE, PromptEncoder
 from tpu_kit.data.rows.cells import RowError
 from tpu_kit.data.rows.columns import MESSAGE_KEYS, answer_of, in_message, reasoning_of, reply
 from tpu_kit.data.rows.messages import learns
 from tpu_kit.data.rows.schemas import Conversation
 
-if TYPE_CHECKING:
-    from tpu_kit.data.chat.chat_encoding import Encoder
-
-PROBE = "tpukitprobe"
 _HEADER = 24  # characters at the end of a prompt that show where the last turn begins if the turns before it differ
 
 
@@ -62,7 +59,7 @@ def with_calls(
 class ChatDocuments:
     """The replies of one chat that carry loss, each with the prompt that the template makes for it at inference."""
 
-    def __init__(self, encoder: Encoder, talk: Conversation) -> None:
+    def __init__(self, encoder: PromptEncoder, talk: Conversation) -> None:
         assert not isinstance(talk.messages, str)
         self._encoder, self._config, self._messages, self._tools = encoder, encoder.config, talk.messages, talk.tools
         turns = [i for i in range(talk.first, len(talk.messages)) if learns(talk.messages[i])]

@@ -21,9 +21,10 @@ from tpu_kit.config.loader import TrainConfig
 from tpu_kit.distributed.replica import main_thread, runtime
 from tpu_kit.extras.tree_search.options import SearchOptions
 from tpu_kit.generation.generator import Generator
+from tpu_kit.generation.model_loading import load_here
 from tpu_kit.generation.prompts import Completion, Prompt
 from tpu_kit.generation.sampling import Sampling
-from tpu_kit.generation.service import generator_for, launch_with_adapter, load_here, on_one_replica
+from tpu_kit.generation.service import generator_for, launch_with_adapter, on_one_replica
 
 Stopped = Literal["done", "tokens"]
 
