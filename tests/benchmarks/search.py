@@ -23,7 +23,7 @@ from tpu_kit.assets.embedded import cot_rows
 from tpu_kit.config.loader import load_config
 from tpu_kit.distributed.replica.backends import CpuRuntime
 from tpu_kit.extras.tree_search.search import SearchOptions, search
-from tpu_kit.generation.evaluation.evaluate import Accuracy, mcnemar
+from tpu_kit.generation.evaluation.accuracy import Accuracy, mcnemar
 from tpu_kit.generation.generator import Generator
 from tpu_kit.generation.model_loading import load_for_generation
 from tpu_kit.generation.prompts import Completion

@@ -13,9 +13,9 @@ from tpu_kit.cli import main
 from tpu_kit.config.loader import DataConfig, ModelConfig, load_config
 from tpu_kit.data.prepare import prepare
 from tpu_kit.generation.evaluation import evaluate as evaluate_module
-from tpu_kit.generation.evaluation.evaluate import evaluate, opened
+from tpu_kit.generation.evaluation.evaluate import evaluate
 from tpu_kit.generation.generator import Rating
-from tpu_kit.generation.prompts import Completion
+from tpu_kit.generation.prompts import Completion, opened
 from tpu_kit.generation.service import Answers, GenerationRequest
 from tpu_kit.model.source import load_tokenizer
 from tpu_kit.recipes.sft import prepare_run

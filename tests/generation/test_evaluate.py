@@ -24,16 +24,10 @@ from tpu_kit.data.prepare import Prepared
 from tpu_kit.distributed import progress
 from tpu_kit.distributed.replica.backends import CpuRuntime
 from tpu_kit.generation.evaluation import evaluate as evaluate_module
-from tpu_kit.generation.evaluation.evaluate import (
-    Accuracy,
-    Evaluation,
-    Sample,
-    compare,
-    count_correct,
-    evaluate,
-    evaluate_adapter,
-    mcnemar,
-)
+from tpu_kit.generation.evaluation.accuracy import Accuracy, mcnemar
+from tpu_kit.generation.evaluation.comparison import Evaluation, Sample, compare
+from tpu_kit.generation.evaluation.evaluate import evaluate, evaluate_adapter
+from tpu_kit.generation.evaluation.held_out_answers import count_correct
 from tpu_kit.generation.generator import Rating
 from tpu_kit.generation.model_loading import load_for_generation
 from tpu_kit.generation.prompts import Completion, stop_ids

@@ -18,7 +18,8 @@ from tpu_kit.data.held_out import NONE, Questions
 from tpu_kit.data.prepare import prepare
 from tpu_kit.exporting.export import model_card
 from tpu_kit.generation.evaluation import evaluate as evaluate_module
-from tpu_kit.generation.evaluation.evaluate import Comparison, evaluate_adapter
+from tpu_kit.generation.evaluation.comparison import Comparison
+from tpu_kit.generation.evaluation.evaluate import evaluate_adapter
 from tpu_kit.machine.storage.object_store import upload
 from tpu_kit.model.source import load_tokenizer
 from tpu_kit.recipes import sft

@@ -147,7 +147,8 @@ def test_displays_are_text_outside_ipython(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_answers_before_and_after(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from tpu_kit.generation.evaluation.evaluate import Accuracy, Evaluation, Sample, compare
+    from tpu_kit.generation.evaluation.accuracy import Accuracy
+    from tpu_kit.generation.evaluation.comparison import Evaluation, Sample, compare
 
     def evaluation(*correct: bool) -> Evaluation:
         samples = tuple(Sample(f"question {i}", "4", f"<think>\n{i}", right) for i, right in enumerate(correct))

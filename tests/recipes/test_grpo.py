@@ -32,7 +32,7 @@ from tpu_kit.cli import main
 from tpu_kit.config.loader import ConfigError, TrainConfig, load_config, of_rewards
 from tpu_kit.distributed.preemption import StopFlag
 from tpu_kit.generation.decoder import Decoder
-from tpu_kit.generation.evaluation import evaluate, judging
+from tpu_kit.generation.evaluation import held_out_answers, judging
 from tpu_kit.generation.evaluation.rewards import Judgement, Rewards
 from tpu_kit.generation.prompts import Completion
 from tpu_kit.generation.sampling import Sampling
@@ -605,18 +605,18 @@ def test_auto_weights_the_sampler_where_it_is_rounded() -> None:
 def test_held_out_answers_are_greedy_and_choose_the_weights(tmp_path: Path, monkeypatch: Any) -> None:
     """The programs of samples answer as greedy decoding does."""
     texts: list[str] = []
-    right, shares = evaluate.judge_all, iter([(1, 4), (3, 4), (2, 4)])
+    right, shares = held_out_answers.judge_all, iter([(1, 4), (3, 4), (2, 4)])
 
     def judge_all(replies: Any, *others: Any) -> Any:
         texts.extend(text for _, text in replies)
         return right(replies, *others)
 
     def count_correct(*given: Any) -> tuple[int, int]:
-        evaluate.count_correct(*given)
-        evaluate.count_correct(*given[:4])
+        held_out_answers.count_correct(*given)
+        held_out_answers.count_correct(*given[:4])
         return next(shares)
 
-    monkeypatch.setattr(evaluate, "judge_all", judge_all)
+    monkeypatch.setattr(held_out_answers, "judge_all", judge_all)
     monkeypatch.setattr(sft, "count_correct", count_correct)
     settings = {"eval_rows": 4, "eval_steps": 1, "eval_generate_rows": 4, "generate_tokens": 24, "max_steps": 3}
     result = grpo(run_of(tmp_path, **settings))

@@ -231,7 +231,8 @@ for start, wandb in ((0, "offline"), (1, "online")):
 
 print("the result", file=sys.stderr, flush=True)
 from tpu_kit.config.loader import load_config
-from tpu_kit.generation.evaluation.evaluate import Accuracy, Evaluation, Sample, compare
+from tpu_kit.generation.evaluation.accuracy import Accuracy
+from tpu_kit.generation.evaluation.comparison import Evaluation, Sample, compare
 from tpu_kit.training.metrics import log_result
 config = load_config(None, {"wandb": "offline", "tensorboard": True, "wandb_adapter": True, "output_dir": "result"})
 Path("result/adapter").mkdir(parents=True)

@@ -28,7 +28,8 @@ from tpu_kit.exporting.hub import Pushed, check_repository
 from tpu_kit.exporting.hub import push as push_folder
 from tpu_kit.exporting.options import ExportOptions
 from tpu_kit.exporting.streaming import stream
-from tpu_kit.generation.evaluation.evaluate import Accuracy, read_comparison
+from tpu_kit.generation.evaluation.accuracy import Accuracy
+from tpu_kit.generation.evaluation.comparison import read_comparison
 from tpu_kit.generation.model_loading import load_for_generation
 from tpu_kit.generation.prompts import PromptCodec
 from tpu_kit.machine.chips import GIB, MIB

@@ -226,6 +226,21 @@ def split_reasoning(text: str, data: DataConfig, opened: bool = False) -> tuple[
     return reasoning.strip(), answer.strip() if close else ""
 
 
+def opened(prompt: str, data: DataConfig, asked: Any = None) -> str:
+    """Returns the first part of the answer that the prompt has.
+
+    Args:
+        prompt: its text.
+        data: the tags.
+        asked: the prompt as messages, or text. Where it ends in the assistant's own words, these are continued; else
+            the prompt may end with the opening tag of the reasoning.
+    """
+    words = str(asked[-1].get("content") or "") if isinstance(asked, list) and asked[-1]["role"] == "assistant" else ""
+    if words and prompt.endswith(words.rstrip()):
+        return words
+    return f"{data.think_open}\n" if prompt.rstrip().endswith(data.think_open) else ""
+
+
 def read_prompts(file: str) -> list[Prompt]:
     """Reads a file of questions: a text in each line, or JSON lines with a prompt, or with messages and tools.
 

@@ -209,7 +209,7 @@ def show_answers(output_dir: str | Path, rows: int = 4) -> None:
 
     There is none where `tracking.generate_rows=0`.
     """
-    from tpu_kit.generation.evaluation.evaluate import read_comparison
+    from tpu_kit.generation.evaluation.comparison import read_comparison
 
     if answers := read_comparison(Path(output_dir)):
         show_comparison(answers, rows)

@@ -35,7 +35,9 @@ from tpu_kit.distributed.output import safe_output
 from tpu_kit.distributed.preemption import RESULT_TYPE, PreemptionGuard, stop_name, stops_raise
 from tpu_kit.distributed.replica import runtime
 from tpu_kit.distributed.replica.runtime import Runtime
-from tpu_kit.generation.evaluation.evaluate import Comparison, check_answers, count_correct, evaluate_adapter
+from tpu_kit.generation.evaluation.comparison import Comparison
+from tpu_kit.generation.evaluation.evaluate import evaluate_adapter
+from tpu_kit.generation.evaluation.held_out_answers import check_answers, count_correct
 from tpu_kit.generation.evaluation.rewards import Rewards
 from tpu_kit.generation.evaluation.verifiers import verifier_named
 from tpu_kit.generation.reference_check import check_training

@@ -28,7 +28,7 @@ from tpu_kit.training.outcome import BEFORE_TRAINING, describe_start
 
 if TYPE_CHECKING:
     from tpu_kit.distributed.replica.runtime import Runtime
-    from tpu_kit.generation.evaluation.evaluate import Comparison
+    from tpu_kit.generation.evaluation.comparison import Comparison
 
 METRICS_FILE = "metrics.jsonl"
 _WANDB_ID = "wandb_run_id"  # in a run's folder, for `log_result`; a resumed run has it from the checkpoint

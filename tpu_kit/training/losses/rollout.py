@@ -29,10 +29,9 @@ from tpu_kit.data.prepare import Prepared
 from tpu_kit.distributed.preemption import PreemptionGuard
 from tpu_kit.distributed.replica.main_thread import CallEnded
 from tpu_kit.distributed.replica.runtime import Runtime
-from tpu_kit.generation.evaluation.evaluate import opened
 from tpu_kit.generation.evaluation.rewards import Attempt, Judgement, Rewards
 from tpu_kit.generation.generator import Generator
-from tpu_kit.generation.prompts import Completion
+from tpu_kit.generation.prompts import Completion, opened
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.machine.storage import atomic
 from tpu_kit.model import attention

@@ -1,0 +1,199 @@
+"""The answers of a model to held-out rows and their measures, and the comparison of two models on the same rows."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from textwrap import indent
+from typing import Any
+
+from tpu_kit.config import tables
+from tpu_kit.data.held_out import UNKNOWN
+from tpu_kit.generation.evaluation.accuracy import Accuracy, mcnemar
+
+_SHOWN = 3  # samples in the table
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One answer.
+
+    Attributes:
+        question: what the row asks, as text.
+        expected: the row's answer; None without one.
+        answer: the reply of the model, with the opening tag of its reasoning if the prompt ends in the tag.
+        correct: the verdict of the verifier; None if it did not judge the row.
+        error: the error of the verifier; empty without one.
+    """
+
+    question: str
+    expected: str | None
+    answer: str
+    correct: bool | None
+    error: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """The verdict for a table; empty without one."""
+        if self.error:
+            return f"not judged, the verifier raised {self.error}"
+        return {True: "correct", False: "wrong", None: ""}[self.correct]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the answer and its verdict as plain values."""
+        return {"answer": self.answer, "correct": self.correct} | ({"error": self.error} if self.error else {})
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The answers of one model and their measures.
+
+    Attributes:
+        accuracy: of the judged rows.
+        format_adherence: share of answers with one well-formed reasoning block and an answer after it.
+        mean_tokens: mean length of an answer in tokens, with its last token.
+        unfinished: share of answers that were cut off at `max_new_tokens`.
+        max_new_tokens: the most tokens of an answer.
+        samples: every row.
+        perplexity: e to the mean loss, in nats, of the rows' own tokens that carry loss in training.
+        perplexity_tokens: the number of these tokens.
+        rows_reason: whether the rows have reasoning.
+    """
+
+    accuracy: Accuracy
+    format_adherence: float
+    mean_tokens: float
+    unfinished: float
+    max_new_tokens: int
+    samples: tuple[Sample, ...]
+    perplexity: float | None = None
+    perplexity_tokens: int = 0
+    rows_reason: bool = True
+
+    @property
+    def failed(self) -> int:
+        """The number of answers on which the verifier failed; the accuracy leaves them out."""
+        return sum(bool(sample.error) for sample in self.samples)
+
+    @property
+    def reasons(self) -> bool:
+        """Whether the form of reasoning says something: rows or answers have some."""
+        return self.rows_reason or self.format_adherence > 0
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name:<25}{value}" for name, value in self.figures().items())
+
+    def figures(self) -> dict[str, str]:
+        """Returns name and value of each measure, for a table."""
+        return {
+            "correct (95 % interval)": str(self.accuracy),
+            **({"well-formed reasoning": f"{self.format_adherence:.1%}"} if self.reasons else {}),
+            "tokens per answer": f"{self.mean_tokens:.1f}",
+            f"cut off at {self.max_new_tokens}": f"{self.unfinished:.1%}",
+            "perplexity": "none" if self.perplexity is None else f"{self.perplexity:.4g}",
+            **({"not judged (error)": str(self.failed)} if self.failed else {}),
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns everything except the samples as plain values."""
+        plain = asdict(self)
+        del plain["samples"]
+        plain["accuracy"]["share"] = self.accuracy.share if self.accuracy.total else None
+        return {**plain, "failed": self.failed, "reasons": self.reasons}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Base and tuned model on the same rows.
+
+    Attributes:
+        base: the base model's answers.
+        tuned: the tuned model's answers.
+        gained: rows that only the tuned model answers correctly.
+        lost: rows that only the base model answers correctly.
+        p_value: of `mcnemar`: the probability of such a difference if tuning changed nothing.
+        seen_in_training: held-out rows left out because the training data have their questions.
+        training_data_known: whether the questions of the adapter's run are known. If not, `seen_in_training` is of the
+            training data of the configuration.
+        head: the tuned model without the head of its objective, as base, and with it; None if it has none.
+    """
+
+    base: Evaluation
+    tuned: Evaluation
+    gained: int
+    lost: int
+    p_value: float
+    seen_in_training: int = 0
+    training_data_known: bool = True
+    head: Comparison | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain values for JSON."""
+        samples = [
+            {"question": base.question, "expected": base.expected, "base": base.to_dict(), "tuned": tuned.to_dict()}
+            for base, tuned in zip(self.base.samples, self.tuned.samples, strict=True)
+        ]
+        counts = {name: value for name, value in vars(self).items() if name not in ("base", "tuned", "head")}
+        models = {"base": self.base.to_dict(), "tuned": self.tuned.to_dict()}
+        head = {"without_head": self.head.to_dict()} if self.head else {}
+        return {**models, **counts, "samples": samples, **head}
+
+    def __str__(self) -> str:
+        before, after = self.base.figures(), self.tuned.figures()
+        figures = before | after
+        rows = [{"": name, "base": before.get(name, "0"), "tuned": after.get(name, "0")} for name in figures]
+        lines = [tables.to_text(rows)]
+        if self.base.accuracy.total:
+            lines.append(
+                f"{self.gained} rows only the tuned model answers correctly, {self.lost} only the base; "
+                f"p = {self.p_value:.2g} (McNemar, exact)"
+            )
+        if self.head:
+            without = self.head.base
+            lines.append(
+                f"without its head: {without.accuracy}, perplexity {without.figures()['perplexity']}; "
+                f"{self.head.gained} rows correct only with it, {self.head.lost} only without; "
+                f"p = {self.head.p_value:.2g}"
+            )
+        lines.append(f"{self.seen_in_training} rows left out, because the training data have their questions")
+        lines += [] if self.training_data_known else [UNKNOWN]
+        pairs = list(zip(self.base.samples, self.tuned.samples, strict=True))
+        raised = [pair for pair in pairs[_SHOWN:] if pair[0].error or pair[1].error][:_SHOWN]
+        for base, tuned in [*pairs[:_SHOWN], *raised]:
+            lines += ["", base.question.strip(), f"  expected: {base.expected}"]
+            for name, sample in (("base", base), ("tuned", tuned)):
+                verdict = f", {sample.verdict}" if sample.verdict else ""
+                lines += [f"  {name}{verdict}:", indent(sample.answer.strip(), "    ")]
+        return "\n".join(lines)
+
+
+def compare(
+    base: Evaluation, tuned: Evaluation, seen_in_training: int = 0, training_data_known: bool = True
+) -> Comparison:
+    """Compares two evaluations row by row; a row that one of them did not judge counts for neither.
+
+    Raises:
+        ValueError: their rows, or the order of the rows, differ, or one allowed longer answers.
+    """
+    if [(s.question, s.expected) for s in base.samples] != [(s.question, s.expected) for s in tuned.samples]:
+        raise ValueError("the two evaluations have different rows; evaluate both on the same rows and prompts")
+    if base.max_new_tokens != tuned.max_new_tokens:
+        raise ValueError(
+            f"one evaluation allowed answers of {base.max_new_tokens} tokens and the other of {tuned.max_new_tokens}; "
+            "evaluate both with one tracking.generate_tokens"
+        )
+    pairs = [(b.correct, t.correct) for b, t in zip(base.samples, tuned.samples, strict=True)]
+    gained, lost = pairs.count((False, True)), pairs.count((True, False))
+    return Comparison(base, tuned, gained, lost, mcnemar(lost, gained), seen_in_training, training_data_known)
+
+
+def read_comparison(run: Path) -> dict[str, Any] | None:
+    """Returns the contents of a run's eval.json; None without the file, ValueError if it is damaged."""
+    path = run / "eval.json"
+    try:
+        found: dict[str, Any] | None = json.loads(path.read_text()) if path.is_file() else None
+    except ValueError as error:
+        advice = f"delete it, or write it anew by evaluate adapter={run / 'adapter'}"
+        raise ValueError(f"{path} is damaged ({error}): {advice}") from error
+    return found
