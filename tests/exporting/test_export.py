@@ -24,11 +24,12 @@ from tests.support.generation_functions import make
 from tpu_kit.assets.embedded import model_dir
 from tpu_kit.cli import main
 from tpu_kit.config.loader import TrainConfig, load_config
-from tpu_kit.exporting import equivalence, formats
-from tpu_kit.exporting import export as export_module
+from tpu_kit.exporting import converter, equivalence, formats, gguf, tuned_model
 from tpu_kit.exporting.equivalence import Check
 from tpu_kit.exporting.export import export, hub_id
-from tpu_kit.exporting.formats import modelfile
+from tpu_kit.exporting.gguf import modelfile
+from tpu_kit.exporting.options import FORMATS
+from tpu_kit.exporting.tuned_model import Format, TunedModel, Written
 from tpu_kit.generation.model_loading import load_for_generation
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.generation.service import generate
@@ -137,8 +138,8 @@ def test_merged(shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.usefixtures("in_process")
 def test_the_comparison_alone_has_the_date_of_the_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, compute = [], export_module.logits
-    monkeypatch.setattr(export_module, "logits", lambda model, rows: seen.extend(rows) or compute(model, rows))
+    seen, compute = [], tuned_model.logits
+    monkeypatch.setattr(tuned_model, "logits", lambda model, rows: seen.extend(rows) or compute(model, rows))
     template = run / "adapter" / "chat_template.jinja"
     template.write_text("It is {{ strftime_now('%d %b %Y') }}." + template.read_text())
     (run / "config.yaml").write_text(load_config(run / "config.yaml", {"data.date": "2024-02-09"}).to_yaml())
@@ -183,10 +184,10 @@ def test_a_whole_model_for_vllm(tmp_path: Path) -> None:
     assert "all weights trained" in (folder / "README.md").read_text()
     assert str(tmp_path) not in (folder / "README.md").read_text()
     assert AutoModelForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
-    for kind in ("adapter", "gguf-lora"):
-        work: Any = SimpleNamespace(run_dir=tmp_path)
+    for kind in (formats.ADAPTER, gguf.LORA):
+        tuned: Any = SimpleNamespace(run_dir=tmp_path)
         with pytest.raises(ValueError, match=r"is a whole model, as lora.r=0 trains: format="):
-            formats.adapter(work) if kind == "adapter" else formats.gguf_adapter(work, tmp_path)
+            kind.write(tuned)
 
 
 @pytest.mark.usefixtures("in_process")
@@ -302,6 +303,22 @@ def test_no_room(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not (run / "export").exists()
 
 
+def _words(tuned: TunedModel) -> Written:
+    (tuned.part / "words.txt").write_text("\n".join(tuned.texts))
+    return Written("the questions alone", [], [], "read it")
+
+
+WORDS = Format(_words, 0.0, on_base=True)
+
+
+def test_a_new_format_is_a_line_and_an_object(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setitem(FORMATS, "words", f"{__name__}:WORDS")
+    assert main(["export", str(run), "format=words"]) == 0
+    assert f"words in {run / 'export' / 'words'}: README.md, export.json, words.txt" in capsys.readouterr().out
+    assert main(["export", str(run), "format=pictures"]) == 2
+    assert f"there are {', '.join(FORMATS)}" in capsys.readouterr().err
+
+
 def test_an_export_that_is_not_the_tuned_model_goes(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(formats, "reload", lambda folder, prompts, base=None: [torch.zeros(32, 640) for _ in prompts])
     with pytest.raises(ValueError, match=r"not the tuned model .* largest difference of its logits .* It was removed"):
@@ -409,23 +426,23 @@ def archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache that holds an archive of two files, of which one is the converter's, under their own checksums."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    path = tmp_path / "cache" / "tpu_kit" / formats.ARCHIVE
+    path = tmp_path / "cache" / "tpu_kit" / converter.ARCHIVE
     path.parent.mkdir(parents=True)
     with tarfile.open(path, "w:gz") as file:
         for name in ("convert_hf_to_gguf.py", "tools/other.py"):
             member = tarfile.TarInfo(f"llama/vendor/llama.cpp/{name}")
             member.size = 5
             file.addfile(member, io.BytesIO(b"hello"))
-    monkeypatch.setattr(formats, "ARCHIVE_SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
+    monkeypatch.setattr(converter, "ARCHIVE_SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
     return path
 
 
 def test_the_converter_is_taken_from_the_archive_which_is_checked(archive: Path) -> None:
-    with formats.converter() as folder:
+    with converter.converter() as folder:
         assert [path.name for path in folder.iterdir()] == ["convert_hf_to_gguf.py"]
     assert not folder.exists()
     archive.write_bytes(b"other")
-    with pytest.raises(ValueError, match=r"has the SHA-256 .* and should have .* Delete it"), formats.converter():
+    with pytest.raises(ValueError, match=r"has the SHA-256 .* and should have .* Delete it"), converter.converter():
         pass
 
 
@@ -434,8 +451,8 @@ def test_offline(archive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
     monkeypatch.setenv("PIP_RETRIES", "0")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    refusal = rf"converter cannot be fetched .* or put {formats.ARCHIVE}"
-    with pytest.raises(ValueError, match=refusal), formats.converter():
+    refusal = rf"converter cannot be fetched .* or put {converter.ARCHIVE}"
+    with pytest.raises(ValueError, match=refusal), converter.converter():
         pass
 
 
@@ -449,20 +466,20 @@ def test_the_converter_is_asked_to_expect_no_layers_that_transformers_leaves_out
     script, target = tmp_path / "convert_hf_to_gguf.py", tmp_path / "m.gguf"
     refuses = "import sys; '--no-mtp' in sys.argv and sys.exit('--mtp / --no-nextn are not supported for Llama')\n"
     script.write_text(refuses + f"open({str(target)!r}, 'w').write(' '.join(sys.argv[1:]))")
-    formats.convert_model(tmp_path, target, "f16", tmp_path)
+    converter.convert_model(tmp_path, target, "f16", tmp_path)
     assert target.read_text() == f"{tmp_path} --outfile {target} --outtype f16"
     script.write_text(f"import sys; open({str(target)!r}, 'w').write(sys.argv[-1])")
-    formats.convert_model(tmp_path, target, "f16", tmp_path)
+    converter.convert_model(tmp_path, target, "f16", tmp_path)
     assert target.read_text() == "--no-mtp"
     script.write_text("raise AssertionError")
     with pytest.raises(ValueError, match=r"converter refuses the model: [^\n]*raise AssertionError[^\n]*$"):
-        formats.convert_model(tmp_path, target, "f16", tmp_path)
+        converter.convert_model(tmp_path, target, "f16", tmp_path)
 
 
 def test_dora_has_no_place_in_gguf(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text('{"use_dora": true}')
     with pytest.raises(ValueError, match="export the merged model"):
-        formats.convert_adapter(tmp_path, tmp_path, tmp_path / "x.gguf", tmp_path)
+        converter.convert_adapter(tmp_path, tmp_path, tmp_path / "x.gguf", tmp_path)
 
 
 def test_gguf_names_what_it_needs_before_anything_starts(

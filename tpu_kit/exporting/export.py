@@ -22,43 +22,28 @@ import torch
 
 from tpu_kit.config.loader import TrainConfig, load_config, read_yaml
 from tpu_kit.data.held_out import UNKNOWN
-from tpu_kit.exporting import formats
-from tpu_kit.exporting.equivalence import Check, logits, mean_difference
+from tpu_kit.exporting.equivalence import Check
 from tpu_kit.exporting.hub import Pushed, check_repository
 from tpu_kit.exporting.hub import push as push_folder
-from tpu_kit.exporting.options import ExportOptions
-from tpu_kit.exporting.streaming import stream
+from tpu_kit.exporting.options import DTYPES, ExportOptions, format_named
+from tpu_kit.exporting.tuned_model import HERE, Format, TunedModel, open_tuned
 from tpu_kit.generation.evaluation.accuracy import Accuracy
 from tpu_kit.generation.evaluation.comparison import read_comparison
-from tpu_kit.generation.model_loading import load_for_generation
-from tpu_kit.generation.prompts import PromptCodec
 from tpu_kit.machine.chips import GIB, MIB
 from tpu_kit.machine.storage import atomic
 from tpu_kit.machine.storage.object_store import at_hand, is_url, join
 from tpu_kit.machine.storage.run_folder import ADAPTER, find_run
-from tpu_kit.model.base_identity import base_of_adapter
-from tpu_kit.model.base_model import base_model
-from tpu_kit.model.loading import load_base
-from tpu_kit.model.source import load_tokenizer
 from tpu_kit.model.states_head import file_names, find_head, title, without_head
 from tpu_kit.training.metrics import best_evaluation, read_metrics
 from tpu_kit.training.objectives import objective_of
 
 _MARKER = "export.json"  # a folder that holds it may be replaced
 _SPARE = 64 * MIB  # for the tokenizer, the card and the file system
-_NOTHING = 1e-5  # least mean change of a logit by tuning, as a share of their spread
-_PROMPTS = 6
 _PLAIN = (
     "it was trained on plain text, so these files have no chat template: ask for completions, not for chats (vLLM: "
     "/v1/completions, llama.cpp: /completion)"
 )
 _BASES = "; that of the base model does not fit"
-_QUESTIONS = (
-    "What is 17 + 25?",
-    "Name the capital of France and one river that flows through it.",
-    "Tom has 12 apples and gives 5 of them to Mia. How many apples does Tom have now?",
-    "Explain in two sentences why the sky is blue.",
-)
 
 
 @dataclass(frozen=True)
@@ -139,92 +124,37 @@ def _export(folder: Path, copied: bool, options: ExportOptions) -> Exported:
     if target.exists() and not (target / _MARKER).is_file() and not (target.is_dir() and not any(target.iterdir())):
         raise ValueError(f"out={target} exists and is no earlier export: give a folder that does not exist yet")
     head = find_head(folder / "adapter")
-    if head and (format != "adapter" or not objective_of(config).trains_model):
+    kind = format_named(format)
+    if head and not (kind.keeps_head and objective_of(config).trains_model):
         raise ValueError(
             f"format={format}: {folder / 'adapter'} has an {title(head)}, a function of hidden states that is not "
             f"linear, for which this format has no place. `generate adapter={folder / 'adapter'}` answers with it; to "
             f"export the rest, delete {' and '.join(file_names(head))} there"
         )
-    # The converter is fetched before minutes of loading.
-    converter = formats.converter() if format.startswith("gguf") else contextlib.nullcontext()
-    with converter as tools, atomic.replacing(target) as part, without_head(folder / "adapter") as adapter:
-        work = _load(config, folder, adapter, part, options)
-        _check_free_space(target, work, format)
+    kind.prepare()
+    with atomic.replacing(target) as part, without_head(folder / "adapter") as adapter:
+        tuned = open_tuned(config, folder, adapter, part, options.dtype, options.base or hub_id(config.model.name))
+        _check_free_space(target, tuned, kind)
         part.mkdir(parents=True)
-        if format == "adapter":
-            kind, checks, notes, use = formats.adapter(work)
-        elif tools is None:
-            kind, checks, notes, use = formats.merged(work, format)
-        elif format == "gguf-lora":
-            kind, checks, notes, use = formats.gguf_adapter(work, tools)
-        else:
-            kind, checks, notes, use = formats.gguf_model(work, format.removeprefix("gguf-"), tools)
-        if not work.tokenizer.chat_template:
-            notes.append(_PLAIN + _BASES if format in ("adapter", "gguf-lora") else _PLAIN)
+        written = kind.write(tuned)
+        checks, notes = written.checks, written.notes
+        if not tuned.tokenizer.chat_template:
+            notes.append(_PLAIN + _BASES if kind.on_base else _PLAIN)
         if head:
             notes.append(f"PEFT loads the adapter without the {title(head)}, tpu_kit's generate with it")
-        card = model_card(config, folder, kind, work.base_id, use, [*map(str, checks), *notes])
+        card = model_card(config, folder, written.kind, tuned.base_id, written.use, [*map(str, checks), *notes])
         (part / "README.md").write_text(card)
-        written = sorted(path.relative_to(part).as_posix() for path in part.rglob("*") if path.is_file())
-        done = {"format": format, "files": written, "checks": [asdict(check) for check in checks], "notes": notes}
+        files = sorted(path.relative_to(part).as_posix() for path in part.rglob("*") if path.is_file())
+        done = {"format": format, "files": files, "checks": [asdict(check) for check in checks], "notes": notes}
         (part / _MARKER).write_text(json.dumps(done, indent=1))
-    files = tuple(sorted(path.name for path in target.iterdir()))
-    placed = tuple(note.replace(formats.HERE, str(target)) for note in notes)
-    return Exported(format, str(target), files, tuple(checks), placed)
+    names = tuple(sorted(path.name for path in target.iterdir()))
+    placed = tuple(note.replace(HERE, str(target)) for note in notes)
+    return Exported(format, str(target), names, tuple(checks), placed)
 
 
-def _load(config: TrainConfig, folder: Path, adapter: Path, part: Path, options: ExportOptions) -> formats.Work:
-    """Opens the tuned model in fp32, and compares its logits with those of the base."""
-    # The released base, not the base that training rounded (to int8, for instance).
-    settings = replace(base_of_adapter(config.model, adapter), base_dtype="fp32", trust_remote_code=False)
-    streamed = stream(settings, adapter)
-    try:
-        model: Any = streamed.model if streamed else load_for_generation(settings, adapter)
-        tokenizer = load_tokenizer(settings, adapter)
-    except ValueError as error:
-        if "trust_remote_code" not in str(error):
-            raise
-        raise ValueError(
-            f"model.name={config.model.name} comes with Python code of its own, and an export runs no such code, even "
-            f"with model.trust_remote_code=true: if you trust it, load {adapter} with PEFT"
-        ) from error
-    codec = PromptCodec(tokenizer, base_model(model), config.data)
-    prompts, whole, texts = _prompts(codec, bool(tokenizer.chat_template), folder)
-    tuned = logits(model, whole)
-    if hasattr(model, "disable_adapter"):
-        with model.disable_adapter():
-            plain = logits(model, whole)
-    else:
-        base = stream(settings)
-        plain = logits(base.model if base else load_base(settings, torch.float32).eval(), whole)
-    effect = mean_difference(tuned, plain)
-    if not effect > _NOTHING * torch.cat(tuned).std(dim=1).mean():
-        raise ValueError(
-            f"{adapter} changes nothing: with it the model says what the base model says (mean difference of logits "
-            f"{effect:.2g}). Look at the loss in {folder / 'metrics.jsonl'}, and train again"
-        )
-    base_id = options.base or hub_id(config.model.name)
-    return formats.Work(
-        config, folder, part, options.dtype, base_id, model, streamed, tokenizer, prompts, whole, texts,
-        sorted(codec.stops), tuned, effect,
-    )  # fmt: skip
-
-
-def _prompts(codec: PromptCodec, chat: bool, folder: Path) -> tuple[list[list[int]], list[list[int]], list[str]]:
-    """Returns chats, chats with answers, and the questions: those of eval.json, or a few general ones."""
-    pairs = [(question, "") for question in _QUESTIONS]
-    if answers := read_comparison(folder):
-        pairs = [(sample["question"], sample["tuned"]["answer"]) for sample in answers["samples"][:_PROMPTS]] or pairs
-    texts = [question for question, _ in pairs]
-    prompts = [codec.encode([{"role": "user", "content": text}] if chat else text) for text in texts]
-    return prompts, [ids + codec.plain(answer) for ids, (_, answer) in zip(prompts, pairs, strict=True)], texts
-
-
-def _check_free_space(folder: Path, work: formats.Work, format: str) -> None:
-    # The converter reads fp32 weights from a second folder; an adapter is tried on its base in f16.
-    gguf = 4 + formats.BYTES.get(format.removeprefix("gguf-"), 2.0)
-    each = gguf if format.startswith("gguf") else 0.0 if format == "adapter" else formats.BYTES[work.dtype]
-    need = each * sum(parameter.numel() for parameter in work.model.parameters())
+def _check_free_space(folder: Path, tuned: TunedModel, kind: Format) -> None:
+    each = getattr(torch, DTYPES[tuned.dtype]).itemsize if kind.weight_bytes is None else kind.weight_bytes
+    need = each * sum(parameter.numel() for parameter in tuned.model.parameters())
     above = next(path for path in [folder.absolute(), *folder.absolute().parents] if path.is_dir())
     free = shutil.disk_usage(above).free
     if free < need + _SPARE:

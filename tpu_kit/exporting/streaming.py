@@ -210,7 +210,6 @@ def stream(config: ModelConfig, adapter: Path | None = None) -> StreamedModel | 
         return None
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    model.name_or_path = model.config.name_or_path = str(folder)
     plain = copy.deepcopy(model)
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
     names = {id(tensor): name for name, tensor in tensors if name in sources}

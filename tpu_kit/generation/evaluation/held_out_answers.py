@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tpu_kit.config.loader import ConfigError, TrainConfig
 from tpu_kit.data.prepare import Prepared
@@ -21,12 +21,17 @@ from tpu_kit.generation.sampling import Sampling
 from tpu_kit.model.loading import read_config
 from tpu_kit.model.rotary import max_positions
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 ANSWERED_AT_ONCE = 32
 """Rows that a replica answers at a time."""
 
 
-def check_answers(config: TrainConfig, prepared: Prepared) -> None:
+def check_answers(config: TrainConfig, prepared: Prepared, model: PreTrainedConfig | None = None) -> None:
     """Checks before training that the model can answer the held-out rows and the verifier can judge the answers.
+
+    `model` is its configuration, if it was read before.
 
     Raises:
         ConfigError: the rows have no prompts, prompts and answers are longer than the model's positions, or the
@@ -47,7 +52,7 @@ def check_answers(config: TrainConfig, prepared: Prepared) -> None:
         raise ConfigError([f"{asked}: {error}"]) from error
     if len(rows) < wanted:
         print(f"plan             {asked}: there are {len(rows)} held-out rows, and all are answered", flush=True)
-    model = read_config(config.model)  # loading a model explains why its configuration cannot be read
+    model = model or read_config(config.model)  # loading a model explains why its configuration cannot be read
     longest, positions = max(lengths), (model and max_positions(model.get_text_config())) or math.inf
     if longest + tracking.generate_tokens > positions:
         advice = f"use at most {positions - longest:g}" if positions > longest else "remove longer rows"

@@ -1,0 +1,126 @@
+"""The converter of llama.cpp, which writes GGUF files.
+
+llama.cpp publishes no package of it; the source archive of llama_cpp_python holds it, with the gguf library of the same
+commit. pip fetches the pinned archive once into the user's cache. Its SHA-256 is checked before every use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import shutil
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from tpu_kit.distributed.child_process import run_child
+
+VERSION = "0.3.36"  # of llama_cpp_python
+ARCHIVE = f"llama_cpp_python-{VERSION}.tar.gz"
+ARCHIVE_SHA256 = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
+
+_INSIDE = "vendor/llama.cpp/"
+_SCRIPTS = ("convert_hf_to_gguf.py", "convert_lora_to_gguf.py", "LICENSE")
+_FOLDERS = ("conversion/", "gguf-py/gguf/")
+_UNKNOWN_TOKENIZER = "BPE pre-tokenizer was not recognized"
+
+
+def archive_at_hand() -> Path:
+    """Returns the archive of the converters, which is fetched if it is not in the cache.
+
+    Raises:
+        ValueError: it cannot be fetched, or its checksum is wrong.
+    """
+    archive = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tpu_kit" / ARCHIVE
+    if not archive.is_file():
+        _fetch(archive)
+    with archive.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != ARCHIVE_SHA256:
+        raise ValueError(
+            f"{archive} has the SHA-256 {digest} and should have {ARCHIVE_SHA256}: it is damaged or another version. "
+            "Delete it and run this again"
+        )
+    return archive
+
+
+@contextlib.contextmanager
+def converter() -> Iterator[Path]:
+    """Yields a folder with llama.cpp's converters while the body runs; raises as `archive_at_hand`."""
+    archive = archive_at_hand()
+    with tempfile.TemporaryDirectory(prefix="llama.cpp-") as folder, tarfile.open(archive) as files:
+        for member in files:
+            name = member.name.partition(f"/{_INSIDE}")[2]
+            if member.isfile() and (name in _SCRIPTS or name.startswith(_FOLDERS)):
+                files.extract(member.replace(name=name), folder, filter="data")
+        yield Path(folder)
+
+
+def _fetch(archive: Path) -> None:
+    archive.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=archive.parent) as folder:
+        wanted = Path(folder) / "requirements.txt"
+        wanted.write_text(f"llama-cpp-python=={VERSION} --hash=sha256:{ARCHIVE_SHA256}\n")
+        command = ["-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        command += ["--no-binary", "llama-cpp-python", "--require-hashes", "-r", str(wanted), "-d", folder]
+        done = run_child(command, os.environ)
+        fetched = Path(folder) / ARCHIVE
+        if done.status or not fetched.is_file():
+            errors = [line for line in done.errors.splitlines() if "ERROR" in line] or [done.last_lines(1)]
+            raise ValueError(
+                f"llama.cpp's converter cannot be fetched ({errors[-1].strip()[:200]}). It is needed once: run this "
+                f"with a network, or put {ARCHIVE} of the Python package index into {archive.parent}"
+            )
+        fetched.replace(archive)
+
+
+def convert_model(folder: Path, target: Path, outtype: str, tools: Path) -> None:
+    """Writes a model that transformers saved, with its tokenizer, as GGUF in f16, bf16 or q8_0.
+
+    Raises:
+        ValueError: llama.cpp's converter refuses the model or its tokenizer.
+    """
+    command = [str(tools / "convert_hf_to_gguf.py"), str(folder), "--outfile", str(target), "--outtype", outtype]
+    try:  # transformers leaves out the layers that predict further tokens, and the converter would expect them
+        _run([*command, "--no-mtp"], target)
+    except ValueError as error:
+        if "--no-nextn are not supported for" not in str(error):
+            raise
+        _run(command, target)
+
+
+def convert_adapter(adapter: Path, base: Path, target: Path, tools: Path) -> None:
+    """Writes a LoRA adapter that PEFT saved as GGUF in f16; `base` has the base model's config and tokenizer.
+
+    Raises:
+        ValueError: GGUF cannot hold such an adapter, or the converter refuses it.
+    """
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    if settings.get("use_dora"):
+        raise ValueError("GGUF adapters cannot hold DoRA's magnitudes: export the merged model (gguf-f16)")
+    with tempfile.TemporaryDirectory(prefix="tpu_kit-") as scratch:
+        plain = Path(scratch)
+        shutil.copy(adapter / "adapter_model.safetensors", plain)
+        if settings.get("use_rslora"):
+            # llama.cpp scales by alpha / r; rank-stabilised adapters are scaled by alpha / sqrt(r).
+            settings["lora_alpha"] *= math.sqrt(settings["r"])
+        (plain / "adapter_config.json").write_text(json.dumps(settings))
+        script = str(tools / "convert_lora_to_gguf.py")
+        _run([script, str(plain), "--base", str(base), "--outfile", str(target), "--outtype", "f16"], target)
+
+
+def _run(arguments: list[str], target: Path) -> None:
+    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "PJRT_DEVICE": "CPU", "HF_HUB_OFFLINE": "1"}
+    environment.pop("NO_LOCAL_GGUF", None)  # it selects another version of the gguf library
+    done = run_child(arguments, environment)
+    if _UNKNOWN_TOKENIZER in done.errors:
+        raise ValueError(
+            "llama.cpp does not know how this tokenizer splits a text into words, so a GGUF file would give other "
+            "tokens than in training. Use format=merged (transformers) or format=vllm"
+        )
+    if done.status or not target.is_file():
+        raise ValueError(f"llama.cpp's converter refuses the model: {' '.join(done.last_lines(4).split())}")

@@ -1,0 +1,121 @@
+"""The formats of llama.cpp and Ollama: one GGUF file and a Modelfile, tried in llama.cpp if it is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from tpu_kit.exporting.converter import archive_at_hand, convert_adapter, convert_model, converter
+from tpu_kit.exporting.equivalence import Check, compare_llama_cpp, run_llama_cpp
+from tpu_kit.exporting.formats import merge, save_merged, save_model
+from tpu_kit.exporting.streaming import stream
+from tpu_kit.exporting.tuned_model import Format, TunedModel, Written, accept, adapter_of
+from tpu_kit.model.base_model import base_model
+from tpu_kit.model.families import experts
+from tpu_kit.model.loading import load_base
+
+
+def _refuse_experts(tuned: TunedModel) -> None:
+    family = base_model(tuned.model).config.model_type
+    if any(True for _ in experts.modules_of(tuned.model)):
+        raise ValueError(
+            f"no GGUF file of {family}, a mixture of experts, was compared with its model: use format=merged"
+        )
+
+
+def write_model(tuned: TunedModel, outtype: str) -> Written:
+    """Writes one GGUF file and a Modelfile; each weight is rounded once, from fp32."""
+    _refuse_experts(tuned)
+    checks = [merge(tuned)]
+    scratch = tuned.part / "fp32"
+    save_merged(tuned, scratch, torch.float32)
+    target = tuned.part / f"{tuned.name}-{outtype}.gguf"
+    with converter() as tools:
+        convert_model(scratch, target, outtype, tools)
+    shutil.rmtree(scratch)
+    _write_modelfile(tuned, target.name)
+    more, notes = _in_llama_cpp(tuned, target, outtype)
+    near = "its own template that is nearest to the file's chat template"
+    notes.append(f"Ollama was not run: it uses {near if tuned.tokenizer.chat_template else 'the prompt as it is'}")
+    use = f"```sh\nllama-server -m {target.name} --jinja\nollama create {tuned.config.run_name} -f Modelfile\n```"
+    return Written(f"merged weights as GGUF ({outtype})", checks + more, notes, use)
+
+
+def write_adapter(tuned: TunedModel) -> Written:
+    """Writes the adapter as GGUF and a Modelfile, and tries it on the base model in f16."""
+    source = adapter_of(tuned, "gguf-f16")
+    _refuse_experts(tuned)
+    scratch = tuned.part / "base"
+    settings = replace(tuned.config.model, trust_remote_code=False)
+    base = stream(settings) or load_base(settings, torch.float32)
+    save_model(base, tuned.tokenizer, scratch, torch.float32)
+    target = tuned.part / f"{tuned.name}-lora-f16.gguf"
+    plain = scratch / "base.gguf"
+    with converter() as tools:
+        convert_adapter(source, scratch, target, tools)
+        if _has_llama_cpp():
+            convert_model(scratch, plain, "f16", tools)
+    more, notes = _in_llama_cpp(tuned, plain, "f16", target)
+    shutil.rmtree(scratch)
+    _write_modelfile(tuned, "base.gguf", target.name)
+    notes.append("the Modelfile expects the base model's own GGUF file beside it, as base.gguf")
+    use = f"```sh\nllama-server -m base.gguf --lora {target.name} --jinja\n```"
+    return Written("a LoRA adapter as GGUF", more, notes, use)
+
+
+def _write_modelfile(tuned: TunedModel, source: str, adapter: str = "") -> None:
+    stops = [tuned.tokenizer.convert_ids_to_tokens(token) for token in tuned.stops]
+    (tuned.part / "Modelfile").write_text(modelfile(source, stops, tuned.config.data.system_prompt, adapter))
+
+
+def modelfile(source: str, stops: Sequence[str], system_prompt: str | None, adapter: str = "") -> str:
+    """Returns the text of an Ollama Modelfile; Ollama chooses the chat template by the one in the GGUF file.
+
+    Args:
+        source: the GGUF file beside it.
+        stops: tokens that end an answer.
+        system_prompt: the system prompt of training.
+        adapter: the GGUF file of a LoRA adapter, if `source` is its base model.
+    """
+    lines = [f"FROM ./{source}", *([f"ADAPTER ./{adapter}"] if adapter else [])]
+    lines += [f'PARAMETER stop "{stop}"' for stop in stops]
+    if system_prompt and '"""' in system_prompt:
+        lines.append('# No SYSTEM: Ollama would end the system prompt at its """. Send it in each request')
+    elif system_prompt:
+        lines.append(f'SYSTEM """{system_prompt}"""')
+    return "\n".join(lines) + "\n"
+
+
+def _has_llama_cpp() -> bool:
+    return importlib.util.find_spec("xllamacpp") is not None
+
+
+def _in_llama_cpp(
+    tuned: TunedModel, model: Path, stored: str, adapter: Path | None = None
+) -> tuple[list[Check], list[str]]:
+    """Loads the file in llama.cpp, if it is installed, and compares its answers."""
+    if not _has_llama_cpp():
+        return [], ["not checked in llama.cpp, which is not installed: pip install xllamacpp, and export again"]
+    answers, lengths = run_llama_cpp(model, tuned.prompts, tuned.texts, adapter)
+    check = accept(compare_llama_cpp(tuned.model, tuned.prompts, answers, tuned.effect, stored))
+    counts = [len(tuned.tokenizer(text)["input_ids"]) for text in tuned.texts]
+    if counts != lengths:
+        raise ValueError(
+            f"llama.cpp makes {lengths} tokens of texts where the tokenizer makes {counts}: the model was trained "
+            "with other tokens. The export was removed; use format=merged"
+        )
+    return [check], [f"the tokenizers of llama.cpp and transformers make as many tokens of {len(counts)} texts"]
+
+
+_FP32 = 4  # bytes of a weight in the folder that the converter reads
+
+F16 = Format(partial(write_model, outtype="f16"), _FP32 + 2, prepare=archive_at_hand)
+BF16 = Format(partial(write_model, outtype="bf16"), _FP32 + 2, prepare=archive_at_hand)
+Q8_0 = Format(partial(write_model, outtype="q8_0"), _FP32 + 34 / 32, prepare=archive_at_hand)
+LORA = Format(write_adapter, _FP32 + 2, on_base=True, prepare=archive_at_hand)  # the base is tried in f16
