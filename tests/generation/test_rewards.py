@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from tpu_kit.config.choices import REWARDS, imported
 from tpu_kit.config.loader import load_config
-from tpu_kit.generation.evaluation.rewards import Attempt, Rewards
+from tpu_kit.generation.evaluation.rewards import Attempt, Rewards, length
 
 CONFIG = load_config(None, {"max_completion_length": 20})
 CHAT = [{"role": "user", "content": "2 + 2?"}]
@@ -70,8 +71,21 @@ def test_the_penalty_of_length_is_that_of_trl():
     from trl.rewards import get_soft_overlong_punishment
 
     theirs = get_soft_overlong_punishment(20, 4)
-    ids = [[0] * length for length in range(1, 21)]
-    assert Rewards(CONFIG, ["length"])._within_length(ids) == pytest.approx(theirs(completion_ids=ids))
+    ids = [[0] * count for count in range(1, 21)]
+    ours = length([Attempt({}, "", "", tokens) for tokens in ids], CONFIG)
+    assert ours == pytest.approx(theirs(completion_ids=ids))
+
+
+def _short(attempts, config):
+    return [float(len(each.text) < config.rl.max_completion_length) for each in attempts]
+
+
+def test_a_new_reward_is_a_line_and_a_function(monkeypatch):
+    assert all(callable(imported(reward)) for reward in REWARDS.values())
+    monkeypatch.setitem(REWARDS, "short", f"{__name__}:_short")
+    config = load_config(None, ["rl.reward_funcs=[short]", "rl.max_completion_length=8"])
+    with Rewards(config) as rewards:
+        assert rewards([Attempt({}, "", text, []) for text in ("4", "12 words")]).parts == {"short": [1, 0]}
 
 
 def test_none_of_all_functions_is_no_judgement():

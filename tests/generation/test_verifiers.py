@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tpu_kit.config.choices import VERIFIERS
+from tpu_kit.config.choices import VERIFIERS, imported
 from tpu_kit.config.loader import DataConfig, load_config
-from tpu_kit.generation.evaluation.verifiers import _RULES, Verdict, judge, verifier_named, well_formed
+from tpu_kit.generation.evaluation.verifiers import Verdict, judge, verifier_named, well_formed
 
 OTHER = DataConfig(source="rows.jsonl")
 
@@ -162,7 +162,19 @@ def test_a_users_function_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         with pytest.raises(ValueError) as error:
             verifier_named(name)
         assert text in str(error.value)
-    assert {"exact", "reasoning_gym", *_RULES} - {"regex"} == set(VERIFIERS)
+
+
+def _last_word(row: Any, answer: str) -> bool:
+    return answer.split()[-1] == row["answer"]
+
+
+def test_a_new_rule_is_a_line_and_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert all(callable(imported(rule)) for rule in VERIFIERS.values())
+    monkeypatch.setitem(VERIFIERS, "last_word", f"{__name__}:_last_word")
+    config = load_config(None, ["tracking.verifier=last_word"])
+    rule = verifier_named(config.tracking.verifier)
+    assert judge({"answer": "five"}, "It is five", config.data, rule) == Verdict(True)
+    assert judge({"answer": "five"}, "five it is", config.data, rule) == Verdict(False)
 
 
 def test_a_package_is_asked_for_if_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

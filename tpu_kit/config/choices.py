@@ -21,11 +21,21 @@ ROLES: dict[str, tuple[str, ...]] = {
 }
 """Format -> the roles of its columns; chats have reasoning and answer if their last turn is in columns of its own."""
 
-VERIFIERS = ("auto", "exact", "numeric", "choice", "math", "reasoning_gym")
-"""The rules of `generation.evaluation.verifiers`, which also takes regex:PATTERN and module:function."""
+VERIFIERS = {
+    "auto": "tpu_kit.generation.evaluation.verifiers:auto",
+    "exact": "tpu_kit.generation.evaluation.verifiers:exact",
+    "numeric": "tpu_kit.generation.evaluation.verifiers:numeric",
+    "choice": "tpu_kit.generation.evaluation.verifiers:choice",
+    "math": "tpu_kit.generation.evaluation.verifiers:math",
+    "reasoning_gym": "tpu_kit.generation.evaluation.verifiers:reasoning_gym",
+}
+"""The rules of `generation.evaluation.verifiers`, each a `Verifier`; it also takes regex:PATTERN and module:function."""
 
-REWARDS = ("think_format", "length")
-"""The names of `generation.evaluation.rewards` that are no verifiers."""
+REWARDS = {
+    "think_format": "tpu_kit.generation.evaluation.rewards:think_format",
+    "length": "tpu_kit.generation.evaluation.rewards:length",
+}
+"""The names of `generation.evaluation.rewards` that are no verifiers, each a function of all attempts and the run."""
 
 _CODE = "the kit runs no code of a model; write module:function, which sends it to a sandbox"
 _TRL = "write module:function, such as a function of trl.rewards"

@@ -25,6 +25,7 @@ from traceback import extract_tb
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from tpu_kit.config.choices import REWARDS, imported
 from tpu_kit.config.loader import ConfigError, TrainConfig
 from tpu_kit.distributed.preemption import Terminated
 from tpu_kit.distributed.replica import cpu_simulation, main_thread
@@ -55,6 +56,18 @@ class Attempt(NamedTuple):
     prompt: Any
     text: str
     tokens: Sequence[int]
+
+
+def think_format(attempts: Sequence[Attempt], config: TrainConfig) -> list[float]:
+    """1 for a reply that is one block of reasoning in its tags and then an answer, else 0."""
+    return [float(well_formed(each.text, config.data)) for each in attempts]
+
+
+def length(attempts: Sequence[Attempt], config: TrainConfig) -> list[float]:
+    """DAPO's penalty: 0, falling to -1 in the last part of max_completion_length."""
+    most = config.rl.max_completion_length
+    allowed = most - round(_LONG * most)
+    return [min(0.0, (allowed - len(each.tokens)) / max(1, most - allowed)) for each in attempts]
 
 
 @dataclass
@@ -104,10 +117,8 @@ class Rewards:
             name = reward if isinstance(reward, str) else getattr(reward, "__name__", type(reward).__name__)
             count = sum(other.partition("#")[0] == name for other in self.names)
             self.names.append(name := f"{name}#{count + 1}" if count else name)
-            if reward == "think_format":
-                self._own[name] = self._well_formed
-            elif reward == "length":
-                self._own[name] = lambda attempts: self._within_length([each.tokens for each in attempts])
+            if isinstance(reward, str) and reward in REWARDS:
+                self._own[name] = partial(imported(REWARDS[reward]), config=config)
             else:
                 judge = verifier_named(reward, "rl.reward_funcs") if isinstance(reward, str) else reward
                 if isinstance(judge, str):
@@ -249,15 +260,6 @@ class Rewards:
                 row = shorten(str(shown), 300, placeholder=" ...")
                 return f"failed{_place(again)} for {row}: {type(again).__name__}: {again}"
         return f"failed for {count} completions together, and for none alone: {type(error).__name__}: {error}"
-
-    def _well_formed(self, attempts: Sequence[Attempt]) -> list[float]:
-        return [float(well_formed(each.text, self._config.data)) for each in attempts]
-
-    def _within_length(self, completion_ids: Sequence[Sequence[int]]) -> list[float]:
-        """DAPO's penalty: 0, falling to -1 in the last part of max_completion_length."""
-        most = self._config.rl.max_completion_length
-        allowed = most - round(_LONG * most)
-        return [min(0.0, (allowed - len(ids)) / max(1, most - allowed)) for ids in completion_ids]
 
     @staticmethod
     def _arguments(attempts: Sequence[Attempt]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -80,12 +80,7 @@ def judge(row: Mapping[str, Any], text: str, config: DataConfig, verifier: str |
             return Verdict(None)
         if config.think_open in answer:
             return Verdict(False)
-        if callable(verifier):
-            score = verifier(row, answer.strip())
-        elif verifier == "reasoning_gym":
-            score = _reasoning_gym(row, answer)
-        else:
-            score = _is_right(_expected(row), answer, verifier)
+        score = verifier(row, answer.strip()) if callable(verifier) else _rule(verifier)(row, answer)
         if score is None:
             return Verdict(None)
         if isinstance(score, str) or not float(score) <= 1:  # also not a number
@@ -104,19 +99,32 @@ def _expected(row: Mapping[str, Any]) -> list[str]:
     return [text for each in answers if each is not None and (text := str(each).strip())]
 
 
-def _is_right(expected: Sequence[str], answer: str, rule: str) -> bool:
-    """Compares a reply with each of the expected answers, by a rule that is not a function."""
-    if rule == "exact":
-        return answer.strip() in expected
-    name, _, pattern = rule.partition(":")
-    statement = _match(pattern, answer) if pattern else statement_of(answer)
+def _rule(name: str) -> Verifier:
+    """Returns the function of a rule by its name, or regex:PATTERN."""
+    if name.startswith("regex:"):
+        return partial(_stated, same, "text", read=partial(_match, name.removeprefix("regex:")))
+    return imported(VERIFIERS[name])
+
+
+def _stated(
+    comparison: Callable[[str, Statement], bool | None],
+    kind: str,
+    row: Mapping[str, Any],
+    answer: str,
+    read: Callable[[str], Statement | None] = statement_of,
+) -> bool:
+    """Compares what a reply states with each of the expected answers, which must be of a `kind`."""
+    statement = read(answer)
     if statement is None or not statement.text.strip():
         return False
     failures: list[ValueError] = []
-    for text in expected:
+    for text in _expected(row):
         stated = statement_of(text)
+        wanted = text if stated is None else stated.text
         try:
-            if _compared(text if stated is None else stated.text, statement, name):
+            if (result := comparison(wanted, statement)) is None:
+                raise ValueError(f"the row's answer {wanted[:60]!r} is no {kind}")
+            if result:
                 return True
         except ValueError as error:
             failures.append(error)
@@ -125,12 +133,16 @@ def _is_right(expected: Sequence[str], answer: str, rule: str) -> bool:
     return False
 
 
-def _compared(expected: str, statement: Statement, rule: str) -> bool:
-    comparison, kind = _RULES[rule]
-    result = comparison(expected, statement)
-    if result is None:
-        raise ValueError(f"the row's answer {expected[:60]!r} is no {kind}")
-    return result
+# The rules of `choices.VERIFIERS`; a new one is a line there and such a function here, or in a module of its own.
+auto = partial(_stated, same, "text")
+numeric = partial(_stated, same_number, "number")
+choice = partial(_stated, same_letter, "letter of a choice")
+math = partial(_stated, partial(same_formula, required=True), "formula")
+
+
+def exact(row: Mapping[str, Any], answer: str) -> bool:
+    """Compares a reply with each of the expected answers as text."""
+    return answer.strip() in _expected(row)
 
 
 def _match(pattern: str, answer: str) -> Statement | None:
@@ -141,24 +153,15 @@ def _match(pattern: str, answer: str) -> Statement | None:
     return Statement((matches[-1][1] if matches[-1].re.groups else matches[-1][0]) or "", True)
 
 
-_RULES: Mapping[str, tuple[Callable[[str, Statement], bool | None], str]] = {
-    "auto": (same, "text"),
-    "regex": (same, "text"),
-    "numeric": (same_number, "number"),
-    "choice": (same_letter, "letter of a choice"),
-    "math": (partial(same_formula, required=True), "formula"),
-}
-
-
-def _reasoning_gym(row: Mapping[str, Any], answer: str) -> float:
+def reasoning_gym(row: Mapping[str, Any], answer: str) -> float:
     """Scores the final part alone: the package gives partial credit for an answer within other words."""
-    import reasoning_gym
+    import reasoning_gym as package
 
     metadata = row.get("metadata") or {}
     metadata = json.loads(metadata) if isinstance(metadata, str) else metadata
     if "source_dataset" not in metadata:
         raise ValueError("the row has no metadata.source_dataset, which names its data set in reasoning-gym")
-    score = reasoning_gym.get_score_answer_fn(metadata["source_dataset"])
+    score = package.get_score_answer_fn(metadata["source_dataset"])
     statement = statement_of(answer)
     return float(score(answer=statement.text if statement else None, entry={**row, "metadata": metadata}))
 
