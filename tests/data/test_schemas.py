@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
+from tpu_kit.config.choices import FORMATS, DataFormat, RowFormat, imported
 from tpu_kit.config.loader import DataConfig
 from tpu_kit.data.rows.cells import RowError
 from tpu_kit.data.rows.columns import detect_layout, reasoning_of, reply
-from tpu_kit.data.rows.schemas import conversation, normalised
+from tpu_kit.data.rows.schemas import Conversation, conversation, normalised
 
 
 def layout(names: str, **settings: Any) -> str:
@@ -44,6 +45,24 @@ def read(row: dict[str, Any], **settings: Any) -> Any:
 )
 def test_recognised(columns: str, expected: str) -> None:
     assert layout(columns) == expected
+
+
+def _pair(row: Any, layout: Any, config: DataConfig) -> Conversation:
+    asked, said = (str(row[layout.columns[role]]) for role in ("question", "answer"))
+    return Conversation(f"{asked} => {said}", len(asked))
+
+
+def test_a_new_format_is_a_line_and_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {"auto", *FORMATS} == {*get_args(DataFormat)} and all(
+        callable(imported(each.read)) for each in FORMATS.values()
+    )
+    monkeypatch.setitem(FORMATS, "pair", RowFormat(f"{__name__}:_pair", ("question", "answer"), ("question", "answer")))
+    row, config = {"query": "2 + 3", "target": 5, "id": 1}, DataConfig(format="pair")  # type: ignore[arg-type]
+    found = detect_layout(list(row), config)
+    assert str(found) == "pair (question=query, answer=target), not used: id"
+    assert conversation(row, found, config) == Conversation("2 + 3 => 5", 5)
+    with pytest.raises(ValueError, match="answer"):
+        detect_layout(["query"], config)
 
 
 def test_overridden() -> None:

@@ -8,18 +8,44 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from tpu_kit.config.registry import OBJECTIVES, absence, installed
 
-ROLES: dict[str, tuple[str, ...]] = {
-    "cot": ("system", "history", "question", "context", "options", "tools", "reasoning", "answer"),
-    "messages": ("system", "messages", "tools", "reasoning", "answer"),
-    "prompt_completion": ("system", "prompt", "completion", "tools"),
-    "text": ("text",),
-    "prompt": ("system", "prompt", "tools", "answer"),
-}
-"""Format -> the roles of its columns; chats have reasoning and answer if their last turn is in columns of its own."""
+
+class RowFormat(NamedTuple):
+    """A format of rows.
+
+    Attributes:
+        read: "module:function", which reads a `data.rows.schemas.Conversation` from a row, its layout and the data section.
+        needed: the roles of the columns without which there is no row.
+        roles: those of all its columns, which `data.columns` may name.
+    """
+
+    read: str
+    needed: tuple[str, ...]
+    roles: tuple[str, ...]
+
+
+DataFormat = Literal["auto", "cot", "messages", "prompt_completion", "text", "prompt"]
+FORMATS = {
+    "cot": RowFormat(
+        "tpu_kit.data.rows.schemas:read_problem", ("question", "answer"),
+        ("system", "history", "question", "context", "options", "tools", "reasoning", "answer"),
+    ),
+    "messages": RowFormat(
+        "tpu_kit.data.rows.schemas:read_chat", ("messages",), ("system", "messages", "tools", "reasoning", "answer")
+    ),
+    "prompt_completion": RowFormat(
+        "tpu_kit.data.rows.schemas:read_completion", ("prompt", "completion"),
+        ("system", "prompt", "completion", "tools"),
+    ),
+    "text": RowFormat("tpu_kit.data.rows.schemas:read_text", ("text",), ("text",)),
+    "prompt": RowFormat("tpu_kit.data.rows.schemas:read_prompt", ("prompt",), ("system", "prompt", "tools", "answer")),
+}  # fmt: skip
+"""The formats of rows by name; chats have reasoning and answer if their last turn is in columns of its own."""
+
+ROLES = {name: each.roles for name, each in FORMATS.items()}
 
 VERIFIERS = {
     "auto": "tpu_kit.generation.evaluation.verifiers:auto",
@@ -29,7 +55,7 @@ VERIFIERS = {
     "math": "tpu_kit.generation.evaluation.verifiers:math",
     "reasoning_gym": "tpu_kit.generation.evaluation.verifiers:reasoning_gym",
 }
-"""The rules of `generation.evaluation.verifiers`, each a `Verifier`; it also takes regex:PATTERN and module:function."""
+"""The rules of `verifier`, each a `Verifier`; it also takes regex:PATTERN and module:function."""
 
 REWARDS = {
     "think_format": "tpu_kit.generation.evaluation.rewards:think_format",

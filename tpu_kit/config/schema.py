@@ -13,6 +13,7 @@ from typing import Any, Literal, get_type_hints
 
 from tpu_kit.config.choices import (
     VERIFIERS,
+    DataFormat,
     check_objective,
     check_rewards,
     check_rows_held_out,
@@ -83,7 +84,7 @@ class DataConfig:
         at_least=0,
         check=check_rows_held_out,
     )
-    format: Literal["auto", "cot", "messages", "prompt_completion", "text", "prompt"] = knob(
+    format: DataFormat = knob(  # noqa: RUF009 - a dataclasses.field
         "auto", "What a row holds; auto looks at the column names. prompt has no reply, for models that sample them."
     )
     columns: dict[str, str] | None = knob(  # noqa: RUF009 - a dataclasses.field, not a shared dictionary

@@ -16,7 +16,7 @@ from textwrap import shorten
 from types import MappingProxyType
 from typing import Any, Literal
 
-from tpu_kit.config.choices import ROLES
+from tpu_kit.config.choices import FORMATS, ROLES
 from tpu_kit.config.loader import DataConfig
 from tpu_kit.data.rows.cells import RowError, parsed, plain_value, switch
 
@@ -161,18 +161,13 @@ ambiguous, which is an error."""
 SOLUTIONS = NAMES["reasoning"][1]
 """Columns of worked solutions, which may end in a boxed answer: reasoning beside an answer, else both."""
 
-_NEEDED = {
-    "messages": ("messages",), "prompt_completion": ("prompt", "completion"), "cot": ("question", "answer"),
-    "text": ("text",), "prompt": ("prompt",),
-}  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Layout:
     """The format and the roles of the columns of a data set.
 
     Attributes:
-        format: "cot", "messages", "prompt_completion", "text" or "prompt".
+        format: of `choices.FORMATS`.
         columns: role -> column; a field of a column of objects has a dotted name.
         ignored: unused columns.
         filled: whether Arrow stores contents or the arguments of tool calls as structs, in which None stands for a
@@ -296,9 +291,9 @@ def detect_layout(
 
     find = partial(_column_of, columns=columns, named=named, skipped={*empty, *left_out}, kinds=kinds)
     fmt = _format(config, find, kinds)
-    roles = [role for role in ROLES.get(fmt, ()) if fmt in ("cot", "prompt") or role not in ("reasoning", "answer")]
-    if fmt == "messages" and ("answer" in named or not find("messages")):  # the last reply is in columns of its own
-        roles += ["reasoning", "answer"]
+    roles = list(FORMATS[fmt].roles if fmt else ())
+    if fmt == "messages" and "answer" not in named and find("messages"):  # else the last reply has its own columns
+        roles = [role for role in roles if role not in ("reasoning", "answer")]
     used = {role: column for role in roles if (column := find(role))}
     if (
         fmt == "messages"
@@ -312,7 +307,7 @@ def detect_layout(
         del used["context"]
     if used.get("reasoning") == used.get("answer"):  # a solution without another answer is both
         used.pop("answer" if "reasoning" in named else "reasoning", None)
-    missing = [role for role in _NEEDED.get(fmt, ()) if role not in used]
+    missing = [role for role in (FORMATS[fmt].needed if fmt else ()) if role not in used]
     if not fmt or missing:
         if not fmt and kinds.get(asked := find("prompt") or find("question") or "") == "turns":
             raise ValueError(_asks_in_turns(asked, None, columns))

@@ -1,7 +1,8 @@
 """Reads the conversation of a row from the columns that `columns.py` found.
 
-The formats are `cot` (question, reasoning, answer), `messages` (chats, with tools), `prompt_completion` and `text`.
-`chat_encoding.py` encodes the conversation as token ids.
+`config.choices.FORMATS` names the formats, each with the function that reads it: `cot` (question, reasoning, answer),
+`messages` (chats, with tools), `prompt_completion`, `text` and `prompt`. `chat_encoding.py` encodes the conversation as
+token ids.
 """
 
 import contextlib
@@ -12,6 +13,7 @@ import unicodedata
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeGuard
 
+from tpu_kit.config.choices import FORMATS, imported
 from tpu_kit.config.loader import DataConfig
 from tpu_kit.data.rows.cells import RowError, alternatives, is_filled, options_of, parsed, text_of
 from tpu_kit.data.rows.columns import (
@@ -159,30 +161,38 @@ def conversation(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> 
 
 def _of_row(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
     """Reads what the row itself says."""
-    columns = layout.columns
     for column in layout.switches:
         if is_wanted(column, row.get(column)) is False:
             raise RowError(
                 f"its {column} is {str(row[column]).lower()}, so it is not wanted; remove such rows, or set "
                 f"data.columns={{{column}: ''}} to train on them (there is no preference tuning)"
             )
-    if layout.format == "text":
-        return Conversation(_text(row, columns["text"]), 0)
-    if layout.format == "prompt_completion":
-        return _completed(row, layout, config)
-    system, tools = _system(row, layout, config), None
-    if "tools" in columns:
-        tools = read_tools(row.get(columns["tools"]), columns["tools"])
-    if layout.format == "cot":
-        return _solved_problem(row, layout, config, system, tools)
-    if layout.format == "messages":
-        turns = parsed(row.get(columns["messages"]), columns["messages"])
-        last = _last_turn(turns, row, layout, config, tools) if "answer" in columns and isinstance(turns, list) else []
-        turns = [*turns, *last] if isinstance(turns, list) else turns
-        messages = read_messages(turns, columns["messages"], 0, system, config, layout)
-        replies = [i for i, message in enumerate(messages) if learns(message)]
-        added = len(messages) - len(last)
-        return Conversation(messages, next(i for i in replies if i >= added) if last else replies[0], tools)
+    talk: Conversation = imported(FORMATS[layout.format].read)(row, layout, config)
+    return talk
+
+
+def read_text(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
+    """Reads a row of plain text; raises RowError as `conversation`."""
+    return Conversation(_text(row, layout.columns["text"]), 0)
+
+
+def read_chat(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
+    """Reads a chat, whose last reply may be in columns of its own; raises RowError as `conversation`."""
+    columns = layout.columns
+    system, tools = _system(row, layout, config), _tools(row, layout)
+    turns = parsed(row.get(columns["messages"]), columns["messages"])
+    last = _last_turn(turns, row, layout, config, tools) if "answer" in columns and isinstance(turns, list) else []
+    turns = [*turns, *last] if isinstance(turns, list) else turns
+    messages = read_messages(turns, columns["messages"], 0, system, config, layout)
+    replies = [i for i, message in enumerate(messages) if learns(message)]
+    added = len(messages) - len(last)
+    return Conversation(messages, next(i for i in replies if i >= added) if last else replies[0], tools)
+
+
+def read_prompt(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
+    """Reads a prompt without a reply, for models that sample it; raises RowError as `conversation`."""
+    columns = layout.columns
+    system, tools = _system(row, layout, config), _tools(row, layout)
     asked = row.get(columns["prompt"])
     asked = parsed(asked, columns["prompt"]) if columns["prompt"] in layout.chats else asked
     turns = asked if isinstance(asked, list) else [{"role": "user", "content": _cell(row, columns["prompt"])}]
@@ -192,10 +202,9 @@ def _of_row(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conve
     return _continued(messages, len(messages) - 1, tools)
 
 
-def _solved_problem(
-    row: Mapping[str, Any], layout: Layout, config: DataConfig, system: str | None, tools: list[Any] | None
-) -> Conversation:
-    column = layout.columns["question"]
+def read_problem(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
+    """Reads a question and its answer, with reasoning or without; raises RowError as `conversation`."""
+    column, system, tools = layout.columns["question"], _system(row, layout, config), _tools(row, layout)
     question, reasoning, answer = problem(row, layout, config).values()
     earlier = _history(row, layout)
     turns = [*earlier, {"role": "user", "content": question}, _reply(row, layout, config, tools, reasoning, answer)]
@@ -226,8 +235,8 @@ def _calls(row: Mapping[str, Any], column: str, tools: list[Any] | None) -> list
     return calls
 
 
-def _completed(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
-    """Reads a prompt and its completion: two texts, or a chat whose end may be text."""
+def read_completion(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
+    """Reads a prompt and its completion: two texts, or a chat whose end may be text; raises as `conversation`."""
     columns = layout.columns
     prompt, completion = (_turns(row, columns[role], layout) for role in ("prompt", "completion"))
     if isinstance(prompt, list) and prompt and all(isinstance(turn, Mapping) for turn in prompt):
@@ -235,8 +244,7 @@ def _completed(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Co
             completion = [{"role": "assistant", "content": _cell(row, columns["completion"])}]
         system = _system(row, layout, config)
         messages = read_messages(prompt + completion, columns["completion"], len(prompt), system, config, layout)
-        tools = read_tools(row.get(columns["tools"]), columns["tools"]) if "tools" in columns else None
-        return _continued(messages, len(messages) - len(completion), tools)
+        return _continued(messages, len(messages) - len(completion), _tools(row, layout))
     if _is_turns(completion):
         raise RowError("prompt and completion must both be text or both be lists of messages")
     for role in ("system", "tools"):
@@ -399,6 +407,11 @@ def _system(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> str |
     if not is_filled(value):
         return None
     return with_own_tags(content_text(value, f"column {column!r}"), config, is_reply=False)
+
+
+def _tools(row: Mapping[str, Any], layout: Layout) -> list[Any] | None:
+    column = layout.columns.get("tools")
+    return read_tools(row.get(column), column) if column else None
 
 
 def _last_turn(
