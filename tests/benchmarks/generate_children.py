@@ -73,6 +73,7 @@ def counts(folder: str, size: int, count: int, new: int, dump: str) -> dict[str,
     """
     import torch
 
+    from tpu_kit.config.loader import DataConfig
     from tpu_kit.generation.generator import Generator
     from tpu_kit.generation.sampling import Sampling
     from tpu_kit.model import causal_lm as models
@@ -82,7 +83,9 @@ def counts(folder: str, size: int, count: int, new: int, dump: str) -> dict[str,
     models.to_device(model, rt.local_device)
     source = torch.Generator().manual_seed(0)
     found: dict[str, dict[str, float]] = {}
-    generator = endless(Generator(model, tokenizer, rt, max_prompt=400, max_new_tokens=new, batch_size=size))
+    generator = endless(
+        Generator(model, tokenizer, rt, data=DataConfig(), max_prompt=400, max_new_tokens=new, batch_size=size)
+    )
     for turn, many in (("first", count), ("again", count // 4)):
         lengths = torch.randint(5, 401, (many,), generator=source).tolist()
         before, start = rt.counters(), time.perf_counter()
@@ -161,6 +164,7 @@ def speed(
     """
     import torch
 
+    from tpu_kit.config.loader import DataConfig
     from tpu_kit.generation.generator import Generator
     from tpu_kit.generation.model_loading import arrange_for_few_rows
     from tpu_kit.generation.sampling import Sampling
@@ -175,7 +179,16 @@ def speed(
     )  # as `tpu_kit.generation.service` loads it
     longest = max(LENGTH, *NEW)
     generator = endless(
-        Generator(mine, tokenizer, rt, max_prompt=longest, max_new_tokens=new, batch_size=size, block=min(16, new))
+        Generator(
+            mine,
+            tokenizer,
+            rt,
+            data=DataConfig(),
+            max_prompt=longest,
+            max_new_tokens=new,
+            batch_size=size,
+            block=min(16, new),
+        )
     )
     # Which no reply has: they are compared. Without one, stock on XLA reads nothing before the last token.
     unheard = len(tokenizer) - 1

@@ -91,7 +91,12 @@ def correct(config: TrainConfig, adapter: Path, count: int, seed: int) -> list[b
     """Whether each held-out problem of a seed is solved."""
     model, tokenizer = load_for_generation(config.model, adapter), load_tokenizer(config.model, adapter)
     generator = Generator(
-        model, tokenizer, CpuRuntime(0, 1, next(model.parameters()).device), max_new_tokens=80, batch_size=100
+        model,
+        tokenizer,
+        CpuRuntime(0, 1, next(model.parameters()).device),
+        data=config.data,
+        max_new_tokens=80,
+        batch_size=100,
     )
     rows = cot_rows("eval", count, seed=1000 + seed)
     replies = generator.generate([[{"role": "user", "content": row["question"]}] for row in rows], Sampling(80))

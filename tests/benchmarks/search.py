@@ -63,7 +63,9 @@ def measure(run_dir: Path, count: int, budget: int) -> dict[str, Any]:
     adapter = run_dir / "adapter"
     model, tokenizer = load_for_generation(config.model, adapter), load_tokenizer(config.model, adapter)
     runtime = CpuRuntime(0, 1, next(model.parameters()).device)
-    generator = Generator(model, tokenizer, runtime, max_prompt=400, max_new_tokens=LONGEST, batch_size=32)
+    generator = Generator(
+        model, tokenizer, runtime, data=config.data, max_prompt=400, max_new_tokens=LONGEST, batch_size=32
+    )
     rows = cot_rows("eval", count, seed=77)
     chats = [[{"role": "user", "content": row["question"]}] for row in rows]
     results: dict[str, tuple[Said, float]] = {}

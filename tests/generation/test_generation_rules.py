@@ -13,7 +13,7 @@ import torch
 from tests.support.generation_functions import MIXED, NEW, generator, make, prompts_of, stock, tokens
 from tpu_kit.assets.embedded import model_dir
 from tpu_kit.cli import main
-from tpu_kit.config.loader import ModelConfig
+from tpu_kit.config.loader import DataConfig, ModelConfig
 from tpu_kit.distributed.replica.backends import CpuRuntime
 from tpu_kit.generation.generation_rules import GenerationRules, ModelDefaults
 from tpu_kit.generation.generator import Generator
@@ -63,7 +63,12 @@ def test_greedy_tokens_are_those_of_transformers(
     with_settings(model, monkeypatch, settings)
     wanted = stock(model, prompts)
     mine = Generator(
-        model, load_tokenizer(ModelConfig()), CpuRuntime(0, 1, torch.device("cpu")), max_new_tokens=NEW, batch_size=2
+        model,
+        load_tokenizer(ModelConfig()),
+        CpuRuntime(0, 1, torch.device("cpu")),
+        data=DataConfig(),
+        max_new_tokens=NEW,
+        batch_size=2,
     )
     assert tokens(mine.generate(prompts, Sampling(NEW))) == wanted != plain
     told = capsys.readouterr().err

@@ -46,7 +46,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tpu_kit.config.loader import LoraConfig, TrainConfig, load_config
+from tpu_kit.config.loader import DataConfig, LoraConfig, TrainConfig, load_config
 from tpu_kit.data.batching import Documents, PackedDataset
 from tpu_kit.distributed.replica.backends import CpuRuntime
 from tpu_kit.generation import kv_cache, reference_check
@@ -360,7 +360,7 @@ def test_a_reply_does_not_depend_on_rows_that_the_model_saw_before_and_ends_with
     torch.manual_seed(0)
     stock = AutoModelForCausalLM.from_config(rotary(kind, positions)).eval()
     generator = Generator(stock, load_tokenizer(load_config(None, []).model), CpuRuntime(0, 1, torch.device("cpu")),
-                          max_prompt=40, max_new_tokens=8)  # fmt: skip
+                          data=DataConfig(), max_prompt=40, max_new_tokens=8)  # fmt: skip
     prompt = list(range(10, 18))
     expected = generator.rate([[*prompt, 20, 21]])
     with torch.no_grad():

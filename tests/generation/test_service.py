@@ -267,7 +267,7 @@ def test_log_probabilities_are_the_model_s() -> None:
 def embedded() -> Generator:
     config = ModelConfig(base_dtype="fp32")
     model, tokenizer = load_base(config, torch.float32).eval(), load_tokenizer(config)
-    return Generator(model, tokenizer, CPU, max_prompt=256, max_new_tokens=128, block=4)
+    return Generator(model, tokenizer, CPU, data=DataConfig(), max_prompt=256, max_new_tokens=128, block=4)
 
 
 QUESTION = [{"role": "user", "content": "Leo has 3 trays of 6 coins. Leo gives away 17. How many coins are left?"}]
@@ -345,7 +345,7 @@ def test_what_cannot_be_generated() -> None:
 def test_a_chat_of_several_turns_needs_a_template() -> None:
     tokenizer = load_tokenizer(ModelConfig())
     tokenizer.chat_template = None
-    mine = Generator(make("llama"), tokenizer, CPU)
+    mine = Generator(make("llama"), tokenizer, CPU, data=DataConfig())
     assert mine.codec.encode(QUESTION) == mine.codec.encode(QUESTION[0]["content"])
     with pytest.raises(ValueError, match="prompt 0: it is a chat of more than one user turn, or with tools, and no"):
         mine.generate([[{"role": "system", "content": "Be brief."}, *QUESTION]])
@@ -706,7 +706,7 @@ def test_real_weights_say_what_transformers_says(tmp_path: Path) -> None:
     texts = ["The capital of France is", "def fibonacci(n):\n", "Water boils at", "Once upon a time"]
     prompts = [tokenizer(text)["input_ids"] for text in texts]
     wanted = stock(model, prompts)
-    mine = Generator(model, tokenizer, CPU, max_prompt=64, max_new_tokens=32)
+    mine = Generator(model, tokenizer, CPU, data=DataConfig(), max_prompt=64, max_new_tokens=32)
     assert tokens(mine.generate(prompts, GREEDY)) == wanted
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)

@@ -44,7 +44,7 @@ from transformers import (
     Qwen3NextForCausalLM,
 )  # fmt: skip
 
-from tpu_kit.config.loader import LoraConfig, ModelConfig
+from tpu_kit.config.loader import DataConfig, LoraConfig, ModelConfig
 from tpu_kit.config.mesh import resolve_mesh
 from tpu_kit.distributed.replica.backends import CpuRuntime, MeshRuntime, SimulatedRuntime
 from tpu_kit.distributed.replica.mesh import start
@@ -177,7 +177,7 @@ def generator(model: Any, rt: Runtime | None = None, **options: Any) -> Generato
     rt = rt or CpuRuntime(0, 1, torch.device("cpu"))
     models.to_device(model, rt.local_device)
     options = {"max_prompt": 70, "max_new_tokens": 32, "batch_size": 4, **options}
-    return Generator(model, load_tokenizer(ModelConfig()), rt, **options)
+    return Generator(model, load_tokenizer(ModelConfig()), rt, data=DataConfig(), **options)
 
 
 def tokens(replies: list[Any]) -> list[list[int]]:

@@ -248,7 +248,7 @@ def own_decoder(config: TrainConfig) -> dict[str, Any]:
         train_step(model, state, [batch], scalars, SupervisedObjective(OPTIM), OPTIM, rt)
         rt.sync()
     loss, tokens = rt.to_host([state.report])[0][:2].tolist()
-    generator = Generator(model, load_tokenizer(config.model), rt, max_prompt=16, max_new_tokens=8)
+    generator = Generator(model, load_tokenizer(config.model), rt, data=config.data, max_prompt=16, max_new_tokens=8)
     replies = [one.tokens for one in generator.generate([[5, 6, 7], [8, 9]])]
     refused = _refused(rt.local_device) if rt.is_xla and config.launch.mesh is None else ""
     with refusing():

@@ -1,6 +1,6 @@
 """Generation with one model on one device, in programs of a few fixed shapes.
 
-    generator = Generator(model, tokenizer, runtime, max_prompt=512, max_new_tokens=256)
+    generator = Generator(model, tokenizer, runtime, data=config.data, max_prompt=512, max_new_tokens=256)
     replies = generator.generate(["2 + 3 = "], Sampling(temperature=0.7, top_p=0.9), n=4)
 
 The prompts are sorted by length and divided into batches of one size, padded on XLA to one of a few widths. The host
@@ -51,12 +51,12 @@ class Generator:
         model: a causal language model of transformers or PEFT, on the runtime's device.
         tokenizer: of the model.
         rt: the replica, `distributed.runtime.current()` in a launched function.
+        data: the tags of the reasoning, the system prompt, and the date in a chat template.
         max_prompt: limit of the tokens of a prompt.
         max_new_tokens: limit of `Sampling.max_new_tokens`; with max_prompt it gives the length of the cache on XLA.
         batch_size: rows of a batch; a single prompt has a batch of its own size.
         block: tokens of a row between two reads of the device.
         prefill_rows: prompts of one prefill on XLA; None takes those of a batch. See `Decoder.prefill`.
-        data: the tags of the reasoning, and the system prompt.
 
     Attributes:
         codec: encodes prompts and decodes replies.
@@ -72,12 +72,12 @@ class Generator:
         tokenizer: Any,
         rt: Runtime,
         *,
+        data: DataConfig,
         max_prompt: int = 512,
         max_new_tokens: int = 256,
         batch_size: int = 8,
         block: int = BLOCK,
         prefill_rows: int | None = None,
-        data: DataConfig | None = None,
     ) -> None:
         sizes = {"max_prompt": max_prompt, "max_new_tokens": max_new_tokens, "batch_size": batch_size, "block": block}
         if wrong := [f"{name}={value}" for name, value in sizes.items() if value < 1]:
@@ -87,7 +87,7 @@ class Generator:
         self._limits, self._batch_size = (max_prompt, max_new_tokens), batch_size
         self._prefill_rows = prefill_rows
         self._positions = max_positions(self._config) or math.inf
-        self.codec = PromptCodec(tokenizer, base_model(model), data or DataConfig())
+        self.codec = PromptCodec(tokenizer, base_model(model), data)
         self.defaults = ModelDefaults.of(base_model(model).generation_config)
         self._told: set[str] = set()
         self._widths = widths_to(max_prompt)

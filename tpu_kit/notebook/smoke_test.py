@@ -286,6 +286,8 @@ def compare_tokens(config: TrainConfig) -> dict[str, float]:
 
 def _complete(config: TrainConfig, rt: Runtime) -> list[list[int]]:
     model, tokenizer = load_here(config, None, rt)
-    generator = Generator(model, tokenizer, rt, max_prompt=64, max_new_tokens=NEW_TOKENS, batch_size=len(PROMPTS))
+    generator = Generator(
+        model, tokenizer, rt, data=config.data, max_prompt=64, max_new_tokens=NEW_TOKENS, batch_size=len(PROMPTS)
+    )
     prompts = [tokenizer(text)["input_ids"] for text in PROMPTS]
     return [list(reply.tokens) for reply in generator.generate(prompts, Sampling(NEW_TOKENS))]

@@ -223,7 +223,7 @@ def test_a_search_compiles_nothing_that_an_earlier_one_did_not() -> None:
     """Searches on XLA:CPU, with other questions, seeds and trees: all but the first find their programs made."""
     code = f"""
 import torch
-from tpu_kit.config.loader import load_config
+from tpu_kit.config.loader import DataConfig, load_config
 from tpu_kit.generation.generator import Generator
 from tpu_kit.model.causal_lm import to_device
 from tpu_kit.model.loading import load_base
@@ -236,7 +236,7 @@ import torch_xla
 device = torch_xla.device()
 rt = SimulatedRuntime(0, 1, device)
 model, tokenizer = to_device(load_base(config, torch.float32).eval(), device), load_tokenizer(config)
-generator = Generator(model, tokenizer, rt, max_prompt=128, max_new_tokens=8, batch_size=6, block=8)
+generator = Generator(model, tokenizer, rt, data=DataConfig(), max_prompt=128, max_new_tokens=8, batch_size=6, block=8)
 counts = []
 other = "Ida has 2 bags of 5 nuts. How many nuts does Ida have?"
 for seed, question in enumerate(({QUESTION!r}, "1 + 1?", other, {QUESTION!r})):
