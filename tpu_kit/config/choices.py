@@ -17,7 +17,7 @@ class RowFormat(NamedTuple):
     """A format of rows.
 
     Attributes:
-        read: "module:function", which reads a `data.rows.schemas.Conversation` from a row, its layout and the data section.
+        read: "module:function", which makes a `Conversation` of a row, its layout and the data section.
         needed: the roles of the columns without which there is no row.
         roles: those of all its columns, which `data.columns` may name.
     """
