@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.child_processes import run_python
+from tests.support.child_processes import run_loaded
 from tpu_kit.config.mesh import Mesh, Spec
 from tpu_kit.distributed.replica import mesh as mesh_module
 from tpu_kit.distributed.replica.mesh import boxes, pieces, put, put_rows, put_stack, row_shards, use_mesh
@@ -40,7 +40,7 @@ print(json.dumps({"sharded": shapes(sharded), "replicated": shapes(replicated), 
 
 @pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
 def test_each_device_holds_its_shard_and_reading_joins_them() -> None:
-    done = run_python(["-c", CODE], env={"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"})
+    done = run_loaded(["-c", CODE], env={"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"})
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["sharded"] == found["doubled"] == [[2, 4]] * 8
     assert found["odd"] == [[8, 2]] * 8  # five columns over four devices

@@ -27,7 +27,14 @@ from transformers import (
     TopPLogitsWarper,
 )  # fmt: skip
 
-from tests.support.child_processes import PYTHONPATH, QUICK_XLA_FLAGS, REPOSITORY, child_environment, run_python
+from tests.support.child_processes import (
+    PYTHONPATH,
+    QUICK_XLA_FLAGS,
+    REPOSITORY,
+    child_environment,
+    run_loaded,
+    run_python,
+)
 from tests.support.compiler_models import SMOLLM2_135M, TINY, cache_bytes_per_token, write_config
 from tests.support.generation_functions import (
     FAMILIES,
@@ -363,7 +370,7 @@ def test_widths() -> None:
 
 def child(*names: str, flags: str = "", **more: str) -> dict[str, Any]:
     env = {"XLA_FLAGS": f"{QUICK_XLA_FLAGS} {flags}", "OMP_NUM_THREADS": "1", **more}
-    done = run_python(["-m", "tests.support.generation_functions", *names], env=env, cwd=REPOSITORY)
+    done = run_loaded(["-m", "tests.support.generation_functions", *names], env=env)
     return json.loads(done.stdout.splitlines()[-1])
 
 

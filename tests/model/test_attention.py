@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Gemma2Config, Lfm2Config, LlamaConfig, Mamba2Config, MistralConfig
 
 from tests.model.test_causal_lm import splash_stand_in
-from tests.support.child_processes import run_python
+from tests.support.child_processes import run_loaded
 from tpu_kit.model import attention, splash_attention
 
 LAYER = torch.nn.Module().eval()
@@ -257,7 +257,7 @@ print(json.dumps({"error": float((each - expected).abs().max()), "tokens": int((
 @pytest.mark.slow
 def test_packed_with_the_kernel_each_token_has_the_loss_that_it_has_alone():
     """A real model, its attention by the kernel; each document alone by sdpa on the CPU. All in fp32."""
-    found = json.loads(run_python(KERNEL_IN_A_MODEL, env={"JAX_PLATFORMS": "cpu"}, timeout=900).stdout.splitlines()[-1])
+    found = json.loads(run_loaded(KERNEL_IN_A_MODEL, env={"JAX_PLATFORMS": "cpu"}, timeout=900).stdout.splitlines()[-1])
     assert found["tokens"] == 40 + 41 + 1 + 30 - 4
     assert found["error"] < 1e-5
     assert found["gradient"] < 1e-5

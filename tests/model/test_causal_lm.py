@@ -27,7 +27,7 @@ from transformers import (
 )
 from transformers.initialization import no_tie_weights
 
-from tests.support.child_processes import run_python
+from tests.support.child_processes import run_loaded
 from tests.support.tpu_program import ENVIRONMENT
 from tests.support.training_functions import OPTIM, control
 from tests.training.test_loss import chunked_nll
@@ -474,7 +474,7 @@ print(json.dumps({"runs": found, "remat": apart("kept", "remat"), "fallbacks": f
 
 @pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="needs torch_xla")
 def test_on_xla_a_step_is_one_graph_and_remat_computes_again():
-    found = json.loads(run_python(ON_XLA).stdout.splitlines()[-1])
+    found = json.loads(run_loaded(ON_XLA).stdout.splitlines()[-1])
     assert found["fallbacks"] == []
     runs = found["runs"]
     for name, run in runs.items():
@@ -524,7 +524,7 @@ print(json.dumps({"runs": runs, "units": apart("auto", "off"), "cpu": apart("aut
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="needs torch_xla")
 def test_keys_that_layers_hand_on_in_a_mapping_get_their_gradients_on_xla():
-    found = json.loads(run_python(SHARED_ON_XLA).stdout.splitlines()[-1])
+    found = json.loads(run_loaded(SHARED_ON_XLA).stdout.splitlines()[-1])
     assert found["runs"] == "2 x 2 and 2 x 2 in loops, 2 one by one; 10 one by one; "
     assert found["units"] < 1e-5 and found["cpu"] < 5e-3, found
 
@@ -562,7 +562,7 @@ os._exit(0)  # libtpu hangs at times on its way out
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, the TPU compiler")
 def test_remat_saves_memory_by_the_tpu_compilers_own_account():
-    child = run_python(FOR_THE_TPU_COMPILER, env=ENVIRONMENT, timeout=900)
+    child = run_loaded(FOR_THE_TPU_COMPILER, env=ENVIRONMENT, timeout=900)
     found = json.loads(child.stdout.splitlines()[-1])
     assert found["4 full"] < 0.6 * found["4 none"], found
     # Another four layers cost a few times their saved inputs, (8, 256, 128) in bf16, and not all that is inside them.

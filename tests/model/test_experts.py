@@ -16,7 +16,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.exporting.test_export import make_run
-from tests.support.child_processes import QUICK_XLA_FLAGS, run_python
+from tests.support.child_processes import QUICK_XLA_FLAGS, run_loaded, run_python
 from tests.support.expert_functions import LOADING_MEMORY, SIZES, adapted_errors, write_mixture
 from tpu_kit.config.loader import load_config
 from tpu_kit.config.schema import LoraConfig, ModelConfig
@@ -44,7 +44,7 @@ QUICK = {"PJRT_DEVICE": "CPU", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": QUICK_XLA_FL
 def printed(call: str, before: str = "") -> list[str]:
     """The lines of a process that calls `expert_functions.main`, after other code."""
     script = f"{before}\nfrom tests.support.expert_functions import main\nmain({call})"
-    return run_python(script, env=QUICK).stdout.splitlines()
+    return run_loaded(script, env=QUICK).stdout.splitlines()
 
 
 def errors(call: str) -> dict[str, float]:
@@ -130,7 +130,7 @@ print(json.dumps(found))
 @needs_xla
 @pytest.mark.slow
 def test_the_kernel_gives_the_numbers_of_megablox() -> None:
-    found = json.loads(run_python(AGAINST_MEGABLOX, env=QUICK).stdout.splitlines()[-1])
+    found = json.loads(run_loaded(AGAINST_MEGABLOX, env=QUICK).stdout.splitlines()[-1])
     assert len(found) == 2 and max(found) < 1e-6, found
 
 
@@ -187,7 +187,7 @@ def test_adapters_of_experts_are_those_of_peft() -> None:
 @pytest.mark.parametrize(("kind", "count"), [("qwen2_moe", 4), ("gpt_oss", 3)])
 def test_adapters_of_experts_are_those_of_peft_on_xla(kind: str, count: int) -> None:
     script = f"from tests.support.expert_functions import adapted_errors\nadapted_errors(['{kind}'])"
-    found = json.loads(run_python(script, env=QUICK, timeout=900).stdout.splitlines()[-1])
+    found = json.loads(run_loaded(script, env=QUICK, timeout=900).stdout.splitlines()[-1])
     assert len(found) == count and max(found.values()) < 1e-5, found
 
 

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from tests.support.child_processes import run_python
+from tests.support.child_processes import run_loaded
 from tests.support.tpu_program import ENVIRONMENT
 
 needs_jax = pytest.mark.skipif(
@@ -112,7 +112,7 @@ os._exit(0)  # libtpu hangs at times on its way out
 @pytest.fixture(scope="module")
 def found() -> tuple[list[float], list[int]]:
     """What one child printed: the errors of each case, and the formats of the kernels."""
-    printed = run_python(IN_INTERPRET_MODE + KERNEL_FORMATS, env={"JAX_PLATFORMS": "cpu"}).stdout
+    printed = run_loaded(IN_INTERPRET_MODE + KERNEL_FORMATS, env={"JAX_PLATFORMS": "cpu"}).stdout
     errors, formats = map(json.loads, printed.splitlines()[-2:])
     return errors, formats
 
@@ -128,7 +128,7 @@ def test_the_kernel_gives_the_numbers_of_the_reference_forward_and_backward(
 @needs_jax
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, the TPU compiler")
 def test_the_tpu_compiler_takes_it_with_windows_soft_caps_sinks_and_head_sizes() -> None:
-    calls = json.loads(run_python(FOR_THE_TPU_COMPILER, env=ENVIRONMENT).stdout.splitlines()[-1])
+    calls = json.loads(run_loaded(FOR_THE_TPU_COMPILER, env=ENVIRONMENT).stdout.splitlines()[-1])
     assert calls == [4, 2, 2, 2]  # forward, and all of the backward; of prefixes again
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.child_processes import QUICK_XLA_FLAGS, run_python
+from tests.support.child_processes import QUICK_XLA_FLAGS, run_loaded
 from tests.support.compiler_models import TINY, write_config
 from tpu_kit.planning.compiler.compile_check import _ENVIRONMENT
 
@@ -76,7 +76,7 @@ def traced(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[s
     gemma = {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "num_hidden_layers": 4}
     blocks = write_config(tmp_path_factory.mktemp("blocks"), TINY, **gemma)
     cases = [[str(model), *case] for case in (*CASES, SMALL)] + [[str(blocks), *case] for case in IN_BLOCKS]
-    done = run_python(["-c", TRACED, json.dumps(cases)], env=_ENVIRONMENT)
+    done = run_loaded(["-c", TRACED, json.dumps(cases)], env=_ENVIRONMENT)
     found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -157,6 +157,6 @@ os._exit(0)
 
 
 def test_the_outputs_and_the_donated_buffers_are_those_of_a_real_cut(model: Path, traced: list[dict[str, Any]]) -> None:
-    trained = run_python(["-c", REAL, str(model)], env={"XLA_FLAGS": QUICK_XLA_FLAGS}).stdout
+    trained = run_loaded(["-c", REAL, str(model)], env={"XLA_FLAGS": QUICK_XLA_FLAGS}).stdout
     small = traced[len(CASES)]
     assert [small["outputs"], len(small["donated"])] == json.loads(trained.splitlines()[-1])

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.child_processes import run_python
+from tests.support.child_processes import run_loaded
 from tpu_kit.config.mesh import Mesh
 from tpu_kit.distributed.replica.mesh import use_mesh
 from tpu_kit.model.base_model import OutputHead
@@ -224,7 +224,7 @@ print(json.dumps({"error": error, "fallbacks": fallbacks, **counters, **found}))
 @pytest.mark.slow  # quick sibling: test_sft.py, where XLA and the plain CPU agree
 @pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="needs torch_xla")
 def test_on_xla_it_is_one_loop_without_full_logits():
-    found = json.loads(run_python(ON_XLA).stdout.splitlines()[-1])
+    found = json.loads(run_loaded(ON_XLA).stdout.splitlines()[-1])
     assert found["error"] < 1e-6
     assert found["loops"] == 1 and found["chunk"] > 0 and found["full"] == 0
     assert found["UncachedCompile"] <= 2  # the three steps, and the copies to the host
@@ -256,5 +256,5 @@ print(max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, want
 @pytest.mark.slow  # quick sibling: test_on_a_mesh_an_odd_vocabulary_is_in_parts_too
 @pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="needs torch_xla")
 def test_uneven_parts_of_a_vocabulary_give_the_loss_and_gradients_of_one_device():
-    done = run_python(["-c", ON_A_MESH], env={"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"})
+    done = run_loaded(["-c", ON_A_MESH], env={"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"})
     assert float(done.stdout.splitlines()[-1]) < 1e-6
