@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import loaded_launch
 from tests.support.child_processes import QUICK_XLA_FLAGS, REPOSITORY, run_python
 from tests.support.kernels import _kernel, kernel, kernel_env, kernel_python  # noqa: F401  fixtures
 from tests.support.object_store import bucket, object_store  # noqa: F401  fixtures
@@ -56,7 +57,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def quick_xla(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replicas compile quickly, and the launch alone says where they run."""
+    """Replicas compile quickly, in forks of a process with the libraries; the launch alone says where they run."""
+    loaded_launch.use(monkeypatch)
     monkeypatch.setenv("XLA_FLAGS", QUICK_XLA_FLAGS)
     for name in ("PJRT_DEVICE", "CPU_NUM_DEVICES"):
         monkeypatch.delenv(name, raising=False)

@@ -8,9 +8,11 @@ import runpy
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from unittest import mock
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -116,14 +118,8 @@ def run_loaded(
         AssertionError: The exit status is not 0, or the child ran past the timeout.
     """
     arguments = ["-c", arguments] if isinstance(arguments, str) else [*arguments]
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.support.loaded_libraries"])
-    shared: dict[str, str | None] = {"PYTHONPATH": PYTHONPATH, "USE_TORCH_XLA": "0"}  # which the kit sets at its import
-    environment = child_environment(shared | dict(env or {}))
     with tempfile.TemporaryDirectory() as folder:
-        process = context.Process(target=_in_fork, args=(arguments, environment, folder))
-        with mock.patch.dict(os.environ, child_environment(shared), clear=True):
-            process.start()  # and at the first call the process that forks it
+        process = fork_loaded(_in_fork, arguments, child_environment(_LOADED | dict(env or {})), folder)
         process.join(timeout)
         if process.exitcode is None:
             process.kill()
@@ -132,14 +128,37 @@ def run_loaded(
     return _checked(subprocess.CompletedProcess(arguments, process.exitcode or 0, out, err), 0)
 
 
-def _in_fork(arguments: Sequence[str], environment: Mapping[str, str], folder: str) -> None:
-    """Becomes what `python ARGUMENTS` is: its environment, streams, arguments and main module."""
-    for number, (name, flags) in enumerate(
-        [(os.devnull, os.O_RDONLY), ("stdout", os.O_WRONLY | os.O_CREAT), ("stderr", os.O_WRONLY | os.O_CREAT)]
-    ):
-        os.dup2(os.open(os.path.join(folder, name), flags), number)
+_LOADED: dict[str, str | None] = {"PYTHONPATH": PYTHONPATH, "USE_TORCH_XLA": "0"}  # as the kit sets it at its import
+
+
+def fork_loaded(function: Callable[..., None], *arguments: Any) -> BaseProcess:
+    """Starts a process that calls a function, out of one that has loaded the libraries of `loaded_libraries`."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.support.loaded_libraries"])
+    process = context.Process(target=function, args=arguments)
+    with mock.patch.dict(os.environ, child_environment(_LOADED), clear=True):
+        process.start()  # and at the first call the process that forks it
+    return process
+
+
+def become(environment: Mapping[str, str], streams: Sequence[int]) -> None:
+    """Takes an environment, and files for stdin, stdout and stderr."""
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
     os.environ.clear()
     os.environ.update(environment)
+    sys.path[:0] = [path for path in environment["PYTHONPATH"].split(os.pathsep) if path not in sys.path]
+    from transformers.utils import import_utils
+
+    import_utils.USE_TORCH_XLA = environment.get("USE_TORCH_XLA", "AUTO")  # which it has read at its import
+    import_utils.is_torch_xla_available.cache_clear()
+
+
+def _in_fork(arguments: Sequence[str], environment: Mapping[str, str], folder: str) -> None:
+    """Becomes what `python ARGUMENTS` is: its environment, streams, arguments and main module."""
+    out = os.O_WRONLY | os.O_CREAT
+    become(environment, [os.open(os.path.join(folder, name), flags) for name, flags in
+                         ((os.devnull, os.O_RDONLY), ("stdout", out), ("stderr", out))])  # fmt: skip
     kind, program, *rest = arguments
     sys.argv = [kind, *rest]
     if kind == "-m":
