@@ -17,8 +17,9 @@ REPLICAS ?= 4
 REAL_REPLICAS ?= 2
 # A mesh over which `make train` shards the model in place of replicas, such as fsdp=4.
 MESH ?=
-# Processes that share the quick tests, a file each, in order, as the last ones are short. More than two want a core each: replicas wait for one another.
-WORKERS ?= 2
+# Processes that share the quick tests, a file each, in order, as the last ones are short. One more than cores: a third of
+# the time a test waits for replicas, signals and time limits.
+WORKERS ?= 3
 # Another index for torch's wheels: make TORCH_INDEX=https://... test
 TORCH_INDEX ?=
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))

@@ -563,11 +563,11 @@ CHATS = [
 @pytest.mark.parametrize(
     "device_type", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("xla-cpu", marks=needs_xla)]
 )
-def test_replicas_share_the_prompts(monkeypatch: pytest.MonkeyPatch, device_type: str) -> None:
+@pytest.mark.usefixtures("quick_xla")
+def test_replicas_share_the_prompts(device_type: str) -> None:
     drawn = Sampling(max_new_tokens=20, temperature=0.8)
     alone = generate(configured(), CHATS, drawn, n=2, batch_size=4)
     assert len(alone) == 2 * len(CHATS)
-    monkeypatch.setenv("XLA_FLAGS", QUICK_XLA_FLAGS)
     found = generate(configured(device_type=device_type, num_replicas=2), CHATS, drawn, n=2, batch_size=4)
     assert [reply.text for reply in found] == [reply.text for reply in alone]
 

@@ -238,6 +238,7 @@ def losses(folder: Path) -> list[tuple[int, float, float]]:
         ),
     ],
 )
+@pytest.mark.usefixtures("quick_xla")
 def test_another_number_of_devices(
     counts: tuple[tuple[str, int], ...], one_layer: dict[str, Any], tmp_path: Path
 ) -> None:

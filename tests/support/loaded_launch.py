@@ -21,13 +21,14 @@ import pytest
 
 from tests.support.child_processes import become, fork_loaded
 from tpu_kit.distributed import launch
+from tpu_kit.distributed.replica import worker
 
 
 class LoadedPopen:
     """What `launch` uses of `subprocess.Popen`."""
 
     def __init__(self, command: Sequence[str], *, env: Mapping[str, str], **streams: Any) -> None:
-        assert list(command[1:]) == ["-m", "tpu_kit.distributed.replica.worker"], command
+        assert list(command[1:]) == ["-m", worker.__name__], command
         pipes = [multiprocessing.Pipe(duplex=False) for _ in range(3)]
         ours = [pipes[0][1], pipes[1][0], pipes[2][0]]
         theirs = [pipes[0][0], pipes[1][1], pipes[2][1]]
@@ -44,7 +45,9 @@ class LoadedPopen:
         """The status, None while it runs."""
         return self._process.exitcode
 
-    poll = returncode.fget  # type: ignore[attr-defined]  # a property's
+    def poll(self) -> int | None:
+        """The status, None while it runs."""
+        return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         """Waits for its end; raises `subprocess.TimeoutExpired`."""
@@ -61,7 +64,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _launcher(environment: Mapping[str, str], streams: list[Connection]) -> None:
-    """Becomes `python -m tpu_kit.distributed.replica.worker`, whose replicas are forks too."""
+    """Becomes a launcher, whose replicas are forks too."""
     os.setsid()
     become(environment, [stream.fileno() for stream in streams])
     for stream in streams:
@@ -73,8 +76,6 @@ def _launcher(environment: Mapping[str, str], streams: list[Connection]) -> None
     )
     # A fork closes its stdin, which would wait for the launcher's thread that reads from it.
     sys.stdin = SimpleNamespace(buffer=os.fdopen(0, "rb", closefd=False), close=lambda: None)  # type: ignore[assignment]
-    from tpu_kit.distributed.replica import worker
-
     fork = multiprocessing.get_context("fork")
     worker.multiprocessing = SimpleNamespace(  # type: ignore[attr-defined]
         get_context=lambda _: fork, active_children=multiprocessing.active_children
