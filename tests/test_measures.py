@@ -18,81 +18,62 @@ PACKAGE = Package.read(REPOSITORY / "tpu_kit")
 CHANNELS = side_channels(PACKAGE.sources)
 
 # Module -> the most lines of what it needs of the package. Goals: 10,000, 17,500 and 10,000; the recipe's is reported.
-# Rows, answers, decoding rules, moved runs and functions of cells added about 3,000 lines that each of them reaches.
-# Parting modules of models, xla and hardware added 300 lines of heads to the recipe, which reaches all of them.
 CLOSURES = {
-    "training.step": 11_381, "training.trainer": 21_765, "generation.generator": 9_272, "recipes.sft": 34_103,
+    "training.step": 5_635, "training.trainer": 14_290, "generation.generator": 6_787, "recipes.sft": 34_589,
 }  # fmt: skip
 
 # The most modules of the kit that a module imports; goals: 15, and 25 for recipes and the modules on top.
-# A model's source (configuration, tokenizer) and its weights are two modules: whoever needs both imports one more.
 FAN_OUT = 15
-FAN_OUTS = {
-    "recipes.sft": 41, "cli": 27, "diagnostics.verify": 18,
-    "notebook.cells": 17, "planning.preflight": 16, "planning.trace": 16,
-}  # fmt: skip
+FAN_OUTS = {"recipes.sft": 42, "recipes.commands": 17}
 
 # An identifier of a feature -> the modules that own it, and the most others that name it (goal: 3). The configuration
 # and the command line may name each.
 ANYWHERE = ("config", "cli")
 TENTACLES = {
-    "on_policy": (("training.rollout",), 17),
-    "prefix_ids": (("training.policy",), 6),  # attention and its kernel for TPU are two modules
-    "teacher": (("training.distillation", "training.teacher_files"), 17),
-    "error_correction": (("training.error_correction",), 0),
-    "kept_after": (("models.layer_calls",), 1),
+    "on_policy": (("training.losses.rollout",), 15),
+    "prefix_ids": (("training.losses.policy",), 6),
+    "teacher": (("training.losses.distillation", "training.losses.teacher_files"), 15),
+    "error_correction": (("extras.error_correction.head",), 0),
+    "kept_after": (("model.loop.layer_calls",), 1),
 }
 
 # What reaches other code than by arguments and results, each with its reason. Goals: 8, 8 and 3.
 STATE = {
-    "distributed.replica.cpu_simulation: _meeting": "replicas are threads of one process that meet before collectives",
     "distributed.launch: _announced": "a notebook's launches tell the choice of device once",
-    "distributed.replica.mesh: _mesh": "torch_xla has one mesh for each process",
     "distributed.preemption: _flag": "a signal handler has no argument",
-    "distributed.runtime: _loaded": "the replicas of one process share the host's copy of the model",
-    "distributed.runtime: _local": "the replica that a thread is",
-    "models.attention: _lowering_for_tpu": "whether a graph is traced for the TPU's compiler on a CPU",
-    "models.layer_inputs: _thread": "names in transformers' keyword arguments do not stay free",
+    "distributed.replica.cpu_simulation: _meeting": "replicas are threads of one process that meet before collectives",
+    "distributed.replica.mesh: _mesh": "torch_xla has one mesh for each process",
+    "distributed.replica.runtime: _local": "the replica that a thread is",
+    "model.loop.layer_inputs: _thread": "names in transformers' keyword arguments do not stay free",
     "xla.program: _lowering_for_tpu": "whether a graph is traced for the TPU's compiler on a CPU",
     "xla.scan: _loops": "traced loops, one for each body",
 }
 PATCHES = {
     "__main__: sys.stderr": "what is printed hides secrets, and never ends a run",
     "__main__: sys.stdout": "what is printed hides secrets, and never ends a run",
-    "distributed.hosts: sys.stderr": "the log of a host is also written to its file",
-    "distributed.hosts: sys.stdout": "the log of a host is also written to its file",
     "distributed.output: sys.stderr": "what is printed hides secrets, and never ends a run",
     "distributed.output: sys.stdout": "what is printed hides secrets, and never ends a run",
-    "distributed.worker: sys.stdout": "replicas print a whole line at a time",
-    "hardware.hub: os.environ": "the hub is asked once whether it can be reached; children know the answer",
-    "hardware.surroundings: os.environ": "libraries need a user's name and home, which may lack",
-    "hardware.surroundings: sys.path": "files of the working folder hide no package while it is imported",
-    "notebook.cells: os.environ[NO_BAR]": "tells launched processes that the notebook draws the progress",
+    "distributed.replica.worker: sys.stdout": "replicas print a whole line at a time",
+    "machine.hub: os.environ": "the hub is asked once whether it can be reached; children know the answer",
+    "machine.storage.object_store: os.environ": "gcsfs reads it at its import",
+    "machine.surroundings: os.environ": "libraries need a user's name and home, which may lack",
+    "machine.surroundings: sys.path": "files of the working folder hide no package while it is imported",
     "notebook.cells: os.environ[name]": "a secret of the platform reaches launched processes by the environment alone",
     "notebook.cells: os.environ[sft.SHOWN_REPORT]": "tells launched processes that the notebook showed the report",
-    "machine.storage.object_store: os.environ": "gcsfs reads it at its import",
+    "notebook.displays: os.environ[NO_BAR]": "tells launched processes that the notebook draws the progress",
     "training.step: torch._dynamo.config.recompile_limit": "torch.compile has no argument for it",
     "xla.pallas: tpu_custom_call.get_ir_version": "jax 0.7 serialises for a newer libtpu than torch_xla's",
     "xla.sharding: jax.config": "torch_xla's sharding is that of GSPMD",
 }
 ON_MODELS = {
     "exporting.streaming: model.generation_config": "transformers saves what the model carries",
-    "models.activation_checkpointing: layer.__class__": "a layer that recomputes stays the family's class",
-    "models.activation_checkpointing: layer._checkpoint": "how the layer recomputes",
-    "models.activation_checkpointing: layer.forward": "torch.compile of one layer",
-    "models.activation_checkpointing: mlp.__class__": "an MLP in tiles stays the family's class",
-    "models.activation_checkpointing: mlp._tile_tokens": "the tokens of a tile",
-    "models.causal_lm: model._tpu_kit_base": "the model that the adapters wrap",
-    "models.causal_lm: model._tpu_kit_compute_dtype": "the dtype of autocast",
-    "models.layer_calls: decoder.kept_after": "the layers whose states a loss reads",
-    "models.loading: model.hf_quantizer": "a model whose weights are plain again can be saved",
-    "models.loading: model.is_quantized": "a model whose weights are plain again can be saved",
-    "models.loading: model.name_or_path": "the cache of integers is read under the model's own name",
-    "models.trainable: model._tpu_kit_base": "the weights that the adapters are for",
-    "models.trainable: model._tpu_kit_compute_dtype": "the dtype of autocast; copies of the model keep it",
-    "training.distillation: model.objective": "the projections train with the model",
-    "training.distillation: model.teacher": "the teacher moves and is sharded with the model",
-    "training.error_correction: model.objective": "the head trains with the model",
+    "extras.error_correction.head: model.objective": "the head trains with the model",
+    "model.loading: model.name_or_path": "the cache of integers is read under the model's own name",
+    "model.loop.activation_checkpointing: layer.__class__": "a layer that recomputes stays the family's class",
+    "model.trainable: model._tpu_kit_base": "the weights that the adapters are for",
+    "model.trainable: model._tpu_kit_compute_dtype": "the dtype of autocast; copies of the model keep it",
+    "training.losses.distillation: model.objective": "the projections train with the model",
+    "training.losses.distillation: model.teacher": "the teacher moves and is sharded with the model",
 }
 
 
