@@ -26,7 +26,11 @@ def build(config: PreTrainedConfig) -> torch.nn.Module:
 
 @pytest.mark.parametrize(
     ("config", "more"),
-    [(LlamaConfig(**SIZES), []), (configuration("lfm2"), ["linear_attention"]), (MIXTURE, ["experts"])],
+    [
+        (LlamaConfig(**SIZES), []),
+        (configuration("lfm2"), ["families.linear_attention"]),
+        (MIXTURE, ["families.experts"]),
+    ],
     ids=["llama", "lfm2", "qwen3_moe"],
 )
 def test_a_model_needs_the_modules_of_its_own_families(config: PreTrainedConfig, more: list[str]) -> None:

@@ -31,7 +31,7 @@ from tpu_kit.distributed.replica.backends import CudaRuntime
 from tpu_kit.generation.evaluation import evaluate
 from tpu_kit.machine.checks import Machine
 from tpu_kit.model.source import load_tokenizer
-from tpu_kit.planning import oom_recovery, preflight
+from tpu_kit.planning import batch_choice, oom_recovery, preflight
 from tpu_kit.recipes import sft
 from tpu_kit.training import objectives, step, trainer
 from tpu_kit.training.checkpoint import manager
@@ -552,7 +552,7 @@ def test_a_run_keeps_the_batch_that_auto_chose(
     assert "optim.batch_size=auto is 8: the most that leaves 50% of " in capfd.readouterr().out
     assert first.metrics["host_peak_bytes"] > 2**28
     # Where the run was, its rows count: nothing is chosen anew, whatever memory there is now.
-    monkeypatch.setattr(preflight, "best_batch", lambda *_: pytest.fail("chosen anew"))
+    monkeypatch.setattr(batch_choice, "best_batch", lambda *_: pytest.fail("chosen anew"))
     config = configure(**settings, max_steps=2)
     assert sft.train(config).step == 2
     printed = capfd.readouterr().out

@@ -54,7 +54,9 @@ def embedded() -> Counted:
     config = load_config(None, {"model.name": "embedded", "base_dtype": "fp32"}).model
     model, tokenizer = load_base(config, torch.float32).eval(), load_tokenizer(config)
     runtime = CpuRuntime(0, 1, torch.device("cpu"))
-    return Counted(model, tokenizer, runtime, max_prompt=256, max_new_tokens=16, batch_size=12, block=4)
+    return Counted(
+        model, tokenizer, runtime, max_prompt=256, max_new_tokens=16, batch_size=12, block=4, data=load_config().data
+    )
 
 
 @pytest.fixture
