@@ -104,6 +104,9 @@ def test_config_error_of_a_later_check(training: Any, capsys: pytest.CaptureFixt
     assert "optim.global_batch_size: 7" in capsys.readouterr().err
 
 
+OPTIONS = "-h, --help, --exact, --dry-run, --json"
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -113,9 +116,9 @@ def test_config_error_of_a_later_check(training: Any, capsys: pytest.CaptureFixt
          "  - lr: no such parameter (given '1'); did you mean optim.learning_rate?\n"),
         (["nowhere.yaml"], "nowhere.yaml: no such configuration file; "),
         (["batch_size", "2"], "batch_size, 2: one configuration file at most; the others are key=value"),
-        (["--verbose"], "--verbose: no such option; there are -h, --help, --exact; a parameter is key=value"),
+        (["--verbose"], f"--verbose: no such option; there are {OPTIONS}; a parameter is key=value"),
         (["--learning_rate", "1e-3"], "--learning_rate: no such option; "),
-        (["--batch-size=4"], "--batch-size=4: no such option; there are -h, --help, --exact; a parameter is key=value"),
+        (["--batch-size=4"], f"--batch-size=4: no such option; there are {OPTIONS}; a parameter is key=value"),
     ],
 )  # fmt: skip
 def test_bad_config(training: Any, capsys: pytest.CaptureFixture[str], arguments: list[str], text: str) -> None:

@@ -91,7 +91,7 @@ BRANCHES: dict[str, tuple[int, str, str]] = {
         NEVER,
         VERIFY,
     ),
-    "preflight.predicted_bytes": (1, RECORDED, "test_peak_memory"),
+    "preflight.Preflight.device_bytes": (1, RECORDED, "test_peak_memory"),
     "preflight.check_before_launch": (1, RECORDED, "test_rollouts"),
     "install.decide": (3, RUNS, "test_install"),
     "slice_job._run_problems": (1, RUNS, "test_pods"),

@@ -21,7 +21,8 @@ from typing import Any
 from tpu_kit.config.loader import load_config, of_rewards
 from tpu_kit.generation.evaluation.evaluate import compare, evaluate
 from tpu_kit.recipes.grpo import grpo
-from tpu_kit.recipes.sft import prepare_run, train
+from tpu_kit.recipes.run_data import prepare_run
+from tpu_kit.recipes.sft import train
 
 HELD_OUT = 500
 START = 65  # updates; a start that solves more has less to learn

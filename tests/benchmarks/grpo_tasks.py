@@ -19,7 +19,7 @@ from pathlib import Path
 from tpu_kit.config.loader import load_config, of_rewards
 from tpu_kit.generation.evaluation.evaluate import compare, evaluate
 from tpu_kit.recipes.grpo import grpo
-from tpu_kit.recipes.sft import prepare_run
+from tpu_kit.recipes.run_data import prepare_run
 
 TASKS = {  # the base model solves 25 to 55 % of the first three, 13 to 15 % of the others
     "fraction_simplification": {"min_value": 1, "max_value": 12, "min_factor": 2, "max_factor": 5},

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tpu_kit.assets.embedded import model_dir
 from tpu_kit.config.loader import load_config
-from tpu_kit.recipes.sft import prepare_run
+from tpu_kit.recipes.run_data import prepare_run
 
 
 @pytest.mark.parametrize("way", ["mean", "drawn", "zeros", "trained"])

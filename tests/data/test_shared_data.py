@@ -22,7 +22,7 @@ from tpu_kit.data.prepare import on_disk
 from tpu_kit.distributed.hosts import Hosts
 from tpu_kit.distributed.launch import launch
 from tpu_kit.distributed.meeting import Meeting
-from tpu_kit.recipes.sft import prepare_run
+from tpu_kit.recipes.run_data import prepare_run
 
 
 @pytest.fixture(autouse=True)

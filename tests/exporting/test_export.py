@@ -34,6 +34,7 @@ from tpu_kit.generation.model_loading import load_for_generation
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.generation.service import generate
 from tpu_kit.machine.storage.object_store import ObjectFolder, upload
+from tpu_kit.model.base_identity import identify
 from tpu_kit.model.causal_lm import trainable_parameters
 from tpu_kit.model.source import load_tokenizer
 from tpu_kit.model.trainable import load_model
@@ -65,7 +66,7 @@ def make_run(folder: Path, name: str = "embedded", moved: float = 0.05, **change
                 parameter.add_(moved * torch.randn(parameter.shape, generator=generator))
     values = {key: value.detach().clone() for key, value in trainable_parameters(model).items()}
     folder.mkdir(parents=True, exist_ok=True)
-    save_adapter(folder / "adapter", model, values, config, load_tokenizer(config.model))
+    save_adapter(folder / "adapter", model, values, config, load_tokenizer(config.model), identify(config.model))
     (folder / "config.yaml").write_text(config.to_yaml())
     (folder / "eval.json").write_text(json.dumps(EVAL))
     record = {"kind": "train", "step": 80, "loss": 0.25, "tokens": 4000, "epoch": 1.5}

@@ -18,7 +18,7 @@ from tpu_kit.generation.generator import Rating
 from tpu_kit.generation.prompts import Completion, opened
 from tpu_kit.generation.service import Answers, GenerationRequest
 from tpu_kit.model.source import load_tokenizer
-from tpu_kit.recipes.sft import prepare_run
+from tpu_kit.recipes.run_data import prepare_run
 
 BEGUN = "<think>\nTom adds"
 

@@ -23,7 +23,7 @@ from tpu_kit.generation.evaluation.evaluate import evaluate_adapter
 from tpu_kit.machine.storage.object_store import upload
 from tpu_kit.model.source import load_tokenizer
 from tpu_kit.recipes import sft
-from tpu_kit.recipes.sft import prepare_run
+from tpu_kit.recipes.run_data import prepare_run
 
 SETTINGS = {"device_type": "cpu", "num_replicas": 1, "max_length": 96, "batch_size": 2, "max_steps": 1}
 QUESTIONS = [row["question"] for row in cot_rows("train", 120, seed=1)]

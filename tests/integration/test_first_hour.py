@@ -16,7 +16,7 @@ from tests.support.child_processes import run_python
 from tpu_kit.cli import main
 from tpu_kit.config.loader import load_config
 from tpu_kit.machine.checks import Machine
-from tpu_kit.recipes.sft import check_run
+from tpu_kit.recipes.run_plan import plan_run
 
 Row = dict[str, Any]
 NO_TPU = (
@@ -121,13 +121,13 @@ def desk(tmp_path: Path, wheel: Path) -> Path:
 @pytest.mark.parametrize("kind", FORMATS)
 def test_sixty_rows_are_read_as_they_are_meant(kind: str, tmp_path: Path) -> None:
     name = tmp_path / write_rows(tmp_path, kind)
-    prepared, outlook = check_run(load_config(None, [f"data.source={name}", "device_type=cpu", "generate_rows=0"]))
+    plan, prepared = plan_run(load_config(None, [f"data.source={name}", "device_type=cpu", "generate_rows=0"]))
     report = prepared.report
     assert report.layout.startswith(FORMATS[kind][2])
     assert (report.rows_read, report.rows_used, report.held_out) == (60, 54, 6)
     with_reasoning = kind in ("messages", "sharegpt", "gsm8k", "openmathinstruct", "csv")
     assert report.reasoning.trained == (54 if with_reasoning else 0)
-    assert outlook.config.optim.batch_size == min(4, len(prepared.train)), "a default batch that they do not fill"
+    assert plan.config.optim.batch_size == min(4, len(prepared.train)), "a default batch that they do not fill"
 
 
 @pytest.mark.slow  # quick siblings: the test above, and tests/integration/test_template.py, which trains

@@ -27,7 +27,7 @@ from tpu_kit.distributed.launch import LaunchError, launch
 from tpu_kit.distributed.preemption import PreemptionGuard
 from tpu_kit.machine.checks import Machine
 from tpu_kit.machine.storage.object_store import ObjectFolder
-from tpu_kit.recipes import sft
+from tpu_kit.recipes import replica, sft
 from tpu_kit.training.checkpoint import manager
 from tpu_kit.training.metrics import read_metrics
 
@@ -199,7 +199,7 @@ def test_another_machine_goes_on_from_the_object_store(
     shutil.rmtree(tmp_path / "one")
     monkeypatch.chdir(tmp_path / "two")
     downloaded: list[str] = []
-    finish = sft._finish
+    finish = replica._finish
 
     def watched(*given: Any) -> Any:
         with monkeypatch.context() as watch:
@@ -208,7 +208,7 @@ def test_another_machine_goes_on_from_the_object_store(
                 watch.setattr(ObjectFolder, name, lambda *one, plain=plain: downloaded.append(one[1]) or plain(*one))
             return finish(*given)
 
-    monkeypatch.setattr(sft, "_finish", watched)
+    monkeypatch.setattr(replica, "_finish", watched)
     finished = sft.train(load_config("embedded-cot", values))
     assert (finished.status, finished.step) == ("finished", 16)
     assert downloaded and not any(name.endswith((".safetensors", ".jsonl")) for name in downloaded)

@@ -45,7 +45,7 @@ def test_hub_cache_and_folder_tell_of_the_same_weights(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours, there = known(ModelConfig(name=str(folder))), ModelConfig(name=NAME)
-    assert sorted(ours["files"]) == SHARDS and identify(there) is None and pin(there) == there
+    assert sorted(ours["files"]) == SHARDS and identify(there) is None and pin(there) == (there, None)
     with run_hub() as hub:
         hashes = {name: hashlib.sha256(content).hexdigest() for name, content in FILES.items()}
         siblings = [
@@ -56,7 +56,7 @@ def test_hub_cache_and_folder_tell_of_the_same_weights(
         hub.models[NAME] = {"id": NAME, "sha": COMMIT, "siblings": siblings}
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-        online, pinned = known(there), pin(there)
+        online, (pinned, _) = known(there), pin(there)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert pinned.revision == online["commit"] == COMMIT and sorted(online["files"]) == SHARDS
     assert hub.paths == [f"/api/models/{NAME}"] * 2

@@ -19,11 +19,11 @@ import pytest
 from tests.support.child_processes import PYTHONPATH, REPOSITORY, run_python
 from tests.support.kernels import run_cell
 from tpu_kit.config.loader import ConfigError, TrainConfig, load_config
+from tpu_kit.distributed.preemption import RESULT_TYPE
 from tpu_kit.machine.checks import Check
 from tpu_kit.notebook import cells as cells_module
 from tpu_kit.notebook import displays
 from tpu_kit.notebook.kernel import check_names
-from tpu_kit.recipes.sft import RESULT_TYPE
 
 OWN = "# Parameters: change them here\nmax_steps = 5\nlearning_rate = 1e-4"
 CONFIG = "from tpu_kit.notebook import cells as notebook\nconfig = notebook.config(globals())\nprint(config.optim)"

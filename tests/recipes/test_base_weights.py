@@ -21,7 +21,7 @@ from tpu_kit.generation.evaluation.evaluate import evaluate_adapter
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.generation.service import generate
 from tpu_kit.model.base_identity import base_of_adapter, identify
-from tpu_kit.recipes import sft
+from tpu_kit.recipes import replica, sft
 
 NAME, OLD, NEW = "owner/tiny", "a" * 40, "b" * 40
 
@@ -191,9 +191,9 @@ def test_hosts_with_other_weights_do_not_train(world: Path, tmp_path: Path, diff
 
 def test_a_digest_of_weights() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(100, 50), torch.nn.LayerNorm(50)).to(torch.bfloat16)
-    before = sft._weights_digest(model)
-    assert sft._weights_digest(copy.deepcopy(model)) == before
+    before = replica._weights_digest(model)
+    assert replica._weights_digest(copy.deepcopy(model)) == before
     with torch.no_grad():
         model[1].bias[7] += 1
-    assert sft._weights_digest(model) != before
+    assert replica._weights_digest(model) != before
     assert all(float(torch.tensor(float(part))) == part for part in before)

@@ -18,9 +18,8 @@ from tpu_kit.config.loader import ConfigError, TrainConfig, load_config
 from tpu_kit.machine.checks import Machine
 from tpu_kit.machine.storage import atomic
 from tpu_kit.recipes.distillation import distill
-from tpu_kit.recipes.sft import check_run
+from tpu_kit.recipes.run_plan import plan_run
 from tpu_kit.training.losses import teacher_files
-from tpu_kit.training.losses.teacher_files import TeacherFiles
 
 pytestmark = pytest.mark.usefixtures("quick_xla")
 xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
@@ -202,10 +201,9 @@ def test_files_of_another_run_are_not_taken(
 ) -> None:
     config = config_of(world, teacher, tmp_path, **{"files": str(few), "top_k": 8, **settings})
     ours, theirs = (
-        TeacherFiles.of(one, check_run(one)[0])
-        for one in (config, config_of(world, teacher, tmp_path, files=str(few), top_k=8))
+        plan_run(one)[0].teacher_files for one in (config, config_of(world, teacher, tmp_path, files=str(few), top_k=8))
     )
-    assert theirs.folder.is_dir() and not ours.folder.exists()
+    assert theirs and theirs.folder.is_dir() and ours and not ours.folder.exists()
 
 
 def test_files_of_another_teacher_are_not_taken(world: Path, teacher: Path, few: Path, tmp_path: Path) -> None:
@@ -214,7 +212,8 @@ def test_files_of_another_teacher_are_not_taken(world: Path, teacher: Path, few:
     tensors["model.norm.weight"][0] += 1
     save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
     config = config_of(world, other, tmp_path, files=str(few), top_k=8)
-    assert not TeacherFiles.of(config, check_run(config)[0]).folder.exists()
+    files = plan_run(config)[0].teacher_files
+    assert files and not files.folder.exists()
 
 
 # ----------------------------------------------------------------------------------------------------------- bad input
@@ -296,7 +295,7 @@ def test_training_with_files_that_are_not_there_is_refused(
     gone.unlink()
     config = config_of(world, teacher, tmp_path / "run", files=str(files), top_k=8, max_steps=1)
     with pytest.raises(ValueError, match=r"run `distill`, which computes them") as error:
-        teacher_files.read_columns(config, check_run(config)[0])
+        teacher_files.read_columns(config, plan_run(config)[0].teacher_files)
     assert f"distill.files={files} lacks 1 of {1 + len(rest)} files, such as {gone}; " in str(error.value)
 
 

@@ -39,9 +39,11 @@ from tpu_kit.generation.sampling import Sampling
 from tpu_kit.machine.checks import Machine
 from tpu_kit.model.source import load_tokenizer
 from tpu_kit.notebook import cells
-from tpu_kit.recipes import sft
+from tpu_kit.recipes import replica, sft
 from tpu_kit.recipes.grpo import grpo
-from tpu_kit.recipes.sft import check_run, prepare_run, train
+from tpu_kit.recipes.run_data import prepare_run
+from tpu_kit.recipes.run_plan import plan_run
+from tpu_kit.recipes.sft import train
 from tpu_kit.training.losses import rollout
 from tpu_kit.training.losses.policy import PolicyObjective
 from tpu_kit.training.losses.rollout import GROUP_FILE, texts_of
@@ -589,7 +591,7 @@ def test_refusals(settings: dict[str, Any], text: str, tmp_path: Path) -> None:
 
 def test_parameters_of_grpo_are_for_grpo(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"rl.reward_funcs: has no effect here; train with grpo"):
-        check_run(run_of(tmp_path))
+        plan_run(run_of(tmp_path))
     rows = Dataset.from_list([{"prompt": f"Say {n}."} for n in range(8)])
     with pytest.raises(ConfigError, match="no row has an answer to compare with"):
         grpo(run_of(tmp_path, format="prompt", split="train"), rows, "auto")
@@ -617,7 +619,7 @@ def test_held_out_answers_are_greedy_and_choose_the_weights(tmp_path: Path, monk
         return next(shares)
 
     monkeypatch.setattr(held_out_answers, "judge_all", judge_all)
-    monkeypatch.setattr(sft, "count_correct", count_correct)
+    monkeypatch.setattr(replica, "count_correct", count_correct)
     settings = {"eval_rows": 4, "eval_steps": 1, "eval_generate_rows": 4, "generate_tokens": 24, "max_steps": 3}
     result = grpo(run_of(tmp_path, **settings))
     del texts[:-24]  # the rows' own answers, judged before the launch

@@ -16,7 +16,6 @@ from tpu_kit.config.loader import ConfigError, TrainConfig, load_config
 from tpu_kit.distributed.hosts import Hosts
 from tpu_kit.machine.checks import Machine
 from tpu_kit.recipes.distillation import distill
-from tpu_kit.recipes.sft import check_rollouts
 from tpu_kit.training.losses import rollout
 from tpu_kit.training.metrics import read_metrics
 
@@ -154,7 +153,7 @@ def test_refusals(world: Path, teacher: Path, tmp_path: Path, settings: dict[str
 
 def test_several_hosts_are_refused(world: Path, teacher: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^distill\.on_policy on 2 hosts: completions are exchanged within one host"):
-        check_rollouts(config_of(world, teacher, tmp_path), [], None, Hosts(0, ("a", "b")))
+        rollout.check_rollouts(config_of(world, teacher, tmp_path), [], None, Hosts(0, ("a", "b")))
 
 
 def test_without_it_rows_need_replies(world: Path, teacher: Path, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from tests.support import training_functions
 from tests.support.child_processes import run_python
 from tpu_kit.config.loader import BatchPlan, TrainConfig, load_config
 from tpu_kit.data import batching, prepare
+from tpu_kit.distributed.detection import Backend
 from tpu_kit.distributed.launch import launch
 from tpu_kit.distributed.preemption import PreemptionGuard
 from tpu_kit.distributed.replica.backends import CudaRuntime
@@ -33,11 +34,12 @@ from tpu_kit.machine.checks import Machine
 from tpu_kit.model.source import load_tokenizer
 from tpu_kit.planning import batch_choice, oom_recovery, preflight
 from tpu_kit.recipes import sft
+from tpu_kit.recipes.run_data import data_report
+from tpu_kit.recipes.run_plan import RunPlan, resumed, with_model
 from tpu_kit.training import objectives, step, trainer
 from tpu_kit.training.checkpoint import manager
 from tpu_kit.training.checkpoint.local_store import FolderStore
 from tpu_kit.training.objectives import SupervisedObjective
-from tpu_kit.training.resume import keep_run
 
 pytestmark = pytest.mark.usefixtures("quick_xla")
 needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
@@ -247,7 +249,10 @@ def test_what_a_run_says_and_writes(configure: Configure) -> None:
     assert last["lr"] == pytest.approx(1e-2 * 0.5 * (1 + math.cos(math.pi * 3 / 4)))
     assert result.metrics["loss"] == last["loss"]
     assert result.metrics["eval_loss"] == min(record["loss"] for record in evaluated)
-    assert load_config(config.output_path / "config.yaml") == keep_run(config, "")
+    assert (
+        load_config(config.output_path / "config.yaml")
+        == with_model(resumed(RunPlan(config, Backend("cpu", 1, "")), ""))[0].config
+    )
 
 
 def test_the_held_out_loss_before_training_is_told_once(
@@ -394,7 +399,7 @@ def test_a_warm_up_longer_than_the_epochs_is_told() -> None:
     plan = BatchPlan(2, 1, 1, 2, 128)
     for steps, told in ((4, False), (5, True)):
         config = load_config(None, ["max_steps=null", "epochs=1", f"warmup_steps={steps}"])
-        found = sft.data_report(prepared, plan, 4, config)
+        found = data_report(prepared, plan, 4, config)
         assert (f"optim.warmup_steps={steps} is more than the 4 updates; lower it or raise epochs" in found) is told
 
 
@@ -588,6 +593,8 @@ STARVED = """
 import resource, sys
 from pathlib import Path
 from tpu_kit.planning import oom_recovery as rescue; from tpu_kit.recipes import sft
+from tpu_kit.recipes.run_data import data_report
+from tpu_kit.recipes.run_plan import RunPlan, resumed, with_model
 from tpu_kit.config.loader import load_config
 
 config = load_config("embedded-cot", sys.argv[1:])

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -16,7 +15,7 @@ import torch
 from tpu_kit.config.loader import TrainConfig
 from tpu_kit.distributed.replica import runtime
 from tpu_kit.extras.profile.recorder import record
-from tpu_kit.recipes import sft
+from tpu_kit.recipes.replica import trainer as replica_trainer
 from tpu_kit.training import trainer, updates
 
 DELAY = 0.05
@@ -37,7 +36,7 @@ def _compute(bucket: str) -> None:
             factor.matmul(factor)
 
 
-def slow_everywhere(config: TrainConfig, data: Path) -> None:
+def slow_everywhere(config: TrainConfig, **given: Any) -> None:
     """Plants a delay in each part of a step."""
 
     def slow_input(items: Any) -> Iterator[Any]:
@@ -54,28 +53,28 @@ def slow_everywhere(config: TrainConfig, data: Path) -> None:
         _compute("device compute")
 
     with mock.patch.object(updates, "prefetch", slow_input), mock.patch.object(trainer.Trainer, "_log", slow_host):
-        _record_with(config, data, slow_step)
+        _record_with(config, given, slow_step)
 
 
-def slow_rank(config: TrainConfig, data: Path) -> None:
-    _record_with(config, data, lambda *_: time.sleep(DELAY * runtime.current().rank))
+def slow_rank(config: TrainConfig, **given: Any) -> None:
+    _record_with(config, given, lambda *_: time.sleep(DELAY * runtime.current().rank))
 
 
-def recompiles(config: TrainConfig, data: Path) -> None:
+def recompiles(config: TrainConfig, **given: Any) -> None:
     sizes = iter(range(3, 1000))
 
     def extra(model: Any, state: Any, *_: Any) -> None:
         state.applied.add_(torch.zeros(next(sizes), device=state.applied.device).sum())
 
-    _record_with(config, data, extra)
+    _record_with(config, given, extra)
 
 
-def stops(config: TrainConfig, data: Path) -> None:
+def stops(config: TrainConfig, **given: Any) -> None:
     def stop(guard: Any, step: int) -> bool:
         return step < 4
 
     with mock.patch("tpu_kit.distributed.preemption.PreemptionGuard.should_run", stop):
-        record(config, data)
+        record(config, **given)
 
 
 def step_seconds(runs: Sequence[TrainConfig], rounds: int, config: TrainConfig) -> Any:
@@ -98,7 +97,7 @@ def step_seconds(runs: Sequence[TrainConfig], rounds: int, config: TrainConfig) 
                 if one.run_name == "recorded":
                     record(one)
                 else:
-                    with sft.trainer(one) as (loop, agreement):
+                    with replica_trainer(one) as (loop, agreement):
                         loop.checkpoints, loop.prepared = None, replace(loop.prepared, eval=None)
                         loop.run(agreement)
             found[place].append([after - before for before, after in pairwise(begun)])
@@ -110,10 +109,10 @@ def _timed_step(begun: list[float], *args: Any) -> None:
     _step(*args)
 
 
-def _record_with(config: TrainConfig, data: Path, extra: Any) -> None:
+def _record_with(config: TrainConfig, given: Any, extra: Any) -> None:
     def step(*args: Any) -> None:
         extra(*args)
         _step(*args)
 
     with mock.patch.object(trainer, "train_step", step):
-        record(config, data)
+        record(config, **given)

@@ -15,7 +15,7 @@ from tests.support.training_functions import watched
 from tpu_kit.config.loader import TrainConfig
 from tpu_kit.distributed.replica.runtime import current
 from tpu_kit.model.quantization import QuantizedLinear, Scheme
-from tpu_kit.recipes import sft
+from tpu_kit.recipes import replica
 
 
 def dense_of(scheme: Scheme, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -54,14 +54,14 @@ def fingerprint(model: torch.nn.Module) -> str:
 
 def noted(config: TrainConfig) -> dict[str, Any]:
     """`training_functions.watched`; also notes the hash of each replica's base, and tries a layer's gradients."""
-    place = sft.prepare_model
+    place = replica.prepare_model
 
     def hashed(model: torch.nn.Module, *rest: Any) -> Any:
         note = config.output_path / f"base-{current().rank}.json"
         note.write_text(json.dumps(fingerprint(model)))
         return place(model, *rest)
 
-    sft.prepare_model = hashed
+    replica.prepare_model = hashed
     ended = watched(config)
     return ended | {"errors": _errors()}
 

@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tpu_kit.config.loader import LoraConfig, OptimConfig, TrainConfig
 from tpu_kit.data.prepare import MappedData
+from tpu_kit.distributed.detection import Backend
 from tpu_kit.distributed.replica import runtime
 from tpu_kit.distributed.replica.backends import CpuRuntime
 from tpu_kit.distributed.replica.mesh import Box
@@ -26,7 +27,8 @@ from tpu_kit.distributed.replica.runtime import Runtime
 from tpu_kit.model import causal_lm as models
 from tpu_kit.model import preparation, trainable
 from tpu_kit.model.loop import layer_calls, layer_scan
-from tpu_kit.recipes import sft
+from tpu_kit.recipes import replica, sft
+from tpu_kit.recipes.run_plan import RunPlan
 from tpu_kit.training import objectives, step, trainer
 from tpu_kit.training.checkpoint import parts
 from tpu_kit.training.objectives import Sums, SupervisedObjective
@@ -197,8 +199,9 @@ def resumed(config: TrainConfig) -> None:
 def prepared_data(config: TrainConfig, data: MappedData) -> None:
     """Loads the data as `sft.fine_tune` does; each rank notes what it got, and that it maps the arrays."""
     rt = runtime.current()
-    sft.prepare_run = None  # a replica that prepares fails
-    _, prepared = runtime.load_once(rt, lambda: sft._read(config, data))
+    replica.prepare_run = None  # a replica that prepares fails
+    plan, objective = RunPlan(config, Backend(rt.device_type, 1, "")), objectives.objective_of(config)
+    _, prepared = runtime.load_once(rt, lambda: replica.read(plan, objective, data))
     tensors = prepared.train.tensors(np.arange(len(prepared.train)))
     digest = hashlib.blake2b(b"".join(tensor.numpy().tobytes() for tensor in tensors.values())).hexdigest()
     note = {

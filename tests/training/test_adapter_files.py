@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from tpu_kit.assets import embedded
 from tpu_kit.config.loader import TrainConfig, load_config
+from tpu_kit.model.base_identity import identify
 from tpu_kit.model.causal_lm import trainable_parameters
 from tpu_kit.model.source import load_tokenizer
 from tpu_kit.model.trainable import adapt, load_model
@@ -164,7 +165,7 @@ def test_the_folder_is_written_anew(folder: Path, tmp_path: Path, tokenizer: Any
     for name in ("adapter", ".adapter.part"):  # an earlier run's, and what a run that was killed left
         (tmp_path / name).mkdir()
         (tmp_path / name / "old.txt").write_text("old")
-    save_adapter(tmp_path / "adapter", model, values, config, tokenizer)
+    save_adapter(tmp_path / "adapter", model, values, config, tokenizer, identify(config.model))
     assert sorted(path.name for path in (tmp_path / "adapter").iterdir()) == [
         "adapter_config.json",
         "adapter_model.safetensors",

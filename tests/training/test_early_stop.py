@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from tests.recipes.conftest import world
 from tests.recipes.test_sft import Configure, configure, records
 from tpu_kit.config.loader import TrainConfig
-from tpu_kit.recipes import sft
+from tpu_kit.recipes import run_plan, sft
 from tpu_kit.training import trainer
 from tpu_kit.training.checkpoint import manager, manifest
 
@@ -140,7 +140,7 @@ def test_a_run_is_not_cut_short_after_the_fact(configure: Configure, monkeypatch
     first = sft.train(config)
     before = adapter_of(first)
     with monkeypatch.context() as early:  # before the data are read
-        early.setattr(sft, "check_run", None)
+        early.setattr(run_plan, "prepare_run", None)
         with pytest.raises(ValueError, match=r"step-00000006 has 6 updates, and optim.max_steps=4 asks") as caught:
             sft.train(replace(config, optim=replace(config.optim, max_steps=4)))
     text = str(caught.value)

@@ -24,8 +24,7 @@ from tpu_kit.training.checkpoint import parts as parts_module
 from tpu_kit.training.checkpoint.local_store import FolderStore
 from tpu_kit.training.checkpoint.manager import CheckpointManager, HostParts, scan
 from tpu_kit.training.optimizer import OPTIMIZERS
-from tpu_kit.training.resume import training_tensors
-from tpu_kit.training.state import TrainState, joined
+from tpu_kit.training.state import TrainState, joined, read_tensors
 
 CPU = torch.device("cpu")
 MESH = Mesh(data=2, fsdp=2, model=2)
@@ -123,7 +122,7 @@ def test_the_parts_of_all_hosts_are_the_state_of_one(tmp_path: Path, optimizer: 
         assert whole.keys() == wanted.keys()
         assert [name for name in wanted if not torch.equal(whole[name], wanted[name])] == []
         for section in ("parameters/", "average/"):
-            some = training_tensors(found, lambda name, begin=section: name.startswith(begin))
+            some = read_tensors(found, lambda name, begin=section: name.startswith(begin))
             assert some.keys() == {name for name in wanted if name.startswith(section)}
             assert all(torch.equal(tensor, wanted[name]) for name, tensor in some.items())
         with pytest.raises(ValueError, match=r"the parts of the checkpoint lack shards of \d+ tensors, such as "):

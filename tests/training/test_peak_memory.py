@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.machine.test_checks import V5E, fake
 from tests.support.compiler_models import QWEN2_500M, write_config
 from tpu_kit.config.loader import TrainConfig, load_config
 from tpu_kit.distributed.replica.backends import CpuRuntime, TpuRuntime
 from tpu_kit.planning.memory.memory_estimate import estimate
-from tpu_kit.planning.preflight import predicted_bytes
+from tpu_kit.planning.preflight import check_before_launch
 from tpu_kit.training.metrics import peak_memory
 
 CPU = CpuRuntime(0, 1, torch.device("cpu"))
@@ -36,8 +38,9 @@ def configured(tmp_path: Path) -> TrainConfig:
 def test_a_device_is_compared_with_the_prediction(tmp_path: Path) -> None:
     config = configured(tmp_path)
     predicted = estimate(config, num_replicas=8).total_bytes
-    assert predicted_bytes(config, Chip(0, 0)) == predicted
-    assert predicted_bytes(config, CPU) is None
+    tpu, cpu = (replace(config, launch=replace(config.launch, device_type=name)) for name in ("tpu", "cpu"))
+    assert check_before_launch(tpu, at=fake(tmp_path / "root", *[V5E] * 8)).device_bytes == predicted
+    assert check_before_launch(cpu).device_bytes is None
     values = peak_memory(Chip(0, int(1.03 * predicted)), predicted)
     assert (values["predicted_peak_bytes"], values["device_peak_bytes"]) == (predicted, int(1.03 * predicted))
     assert values["device_peak_difference"] == pytest.approx(0.03, abs=1e-6)

@@ -24,7 +24,7 @@ from tpu_kit.generation.evaluation.evaluate import held_out
 from tpu_kit.machine.checks import Machine
 from tpu_kit.machine.storage.object_store import ObjectFolder, upload
 from tpu_kit.model.source import load_tokenizer
-from tpu_kit.recipes import sft
+from tpu_kit.recipes import replica, run_plan, sft
 from tpu_kit.training import resume
 from tpu_kit.training.checkpoint import manager
 from tpu_kit.training.checkpoint.manager import scan
@@ -147,7 +147,7 @@ def test_what_tells_of_a_run_is_never_taken_for_none(
     tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, where: str, move: str, told: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sft, "check_run", None)  # it is refused before anything is prepared
+    monkeypatch.setattr(run_plan, "prepare_run", None)  # it is refused before anything is prepared
     folder = tmp_path / "run"
     step = folder / {"nested": "mine/checkpoints", "inside": "."}.get(move, "checkpoints") / "step-00000004"
     step.mkdir(parents=True)
@@ -217,9 +217,9 @@ def test_other_packages_and_another_objective_are_told(
     sft.train(config)
     (saved,) = scan(config.checkpoints_place)[0]
     monkeypatch.setattr(resume, "installed_version", lambda name: "1.0" if name == "torch" else None)
-    state = saved.document("state")
-    resume.check_resume(saved, config, state["global_batch_size"], sft.prepare_run(config), 1, quiet=False)
-    assert f"; torch is '1.0', was {state['versions']['torch']!r}" in capfd.readouterr().out
+    point = resume.ResumePoint.read(saved)
+    (told,) = point.described(config, resume.Record({}, resume.versions(config)))
+    assert f"; torch is '1.0', was {point.state['versions']['torch']!r}" in told
 
 
 def test_another_run_is_refused_with_what_differs(
@@ -245,7 +245,7 @@ def test_another_run_is_refused_with_what_differs(
     weights = (folder / "adapter/adapter_model.safetensors").read_bytes()
     (folder / "eval.json").touch()
     enter(CpuRuntime(0, 1, torch.device("cpu")))
-    with sft.trainer(run_config(folder, max_steps=4, r=8, resume="never")):
+    with replica.trainer(run_config(folder, max_steps=4, r=8, resume="never")):
         pass  # as if killed in its first update
     enter(None)
     assert not (folder / "adapter").exists() and not (folder / "eval.json").exists(), "they are of another run"

@@ -203,14 +203,19 @@ def seen_on(device_type: str, config: TrainConfig) -> TrainConfig:
     return replace(config, model=model, optim=optim)
 
 
-def device_memory_budget(config: TrainConfig, at: Machine | None = None, hosts: Hosts = ONE) -> TargetSlice | None:
+def device_memory_budget(
+    config: TrainConfig, at: Machine | None = None, hosts: Hosts = ONE, backend: Backend | None = None
+) -> TargetSlice | None:
     """Finds the memory of each replica of all hosts, or of each device of a mesh; None where the machine does not tell.
+
+    `backend` is that of `detect`, if it was found before; it has the hosts.
 
     Raises:
         ValueError: as `detect`.
     """
     at = at or Machine()
-    backend = detect(config.launch, at, hosts)
+    backend = backend or detect(config.launch, at, hosts)
+    hosts = backend.hosts
     if backend.device_type == "tpu":
         found = at.tpus()
         if not found:  # device files alone, of a chip that is not known

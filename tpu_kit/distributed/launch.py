@@ -40,7 +40,7 @@ from tpu_kit.distributed.meeting import HostError, Meeting
 from tpu_kit.distributed.output import SafeStream
 from tpu_kit.distributed.preemption import Notices, StopFlag, launch_folder
 from tpu_kit.distributed.replica import cpu_simulation, runtime
-from tpu_kit.distributed.replica.worker import LAUNCHER, Report
+from tpu_kit.distributed.replica.worker import LAUNCHER, REFUSALS, Report
 from tpu_kit.distributed.sending import payload_of
 from tpu_kit.machine.capacity import check_disk, check_memory
 from tpu_kit.machine.checks import Machine, check_holder, check_process, preset_per_process
@@ -241,11 +241,11 @@ class Supervisor:
     def _failures(self) -> list[Report]:
         """The reports of failures, of causes first; without the end of a process whose own report says more."""
         reports, pids = self._reports.values(), self._values("started")
-        explained = {pids.get(report.rank) for report in reports if report.kind in ("error", "refused")}
+        explained = {pids.get(report.rank) for report in reports if report.kind in ("error", *REFUSALS)}
 
         def is_failure(report: Report) -> bool:
             if report.kind != "ended":
-                return report.kind in ("error", "refused")
+                return report.kind in ("error", *REFUSALS)
             pid, status = report.value
             # A process without replicas has nothing to report.
             return pid not in explained and (status != 0 or not self._values("done").keys() >= set(self._ranks(pid)))
@@ -259,8 +259,8 @@ class Supervisor:
         failures = self._failures()
         failures = [report for report in failures if _grade(report) < 2] or failures
         first = failures[0]
-        if first.kind == "refused":
-            return ValueError(first.value)
+        if first.kind in REFUSALS:
+            return REFUSALS[first.kind](first.value)
         if first.kind == "ended":
             ends = [report.value for report in failures if report.kind == "ended"]
             text = "\n".join(self._end_of(*end) for end in ends)
@@ -387,6 +387,7 @@ def launch(
     *,
     sharded: bool = False,
     meeting: Meeting | None = None,
+    backend: Backend | None = None,
 ) -> T:
     """Runs `fn(config)` in every replica and returns the result of this host's first one.
 
@@ -396,9 +397,11 @@ def launch(
         time_limit: seconds after which all replicas are ended; with a limit a single CPU replica is a process too.
         sharded: whether `fn` runs once, for all devices of `launch.mesh`, where that is set.
         meeting: of the hosts whose replicas work together; None for this host alone.
+        backend: where it runs, if that was found before.
 
     Raises:
         ValueError: the device or the host memory is not there, or `fn` cannot be sent.
+        runtime.Outdated: a replica has found that what the launch was planned for has changed.
         LaunchError: a replica failed, or the time limit was exceeded; the message has the rank and the traceback.
         HostError: another host failed, hangs or is lost.
         KeyboardInterrupt, SystemExit: a signal, once all replicas have ended. A function that handles preemption
@@ -406,7 +409,9 @@ def launch(
     """
     meeting = meeting or Meeting()
     several = meeting.hosts.count > 1
-    backend = detection.detect(config.launch if sharded else replace(config.launch, mesh=None), hosts=meeting.hosts)
+    if backend is None:
+        launched = config.launch if sharded else replace(config.launch, mesh=None)
+        backend = detection.detect(launched, hosts=meeting.hosts)
     _announce(f"tpu_kit: {backend}")
     budget = config.checkpoint.budget_minutes
     if backend.device_type == "cpu" and backend.num_replicas == 1 and time_limit is None and not several:

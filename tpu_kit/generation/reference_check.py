@@ -63,7 +63,7 @@ _DIVIDED = (
 )
 
 
-def check_training(config: TrainConfig, device_type: str) -> None:
+def check_training(config: TrainConfig, device_type: str, model: PreTrainedConfig | None = None) -> None:
     """Checks that a run trains its model as transformers defines it; reads no weights.
 
     It takes a few seconds. An unknown family on XLA is also compared on XLA:CPU, in a child process, in about a minute.
@@ -71,12 +71,13 @@ def check_training(config: TrainConfig, device_type: str) -> None:
     Args:
         config: the run. A model without a readable configuration passes: loading it explains why.
         device_type: of the run; the kernels of a TPU get segment ids instead of a mask.
+        model: its configuration, if it was read before.
 
     Raises:
         ValueError: the model cannot be trained this way; the text names the settings with which it can be, if there
             are any. Or the run generates, and the model cannot.
     """
-    model = read_config(config.model)
+    model = model or read_config(config.model)
     if model is None:
         return
     rotary.check_length(model.get_text_config(), config.data.max_length)

@@ -62,18 +62,23 @@ def identify(model: ModelConfig) -> Identity | None:
     return {"repo": name, "commit": info.sha, "files": files}
 
 
-def pin(model: ModelConfig, began: Identity | None = None) -> ModelConfig:
+def pin(model: ModelConfig, began: Identity | None = None) -> tuple[ModelConfig, Identity | None]:
     """Sets the revision of a model of the hub to a commit: that of `began` where `model.revision` is null.
 
     A branch whose weights are still those of `began` is pinned to its commit, too.
+
+    Returns:
+        The model, and its identity as `identify` returns it.
     """
     ours = began if began and began.get("repo") == model.name else None
     if ours and model.revision is None:
-        return replace(model, revision=ours["commit"])
+        model = replace(model, revision=ours["commit"])
+        return model, identify(model)
     now = identify(model)
     if now is None or "commit" not in now:
-        return model
-    return replace(model, revision=(now if ours is None or differences(ours, now) else ours)["commit"])
+        return model, now
+    found = now if ours is None or differences(ours, now) else ours
+    return replace(model, revision=found["commit"]), found
 
 
 def differences(began: Identity | None, now: Identity | None) -> list[str]:
@@ -135,10 +140,15 @@ def fingerprint(identity: Identity | None) -> str:
     return str(identity.get("commit") or hashlib.sha256(repr(digests).encode()).hexdigest()[:16])
 
 
-def base_of_adapter(model: ModelConfig, adapter: Path | None) -> ModelConfig:
+def base_of_adapter(model: ModelConfig, adapter: Path | None, identity: Identity | None = None) -> ModelConfig:
     """Returns the base of an adapter or a whole model of a run, pinned to the hub's commit with which it was trained.
 
     Prints a line where the folder, such as one of another tool, does not say which weights it was trained on.
+
+    Args:
+        model: the base model.
+        adapter: the folder.
+        identity: of the base, which is pinned already; None identifies it.
 
     Raises:
         ValueError: it was trained on other weights.
@@ -168,8 +178,9 @@ def base_of_adapter(model: ModelConfig, adapter: Path | None) -> ModelConfig:
     if not sound:
         raise ValueError(f"{path} is damaged: give an earlier or a complete folder")
     # The adapter may be someone else's, and anyone can add a commit to a repository of the hub by a pull request.
-    model = pin(model, None if model.trust_remote_code else began)
-    if found := differences(began, identify(model)):
+    if identity is None:
+        model, identity = pin(model, None if model.trust_remote_code else began)
+    if found := differences(began, identity):
         own = "the folder that has the weights of the training"
         if "repo" in began:
             own = f"{began['repo']} and model.revision={began['commit']}"

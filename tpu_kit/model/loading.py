@@ -9,6 +9,7 @@ cached on disk.
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import hashlib
 import json
@@ -27,7 +28,7 @@ from tpu_kit.model.quantization import Scheme, places, quantize_model, replace_l
 from tpu_kit.model.source import brief, leave_out_towers, locate, quantized_by, read_config, refuse, unreachable
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
     from tpu_kit.config.loader import ModelConfig
 
@@ -35,10 +36,13 @@ UNDONE_IN_LOADING = ("fp8", "mxfp4", "mxfp8")
 """Methods that transformers undoes as it loads, on any machine."""
 
 
-def load_base(config: ModelConfig, dtype: torch.dtype | Literal["auto"]) -> PreTrainedModel:
+def load_base(
+    config: ModelConfig, dtype: torch.dtype | Literal["auto"], settings: PreTrainedConfig | None = None
+) -> PreTrainedModel:
     """Loads the causal language model on the CPU, its weights in `dtype`, also where they are saved quantised.
 
-    "auto" is the dtype of the files; such weights are mapped from the files and take no memory.
+    "auto" is the dtype of the files; such weights are mapped from the files and take no memory. `settings` are those of
+    `read_config`, if they were read before.
 
     Raises:
         ValueError: it cannot be read, the checkpoint lacks some of the weights, or another tool has quantised them in a
@@ -46,14 +50,16 @@ def load_base(config: ModelConfig, dtype: torch.dtype | Literal["auto"]) -> PreT
     """
     options: dict[str, Any] = {"gguf_file": config.gguf_file} if config.gguf_file else {}
     method = None if config.gguf_file else quantized_by(config)
-    if method in UNDONE_IN_LOADING and (settings := read_config(config)) is not None:
-        settings.quantization_config["dequantize"] = True
-        options["config"] = settings
-    elif method:
+    if method and method not in UNDONE_IN_LOADING:
         return _undo(config, dtype, method)
-    elif dtype == "auto" and (settings := read_config(config)) is not None:
-        settings.dtype = None  # or transformers would cast to it
-        options["config"] = settings
+    if settings is not None and not config.gguf_file:
+        options["config"] = copy.deepcopy(settings)  # which is changed here, and by transformers
+    elif (method or dtype == "auto") and (read := read_config(config)) is not None:
+        options["config"] = read
+    if method and "config" in options:
+        options["config"].quantization_config["dequantize"] = True
+    elif dtype == "auto" and "config" in options:
+        options["config"].dtype = None  # or transformers would cast to it
     model = read_model(config, dtype, **options)
     forget_quantizer(model)
     return model
@@ -121,15 +127,15 @@ _FILE_BYTES = GIB
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def load_frozen(config: ModelConfig) -> PreTrainedModel:
-    """Loads the base model on the CPU as it is stored under adapters: in `config.base_dtype`.
+def load_frozen(config: ModelConfig, settings: PreTrainedConfig | None = None) -> PreTrainedModel:
+    """Loads the base model on the CPU as it is stored under adapters: in `config.base_dtype`; see `load_base`.
 
     Raises:
         ValueError: as `loading.load_base`; or its weights cannot be quantised that way.
     """
     scheme = Scheme.of(config)
     if scheme is None:
-        return load_base(config, _DTYPES[config.base_dtype])
+        return load_base(config, _DTYPES[config.base_dtype], settings)
     cache = config.quant_cache
     passing = config.name == "embedded" or config.trust_remote_code or config.gguf_file
     if cache is None or passing or quantized_by(config) not in (None, "mxfp4"):

@@ -6,6 +6,7 @@ granted. Every error becomes a `ValueError` that says what to do next, because t
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from functools import cache
@@ -225,7 +226,8 @@ def modules_left_out(config: ModelConfig) -> tuple[str, ...]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    settings, text = (read_config(config) for _ in range(2))
+    settings = read_config(config)
+    text = copy.deepcopy(settings)
     if settings is None or not leave_out_towers(text):
         return ()
     with torch.device("meta"):

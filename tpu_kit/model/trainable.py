@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from tpu_kit.distributed.replica.mesh import active_mesh
-from tpu_kit.model import attention, base_identity
+from tpu_kit.model import attention
 from tpu_kit.model.base_model import base_model, output_embedding
 from tpu_kit.model.causal_lm import autocast, compute_dtype, logits, trainable_parameters
 from tpu_kit.model.families import experts
@@ -21,7 +21,7 @@ from tpu_kit.model.rotary import fix_rotary
 from tpu_kit.model.shape import WITHOUT_ADAPTER, check_targets
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
     from tpu_kit.config.loader import LoraConfig, ModelConfig
 
@@ -45,13 +45,16 @@ class ParameterCount(NamedTuple):
         return f"{self.trainable:,} of {self.total:,} parameters are trained ({share:.2%}){self.quantized}"
 
 
-def load_model(config: ModelConfig, lora: LoraConfig, seed: int = 0) -> torch.nn.Module:
+def load_model(
+    config: ModelConfig, lora: LoraConfig, seed: int = 0, settings: PreTrainedConfig | None = None
+) -> torch.nn.Module:
     """Loads the base model on the CPU and makes it trainable.
 
     Args:
         config: which model, in which dtype.
         lora: the adapters; r = 0 trains every weight instead.
         seed: of the adapters' initial values; the global random state is left as it was.
+        settings: of `source.read_config`, if they were read before.
 
     Returns:
         A `PeftModel`, or the plain model if lora.r = 0, in training mode, with the segment-aware attention "tpu_kit".
@@ -60,11 +63,11 @@ def load_model(config: ModelConfig, lora: LoraConfig, seed: int = 0) -> torch.nn
         ValueError: if the model cannot be read, weights are missing from it, or the LoRA targets do not fit it.
     """
     # For a mesh trained weights stay as they are saved, mapped from the files, until their shards are made in fp32.
-    base = load_frozen(config) if lora.r else load_base(config, torch.float32 if active_mesh().size == 1 else "auto")
+    whole: Any = torch.float32 if active_mesh().size == 1 else "auto"
+    base = load_frozen(config, settings) if lora.r else load_base(config, whole, settings)
     model = adapt(base, lora, config.base_dtype, seed)
     if base_model(model).config.model_type not in COMPARED:
         check_head(model)
-    model._tpu_kit_base = base_identity.identify(config)  # type: ignore[assignment]  # mypy expects a tensor or a module
     return model.train()
 
 

@@ -9,12 +9,11 @@ import json
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpu_kit.config import schema
-from tpu_kit.config.loader import ConfigError, TrainConfig, batch_arithmetic, load_config, read_yaml
+from tpu_kit.config.loader import ConfigError, TrainConfig, load_config, read_yaml
 from tpu_kit.distributed.detection import detect
 from tpu_kit.machine.checks import Check, verdict
 from tpu_kit.machine.storage.output_location import fetch_run, find_place
@@ -149,26 +148,17 @@ def show_config(config: TrainConfig, *, all_settings: bool = False) -> None:
 
 
 def show_data(config: TrainConfig) -> Prepared:
-    """Prepares the rows as `train` does, and shows columns, reasoning, held-out rows, batch and duration.
+    """Plans the run as `train` does, and shows the run plan: columns, held-out rows, batch, memory and duration.
 
     Raises:
         ValueError: `train` would refuse the rows, the batch or the settings.
     """
-    from tpu_kit.data.batching import updates
-    from tpu_kit.recipes import sft
-    from tpu_kit.training.losses.rollout import updates_of
-    from tpu_kit.training.resume import keep_run
+    from tpu_kit.recipes.run_data import SHOWN_REPORT
+    from tpu_kit.recipes.run_plan import plan_run
 
-    prepared, outlook = sft.check_run(keep_run(config, date.today().isoformat()))
-    replicas = outlook.room.replicas if outlook.room else config.launch.num_replicas or 1
-    plan, config, tasks = batch_arithmetic(outlook.config, replicas), outlook.config, prepared.tasks
-    made = updates_of(len(tasks.numbers), config) if tasks else updates(len(prepared.train), plan, config.optim)
-    total = sum(1 for _ in made)
-    os.environ[sft.SHOWN_REPORT] = report = sft.data_report(prepared, plan, total, config)
-    print(report)
-    for note in outlook.notes:
-        print(f"plan             {note}")
-    print(f"time             {outlook.duration(total)}")
+    plan, prepared = plan_run(config)
+    os.environ[SHOWN_REPORT] = plan.report
+    print(plan)
     return prepared
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from tpu_kit.training.checkpoint.manager import Checkpoint, scan
 def filled_batch(config: TrainConfig, replicas: int, rows: int | None) -> tuple[TrainConfig, list[str]]:
     """Lowers the default batch to one that the rows fill."""
     batch = batch_arithmetic(config, replicas)
-    if rows is None or rows >= batch.global_batch_size:
+    if rows is None or config.on_policy or rows >= batch.global_batch_size:
         return config, []
     given = {"optim.batch_size", "optim.global_batch_size", "optim.gradient_accumulation"} & set(config.sources)
     if given or rows < replicas:
@@ -28,14 +29,17 @@ def filled_batch(config: TrainConfig, replicas: int, rows: int | None) -> tuple[
     return replace(config, optim=replace(config.optim, batch_size=fewer)), [note]
 
 
-def settle_batch(config: TrainConfig, room: TargetSlice, exact: bool, count: int | None) -> tuple[TrainConfig, str]:
+def settle_batch(
+    config: TrainConfig, room: TargetSlice, exact: bool, count: int | None, began: Mapping[str, Any]
+) -> tuple[TrainConfig, str]:
     """Chooses a number for `optim.batch_size=auto`; returns the run and the reason.
 
-    A resumed run keeps the rows of an update, and the rows of a pass where they still divide them.
+    A resumed run keeps the rows of an update, and the rows of a pass where they still divide them. `began` has its
+    "batch_size" and "global_batch_size"; it is empty for a new run.
     """
-    optim, found = config.optim, None if config.checkpoint.resume == "never" else newest(config)
-    if found and isinstance(rows := found[1]["optim"]["batch_size"], int):
-        whole = found[0].document("state")["global_batch_size"]
+    optim = config.optim
+    if isinstance(rows := began.get("batch_size"), int):
+        whole = began["global_batch_size"]
         if not config.on_policy:  # else its passes hold what was sampled
             optim = replace(optim, global_batch_size=optim.global_batch_size or whole, gradient_accumulation=1)
         if config.on_policy or (whole == optim.global_batch_size and whole % (rows * room.replicas) == 0):

@@ -34,8 +34,12 @@ _SAMPLING = (
 _READS = ("meta tensor", "register_meta function", "data-dependent")
 
 
-def check_objective(config: TrainConfig) -> None:
+def check_objective(config: TrainConfig, objective: Objective | None = None) -> None:
     """Checks that the teacher fits the model; or the user's loss, by two calls without values.
+
+    Args:
+        config: the run.
+        objective: of the run; None makes it.
 
     Raises:
         ValueError: it does not, or the loss reads the device, changes its operations, or does not return `Sums`; or the
@@ -48,7 +52,7 @@ def check_objective(config: TrainConfig) -> None:
                 f"{' and '.join(file_names(head))}, and name the copy"
             )
     _check_sampling(config)
-    objective = objective_of(config)
+    objective = objective or objective_of(config)
     objective.check()
     if ":" in config.optim.objective:
         _check_own(config, objective)

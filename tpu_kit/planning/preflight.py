@@ -6,14 +6,16 @@ The predictions come from the formula. If it does not cover a configuration, a m
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
 
 from tpu_kit.config.conflicts import check_remat
 from tpu_kit.config.loader import TrainConfig
-from tpu_kit.config.mesh import Mesh, resolve_mesh
-from tpu_kit.distributed.detection import detect, device_memory_budget, seen_on
+from tpu_kit.config.mesh import Mesh
+from tpu_kit.distributed.detection import Backend, detect, device_memory_budget, seen_on
 from tpu_kit.distributed.hosts import ONE, Hosts
-from tpu_kit.distributed.replica.runtime import Runtime
 from tpu_kit.machine.checks import Machine
 from tpu_kit.machine.chips import GIB
 from tpu_kit.machine.slices import TargetSlice
@@ -21,7 +23,6 @@ from tpu_kit.model.shape import Shape
 from tpu_kit.model.shape_cache import read_shape
 from tpu_kit.planning.batch_choice import filled_batch, settle_batch
 from tpu_kit.planning.cost import StepTime, work
-from tpu_kit.planning.memory.memory_estimate import estimate
 from tpu_kit.planning.mesh_choice import check_mesh, placed
 from tpu_kit.planning.planner import verified
 from tpu_kit.planning.rollouts import warnings_of
@@ -56,6 +57,12 @@ class Preflight:
     def time(self) -> StepTime | None:
         """The time of a step, by roofline; None where it is not known."""
         return self.setting.time if self.setting and self.setting.where.chip.bf16_flops else None
+
+    @property
+    def device_bytes(self) -> int | None:
+        """Peak memory of a device, bytes; None off TPU and GPU, where it is not known."""
+        known = self.setting is not None and self.setting.where.device_type in ("tpu", "cuda")
+        return self.setting.memory.total_bytes if self.setting and known else None
 
     def duration(self, updates: int) -> str:
         """Describes how long so many updates take, and how that is known."""
@@ -108,6 +115,8 @@ def check_before_launch(
     at: Machine | None = None,
     rows: int | None = None,
     hosts: Hosts = ONE,
+    backend: Backend | None = None,
+    began: Mapping[str, Any] | None = None,
 ) -> Preflight:
     """Chooses what the launch needs, and predicts memory and time.
 
@@ -115,15 +124,18 @@ def check_before_launch(
         config: the run.
         exact: whether the TPU compiler verifies the batch size, given or chosen by `auto`.
         at: the machine; this one by default.
-        rows: packed rows of the training data; None where they are not known yet.
+        rows: packed rows of the training data, or prompts of a run that samples; None where they are not known yet.
         hosts: of the run.
+        backend: of `detect`, if it was found before; it has the hosts.
+        began: of the checkpoint that the run continues from, its "batch_size" and its "global_batch_size".
 
     Raises:
         ConfigError: the batch cannot be split over the replicas, or the rows do not fill one.
         ValueError: as `detection.detect` and `check_remat`; `optim.batch_size=auto` cannot be chosen.
     """
-    check_remat(config, detect(config.launch, at, hosts).device_type)
-    room = device_memory_budget(config, at, hosts)
+    backend = backend or detect(config.launch, at, hosts)
+    check_remat(config, backend.device_type)
+    room = device_memory_budget(config, at, backend=backend)
     config, notes = room.calibration.apply(config) if room else (config, [])
     notes += room.calibration.notes if room else []
     given = config.optim.batch_size != "auto"
@@ -131,13 +143,13 @@ def check_before_launch(
         shape, problem = read_shape(config.model), ""
     except ValueError as error:
         shape, problem = None, str(error)
-    config, room, mesh, placing = _placed(config, room, shape, at, hosts)
+    config, room, mesh, placing = _placed(config, room, shape, backend)
     notes += placing
     if config.optim.batch_size == "auto":
         if room is None or shape is None:
             problem = problem or "how much memory this machine has is not known"
             raise ValueError(f"optim.batch_size=auto: {problem}; give a number, such as optim.batch_size=4")
-        config, reason = settle_batch(config, room, exact, rows)
+        config, reason = settle_batch(config, room, exact, rows, began or {})
         notes.append(reason)
     shards = mesh.batch_shards if mesh else room.replicas if room else None
     if shards is not None:
@@ -157,7 +169,7 @@ def check_before_launch(
 
 
 def _placed(
-    config: TrainConfig, room: TargetSlice | None, shape: Shape | None, at: Machine | None, hosts: Hosts
+    config: TrainConfig, room: TargetSlice | None, shape: Shape | None, backend: Backend
 ) -> tuple[TrainConfig, TargetSlice | None, Mesh | None, list[str]]:
     """Checks the run's mesh, or chooses between replicas and a mesh on several TPU devices; and says what it is."""
     launch = config.launch
@@ -166,7 +178,7 @@ def _placed(
         notes, mesh = [why] if why else [], room.mesh
     else:
         notes, mesh = [], None
-        found = detect(launch, at, hosts).mesh
+        found = backend.mesh
         if launch.mesh in (None, "auto"):
             config = replace(config, launch=replace(launch, mesh=str(found) if found else None))
         if found is not None:
@@ -187,6 +199,7 @@ def _rounding(config: TrainConfig, shape: Shape | None) -> list[str]:
     return [f"{text} of one core{cache}"] if minutes >= 1 else []
 
 
+@cache
 def _host_rate() -> float:
     """Measures the FLOP/s of an fp32 matrix product on this CPU, in a tenth of a second; training reaches less."""
     import torch
@@ -210,15 +223,3 @@ def _compiled(one: Setting | None) -> str:
     sizes = ", ".join(f"{name} {size / GIB:.2f}" for name, size in made.peaks.items())
     verdict = "fits" if made.fits else "does not fit"
     return f"by the compiler, it {verdict}: of {made.where.limit / GIB:.2f} GiB {sizes}"
-
-
-def predicted_bytes(config: TrainConfig, rt: Runtime) -> int | None:
-    """Estimates the peak memory of a device by formula, bytes; None off TPU and GPU, and for unknown models."""
-    if rt.device_type not in ("tpu", "cuda"):
-        return None
-    launch = config.launch
-    try:
-        mesh = resolve_mesh(launch.mesh, rt.num_devices, launch.mesh_rules) if launch.mesh else None
-        return estimate(seen_on(rt.device_type, config), num_replicas=rt.world_size, mesh=mesh).total_bytes
-    except ValueError:
-        return None

@@ -3,68 +3,74 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from dataclasses import asdict
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from tpu_kit.config.commands import BAD_USAGE, CONFIG, JSON, OK, PREEMPTED, command, switch
-from tpu_kit.config.loader import TrainConfig, describe
+from tpu_kit.config.loader import ConfigError, describe
 from tpu_kit.exporting.options import ExportOptions
 from tpu_kit.generation.requests import AnsweringModel, Prompts
 from tpu_kit.generation.sampling import Sampling
 
 if TYPE_CHECKING:
-    from tpu_kit.recipes.sft import TrainResult
+    from tpu_kit.recipes.result import TrainResult
 
 _TRAINS = (
     "Exit codes: 0 finished, 1 error, 2 bad configuration, 75 preempted, or another host is lost or hangs (the same "
     "command resumes)."
 )
-_EXACT = {"--exact": switch("ask the TPU compiler first whether the batch fits")}
+_RUN = CONFIG | {
+    "--exact": switch("ask the TPU compiler first whether the batch fits"),
+    "--dry-run": switch("print the run plan, and launch nothing"),
+    "--json": switch("with --dry-run, print JSON and nothing else"),
+}
 
 
-@command(_TRAINS, CONFIG | _EXACT)
+@command(_TRAINS, _RUN)
 def train(args: argparse.Namespace) -> int:
     """Fine-tune a model."""
-    _tell(args.config)
-    from tpu_kit.recipes.sft import train as run
-
-    return _ended(run(args.config, exact=args.exact))
+    return _fine_tune(args, "tpu_kit.recipes.sft")
 
 
 @command(
     "teacher=FOLDER names the teacher; files=FOLDER keeps its logits. on_policy=true trains on completions that the\n"
     f"model samples, in place of those of the rows.\n\n{_TRAINS}",
-    CONFIG | _EXACT,
+    _RUN,
 )
 def distill(args: argparse.Namespace) -> int:
     """Fine-tune a model that learns from a larger one."""
-    _tell(args.config)
-    from tpu_kit.recipes.distillation import distill as run
-
-    return _ended(run(args.config, exact=args.exact))
+    return _fine_tune(args, "tpu_kit.recipes.distillation")
 
 
 @command(
     "reward_funcs=[auto] names what judges; adapter=FOLDER is where training starts, run_name=NAME where it writes.\n\n"
     + _TRAINS,
-    CONFIG | _EXACT,
+    _RUN,
 )
 def grpo(args: argparse.Namespace) -> int:
     """Train a model on its own answers, by rewards."""
-    _tell(args.config)
-    from tpu_kit.recipes.grpo import grpo as run
-
-    return _ended(run(args.config, exact=args.exact))
+    return _fine_tune(args, "tpu_kit.recipes.grpo")
 
 
-def _tell(config: TrainConfig) -> None:
-    """Prints the configuration, before torch is imported, which takes seconds."""
-    print(describe(config), flush=True)
+def _fine_tune(args: argparse.Namespace, module: str) -> int:
+    """Plans a run, and trains it unless `--dry-run` is given; `module` has the recipe."""
+    if args.json and not args.dry_run:
+        raise ConfigError(["--json: is for --dry-run, which prints the run plan; add it"])
+    if not args.dry_run:
+        print(describe(args.config), flush=True)  # before torch is imported, which takes seconds
+    recipe = import_module(module)
+    if args.dry_run:
+        from tpu_kit.recipes.sft import dry_run
 
-
-def _ended(result: TrainResult) -> int:
+        with contextlib.redirect_stdout(sys.stderr):
+            plan = dry_run(recipe.configured(args.config), exact=args.exact)
+        print(json.dumps(plan.to_dict(), indent=2) if args.json else plan)
+        return OK
+    result: TrainResult = getattr(recipe, args.function.__name__)(args.config, exact=args.exact)
     print(result)
     return PREEMPTED if result.status == "preempted" else OK
 

@@ -12,7 +12,15 @@ from tpu_kit.machine.storage import atomic
 from tpu_kit.model.loading import load_base
 from tpu_kit.model.loop.layer_calls import layers_of
 from tpu_kit.model.source import load_tokenizer
-from tpu_kit.recipes.sft import TrainResult, train
+from tpu_kit.recipes import sft
+from tpu_kit.recipes.sft import TrainResult
+
+
+def configured(config: TrainConfig) -> TrainConfig:
+    """Returns the run as `distill` trains it; raises ConfigError if there is no teacher."""
+    if config.distill.teacher is None:
+        raise ConfigError(["distill.teacher: null names no teacher; set it to a hub id or a folder"])
+    return config
 
 
 def distill(config: TrainConfig, dataset: Dataset | DatasetDict | None = None, *, exact: bool = False) -> TrainResult:
@@ -22,9 +30,7 @@ def distill(config: TrainConfig, dataset: Dataset | DatasetDict | None = None, *
         ConfigError: there is no teacher.
         ValueError: the teacher does not fit the model, or its files are damaged or of another run; or as `sft.train`.
     """
-    if config.distill.teacher is None:
-        raise ConfigError(["distill.teacher: null names no teacher; set it to a hub id or a folder"])
-    return train(config, dataset, exact=exact)
+    return sft.train(configured(config), dataset, exact=exact)
 
 
 def derive_student(model: ModelConfig, folder: str | Path, layers: int) -> Path:

@@ -8,7 +8,13 @@ from typing import Any
 from datasets import Dataset, DatasetDict
 
 from tpu_kit.config.loader import TrainConfig, of_rewards
-from tpu_kit.recipes.sft import TrainResult, train
+from tpu_kit.recipes import sft
+from tpu_kit.recipes.sft import TrainResult
+
+
+def configured(config: TrainConfig) -> TrainConfig:
+    """Returns the run as `grpo` trains it."""
+    return of_rewards(config)
 
 
 def grpo(
@@ -33,4 +39,4 @@ def grpo(
     """
     if isinstance(reward_funcs, str) or callable(reward_funcs):
         reward_funcs = [reward_funcs]
-    return train(of_rewards(config), dataset, exact=exact, reward_funcs=reward_funcs)
+    return sft.train(configured(config), dataset, exact=exact, reward_funcs=reward_funcs)

@@ -64,12 +64,6 @@ def adapter_settings(model: Any, config: TrainConfig) -> dict[str, Any]:
     return {name: sorted(value) if isinstance(value, set) else value for name, value in settings.items()}
 
 
-def base_document(model: torch.nn.Module) -> dict[str, Any]:
-    """Returns the identity of the base of a model from `load_model`, by name of the file; empty where it is unknown."""
-    identity = getattr(model, "_tpu_kit_base", None)
-    return {base_identity.NAME: identity} if identity else {}
-
-
 def result_files(
     model: Any, trained: Mapping[str, torch.Tensor], config: TrainConfig
 ) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
@@ -96,7 +90,12 @@ def tokenizer_to_save(encoder: Encoder) -> Any:
 
 
 def save_adapter(
-    folder: Path, model: torch.nn.Module, trained: Mapping[str, torch.Tensor], config: TrainConfig, tokenizer: Any
+    folder: Path,
+    model: torch.nn.Module,
+    trained: Mapping[str, torch.Tensor],
+    config: TrainConfig,
+    tokenizer: Any,
+    base: base_identity.Identity | None = None,
 ) -> None:
     """Replaces a folder by the trained weights: an adapter that PEFT loads, or a whole model where lora.r=0.
 
@@ -108,6 +107,7 @@ def save_adapter(
         trained: CPU tensors by the names of `trainable_parameters` of the model without stacks.
         config: the run.
         tokenizer: saved beside the weights, with its chat template; None if the run needed none.
+        base: identity of the base weights; None where it is not known.
 
     Raises:
         OSError: they cannot be written; the text says what to do.
@@ -115,7 +115,7 @@ def save_adapter(
     try:
         with atomic.replacing(folder) as part:
             part.mkdir(parents=True)
-            _write(part, model, trained, config, tokenizer)
+            _write(part, model, trained, config, tokenizer, base)
     except Exception as error:  # of safetensors and tokenizers, too, which are written in Rust
         if not isinstance(error, OSError) and "os error" not in str(error):
             raise
@@ -127,7 +127,12 @@ def save_adapter(
 
 
 def _write(
-    part: Path, model: torch.nn.Module, trained: Mapping[str, torch.Tensor], config: TrainConfig, tokenizer: Any
+    part: Path,
+    model: torch.nn.Module,
+    trained: Mapping[str, torch.Tensor],
+    config: TrainConfig,
+    tokenizer: Any,
+    base: base_identity.Identity | None,
 ) -> None:
 
     files, documents = result_files(model, trained, config)
@@ -137,7 +142,8 @@ def _write(
         if whole.generation_config is not None:
             whole.generation_config.save_pretrained(part)
         files["model"] = {name: value.contiguous() for name, value in _own(trained).items()}
-    for name, content in (documents | base_document(model)).items():
+    documents |= {base_identity.NAME: base} if base else {}
+    for name, content in documents.items():
         (part / f"{name}.json").write_text(json.dumps(content, indent=2, sort_keys=True))
     for name, tensors in files.items():
         path = part / f"{name}.safetensors"

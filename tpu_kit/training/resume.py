@@ -1,16 +1,16 @@
-"""Selects the checkpoint that a run continues from, and checks that it may."""
+"""The checkpoint that a run continues from, and whether it may."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib
 import json
 import sys
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,12 +20,13 @@ from tpu_kit.config.schema import TrainConfig, flatten
 from tpu_kit.data.prepare import Prepared
 from tpu_kit.machine.compatibility import installed_version
 from tpu_kit.machine.storage.local_folder import open_folder
-from tpu_kit.machine.storage.object_store import parent
+from tpu_kit.machine.storage.object_store import is_url, parent
 from tpu_kit.model import base_identity
+from tpu_kit.model.base_identity import Identity
 from tpu_kit.training.checkpoint.layout import lies_around
-from tpu_kit.training.checkpoint.manager import CheckpointManager, not_empty, remains, scan
-from tpu_kit.training.checkpoint.manifest import Checkpoint, DamagedError, Select
-from tpu_kit.training.state import joined, sections
+from tpu_kit.training.checkpoint.manager import not_empty, remains, scan
+from tpu_kit.training.checkpoint.manifest import Checkpoint, DamagedError, Rejected
+from tpu_kit.training.state import read_tensors, sections
 
 Tensors = dict[str, torch.Tensor]
 
@@ -34,108 +35,183 @@ TEACHER, START = "teacher", "start"
 _ROWS = ("data.source", "data.eval_source")
 
 
-def find_checkpoint(config: TrainConfig, owned: CheckpointManager | None) -> Checkpoint | None:
-    """Returns the checkpoint to continue from, or None to start a new run.
+class Record(NamedTuple):
+    """What a checkpoint says of its run beside configuration and state; a run that resumes has it in common.
 
-    Args:
-        config: the run.
-        owned: the manager in the process that writes checkpoints, which moves damaged and unwanted ones aside; None in
-            the other processes, which call this function later.
-
-    Raises:
-        ValueError: checkpoint.resume=must, and there is no checkpoint.
+    Attributes:
+        identities: of the base, the teacher and the adapter that training starts from, by document.
+        versions: of packages and of the user's code, which may differ.
+        fingerprint: `Prepared.fingerprint`.
+        rows_digest: see `rows_digest`.
+        global_batch_size: rows of an update.
     """
-    if owned is not None and config.checkpoint.resume == "never":
-        owned.restart()
-    checkpoint = owned.newest() if owned is not None else _newest(config)
-    if checkpoint is None and config.checkpoint.resume == "must":
-        raise ValueError(
-            f"checkpoint.resume=must, but {config.checkpoints_place} has no complete checkpoint: check output_dir, or "
-            "set checkpoint.resume=auto to start anew where there is none"
-        )
-    return checkpoint
+
+    identities: Mapping[str, Identity]
+    versions: Mapping[str, str]
+    fingerprint: str = ""
+    rows_digest: str = ""
+    global_batch_size: int | None = None
 
 
-def _newest(config: TrainConfig) -> Checkpoint | None:
-    if config.checkpoint.resume == "never":
-        return None
-    return next(reversed(scan(config.checkpoints_place)[0]), None)
+@dataclass(frozen=True)
+class ResumePoint:
+    """The checkpoint that a run continues from, with the documents that are needed before its tensors.
 
-
-def keep_run(config: TrainConfig, today: str) -> TrainConfig:
-    """Sets the hub's commit, `data.eval_rows` and `data.date` to those that a resumed run began with.
-
-    A new run begins with the commit that the hub has now, and with today's date.
+    Attributes:
+        checkpoint: with the digest of each file.
+        config: of its run, by dotted name.
+        state: the document "state".
+        identities: of its weights, by document.
     """
-    base: base_identity.Identity | None = None
-    before: dict[str, Any] = {}
-    with contextlib.suppress(OSError, DamagedError):  # the run itself reports it
-        if checkpoint := _newest(config):
-            base, before = _identity(checkpoint, base_identity.NAME), flatten(checkpoint.document("config"))
-    rows = before.get("data.eval_rows") if config.data.eval_rows is None else config.data.eval_rows
-    data = replace(config.data, eval_rows=rows, date=config.data.date or (before["data.date"] if before else today))
-    return replace(config, data=data, model=base_identity.pin(config.model, base))
 
+    checkpoint: Checkpoint
+    config: Mapping[str, Any]
+    state: Mapping[str, Any]
+    identities: Mapping[str, Identity]
 
-def refuse_early(config: TrainConfig, global_batch: int | None = None, prepared: Prepared | None = None) -> None:
-    """Raises ValueError as `check_resume`, before the launch; compares the batch and the data once they are known.
+    @classmethod
+    def read(cls, checkpoint: Checkpoint) -> ResumePoint:
+        """Reads the documents; raises DamagedError."""
+        config, state = flatten(checkpoint.document("config")), checkpoint.document("state")
+        there = [document for document, _, _ in _WEIGHTS if f"{document}.json" in checkpoint.files]
+        return cls(checkpoint, config, state, {document: checkpoint.document(document) for document in there})
 
-    Where the run would start anew, nothing of another run may lie in its folder.
-    """
-    with contextlib.suppress(OSError, DamagedError):  # the run itself reports it
-        if checkpoint := _newest(config):
-            _refuse(checkpoint, _compare(checkpoint, config, global_batch, prepared)[0])
-            if config.optim.max_steps is not None:
-                _refuse_end(checkpoint, config, config.optim.max_steps)
-        elif config.checkpoint.resume != "never":
-            place = config.checkpoints_place
-            if found := remains(place) + lies_around(open_folder(parent(place))):
-                raise not_empty(place, found)
+    @property
+    def step(self) -> int:
+        """The updates that are done."""
+        return self.checkpoint.step
 
+    def is_of(self, checkpoint: Checkpoint | None) -> bool:
+        """Whether a checkpoint has the step and the content of this one."""
+        return checkpoint is not None and (checkpoint.step, checkpoint.files) == (self.step, self.checkpoint.files)
 
-def check_resume(
-    checkpoint: Checkpoint, config: TrainConfig, global_batch: int, prepared: Prepared, total: int, quiet: bool
-) -> None:
-    """Checks that the run may continue from the checkpoint; prints harmless differences.
+    def kept(self, config: TrainConfig) -> TrainConfig:
+        """Returns the run with `data.eval_rows` and `data.date` with which it began, where it does not set them."""
+        data = config.data
+        rows = self.config.get("data.eval_rows") if data.eval_rows is None else data.eval_rows
+        return replace(config, data=replace(data, eval_rows=rows, date=data.date or self.config["data.date"]))
 
-    The run has `global_batch` rows per update, this data, and `total` updates.
+    def compare(self, config: TrainConfig, record: Record) -> Comparison:
+        """Compares parameters and weights and, where they are known, rows per update and data.
 
-    Raises:
-        ValueError: the run differs from the checkpoint's (the text names all differences), or ends before it.
-    """
-    problems, moved = _compare(checkpoint, config, global_batch, prepared)
-    _refuse(checkpoint, problems)
-    _refuse_end(checkpoint, config, total)
-    if not quiet:
-        for name, (earlier, after) in moved.items():
-            print(f"moved            {name}: {earlier} -> {after}, same content", flush=True)
-        before, now = flatten(checkpoint.document("config")), config.flat_values()
+        Of rows and weights the content counts, not where they are.
+        """
+        before, now, moved = self.config, config.flat_values(), dict[str, tuple[str, str]]()
+        differ = {name: f"{name}: {before[name]!r} there, {now[name]!r} now" for name in changes(before, now)[1]}
+        for document, whose, name in _WEIGHTS:
+            # Updates no longer depend on the adapter that training started from; another name must be another name for
+            # it.
+            identity = record.identities.get(document) if document != START or name in differ else None
+            began = self.identities.get(document)
+            if name not in differ:
+                if found := base_identity.differences(began, identity):
+                    differ[f"{name} "] = f"the {whose} weights, {name}={config[name]}: {'; '.join(found)}"
+            elif before[name] and now[name]:
+                if found := base_identity.other_place(began, identity):
+                    differ[name] += f", whose weights are not known to be the same: {'; '.join(found)}"
+                else:
+                    moved[name] = before[name], now[name]
+                    del differ[name]
+                    if document == base_identity.NAME:
+                        differ.pop("model.revision", None)
+        if rows := [name for name in _ROWS if name in differ and before[name] and now[name]]:
+            same = bool(record.rows_digest) and record.rows_digest == self.state["rows_digest"]
+            moved |= {name: (before[name], now[name]) for name in rows if same}
+            for name in rows if same or not record.rows_digest else ():  # once they are read
+                del differ[name]
+        if record.global_batch_size not in (None, rows_there := self.state["global_batch_size"]):
+            differ["rows"] = (
+                f"rows per update (optim.batch_size, passes, replicas): {rows_there} there, "
+                f"{record.global_batch_size} now"
+            )
+        other_data = record.fingerprint not in ("", self.state["fingerprint"])
+        if other_data and not any(name.startswith("data.") for name in differ):
+            differ["data"] = "the data: other rows, tokens or packing than there, though its parameters are the same"
+        return Comparison([*differ.values()], moved)
+
+    def refusal(self, config: TrainConfig, record: Record, total: int | None, rows: int | None = None) -> str:
+        """Says why the run may not continue from the checkpoint, with all differences; empty if it may.
+
+        Args:
+            config: the run.
+            record: what is known of it.
+            total: its updates, if they are known.
+            rows: the rows that the updates of the checkpoint take with this configuration, if they are known.
+        """
+        path, step = self.checkpoint.path, self.step
+        if problems := self.compare(config, record).problems:
+            listed = "\n  ".join(problems)
+            return f"{path} is of another run:\n  {listed}\nSet these back, or start anew: {ANEW}"
+        if total is not None and step > total:
+            name = "optim.max_steps" if config.optim.max_steps is not None else "optim.epochs"
+            return (
+                f"{path} has {step} updates, and {name}={config[name]} asks for {total}: the run is past its end. "
+                f"Raise {name} to {step} updates or more, or train a shorter run anew: {ANEW}"
+            )
+        if rows not in (None, self.state["rows"]):
+            return (
+                f"{path} is of another run: its {step} updates took {self.state['rows']:,} rows, and with this "
+                f"configuration they take {rows:,}. With optim.batch_growth_factor, optim.batch_size x "
+                "launch.num_replicas must not change: set both back"
+            )
+        return ""
+
+    def described(self, config: TrainConfig, record: Record) -> list[str]:
+        """Lines that say from where the run goes on, and what differs without harm."""
+        moved = self.compare(config, record).moved
+        lines = [
+            f"moved            {name}: {earlier} -> {after}, same content" for name, (earlier, after) in moved.items()
+        ]
+        before, now = self.config, config.flat_values()
         pairs = {name: (now[name], before[name]) for name in changes(before, now)[0]}
-        old, new = checkpoint.document("state")["versions"], versions(config)
+        old, new = self.state["versions"], record.versions
         pairs |= {name: (new[name], old[name]) for name in new if old.get(name, new[name]) != new[name]}
         differ = "".join(f"; {name} is {after!r}, was {earlier!r}" for name, (after, earlier) in pairs.items())
-        print(f"resumed          from step {checkpoint.step}, {checkpoint.path}{differ}", file=sys.stdout, flush=True)
+        return [*lines, f"resumed          from step {self.step}, {self.checkpoint.path}{differ}"]
 
 
-def _refuse_end(checkpoint: Checkpoint, config: TrainConfig, total: int) -> None:
-    if checkpoint.step > total:
-        name = "optim.max_steps" if config.optim.max_steps is not None else "optim.epochs"
-        raise ValueError(
-            f"{checkpoint.path} has {checkpoint.step} updates, and {name}={config[name]} asks for {total}: the run is "
-            f"past its end. Raise {name} to {checkpoint.step} updates or more, or train a shorter run anew: {ANEW}"
-        )
+class Comparison(NamedTuple):
+    """How a run differs from its checkpoint.
 
-
-def training_tensors(checkpoint: Checkpoint, select: Select | None = None) -> dict[str, torch.Tensor]:
-    """Reads training.safetensors, or the parts of several hosts, as the tensors of `TrainState.to_host`.
-
-    Whole sections may be left out by `select`. Raises DamagedError as `Checkpoint.tensors`.
+    Attributes:
+        problems: differences with which it may not continue.
+        moved: parameters that name another place with the same content: before and now.
     """
-    if parts := [name.removesuffix(".safetensors") for name in checkpoint.files if name.startswith("training-")]:
-        layout = checkpoint.document("layout")
-        layout["shapes"] = {name: shape for name, shape in layout["shapes"].items() if select is None or select(name)}
-        return joined((checkpoint.tensors(part, select) for part in parts), layout)
-    return checkpoint.tensors("training", select)
+
+    problems: list[str]
+    moved: Mapping[str, tuple[str, str]]
+
+
+def find_resume_point(config: TrainConfig) -> ResumePoint | None:
+    """Returns the newest checkpoint whose documents are not damaged, or None for a new run.
+
+    Damaged ones of larger steps are set aside by the process that writes, see `CheckpointManager.newest`.
+
+    Raises:
+        ValueError: checkpoint.resume=must, and there is no checkpoint; there is none, but something else lies there; or
+            the place cannot be read.
+    """
+    if config.checkpoint.resume == "never":
+        return None
+    place = config.checkpoints_place
+    try:
+        complete, damaged = scan(place)
+        for checkpoint in reversed(complete):
+            try:
+                return ResumePoint.read(checkpoint)
+            except DamagedError as error:
+                damaged.append(Rejected(checkpoint.folder, checkpoint.path, str(error)))
+        if found := remains(place, damaged) + lies_around(open_folder(parent(place))):
+            raise not_empty(place, found)
+    except OSError as error:
+        why, local = error.strerror or error, f" ({error.strerror}): set output_dir to a folder that can"
+        raise ValueError(f"{place} cannot be read{f': {why}' if is_url(place) else local}") from error
+    if config.checkpoint.resume == "must":
+        raise ValueError(
+            f"checkpoint.resume=must, but {place} has no complete checkpoint: check output_dir, or set "
+            "checkpoint.resume=auto to start anew where there is none"
+        )
+    return None
 
 
 def weights_of(step: int, config: TrainConfig) -> Tensors:
@@ -147,64 +223,11 @@ def weights_of(step: int, config: TrainConfig) -> Tensors:
             "back, or set optim.eval_steps=null for the last weights, and run this again"
         )
     section = "average" if config.optim.ema_decay else "parameters"
-    return sections(training_tensors(checkpoint, lambda name: name.startswith(f"{section}/")))[section]
-
-
-def _identity(checkpoint: Checkpoint, name: str) -> base_identity.Identity | None:
-    return checkpoint.document(name) if f"{name}.json" in checkpoint.files else None
-
-
-def _compare(
-    checkpoint: Checkpoint, config: TrainConfig, global_batch: int | None, prepared: Prepared | None
-) -> tuple[list[str], dict[str, tuple[str, str]]]:
-    """Compares parameters and weights and, where they are known, rows per update and data.
-
-    Of rows and weights the content counts, not where they are.
-
-    Returns:
-        How the run differs, and the parameters that name another place with the same content: before and now.
-    """
-    before, now = flatten(checkpoint.document("config")), config.flat_values()
-    state, moved = checkpoint.document("state"), dict[str, tuple[str, str]]()
-    differ = {name: f"{name}: {before[name]!r} there, {now[name]!r} now" for name in changes(before, now)[1]}
-    for document, whose, name in _WEIGHTS:
-        # Updates no longer depend on the adapter that training started from; another name must be another name for it.
-        identity = identity_of(document, config) if document != START or name in differ else None
-        began = _identity(checkpoint, document)
-        if name not in differ:
-            if found := base_identity.differences(began, identity):
-                differ[f"{name} "] = f"the {whose} weights, {name}={config[name]}: {'; '.join(found)}"
-        elif before[name] and now[name]:
-            if found := base_identity.other_place(began, identity):
-                differ[name] += f", whose weights are not known to be the same: {'; '.join(found)}"
-            else:
-                moved[name] = before[name], now[name]
-                del differ[name]
-                if document == base_identity.NAME:
-                    differ.pop("model.revision", None)
-    if rows := [name for name in _ROWS if name in differ and before[name] and now[name]]:
-        same = prepared is not None and rows_digest(prepared) == state["rows_digest"]
-        moved |= {name: (before[name], now[name]) for name in rows if same}
-        for name in rows if same or prepared is None else ():  # once they are read
-            del differ[name]
-    if global_batch not in (None, rows_there := state["global_batch_size"]):
-        differ["rows"] = f"rows per update (optim.batch_size, passes, replicas): {rows_there} there, {global_batch} now"
-    other_data = prepared is not None and prepared.fingerprint != state["fingerprint"]
-    if other_data and not any(name.startswith("data.") for name in differ):
-        differ["data"] = "the data: other rows, tokens or packing than there, though its parameters are the same"
-    return [*differ.values()], moved
+    return sections(read_tensors(checkpoint, lambda name: name.startswith(f"{section}/")))[section]
 
 
 _WEIGHTS = ((base_identity.NAME, "base", "model.name"), (TEACHER, "teacher's", "distill.teacher"),
             (START, "start's", "lora.adapter"))  # fmt: skip
-
-
-def identity_of(document: str, config: TrainConfig) -> base_identity.Identity | None:
-    """Returns the identity of the base, the teacher or the adapter that training starts from; None without one."""
-    if document == START:
-        return base_identity.identify_adapter(config.lora.adapter) if config.lora.adapter else None
-    model = config.teacher if document == TEACHER else config.model
-    return base_identity.identify(model) if model else None
 
 
 def rows_digest(prepared: Prepared) -> str:
@@ -213,15 +236,6 @@ def rows_digest(prepared: Prepared) -> str:
     asked = prepared.tasks.rows.rows if prepared.tasks else []
     rows = json.dumps([prepared.eval_rows, asked], sort_keys=True, default=str)
     return hashlib.blake2b(f"{prepared.fingerprint} {held} {rows}".encode(), digest_size=16).hexdigest()
-
-
-def _refuse(checkpoint: Checkpoint, problems: list[str]) -> None:
-    if problems:
-        raise ValueError(
-            f"{checkpoint.path} is of another run:\n  "
-            + "\n  ".join(problems)
-            + f"\nSet these back, or start anew: {ANEW}"
-        )
 
 
 def versions(config: TrainConfig) -> dict[str, str]:

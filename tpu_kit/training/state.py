@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from tpu_kit.model import causal_lm as models
 from tpu_kit.model.loop.layer_calls import restacked, stacked_names, unstacked
 from tpu_kit.model.sharding import partition
 from tpu_kit.model.sharding.sharding_rules import Embedding
+from tpu_kit.training.checkpoint.manifest import Checkpoint, Select
 from tpu_kit.training.optimizer import OPTIMIZERS
 
 SCALARS = ("applied", "report")
@@ -82,7 +83,7 @@ class TrainState:
         saved: Mapping[str, torch.Tensor] | None = None,
         extra_sums: int = 0,
     ) -> None:
-        """Creates a new state, or restores one from tensors of `to_host`; `restore` sets the model's own parameters."""
+        """Creates a new state; or, from the tensors of `to_host`, that of a model whose parameters have been set."""
         self.params = models.trainable_parameters(model)
         wrong = [name for name, param in self.params.items() if param.dtype != torch.float32]
         assert not wrong, f"trained in other than fp32: {wrong[:3]}"
@@ -113,6 +114,35 @@ class TrainState:
         self.average = None
         if optim.ema_decay:  # the product makes a buffer: on XLA a copy would share the parameter's
             self.average = {name: moved(name, "average", param.detach() * 1) for name, param in self.params.items()}
+
+    @classmethod
+    def load(
+        cls,
+        checkpoint: Checkpoint,
+        model: torch.nn.Module,
+        place: Callable[[], object],
+        device: torch.device,
+        optim: OptimConfig,
+        extra_sums: int = 0,
+    ) -> TrainState:
+        """Restores the state of a checkpoint: first into the model on the CPU, then on the device beside it.
+
+        Args:
+            checkpoint: of this run.
+            model: as `causal_lm.load_model` returns it, with its objective attached.
+            place: moves the model to the device, and may stack its layers.
+            device: of this replica.
+            optim: of the run.
+            extra_sums: number of extra sums of the objective.
+
+        Raises:
+            DamagedError: the checkpoint is not what was written.
+            ValueError: its parameters do not fit the model, or it lacks shards.
+        """
+        saved = read_tensors(checkpoint)
+        restore(model, saved)
+        place()
+        return cls(model, device, optim, saved, extra_sums)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All tensors of the state on the device, by section and name of the parameter."""
@@ -172,6 +202,18 @@ def _unstacked(values: Mapping[str, torch.Tensor], stacks: Mapping[str, list[str
         for section, named in sections(values).items()
         for name, tensor in unstacked(stacks, named).items()
     }
+
+
+def read_tensors(checkpoint: Checkpoint, select: Select | None = None) -> dict[str, torch.Tensor]:
+    """Reads training.safetensors, or the parts of several hosts, as the tensors of `TrainState.to_host`.
+
+    Whole sections may be left out by `select`. Raises DamagedError as `Checkpoint.tensors`.
+    """
+    if parts := [name.removesuffix(".safetensors") for name in checkpoint.files if name.startswith("training-")]:
+        layout = checkpoint.document("layout")
+        layout["shapes"] = {name: shape for name, shape in layout["shapes"].items() if select is None or select(name)}
+        return joined((checkpoint.tensors(part, select) for part in parts), layout)
+    return checkpoint.tensors("training", select)
 
 
 def joined(parts: Iterable[Mapping[str, torch.Tensor]], layout: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -22,9 +22,10 @@ from tpu_kit.model import causal_lm as models
 from tpu_kit.model import preparation
 from tpu_kit.model.loop.layer_calls import layers_of
 from tpu_kit.model.loop.loop_structure import ALONE
+from tpu_kit.training.checkpoint.manifest import Checkpoint
 from tpu_kit.training.objectives import Objective, Sums
 from tpu_kit.training.optimizer import is_matrix, wide
-from tpu_kit.training.state import Report, TrainState, restore
+from tpu_kit.training.state import Report, TrainState
 from tpu_kit.xla.scan import after
 from tpu_kit.xla.sharding import constrain
 
@@ -49,20 +50,30 @@ def prepare_model(
     model: torch.nn.Module,
     config: TrainConfig,
     rt: Runtime,
-    saved: dict[str, torch.Tensor] | None = None,
+    checkpoint: Checkpoint | None = None,
     extra_sums: int = 0,
 ) -> TrainState:
-    """Prepares a loaded model in place for `train_step` (attention, layer loop, remat, device) and creates its state.
+    """Prepares a loaded model in place for `train_step` (attention, layer loop, remat, device), with its state.
 
     Args:
         model: as `trainable.load_model` returns it.
         config: the run.
         rt: the replica.
-        saved: tensors of `TrainState.to_host` to continue from.
+        checkpoint: to continue from; None creates a new state.
         extra_sums: number of extra sums of the objective.
     """
-    if saved:
-        restore(model, saved)
+
+    def place() -> None:
+        _place(model, config, rt)
+
+    if checkpoint is not None:
+        return TrainState.load(checkpoint, model, place, rt.local_device, config.optim, extra_sums)
+    place()
+    return TrainState(model, rt.local_device, config.optim, extra_sums=extra_sums)
+
+
+def _place(model: torch.nn.Module, config: TrainConfig, rt: Runtime) -> None:
+    """Moves a model to the device of a replica, its layers as the run computes them."""
     scanned = preparation.prepare_layers(model, config, rt.device_type)
     if scanned is not None and rt.rank == 0:
         print(f"layers           {scanned}", flush=True)
@@ -74,7 +85,6 @@ def prepare_model(
     if rt.device_type == "cuda" and scanned is None:
         for layer in layers_of(model.get_decoder())[1]:  # type: ignore[operator]  # alike, so it compiles once; mypy takes get_decoder for a tensor
             layer.compile(dynamic=False)
-    return TrainState(model, rt.local_device, config.optim, saved, extra_sums)
 
 
 def _set_compiler(compiles: bool) -> None:

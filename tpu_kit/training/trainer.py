@@ -29,13 +29,12 @@ from tpu_kit.generation.evaluation.accuracy import Accuracy
 from tpu_kit.machine.host import chips_of
 from tpu_kit.model import causal_lm as models
 from tpu_kit.model.loop.layer_calls import unstacked
-from tpu_kit.training.adapter_files import base_document, result_files
+from tpu_kit.training.adapter_files import result_files
 from tpu_kit.training.checkpoint.manager import CheckpointManager, HostParts
-from tpu_kit.training.checkpoint.manifest import Checkpoint
 from tpu_kit.training.metrics import Evaluations, RecompileMonitor, Tracker, model_flops_per_token, peak_memory
 from tpu_kit.training.objectives import Objective
 from tpu_kit.training.outcome import not_learned
-from tpu_kit.training.resume import START, TEACHER, identity_of, rows_digest, versions, weights_of
+from tpu_kit.training.resume import Record, ResumePoint, weights_of
 from tpu_kit.training.state import Report, TrainState, sections
 from tpu_kit.training.step import Control, SplitStep, eval_step, train_step
 from tpu_kit.training.updates import NextUpdateError, Updates
@@ -80,6 +79,8 @@ class Trainer:
         prepared: Prepared,
         plan: BatchPlan,
         updates: Updates,
+        total: int,
+        record: Record,
         count_correct: Callable[[], tuple[int, int]],
         checkpoints: CheckpointManager | None,
         predicted_bytes: int | None = None,
@@ -96,6 +97,8 @@ class Trainer:
             prepared: the data.
             plan: the rows of an update.
             updates: where the batches come from.
+            total: number of updates of the run.
+            record: what checkpoints say of the run.
             count_correct: lets the model answer this replica's part of the held-out rows; returns the correct answers,
                 and the rows with an answer to compare with. Called with `tracking.eval_generate_rows`.
             checkpoints: of rank 0, which saves.
@@ -107,7 +110,7 @@ class Trainer:
         self.predicted_bytes, self.updates, self._count_correct = predicted_bytes, updates, count_correct
         self._split = SplitStep(model, state, objective, config.optim, rt) if updates.splits else None
         self.mark: Callable[[str, int], None] = lambda phase, step: None
-        self.total = sum(1 for _ in updates.all())
+        self.total, self.record = total, record
         self.step, self.skipped = 0, 0
         self.metrics: dict[str, float] = {}
         self._logged = 0  # the step of the last log
@@ -121,9 +124,6 @@ class Trainer:
         self._history: list[dict[str, Any]] | None = None
         self._tracker: Tracker | None = None
         self._wandb_id: str | None = None
-        names = (TEACHER, START) if checkpoints else ()
-        self._identities = {name: identity for name in names if (identity := identity_of(name, config))}
-        self._rows_digest = rows_digest(prepared) if checkpoints else ""
 
     def __enter__(self) -> Trainer:
         if self.rt.rank == 0:
@@ -146,22 +146,11 @@ class Trainer:
         if self._tracker is not None:
             self._tracker.close(failed=error is not None)
 
-    def resume(self, checkpoint: Checkpoint) -> None:
-        """Continues from a checkpoint whose tensors the state already has.
-
-        Raises:
-            ValueError: its updates took other rows, so this run would omit or repeat rows.
-        """
-        state = checkpoint.document("state")
-        rows = sum(update.rows for update in islice(self.updates.all(), checkpoint.step))
-        if checkpoint.step <= self.total and rows != state["rows"]:
-            raise ValueError(
-                f"{checkpoint.path} is of another run: its {checkpoint.step} updates took {state['rows']:,} rows, and "
-                f"with this configuration they take {rows:,}. With optim.batch_growth_factor, optim.batch_size x "
-                "launch.num_replicas must not change: set both back"
-            )
+    def resume(self, point: ResumePoint) -> None:
+        """Continues from a checkpoint whose tensors the state already has, and whose updates took the same rows."""
+        checkpoint, state = point.checkpoint, point.state
         self.step = self._saved = checkpoint.step
-        self._logged, self._rows, self._tokens = state["logged"], rows, state["tokens"]
+        self._logged, self._rows, self._tokens = state["logged"], state["rows"], state["tokens"]
         self._seconds, self.skipped = state["train_seconds"], state["skipped"]
         self.metrics = {name: math.nan if value is None else value for name, value in state["metrics"].items()}
         if self.updates.splits:
@@ -470,9 +459,9 @@ class Trainer:
         state = {
             "logged": self._logged, "rows": self._rows, "tokens": self._tokens, "skipped": self.skipped,
             "train_seconds": self._seconds, "metrics": finite,
-            "fingerprint": self.prepared.fingerprint, "rows_digest": self._rows_digest,
-            "global_batch_size": self.plan.global_batch_size,
-            "versions": versions(self.config), "wandb_id": self._tracker.wandb_id,
+            "fingerprint": self.record.fingerprint, "rows_digest": self.record.rows_digest,
+            "global_batch_size": self.record.global_batch_size,
+            "versions": self.record.versions, "wandb_id": self._tracker.wandb_id,
             "turns": self.prepared.encoder and self.prepared.encoder.layout.turns_by,
         }  # fmt: skip
         if attempt is None:
@@ -481,7 +470,7 @@ class Trainer:
             files["training"] = tensors
         documents |= {"updates": self.updates.document(self.step)} if self.updates.splits else {}
         documents |= {"state": state, "config": self.config.to_dict(), "history": self._tracker.history}
-        documents |= base_document(self.model) | self._identities
+        documents |= self.record.identities
         metrics = {**self.metrics, **self.evaluations.figures(self.step)}
         metrics.pop("eval_step", None)
         best = self.evaluations.best_step == self.step

@@ -14,6 +14,7 @@ from tests.recipes.test_distill import assert_alike, assert_one_program, logged,
 from tests.recipes.test_own_objective import trained
 from tpu_kit.assets.embedded import cot_rows
 from tpu_kit.config.loader import ModelConfig, TrainConfig, load_config
+from tpu_kit.distributed.detection import Backend
 from tpu_kit.exporting.export import export
 from tpu_kit.generation.evaluation.evaluate import evaluate_adapter
 from tpu_kit.generation.model_loading import load_for_generation
@@ -23,6 +24,9 @@ from tpu_kit.machine.checks import Machine
 from tpu_kit.model.states_head import file_names, without_head
 from tpu_kit.planning.objective_check import check_objective
 from tpu_kit.recipes import sft
+from tpu_kit.recipes.replica import read
+from tpu_kit.recipes.run_plan import RunPlan
+from tpu_kit.training.objectives import objective_of
 
 pytestmark = pytest.mark.usefixtures("quick_xla")
 xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
@@ -133,7 +137,9 @@ def test_a_run_starts_from_an_adapter_with_its_head_or_is_refused(answered: Trai
 
     def start(folder: Path, objective: str = "error-correction") -> torch.nn.Module:
         changed = {"objective": objective, "lora.adapter": str(folder)}
-        return sft._read(load_config(answered.output_path / "config.yaml", changed), None)[0]
+        config = load_config(answered.output_path / "config.yaml", changed)
+        plan = RunPlan(config, Backend("cpu", 1, ""))
+        return read(plan, objective_of(config), None)[0]
 
     gate = load_file(folder / FILES[1])["gate"]
     assert gate and torch.equal(start(folder).get_parameter("objective.gate"), gate)

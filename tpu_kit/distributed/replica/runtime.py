@@ -24,6 +24,10 @@ M = TypeVar("M", bound="torch.nn.Module")
 T = TypeVar("T")
 
 
+class Outdated(ValueError):
+    """Raised in a replica: what the launch was planned for has changed meanwhile; plan again, and launch anew."""
+
+
 class Shared:
     """What the replicas of one process, which are its threads, load once."""
 

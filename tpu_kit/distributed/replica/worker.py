@@ -6,6 +6,7 @@ Each of them leaves files in the launch's folder, reports to the calling process
 - done: of the first replica of this host, the pickled result,
 - error: the traceback; of an error of files or the network that the kit itself raised, the text,
 - refused: the text of an error in the user's input,
+- outdated: the text of `Outdated`,
 - ended: of the launcher, the id and the status of a process that has ended.
 
 Notices go the other way, through a flag in that folder (preemption.py).
@@ -41,10 +42,12 @@ from tpu_kit.distributed.detection import Backend
 from tpu_kit.distributed.hosts import Hosts
 from tpu_kit.distributed.preemption import StopFlag
 from tpu_kit.distributed.replica import cpu_simulation, main_thread, runtime
-from tpu_kit.distributed.replica.runtime import Runtime, Shared
+from tpu_kit.distributed.replica.runtime import Outdated, Runtime, Shared
 from tpu_kit.distributed.sending import refuse_devices, restored
 from tpu_kit.machine.storage import atomic
 
+REFUSALS: dict[str, type[ValueError]] = {"refused": ValueError, "outdated": Outdated}
+"""The kinds of reports that the calling process raises as errors without a traceback."""
 LAUNCHER = -1  # the launcher's number among the ranks
 _LIMIT = timedelta(days=1)  # of a collective: the calling process judges what hangs
 _LOOK = 0.2  # seconds between two looks at the replicas' processes
@@ -67,7 +70,7 @@ class Report(NamedTuple):
 
 def write(folder: str, rank: int, kind: str, value: Any) -> None:
     """Leaves a report in the launch's folder, whole or not at all; names of later reports sort after earlier ones."""
-    value = hide_secrets(value) if kind in ("refused", "error") else value
+    value = hide_secrets(value) if kind in (*REFUSALS, "error") else value
     with atomic.replacing(Path(folder, f"{time.monotonic_ns():020}.{rank}.{kind}")) as part:
         part.write_bytes(pickle.dumps(value))
 
@@ -104,7 +107,7 @@ def _replica(rank: int, first: bool, make: Callable[[], Runtime], folder: str, p
         write(folder, rank, "done", _pickled(getattr(fn, "__qualname__", repr(fn)), result) if first else None)
     except BaseException as error:
         if _is_from_the_kit(error, ValueError):
-            write(folder, rank, "refused", str(error))
+            write(folder, rank, "outdated" if isinstance(error, Outdated) else "refused", str(error))
         else:
             known = _is_from_the_kit(error, OSError)
             write(folder, rank, "error", f"{error}\n" if known else traceback.format_exc())
@@ -235,7 +238,9 @@ def _connect(kind: str, hosts: Hosts, folder: str, rank: int, world_size: int) -
     if hosts.count == 1:
         store: dist.Store = dist.FileStore(str(Path(folder, "replicas")), world_size)
     else:
-        store = dist.PrefixStore("replicas", dist.TCPStore(*hosts.address, is_master=False))
+        meeting = dist.TCPStore(*hosts.address, is_master=False)
+        launch = meeting.add(f"launches of rank {rank}", 1)  # those of a meeting share its store
+        store = dist.PrefixStore(f"replicas {launch}", meeting)
     store.set_timeout(_LIMIT)
     with _no_stdout():
         dist.init_process_group(kind, store=store, timeout=_LIMIT, rank=rank, world_size=world_size)

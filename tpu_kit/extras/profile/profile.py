@@ -21,7 +21,7 @@ from tpu_kit.model.shape_cache import read_shape
 from tpu_kit.planning.compiler.compile_check import compile_step
 from tpu_kit.planning.cost import Work, step_time, work
 from tpu_kit.planning.planner import plan
-from tpu_kit.recipes.sft import check_run
+from tpu_kit.recipes.run_plan import plan_run
 
 MOST_STEPS = 200
 
@@ -52,18 +52,18 @@ def _measured(config: TrainConfig, steps: int) -> Profile:
     folder = make_output_folder(config) / "profile"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    prepared, outlook = check_run(config)
+    plan, prepared = plan_run(_short(config, folder, steps))
     with on_disk(prepared) as data:
-        launch(partial(record, data=data), _short(outlook.config, folder, steps), sharded=True)
+        launch(partial(record, plan=plan, data=data), plan.config, sharded=True, backend=plan.backend)
     recordings = tuple(Recording(**json.loads(file.read_text())) for file in sorted(folder.glob("recording-*.json")))
     if not recordings or not all(one.steps for one in recordings):
         raise ValueError(
             f"the run was over before the window of {steps} steps, which begins after {WARM_UP}: it ended early, as "
             "told above; profile it again"
         )
-    trace, room = read_trace(folder, steps), outlook.room
+    trace, room = read_trace(folder, steps), plan.outlook.room if plan.outlook else None
     result = Profile(
-        config=outlook.config, device=room.name if room else recordings[0].device_type,
+        config=plan.config, device=room.name if room else recordings[0].device_type,
         replicas=room.replicas if room else len(recordings),
         split=trace.split(), costs=_costs(trace), recordings=recordings, trace=trace,
         folder=folder,

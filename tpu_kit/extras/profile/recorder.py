@@ -1,7 +1,7 @@
 """Records a window of steps in a replica: the host's phases, the profiler's trace, and counters.
 
-`record` runs in every replica. It trains as `sft.fine_tune` does, without checkpoints and results, and marks where a
-phase of a step begins. A mark is an annotation in the trace, so that phases and device have one clock.
+`record` runs in every replica. It trains as `replica.fine_tune` does, without checkpoints and results, and marks where
+a phase of a step begins. A mark is an annotation in the trace, so that phases and device have one clock.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from tpu_kit.data.prepare import MappedData
 from tpu_kit.distributed.replica.runtime import Runtime
 from tpu_kit.extras.profile.timeline import PHASES, PREFIX
 from tpu_kit.machine.storage import atomic
-from tpu_kit.recipes import sft
+from tpu_kit.recipes.replica import trainer
+from tpu_kit.recipes.run_plan import RunPlan
 
 WARM_UP = 5
 """Steps before the window: they compile, end what was queued, and the last one is timed."""
@@ -63,14 +64,14 @@ def window(steps: int) -> int:
     return WARM_UP + steps + math.ceil(steps / 4) + AFTER
 
 
-def record(config: TrainConfig, data: MappedData | None = None) -> None:
-    """Runs the `window` of updates with a trace; `data` as in `sft.fine_tune`.
+def record(config: TrainConfig, plan: RunPlan | None = None, data: MappedData | None = None) -> None:
+    """Runs the `window` of updates with a trace; `plan` and `data` as in `replica.fine_tune`.
 
     Each replica writes recording-RANK.json into its output folder, rank 0 the trace.
     """
     assert config.optim.max_steps is not None
     steps = (config.optim.max_steps - WARM_UP - AFTER) * 4 // 5
-    with sft.trainer(config, data) as (loop, agreement):
+    with trainer(config, plan, data) as (loop, agreement):
         recorder = _Recorder(loop.rt, config.output_path, steps, lambda: loop.state.report)
         recorder.recording.fill = loop.prepared.train.fill()
         loop.checkpoints, loop.prepared = None, replace(loop.prepared, eval=None)

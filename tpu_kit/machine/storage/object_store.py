@@ -65,6 +65,9 @@ class ObjectFolder:
             self._files = connect()
             self._root = str(self._files._strip_protocol(self.url))
 
+    def __reduce__(self) -> tuple[type[ObjectFolder], tuple[str]]:
+        return type(self), (self.url,)  # another process connects by itself
+
     def place(self, name: str) -> str:
         """The URL of an object."""
         return f"{self.url}/{name}"

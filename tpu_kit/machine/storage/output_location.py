@@ -155,12 +155,14 @@ def resolve_output_dir(config: TrainConfig, at: Machine | None = None) -> TrainC
     return replace(config, output_dir=place.output_dir)
 
 
-def make_output_folder(config: TrainConfig) -> Path:
-    """Makes the run's folder; raises ValueError if it cannot be written to."""
+def make_output_folder(config: TrainConfig, *, dry: bool = False) -> Path:
+    """Makes the run's folder, or only looks whether it can be made; raises ValueError if it cannot be written to."""
     folder = config.output_path
     try:
-        make_folder(folder)
-        tempfile.TemporaryFile(dir=folder).close()
+        if not dry:
+            make_folder(folder)
+        there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+        tempfile.TemporaryFile(dir=there).close()
     except OSError as error:
         raise ValueError(
             f"output_dir={folder} cannot be written to ({error.strerror}): set output_dir to a folder that can"

@@ -26,6 +26,7 @@ import torch
 from tpu_kit.config.loader import BatchPlan, TrainConfig
 from tpu_kit.data.batching import PackedDataset, Update, eval_batches, rows_of, updates
 from tpu_kit.data.prepare import Prepared
+from tpu_kit.distributed.hosts import Hosts
 from tpu_kit.distributed.preemption import PreemptionGuard
 from tpu_kit.distributed.replica.main_thread import CallEnded
 from tpu_kit.distributed.replica.runtime import Runtime
@@ -95,6 +96,40 @@ def updates_of(prompts: int, config: TrainConfig) -> Iterator[Update]:
         for step in range((rollout.step - 1) * each + 1, rollout.step * each + 1):
             if step <= last:
                 yield replace(rollout, step=step)
+
+
+def planned_updates(rows: int, batch: BatchPlan, config: TrainConfig) -> Iterator[Update]:
+    """Yields the updates of a run, by its packed rows, or by its prompts if it samples."""
+    return updates_of(rows, config) if config.on_policy else updates(rows, batch, config.optim)
+
+
+def check_rollouts(
+    config: TrainConfig, rows: Sequence[Mapping[str, Any]], reward_funcs: Sequence[Any] | None, hosts: Hosts
+) -> None:
+    """Raises ValueError if the rewards of a run are not there, or none can judge its rows, or it has several hosts."""
+    name = "distill.on_policy" if config.distill.on_policy else "grpo"
+    if hosts.count > 1:
+        raise ValueError(f"{name} on {hosts.count} hosts: completions are exchanged within one host; use one host")
+    if not config.distill.on_policy:
+        Rewards(config, reward_funcs).check(rows)
+
+
+@contextlib.contextmanager
+def source_of_updates(
+    config: TrainConfig,
+    prepared: Prepared,
+    plan: BatchPlan,
+    rt: Runtime,
+    model: torch.nn.Module,
+    objective: Objective,
+    reward_funcs: Sequence[Any] | None,
+) -> Iterator[Updates]:
+    """Yields where a replica's batches come from: packed rows, or rollouts, whose rewards it opens and closes."""
+    if not config.on_policy:
+        yield Updates(config, prepared, plan, rt)
+        return
+    with contextlib.nullcontext() if config.distill.on_policy else Rewards(config, reward_funcs) as rewards:
+        yield Rollouts(config, prepared, plan, rt, model, objective, rewards)
 
 
 def texts_of(tokenizer: Any, tokens: Sequence[int]) -> list[str]:

@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from tpu_kit.config.loader import TrainConfig
+from tpu_kit.config.loader import ModelConfig, TrainConfig
 from tpu_kit.data.prepare import MappedData, Prepared, on_disk
 from tpu_kit.distributed.launch import launch
 from tpu_kit.distributed.replica import runtime
@@ -29,7 +29,7 @@ from tpu_kit.machine.chips import GIB, MIB
 from tpu_kit.machine.storage import atomic
 from tpu_kit.model import causal_lm as models
 from tpu_kit.model import preparation, trainable
-from tpu_kit.model.base_identity import fingerprint, identify
+from tpu_kit.model.base_identity import Identity, fingerprint
 from tpu_kit.model.loading import load_frozen
 from tpu_kit.model.loop.activation_checkpointing import tiles_of
 from tpu_kit.model.source import read_config
@@ -57,12 +57,13 @@ class TeacherFiles:
     k: int
 
     @classmethod
-    def of(cls, config: TrainConfig, prepared: Prepared) -> TeacherFiles:
-        """Returns the files of a run with `distill.files`."""
+    def of(cls, config: TrainConfig, prepared: Prepared, teacher: Identity | None) -> TeacherFiles | None:
+        """Returns the files of a run, by the identity of its teacher; None without `distill.files`."""
         distill = config.distill
-        assert distill.files is not None and config.teacher is not None
+        if distill.files is None:
+            return None
         about = {
-            "teacher": fingerprint(identify(config.teacher)), "teacher_dtype": distill.teacher_dtype,
+            "teacher": fingerprint(teacher), "teacher_dtype": distill.teacher_dtype,
             "data": prepared.train.fingerprint(), "top_k": distill.top_k, "temperature": distill.temperature,
         }  # fmt: skip
         key = hashlib.blake2b(json.dumps(about).encode(), digest_size=6).hexdigest()
@@ -99,11 +100,8 @@ class TeacherFiles:
         return {name: partial(read, name) for name in ("top_ids", "top_log_p")}
 
 
-def read_columns(config: TrainConfig, prepared: Prepared) -> dict[str, Callable[[np.ndarray], torch.Tensor]]:
+def read_columns(config: TrainConfig, files: TeacherFiles) -> dict[str, Callable[[np.ndarray], torch.Tensor]]:
     """Returns the columns that a run's files add to its batches; raises ValueError if files are missing."""
-    if config.distill.files is None:
-        return {}
-    files = TeacherFiles.of(config, prepared)
     if absent := [path for path in files.blocks if not path.is_file()]:
         raise ValueError(
             f"distill.files={config.distill.files} lacks {len(absent)} of {len(files.blocks)} files, such as "
@@ -112,15 +110,12 @@ def read_columns(config: TrainConfig, prepared: Prepared) -> dict[str, Callable[
     return files.columns()
 
 
-def prepare_files(config: TrainConfig, prepared: Prepared) -> None:
-    """Computes the missing files of a run, if it has `distill.files`, in a launch of its own.
+def prepare_files(config: TrainConfig, prepared: Prepared, files: TeacherFiles, teacher: ModelConfig) -> None:
+    """Computes the missing files of a run by its teacher, in a launch of its own.
 
     Raises:
         ValueError: they do not fit on the disk.
     """
-    if config.distill.files is None:
-        return
-    files = TeacherFiles.of(config, prepared)
     files.folder.mkdir(parents=True, exist_ok=True)
     absent = files.missing()
     rows = sum(len(files.blocks[path]) for path in absent)
@@ -133,18 +128,16 @@ def prepare_files(config: TrainConfig, prepared: Prepared) -> None:
     print(f"teacher files    {text}" if absent else f"teacher files    complete in {files.folder}", flush=True)
     if absent:
         with on_disk(prepared) as data:
-            launch(partial(_compute, data), config, sharded=True)
+            launch(partial(_compute, data, files, teacher), config, sharded=True)
 
 
-def _compute(data: MappedData, config: TrainConfig) -> None:
+def _compute(data: MappedData, files: TeacherFiles, model: ModelConfig, config: TrainConfig) -> None:
     """Computes the missing files by a teacher on the replica's device; replica r of N takes every N-th of them."""
-    rt, model, prepared = runtime.current(), config.teacher, data.read()
-    assert model is not None
+    rt, prepared = runtime.current(), data.read()
     teacher, _ = runtime.load_once(rt, lambda: (trainable.freeze(load_frozen(model), model.base_dtype), None))
     preparation.prepare_frozen(teacher, config, rt.device_type)
     models.to_device(teacher, rt.local_device)
     rt.sync()
-    files = TeacherFiles.of(config, prepared)
     assert isinstance(config.optim.batch_size, int)
     at_once = config.optim.batch_size * rt.data_size // rt.world_size
     for path in files.missing()[rt.rank :: rt.world_size]:

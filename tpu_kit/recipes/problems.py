@@ -1,0 +1,105 @@
+"""What stands in the way of a planned run: functions of the plan, one for each step, that return all problems.
+
+A new check of what needs neither model nor data belongs into `of_machine`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tpu_kit.config.loader import ConfigError, TrainConfig
+from tpu_kit.data.prepare import Prepared
+from tpu_kit.distributed.hosts import Hosts
+from tpu_kit.generation.evaluation.held_out_answers import check_answers
+from tpu_kit.generation.evaluation.verifiers import verifier_named
+from tpu_kit.generation.reference_check import check_training
+from tpu_kit.machine.storage.run_folder import adapter_at_hand
+from tpu_kit.model import trainable as models
+from tpu_kit.model.base_identity import NAME, base_of_adapter
+from tpu_kit.planning.objective_check import check_objective
+from tpu_kit.training.adapter_files import start_from
+from tpu_kit.training.losses.rollout import check_rollouts
+from tpu_kit.training.metrics import check_tracking
+from tpu_kit.training.objectives import Objective
+
+if TYPE_CHECKING:
+    from tpu_kit.recipes.run_plan import RunPlan
+
+
+def caught(check: Callable[..., object], *given: Any) -> list[ValueError]:
+    """Returns the problem that a check raises; none if it passes."""
+    try:
+        check(*given)
+    except ValueError as error:
+        return [error]
+    return []
+
+
+def tell(problems: Iterable[ValueError]) -> None:
+    """Raises all problems as one error, a single one as it is; ConfigError if all are of the configuration."""
+    found = list({str(problem): problem for problem in problems}.values())
+    if len(found) == 1:
+        raise found[0]
+    if found and all(isinstance(one, ConfigError) for one in found):
+        raise ConfigError([text for one in found if isinstance(one, ConfigError) for text in one.problems])
+    if found:
+        raise ValueError(
+            "\n  - ".join([f"{len(found)} problems:", *(str(one).replace("\n", "\n    ") for one in found)])
+        )
+
+
+def of_machine(config: TrainConfig, hosts: Hosts) -> list[ValueError]:
+    """Trackers, the verifier, and what several hosts do not do."""
+    found = [*caught(check_tracking, config), *caught(verifier_named, config.tracking.verifier)]
+    if hosts.count > 1 and config.distill.files:
+        text = "distill.files is not for several hosts: set it to null, so that each host runs the teacher"
+        found.append(ValueError(text))
+    return found
+
+
+def of_model(plan: RunPlan, objective: Objective | None) -> list[ValueError]:
+    """The objective, the adapter from which training starts, and the checkpoint by parameters and weights."""
+    found = [*of_resuming(plan), *caught(check_objective, plan.config, objective)]
+    if plan.config.lora.adapter and objective is not None:
+        found += caught(_check_start, plan, plan.config.lora.adapter, objective)
+    return found
+
+
+def of_data(plan: RunPlan, prepared: Prepared, reward_funcs: Sequence[Any] | None) -> list[ValueError]:
+    """What answers held-out rows and judges completions."""
+    found = caught(check_answers, plan.config, prepared, plan.settings)
+    if prepared.tasks:
+        found += caught(check_rollouts, plan.config, prepared.tasks.rows.rows, reward_funcs, plan.backend.hosts)
+    return found
+
+
+def of_batch(plan: RunPlan) -> list[ValueError]:
+    """The checkpoint by data and batch as well, and whether the model trains as transformers defines it."""
+    return of_resuming(plan) or caught(check_training, plan.config, plan.backend.device_type, plan.settings)
+
+
+def of_resuming(plan: RunPlan) -> list[ValueError]:
+    """Why the run may not continue from its checkpoint, by what the plan knows so far."""
+    if (point := plan.resume_point) is None:
+        return []
+    total = plan.config.optim.max_steps if plan.updates is None else plan.updates
+    text = point.refusal(plan.config, plan.record, total, plan.rows_done)
+    return [ValueError(text)] if text else []
+
+
+def _check_start(plan: RunPlan, adapter: str, objective: Objective) -> None:
+    """Raises ValueError if `lora.adapter` was trained on other weights, or does not fit the model and its objective."""
+    from tpu_kit.model.meta_model import empty_model  # it loads the compiler of torch, which takes a second
+
+    config = plan.config
+    with adapter_at_hand(adapter) as folder:
+        assert folder is not None
+        base_of_adapter(config.model, folder, plan.record.identities.get(NAME))
+        with torch.device("meta"):
+            model = models.adapt(empty_model(config), config.lora, config.model.base_dtype)
+            objective.attach(model, lambda one: empty_model(replace(config, model=plan.pinned(one))))
+        start_from(model, folder)

@@ -1,0 +1,76 @@
+"""Prepares the data of a run for its model, and describes its rows and batches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from tpu_kit.config.loader import BatchPlan, TrainConfig
+from tpu_kit.config.schema import LEAST_UPDATES
+from tpu_kit.data.chat.new_tokens import new_tokens
+from tpu_kit.data.held_out import NONE, Questions
+from tpu_kit.data.prepare import Prepared, prepare
+from tpu_kit.data.rows.sources import SYNTHETIC
+from tpu_kit.machine.storage.run_folder import find_run
+from tpu_kit.model.base_model import check_vocabulary
+from tpu_kit.model.loading import read_config
+from tpu_kit.model.source import check_positions, load_tokenizer
+from tpu_kit.training.outcome import MORE_UPDATES
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+SHOWN_REPORT = "TPU_KIT_SHOWN_REPORT"
+"""In the environment: the data report that a notebook has shown, which a run does not print again."""
+
+
+def prepare_run(config: TrainConfig, model: PreTrainedConfig | None = None) -> Prepared:
+    """Prepares the data of a run for the tokenizer, the vocabulary and the positions of its model.
+
+    `model` is its configuration, if it was read before.
+    """
+    model, max_prompt = model or read_config(config.model), None
+    if config.on_policy:
+        max_prompt = config.rl.longest_prompt(config.data.max_length)
+    start = Questions.read(find_run(config.lora.adapter).folder) if config.lora.adapter else None
+    text = model.get_text_config() if model else None  # loading a model explains why its configuration cannot be read
+    tokenizer = None if config.data.source == SYNTHETIC else load_tokenizer(config.model)
+    check_positions(config.data.max_length, getattr(text, "max_position_embeddings", None))
+    check_vocabulary(len(tokenizer or ()), getattr(text, "vocab_size", None))
+    prepared = prepare(
+        config.data,
+        tokenizer,
+        vocab_size=getattr(text, "vocab_size", None),
+        learned=start.trained if start else NONE,
+        max_prompt=max_prompt,
+    )
+    if tokenizer is None or not config.lora.r:  # full fine-tuning trains the embeddings
+        return prepared
+    return replace(prepared, new_tokens=new_tokens(config.model, text, tokenizer, prepared.train.documents.input_ids))
+
+
+TEMPLATES = {
+    "none": [
+        "chat template    none is used: the rows are plain text. The adapter is saved without one, so generate, search "
+        "and evaluate ask it as plain text"
+    ],
+    "text": ["chat template    not applied: most rows have its turns in their text already; prompts are asked by it"],
+}
+"""Lines of the report for each `Layout.turns_by` but "template"."""
+
+
+def data_report(prepared: Prepared, plan: BatchPlan, total: int, config: TrainConfig) -> str:
+    """Describes the rows and the batches of a run of `total` updates."""
+    warmup, rl = config.optim.warmup_steps, config.rl
+    long = f"warning          optim.warmup_steps={warmup} is more than the {total:,} updates; lower it or raise epochs"
+    turns = TEMPLATES.get(prepared.encoder.layout.turns_by, []) if prepared.encoder else []
+    if prepared.tasks:
+        each = f"{config.num_generations} completions of up to {rl.max_completion_length} tokens"
+        batch = f"rollout          {rl.prompts_per_rollout} prompts x {each}; {total:,} updates"
+    else:
+        left = len(prepared.train) % plan.global_batch_size
+        batch = f"batch            {plan}; {total:,} updates; {left} rows of each epoch are left over"
+    few = f"warning          {total:,} updates are few, and teach little: {MORE_UPDATES}"
+    if prepared.tasks:
+        few = few.replace("optim.batch_size or data.max_length", "rl.prompts_per_update")
+    return "\n".join([str(prepared), *turns, batch, *[long] * (warmup > total), *[few] * (total < LEAST_UPDATES)])

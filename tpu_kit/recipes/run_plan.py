@@ -1,0 +1,316 @@
+"""The run plan: what a run is on this machine, found once in the calling process; the replicas get it.
+
+    machine -> resumed from -> model -> data -> batch -> memory and time
+
+Each step adds to the plan and needs those before it. `plan_run` makes all of them, and tells the problems that each one
+finds together (`problems`). A replica finds nothing of it again: rank 0 only confirms the checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import date
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from datasets import Dataset, DatasetDict
+
+from tpu_kit.config.loader import BatchPlan, ConfigError, ModelConfig, TrainConfig, batch_arithmetic
+from tpu_kit.data.prepare import Prepared
+from tpu_kit.data.rows.sources import save_rows
+from tpu_kit.distributed import detection
+from tpu_kit.distributed.detection import Backend
+from tpu_kit.distributed.hosts import ONE, Hosts
+from tpu_kit.model.base_identity import NAME, fingerprint, identify_adapter, pin
+from tpu_kit.model.loading import read_config
+from tpu_kit.planning.preflight import Preflight, check_before_launch
+from tpu_kit.recipes import problems
+from tpu_kit.recipes.run_data import data_report, prepare_run
+from tpu_kit.training.losses.rollout import planned_updates
+from tpu_kit.training.losses.teacher_files import TeacherFiles, prepare_files, read_columns
+from tpu_kit.training.objectives import Objective, objective_of
+from tpu_kit.training.resume import START, TEACHER, Record, ResumePoint, find_resume_point, rows_digest, versions
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from transformers import PreTrainedConfig
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What a run is on this machine. It can be pickled and holds no tensors: weights are a place and a commit.
+
+    A field of a step that was not made is None.
+
+    Attributes:
+        config: the run; complete after the last step.
+        backend: the device, the replicas or the mesh, and the hosts.
+        resume_point: the checkpoint that the run continues from; None for a new run.
+        settings: the model's configuration of transformers; None where loading the model explains why it has none.
+        teacher: of distillation, with its commit; None without one.
+        record: identities of the weights, versions, and after the later steps data and batch.
+        rows: packed rows of an epoch, or prompts of a run that samples.
+        teacher_files: of `distill.files`; None without them.
+        outlook: memory and time of a replica.
+        batch: rows and passes of an update; None where only the TPU's runtime knows the number of replicas.
+        updates: number of updates.
+        rows_done: rows that the updates up to the checkpoint take.
+        report: rows and batches, as rank 0 prints them.
+    """
+
+    config: TrainConfig
+    backend: Backend
+    resume_point: ResumePoint | None = None
+    settings: PreTrainedConfig | None = field(default=None, repr=False)
+    teacher: ModelConfig | None = None
+    record: Record = field(default=Record({}, {}), repr=False)
+    rows: int | None = None
+    teacher_files: TeacherFiles | None = None
+    outlook: Preflight | None = None
+    batch: BatchPlan | None = None
+    updates: int | None = None
+    rows_done: int | None = None
+    report: str = field(default="", repr=False)
+
+    def pinned(self, model: ModelConfig) -> ModelConfig:
+        """Returns the teacher with its commit, as `Objective.attach` asks for it by name alone."""
+        return self.teacher if self.teacher is not None and model == self.config.teacher else model
+
+    def columns(self) -> dict[str, Callable[[np.ndarray], torch.Tensor]]:
+        """The columns of files that batches have besides the data; raises ValueError if files are missing."""
+        return read_columns(self.config, self.teacher_files) if self.teacher_files else {}
+
+    def facts(self) -> dict[str, Any]:
+        """What must be equal on all hosts of the run, of values for JSON, by the names in an error."""
+        config, point, names = self.config, self.resume_point, {NAME: self.config.model.name}
+        names |= {TEACHER: str(config.distill.teacher), START: str(config.lora.adapter)}
+        weights = {NAME: None, **self.record.identities}
+        return {
+            **{f"{kind} weights of {names[kind]}": fingerprint(identity) for kind, identity in weights.items()},
+            "batch": {"optim.batch_size": config.optim.batch_size, "replicas of a host": self.backend.num_replicas},
+            "data (hash)": self.record.fingerprint,
+            "device": self.backend.device_type,
+            "checkpoint": point and {"step": point.step, "files": digest_of(point)},
+            "updates": self.updates,
+        }
+
+    def __str__(self) -> str:
+        config, point, outlook = self.config, self.resume_point, self.outlook
+        commit = f" at commit {config.model.revision}" if config.model.revision else ""
+        lines = [
+            f"machine          {self.backend}",
+            f"output           {config.output_dir or config.output_path}",
+            f"resumed from     {f'step {point.step}, {point.checkpoint.path}' if point else 'nothing: a new run'}",
+            f"model            {config.model.name}{commit}, {config.model.base_dtype}",
+            *([f"teacher          {self.teacher.name}"] if self.teacher else []),
+            f"objective        {objective_name(config)}",
+            *self.report.splitlines(),
+        ]
+        if outlook is not None:
+            lines += str(outlook).splitlines()
+            if self.updates is not None:
+                lines.append(f"time             {outlook.duration(self.left)}")
+        return "\n".join(lines)
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
+        """The output of a notebook cell."""
+        return {"text/plain": str(self)}
+
+    @property
+    def left(self) -> int:
+        """Updates that are still to be made."""
+        return max(0, (self.updates or 0) - (self.resume_point.step if self.resume_point else 0))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The object of `train --dry-run --json`."""
+        config, point, outlook = self.config, self.resume_point, self.outlook
+        one = outlook.setting if outlook else None
+        time = outlook.time if outlook else None
+        return {
+            "device_type": self.backend.device_type, "hosts": self.backend.hosts.count,
+            "replicas_of_a_host": self.backend.num_replicas, "mesh": config.launch.mesh,
+            "output_dir": config.output_dir or str(config.output_path),
+            "resumed_from": point and {"step": point.step, "path": str(point.checkpoint.path)},
+            "model": {"name": config.model.name, "revision": config.model.revision,
+                      "model_type": self.settings and self.settings.model_type},
+            "weights": {name: fingerprint(identity) for name, identity in self.record.identities.items()},
+            "objective": objective_name(config), "rows": self.rows, "data": self.record.fingerprint,
+            "batch": self.batch and asdict(self.batch), "updates": self.updates, "updates_left": self.left,
+            "memory": one and {"peak_bytes": one.peak_bytes, "limit_bytes": one.where.limit, "fits": one.fits,
+                               "parts": one.parts},
+            "step_seconds": time.seconds if time else None,
+            "notes": list(outlook.notes) if outlook else [], "versions": self.record.versions,
+            "config": config.to_dict(),
+        }  # fmt: skip
+
+
+def plan_run(
+    config: TrainConfig,
+    dataset: Dataset | DatasetDict | None = None,
+    *,
+    exact: bool = False,
+    reward_funcs: Sequence[Any] | None = None,
+    backend: Backend | None = None,
+    today: str | None = None,
+) -> tuple[RunPlan, Prepared]:
+    """Plans a run with its output folder, and prepares its data; launches nothing and opens no device.
+
+    Args:
+        config: the run.
+        dataset: rows in memory, which become the file `data.source` unless the run is refused.
+        exact: on a TPU, ask its compiler whether the batch fits.
+        reward_funcs: of `grpo`.
+        backend: where the run trains, if it was found and checked before.
+        today: the date of a new run; by default that of this machine.
+
+    Raises:
+        ValueError: all problems that the first step with any has found.
+    """
+    if backend is None:
+        backend, wrong = find_machine(config)
+        problems.tell([*wrong, *problems.of_machine(config, ONE)])
+        assert backend is not None, "or its problem was told"
+    plan = resumed(RunPlan(config, backend), today or date.today().isoformat())
+    plan, objective = with_model(plan)
+    problems.tell(problems.of_model(plan, objective))
+    with _rows_saved(dataset, plan.config.data.source):
+        prepared = prepare_run(plan.config, plan.settings)
+        plan = with_data(plan, prepared)
+        problems.tell(problems.of_data(plan, prepared, reward_funcs))
+        plan = with_memory(plan, exact)
+        if (shards := batch_shards(plan)) is not None:
+            plan = with_batch(plan, prepared, shards)
+        problems.tell(problems.of_batch(plan))
+    return plan, prepared
+
+
+def find_machine(config: TrainConfig, hosts: Hosts = ONE) -> tuple[Backend | None, list[ValueError]]:
+    """Finds where the run trains, without opening a device; or why this machine cannot train it."""
+    try:
+        backend = detection.detect(config.launch, hosts=hosts)
+    except ValueError as error:
+        return None, [error]
+    several = hosts.count > 1 and backend.mesh is not None
+    return backend, [ConfigError(found)] if several and (found := detection.slice_problems(config)) else []
+
+
+def resumed(plan: RunPlan, today: str) -> RunPlan:
+    """Adds the checkpoint that the run continues from, and what the run keeps of its start."""
+    config, point = plan.config, find_resume_point(plan.config)
+    if point is not None:
+        return replace(plan, resume_point=point, config=point.kept(config))
+    data = replace(config.data, date=config.data.date or today)
+    return replace(plan, config=replace(config, data=data))
+
+
+def with_model(plan: RunPlan) -> tuple[RunPlan, Objective | None]:
+    """Adds the model's configuration, the commits and identities of all weights; returns the objective, too.
+
+    The objective is None where it cannot be made, which `problems.of_model` tells.
+    """
+    config, began = plan.config, plan.resume_point.identities if plan.resume_point else {}
+    model, identity = pin(config.model, began.get(NAME))
+    config = replace(config, model=model)
+    identities = {NAME: identity}
+    if (teacher := config.teacher) is not None:
+        with contextlib.suppress(ValueError):  # the objective's own check says what is wrong with its teacher
+            teacher, identities[TEACHER] = pin(teacher, began.get(TEACHER))
+    if config.lora.adapter:
+        identities[START] = identify_adapter(config.lora.adapter)
+    record = Record({name: found for name, found in identities.items() if found}, {})
+    plan = replace(plan, config=config, settings=read_config(model), teacher=teacher, record=record)
+    with contextlib.suppress(ValueError):
+        objective = objective_of(config)
+        return replace(plan, record=record._replace(versions=versions(config))), objective
+    return plan, None
+
+
+def with_data(plan: RunPlan, prepared: Prepared) -> RunPlan:
+    """Adds the hashes of the data, its number of rows, and the place of the teacher's logits."""
+    tasks = prepared.tasks
+    files = TeacherFiles.of(plan.config, prepared, plan.record.identities.get(TEACHER))
+    record = plan.record._replace(fingerprint=prepared.fingerprint, rows_digest=rows_digest(prepared))
+    rows = len(tasks.numbers) if tasks else len(prepared.train)
+    return replace(plan, record=record, rows=rows, teacher_files=files)
+
+
+def with_memory(plan: RunPlan, exact: bool = False) -> RunPlan:
+    """Chooses what `auto` leaves open, and predicts memory and time.
+
+    Raises:
+        ValueError: as `check_before_launch`.
+    """
+    point, began = plan.resume_point, None
+    if point is not None:
+        began = {"batch_size": point.config["optim.batch_size"], "global_batch_size": point.state["global_batch_size"]}
+    outlook = check_before_launch(plan.config, exact, rows=plan.rows, backend=plan.backend, began=began)
+    backend, mesh = plan.backend, outlook.room.mesh if outlook.room else None
+    if mesh is not None and backend.mesh is None and mesh.size > 1:  # chosen by launch.mesh=auto
+        backend = replace(backend, num_replicas=1, mesh=mesh)
+    return replace(plan, config=outlook.config, backend=backend, outlook=outlook)
+
+
+def batch_shards(plan: RunPlan) -> int | None:
+    """Into how many parts the rows of a batch are divided; None where only the TPU's runtime knows."""
+    backend, room = plan.backend, plan.outlook.room if plan.outlook else None
+    if backend.mesh is not None:
+        return backend.mesh.batch_shards
+    if room is not None:
+        return room.replicas
+    return backend.num_replicas and backend.num_replicas * backend.hosts.count
+
+
+def with_batch(plan: RunPlan, prepared: Prepared, shards: int) -> RunPlan:
+    """Adds the batch and the number of updates.
+
+    Raises:
+        ValueError: the rows do not fill an update.
+    """
+    batch = batch_arithmetic(plan.config, shards)
+    record = plan.record._replace(global_batch_size=batch.global_batch_size)
+    plan = replace(plan, batch=batch, record=record)
+    total, rows, done = 0, 0, plan.resume_point.step if plan.resume_point else 0
+    for update in planned_updates(plan.rows or 0, batch, plan.config):
+        total += 1
+        rows += update.rows if update.step <= done else 0
+    report = data_report(prepared, batch, total, plan.config)
+    return replace(plan, updates=total, rows_done=rows, report=report)
+
+
+def prepare_columns(plan: RunPlan, prepared: Prepared) -> None:
+    """Computes the files of `RunPlan.columns` that are missing, in a launch of its own; see `prepare_files`."""
+    if plan.teacher_files is not None and plan.teacher is not None:
+        prepare_files(plan.config, prepared, plan.teacher_files, plan.teacher)
+
+
+def objective_name(config: TrainConfig) -> str:
+    """The objective, for the user."""
+    return config.optim.objective if config.distill.teacher is None else "distillation"
+
+
+def digest_of(point: ResumePoint) -> str:
+    """A short hash of the files of a checkpoint."""
+    import hashlib
+
+    return hashlib.blake2b(repr(sorted(point.checkpoint.files.items())).encode(), digest_size=8).hexdigest()
+
+
+@contextlib.contextmanager
+def _rows_saved(dataset: Dataset | DatasetDict | None, source: str) -> Iterator[None]:
+    """Writes rows in memory to `source`, and removes them if the block raises: a refused run leaves no files."""
+    fresh = dataset is not None and not os.path.exists(source)
+    try:
+        if dataset is not None:
+            save_rows(dataset, Path(source).parent)
+        yield
+    except BaseException:
+        if fresh:
+            shutil.rmtree(source, ignore_errors=True)
+            with contextlib.suppress(OSError):  # other rows are there
+                Path(source).parent.rmdir()
+        raise
