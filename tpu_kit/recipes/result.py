@@ -18,7 +18,7 @@ class TrainResult:
         status: "finished"; "stopped" (early stopping); "preempted", also by the user: run it again to continue.
         reason: of the early stop or the preemption; empty otherwise.
         step: updates done, of `total_steps`.
-        metrics: see `fine_tune`.
+        metrics: see `replica.fine_tune`.
         adapter_dir: an adapter for PEFT, or a whole model where lora.r=0; empty after a preemption, and on hosts other
             than host 0.
         checkpoint_dir: the newest checkpoint; None if there is none.

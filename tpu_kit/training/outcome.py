@@ -24,7 +24,7 @@ def not_learned(records: Iterable[Mapping[str, Any]], final: Mapping[str, float]
 
     Args:
         records: of metrics.jsonl.
-        final: metrics of the resulting weights, as of `recipes.sft.fine_tune`.
+        final: metrics of the resulting weights, as of `recipes.replica.fine_tune`.
         updates: made by the run.
     """
     start = next((record for record in records if record["kind"] == BEFORE_TRAINING), None)
