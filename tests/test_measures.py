@@ -25,7 +25,7 @@ CHANNELS = side_channels(PACKAGE.sources)
 # Module -> the most lines of what it needs of the package. Goals: 10,000, 17,500 and 10,000; the recipe's is reported.
 # The state owns the restoring of a checkpoint, which adds 50 lines to the step; the run plan adds 600 to the recipe.
 CLOSURES = {
-    "training.step": 5_687, "training.trainer": 14_373, "generation.generator": 6_787, "recipes.sft": 35_198,
+    "training.step": 5_687, "training.trainer": 14_373, "generation.generator": 6_787, "recipes.sft": 35_205,
 }  # fmt: skip
 
 # The most modules of the kit that a module imports; goals: 15, and 25 for recipes and the modules on top.

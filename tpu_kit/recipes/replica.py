@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import secrets
 import sys
 from collections.abc import Iterator, Sequence
@@ -30,7 +29,7 @@ from tpu_kit.model.base_model import output_embedding
 from tpu_kit.model.loading import load_frozen
 from tpu_kit.recipes import problems
 from tpu_kit.recipes.result import TrainResult
-from tpu_kit.recipes.run_data import SHOWN_REPORT, prepare_run
+from tpu_kit.recipes.run_data import prepare_run
 from tpu_kit.recipes.run_plan import RunPlan, resumed, with_batch, with_data, with_model
 from tpu_kit.training.adapter_files import save_adapter, start_from, tokenizer_to_save
 from tpu_kit.training.checkpoint.manager import CheckpointManager, HostParts
@@ -194,7 +193,7 @@ def _begin(plan: RunPlan, loop: Trainer, untrained: str) -> None:
     atomic.write_text(config.output_path / "config.yaml", config.to_yaml())
     if prepared.questions:
         prepared.questions.write(config.output_path)
-    if os.environ.get(SHOWN_REPORT) != plan.report:
+    if not plan.shown:
         print(plan.report)
     print(f"model            {models.count_parameters(loop.model)}")
     if untrained:

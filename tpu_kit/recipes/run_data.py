@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 SHOWN_REPORT = "TPU_KIT_SHOWN_REPORT"
-"""In the environment: the data report that a notebook has shown, which a run does not print again."""
+"""In the environment: the data report of the plan that a notebook has shown, which a run does not print again."""
 
 
 def prepare_run(config: TrainConfig, model: PreTrainedConfig | None = None) -> Prepared:

@@ -29,7 +29,7 @@ from tpu_kit.model.base_identity import NAME, fingerprint, identify_adapter, pin
 from tpu_kit.model.loading import read_config
 from tpu_kit.planning.preflight import Preflight, check_before_launch
 from tpu_kit.recipes import problems
-from tpu_kit.recipes.run_data import data_report, prepare_run
+from tpu_kit.recipes.run_data import SHOWN_REPORT, data_report, prepare_run
 from tpu_kit.training.losses.rollout import planned_updates
 from tpu_kit.training.losses.teacher_files import TeacherFiles, prepare_files, read_columns
 from tpu_kit.training.objectives import Objective, objective_of
@@ -120,6 +120,11 @@ class RunPlan:
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
         """The output of a notebook cell."""
         return {"text/plain": str(self)}
+
+    @property
+    def shown(self) -> bool:
+        """Whether a cell of the notebook that trains has shown it; then it is not printed again."""
+        return os.environ.get(SHOWN_REPORT) == self.report
 
     @property
     def left(self) -> int:

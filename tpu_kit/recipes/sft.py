@@ -117,7 +117,8 @@ def _launch(plan: RunPlan, prepared: Prepared, reward_funcs: Sequence[Any] | Non
     """Tells the plan, and trains in the replicas; raises Outdated if they find another checkpoint than was planned."""
     config, outlook = plan.config, plan.outlook
     assert outlook is not None
-    print(outlook, flush=True)
+    if not plan.shown:
+        print(outlook, flush=True)
     if warning := suggestion(outlook):
         print(warning, file=sys.stderr, flush=True)
     prepare_columns(plan, prepared)
