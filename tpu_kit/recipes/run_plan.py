@@ -1,9 +1,10 @@
 """The run plan: what a run is on this machine, found once in the calling process; the replicas get it.
 
-    machine -> resumed from -> model -> data -> batch -> memory and time
+    machine -> resumed from -> model -> data -> memory and time -> batch
 
-Each step adds to the plan and needs those before it. `plan_run` makes all of them, and tells the problems that each one
-finds together (`problems`). A replica finds nothing of it again: rank 0 only confirms the checkpoint.
+Each step adds to the plan and needs those before it; the batch of `auto` is chosen by memory. `plan_run` makes all of
+them, and tells the problems that each one finds together (`problems`). A replica finds nothing of it again: rank 0 only
+confirms the checkpoint.
 """
 
 from __future__ import annotations
