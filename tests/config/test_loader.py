@@ -11,6 +11,7 @@ import pytest
 
 from tpu_kit.config.choices import ROLES
 from tpu_kit.config.loader import (
+    _WITH_SECTION,
     CONFIGS,
     ConfigError,
     DataConfig,
@@ -74,8 +75,15 @@ def test_names_with_and_without_section(write: Any) -> None:
 
 def test_every_leaf_name_is_accepted_alone() -> None:
     for name, parameter in parameters().items():
-        config = load_config(overrides={parameter.leaf: parameter.default})
+        key = name if name in _WITH_SECTION else parameter.leaf
+        config = load_config(overrides={key: parameter.default})
         assert name in config.sources
+
+
+def test_names_that_two_sections_share_are_those_of_the_older_parameter() -> None:
+    config = load_config(parameters={"source": "mine.jsonl", "format": "cot", "revision": "v1", "name": "ann/base"})
+    assert (config.data.source, config.data.format, config.model.revision) == ("mine.jsonl", "cot", "v1")
+    assert (config.checkpoint.source, config.hub.format, config.hub.revision) == (None, None, None)
 
 
 def test_seed_alone_is_every_seed() -> None:
@@ -309,7 +317,7 @@ def random_value(rng: random.Random, hint: Any) -> Any:
     if kind is Literal:
         return rng.choice(get_args(hint))
     if kind is tuple:
-        return tuple(random_value(rng, str) for _ in range(rng.randint(1, 3)))
+        return tuple(random_value(rng, get_args(hint)[0]) for _ in range(rng.randint(1, 3)))
     if kind is dict:
         return {role: random_value(rng, str) for role in rng.sample(ROLES["cot"], rng.randint(1, 3))}
     if kind is bool:
@@ -371,6 +379,7 @@ def test_to_dict_is_plain() -> None:
         "checkpoint",
         "launch",
         "tracking",
+        "hub",
         "output_dir",
         "run_name",
     }

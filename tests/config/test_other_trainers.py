@@ -247,7 +247,10 @@ def test_adamw_of_small_moments_is_adamw_for_adapters_alone(write: Any, name: st
         ("evals_per_epoch: 4\nmax_steps: 100", "set optim.eval_steps, the updates between evaluations"),
         ("rl: dpo", "rl: 'dpo': preference training (DPO, ORPO, KTO) and reward models are not supported; the kit"),
         ("image_size: 512", "image_size: 512: images, sounds and videos are not supported: the kit trains on t"),
-        ("push_to_hub: true", "push_to_hub: true: uploads during a run are not supported; run `python -m tpu_kit exp"),
+        ("push_to_hub: true", "push_to_hub: true: a push without the name of a repository is not supported: set hub"),
+        ("push_to_hub: true\nhub_model_id: a/b\nhub_strategy: all_checkpoints", "hub_strategy: 'all_checkpoints': all"),
+        ("push_dataset_to_hub: a/b", "rows are not pushed; set hub.model_id=your-name/a-name to push the result"),
+        ("hub_token: x", "hub_token: (hidden) has no counterpart here; secrets do not belong in a file: set it in the"),
         ("fp16: true", "a TPU has no float16"),
         ("neftune_noise_alpha: 5", "there is no noise on embeddings here; remove it"),
         ("report_to: mlflow", "set tracking.wandb=online or tracking.tensorboard=true"),
@@ -389,3 +392,23 @@ def test_the_defaults_of_trl_are_those_of_the_installed_release() -> None:
     assert {name for name in ours.keys() & theirs.keys() if ours[name] != default(name)} == {
         "epsilon_high", "steps_per_generation"
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("push_to_hub: true\nhub_model_id: a/b", ("a/b", True, "end", None)),
+        ("push_to_hub: true\nhub_model_id: a/b\nhub_strategy: every_save\nhub_private_repo: false",
+         ("a/b", False, "checkpoint", None)),
+        ("push_to_hub: false\nhub_model_id: a/b\nhub_strategy: every_save\nhub_private_repo: false",
+         (None, True, "end", None)),
+        ("push_to_hub_merged: a/b", ("a/b", True, "end", "merged")),
+        ("push_to_hub_gguf: true\npush_to_hub: true\nhub_model_id: a/b", ("a/b", True, "end", "gguf-q8_0")),
+        ("hub_model_id: a/b\nhub_strategy: checkpoint\nbase_model: c/d", ("a/b", True, "checkpoint", None)),
+    ],
+)  # fmt: skip
+def test_a_push_of_theirs_is_one_of_ours(text: str, expected: tuple[Any, ...], tmp_path: Path) -> None:
+    file = tmp_path / "theirs.yaml"
+    file.write_text(text if "base_model" in text else f"model_name_or_path: c/d\n{text}")
+    hub = load_config(file).hub
+    assert (hub.model_id, hub.private, hub.strategy, hub.format) == expected

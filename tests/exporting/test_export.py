@@ -23,12 +23,13 @@ from tests.support.expert_functions import write_mixture
 from tests.support.generation_functions import make
 from tpu_kit.assets.embedded import model_dir
 from tpu_kit.cli import main
+from tpu_kit.config.choices import EXPORT_FORMATS
 from tpu_kit.config.loader import TrainConfig, load_config
 from tpu_kit.exporting import converter, equivalence, formats, gguf, tuned_model
+from tpu_kit.exporting.card import hub_id
 from tpu_kit.exporting.equivalence import Check
-from tpu_kit.exporting.export import export, hub_id
+from tpu_kit.exporting.export import export
 from tpu_kit.exporting.gguf import modelfile
-from tpu_kit.exporting.options import FORMATS
 from tpu_kit.exporting.tuned_model import Format, TunedModel, Written
 from tpu_kit.generation.model_loading import load_for_generation
 from tpu_kit.generation.sampling import Sampling
@@ -313,11 +314,11 @@ WORDS = Format(_words, 0.0, on_base=True)
 
 
 def test_a_new_format_is_a_line_and_an_object(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setitem(FORMATS, "words", f"{__name__}:WORDS")
+    monkeypatch.setitem(EXPORT_FORMATS, "words", f"{__name__}:WORDS")
     assert main(["export", str(run), "format=words"]) == 0
     assert f"words in {run / 'export' / 'words'}: README.md, export.json, words.txt" in capsys.readouterr().out
     assert main(["export", str(run), "format=pictures"]) == 2
-    assert f"there are {', '.join(FORMATS)}" in capsys.readouterr().err
+    assert f"there are {', '.join(EXPORT_FORMATS)}" in capsys.readouterr().err
 
 
 def test_an_export_that_is_not_the_tuned_model_goes(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

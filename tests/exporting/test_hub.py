@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,27 +15,9 @@ from huggingface_hub import constants, snapshot_download
 
 from tests.exporting.test_export import make_run
 from tests.support.child_processes import REPOSITORY, child_environment
-from tests.support.hub import Hub, Repository, run_hub
+from tests.support.hub import NAME, READER, TOKEN, Hub, Repository
 from tpu_kit.cli import main
-from tpu_kit.exporting.hub import check_repository, push
-
-TOKEN, READER = "hf_" + "a" * 34, "hf_" + "b" * 34
-NAME = "ann/tuned"
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A hub on which the token of the environment may write."""
-    with run_hub() as hub:
-        hub.roles |= {TOKEN: "write", READER: "read"}
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
-        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-        files = "{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{hub.url}/{files}")
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # the hub's other protocol, which was not run
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        yield hub
+from tpu_kit.exporting.hub import HubRepository, Pushed
 
 
 @pytest.fixture
@@ -45,12 +26,20 @@ def exported(tmp_path: Path) -> Path:
     return write_export(tmp_path / "out", "model.safetensors", "config.json")
 
 
+def check_repository(name: str) -> None:
+    HubRepository(name).check()
+
+
 def write_export(folder: Path, *names: str) -> Path:
     folder.mkdir()
     for name in names:
         (folder / name).write_bytes(os.urandom(100))
     (folder / "export.json").write_text(json.dumps({"format": "merged", "files": [*names]}))
     return folder
+
+
+def push(folder: Path, name: str, private: bool = True) -> Pushed:
+    return HubRepository(name, private).push({"": folder})
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -80,7 +69,7 @@ def test_a_later_export_replaces_the_earlier_one_in_one_commit(hub: Hub, exporte
     assert not repository.private and second.removed == ("model.safetensors",)
     assert repository.files == {**contents(parts), "notes.txt": b"of the user", ".gitattributes": b"*"}
     assert [first.sha, second.sha] == [sha for sha in repository.commits if sha in (first.sha, second.sha)]
-    assert str(second).endswith("; 1 files of the earlier export removed")
+    assert str(second).endswith(" MiB, which its history keeps; 1 files of the earlier export removed")
 
 
 def test_files_of_somebody_else_are_not_overwritten(hub: Hub, exported: Path) -> None:
@@ -106,24 +95,26 @@ def test_a_repository_that_moves_on_is_not_overwritten(hub: Hub, exported: Path)
     ("status", "path", "text"),
     [
         (402, "/api/repos/create", "the quota of the account is used up"),
+        ((403, "Private repository storage limit reached"), "/commit/main", "the quota of the account is used up"),
         (403, "/commit/main", "the token may not write there: log in with `hf auth login`"),
         (413, "/preupload/main", "a file is larger than the hub accepts"),
+        (429, "/commit/main", "the hub limits the rate of requests: wait some minutes"),
         (400, "/commit/main", "the upload failed: "),
     ],
 )
-def test_a_refusal_is_one_line(hub: Hub, exported: Path, status: int, path: str, text: str) -> None:
-    hub.fault = lambda method, asked: (status, {}) if asked.endswith(path) else None
+def test_a_refusal_is_one_line(hub: Hub, exported: Path, status: int | tuple[int, str], path: str, text: str) -> None:
+    code, said = status if isinstance(status, tuple) else (status, "a fault of the test")
+    hub.fault = lambda method, asked: (code, {"X-Error-Message": said}) if asked.endswith(path) else None
     with pytest.raises(ValueError) as error:
         push(exported, NAME)
     assert str(error.value).startswith(f"push={NAME}: {text}")
-    assert str(error.value).endswith("; the local export is complete; the same command pushes it again")
     assert "\n" not in str(error.value) and TOKEN not in str(error.value)
 
 
 def test_a_card_that_the_hub_refuses(hub: Hub, exported: Path) -> None:
     (exported / "README.md").write_text("---\nlicense: none\n---\n")
     hub.card_errors.append({"message": '"license" must be one of [apache-2.0]'})
-    with pytest.raises(ValueError, match=r'the upload failed: .* "license" must be one of \[apache-2.0\]; the local'):
+    with pytest.raises(ValueError, match=r'the upload failed: .* "license" must be one of \[apache-2.0\]$'):
         push(exported, NAME)
     assert hub.repositories[NAME].files == {}
 
@@ -131,9 +122,9 @@ def test_a_card_that_the_hub_refuses(hub: Hub, exported: Path) -> None:
 def test_what_cannot_be_pushed_is_told_before_the_export(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert check_repository(NAME) == f"{hub.url}/{NAME}"
+    check_repository(NAME)
     for name, text in {
-        "tuned": "push=tuned: give the owner too, as in push=your-name/tuned",
+        "tuned": "push=tuned has no owner; give it too, as in your-name/tuned",
         "ann/a b": "push=ann/a b is no name of a repository",
         "bob/tuned": "push=bob/tuned: the token belongs to ann, not to bob",
     }.items():
@@ -156,7 +147,8 @@ def test_what_cannot_be_pushed_is_told_before_the_export(
 def push_killed_at(hub: Hub, exported: Path, ending: str) -> int:
     """Pushes in a process that is killed when it sends a request; returns its exit code."""
     source = (
-        f"from pathlib import Path; from tpu_kit.exporting.hub import push; push(Path({str(exported)!r}), {NAME!r})"
+        "from pathlib import Path; from tpu_kit.exporting.hub import HubRepository; "
+        f"HubRepository({NAME!r}).push({{'': Path({str(exported)!r})}})"
     )
     settings = {"HF_TOKEN": TOKEN, "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": None, "HF_HUB_DISABLE_XET": "1"}
     environment = child_environment({**settings, "PYTHONPATH": str(REPOSITORY)})

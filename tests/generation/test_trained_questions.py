@@ -16,7 +16,7 @@ from tpu_kit.cli import main
 from tpu_kit.config.loader import TrainConfig, load_config
 from tpu_kit.data.held_out import NONE, Questions
 from tpu_kit.data.prepare import prepare
-from tpu_kit.exporting.export import model_card
+from tpu_kit.exporting.card import model_card
 from tpu_kit.generation.evaluation import evaluate as evaluate_module
 from tpu_kit.generation.evaluation.comparison import Comparison
 from tpu_kit.generation.evaluation.evaluate import evaluate_adapter

@@ -46,6 +46,7 @@ RUN_BY = {
     "make install": "network",
     "git clone": "network",
     "git lfs": "network",
+    "hf auth login": "network",
     "export": "test_several_hosts.test_two_hosts_stop_together_and_one_goes_on_alike",
     "%pip install": "network",
     "pip install": "network",

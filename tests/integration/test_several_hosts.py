@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from tests.support import hosts_campaign
 from tests.support.host_processes import Rehearsal, steps
+from tests.support.hub import NAME, TOKEN, run_hub
 from tpu_kit.assets import embedded
 from tpu_kit.config.loader import load_config
 
@@ -119,6 +120,28 @@ def test_hosts_that_share_no_folder_are_told(two: Rehearsal, tmp_path: Path) -> 
     )
     assert told in first.text and told in second.text and "Traceback" not in first.text + second.text
     assert not (second.folder / "mine" / "metrics.jsonl").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("hosts", "replicas"), [(4, 1), (1, 2)])
+def test_all_hosts_and_replicas_make_one_commit(hosts: int, replicas: int, tmp_path: Path) -> None:
+    """Host 0 alone asks the hub; only its address differs from that of a run without a push."""
+    with run_hub() as hub:
+        hub.roles[TOKEN] = "write"
+        made = Rehearsal(tmp_path, hosts)
+        away = {"HF_TOKEN": TOKEN, "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+        pushed = {"model_id": NAME, "strategy": "checkpoint", "max_steps": 4, "num_replicas": replicas}
+        started = made.start(str(tmp_path / "run"), env=away, **pushed)
+        assert made.wait() == [0] * hosts, "".join(host.text for host in started)
+        made.close()
+    repository = hub.repositories[NAME]
+    assert repository.messages == ["Checkpoint of step 4", "Export by tpu_kit"]
+    assert f"pushed to {hub.url}/{NAME}/commit/{repository.head}" in started[0].text
+    assert not any("pushed to" in host.text for host in started[1:])
+    exported = tmp_path / "run" / "export" / "adapter"
+    root = {name: content for name, content in repository.files.items() if not name.startswith("last-checkpoint/")}
+    assert root == {path.name: path.read_bytes() for path in exported.iterdir()}
+    assert not any(TOKEN.encode() in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
 
 
 @pytest.mark.slow

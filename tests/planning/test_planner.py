@@ -25,6 +25,7 @@ from tpu_kit.config.loader import ModelConfig, TrainConfig, batch_arithmetic, lo
 from tpu_kit.config.schema import LEAST_UPDATES
 from tpu_kit.data.prepare import prepare
 from tpu_kit.machine.slices import RESERVE, find_slice
+from tpu_kit.machine.upload_rate import keep_rate
 from tpu_kit.model.shape_cache import read_shape
 from tpu_kit.model.source import did_you_mean, load_tokenizer, shipped_shape, shipped_shapes
 from tpu_kit.planning import planner, setting
@@ -466,6 +467,30 @@ def test_json_is_all_that_is_printed(small: Path, capsys: pytest.CaptureFixture[
     assert first["global_batch_size"] == first["batch_size"] * first["gradient_accumulation"] == 4
     assert first["cost"]["spot"] < first["cost"]["on_demand"]
     assert first["tokens_per_second"] == pytest.approx(4096 / first["step_seconds"])
+
+
+def test_the_minutes_of_an_upload(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    pushed = ["model_id=ann/x", "hub.format=[adapter, merged]", "strategy=checkpoint"]
+    command = ["plan", f"model.name={small}", "max_steps=1000", "--chip=v5e-8", *pushed]
+    assert main(command) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("To push to ")]
+    found = re.fullmatch(
+        r"To push to ann/x: adapter (\S+) MiB in (\S+) minutes, merged (\S+) MiB in (\S+) minutes, each checkpoint "
+        r"(\S+) MiB in (\S+) minutes, at 10 MB/s \(assumed\)",
+        line,
+    )
+    assert found
+    adapter, _, merged, minutes, checkpoint, _ = (float(text.replace(",", "")) for text in found.groups())
+    (one,) = plan(load_config(None, [f"model.name={small}", "max_steps=1000"]), ["v5e-8"])
+    assert merged == round(2 * one.shape.parameters / 2**20) and checkpoint == round(one.checkpoint_bytes / 2**20)
+    assert adapter == round(4 * one.memory.trained / 2**20)
+    assert minutes == pytest.approx(2 * one.shape.parameters / 10e6 / 60, abs=0.06)
+    keep_rate(10**9, 10.0)
+    assert main(command) == 0
+    assert ", at 100 MB/s (measured on this machine, 2" in capsys.readouterr().out
 
 
 def test_the_report(small: Path, large: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,9 +16,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import unquote
 
 USER = "ann"
 """The user of each token."""
+TOKEN, READER = "hf_" + "a" * 34, "hf_" + "b" * 34
+NAME = "ann/tuned"
+_FIRST = hashlib.sha1().hexdigest()
 
 
 @dataclass
@@ -28,27 +32,35 @@ class Repository:
     Attributes:
         private: as it was created.
         commits: the sha of each commit -> its files, in order.
+        heads: branch -> the sha of its newest commit.
         messages: of the commits.
     """
 
     private: bool = False
-    commits: dict[str, dict[str, bytes]] = field(default_factory=lambda: {hashlib.sha1().hexdigest(): {}})
+    commits: dict[str, dict[str, bytes]] = field(default_factory=lambda: {_FIRST: {}})
+    heads: dict[str, str] = field(default_factory=lambda: {"main": _FIRST})
     messages: list[str] = field(default_factory=list)
 
     @property
     def head(self) -> str:
-        """The sha of the newest commit."""
-        return list(self.commits)[-1]
+        """The sha of the newest commit of main."""
+        return self.heads["main"]
 
     @property
     def files(self) -> dict[str, bytes]:
-        """The files of the newest commit."""
+        """The files of the newest commit of main."""
         return self.commits[self.head]
 
-    def commit(self, files: dict[str, bytes], message: str) -> str:
+    @property
+    def branches(self) -> dict[str, dict[str, bytes]]:
+        """The files of the newest commit of each branch."""
+        return {branch: self.commits[sha] for branch, sha in self.heads.items()}
+
+    def commit(self, files: dict[str, bytes], message: str, branch: str = "main") -> str:
         """Adds a commit; returns its sha."""
-        sha = hashlib.sha1(f"{self.head} {message} {sorted(files)}".encode()).hexdigest()
+        sha = hashlib.sha1(f"{self.heads[branch]} {message} {sorted(files)}".encode()).hexdigest()
         self.commits[sha] = files
+        self.heads[branch] = sha
         self.messages.append(message)
         return sha
 
@@ -61,20 +73,24 @@ class Hub:
         url: for HF_ENDPOINT.
         paths: of the requests.
         models: what it answers about a model, by its name.
-        roles: token -> its role, "write" or "read".
+        roles: token -> its role, "write" or "read"; or its permissions by the user, organisation or model.
+        organisations: of the user -> the user's role there.
         repositories: by name.
         objects: uploaded files by their sha256.
         card_errors: what it finds wrong with a card.
+        lost: whether the answer to a request at a path, which is done, does not come.
         fault: called before each request with method and path; what it returns, a status and headers, is the answer.
     """
 
     url: str = ""
     paths: list[str] = field(default_factory=list)
     models: dict[str, Any] = field(default_factory=dict)
-    roles: dict[str, str] = field(default_factory=dict)
+    roles: dict[str, str | dict[str, list[str]]] = field(default_factory=dict)
+    organisations: dict[str, str] = field(default_factory=dict)
     repositories: dict[str, Repository] = field(default_factory=dict)
     objects: dict[str, bytes] = field(default_factory=dict)
     card_errors: list[dict[str, str]] = field(default_factory=list)
+    lost: Callable[[str], bool] = lambda path: False
     fault: Callable[[str, str], tuple[int, dict[str, str]] | None] = lambda method, path: None
 
 
@@ -100,6 +116,8 @@ class _Handler(BaseHTTPRequestHandler):
             answer = self._answer(path, body)
         except _Refusal as refusal:
             return self._send(refusal.status, json.dumps(refusal.content).encode(), refusal.headers)
+        if self.hub.lost(path):
+            return self.connection.close()
         raw = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
         self._send(200, raw, {"X-Repo-Commit": self._commit_of(path)} if "/resolve/" in path else {})
 
@@ -115,12 +133,12 @@ class _Handler(BaseHTTPRequestHandler):
             if self.command != "HEAD":
                 self.wfile.write(body)
 
-    def _role(self) -> str | None:
+    def _role(self) -> str | dict[str, list[str]] | None:
         token = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
         return self.hub.roles.get(token)
 
     def _writable(self, name: str) -> Repository:
-        if self._role() != "write" or name.partition("/")[0] != USER:
+        if self._role() in ("read", None) or name.partition("/")[0] != USER:
             raise _Refusal(403, f"You don't have the required permissions to write to {name}")
         return self._repository(name)
 
@@ -132,15 +150,22 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _commit_of(self, path: str) -> str:
         name, _, rest = path.strip("/").partition("/resolve/")
-        repository, revision = self._repository(name), rest.partition("/")[0]
-        return revision if revision in repository.commits else repository.head
+        repository, revision = self._repository(name), unquote(rest.partition("/")[0])
+        if revision not in {*repository.commits, *repository.heads}:
+            raise _Refusal(404, f"Invalid rev id: {revision}", {"X-Error-Code": "RevisionNotFound"})
+        return repository.heads.get(revision, revision)
 
     def _answer(self, path: str, body: bytes) -> Any:
         hub, parts = self.hub, path.strip("/").split("/")
         if path == "/api/whoami-v2":
             if (role := self._role()) is None:
                 raise _Refusal(401, "Invalid user token.")
-            return {"type": "user", "name": USER, "orgs": [], "auth": {"accessToken": {"role": role}}}
+            token: dict[str, Any] = {"role": role}
+            if isinstance(role, dict):
+                scopes = [{"entity": {"name": name}, "permissions": allowed} for name, allowed in role.items()]
+                token = {"role": "fineGrained", "fineGrained": {"global": [], "scoped": scopes}}
+            orgs = [{"name": name, "roleInOrg": allowed} for name, allowed in hub.organisations.items()]
+            return {"type": "user", "name": USER, "orgs": orgs, "auth": {"accessToken": token}}
         if path == "/api/validate-yaml":  # of a card
             if hub.card_errors:
                 raise _Refusal(400, "invalid", errors=hub.card_errors, warnings=[])
@@ -166,22 +191,28 @@ class _Handler(BaseHTTPRequestHandler):
             self._writable(name)
             return {"files": [self._mode(each) for each in json.loads(body)["files"]]}
         if len(parts) > 4 and parts[4] == "commit":
-            return self._commit(name, [json.loads(line) for line in body.splitlines()])
+            return self._commit(name, unquote(parts[5]), [json.loads(line) for line in body.splitlines()])
+        if len(parts) > 4 and parts[4] == "branch":
+            if (branch := unquote(parts[5])) in (heads := self._writable(name).heads):
+                raise _Refusal(409, f"Reference already exists: {branch}")
+            heads[branch] = heads["main"]
+            return {}
         if len(parts) > 4 and parts[4] == "tree":
-            listed = sorted(self._repository(name).files.items())
+            listed = sorted(self._repository(name).commits[self._commit_of(f"{name}/resolve/{parts[5]}")].items())
             return [{"type": "file", "path": file, "size": len(raw), "oid": "0" * 40} for file, raw in listed]
         if name in hub.repositories:
-            repository = self._repository(name)
-            files = [{"rfilename": file} for file in sorted(repository.files)]
-            return {"id": name, "sha": repository.head, "private": repository.private, "siblings": files}
+            repository, branch = self._repository(name), unquote(parts[5]) if len(parts) > 4 else "main"
+            sha = self._commit_of(f"{name}/resolve/{branch}")
+            files = [{"rfilename": file} for file in sorted(repository.commits[sha])]
+            return {"id": name, "sha": sha, "private": repository.private, "siblings": files}
         name = path.removeprefix("/api/models/").partition("/revision/")[0]
         if name not in hub.models:
-            raise _Refusal(404, "what?")
+            raise _Refusal(404, "Repository not found", {"X-Error-Code": "RepoNotFound"})
         return hub.models[name]
 
     def _create(self, asked: dict[str, Any]) -> Any:
         owner = asked.get("organization") or USER
-        if self._role() != "write" or owner != USER:
+        if self._role() in ("read", None) or owner != USER:
             raise _Refusal(403, f"You don't have the rights to create a model under the namespace {owner!r}")
         name = f"{owner}/{asked['name']}"
         if name in self.hub.repositories:
@@ -199,11 +230,11 @@ class _Handler(BaseHTTPRequestHandler):
             return wanted
         return wanted | {"actions": {"upload": {"href": f"{self.hub.url}/lfs/{wanted['oid']}"}}}
 
-    def _commit(self, name: str, lines: list[dict[str, Any]]) -> Any:
+    def _commit(self, name: str, branch: str, lines: list[dict[str, Any]]) -> Any:
         repository, header = self._writable(name), lines[0]["value"]
-        if header.get("parentCommit") not in (None, repository.head):
+        if header.get("parentCommit") not in (None, repository.heads[branch]):
             raise _Refusal(412, "A commit has happened since. Please refresh and try again.")
-        files = dict(repository.files)
+        files = dict(repository.branches[branch])
         for line in lines[1:]:
             value = line["value"]
             if line["key"] == "file":
@@ -214,7 +245,7 @@ class _Handler(BaseHTTPRequestHandler):
                 del files[value["path"]]
             else:
                 raise _Refusal(400, f"{line['key']}?")
-        sha = repository.commit(files, header["summary"])
+        sha = repository.commit(files, header["summary"], branch)
         return {"success": True, "commitOid": sha, "commitUrl": f"{self.hub.url}/{name}/commit/{sha}"}
 
 

@@ -45,6 +45,8 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 # Leaf names of several sections with one meaning, so that `seed=1` sets them all: the parameters of a notebook cannot
 # be dotted. Any other such name is an error.
 _SHARED = {"seed"}
+# Their leaf names alone are those of an older parameter: data.source, model.revision, data.format.
+_WITH_SECTION = {"checkpoint.source", "hub.revision", "hub.format"}
 
 
 def read_value(name: str, text: str) -> Any:
@@ -172,7 +174,7 @@ class _Reader:
             return [key]
         if re.fullmatch(r"(data\.)?columns\..+", key):
             return [f"data.{key.removeprefix('data.')}"]
-        same = [name for name, parameter in known.items() if parameter.leaf == key]
+        same = [name for name, parameter in known.items() if parameter.leaf == key and name not in _WITH_SECTION]
         if len(same) == 1 or key in _SHARED:
             return same
         self.problems.append(_unknown(key, value, same))

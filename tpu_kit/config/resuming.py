@@ -13,7 +13,7 @@ FREE = {
     "optim.scan_layers", "optim.max_loss_rise", "optim.mlp_tile", "model.attention", "model.quant_cache",
     "data.num_proc", "distill.files", "output_dir", "run_name",
 }  # fmt: skip
-FREE_SECTIONS = ("checkpoint", "launch", "tracking")
+FREE_SECTIONS = ("checkpoint", "launch", "tracking", "hub")
 
 ANEW = (
     "another run_name (or output_dir, if it is set), or checkpoint.resume=never (which moves the old checkpoints aside)"

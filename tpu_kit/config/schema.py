@@ -12,14 +12,19 @@ from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from tpu_kit.config.choices import (
+    EXPORT_FORMATS,
     VERIFIERS,
     DataFormat,
+    check_branch,
+    check_formats,
     check_objective,
+    check_repository_name,
     check_rewards,
     check_rows_held_out,
     check_updates_between,
     check_verifier,
     layer_pairs,
+    read_hub_address,
 )
 from tpu_kit.config.conflicts import conflicts
 from tpu_kit.config.fields import ConfigError, ConfigField, knob, knobs_of, nest, show
@@ -339,6 +344,12 @@ class CheckpointConfig:
         "auto resumes from the newest complete checkpoint if there is one; must fails if there is none; never "
         "starts anew at each start, and keeps the checkpoints of one earlier run.",
     )
+    source: str | None = knob(
+        None,
+        "hf://owner/name or hf://owner/name@commit: the checkpoint there, of hub.strategy=checkpoint, is fetched "
+        "before the run if it is newer than those in output_dir. Write the section: source alone is data.source.",
+        check=read_hub_address,
+    )
 
 
 @dataclass(frozen=True)
@@ -396,6 +407,33 @@ class TrackingConfig:
 
 
 @dataclass(frozen=True)
+class HubConfig:
+    """Where the result is pushed to on the Hugging Face hub; the token is never a parameter."""
+
+    model_id: str | None = knob(
+        None,
+        "The repository, such as ann/my-model; made if it does not exist. null = nothing is pushed.",
+        check=check_repository_name,
+    )
+    private: bool = knob(True, "Whether a repository that the run makes is private.")
+    strategy: Literal["end", "checkpoint"] = knob(
+        "end",
+        "checkpoint pushes the newest checkpoint too, during training, every five minutes at most, so that another "
+        "machine can continue the run by checkpoint.source.",
+    )
+    revision: str | None = knob(
+        None, "The branch; null = main. Write the section: revision alone is model.revision.", check=check_branch
+    )
+    format: str | tuple[str, ...] | None = knob(
+        None,
+        f"What the result is exported as, one or a list: {', '.join(EXPORT_FORMATS)}. Of several, the first is at the "
+        "root and each other in a folder of its name; null = adapter, or merged with lora.r=0. Write the section: "
+        "format alone is data.format.",
+        check=check_formats,
+    )
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """One run.
 
@@ -412,6 +450,7 @@ class TrainConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    hub: HubConfig = field(default_factory=HubConfig)
     output_dir: str | None = knob(
         None, "Folder, or gs:// address, for all that the run writes; null = Drive on Colab, or runs/<run_name>."
     )
@@ -489,6 +528,12 @@ class TrainConfig:
     def num_generations(self) -> int:
         """The completions of each prompt that it samples; a teacher needs no group to compare them with."""
         return 1 if self.distill.on_policy else self.rl.num_generations
+
+    @property
+    def hub_formats(self) -> tuple[str, ...]:
+        """The formats in which the result is pushed, the one at the repository's root first."""
+        given = self.hub.format or ("adapter" if self.lora.r else "merged")
+        return (given,) if isinstance(given, str) else given
 
     @property
     def output_path(self) -> Path:

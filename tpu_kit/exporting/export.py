@@ -13,28 +13,22 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from tpu_kit.config.loader import TrainConfig, load_config, read_yaml
-from tpu_kit.data.held_out import UNKNOWN
+from tpu_kit.config.loader import load_config, read_yaml
+from tpu_kit.exporting.card import base_licence, hub_id, model_card
 from tpu_kit.exporting.equivalence import Check
-from tpu_kit.exporting.hub import Pushed, check_repository
-from tpu_kit.exporting.hub import push as push_folder
+from tpu_kit.exporting.hub import HubRepository, Pushed
 from tpu_kit.exporting.options import DTYPES, ExportOptions, format_named
 from tpu_kit.exporting.tuned_model import HERE, Format, TunedModel, open_tuned
-from tpu_kit.generation.evaluation.accuracy import Accuracy
-from tpu_kit.generation.evaluation.comparison import read_comparison
 from tpu_kit.machine.chips import GIB, MIB
 from tpu_kit.machine.storage import atomic
 from tpu_kit.machine.storage.object_store import at_hand, is_url, join
 from tpu_kit.machine.storage.run_folder import ADAPTER, find_run
 from tpu_kit.model.states_head import file_names, find_head, title, without_head
-from tpu_kit.training.metrics import best_evaluation, read_metrics
 from tpu_kit.training.objectives import objective_of
 
 _MARKER = "export.json"  # a folder that holds it may be replaced
@@ -56,7 +50,7 @@ class Exported:
         files: names of its files.
         checks: the comparisons, each within its limits.
         notes: missing checks, and how to use the export.
-        pushed: the commit on the hub; None if it was not pushed.
+        pushed: the commit on the hub; None if it was not pushed. Of several formats the last one has it.
     """
 
     format: str
@@ -81,6 +75,7 @@ def export(
     base: str | None = None,
     push: str | None = None,
     private: bool = True,
+    revision: str | None = None,
 ) -> Exported:
     """Writes a run's model for another program, checks it, and pushes it to the hub if `push` names a repository.
 
@@ -94,31 +89,51 @@ def export(
         base: as in `ExportOptions`.
         push: as in `ExportOptions`.
         private: as in `ExportOptions`.
+        revision: as in `ExportOptions`.
 
     Raises:
         ValueError: the hub refuses the repository or the upload, the run is incomplete, the adapter is missing, damaged
             or of another model, the disk is full, a tool is missing, the object store cannot be read, or the export
             differs from the tuned model.
     """
-    options = ExportOptions(format, None if out is None else str(out), dtype, base, push, private)
-    if push:
-        print(f"to be pushed to {check_repository(push)}", flush=True)  # before minutes of work
+    place = None if out is None else str(out)
+    (done,) = export_all(run_dir, ExportOptions((format,), place, dtype, base, push, private, revision))
+    return done
+
+
+def export_all(run_dir: str | Path, options: ExportOptions, option: str = "push") -> list[Exported]:
+    """Exports a run in all formats of `options`, and pushes them as one commit; raises as `export`.
+
+    Args:
+        run_dir: as in `export`.
+        options: its formats; of several, the first is at the root of the repository, each other in a folder.
+        option: what names the repository, for errors.
+    """
+    repository = None
+    if options.push:
+        repository = HubRepository(options.push, options.private, options.revision, option)
+        repository.check()
+        print(f"to be pushed to {repository.url}", flush=True)  # before minutes of work
     with contextlib.suppress(ValueError):  # what is missing is told below
         folder, adapter = find_run(run_dir)
         run_dir = folder if adapter in (None, join(folder, ADAPTER)) else run_dir  # not of a copied adapter
     if not is_url(run_dir):
-        done = _export(Path(run_dir), False, options)
+        done = [_export(Path(run_dir), False, options, format) for format in options.format]
     else:
         with at_hand(run_dir, "adapter", "config.yaml", "eval.json", "metrics.jsonl") as folder:
-            done = _export(folder, True, options)
-    return replace(done, pushed=push_folder(Path(done.folder), push, private=private)) if push else done
+            done = [_export(folder, True, options, format) for format in options.format]
+    if repository:
+        places = ["", *options.format[1:]]
+        folders = {place: Path(exported.folder) for place, exported in zip(places, done, strict=True)}
+        done[-1] = replace(done[-1], pushed=repository.push(folders))
+    return done
 
 
-def _export(folder: Path, copied: bool, options: ExportOptions) -> Exported:
+def _export(folder: Path, copied: bool, options: ExportOptions, format: str) -> Exported:
     """Exports a run in a folder, which may be a temporary copy."""
     if not (folder / "config.yaml").is_file():
         raise ValueError(f"{folder} has no config.yaml: give the folder that a run wrote (its output_dir)")
-    config, format = load_config(read_yaml(folder / "config.yaml")), options.format
+    config = load_config(read_yaml(folder / "config.yaml"))
     run = replace(config, output_dir=None).output_path if copied else folder  # output_dir may be of another machine
     target = Path(options.out) if options.out else run / "export" / format
     if target.exists() and not (target / _MARKER).is_file() and not (target.is_dir() and not any(target.iterdir())):
@@ -142,7 +157,11 @@ def _export(folder: Path, copied: bool, options: ExportOptions) -> Exported:
             notes.append(_PLAIN + _BASES if kind.on_base else _PLAIN)
         if head:
             notes.append(f"PEFT loads the adapter without the {title(head)}, tpu_kit's generate with it")
-        card = model_card(config, folder, written.kind, tuned.base_id, written.use, [*map(str, checks), *notes])
+        licence = base_licence(tuned.base_id, config.model.revision) if options.push and tuned.base_id else {}
+        card = model_card(
+            config, folder, written.kind, tuned.base_id, _use(written.use, options, format),
+            [*map(str, checks), *notes], relation=kind.relation, licence=licence,
+        )  # fmt: skip
         (part / "README.md").write_text(card)
         files = sorted(path.relative_to(part).as_posix() for path in part.rglob("*") if path.is_file())
         done = {"format": format, "files": files, "checks": [asdict(check) for check in checks], "notes": notes}
@@ -150,6 +169,18 @@ def _export(folder: Path, copied: bool, options: ExportOptions) -> Exported:
     names = tuple(sorted(path.name for path in target.iterdir()))
     placed = tuple(note.replace(HERE, str(target)) for note in notes)
     return Exported(format, str(target), names, tuple(checks), placed)
+
+
+def _use(text: str, options: ExportOptions, format: str) -> str:
+    """Names the repository in a text about how to load an export, if it is pushed."""
+    if not options.push:
+        return text
+    branch = f', revision="{options.revision}"' if options.revision else ""
+    if format == options.format[0]:
+        return text.replace(f'"{HERE}"', f'"{options.push}"{branch}').replace(HERE, options.push)
+    folder = f'folder = snapshot_download("{options.push}"{branch}, allow_patterns="{format}/*") + "/{format}"\n'
+    text = text.replace("```python\n", f"```python\nfrom huggingface_hub import snapshot_download\n{folder}")
+    return text.replace(f'"{HERE}"', "folder")
 
 
 def _check_free_space(folder: Path, tuned: TunedModel, kind: Format) -> None:
@@ -162,58 +193,3 @@ def _check_free_space(folder: Path, tuned: TunedModel, kind: Format) -> None:
             f"no room for the export in {folder}: it needs {(need + _SPARE) / GIB:.2f} GiB and {free / GIB:.2f} are "
             "free. Give out= a folder on a larger disk, or delete files"
         )
-
-
-# ---------------------------------------------------------------------------------------------------- model card
-
-
-def hub_id(name: str) -> str | None:
-    """Returns the base model's name on the hub; None for a folder or the embedded model."""
-    local = name == "embedded" or name.startswith((".", "/", "~")) or name.count("/") != 1 or Path(name).is_dir()
-    return None if local else name
-
-
-def model_card(config: TrainConfig, run_dir: Path, kind: str, base: str | None, use: str, checks: Sequence[str]) -> str:
-    """Returns the text of README.md by model_card.jinja, with the front matter that the hub reads.
-
-    Args:
-        config: the run.
-        run_dir: its folder, with eval.json and metrics.jsonl if it wrote them.
-        kind: the kind of export, such as "merged weights in bf16".
-        base: the base model's name on the hub, if it has one.
-        use: how to load it, in Markdown.
-        checks: a line for each.
-    """
-    from huggingface_hub import ModelCard, ModelCardData
-
-    dtype, records, answers = config.model.base_dtype, read_metrics(run_dir), read_comparison(run_dir) or {}
-    method = f"LoRA, r = {config.lora.r}, alpha = {config.lora.alpha}" if config.lora.r else "all weights trained"
-    method += f", over base weights in {dtype}" if config.lora.r else f", computed in {dtype}"
-    sides = [answers["base"], answers["tuned"]] if answers else []
-    newest = [record for record in records if record["kind"] == "eval"][-1:]
-    card = ModelCard.from_template(
-        ModelCardData(
-            base_model=base, pipeline_tag="text-generation", tags=["tpu_kit", *(["lora"] if config.lora.r else [])]
-        ),
-        str(Path(__file__).with_name("model_card.jinja")),
-        config=config, settings=_settings(config), kind=kind, use=use, checks=checks, method=method,
-        named=base or Path(config.model.name).name,
-        source=config.data.source if hub_id(config.data.source) else Path(config.data.source).name,
-        answers=answers, sides=sides, unknown=UNKNOWN,
-        shares=[Accuracy.of(side["accuracy"]["correct"], side["accuracy"]["total"]) for side in sides],
-        last=next((record for record in reversed(records) if record["kind"] == "train"), None),
-        # As `trainer.Trainer.weights`.
-        best=best_evaluation(records if config.optim.eval_steps is not None else newest),
-    )  # fmt: skip
-    return str(card)
-
-
-def _settings(config: TrainConfig) -> str:
-    """Returns the configuration as YAML, with only the last part of local paths."""
-
-    def portable(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: portable(inner) for name, inner in value.items()}
-        return Path(value).name if isinstance(value, str) and value.startswith(("/", "~")) else value
-
-    return load_config(portable(config.to_dict())).to_yaml().rstrip()

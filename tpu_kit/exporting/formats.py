@@ -48,8 +48,9 @@ def adapter(tuned: TunedModel) -> Written:
     if tuned.config.lora.experts:
         notes.append(_adapters_of_experts_in_vllm(tuned))
     use = (
-        "```python\nfrom peft import AutoPeftModelForCausalLM\n"
-        f'model = AutoPeftModelForCausalLM.from_pretrained("{HERE}")\n```'
+        "```python\nfrom peft import AutoPeftModelForCausalLM\nfrom transformers import AutoTokenizer\n"
+        f'model = AutoPeftModelForCausalLM.from_pretrained("{HERE}")\n'
+        f'tokenizer = AutoTokenizer.from_pretrained("{HERE}")\n```'
     )
     return Written("a LoRA adapter", [check], notes, use)
 
@@ -130,7 +131,7 @@ def _write_merged(tuned: TunedModel) -> tuple[list[Check], list[str]]:
     return checks, unfetched
 
 
-ADAPTER = Format(adapter, 0.0, on_base=True, keeps_head=True)
+ADAPTER = Format(adapter, 0.0, on_base=True, keeps_head=True, relation="adapter")
 MERGED = Format(merged)
 VLLM = Format(for_vllm)
 

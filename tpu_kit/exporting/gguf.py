@@ -117,5 +117,6 @@ _FP32 = 4  # bytes of a weight in the folder that the converter reads
 
 F16 = Format(partial(write_model, outtype="f16"), _FP32 + 2, prepare=archive_at_hand)
 BF16 = Format(partial(write_model, outtype="bf16"), _FP32 + 2, prepare=archive_at_hand)
-Q8_0 = Format(partial(write_model, outtype="q8_0"), _FP32 + 34 / 32, prepare=archive_at_hand)
-LORA = Format(write_adapter, _FP32 + 2, on_base=True, prepare=archive_at_hand)  # the base is tried in f16
+Q8_0 = Format(partial(write_model, outtype="q8_0"), _FP32 + 34 / 32, relation="quantized", prepare=archive_at_hand)
+# The base is tried in f16.
+LORA = Format(write_adapter, _FP32 + 2, on_base=True, relation="adapter", prepare=archive_at_hand)

@@ -1,4 +1,4 @@
-"""Pushes a finished export to the Hugging Face hub, as one commit.
+"""A repository of the Hugging Face hub: checks before the work that it can be written to, and commits files at once.
 
 The token is the one that huggingface_hub finds: HF_TOKEN, or the stored login. It is sent to the hub alone.
 """
@@ -6,15 +6,29 @@ The token is the one that huggingface_hub finds: HF_TOKEN, or the stored login. 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from tpu_kit.config.choices import check_repository_name
 from tpu_kit.config.fields import hide_secrets
+from tpu_kit.machine.chips import MIB
+from tpu_kit.machine.upload_rate import keep_rate
 
-_LOGIN = "log in with `hf auth login`, or set HF_TOKEN to a token with write permission"
+T = TypeVar("T")
+
+_LOGIN = (
+    "log in with `hf auth login`, or set HF_TOKEN to a token with write permission (on Kaggle and Colab a secret of "
+    "this name, which a notebook's cells.secrets reads)"
+)
+_INDEX = "export.json"  # names the files of an export
+_EXPORTED = (".json", ".jinja", ".safetensors", ".gguf")  # endings of the files of exports
+_HTTP = ("httpx", "httpx2", "requests")  # the clients of huggingface_hub's versions, whose errors are their own
+_PATIENCE, _WAITS = 300.0, 3  # the longest Retry-After that is waited for, in seconds, and how often
 
 
 @dataclass(frozen=True)
@@ -24,118 +38,263 @@ class Pushed:
     Attributes:
         url: its address.
         sha: its hash.
+        bytes: of its files, by which the repository has grown at most.
         removed: files of an earlier export that it removes.
     """
 
     url: str
     sha: str
-    removed: tuple[str, ...]
+    bytes: int
+    removed: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         gone = f"; {len(self.removed)} files of the earlier export removed" if self.removed else ""
-        return f"pushed to {self.url}{gone}"
+        return f"pushed to {self.url}, {self.bytes / MIB:,.1f} MiB, which its history keeps{gone}"
 
 
-def check_repository(model_id: str) -> str:
-    """Checks before any work that `push` can write to a repository; returns its address.
+@dataclass(frozen=True)
+class Head:
+    """The newest commit of a branch: its hash and its files."""
 
-    Raises:
-        ValueError: the name is invalid, there is no valid token, it cannot write, the repository belongs to somebody
-            else, or the hub cannot be reached.
+    sha: str
+    files: frozenset[str]
+
+
+@dataclass(frozen=True)
+class HubRepository:
+    """A branch of a repository of models. All methods raise ValueError, in one line that says what to do.
+
+    Attributes:
+        model_id: "owner/name".
+        private: whether it is made as a private one, if it does not exist.
+        revision: the branch, made if it does not exist; None = main.
+        option: what names it, for errors.
+        sleep: waits for so many seconds.
     """
-    from huggingface_hub import HfApi, get_token
-    from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-    api, (owner, _, name) = HfApi(), model_id.partition("/")
-    try:
-        validate_repo_id(model_id)
-    except HFValidationError as error:
-        raise ValueError(f"push={model_id} is no name of a repository: {error}") from error
-    if not name:
-        raise ValueError(f"push={model_id}: give the owner too, as in push=your-name/{model_id}")
-    if get_token() is None:
-        raise ValueError(f"push={model_id}: there is no token of the Hugging Face hub: {_LOGIN}")
-    with _explained(model_id, "the token is invalid"):
-        user = api.whoami()
-    role = user.get("auth", {}).get("accessToken", {}).get("role")
-    if role == "read":
-        raise ValueError(f"push={model_id}: the token can only read: {_LOGIN}")
-    owners = [user["name"], *(organisation["name"] for organisation in user.get("orgs", ()))]
-    if owner not in owners:
-        raise ValueError(f"push={model_id}: the token belongs to {', '.join(owners)}, not to {owner}")
-    return f"{api.endpoint}/{model_id}"
+    model_id: str
+    private: bool = True
+    revision: str | None = None
+    option: str = "push"
+    sleep: Callable[[float], None] = field(default=time.sleep, repr=False)
+
+    @property
+    def url(self) -> str:
+        """Its address."""
+        from huggingface_hub import HfApi
+
+        return f"{HfApi().endpoint}/{self.model_id}" + (f"/tree/{self.revision}" if self.revision else "")
+
+    def check(self) -> None:
+        """Checks before any work that an export can be pushed; changes nothing.
+
+        Raises:
+            ValueError: the name is invalid, there is no valid token, it cannot write there, the repository belongs to
+                somebody else or holds another model, or the hub cannot be reached.
+        """
+        from huggingface_hub import HfApi, get_token
+        from huggingface_hub.errors import HFValidationError
+        from huggingface_hub.utils import validate_repo_id
+
+        try:
+            check_repository_name(self.model_id)
+            validate_repo_id(self.model_id)
+        except (ValueError, HFValidationError) as error:
+            raise ValueError(f"{self._named} {error}") from error
+        if get_token() is None:
+            raise ValueError(f"{self._named}: there is no token of the Hugging Face hub: {_LOGIN}")
+        with self._explained("the token is invalid"):
+            user = HfApi().whoami()
+        if problem := _not_writable(user, self.model_id):
+            raise ValueError(f"{self._named}: {problem}")
+        head = self.find() or Head("", frozenset())
+        exported = {name for name in head.files if name.endswith(_EXPORTED) or name in ("README.md", "Modelfile")}
+        self._refuse_foreign(head, {name for name in exported if "/" not in name})
+
+    def find(self) -> Head | None:
+        """Returns the newest commit; None if there is no such repository or branch, or this user cannot read it."""
+        from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+
+        with self._explained("the repository cannot be read"), suppress(RepositoryNotFoundError, RevisionNotFoundError):
+            return self._read()
+        return None
+
+    def open(self) -> Head:
+        """Makes the repository and the branch, unless they exist; returns the newest commit."""
+        from huggingface_hub import HfApi
+
+        with self._explained("the repository cannot be created or read"):
+            HfApi().create_repo(self.model_id, private=self.private, exist_ok=True)
+            if self.revision:
+                HfApi().create_branch(self.model_id, branch=self.revision, exist_ok=True)
+            return self._read()
+
+    def read(self, head: Head, name: str) -> bytes | None:
+        """Returns a small file of a commit; None if it has none of this name."""
+        from huggingface_hub import HfApi
+
+        if name not in head.files:
+            return None
+        with self._explained(f"its {name} cannot be read"):
+            return Path(HfApi().hf_hub_download(self.model_id, name, revision=head.sha)).read_bytes()
+
+    def fetch(self, head: Head, folder: str, to: Path) -> None:
+        """Downloads a folder of a commit into a folder of this machine, and goes on with an earlier download there."""
+        from huggingface_hub import HfApi
+
+        with self._explained("the download failed"):
+            HfApi().snapshot_download(
+                self.model_id, revision=head.sha, allow_patterns=f"{folder}/*", local_dir=to, max_workers=4
+            )
+
+    def commit(self, head: Head, files: Mapping[str, Path], removed: set[str], message: str) -> Pushed:
+        """Uploads files, then makes one commit, unless the branch has moved on from `head`.
+
+        Args:
+            head: the commit before.
+            files: by their names there.
+            removed: names of files that it removes.
+            message: of the commit.
+        """
+        from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+
+        api, name, branch = HfApi(), self.model_id, self.revision
+        gone = tuple(sorted(removed & head.files - {*files}))
+        with self._explained("the upload failed"):
+            # Hashes each file once, for all that follows.
+            added = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=str(path)) for name, path in files.items()]
+            operations: list[Any] = [*added, *(CommitOperationDelete(path_in_repo=name) for name in gone)]
+            begun = time.monotonic()
+            self._patiently(lambda: api.preupload_lfs_files(name, added, revision=branch, free_memory=False))
+            seconds = time.monotonic() - begun
+            made = self._patiently(
+                lambda: api.create_commit(
+                    name, operations, commit_message=message, revision=branch, parent_commit=head.sha
+                )
+            )
+        size = sum(one.upload_info.size for one in added)
+        keep_rate(size, seconds)
+        return Pushed(made.commit_url, made.oid, size, gone)
+
+    def push(self, folders: Mapping[str, Path], message: str = "Export by tpu_kit") -> Pushed:
+        """Pushes exports as one commit, after which the repository holds exactly these exports.
+
+        Files that earlier exports of the kit left are removed in the same commit; other files of the repository stay.
+
+        Args:
+            folders: those of `export.export`, with export.json, by their folder there; "" is the root.
+            message: of the commit.
+
+        Raises:
+            ValueError: the repository has files of the same names that are not of the kit, has moved on meanwhile, or
+                cannot be written to. The folders are complete in any case.
+        """
+        head = self.open()
+        files = {
+            "/".join(filter(None, [place, path.relative_to(folder).as_posix()])): path
+            for place, folder in folders.items()
+            for path in sorted(folder.rglob("*"))
+            if path.is_file()
+        }
+        earlier = self._refuse_foreign(head, {*files})
+        return self.commit(head, files, earlier, message)
+
+    def _refuse_foreign(self, head: Head, names: set[str]) -> set[str]:
+        """Raises ValueError if files of these names are there and no export of the kit; returns those that are."""
+        earlier = set()
+        for index in [name for name in head.files if name == _INDEX or name.endswith(f"/{_INDEX}")]:
+            folder = index.removesuffix(_INDEX)
+            with suppress(json.JSONDecodeError, KeyError, TypeError):
+                listed = json.loads(self.read(head, index) or b"")["files"]
+                earlier |= {index, *(f"{folder}{name}" for name in listed)}
+        if foreign := sorted(head.files & names - earlier):
+            raise ValueError(
+                f"{self._named}: the repository has {', '.join(foreign[:5])}, which no export of tpu_kit wrote: give "
+                "another name, or delete these files there"
+            )
+        return earlier
+
+    def _read(self) -> Head:
+        from huggingface_hub import HfApi
+
+        found = HfApi().model_info(self.model_id, revision=self.revision)
+        return Head(str(found.sha), frozenset(one.rfilename for one in found.siblings or ()))
+
+    @property
+    def _named(self) -> str:
+        return f"{self.option}={self.model_id}"
+
+    def _patiently(self, ask: Callable[[], T]) -> T:
+        """Asks again where the hub says when, if that is soon."""
+        from huggingface_hub.errors import HfHubHTTPError
+
+        for _ in range(_WAITS):
+            try:
+                return ask()
+            except HfHubHTTPError as error:
+                if (wait := _retry_after(error)) is None or wait > _PATIENCE:
+                    raise
+                self.sleep(wait)
+        return ask()
+
+    @contextmanager
+    def _explained(self, what: str) -> Iterator[None]:
+        """Turns errors of the hub into one line with what to do."""
+        from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+        try:
+            yield
+        except OfflineModeIsEnabled as error:
+            raise ValueError(f"{self._named}: HF_HUB_OFFLINE is set: unset it to push") from error
+        except HfHubHTTPError as error:
+            status = error.response.status_code if error.response is not None else None
+            wait, said = _retry_after(error), hide_secrets(str(error).strip().splitlines()[0])
+            full = "the quota of the account is used up: make room, push to another account, or to a public repository"
+            reason = {
+                401: f"{what}: {_LOGIN}",
+                402: full,
+                403: full if "storage" in str(error).lower() else f"the token may not write there: {_LOGIN}",
+                412: "the repository has changed meanwhile, so nothing was committed: look at it, then push again",
+                413: "a file is larger than the hub accepts",
+                429: f"the hub limits the rate of requests: wait {f'{wait:.0f} s' if wait else 'some minutes'}",
+            }.get(status or 0, f"{what}: {said}")
+            reason = f"the hub answers {status}: try again later" if status and status >= 500 else reason
+            raise ValueError(f"{self._named}: {reason}") from error
+        except Exception as error:  # a ValueError is what the hub says of a card
+            away = type(error).__module__.split(".")[0] in _HTTP or isinstance(error, ConnectionError | TimeoutError)
+            if not away and not isinstance(error, OSError | ValueError):
+                raise
+            reason = f"the hub cannot be reached{_network()}" if away else what
+            raise ValueError(f"{self._named}: {reason}: {hide_secrets(' '.join(str(error).split()))}") from error
 
 
-def push(folder: Path, model_id: str, *, private: bool = True, message: str = "Export by tpu_kit") -> Pushed:
-    """Uploads the files of an export, then makes one commit after which the repository holds exactly this export.
-
-    Files that an earlier export of the kit left are removed in the same commit; other files of the repository stay.
-
-    Args:
-        folder: of `export.export`, with `export.json`.
-        model_id: "owner/name"; created if it does not exist.
-        private: whether a new repository is private.
-        message: of the commit.
-
-    Raises:
-        ValueError: the repository has files of the same names that are not of the kit, has moved on meanwhile, or
-            cannot be written to. The folder is complete in any case.
-    """
-    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
-
-    api = HfApi()
-    with _explained(model_id, "the repository cannot be created or read"):
-        api.create_repo(model_id, private=private, exist_ok=True)
-        found = api.model_info(model_id)
-    files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    there = {sibling.rfilename for sibling in found.siblings or ()}
-    earlier = _earlier_files(api, model_id, str(found.sha), there)
-    if foreign := sorted(there & {*files} - earlier - {".gitattributes"}):
-        raise ValueError(
-            f"push={model_id}: the repository has {', '.join(foreign[:5])}, which no export of tpu_kit wrote: give "
-            "another name, or delete these files there"
-        )
-    removed = sorted(earlier & there - {*files})
-    additions = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=str(folder / name)) for name in files]
-    deletions = [CommitOperationDelete(path_in_repo=name) for name in removed]
-    with _explained(model_id, "the upload failed"):
-        api.preupload_lfs_files(model_id, additions, free_memory=False)
-        made = api.create_commit(model_id, [*additions, *deletions], commit_message=message, parent_commit=found.sha)
-    return Pushed(made.commit_url, made.oid, tuple(removed))
+def _not_writable(user: Mapping[str, Any], model_id: str) -> str:
+    """Says why the token of a user, as `whoami` describes both, cannot write to a repository; empty if it can."""
+    token, owner = user.get("auth", {}).get("accessToken", {}), model_id.partition("/")[0]
+    organisations = {one["name"]: one.get("roleInOrg") for one in user.get("orgs", ())}
+    if token.get("role") == "read":
+        return f"the token can only read: {_LOGIN}"
+    if owner != user["name"] and owner not in organisations:
+        return f"the token belongs to {', '.join([user['name'], *organisations])}, not to {owner}"
+    if organisations.get(owner) == "read":
+        return f"{user['name']} may only read in {owner}: ask its administrator for write permission, or take your name"
+    if token.get("role") == "fineGrained" and (scopes := token.get("fineGrained", {}).get("scoped")) is not None:
+        written = {one["entity"]["name"] for one in scopes if "repo.write" in one["permissions"]}
+        if not written & {owner, model_id}:
+            listed = ", ".join(sorted(written)) or "no repository"
+            return f"the token may write to {listed} alone: give it the permission repo.write for {owner}"
+    return ""
 
 
-def _earlier_files(api: Any, model_id: str, revision: str, there: set[str]) -> set[str]:
-    """Returns the files that an earlier export of the kit wrote into the repository, by its `export.json`."""
-    if "export.json" not in there:
-        return set()
-    with _explained(model_id, "its export.json cannot be read"):
-        text = Path(api.hf_hub_download(model_id, "export.json", revision=revision)).read_text()
-    try:
-        return {"export.json", *map(str, json.loads(text)["files"])}
-    except (json.JSONDecodeError, KeyError, TypeError):
-        return set()
+def _retry_after(error: Any) -> float | None:
+    """Returns for how many seconds the hub asks to wait; None if it does not."""
+    headers = getattr(getattr(error, "response", None), "headers", None) or {}
+    with suppress(ValueError):
+        return float(headers.get("Retry-After", ""))
+    return None
 
 
-@contextmanager
-def _explained(model_id: str, what: str) -> Iterator[None]:
-    """Turns errors of the hub into one line with what to do; the local files are complete."""
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
-
-    repeat = "the local export is complete; the same command pushes it again"
-    try:
-        yield
-    except OfflineModeIsEnabled as error:
-        raise ValueError(f"push={model_id}: HF_HUB_OFFLINE is set: unset it to push; {repeat}") from error
-    except HfHubHTTPError as error:
-        status = error.response.status_code if error.response is not None else None
-        reason = {
-            401: f"{what}: {_LOGIN}",
-            402: "the quota of the account is used up: make room, or push to another account",
-            403: f"the token may not write there: {_LOGIN}",
-            412: "the repository has changed meanwhile, so nothing was committed: look at it, then push again",
-            413: "a file is larger than the hub accepts",
-            429: "the hub limits the rate of requests: wait some minutes",
-        }.get(status or 0, f"{what}: {hide_secrets(str(error).splitlines()[0])}")
-        raise ValueError(f"push={model_id}: {reason}; {repeat}") from error
-    except (OSError, ValueError) as error:  # a ValueError is what the hub says of a card
-        raise ValueError(f"push={model_id}: {what}: {hide_secrets(' '.join(str(error).split()))}; {repeat}") from error
+def _network() -> str:
+    if "KAGGLE_KERNEL_RUN_TYPE" in os.environ:
+        return " (turn on Internet in the notebook's settings)"
+    return ""

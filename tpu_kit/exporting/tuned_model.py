@@ -92,13 +92,14 @@ class Written(NamedTuple):
 
 
 class Format(NamedTuple):
-    """A format of export; `options.FORMATS` names each.
+    """A format of export; `config.choices.EXPORT_FORMATS` names each.
 
     Attributes:
         write: writes the files, reads them again and compares them; raises ValueError if they are not the tuned model.
         weight_bytes: of each weight on the disk while the files are written; None for those of `dtype`.
         on_base: whether it holds an adapter, which is loaded on the base model.
         keeps_head: whether the head of an objective may be left out beside it.
+        relation: to the base model, as the hub names it: adapter, finetune or quantized.
         prepare: fetches what `write` needs, before minutes of loading.
     """
 
@@ -106,6 +107,7 @@ class Format(NamedTuple):
     weight_bytes: float | None = None
     on_base: bool = False
     keeps_head: bool = False
+    relation: str = "finetune"
     prepare: Callable[[], object] = lambda: None
 
 

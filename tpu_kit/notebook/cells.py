@@ -129,6 +129,27 @@ def secrets(*names: str) -> dict[str, str]:
     return sources
 
 
+def with_push(config: TrainConfig, push_to: str | None) -> TrainConfig:
+    """Sets `hub.model_id`, unless it is None; reads the token, and prints where the result will be pushed to.
+
+    Raises:
+        ConfigError: it could not be pushed there.
+    """
+    from tpu_kit.exporting.publish import describe_push, hub_problems
+
+    if push_to is not None:
+        hub, sources = replace(config.hub, model_id=push_to), {**config.sources, "hub.model_id": "notebook parameter"}
+        config = replace(config, hub=hub, sources=sources)
+    if config.hub.model_id is None:
+        print('the result stays here: push_to = "your-name/a-name" pushes it to the Hugging Face hub')
+        return config
+    secrets("HF_TOKEN")
+    if problems := hub_problems(config):
+        raise ConfigError(problems)
+    print(describe_push(config))
+    return config
+
+
 def show_verdict(checks: Sequence[Check], config: TrainConfig) -> None:
     """Prints for what this machine is ready, or the problem to fix first."""
     print(verdict(checks, detect(config.launch).device_type))

@@ -9,6 +9,7 @@ from tpu_kit.config import tables
 from tpu_kit.config.loader import TrainConfig, batch_arithmetic
 from tpu_kit.machine.chips import GIB, KAGGLE_HOURS_PER_SESSION, KAGGLE_HOURS_PER_WEEK, MIB
 from tpu_kit.machine.slices import find_slice
+from tpu_kit.machine.upload_rate import upload_rate
 from tpu_kit.planning.cost import factors, link_seconds
 from tpu_kit.planning.mesh_choice import largest_models
 from tpu_kit.planning.planner import Plan
@@ -64,7 +65,7 @@ def report(config: TrainConfig, plans: Sequence[Plan], given: Sequence[str] = ()
         chosen |= {"mesh": best.where.mesh} if best.where.mesh else {}
         left = [text for text in given if text.partition("=")[0].rpartition(".")[2] not in chosen]
         command = shlex.join([*left, *(f"{name}={value}" for name, value in chosen.items())])
-        lines[1:1] = [f"To train there: python -m tpu_kit {best.config.recipe} {command}"]
+        lines[1:1] = [f"To train there: python -m tpu_kit {best.config.recipe} {command}", *_upload(best)]
     else:
         lines += ["", *(line.removeprefix("  ") for line in _changes(best))]
     for reason, known in {one.unknown: one.updates is not None for one in plans if one.unknown}.items():
@@ -76,6 +77,28 @@ def report(config: TrainConfig, plans: Sequence[Plan], given: Sequence[str] = ()
         lines += ["", *_details(one)]
     assumed = ", ".join(f"{name} {value:g}" for name, value in factors().items())
     return "\n".join([*lines, "", f"Time is a roofline{_measured(plans)}; assumed: {assumed}."])
+
+
+_BYTES = {"gguf-q8_0": 34 / 32, "adapter": 4.0}  # of a parameter in an export, if it is not of 16 bits
+
+
+def _upload(best: Plan) -> list[str]:
+    """The size of what `hub.model_id` gets, and the minutes of its upload; nothing without it."""
+    if best.config.hub.model_id is None:
+        return []
+    rate = upload_rate()
+    counts = {"adapter": best.memory.trained, "gguf-lora": best.memory.trained}
+    sizes = {name: counts.get(name, best.shape.parameters) * _BYTES.get(name, 2.0) for name in best.config.hub_formats}
+    if best.config.hub.strategy == "checkpoint":
+        sizes["each checkpoint"] = best.checkpoint_bytes
+    each = (
+        f"{name} {size / MIB:,.0f} MiB in {size / rate.bytes_per_second / 60:,.1f} minutes"
+        for name, size in sizes.items()
+    )
+    return [
+        f"To push to {best.config.hub.model_id}: {', '.join(each)}, at {rate.bytes_per_second / 1e6:,.3g} MB/s "
+        f"({rate.source})"
+    ]
 
 
 def _verdict(best: Plan) -> str:

@@ -178,10 +178,11 @@ def evaluate(args: argparse.Namespace) -> int:
 )
 def export(args: argparse.Namespace) -> int:
     """Write a tuned model for PEFT, transformers, vLLM, llama.cpp or Ollama, and check it."""
-    from tpu_kit.exporting.export import export as run
+    from tpu_kit.exporting.export import export_all
 
-    done = run(args.run, **asdict(args.options[0]))
-    print(json.dumps(asdict(done), indent=1) if args.json else done)
+    done = export_all(args.run, args.options[0])
+    values = [asdict(exported) for exported in done]
+    print(json.dumps(values[0] if len(values) == 1 else values, indent=1) if args.json else "\n".join(map(str, done)))
     return OK
 
 

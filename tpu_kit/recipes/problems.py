@@ -14,6 +14,7 @@ import torch
 from tpu_kit.config.loader import ConfigError, TrainConfig
 from tpu_kit.data.prepare import Prepared
 from tpu_kit.distributed.hosts import Hosts
+from tpu_kit.exporting.publish import hub_problems
 from tpu_kit.generation.evaluation.held_out_answers import check_answers
 from tpu_kit.generation.evaluation.verifiers import verifier_named
 from tpu_kit.generation.reference_check import check_training
@@ -53,11 +54,16 @@ def tell(problems: Iterable[ValueError]) -> None:
 
 
 def of_machine(config: TrainConfig, hosts: Hosts) -> list[ValueError]:
-    """Trackers, the verifier, and what several hosts do not do."""
+    """Trackers, the verifier, the hub, which host 0 alone asks, and what several hosts do not do."""
     found = [*caught(check_tracking, config), *caught(verifier_named, config.tracking.verifier)]
     if hosts.count > 1 and config.distill.files:
         text = "distill.files is not for several hosts: set it to null, so that each host runs the teacher"
         found.append(ValueError(text))
+    if hosts.count > 1 and config.checkpoint.source:
+        text = "checkpoint.source is for one host; set output_dir to gs://bucket/run or a shared folder"
+        found.append(ValueError(text))
+    if not hosts.index and (wrong := hub_problems(config)):
+        found.append(ConfigError(wrong))
     return found
 
 

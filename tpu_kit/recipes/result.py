@@ -25,6 +25,7 @@ class TrainResult:
         output_dir: the run's folder.
         again: `TrainConfig.again`.
         warning: why the run seems to have taught nothing, by its held-out loss; empty where it has.
+        pushed: the address of the commit on the hub; empty where nothing was pushed.
     """
 
     status: Status
@@ -37,6 +38,7 @@ class TrainResult:
     output_dir: str
     again: str = "run this again"
     warning: str = ""
+    pushed: str = ""
 
     @property
     def ended(self) -> str:

@@ -102,11 +102,12 @@ class RunPlan:
 
     def __str__(self) -> str:
         config, point, outlook = self.config, self.resume_point, self.outlook
+        start = f"{config.checkpoint.source}, fetched by `train`" if config.checkpoint.source else "nothing: a new run"
         commit = f" at commit {config.model.revision}" if config.model.revision else ""
         lines = [
             f"machine          {self.backend}",
             f"output           {config.output_dir or config.output_path}",
-            f"resumed from     {f'step {point.step}, {point.checkpoint.path}' if point else 'nothing: a new run'}",
+            f"resumed from     {f'step {point.step}, {point.checkpoint.path}' if point else start}",
             f"model            {config.model.name}{commit}, {config.model.base_dtype}",
             *([f"teacher          {self.teacher.name}"] if self.teacher else []),
             f"objective        {objective_name(config)}",

@@ -24,6 +24,8 @@ from tpu_kit.distributed.meeting import Meeting
 from tpu_kit.distributed.output import safe_output
 from tpu_kit.distributed.preemption import stop_name, stops_raise
 from tpu_kit.distributed.replica.runtime import Outdated
+from tpu_kit.exporting.checkpoint_uploads import CheckpointUploads, fetch_checkpoint
+from tpu_kit.exporting.publish import describe_push, push_result
 from tpu_kit.generation.evaluation.evaluate import Comparison, evaluate_adapter
 from tpu_kit.machine.storage.output_location import make_output_folder, resolve_output_dir, upload_results
 from tpu_kit.planning.oom_recovery import out_of_memory, suggestion
@@ -90,6 +92,7 @@ def train(
             meeting.agree({"number of hosts": hosts.count, "packages": versions(config), **config.flat_values()})
         problems.tell([*wrong, *problems.of_machine(config, hosts)])
         config = resolve_output_dir(config)
+        fetch_checkpoint(config)
         folder = make_output_folder(config)
         if several:
             stack.enter_context(keep_log(hosts, folder))
@@ -119,11 +122,13 @@ def _launch(plan: RunPlan, prepared: Prepared, reward_funcs: Sequence[Any] | Non
     assert outlook is not None
     if not plan.shown:
         print(outlook, flush=True)
+    if pushed := describe_push(config):
+        print(pushed, flush=True)
     if warning := suggestion(outlook):
         print(warning, file=sys.stderr, flush=True)
     prepare_columns(plan, prepared)
     try:
-        with on_disk(prepared) as data:
+        with on_disk(prepared) as data, CheckpointUploads(config, on=not meeting.hosts.index):
             function = functools.partial(fine_tune, plan=plan, data=data, reward_funcs=reward_funcs)
             result = launch(function, config, sharded=True, meeting=meeting, backend=plan.backend)
     except (RuntimeError, MemoryError) as error:
@@ -147,6 +152,8 @@ def _conclude(config: TrainConfig, result: TrainResult, prepared: Prepared) -> T
         print(compared, flush=True)
     if config.remote:
         print(f"uploaded         {config.remote}", flush=True)
+    if config.hub.model_id and result.status != "preempted" and (pushed := push_result(config, config.output_path)):
+        result = replace(result, pushed=pushed.url)
     return result
 
 

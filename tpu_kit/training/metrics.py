@@ -238,6 +238,7 @@ class Tracker:
         flops_per_token: for MFU; see `model_flops_per_token`.
         chip_name: a name for `chips.chip`, for MFU.
         num_chips: chips of the run on all hosts.
+        device_type: what they are, where the chip has no name.
         wandb_id: of the W&B run that a resumed run continues.
         clock: monotonic clock, seconds.
 
@@ -258,6 +259,7 @@ class Tracker:
         flops_per_token: int | None = None,
         chip_name: str | None = None,
         num_chips: int = 1,
+        device_type: str = "cpu",
         wandb_id: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -267,6 +269,7 @@ class Tracker:
         # Model FLOP/s of one token per second, as a share of the chips' peak.
         self._utilization = flops_per_token / (num_chips * peak) if flops_per_token and peak else None
         self._num_chips, self._total_steps, self._clock = num_chips, total_steps, clock
+        self._device = f"{num_chips} x {chip_name or device_type}"
         self._is_likelihood = config.optim.objective == "supervised" and config.teacher is None
         self.history = self._begin(history)
         self._seconds_before = float(self.history[-1]["seconds"]) if self.history else 0.0
@@ -334,6 +337,7 @@ class Tracker:
             "eta_seconds": eta,
             "total_steps": self._total_steps,
             "resumed_from": self._resumed_from,
+            "device": self._device,
             **values,
         }
         self._bar.set_postfix_str(f"loss {loss:.4f}, lr {values['lr']:.2e}, {rate:,.0f} tok/s", refresh=False)
@@ -402,7 +406,7 @@ class Tracker:
         with self._room():
             self._file.write(json.dumps(record, allow_nan=False) + "\n")
             self._file.flush()
-        measured = {f"{kind}/{name}": value for name, value in values.items() if value is not None}
+        measured = {f"{kind}/{name}": value for name, value in values.items() if isinstance(value, int | float)}
         if self._tensorboard is not None:
             for name, value in measured.items():
                 self._tensorboard.add_scalar(name, value, step)

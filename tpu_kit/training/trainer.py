@@ -138,6 +138,7 @@ class Trainer:
                 flops_per_token=model_flops_per_token(self.model, self.config.data.max_length),
                 chip_name=chip_name,
                 num_chips=num_chips,
+                device_type=self.rt.device_type,
                 wandb_id=self._wandb_id,
             )
         return self

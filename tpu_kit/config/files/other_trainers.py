@@ -141,6 +141,9 @@ def _case(values: Mapping[str, Any], trainer: str) -> frozenset[str]:
         cases.add("no evaluation")
     elif "eval_steps" in values:
         cases.add("eval_steps")
+    named = bool(values.get("hub_model_id"))
+    cases |= {"repository"} if named else set()
+    cases |= set() if named and (trainer == "axolotl" or values.get("push_to_hub")) else {"no push"}
     bits = (values.get("load_in_4bit"), values.get("load_in_8bit"), values.get("adapter") == "qlora" or None)
     if True in bits:
         cases.add("few bits")

@@ -1,0 +1,242 @@
+"""Keeps the newest checkpoint of a run in its repository on the hub, and fetches it on another machine.
+
+The calling process of a run uploads, in a thread, so that the processes that train lose no time. The repository holds
+one checkpoint, in the folder last-checkpoint; each commit replaces it whole, and is refused if the branch has moved on.
+Earlier ones stay in the history, by their commits.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Self
+
+from tpu_kit.config.choices import read_hub_address
+from tpu_kit.config.loader import TrainConfig
+from tpu_kit.distributed.preemption import stops_raise
+from tpu_kit.exporting.hub import Head, HubRepository
+from tpu_kit.exporting.publish import repeat_command, repository_of
+from tpu_kit.machine.chips import GIB, MIB
+from tpu_kit.machine.storage import atomic
+from tpu_kit.machine.storage.local_folder import LocalFolder
+from tpu_kit.training.checkpoint.manager import scan
+from tpu_kit.training.checkpoint.manifest import MANIFEST, Checkpoint, read_checkpoint, unseal
+
+FOLDER = "last-checkpoint"
+"""The folder of the checkpoint in the repository."""
+_LEAST = 300.0  # seconds between two uploads begin, so that the history grows slowly
+_LOOK = 5.0  # seconds between two looks for a newer checkpoint
+_SPARE = GIB  # of the disk, beside two checkpoints
+_SCRATCH = ".hub"  # in the run's folder: the checkpoint that is uploaded or fetched
+
+
+class CheckpointUploads:
+    """A context manager that uploads the newest checkpoint of a run while its body trains, and the last one at its end.
+
+    It does nothing unless hub.strategy=checkpoint. No failure of it ends a run: it is a warning, and a newer checkpoint
+    is tried at the next turn.
+
+    Args:
+        config: the run.
+        on: whether this host is the one that uploads.
+        repository: by default that of the run.
+        clock: monotonic, seconds.
+        least: seconds from the start of an upload to that of the next one.
+        look: seconds between two looks for a newer checkpoint.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        repository: HubRepository | None = None,
+        *,
+        on: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+        least: float = _LEAST,
+        look: float = _LOOK,
+    ) -> None:
+        self._config, self._place = config, config.checkpoints_place
+        self._on = on and config.hub.model_id is not None and config.hub.strategy == "checkpoint"
+        self._repository = repository or repository_of(config)
+        self._clock, self._least, self._look = clock, least, look
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="checkpoint uploads", daemon=True)
+        self._begun: float | None = None  # when the last upload began
+        self._head: Head | None = None  # the commit that the next one follows
+        self._manifest, self._tried = b"", b""  # of the checkpoint there; of the one that was to replace it
+        self._lost, self._told = False, ""  # whether another run writes there; the last warning
+        self._others = set[tuple[Path | str, float]]()  # checkpoints of an earlier run
+        self.count, self.bytes = 0, 0
+
+    def __enter__(self) -> Self:
+        if self._on:
+            if self._config.checkpoint.resume == "never":  # those there are of an earlier run, and will be moved aside
+                self._others = {(one.path, one.created) for one in scan(self._place)[0]}
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._on:
+            return
+        self._ended.set()
+        try:
+            with stops_raise():
+                self._thread.join()
+        except (KeyboardInterrupt, SystemExit):  # it ends with this process
+            _warn(f"the upload of the last checkpoint was cut off; it is complete in {self._place}")
+        if self.count and self._head:
+            address = f"hf://{self._repository.model_id}@{self._head.sha}"
+            print(
+                f"hub              {self.count} checkpoints pushed, {self.bytes / MIB:,.1f} MiB, which the history of "
+                f"{self._repository.url} keeps; to continue on another machine: checkpoint.source={address}",
+                flush=True,
+            )
+
+    def _run(self) -> None:
+        with _no_bars():
+            while not self._ended.wait(self._look):
+                if self._begun is None or self._clock() - self._begun >= self._least:
+                    self._turn()
+            if not self._turn():
+                self._turn()  # the branch may have moved on, by hand
+
+    def _turn(self) -> bool:
+        """Uploads the newest checkpoint, unless it is there; returns whether it need not be tried again."""
+        try:
+            checkpoint = next(reversed(scan(self._place)[0]), None)
+            if checkpoint and not self._lost and (checkpoint.path, checkpoint.created) not in self._others:
+                self._upload(checkpoint)
+        except FileNotFoundError:  # deleted meanwhile: there is a newer one
+            return False
+        except Exception as error:  # whatever it is, the run goes on
+            self._head = None  # read it again
+            problem = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            if problem != self._told:
+                self._told = problem
+                command = repeat_command(self._config, self._config.output_path)
+                _warn(
+                    f"{problem}. The run goes on, its checkpoints are complete in {self._place}, and the next one is "
+                    f"tried in {self._least / 60:.0f} minutes; once it has ended: {command}"
+                )
+            return False
+        return True
+
+    def _upload(self, checkpoint: Checkpoint) -> None:
+        manifest = (Path(checkpoint.path) / MANIFEST).read_bytes()
+        if manifest == self._manifest:
+            return
+        self._begun, self._tried = self._clock(), manifest
+        head = self._head = self._head or self._read_head()
+        if manifest == self._manifest or self._lost:
+            return
+        with held(Path(checkpoint.path), self._config.output_path, checkpoint.size) as folder:
+            files = {f"{FOLDER}/{name}": folder / name for name in (*checkpoint.files, MANIFEST)}
+            earlier = {name for name in head.files if name.startswith(f"{FOLDER}/")}
+            made = self._repository.commit(head, files, earlier, f"Checkpoint of step {checkpoint.step}")
+        self._head = Head(made.sha, head.files - {*made.removed} | {*files})
+        self._manifest, self._told = manifest, ""
+        self.count, self.bytes = self.count + 1, self.bytes + made.bytes
+
+    def _read_head(self) -> Head:
+        """Returns the commit that the next one follows; finds out whether another run has pushed a checkpoint."""
+        head = self._repository.open()
+        there = self._repository.read(head, f"{FOLDER}/{MANIFEST}") or b""
+        name = f"hub.model_id={self._repository.model_id}"
+        if not self._manifest and there not in (b"", self._tried):
+            print(f"hub              {name}: its checkpoint is replaced; it stays in the commit {head.sha}", flush=True)
+        elif self._manifest and there not in (self._manifest, self._tried):
+            self._lost = True
+            _warn(
+                f"{name}: another run has pushed a checkpoint there, so this one pushes no more: give each run a "
+                "hub.model_id or a hub.revision of its own"
+            )
+        self._manifest = there
+        return head
+
+
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """Shows no bars of huggingface_hub, beside the one of the run."""
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    shown = not are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        if shown:
+            enable_progress_bars()
+
+
+@contextmanager
+def held(checkpoint: Path, run: Path, size: int) -> Iterator[Path]:
+    """Yields a folder with the files of a checkpoint, which stay even if the run deletes the checkpoint meanwhile.
+
+    They are hard links, or copies where the file system has none. Where the disk has no room for them beside the next
+    checkpoint, it is the checkpoint itself.
+    """
+    if shutil.disk_usage(run).free < 2 * size + _SPARE:
+        yield checkpoint
+        return
+    scratch = run / _SCRATCH
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir()
+    try:
+        for path in checkpoint.iterdir():
+            try:
+                os.link(path, scratch / path.name)
+            except OSError:
+                shutil.copyfile(path, scratch / path.name)
+        yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def fetch_checkpoint(config: TrainConfig) -> None:
+    """Fetches the checkpoint of `checkpoint.source` into the run's folder, if it is newer than those there.
+
+    All of its files are of one commit, and it is checked before it counts.
+
+    Raises:
+        ValueError: there is none, it is damaged, the hub cannot be reached, or the folder cannot be written to.
+    """
+    if (source := config.checkpoint.source) is None:
+        return
+    model_id, revision = read_hub_address(source)
+    repository = HubRepository(model_id, revision=revision, option="checkpoint.source")
+    head = repository.find()
+    text = repository.read(head, f"{FOLDER}/{MANIFEST}") if head else None
+    if head is None or text is None:
+        what = f"has no {FOLDER}, which a run with hub.strategy=checkpoint pushes" if head else "cannot be found"
+        if model_id != config.hub.model_id:  # else it is the first start of the run that makes it
+            raise ValueError(f"checkpoint.source={source} {what}: check its name, and that the token may read it")
+        print(f"checkpoint       {source} {what}", flush=True)
+        return
+    address = f"hf://{model_id}@{head.sha}"
+    step = unseal(text, f"{address}/{FOLDER}/{MANIFEST}", address)["step"]
+    place = config.output_path / "checkpoints"
+    newest = next(reversed(scan(place)[0]), None)
+    if newest is not None and newest.step >= step:
+        print(f"checkpoint       {newest.path} is not older than step {step} of {address}, which is not fetched")
+        return
+    print(f"fetches          the checkpoint of step {step} of {address}", flush=True)
+    scratch = config.output_path / f"{_SCRATCH}-{head.sha[:12]}"  # a download that was cut off goes on
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        repository.fetch(head, FOLDER, scratch)
+        read_checkpoint(LocalFolder(scratch), FOLDER, text).verify()
+        with atomic.replacing(place / f"step-{step:08d}", durable=True) as part:
+            (scratch / FOLDER).rename(part)
+    except OSError as error:
+        raise ValueError(f"checkpoint.source={source} cannot be written to {place} ({error.strerror})") from error
+    shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr, flush=True)
