@@ -19,8 +19,8 @@ from tests.recipes.conftest import world
 from tests.recipes.test_sft import Configure, configure
 from tests.support.hub import NAME, Hub, Repository
 from tpu_kit.config.loader import TrainConfig, load_config
-from tpu_kit.exporting import checkpoint_uploads
-from tpu_kit.exporting.checkpoint_uploads import FOLDER, CheckpointUploads, fetch_checkpoint
+from tpu_kit.exporting.hub import checkpoint_uploads
+from tpu_kit.exporting.hub.checkpoint_uploads import FOLDER, CheckpointUploads, fetch_checkpoint
 from tpu_kit.recipes import sft
 from tpu_kit.training.checkpoint.manager import CheckpointManager, scan
 

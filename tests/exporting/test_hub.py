@@ -17,7 +17,7 @@ from tests.exporting.test_export import make_run
 from tests.support.child_processes import REPOSITORY, child_environment
 from tests.support.hub import NAME, READER, TOKEN, Hub, Repository
 from tpu_kit.cli import main
-from tpu_kit.exporting.hub import HubRepository, Pushed
+from tpu_kit.exporting.hub.repository import HubRepository, Pushed
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ def test_what_cannot_be_pushed_is_told_before_the_export(
 def push_killed_at(hub: Hub, exported: Path, ending: str) -> int:
     """Pushes in a process that is killed when it sends a request; returns its exit code."""
     source = (
-        "from pathlib import Path; from tpu_kit.exporting.hub import HubRepository; "
+        "from pathlib import Path; from tpu_kit.exporting.hub.repository import HubRepository; "
         f"HubRepository({NAME!r}).push({{'': Path({str(exported)!r})}})"
     )
     settings = {"HF_TOKEN": TOKEN, "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": None, "HF_HUB_DISABLE_XET": "1"}

@@ -20,9 +20,10 @@ from tests.recipes.test_sft import Configure, configure
 from tests.support.hub import NAME, READER, TOKEN, Hub, Repository
 from tpu_kit.cli import main
 from tpu_kit.config.loader import ConfigError, load_config
-from tpu_kit.exporting import equivalence, publish
-from tpu_kit.exporting.hub import HubRepository
-from tpu_kit.exporting.publish import hub_problems
+from tpu_kit.exporting import equivalence
+from tpu_kit.exporting.hub import publish
+from tpu_kit.exporting.hub.publish import hub_problems
+from tpu_kit.exporting.hub.repository import HubRepository
 from tpu_kit.notebook import cells
 from tpu_kit.recipes import sft
 

@@ -87,9 +87,6 @@ _OPEN_R1_REWARDS = {
 
 FUNCTION = re.compile(r"[\w.]+:\w+")
 
-_BRANCH = re.compile(r"\w[\w./-]{0,190}\w|\w")
-_REPOSITORY_PART = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?")
-
 
 def imported(name: str) -> Callable[..., Any]:
     """Returns the function that "module:function" names.
@@ -175,39 +172,3 @@ def layer_pairs(text: str | None) -> tuple[tuple[int, int], ...]:
     if text is not None and not all(pairs):
         raise ValueError("does not name pairs of layers from 1 on; write the model's : the teacher's, as in 12:14")
     return tuple((int(pair[1]), int(pair[2])) for pair in pairs if pair)
-
-
-def check_formats(names: str | tuple[str, ...]) -> None:
-    """Raises ValueError if a name is no format of an export, or is given twice."""
-    names = (names,) if isinstance(names, str) else names
-    if unknown := [name for name in names if name not in EXPORT_FORMATS]:
-        raise ValueError(f"has {', '.join(unknown)}, and there are {', '.join(EXPORT_FORMATS)}")
-    if len({*names}) < len(names):
-        raise ValueError("names a format twice; remove one of them")
-
-
-def check_repository_name(name: str) -> None:
-    """Raises ValueError if a text is no name of a repository of the hub, with its owner."""
-    owner, slash, rest = name.partition("/")
-    if not slash:
-        raise ValueError(f"has no owner; give it too, as in your-name/{name}")
-    if not all(map(_REPOSITORY_PART.fullmatch, (owner, rest))) or ".." in name or "--" in name or rest.endswith(".git"):
-        raise ValueError(
-            "is no name of a repository: owner/name, of letters, digits, and single - . _ between them, 96 characters "
-            "at most"
-        )
-
-
-def check_branch(name: str) -> None:
-    """Raises ValueError if a text is no name of a branch."""
-    if not _BRANCH.fullmatch(name) or ".." in name or re.fullmatch("[0-9a-f]{40}", name):
-        raise ValueError("is no branch; name one, such as main")
-
-
-def read_hub_address(text: str) -> tuple[str, str | None]:
-    """Returns the repository and the branch, tag or commit of hf://owner/name@revision; raises ValueError."""
-    address, _, revision = text.removeprefix("hf://").rstrip("/").partition("@")
-    if not text.startswith("hf://"):
-        raise ValueError("is no address of the hub; write hf://owner/name or hf://owner/name@commit")
-    check_repository_name(address)
-    return address, revision or None

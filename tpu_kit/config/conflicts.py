@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from tpu_kit.config.choices import check_roles
 from tpu_kit.config.fields import near_multiples
+from tpu_kit.config.hub import hub_conflicts
 from tpu_kit.config.mesh import parse_mesh
 
 if TYPE_CHECKING:
@@ -33,10 +34,7 @@ def conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
     for name in _NAMES:
         if config[name] is not None and not all(_is_name(part) for part in config[name].split("/") if part):
             yield name, "is no name that a file or a folder could have; write one without line breaks or blank ends"
-    if config.remote and config.remote.startswith("hf://"):
-        text = "is on the hub, which has no commit that only one of two writers can make; set a folder or gs://, and "
-        yield "output_dir", f"{text}hub.model_id=owner/name with hub.strategy=checkpoint to push checkpoints"
-    elif config.remote and not re.fullmatch(r"gs://[^/]+(/.*)?", config.remote):
+    if config.remote and not re.fullmatch(r"gs://[^/]+(/.*)?|hf://.*", config.remote):
         yield "output_dir", "is neither a folder nor a gs:// address; use one of them, such as gs://bucket/run"
     if model.base_dtype in ("int8", "int4"):
         if lora.r == 0:
@@ -63,28 +61,8 @@ def conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
     yield from _evaluation_conflicts(config)
     yield from _schedule_conflicts(config.optim)
     yield from _batch_conflicts(config)
-    yield from _hub_conflicts(config)
+    yield from hub_conflicts(config)
     yield from _without_effect(config)
-
-
-def _hub_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
-    hub, checkpoint = config.hub, config.checkpoint
-    alone = {"adapter", "gguf-lora"} & {*config.hub_formats}
-    if alone and not config.lora.r:
-        text = f"has {' and '.join(sorted(alone))}, and lora.r=0 trains a whole model; set hub.format=[merged]"
-        yield "hub.format lora.r", text
-    if hub.model_id and config.optim.objective.startswith("error-") and config.hub_formats != ("adapter",):
-        text = "has no place for the error-correction head; set hub.format=[adapter]"
-        yield "hub.format optim.objective", text
-    if hub.strategy == "checkpoint" and config.remote:
-        text = "is for checkpoints on a disk, and those in output_dir outlive the machine; set hub.strategy=end"
-        yield "hub.strategy output_dir", text
-    if checkpoint.source and config.remote:
-        text = "is fetched to a folder; set output_dir to one, or remove it"
-        yield "checkpoint.source output_dir", text
-    if checkpoint.source and checkpoint.resume == "never":
-        text = "is where a run continues from, and checkpoint.resume=never starts anew; remove one of the two"
-        yield "checkpoint.source checkpoint.resume", text
 
 
 def check_remat(config: TrainConfig, device_type: str) -> None:

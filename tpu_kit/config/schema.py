@@ -12,23 +12,19 @@ from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from tpu_kit.config.choices import (
-    EXPORT_FORMATS,
     VERIFIERS,
     DataFormat,
-    check_branch,
-    check_formats,
     check_objective,
-    check_repository_name,
     check_rewards,
     check_rows_held_out,
     check_updates_between,
     check_verifier,
     layer_pairs,
-    read_hub_address,
 )
 from tpu_kit.config.conflicts import conflicts
 from tpu_kit.config.fields import ConfigError, ConfigField, knob, knobs_of, nest, show
 from tpu_kit.config.files.other_trainers import advice
+from tpu_kit.config.hub import HubConfig, read_hub_address
 from tpu_kit.config.mesh import parse_rules
 from tpu_kit.config.registry import OBJECTIVES, installed
 
@@ -403,33 +399,6 @@ class TrackingConfig:
         "auto",
         f"What judges the answers: {', '.join(VERIFIERS)}, regex:PATTERN or module:function.",
         check=check_verifier,
-    )
-
-
-@dataclass(frozen=True)
-class HubConfig:
-    """Where the result is pushed to on the Hugging Face hub; the token is never a parameter."""
-
-    model_id: str | None = knob(
-        None,
-        "The repository, such as ann/my-model; made if it does not exist. null = nothing is pushed.",
-        check=check_repository_name,
-    )
-    private: bool = knob(True, "Whether a repository that the run makes is private.")
-    strategy: Literal["end", "checkpoint"] = knob(
-        "end",
-        "checkpoint pushes the newest checkpoint too, during training, every five minutes at most, so that another "
-        "machine can continue the run by checkpoint.source.",
-    )
-    revision: str | None = knob(
-        None, "The branch; null = main. Write the section: revision alone is model.revision.", check=check_branch
-    )
-    format: str | tuple[str, ...] | None = knob(
-        None,
-        f"What the result is exported as, one or a list: {', '.join(EXPORT_FORMATS)}. Of several, the first is at the "
-        "root and each other in a folder of its name; null = adapter, or merged with lora.r=0. Write the section: "
-        "format alone is data.format.",
-        check=check_formats,
     )
 
 

@@ -1,5 +1,5 @@
-"""Exports of a tuned model in the formats of other programs, compared with the tuned model, and the Hugging Face hub.
+"""Exports of a tuned model in the formats of other programs, compared with the tuned model.
 
-Offers `export.export`, `publish` and `checkpoint_uploads` for runs.
-Must not know the training loop.
+Offers `export.export`; `hub` pushes exports and checkpoints.
+Must not know training.
 """

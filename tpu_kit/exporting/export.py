@@ -21,7 +21,7 @@ import torch
 from tpu_kit.config.loader import load_config, read_yaml
 from tpu_kit.exporting.card import base_licence, hub_id, model_card
 from tpu_kit.exporting.equivalence import Check
-from tpu_kit.exporting.hub import HubRepository, Pushed
+from tpu_kit.exporting.hub.repository import HubRepository, Pushed
 from tpu_kit.exporting.options import DTYPES, ExportOptions, format_named
 from tpu_kit.exporting.tuned_model import HERE, Format, TunedModel, open_tuned
 from tpu_kit.machine.chips import GIB, MIB

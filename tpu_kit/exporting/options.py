@@ -7,8 +7,9 @@ import importlib.util
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tpu_kit.config.choices import EXPORT_FORMATS, check_branch
+from tpu_kit.config.choices import EXPORT_FORMATS
 from tpu_kit.config.fields import knob
+from tpu_kit.config.hub import check_branch
 from tpu_kit.machine.storage.object_store import is_url
 
 if TYPE_CHECKING:

@@ -135,7 +135,7 @@ def with_push(config: TrainConfig, push_to: str | None) -> TrainConfig:
     Raises:
         ConfigError: it could not be pushed there.
     """
-    from tpu_kit.exporting.publish import describe_push, hub_problems
+    from tpu_kit.exporting.hub.publish import describe_push, hub_problems
 
     if push_to is not None:
         hub, sources = replace(config.hub, model_id=push_to), {**config.sources, "hub.model_id": "notebook parameter"}

@@ -14,7 +14,7 @@ import torch
 from tpu_kit.config.loader import ConfigError, TrainConfig
 from tpu_kit.data.prepare import Prepared
 from tpu_kit.distributed.hosts import Hosts
-from tpu_kit.exporting.publish import hub_problems
+from tpu_kit.exporting.hub.publish import hub_problems
 from tpu_kit.generation.evaluation.held_out_answers import check_answers
 from tpu_kit.generation.evaluation.verifiers import verifier_named
 from tpu_kit.generation.reference_check import check_training

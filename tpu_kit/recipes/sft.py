@@ -24,8 +24,8 @@ from tpu_kit.distributed.meeting import Meeting
 from tpu_kit.distributed.output import safe_output
 from tpu_kit.distributed.preemption import stop_name, stops_raise
 from tpu_kit.distributed.replica.runtime import Outdated
-from tpu_kit.exporting.checkpoint_uploads import CheckpointUploads, fetch_checkpoint
-from tpu_kit.exporting.publish import describe_push, push_result
+from tpu_kit.exporting.hub.checkpoint_uploads import CheckpointUploads, fetch_checkpoint
+from tpu_kit.exporting.hub.publish import describe_push, push_result
 from tpu_kit.generation.evaluation.evaluate import Comparison, evaluate_adapter
 from tpu_kit.machine.storage.output_location import make_output_folder, resolve_output_dir, upload_results
 from tpu_kit.planning.oom_recovery import out_of_memory, suggestion

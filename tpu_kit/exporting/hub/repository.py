@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tpu_kit.config.choices import check_repository_name
 from tpu_kit.config.fields import hide_secrets
+from tpu_kit.config.hub import check_repository_name
 from tpu_kit.machine.chips import MIB
 from tpu_kit.machine.upload_rate import keep_rate
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tpu_kit.config.loader import TrainConfig
 from tpu_kit.distributed.preemption import stop_name, stops_raise
-from tpu_kit.exporting.hub import HubRepository, Pushed
+from tpu_kit.exporting.hub.repository import HubRepository, Pushed
 from tpu_kit.exporting.options import ExportOptions
 
 _OPTION = "hub.model_id"

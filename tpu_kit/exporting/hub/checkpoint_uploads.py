@@ -17,11 +17,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
-from tpu_kit.config.choices import read_hub_address
+from tpu_kit.config.hub import read_hub_address
 from tpu_kit.config.loader import TrainConfig
 from tpu_kit.distributed.preemption import stops_raise
-from tpu_kit.exporting.hub import Head, HubRepository
-from tpu_kit.exporting.publish import repeat_command, repository_of
+from tpu_kit.exporting.hub.publish import repeat_command, repository_of
+from tpu_kit.exporting.hub.repository import Head, HubRepository
 from tpu_kit.machine.chips import GIB, MIB
 from tpu_kit.machine.storage import atomic
 from tpu_kit.machine.storage.local_folder import LocalFolder
