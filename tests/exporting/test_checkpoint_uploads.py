@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from tests.exporting.test_publish import contents, in_process
 from tests.recipes.conftest import world
 from tests.recipes.test_sft import Configure, configure
-from tests.support.hub import NAME, Hub, Repository
+from tests.support.hub import NAME, TOKEN, Hub, Repository
 from tpu_kit.config.loader import TrainConfig, load_config
 from tpu_kit.exporting.hub import checkpoint_uploads
 from tpu_kit.exporting.hub.checkpoint_uploads import FOLDER, CheckpointUploads, fetch_checkpoint
@@ -87,6 +87,27 @@ def test_the_newest_wins_and_one_begins_in_five_minutes(hub: Hub, tmp_path: Path
     assert upload(run).count == 0  # it is there
 
 
+def in_child(work: Callable[[], object]) -> int:
+    """Starts a function in a process of its own; returns its id."""
+    if not (child := os.fork()):
+        work()
+        os._exit(0)
+    return child
+
+
+def kill_at(hub: Hub, child: int, request: str) -> list[int]:
+    """Has the hub kill a process when it sends a request; returns the list to which its exit code is added."""
+    ended = list[int]()
+
+    def kill(method: str, path: str) -> None:
+        if not ended and (path.endswith(request) or (request.endswith("/") and request in path)):
+            os.kill(child, signal.SIGKILL)
+            ended.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    hub.fault = kill
+    return ended
+
+
 REQUESTS = ["/api/repos/create", f"/api/models/{NAME}", "/resolve/", "/preupload/main", "/objects/batch", "/lfs/",
             "/commit/main"]  # fmt: skip
 
@@ -98,18 +119,7 @@ def test_killed_at_a_request_the_repository_has_one_whole_checkpoint(hub: Hub, t
     upload(run)
     before = there(hub)
     save(run, 2, keep=2)
-    if not (child := os.fork()):
-        upload(run)
-        os._exit(0)
-
-    ended = list[int]()
-
-    def kill(method: str, path: str) -> None:
-        if path.endswith(request_) or (request_.endswith("/") and request_ in path):
-            os.kill(child, signal.SIGKILL)
-            ended.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-
-    hub.fault = kill
+    ended = kill_at(hub, in_child(lambda: upload(run)), request_)
     wait_for(lambda: bool(ended))
     assert ended == [-signal.SIGKILL]
     hub.fault = lambda method, path: None
@@ -119,6 +129,25 @@ def test_killed_at_a_request_the_repository_has_one_whole_checkpoint(hub: Hub, t
     other = load_config(None, {"checkpoint.source": f"hf://{NAME}", "output_dir": str(tmp_path / "other")})
     fetch_checkpoint(other)
     assert newest(other) == newest(run)
+
+
+FETCHES = [f"/api/models/{NAME}", f"/{FOLDER}/manifest.json", "/tree/", f"/{FOLDER}/state.json"]
+
+
+@pytest.mark.parametrize("request_", FETCHES)
+def test_killed_at_a_request_of_a_fetch_and_repeated(hub: Hub, tmp_path: Path, request_: str) -> None:
+    run = run_in(tmp_path / "run")
+    save(run, 2)
+    upload(run)
+    other = load_config(None, {"checkpoint.source": f"hf://{NAME}", "output_dir": str(tmp_path / "other")})
+    child = in_child(lambda: fetch_checkpoint(other))
+    killed = kill_at(hub, child, request_)
+    wait_for(lambda: bool(killed))
+    assert killed == [-signal.SIGKILL]
+    hub.fault = lambda method, path: None
+    assert not scan(other.checkpoints_place)[0]
+    fetch_checkpoint(other)
+    assert newest(other) == newest(run) and not list((tmp_path / "other").glob(".hub*"))
 
 
 def test_a_run_that_another_one_has_replaced_pushes_no_more(
@@ -234,5 +263,9 @@ def test_another_machine_continues_the_run(hub: Hub, configure: Configure, capsy
     assert (result.step, result.total_steps) == (6, 6)
     adapters = [load_file(config.output_path / "adapter" / "adapter_model.safetensors") for config in (whole, second)]
     assert all(torch.equal(adapters[0][name], adapters[1][name]) for name in adapters[0])
-    steps = [message for message in hub.repositories[NAME].messages if message.startswith("Checkpoint")]
+    repository = hub.repositories[NAME]
+    written = [*contents(configure("first").output_path.parent).values(), *hub.objects.values()]
+    written += [content for files in repository.commits.values() for content in files.values()]
+    assert len(written) > 20 and not any(TOKEN.encode() in content for content in written)
+    steps = [message for message in repository.messages if message.startswith("Checkpoint")]
     assert steps[-1] == "Checkpoint of step 6"

@@ -8,7 +8,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import constants, snapshot_download
@@ -162,6 +164,26 @@ def push_killed_at(hub: Hub, exported: Path, ending: str) -> int:
 
         hub.fault = kill
         return process.wait()
+
+
+def test_an_upload_cut_at_a_request_is_one_line_and_repeated(
+    hub: Hub, exported: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connection ends after the request is done, before the answer."""
+    clock = SimpleNamespace(time=time.time, monotonic=time.monotonic, sleep=lambda seconds: None)
+    monkeypatch.setattr("huggingface_hub.utils._http.time", clock)  # it tries again at once
+    for request in REQUESTS:
+        before, asked = contents(exported), len(hub.paths)
+        hub.lost = lambda path, request=request: path.endswith(request) or (request == "/lfs" and "/lfs/" in path)  # type: ignore[misc]
+        try:
+            push(exported, NAME)
+        except ValueError as error:
+            assert str(error).startswith(f"push={NAME}: the hub cannot be reached: ") and "\n" not in str(error)
+        assert len(hub.paths) > asked and contents(exported) == before
+        assert hub.repositories.get(NAME, Repository()).files in ({}, before)
+        hub.lost = lambda path: False
+        push(exported, NAME)
+        assert hub.repositories.pop(NAME).files == before
 
 
 REQUESTS = ["/api/repos/create", f"/api/models/{NAME}", "/preupload/main", "/objects/batch", "/lfs", "/commit/main"]

@@ -14,6 +14,9 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import ModelCard, constants, lfs
+from peft import AutoPeftModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from tests.recipes.conftest import world
 from tests.recipes.test_sft import Configure, configure
@@ -70,6 +73,11 @@ def test_a_run_pushes_its_result_once_it_is_compared(
     ids = torch.arange(5, 37)[None]
     answers = [loaded(repository.files[name].decode(), ids) for name in ("README.md", "merged/README.md")]
     assert torch.allclose(*answers, atol=0.05)  # the merged weights are bf16
+    exported = (AutoPeftModelForCausalLM.from_pretrained(local / "adapter"),
+                AutoModelForCausalLM.from_pretrained(local / "merged"))  # fmt: skip
+    with torch.no_grad():
+        assert all(torch.equal(model.eval()(input_ids=ids).logits.float(), answer)
+                   for model, answer in zip(exported, answers, strict=True))  # fmt: skip
 
 
 def loaded(card: str, ids: torch.Tensor) -> torch.Tensor:
@@ -100,14 +108,28 @@ def test_a_push_that_fails_leaves_the_run_finished(
     assert main(command.split()) == 0
     assert hub.repositories[NAME].branches["dev"] == contents(folder / "export" / "adapter")
 
-    def refused(*arguments: Any) -> None:
-        raise KeyboardInterrupt if arguments[0] else ValueError("the export is not the tuned model")
-
-    monkeypatch.setattr("tpu_kit.exporting.export._export", refused)
+    weights = folder / "adapter" / "adapter_model.safetensors"
+    save_file({name: torch.zeros_like(tensor) for name, tensor in load_file(weights).items()}, weights)
     before = len(hub.paths)
     assert publish.push_result(config, folder) is None
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith(f"warning: {folder / 'adapter'} changes nothing: with it the model says what the base model")
+    assert "Nothing was pushed; the result is complete" in said
+
+    def stopped(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tpu_kit.exporting.export._export", stopped)
+    assert publish.push_result(config, folder) is None
     assert "SIGINT was received. Nothing was pushed" in capsys.readouterr().err
-    assert not [path for path in hub.paths[before:] if "commit" in path]
+    assert {path.rpartition("/")[2] for path in hub.paths[before:]} <= {"whoami-v2", "tuned", "dev", "export.json"}
+
+
+def test_a_run_of_an_object_store_pushes_its_result(hub: Hub, configure: Configure, bucket: str) -> None:
+    config = configure(max_steps=1, model_id=NAME, output_dir=f"{bucket}/run")
+    result = sft.train(config)
+    assert result.pushed.endswith(hub.repositories[NAME].head)
+    assert "adapter_model.safetensors" in hub.repositories[NAME].files
 
 
 NOT_YET: Mapping[str, tuple[Mapping[str, Any], str]] = {
