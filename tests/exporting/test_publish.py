@@ -182,17 +182,18 @@ def test_the_cell_of_a_notebook_reads_the_token_and_checks_the_repository(
     client = SimpleNamespace(get_secret={"HF_TOKEN": TOKEN}.get)
     monkeypatch.setitem(sys.modules, "kaggle_secrets", SimpleNamespace(UserSecretsClient=lambda: client))
     monkeypatch.delenv("HF_TOKEN")
-    config = load_config(None, {"hub.format": ["merged"], "model_id": "ann/of-the-file"})
-    assert cells.with_push(load_config(), None) == load_config() and hub.paths == []
-    assert 'push_to = "your-name/a-name" pushes it' in capsys.readouterr().out
-    assert cells.with_push(config, None) == config
-    pushed = cells.with_push(config, NAME)
+    file = {"hub": {"format": ["merged"], "model_id": "ann/of-the-file", "strategy": "checkpoint"}}
+    cells.check_push(cells.config({"push_to": None}))
+    assert 'push_to = "your-name/a-name" pushes it' in capsys.readouterr().out and hub.paths == []
+    assert cells.config({"push_to": None}, file).hub.model_id == "ann/of-the-file"
+    pushed = cells.config({"push_to": NAME, "strategy": "checkpoint"})
     assert (pushed.hub.model_id, pushed.sources["hub.model_id"]) == (NAME, "notebook parameter")
+    cells.check_push(pushed)
     said = capsys.readouterr().out
-    assert said.splitlines()[1].startswith(f"pushes to        {hub.url}/{NAME} (private if it is new): merged")
+    assert said.startswith(f"pushes to        {hub.url}/{NAME} (private if it is new): adapter, once compared with the")
     assert os.environ["HF_TOKEN"] == TOKEN and TOKEN not in said + str(pushed.to_dict())
     with pytest.raises(ConfigError, match="the token belongs to ann, not to bob"):
-        cells.with_push(config, "bob/tuned")
+        cells.check_push(cells.config({"push_to": "bob/tuned"}, file))
 
 
 def test_tokens_of_one_repository(hub: Hub) -> None:

@@ -60,12 +60,15 @@ def config(
     Args:
         namespace: ``globals()`` of the notebook; see `parameters`.
         path: a YAML file, a shipped configuration, or values of a file to start from.
-        also: parameters of the notebook itself, which are not in the configuration.
+        also: parameters of the notebook itself, which are not in the configuration. `push_to` is `hub.model_id`,
+            unless it is None.
 
     Raises:
         ConfigError: all problems at once: unknown names (with the nearest known ones) and values that do not fit.
     """
     values = {name: value for name, value in parameters(namespace).items() if name not in also}
+    if (repository := values.pop("push_to", None)) is not None:
+        values["hub.model_id"] = repository
     loaded = load_config(path, parameters=values)
     # Here, so that the notebook looks for the run's files where `train` will put them.
     output = find_place(loaded)
@@ -129,25 +132,21 @@ def secrets(*names: str) -> dict[str, str]:
     return sources
 
 
-def with_push(config: TrainConfig, push_to: str | None) -> TrainConfig:
-    """Sets `hub.model_id`, unless it is None; reads the token, and prints where the result will be pushed to.
+def check_push(config: TrainConfig) -> None:
+    """Reads the token, and prints where the result will be pushed to, if `hub.model_id` is set.
 
     Raises:
         ConfigError: it could not be pushed there.
     """
     from tpu_kit.exporting.hub.publish import describe_push, hub_problems
 
-    if push_to is not None:
-        hub, sources = replace(config.hub, model_id=push_to), {**config.sources, "hub.model_id": "notebook parameter"}
-        config = replace(config, hub=hub, sources=sources)
     if config.hub.model_id is None:
         print('the result stays here: push_to = "your-name/a-name" pushes it to the Hugging Face hub')
-        return config
+        return
     secrets("HF_TOKEN")
     if problems := hub_problems(config):
         raise ConfigError(problems)
     print(describe_push(config))
-    return config
 
 
 def show_verdict(checks: Sequence[Check], config: TrainConfig) -> None:
