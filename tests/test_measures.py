@@ -23,15 +23,14 @@ PACKAGE = Package.read(REPOSITORY / "tpu_kit")
 CHANNELS = side_channels(PACKAGE.sources)
 
 # Module -> the most lines of what it needs of the package. Goals: 10,000, 17,500 and 10,000; the recipe's is reported.
-# The section hub is up to 125 lines of each; a recipe that pushes its result needs the exports and the hub too, 2,000 lines.
+# The section hub is up to 125 lines of each; a recipe that pushes its result needs exports and hub too, 2,000 lines.
 CLOSURES = {
-    "training.step": 5_758, "training.trainer": 14_435, "generation.generator": 6_798, "recipes.sft": 36_562,
+    "training.step": 5_810, "training.trainer": 14_518, "generation.generator": 6_798, "recipes.sft": 37_183,
 }  # fmt: skip
 
 # The most modules of the kit that a module imports; goals: 15, and 25 for recipes and the modules on top.
-# A push takes a recipe two, the result and the checkpoints.
 FAN_OUT = 15
-FAN_OUTS = {"recipes.sft": 44, "recipes.commands": 17}
+FAN_OUTS = {"recipes.replica": 23, "recipes.sft": 18}
 
 # An identifier of a feature -> the modules that own it, and the most others that name it (goal: 3). The configuration
 # and the command line may name each.
