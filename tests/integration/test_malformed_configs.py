@@ -25,7 +25,7 @@ from tests.support.child_processes import run_python
 from tpu_kit.cli import main
 from tpu_kit.config.choices import ROLES
 from tpu_kit.config.fields import ConfigField
-from tpu_kit.config.loader import ConfigError, TrainConfig, load_config
+from tpu_kit.config.loader import _WITH_SECTION, ConfigError, TrainConfig, load_config
 from tpu_kit.config.schema import USUAL, parameters
 from tpu_kit.data.rows.columns import NAMES
 
@@ -101,9 +101,10 @@ def test_a_value_is_refused_or_in_effect(name: str, tmp_path: Path) -> None:
     file, refused = tmp_path / "run.yaml", 0
     # Each parameter takes its turn through a third of them: all values reach all kinds of parameters.
     turn = list(parameters()).index(name)
+    key = name if name in _WITH_SECTION else leaf
     for number, value in enumerate(VALUES):
         if number % 3 == turn % 3:
-            refused += refused_or_in_effect(lambda value=value: load_config(parameters={leaf: value}), name, value)
+            refused += refused_or_in_effect(lambda value=value: load_config(parameters={key: value}), name, value)
     for number, text in enumerate(TEXTS):
         if number % 6 == turn % 6:
             said = [f"{name}={text}"]
