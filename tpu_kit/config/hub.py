@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from tpu_kit.config.choices import EXPORT_FORMATS
-from tpu_kit.config.fields import knob
+from tpu_kit.config.fields import knob, show
 
 if TYPE_CHECKING:
     from tpu_kit.config.schema import TrainConfig
@@ -21,7 +21,7 @@ def check_formats(names: str | tuple[str, ...]) -> None:
     """Raises ValueError if a name is no format of an export, or is given twice."""
     names = (names,) if isinstance(names, str) else names
     if unknown := [name for name in names if name not in EXPORT_FORMATS]:
-        raise ValueError(f"has {', '.join(unknown)}, and there are {', '.join(EXPORT_FORMATS)}")
+        raise ValueError(f"has {', '.join(map(show, unknown))}, and there are {', '.join(EXPORT_FORMATS)}")
     if len({*names}) < len(names):
         raise ValueError("names a format twice; remove one of them")
 
@@ -30,7 +30,7 @@ def check_repository_name(name: str) -> None:
     """Raises ValueError if a text is no name of a repository of the hub, with its owner."""
     owner, slash, rest = name.partition("/")
     if not slash:
-        raise ValueError(f"has no owner; give it too, as in your-name/{name}")
+        raise ValueError(f"has no owner; give it too, as in your-name/{name[:40]}")
     if not all(map(_REPOSITORY_PART.fullmatch, (owner, rest))) or ".." in name or "--" in name or rest.endswith(".git"):
         raise ValueError(
             "is no name of a repository: owner/name, of letters, digits, and single - . _ between them, 96 characters "
