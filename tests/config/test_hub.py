@@ -22,7 +22,7 @@ NAME = "ann/tuned"
           for name in ("ann/a b", "ann/-a", "ann/a..b", "ann/a--b", "ann/a.git", "a/b/c", "ann/" + 97 * "a", "/a")),
         ({"hub.revision": "a..b"}, "hub.revision: 'a..b' is no branch; name one, such as main"),
         ({"hub.revision": "a" * 40}, "is no branch; name one, such as main"),
-        ({"hub.format": "words"}, f"'words' has words, and there are {', '.join(EXPORT_FORMATS)}"),
+        ({"hub.format": "words"}, f"'words' has 'words', and there are {', '.join(EXPORT_FORMATS)}"),
         ({"hub.format": ["merged", "merged"]}, "names a format twice; remove one of them"),
         ({"checkpoint.source": "ann/tuned"}, "is no address of the hub; write hf://owner/name or hf://owner/name@com"),
         ({"checkpoint.source": "hf://tuned"}, "has no owner; give it too, as in your-name/tuned"),
