@@ -31,6 +31,7 @@ from tpu_kit.assets.embedded import cot_rows
 from tpu_kit.cli import main
 from tpu_kit.config.loader import ConfigError, TrainConfig, load_config, of_rewards
 from tpu_kit.distributed.preemption import StopFlag
+from tpu_kit.distributed.replica.backends import CpuRuntime
 from tpu_kit.generation.decoder import Decoder
 from tpu_kit.generation.evaluation import held_out_answers, judging
 from tpu_kit.generation.evaluation.rewards import Judgement, Rewards
@@ -44,12 +45,12 @@ from tpu_kit.recipes.grpo import grpo
 from tpu_kit.recipes.run_data import prepare_run
 from tpu_kit.recipes.run_plan import plan_run
 from tpu_kit.recipes.sft import train
-from tpu_kit.training.losses import rollout
+from tpu_kit.training.losses import sampled_updates
 from tpu_kit.training.losses.policy import PolicyObjective
-from tpu_kit.training.losses.rollout import GROUP_FILE, texts_of
+from tpu_kit.training.losses.rollout import Rollout, exchange
+from tpu_kit.training.losses.sampled_updates import GROUP_FILE, texts_of
 from tpu_kit.training.metrics import read_metrics
 from tpu_kit.training.step import SplitStep
-from tpu_kit.training.updates import NextUpdateError
 
 needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
 TINY = {
@@ -84,19 +85,21 @@ def test_a_run_that_is_interrupted_ends_as_the_undisturbed_one(
     iterations: int, parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also between two updates of a rollout, whose completions are in the checkpoint."""
-    packed, pack = list[list[int]](), rollout.pack
-    monkeypatch.setattr(rollout, "pack", lambda *given: packed.append([each.row for each in given[0]]) or pack(*given))
+    packed, pack = list[list[int]](), sampled_updates.pack
+    monkeypatch.setattr(
+        sampled_updates, "pack", lambda *given: packed.append([each.row for each in given[0]]) or pack(*given)
+    )
     settings = {"num_iterations": iterations, "steps_per_generation": parts, "epsilon": 0.1}
-    rows, after = list[list[int]](), rollout.Rollouts.after
+    rows, after = list[list[int]](), sampled_updates.Rollouts.after
 
-    def watched(updates: rollout.Rollouts, *given: Any) -> Any:
+    def watched(updates: sampled_updates.Rollouts, *given: Any) -> Any:
         for update, tokens, batches in after(updates, *given):
             ids = {int(batch["input_ids"].sum()) for batch in batches}
             rows.append([*updates.source_rows(update), *ids])
             yield update, tokens, batches
 
     with monkeypatch.context() as patch:
-        patch.setattr(rollout.Rollouts, "after", watched)
+        patch.setattr(sampled_updates.Rollouts, "after", watched)
         grpo(run_of(tmp_path / "whole", **settings))
     assert (rows[0] != rows[1]) is (iterations == 1) and rows[1] != rows[2]
     assert rows[0][:2] == sorted(set(packed[0])) and rows[-1][:2] == sorted(set(packed[-1]))
@@ -315,20 +318,25 @@ def test_a_rounded_base_has_a_small_gap(dtype: str, tmp_path: Path, capsys: Any)
     )
 
 
-def test_what_functions_log_is_the_mean_over_the_replicas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicas_exchange_completions_and_what_functions_log() -> None:
     """Also where not all log the same names; the exchange is that of two replicas, without their processes."""
     shares, logged = list[Any](), [{"depth": [1.0, 2.0]}, {"depth": [6.0], "tools": [1.0]}]
-    monkeypatch.setattr(rollout.Rollouts, "_exchange", lambda self, mine: shares.append(mine) or shares)
-    one = rollout.Rollouts.__new__(rollout.Rollouts)
-    one._names = ["one"]
+
+    class Replicas(CpuRuntime):
+        def exchange(self, mine: Any) -> list[Any]:
+            shares.append(json.loads(json.dumps(mine)))
+            return shares
+
     replies = [Completion(text, None, text, (1,), "stop", -1.0, (-1.0,)) for text in "ab"]
     for number, each in enumerate(logged):
         judgement = Judgement([float(number)], {"one": [2.0 * number]}, each)
-        answers, means, _ = one._exchanged({(1 - number, 0): replies[number]}, judgement, "")
-    assert means == {"depth": 3.0, "tools": 1.0}
-    assert answers == [(replies[1], 1.0, 2.0), (replies[0], 0.0, 0.0)], "in the order of the prompts"
-    with pytest.raises(NextUpdateError, match="the reward failed"):
-        one._exchanged({}, Judgement([], {"one": []}), "the reward failed")
+        part = Rollout(1, [5, 6], 1, {(1 - number, 0): replies[number]}, judgement)
+        whole = exchange(part, rt := Replicas(0, 2, torch.device("cpu")))
+    assert whole.judgement.logged == {"depth": [1.0, 2.0, 6.0], "tools": [1.0]}
+    assert [*whole.completions.items()] == [((0, 0), replies[1]), ((1, 0), replies[0])], "in the order of the prompts"
+    assert (whole.judgement.total, whole.judgement.parts) == ([1.0, 0.0], {"one": [2.0, 0.0]})
+    empty = Rollout(1, [5, 6], 1, {}, Judgement([], {"one": []}), "the reward failed")
+    assert exchange(empty, rt).failure == "the reward failed"
 
 
 @pytest.mark.slow
@@ -424,8 +432,8 @@ def test_groups_of_equal_rewards_change_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Completions of a prompt share it."""
-    shared, pack = list[bool](), rollout.pack
-    monkeypatch.setattr(rollout, "pack", lambda *given: shared.append(given[-1]) or pack(*given))
+    shared, pack = list[bool](), sampled_updates.pack
+    monkeypatch.setattr(sampled_updates, "pack", lambda *given: shared.append(given[-1]) or pack(*given))
     settings = {"split": "train[:2]", "shuffle": False}
     grpo(run_of(tmp_path / "start", max_steps=2, **settings))
     grpo(run_of(tmp_path / "end", max_steps=2, **settings))

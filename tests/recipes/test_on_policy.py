@@ -16,7 +16,7 @@ from tpu_kit.config.loader import ConfigError, TrainConfig, load_config
 from tpu_kit.distributed.hosts import Hosts
 from tpu_kit.machine.checks import Machine
 from tpu_kit.recipes.distillation import distill
-from tpu_kit.training.losses import rollout
+from tpu_kit.training.losses import sampled_updates
 from tpu_kit.training.metrics import read_metrics
 
 xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
@@ -49,14 +49,14 @@ def test_an_update_is_that_of_a_plain_computation(
     world: Path, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of prompts alone, in rows of any columns."""
-    taken: list[rollout.Sampled] = []
-    right = rollout.pack
+    taken: list[sampled_updates.Sampled] = []
+    right = sampled_updates.pack
 
     def pack(sampled: Any, *given: Any) -> Any:
         taken.extend(sampled)
         return right(sampled, *given)
 
-    monkeypatch.setattr(rollout, "pack", pack)
+    monkeypatch.setattr(sampled_updates, "pack", pack)
     rows = Dataset.from_list([{"prompt": f"Say {number}.", "level": number} for number in range(12)])
     config = config_of(world, teacher, tmp_path, max_steps=1, format="prompt", eval_rows=0, source="embedded")
     assert distill(config, rows).step == 1
@@ -153,7 +153,7 @@ def test_refusals(world: Path, teacher: Path, tmp_path: Path, settings: dict[str
 
 def test_several_hosts_are_refused(world: Path, teacher: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^distill\.on_policy on 2 hosts: completions are exchanged within one host"):
-        rollout.check_rollouts(config_of(world, teacher, tmp_path), [], None, Hosts(0, ("a", "b")))
+        sampled_updates.check_rollouts(config_of(world, teacher, tmp_path), [], None, Hosts(0, ("a", "b")))
 
 
 def test_without_it_rows_need_replies(world: Path, teacher: Path, tmp_path: Path) -> None:

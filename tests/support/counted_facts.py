@@ -32,7 +32,7 @@ FACTS = {
     "the model's configuration": ("tpu_kit.model.source", "read_config"),
     "the objective": ("tpu_kit.training.objectives", "objective_of"),
     "the estimate of memory": ("tpu_kit.planning.memory.memory_estimate", "estimate"),
-    "the number of updates": ("tpu_kit.training.losses.rollout", "planned_updates"),
+    "the number of updates": ("tpu_kit.training.losses.sampled_updates", "planned_updates"),
 }
 """Fact -> the function that finds it."""
 

@@ -6,6 +6,7 @@ import ast
 import contextlib
 import ctypes
 import hashlib
+import math
 import os
 import random
 import signal
@@ -404,3 +405,11 @@ def compute_between_steps(config: TrainConfig) -> int:
 def miss_a_bucket(config: Any) -> None:
     with ObjectFolder("memory://mine/run")._explained():
         raise FileNotFoundError
+
+
+def exchanged(config: TrainConfig) -> Any:
+    """What a replica gets in two exchanges."""
+    rt = runtime.current()
+    rank = rt.rank
+    values = {"rank": rank, "ids": [*range(1 + 1000 * rank)], "numbers": [0.1 + rank, 1 / 3], "none": math.nan}
+    return rt.exchange({**values, "text": "\u00e9" * rank}), rt.exchange(rank)

@@ -275,7 +275,7 @@ def show_group(output_dir: str | Path) -> None:
     Tokens that the update makes likelier are green, others red; the darker, the larger the advantage (in plain text |
     is between tokens).
     """
-    from tpu_kit.training.losses.rollout import GROUP_FILE
+    from tpu_kit.training.losses.sampled_updates import GROUP_FILE
 
     group = json.loads((Path(output_dir) / GROUP_FILE).read_text())
     print(f"step {group['step']}: {group['prompt']}")

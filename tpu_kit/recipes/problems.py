@@ -23,7 +23,7 @@ from tpu_kit.model import trainable as models
 from tpu_kit.model.base_identity import NAME, base_of_adapter
 from tpu_kit.planning.objective_check import check_objective
 from tpu_kit.training.adapter_files import start_from
-from tpu_kit.training.losses.rollout import check_rollouts
+from tpu_kit.training.losses.sampled_updates import check_rollouts
 from tpu_kit.training.metrics import check_tracking
 from tpu_kit.training.objectives import Objective
 

@@ -33,7 +33,7 @@ from tpu_kit.recipes.run_data import prepare_run
 from tpu_kit.recipes.run_plan import RunPlan, resumed, with_batch, with_data, with_model
 from tpu_kit.training.adapter_files import save_adapter, start_from, tokenizer_to_save
 from tpu_kit.training.checkpoint.manager import CheckpointManager, HostParts
-from tpu_kit.training.losses.rollout import source_of_updates
+from tpu_kit.training.losses.sampled_updates import source_of_updates
 from tpu_kit.training.metrics import peak_memory
 from tpu_kit.training.objectives import Objective, objective_of
 from tpu_kit.training.step import prepare_model

@@ -31,7 +31,7 @@ from tpu_kit.model.loading import read_config
 from tpu_kit.planning.preflight import Preflight, check_before_launch
 from tpu_kit.recipes import problems
 from tpu_kit.recipes.run_data import SHOWN_REPORT, data_report, prepare_run
-from tpu_kit.training.losses.rollout import planned_updates
+from tpu_kit.training.losses.sampled_updates import planned_updates
 from tpu_kit.training.losses.teacher_files import TeacherFiles, prepare_files, read_columns
 from tpu_kit.training.objectives import Objective, objective_of
 from tpu_kit.training.resume import START, TEACHER, Record, ResumePoint, find_resume_point, rows_digest, versions

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from tpu_kit.config.mesh import Mesh, Spec
 from tpu_kit.distributed.hosts import ONE, Hosts
+from tpu_kit.distributed.replica.exchange import ProcessGroup, between_processes
 from tpu_kit.distributed.replica.mesh import Box, local_devices, pieces, put, put_rows, read, row_shards
 from tpu_kit.distributed.replica.runtime import DeviceType, Runtime, Shared
+
+T = TypeVar("T")
 
 
 class CpuRuntime(Runtime):
@@ -82,6 +85,23 @@ class TpuRuntime(_XlaRuntime):
 
     device_type = "tpu"
 
+    def __init__(
+        self, rank: int, world_size: int, local_device: torch.device, group: ProcessGroup | None = None
+    ) -> None:
+        super().__init__(rank, world_size, local_device)
+        self._group = group
+
+    def exchange(self, mine: T) -> list[T]:
+        """See `Runtime.exchange`."""
+        if self.world_size == 1:
+            return [mine]
+        import torch_xla.runtime as xr
+
+        assert self._group is not None, "the launcher gives it to several replicas"
+        return self._group.exchange(
+            self.rank, mine, xr.addressable_device_count(), xr.process_index(), xr.process_count()
+        )
+
     def barrier(self) -> None:
         """See `Runtime.barrier`."""
         if self.world_size > 1:
@@ -112,6 +132,14 @@ class SimulatedRuntime(_XlaRuntime):
             from tpu_kit.distributed.replica import cpu_simulation
 
             cpu_simulation.meet(self.rank)
+
+    def exchange(self, mine: T) -> list[T]:
+        """See `Runtime.exchange`."""
+        if self.world_size == 1:
+            return [mine]
+        from tpu_kit.distributed.replica import cpu_simulation
+
+        return cpu_simulation.gather(self.rank, mine)
 
 
 class MeshRuntime(_XlaRuntime):
@@ -156,6 +184,10 @@ class MeshRuntime(_XlaRuntime):
     def pieces(self, tensors: Sequence[torch.Tensor]) -> list[list[tuple[Box, torch.Tensor]]]:
         """See `Runtime.pieces`."""
         return pieces([tensor.detach() for tensor in tensors], self.devices)
+
+    def exchange(self, mine: T) -> list[T]:
+        """Returns what the process of each host gives; see `Runtime.exchange`."""
+        return [mine] if self.num_hosts == 1 else between_processes(mine, torch.device("cpu"))
 
     def barrier(self) -> None:
         """Waits for the processes of the other hosts."""

@@ -21,9 +21,10 @@ import contextlib
 import faulthandler
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 _meeting: _Meeting | None = None
+T = TypeVar("T")
 
 
 class _Meeting:
@@ -36,7 +37,7 @@ class _Meeting:
         self._round = 0
         self._unhurried = 0  # replicas that may take their time
         self._failure: str | None = None
-        self.votes: dict[int, bool] = {}  # by rank
+        self.given: dict[int, Any] = {}  # by rank
 
     def wait(self, rank: int) -> None:
         with self._condition:
@@ -130,14 +131,20 @@ def meet(rank: int) -> None:
     _meeting.wait(rank)
 
 
+def gather(rank: int, mine: T) -> list[T]:
+    """Returns what each replica gives, by rank; all must call it. Raises MeetingError as `meet`."""
+    assert _meeting is not None, "`run` comes first"
+    _meeting.given[rank] = mine
+    _meeting.wait(rank)
+    result = [_meeting.given[other] for other in sorted(_meeting.given)]
+    _meeting.wait(rank)
+    del _meeting.given[rank]  # which all have read, and which may be large
+    return result
+
+
 def any_replica(rank: int, mine: bool) -> bool:
     """Returns whether `mine` is true in any replica; all must call it. Raises MeetingError as `meet`."""
-    assert _meeting is not None, "`run` comes first"
-    _meeting.votes[rank] = mine
-    _meeting.wait(rank)
-    result = any(_meeting.votes.values())
-    _meeting.wait(rank)
-    return result
+    return any(gather(rank, mine))
 
 
 @contextlib.contextmanager

@@ -122,6 +122,18 @@ class Runtime:
 
             dist.barrier()
 
+    def exchange(self, mine: T) -> list[T]:
+        """Returns what each replica gives, by rank: values for JSON, whose floats keep every bit; on the host.
+
+        All replicas must call it. Replicas that are threads get the others' own objects; from other processes tuples
+        come as lists.
+        """
+        if self.world_size == 1:
+            return [mine]
+        from tpu_kit.distributed.replica.exchange import between_processes
+
+        return between_processes(mine, self.local_device)
+
     def memory(self) -> tuple[int | None, int | None]:
         """Peak of the device memory in use and its size, bytes; None on XLA:CPU and the CPU, which do not count it."""
         return None, None

@@ -42,6 +42,7 @@ from tpu_kit.distributed.detection import Backend
 from tpu_kit.distributed.hosts import Hosts
 from tpu_kit.distributed.preemption import StopFlag
 from tpu_kit.distributed.replica import cpu_simulation, main_thread, runtime
+from tpu_kit.distributed.replica.exchange import ProcessGroup
 from tpu_kit.distributed.replica.runtime import Outdated, Runtime, Shared
 from tpu_kit.distributed.sending import refuse_devices, restored
 from tpu_kit.machine.storage import atomic
@@ -123,7 +124,9 @@ def _is_from_the_kit(error: BaseException, kind: type[Exception]) -> bool:
     return isinstance(error, kind) and raised_in.startswith("tpu_kit.") and not plain
 
 
-def _xla_replica(_index: int, folder: str, payload: bytes, backend: Backend, shared: Shared | None = None) -> None:
+def _xla_replica(
+    _index: int, folder: str, payload: bytes, backend: Backend, shared: Shared | ProcessGroup | None = None
+) -> None:
     """Runs a replica in a TPU's process (or a thread of it), or in a thread of the rehearsal, whose replicas share."""
     import torch_xla
     import torch_xla.runtime as xr
@@ -133,8 +136,8 @@ def _xla_replica(_index: int, folder: str, payload: bytes, backend: Backend, sha
     rank = xr.global_ordinal()
 
     def make() -> Runtime:
-        if backend.device_type == "tpu":
-            return TpuRuntime(rank, xr.world_size(), torch_xla.device())
+        if isinstance(shared, ProcessGroup):
+            return TpuRuntime(rank, xr.world_size(), torch_xla.device(), shared)
         return SimulatedRuntime(rank, xr.world_size(), torch_xla.device(), shared)
 
     if backend.device_type == "tpu":
@@ -341,7 +344,8 @@ def main() -> None:
             if not replicas:
                 import torch_xla.distributed.xla_multiprocessing as xmp
 
-                xmp.spawn(_xla_replica, args=(folder, payload, backend), nprocs=backend.num_replicas)
+                group = ProcessGroup(functools.partial(_connect, "gloo", backend.hosts, folder))
+                xmp.spawn(_xla_replica, args=(folder, payload, backend, group), nprocs=backend.num_replicas)
             for replica in replicas:
                 replica.start()
             for replica in replicas:  # their order does not matter: if one fails, the caller ends the others

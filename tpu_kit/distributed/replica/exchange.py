@@ -1,0 +1,93 @@
+"""Gives each replica what all give: in memory between threads, by a process group between processes.
+
+The processes of a TPU's chips join a group on the CPU when they first exchange something.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from itertools import chain
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+
+
+def between_processes(mine: T, device: torch.device) -> list[T]:
+    """Returns what each process of the process group gives, by rank.
+
+    Args:
+        mine: a value for JSON; tuples of the others come as lists.
+        device: where the group's collectives take tensors.
+    """
+    import torch
+    import torch.distributed as dist
+
+    data = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
+    size = torch.tensor([len(data)], device=device)
+    sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, size)
+    lengths = [int(one) for one in sizes]
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded[: len(data)] = data
+    padded = padded.to(device)
+    parts = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(parts, padded)
+    return [json.loads(part[:length].cpu().numpy().tobytes()) for part, length in zip(parts, lengths, strict=True)]
+
+
+class ProcessGroup:
+    """The processes of a TPU's chips, each with as many replicas, which are its threads.
+
+    It is sent to each process once, and its threads share it there.
+
+    Args:
+        connect: joins the process group on the CPU, by the number of this process and the number of all.
+    """
+
+    def __init__(self, connect: Callable[[int, int], None]) -> None:
+        self._connect, self._lock = connect, threading.Lock()
+        self._arrived: threading.Barrier | None = None
+        self._read: threading.Barrier | None = None
+        self._given: dict[int, Any] = {}  # by rank, of the threads of this process
+        self._all: list[Any] = []  # by rank
+
+    def __reduce__(self) -> tuple[type[ProcessGroup], tuple[Callable[[int, int], None]]]:
+        return type(self), (self._connect,)
+
+    def exchange(self, rank: int, mine: T, threads: int, process: int, processes: int) -> list[T]:
+        """Returns what each replica gives, by rank; all must call it, with one number of threads and processes.
+
+        Args:
+            rank: of this replica.
+            mine: as in `between_processes`.
+            threads: replicas of each process.
+            process: number of this process.
+            processes: number of processes.
+        """
+        with self._lock:
+            self._arrived = self._arrived or threading.Barrier(threads, lambda: self._join(process, processes))
+            self._read = self._read or threading.Barrier(threads)
+            self._given[rank] = mine
+        self._arrived.wait()
+        found = self._all
+        self._read.wait()  # the next exchange replaces it
+        return found
+
+    def _join(self, process: int, processes: int) -> None:
+        """Exchanges what the threads of all processes give; called in one thread while the others wait."""
+        given, self._given = self._given, {}
+        together = [[*given.items()]]
+        if processes > 1:
+            import torch
+            import torch.distributed as dist
+
+            if not dist.is_initialized():
+                self._connect(process, processes)
+            together = between_processes(together[0], torch.device("cpu"))
+        self._all = [value for _, value in sorted(chain(*together), key=itemgetter(0))]

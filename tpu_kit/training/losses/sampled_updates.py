@@ -1,0 +1,373 @@
+"""The updates of runs that sample, from rollouts of the weights being trained; see `losses.rollout`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import cached_property
+from itertools import islice
+from textwrap import shorten
+from typing import Any
+
+import numpy as np
+import torch
+
+from tpu_kit.config.loader import BatchPlan, TrainConfig
+from tpu_kit.data.batching import PackedDataset, Update, eval_batches, rows_of, updates
+from tpu_kit.data.prepare import Prepared
+from tpu_kit.distributed.hosts import Hosts
+from tpu_kit.distributed.preemption import PreemptionGuard
+from tpu_kit.distributed.replica.main_thread import CallEnded
+from tpu_kit.distributed.replica.runtime import Runtime
+from tpu_kit.generation.evaluation.rewards import Rewards
+from tpu_kit.generation.generator import Generator
+from tpu_kit.generation.sampling import Sampling
+from tpu_kit.machine.storage import atomic
+from tpu_kit.model import attention
+from tpu_kit.training.losses.policy import GAP, PolicyObjective, Sampled, pack
+from tpu_kit.training.losses.rollout import (
+    Judge,
+    Rollout,
+    TeacherJudge,
+    advantages,
+    deviation,
+    documents,
+    exchange,
+    judge,
+    measured,
+    sample,
+)
+from tpu_kit.training.metrics import apart_from
+from tpu_kit.training.objectives import Objective
+from tpu_kit.training.updates import NextUpdateError, Tensors, Updates
+
+GROUP_FILE = "group.json"  # in a run's folder: a group of completions of the last rollout, with their rewards
+_SHOWN = 300  # characters of a prompt and a completion in a warning
+_UNJUDGED = 10  # consecutive rollouts without a reward, after which there will be none
+
+
+def updates_of(prompts: int, config: TrainConfig) -> Iterator[Update]:
+    """Yields the updates of a run that samples, by the number of its prompts; raises ValueError if they are too few."""
+    rl, optim, each = config.rl, config.optim, config.rl.updates_per_rollout
+    if prompts < rl.prompts_per_rollout:
+        raise ValueError(
+            f"rl.prompts_per_update={rl.prompts_per_update} x rl.steps_per_generation={rl.steps_per_generation} is "
+            f"more than the {prompts} prompts of the data; lower one of them"
+        )
+    last = optim.max_steps or math.inf
+    rollouts = replace(optim, max_steps=optim.max_steps and -(-optim.max_steps // each))
+    for rollout in updates(prompts, BatchPlan(rl.prompts_per_rollout, 1, 1, rl.prompts_per_rollout, 0), rollouts):
+        for step in range((rollout.step - 1) * each + 1, rollout.step * each + 1):
+            if step <= last:
+                yield replace(rollout, step=step)
+
+
+def planned_updates(rows: int, batch: BatchPlan, config: TrainConfig) -> Iterator[Update]:
+    """Yields the updates of a run, by its packed rows, or by its prompts if it samples."""
+    return updates_of(rows, config) if config.on_policy else updates(rows, batch, config.optim)
+
+
+def check_rollouts(
+    config: TrainConfig, rows: Sequence[Mapping[str, Any]], reward_funcs: Sequence[Any] | None, hosts: Hosts
+) -> None:
+    """Raises ValueError if the rewards of a run are not there, or none can judge its rows, or it has several hosts."""
+    name = "distill.on_policy" if config.distill.on_policy else "grpo"
+    if hosts.count > 1:
+        raise ValueError(f"{name} on {hosts.count} hosts: completions are exchanged within one host; use one host")
+    if not config.distill.on_policy:
+        Rewards(config, reward_funcs).check(rows)
+
+
+@contextlib.contextmanager
+def source_of_updates(
+    config: TrainConfig,
+    prepared: Prepared,
+    plan: BatchPlan,
+    rt: Runtime,
+    model: torch.nn.Module,
+    objective: Objective,
+    reward_funcs: Sequence[Any] | None,
+) -> Iterator[Updates]:
+    """Yields where a replica's batches come from: packed rows, or rollouts, whose rewards it opens and closes."""
+    if not config.on_policy:
+        yield Updates(config, prepared, plan, rt)
+        return
+    if config.distill.on_policy:
+        yield Rollouts(config, prepared, plan, rt, model, objective, TeacherJudge())
+        return
+    with Rewards(config, reward_funcs) as rewards:
+        yield Rollouts(config, prepared, plan, rt, model, objective, rewards)
+
+
+def texts_of(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
+    """Returns what each token adds to the text of the four before it: a tokenizer may strip the space of a first one.
+
+    A character of several tokens belongs to its last one.
+    """
+    texts = []
+    for end in range(1, len(tokens) + 1):
+        whole, before = (tokenizer.decode(tokens[max(0, end - 5) : stop]).rstrip("\ufffd") for stop in (end, end - 1))
+        texts.append(whole[len(before) :])
+    return texts
+
+
+class Rollouts(Updates):
+    """The updates of runs that sample: `rl.num_iterations` of each of `rl.steps_per_generation` parts of a rollout.
+
+    `judge` judges the completions.
+    """
+
+    splits = True
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        prepared: Prepared,
+        plan: BatchPlan,
+        rt: Runtime,
+        model: torch.nn.Module,
+        objective: Objective,
+        judge: Judge,
+    ) -> None:
+        super().__init__(config, prepared, plan, rt)
+        assert prepared.tasks is not None and prepared.encoder is not None
+        self._rl, self._model, self._objective = config.rl, model, objective
+        self._prepared, self._judge, self._tasks = prepared, judge, prepared.tasks
+        self._share_prompts = bool(judge.names) and attention.sees_all(model)
+        self.rows = len(self._tasks.numbers)
+        self._tokenizer = prepared.encoder.tokenizer
+        self._told: set[str] = set()  # the warnings that were given
+        self._first: tuple[Sequence[int], Sequence[int], float] | None = None  # prompt, completion, reward of the last
+        self._zero: list[str] = []  # functions of users whose rewards were all 0 then
+        self._unjudged = 0  # the last rollouts without a reward
+        self._sampled: list[Sampled] = []  # of the present rollout
+        self._packed: list[PackedDataset | None] = []  # of each part of its prompts
+        self._old: list[torch.Tensor] = []  # of each part (packed rows, S) log-probabilities before its first update
+        self._metrics: dict[int, dict[str, float]] = {}  # by step, until they are logged
+
+    @cached_property
+    def generator(self) -> Generator:  # type: ignore[override]  # made when the model is on the device
+        """Samples, and answers held-out rows."""
+        ids = [
+            *self._tasks.rows.prompt_ids,
+            *self._prepared.eval_prompt_ids[: self._config.tracking.eval_generate_rows],
+        ]
+        prompts = -(-self._rl.prompts_per_rollout // self._rt.world_size)
+        return Generator(
+            self._model, self._tokenizer, self._rt, max_prompt=max(map(len, ids)), data=self._config.data,
+            max_new_tokens=self._rl.max_completion_length, batch_size=prompts * self._config.num_generations,
+            prefill_rows=prompts,
+        )  # fmt: skip
+
+    def all(self) -> Iterator[Update]:
+        """See `Updates.all`."""
+        return updates_of(self.rows, self._config)
+
+    def after(self, step: int, agreement: PreemptionGuard) -> Iterator[tuple[Update, int, list[Tensors]]]:
+        """See `Updates.after`; a rollout is made when its first update is asked for, and abandoned with it."""
+        total = sum(1 for _ in self.all())
+        for update in islice(self.all(), step, None):
+            if (update.step - 1) % self._rl.updates_per_rollout == 0:
+                if not self._roll_out(update, total, agreement):
+                    yield update, 0, []
+                    return
+                if "old_logps" in self._objective.columns:
+                    self._set_old([self._old_logprobs(packed) for packed in self._packed])
+            packed = self._packed[self._part(update)]
+            yield update, 0 if packed is None else int(packed.row_tokens.sum()), self._batches(packed)
+
+    def source_rows(self, update: Update) -> list[int]:
+        """See `Updates.source_rows`."""
+        first, count = self._part(update) * self._rl.prompts_per_update, self._rl.prompts_per_update
+        return sorted(self._tasks.numbers[n] for n in rows_of(update, self.rows, self._config.data)[first:][:count])
+
+    def metrics(self, window: Sequence[Update]) -> dict[str, float]:
+        """Returns means over the rollouts of a window."""
+        each = [self._metrics.pop(update.step) for update in window if update.step in self._metrics]
+        names = dict.fromkeys(name for metrics in each for name in metrics)
+        means = {name: [metrics[name] for metrics in each if name in metrics] for name in names}
+        return {name: sum(values) / len(values) for name, values in means.items()}
+
+    def warnings(self, means: Mapping[str, float]) -> list[str]:
+        """Says once when no reward teaches anything, and when sampler and trainer differ much.
+
+        After the first of several updates of a rollout, sampler and trainer do differ.
+        """
+        found, gap = {}, means.get("sampler_gap", 0.0)
+        if self._rl.updates_per_rollout == 1 and gap > GAP:
+            found["gap"] = (
+                f"the log-probabilities of sampled tokens differ by {gap:.2g} nats between sampler and trainer "
+                f"(sampler_gap, usually below {GAP:g}): the samples are not those of the weights being trained. Set "
+                "rl.importance_sampling_correction=sequence_mask, or model.base_dtype=fp32 to see whether rounding is "
+                "why"
+            )
+        if means.get("completions/not_judged") == 1:
+            found["unjudged"] = "no reward function judged a completion since the last log, so nothing was learned"
+        elif means.get("frac_reward_zero_std") == 1:
+            silent = f" {', '.join(self._zero)}: 0 everywhere, the function may fail silently." if self._zero else ""
+            found["flat"] = (
+                "all completions of a prompt got the same reward, for each prompt since the last log (for "
+                f"{means['frac_all_wrong']:.0%} of them none is right), so nothing was learned.{silent} Start from an "
+                f"adapter that solves some of the problems (lora.adapter), or take other problems or rewards"
+                f"{self._example()}"
+            )
+        if means.get("completions/truncated") == 1:
+            effect = ", and have no loss (rl.mask_truncated_completions)" * self._rl.mask_truncated_completions
+            found["truncated"] = (
+                "all completions since the last log were cut off at rl.max_completion_length="
+                f"{self._rl.max_completion_length}{effect}: raise it"
+            )
+        told, self._told = self._told, self._told | found.keys()
+        return [text for name, text in found.items() if name not in told]
+
+    def _example(self) -> str:
+        """Describes a completion of the last rollout; empty before the first."""
+        if self._first is None:
+            return ""
+        texts = (self._tokenizer.decode(ids) for ids in self._first[:2])
+        prompt, completion = (shorten(text, _SHOWN, placeholder=" ...") for text in texts)
+        return f". An example: prompt {prompt!r}, completion {completion!r}, reward {self._first[2]:g}"
+
+    def document(self, step: int) -> dict[str, Any]:
+        """See `Updates.document`: the metrics to log, and a rollout that has updates left."""
+        metrics = {str(number): values for number, values in self._metrics.items() if number <= step}
+        if step % self._rl.updates_per_rollout == 0:
+            return {"metrics": metrics}
+        old = [table.tolist() for table in self._old]
+        return {"metrics": metrics, "sampled": [asdict(each) for each in self._sampled], "old_logps": old}
+
+    def restore(self, document: Mapping[str, Any]) -> None:
+        """See `Updates.restore`."""
+        self._metrics = {int(number): values for number, values in document["metrics"].items()}
+        if "sampled" in document:
+            self._pack([Sampled(**each) for each in document["sampled"]])
+            self._set_old([torch.tensor(table, dtype=torch.float32) for table in document["old_logps"]])
+
+    # ------------------------------------------------------------------------------------------------------- rollouts
+
+    def _roll_out(self, update: Update, total: int, agreement: PreemptionGuard) -> bool:
+        """Samples, judges and packs the completions of an update's prompts; returns False if the update is not to run.
+
+        Replicas that still sample when one of them has asked to run the update finish their part, so all exchange.
+        """
+        rl, tasks = self._rl, self._tasks
+
+        def stopped() -> bool:
+            return agreement.stopped_before(update.step)
+
+        chosen = rows_of(update, self.rows, self._config.data).tolist()
+        sampling = self._sampling((update.step - 1) // rl.updates_per_rollout)
+        rollout = sample(self.generator, tasks, update.step, chosen, self._config.num_generations, sampling, stopped)
+        if stopped():
+            return False
+        try:
+            rollout = judge(rollout, tasks, self._config.data, self._judge, total, stopped)
+        except CallEnded:
+            return False
+        if not agreement.should_run(update.step):
+            return False
+        rollout = exchange(rollout, self._rt)
+        self._refuse(rollout)
+        self._tell_errors(rollout)
+        rollout = advantages(rollout, rl.scale_rewards)
+        self._pack(documents(rollout, tasks, rl.mask_truncated_completions))
+        self._remember(rollout)
+        metrics, logged = measured(rollout), rollout.judgement.logged
+        means = {name: sum(values) / len(values) for name, values in logged.items()}
+        self._metrics[update.step] = metrics | apart_from(metrics, means)
+        return True
+
+    def _sampling(self, number: int) -> Sampling:
+        """How the completions of a rollout are drawn."""
+        seed = int(np.random.SeedSequence([self._config.optim.seed, number]).generate_state(1)[0])
+        return Sampling(
+            self._rl.max_completion_length, temperature=self._rl.sampling_temperature, seed=seed,
+            tempered_logprobs=True,
+            model_defaults=False,  # as TRL does: the samples are the policy's own, whose likelihood is trained
+        )  # fmt: skip
+
+    def _refuse(self, rollout: Rollout) -> None:
+        """Raises NextUpdateError if the judge of a replica failed, or judges nothing in this run."""
+        if rollout.failure:
+            raise NextUpdateError(rollout.failure)
+        rewards = rollout.rewards
+        self._unjudged = self._unjudged + 1 if torch.isnan(rewards).all() else 0
+        first = rollout.step <= self._rl.updates_per_rollout
+        if self._unjudged and (first or self._unjudged == _UNJUDGED):
+            raise NextUpdateError(
+                f"none of rl.reward_funcs={','.join(self._judge.names)} judged any of the {rewards.numel()} "
+                f"completions of step {rollout.step}: a rule needs an answer in the row, and a function must return "
+                f"some numbers{''.join(f'; {name}' for name in rollout.judgement.errors)}"
+            )
+
+    def _remember(self, rollout: Rollout) -> None:
+        """Keeps an example for a warning, and the functions whose rewards are all 0; writes a group on rank 0."""
+        first, parts = self._sampled[0], rollout.judgement.parts
+        self._first = first.prompt, first.tokens, rollout.judgement.total[0]
+        self._zero = [name for name in self._judge.functions if not any(parts[name])]
+        if self._rt.rank == 0 and self._judge.names:
+            self._write_group(rollout.step, rollout.rewards)
+
+    def _write_group(self, step: int, rewards: torch.Tensor) -> None:
+        """Writes the completions of the group whose rewards differ most."""
+        count = rewards.shape[1]
+        group = int(torch.nan_to_num(deviation(rewards)).argmax())
+        completions = [
+            {"tokens": texts_of(self._tokenizer, each.tokens), "reward": reward, "advantage": each.advantage}
+            for each, reward in zip(self._sampled[group * count :][:count], rewards[group].tolist(), strict=True)
+        ]
+        prompt = self._tokenizer.decode(self._sampled[group * count].prompt)
+        text = json.dumps({"step": step, "prompt": prompt, "completions": completions})
+        with contextlib.suppress(OSError):  # a full disk: the log says so
+            atomic.write_text(self._config.output_path / GROUP_FILE, text)
+
+    def _tell_errors(self, rollout: Rollout) -> None:
+        """Says on rank 0 what rules did not judge, the first time that each error occurs."""
+        for name, examples in rollout.judgement.errors.items():
+            if self._rt.rank == 0 and name not in self._told:
+                text = f"{len(examples)} completions of step {rollout.step} were not judged by {name}"
+                print(f"warning: {text}, such as {examples[0]}", file=sys.stderr, flush=True)
+            self._told.add(name)
+
+    def _pack(self, sampled: list[Sampled]) -> None:
+        """Packs each part of a rollout's completions."""
+        self._sampled, self._old = sampled, []
+        size = self._rl.prompts_per_update * self._config.num_generations
+        parts = (sampled[first : first + size] for first in range(0, len(sampled), size))
+        pad_id = self._tokenizer.pad_token_id or 0
+        self._packed = [pack(part, self._config, pad_id, self._share_prompts) for part in parts]
+
+    def _part(self, update: Update) -> int:
+        return (update.step - 1) % self._rl.steps_per_generation
+
+    def _batches(self, packed: PackedDataset | None) -> list[Tensors]:
+        """Returns this replica's part of all packed rows; empty rows fill the last pass."""
+        rt, size = self._rt, self._config.optim.batch_size
+        assert isinstance(size, int)
+        return [] if packed is None else list(eval_batches(packed, rt.data_shards, rt.data_size, size))
+
+    def _old_logprobs(self, packed: PackedDataset | None) -> torch.Tensor:
+        """Computes the log-probabilities before the first update of a rollout, (packed rows, S), for the later ones."""
+        assert isinstance(self._objective, PolicyObjective)
+        if packed is None:
+            return torch.zeros(0)
+        mine = []
+        self._model.eval()
+        for batch in self._rt.to_device([{**batch, "old_logps": batch["share"]} for batch in self._batches(packed)]):
+            logps = self._objective.logprobs(self._model, batch)
+            self._rt.sync()
+            mine += self._rt.to_host([logps])
+        self._model.train()
+        passes = zip(*self._rt.exchange([rows.tolist() for rows in mine]), strict=True)
+        return torch.cat([torch.tensor(rows) for parts in passes for rows in parts])[: len(packed)]
+
+    def _set_old(self, tables: list[torch.Tensor]) -> None:
+        self._old = tables
+        for packed, table in zip(self._packed, tables, strict=bool(tables)):
+            if packed is not None:
+                padded = torch.cat([table, torch.zeros_like(table[:1])])  # row -1 is empty
+                packed.columns = {**packed.columns, "old_logps": padded.__getitem__}
