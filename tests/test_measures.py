@@ -23,8 +23,8 @@ PACKAGE = Package.read(REPOSITORY / "tpu_kit")
 CHANNELS = side_channels(PACKAGE.sources)
 
 # Module -> the most lines of what it needs of the package. Goals: 10,000, 17,500 and 10,000; the recipe's is reported.
-# The run plan and the state that restores itself, the hub, and exchanging values between replicas are about 180 lines of
-# the step and 230 of the trainer; a recipe that pushes its result needs exports and hub too, 2,000 lines.
+# Run plan, a state that restores itself, hub and exchange between replicas are about 180 lines of the step, 230 of the
+# trainer; a recipe that pushes its result needs exports and hub too, 2,000 lines.
 CLOSURES = {
     "training.step": 5_810, "training.trainer": 14_518, "generation.generator": 6_805, "recipes.sft": 37_465,
 }  # fmt: skip
