@@ -26,9 +26,18 @@ kernel = splash_attention.splash_kernel
 splash_attention.splash_kernel = lambda *args: kernel(*args[:4], args[4]._replace(interpret=True), *args[5:])
 layer = torch.nn.Module()
 errors = []
-for batch, heads, pairs, length, head_dim, window, cap, prefixes, sinks in (
-    (2, 4, 2, 150, 16, None, None, False, False), (1, 2, 1, 256, 8, 50, None, False, True),
-    (2, 2, 2, 128, 8, None, 5.0, True, True), (1, 2, 2, 100, 8, 9, 2.0, False, False),
+MOST = 30  # tokens of an image, which see each other
+
+def of_images(length):  # the image of each token of two rows; the second row has an image at another place
+    images = torch.full((2, length), -1)
+    images[0, 5:5 + MOST], images[0, length - 40:length - 20], images[1, 20:40] = 0, 1, 0
+    return images
+
+for batch, heads, pairs, length, head_dim, window, cap, prefixes, sinks, looks in (
+    (2, 4, 2, 150, 16, None, None, False, False, ""), (1, 2, 1, 256, 8, 50, None, False, True, ""),
+    (2, 2, 2, 128, 8, None, 5.0, True, True, ""), (1, 2, 2, 100, 8, 9, 2.0, False, False, ""),
+    (2, 2, 1, 150, 8, 24, None, False, False, "ahead"), (2, 2, 2, 256, 8, 400, None, False, False, "ahead"),
+    (2, 2, 2, 150, 8, None, None, False, False, "everywhere"),
 ):
     torch.manual_seed(0)
     states = [torch.randn(batch, count, length, head_dim) for count in (heads, pairs, pairs)]
@@ -37,17 +46,31 @@ for batch, heads, pairs, length, head_dim, window, cap, prefixes, sinks in (
     segments = torch.ones(batch, length, dtype=torch.int64)
     segments[:, length // 3:], segments[0, length // 2:], segments[:, -7:] = 2, 3, 0
     prefix_ids = torch.where(segments == 1, 1, -1) * (segments > 0) if prefixes else None
+    mask, more = None, {}
+    if looks == "everywhere":
+        segments[:, -7:] = 2  # padding would see the padding of the kernel
+    if looks:  # the mask by its definition
+        query, key, images = torch.arange(length)[:, None], torch.arange(length), of_images(length)
+        mask = segments[:, :, None] == segments[:, None]
+        same = (images[:, :, None] == images[:, None]) & (images >= 0)[:, None]
+        last = torch.where(same, key, query).amax(-1)
+        more = {"causal": False}
+        if looks == "ahead":
+            more = {"ahead": last - torch.arange(length), "most_ahead": MOST - 1}
+            mask = mask & ((key <= query) | same) & (key > query - window)
 
-    def run(function, device):
+    def run(function, device, mask=None, **more):
         inputs = [tensor.to(device).requires_grad_() for tensor in states]
         options = {"scaling": 0.3, "segment_ids": segments.to(device), "sliding_window": window, "softcap": cap}
         options["prefix_ids"] = prefix_ids.to(device) if prefixes else None
         options["s_aux"] = inputs[3] if sinks else None
-        output, _ = function(layer, *inputs[:3], None, **options)
+        options |= {name: one.to(device) if torch.is_tensor(one) else one for name, one in more.items()}
+        output, _ = function(layer, *inputs[:3], mask, **options)
         output.backward(upstream.to(device))
         return [output.detach().cpu(), *(tensor.grad.cpu() for tensor in inputs)]
 
-    ours, expected = run(splash_attention.splash_attention, device), run(attention.sdpa_attention, "cpu")
+    ours = run(splash_attention.splash_attention, device, **more)
+    expected = run(attention.sdpa_attention, "cpu", mask if mask is None else mask[:, None])
     errors.append(max(float((a - b).abs().max()) for a, b in zip(ours, expected, strict=True)))
 print(json.dumps(errors))
 """

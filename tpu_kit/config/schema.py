@@ -44,6 +44,7 @@ class ModelConfig:
         "~/.cache/tpu_kit/quantized", "Folder that keeps int8 and int4 weights for the next run; null = none."
     )
     attention: Literal["auto", "splash", "sdpa"] = knob("auto", "auto is the splash kernel on TPU and sdpa elsewhere.")
+    images: bool = knob(False, "Load the model's part for images too, and train on rows with pictures.")
     trust_remote_code: bool = knob(False, "Run code from the model's repository.")
 
 

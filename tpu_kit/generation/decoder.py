@@ -207,7 +207,7 @@ class Decoder:
     def ready(self) -> Iterator[None]:
         """Makes the model use the cache, in evaluation mode and without gradients, while it is open."""
         implementation, training = self._causal.config._attn_implementation, self._model.training
-        self._causal.set_attn_implementation(kv_cache.CACHED)
+        families.set_attention(self._causal, kv_cache.CACHED)
         self._model.eval()
         kind, mixed = self._rt.local_device.type, self._dtype == torch.bfloat16 and hasattr(self._model, _COMPUTE)
         compute = torch.autocast(kind, self._dtype, cache_enabled=False) if mixed else contextlib.nullcontext()
@@ -217,7 +217,7 @@ class Decoder:
                 yield
         finally:
             undo()
-            self._causal.set_attn_implementation(implementation)
+            families.set_attention(self._causal, implementation)
             self._model.train(training)
 
     # ------------------------------------------------------------------------------------------------------- prefill

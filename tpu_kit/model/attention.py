@@ -87,6 +87,8 @@ def choose(attention: str, device_type: str) -> str:
 def _with_documents(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
     """Calls an attention function with the ids that are bound; transformers passes none of these."""
     inputs = layer_inputs.current()
+    if inputs.ahead is not None:
+        kwargs |= {"ahead": inputs.ahead, "most_ahead": inputs.most_ahead}
     found: tuple[torch.Tensor, None] = function(
         *args, segment_ids=inputs.segment_ids, prefix_ids=inputs.prefix_ids, **kwargs
     )
@@ -95,26 +97,37 @@ def _with_documents(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 @contextlib.contextmanager
 def documents(
-    implementation: str, segment_ids: torch.Tensor, prefix_ids: torch.Tensor | None = None
-) -> Iterator[torch.Tensor]:
+    implementation: str,
+    segment_ids: torch.Tensor,
+    prefix_ids: torch.Tensor | None = None,
+    ahead: torch.Tensor | None = None,
+    most_ahead: int = 0,
+) -> Iterator[Any]:
     """Makes layers keep documents of packed rows apart while it is open; yields a model's attention_mask.
 
     transformers neither changes nor reads a 4-D attention_mask, and passes it to all layers: for sdpa it is the boolean
-    mask (B, 1, S, S), for splash an unused view of the segment ids (B, 1, 1, S).
+    mask (B, 1, S, S), for splash an unused view of the segment ids (B, 1, 1, S). Where tokens look ahead, sdpa gets a
+    mask for each kind of layer, which transformers takes from models that do.
 
     Args:
         implementation: a registered name.
         segment_ids: (B, S) integers, the number of the document of each token; 0 = padding.
         prefix_ids: (B, S) integers for documents that share a prefix: n > 0 at the tokens of prefix n, -n at those of
             the documents after it that see it, too, 0 elsewhere.
+        ahead: (B, S) integers, how many of the tokens after it each token sees in the layers with a window.
+        most_ahead: the largest number that `ahead` may have.
     """
     splash = implementation == SPLASH
-    mask = segment_ids[:, None, None, :] if splash else document_mask(segment_ids, prefix_ids)
-    with layer_inputs.bound(LayerInputs(segment_ids, prefix_ids)):
+    mask: Any = segment_ids[:, None, None, :] if splash else document_mask(segment_ids, prefix_ids)
+    if ahead is not None and not splash:
+        mask = {"full_attention": mask, "sliding_attention": document_mask(segment_ids, prefix_ids, ahead)}
+    with layer_inputs.bound(LayerInputs(segment_ids, prefix_ids, ahead=ahead, most_ahead=most_ahead)):
         yield mask
 
 
-def document_mask(segment_ids: torch.Tensor, prefix_ids: torch.Tensor | None = None) -> torch.Tensor:
+def document_mask(
+    segment_ids: torch.Tensor, prefix_ids: torch.Tensor | None = None, ahead: torch.Tensor | None = None
+) -> torch.Tensor:
     """Makes the mask in which each token sees itself, the earlier tokens of its document, and its document's prefix.
 
     Padding (segment 0) sees padding, because the softmax of a fully masked row is NaN.
@@ -122,6 +135,7 @@ def document_mask(segment_ids: torch.Tensor, prefix_ids: torch.Tensor | None = N
     Args:
         segment_ids: (B, S) integers.
         prefix_ids: as in `documents`.
+        ahead: as in `documents`.
 
     Returns:
         (B, 1, S, S) booleans, True where the query (third axis) sees the key (last axis).
@@ -131,6 +145,8 @@ def document_mask(segment_ids: torch.Tensor, prefix_ids: torch.Tensor | None = N
     if prefix_ids is not None:
         key = prefix_ids[:, None, None, :]
         seen = seen | ((key > 0) & (key == -prefix_ids[:, None, :, None]))
+    if ahead is not None:
+        return seen & ((index + ahead)[:, None, :, None] >= index)
     return seen & (index[:, None] >= index[None, :])
 
 
@@ -157,6 +173,9 @@ def sdpa_attention(
     segment_ids: torch.Tensor | None = None,
     prefix_ids: torch.Tensor | None = None,
     s_aux: torch.Tensor | None = None,
+    ahead: torch.Tensor | None = None,
+    most_ahead: int = 0,
+    causal: bool = True,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Computes attention with an explicit mask; called by transformers.
@@ -175,6 +194,9 @@ def sdpa_attention(
         segment_ids: (B, S) documents, used only without a mask.
         prefix_ids: (B, S) prefixes of documents, as in `documents`, used only without a mask.
         s_aux: (heads,) sinks: the scores of one more key, whose value is zero.
+        ahead: as in `documents`, used only without a mask and with a window.
+        most_ahead: not used.
+        causal: False lets a token see all tokens of its segment, without a mask.
         **kwargs: other arguments of the model.
 
     Returns:
@@ -191,7 +213,10 @@ def sdpa_attention(
     if attention_mask is None and rows == columns:
         if segment_ids is None:
             segment_ids = torch.ones(1, rows, dtype=torch.int32, device=query.device)
-        attention_mask = document_mask(segment_ids, prefix_ids)
+        if causal:
+            attention_mask = document_mask(segment_ids, prefix_ids, None if sliding_window is None else ahead)
+        else:
+            attention_mask = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
     if sliding_window is not None and rows == columns and sliding_window < columns:
         assert attention_mask is not None and prefix_ids is None
         attention_mask = _and_window(attention_mask, sliding_window)

@@ -25,7 +25,16 @@ from tpu_kit.machine.chips import GIB
 from tpu_kit.machine.storage import atomic
 from tpu_kit.model.families import experts
 from tpu_kit.model.quantization import Scheme, places, quantize_model, replace_layers, rounded, stacked
-from tpu_kit.model.source import brief, leave_out_towers, locate, quantized_by, read_config, refuse, unreachable
+from tpu_kit.model.source import (
+    brief,
+    leave_out_towers,
+    locate,
+    model_class,
+    quantized_by,
+    read_config,
+    refuse,
+    unreachable,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -68,13 +77,12 @@ def load_base(
 def read_model(config: ModelConfig, dtype: torch.dtype | Literal["auto"], /, **options: Any) -> PreTrainedModel:
     """Calls from_pretrained with `options`; errors say what to do, as in `load_base`."""
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
 
     name, settings = locate(config), options.get("config") or read_config(config)
-    if settings is not None and leave_out_towers(settings):
+    if settings is not None and leave_out_towers(settings, config.images):
         options["config"] = settings
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = model_class(config).from_pretrained(
             name,
             revision=config.revision,
             trust_remote_code=config.trust_remote_code,

@@ -27,7 +27,7 @@ from tpu_kit.model.families import registry as families
 from tpu_kit.model.loop import layer_calls
 from tpu_kit.model.quantization import Scheme, replace_layers
 from tpu_kit.model.shape import Alive, Experts, Layer, Linear, Shape
-from tpu_kit.model.source import brief, settings_of
+from tpu_kit.model.source import brief, model_class, settings_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -50,11 +50,9 @@ def build(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     Raises:
         ValueError: there is no configuration, it lacks sizes, or transformers cannot build the model.
     """
-    from transformers import AutoModelForCausalLM
-
     settings = settings_of(model)
     try:
-        built: PreTrainedModel = AutoModelForCausalLM.from_config(
+        built: PreTrainedModel = model_class(model).from_config(
             settings, dtype=dtype, trust_remote_code=model.trust_remote_code
         )
     except Exception as error:  # for sizes that do not fit together a model's code may raise anything

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def use_attention(model: torch.nn.Module, choice: str, device_type: str) -> str:
     """Sets the attention for the device on which the model will run, and returns its registered name."""
     implementation = attention.choose(choice, device_type)
-    base_model(model).set_attn_implementation(implementation)
+    families.set_attention(base_model(model), implementation)
     return implementation
 
 
@@ -45,6 +45,7 @@ def prepare_layers(model: torch.nn.Module, config: TrainConfig, device_type: str
     use_attention(model, config.model.attention, device_type)
     optim, decoder = config.optim, base_model(model).get_decoder()
     scanned = scan_layers(decoder, optim, device_type)
+    families.loop_layers(base_model(model), optim, device_type)
     if scanned is None and optim.remat != "none":
         enable_remat(model, optim.remat == "outputs")
     elif scanned is None and device_type == "cpu":  # in a checkpoint, hooks of its parameters would not be called

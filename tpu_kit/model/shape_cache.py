@@ -54,6 +54,7 @@ def shape_key(model: ModelConfig) -> str:
     code = sorted(own.glob("*.py")) if model.trust_remote_code and own.is_dir() else []
     code += [Path(__file__).parent / f"{name}.py" for name in _DERIVING]
     parts = [_read(model), str(model.trust_remote_code and model.name), version("transformers")]
+    parts += ["images"] * model.images
     every = [*map(str.encode, parts), *(path.read_bytes() for path in code)]
     return hashlib.sha256(b"\0".join(every)).hexdigest()[:32]
 

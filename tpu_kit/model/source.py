@@ -208,9 +208,13 @@ def read_config(config: ModelConfig, needed: bool = False) -> PreTrainedConfig |
     return found
 
 
-def leave_out_towers(settings: Any) -> bool:
-    """Removes from a configuration the parts for images and sound that may be None; returns whether it had any."""
-    names = [name for name in ("vision_config", "audio_config") if getattr(settings, name, None) is not None]
+def leave_out_towers(settings: Any, images: bool = False) -> bool:
+    """Removes from a configuration the parts for sound, and for images unless they are trained, that may be None.
+
+    Returns whether it had any.
+    """
+    parts = ("audio_config",) if images else ("vision_config", "audio_config")
+    names = [name for name in parts if getattr(settings, name, None) is not None]
     found = [name for name in names if getattr(type(settings)(), name) is None]
     for name in found:
         setattr(settings, name, None)
@@ -224,15 +228,14 @@ def modules_left_out(config: ModelConfig) -> tuple[str, ...]:
     They are those of the whole model, built without weights.
     """
     import torch
-    from transformers import AutoModelForCausalLM
 
     settings = read_config(config)
     text = copy.deepcopy(settings)
-    if settings is None or not leave_out_towers(text):
+    if settings is None or not leave_out_towers(text, config.images):
         return ()
     with torch.device("meta"):
         whole, loaded = (
-            {name for name, _ in AutoModelForCausalLM.from_config(each).named_modules()} for each in (settings, text)
+            {name for name, _ in model_class(config).from_config(each).named_modules()} for each in (settings, text)
         )
     return tuple(sorted(whole - loaded))
 
@@ -254,6 +257,13 @@ def quantized_by(config: ModelConfig) -> str | None:
     return str(settings.get("quant_method") or ("bitsandbytes" if "load_in_4bit" in settings else "unknown"))
 
 
+def model_class(config: ModelConfig) -> Any:
+    """Returns the class of transformers that builds and loads the model, with its part for images or without."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if config.images else AutoModelForCausalLM
+
+
 def settings_of(config: ModelConfig) -> Any:
     """Returns a model's configuration, that of assets/shapes.json where it has one.
 
@@ -262,15 +272,19 @@ def settings_of(config: ModelConfig) -> Any:
     """
     from transformers import CONFIG_MAPPING, PreTrainedConfig
 
+    settings: Any
     if (given := shipped_shape(config)) is not None:
         if given["model_type"] not in CONFIG_MAPPING:
             raise ValueError(absent_family(config, given["model_type"]))
-        return CONFIG_MAPPING[given["model_type"]].from_dict(given)
-    settings: Any = read_config(config, needed=True)
+        settings = CONFIG_MAPPING[given["model_type"]].from_dict(given)
+        if config.images and getattr(settings, "vision_config", None) is None:  # the file has the text part alone
+            settings.vision_config = _default_vision(settings)
+        return settings
+    settings = read_config(config, needed=True)
     if config.gguf_file:
         return settings
     given, _ = PreTrainedConfig.get_config_dict(locate(config), revision=config.revision)
-    leave_out_towers(settings)
+    leave_out_towers(settings, config.images)
     # transformers replaces missing sizes by its defaults, which would silently plan another model.
     text, given = settings.get_text_config(), given.get("text_config", given)
     known = text.to_dict()  # not what a family computes, such as the number of layers of a list of them, or has not
@@ -282,6 +296,12 @@ def settings_of(config: ModelConfig) -> Any:
             "original model"
         )
     return settings
+
+
+def _default_vision(settings: Any) -> Any:
+    """Returns the part for images that a family of transformers has by default."""
+    spec = getattr(type(settings), "sub_configs_defaults", {}).get("vision_config")
+    return None if spec is None else getattr(spec, "config_class", spec)()
 
 
 def check_positions(length: int, positions: int | None, whose: str = "the model") -> None:

@@ -43,6 +43,9 @@ def splash_attention(
     spec: Spec = PER_HEAD,
     trains: bool = True,
     s_aux: torch.Tensor | None = None,
+    ahead: torch.Tensor | None = None,
+    most_ahead: int = 0,
+    causal: bool = True,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Computes attention with the splash kernel; called by transformers.
@@ -51,10 +54,12 @@ def splash_attention(
     and value are sharded by `spec`.
     """
     length = query.shape[2]
+    if sliding_window is None or not causal:  # only layers with a window look ahead
+        ahead, most_ahead = None, 0
     window = sliding_window if sliding_window is not None and sliding_window < length else None
     if segment_ids is None or length != key.shape[2]:
         kwargs |= {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, "prefix_ids": prefix_ids}
-        kwargs |= {"s_aux": s_aux}
+        kwargs |= {"s_aux": s_aux, "ahead": ahead, "causal": causal}
         mask = None if segment_ids is not None else attention_mask
         return sdpa_attention(module, query, key, value, mask, segment_ids=segment_ids, **kwargs)
     refuse_dropout(module, kwargs.pop("dropout", 0.0))
@@ -63,12 +68,13 @@ def splash_attention(
     query = query * (query.shape[3] ** -0.5 if scaling is None else scaling)
     padding = padded_length(length) - length
     query, key, value = (F.pad(each, (0, 0, 0, padding)) if padding else each for each in (query, key, value))
-    assert prefix_ids is None or window is None
-    ids = [segment_ids] if prefix_ids is None else [segment_ids, prefix_ids]
-    segments, *prefixes = ((F.pad(each, (0, padding)) if padding else each).to(torch.int32) for each in ids)
-    settings = SplashSettings(window, softcap, spec=spec, trains=trains)
+    assert prefix_ids is None or (window is None and ahead is None)
+    more = prefix_ids if ahead is None else ahead
+    ids = [segment_ids] if more is None else [segment_ids, more]
+    segments, *others = ((F.pad(each, (0, padding)) if padding else each).to(torch.int32) for each in ids)
+    settings = SplashSettings(window, softcap, spec=spec, trains=trains, ahead=most_ahead, causal=causal)
     sinks = [] if s_aux is None else [s_aux.float()]
-    output = splash_kernel(query, key, value, segments, settings, *prefixes, *sinks)
+    output = splash_kernel(query, key, value, segments, settings, *others, *sinks)
     return output[:, :, :length].transpose(1, 2).contiguous(), None
 
 
@@ -88,14 +94,18 @@ def splash_kernel(
         value: (B, key-value heads, S, D).
         segment_ids: (B, S) int32.
         settings: of the kernel.
-        *others: prefix ids (B, S) int32, where documents share prefixes; then sinks (heads,) fp32, if there are any.
+        *others: prefix ids (B, S) int32, where documents share prefixes, or with `settings.ahead` how many tokens after
+            it each token sees; then sinks (heads,) fp32, if there are any.
 
     Returns:
         (B, heads, S, D).
     """
     if not (settings.interpret or (query.device.type == "xla" and program.has_kernels())):
-        named: Any = {"prefix_ids" if each.ndim == 2 else "s_aux": each for each in others}
-        named |= {"sliding_window": settings.window, "softcap": settings.softcap, "segment_ids": segment_ids}
+        ids = "ahead" if settings.ahead else "prefix_ids"
+        named: Any = {ids if each.ndim == 2 else "s_aux": each for each in others}
+        window = query.shape[2] if settings.ahead and settings.window is None else settings.window
+        named |= {"sliding_window": window, "softcap": settings.softcap, "segment_ids": segment_ids}
+        named |= {"causal": settings.causal}
         result, _ = sdpa_attention(torch.nn.Module(), query, key, value, None, scaling=1.0, **named)
         return result.transpose(1, 2)
     if not settings.trains:

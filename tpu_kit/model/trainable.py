@@ -135,7 +135,7 @@ def freeze(model: PreTrainedModel, base_dtype: str) -> PreTrainedModel:
 def _connect(model: PreTrainedModel, base_dtype: str, frozen: bool) -> None:
     """Lets a model of transformers call the kit's functions."""
     families.connect(model, frozen)
-    model.set_attn_implementation(attention.SDPA)
+    families.set_attention(model, attention.SDPA)
     if model.config.get_text_config()._attn_implementation != attention.SDPA:
         raise ValueError(
             f"the attention of {type(model).__name__} is code of its own, not one of the functions that transformers "

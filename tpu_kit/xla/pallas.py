@@ -43,6 +43,8 @@ class SplashSettings(NamedTuple):
         interpret: run in Pallas' interpreter on a CPU, for tests.
         spec: on a mesh, how (B, heads, S, D) are sharded.
         trains: whether the kernel also writes the logs of sums for a backward pass.
+        ahead: the most tokens after it that a query sees; each query's own number comes with the tensors.
+        causal: False lets all keys of a segment be seen.
     """
 
     window: int | None = None
@@ -50,6 +52,8 @@ class SplashSettings(NamedTuple):
     interpret: bool = False
     spec: Spec = PER_HEAD
     trains: bool = True
+    ahead: int = 0
+    causal: bool = True
 
 
 def splash_forward(settings: SplashSettings, *tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -84,11 +88,67 @@ def _kernel(heads: int, length: int, head_dim: int, settings: SplashSettings) ->
         block_q_dkv=block, block_kv_dkv=block, block_kv_dkv_compute=block, use_fused_bwd_kernel=True,
     )  # fmt: skip
     shape = (length, length)
-    mask = masks.CausalMask(shape) if settings.window is None else masks.LocalMask(shape, (settings.window - 1, 0), 0)
+    if settings.ahead:
+        mask = _looking_ahead()(shape, settings.window or length, settings.ahead)
+    elif not settings.causal:
+        mask = masks.FullMask(shape)
+    else:
+        mask = (
+            masks.CausalMask(shape) if settings.window is None else masks.LocalMask(shape, (settings.window - 1, 0), 0)
+        )
     return kernels.make_splash_mha(
         mask=masks.MultiHeadMask((mask,) * heads), block_sizes=sizes, head_shards=1, q_seq_shards=1,
         save_residuals=settings.trains, attn_logits_soft_cap=settings.softcap, interpret=settings.interpret,
     )  # fmt: skip
+
+
+@functools.cache
+def _looking_ahead() -> Any:
+    """The class of masks in which each query sees the keys of a window before it, and some after it.
+
+    How many is data: the kernel hands its `q_sequence` to the mask function, in place of each query's position, so it
+    may hold both, position * 2**bits + tokens ahead (`_places`). Blocks that no query can see are skipped as ever.
+    """
+    import numpy as np
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    class LookingAhead(masks._ComputableMask):
+        def __init__(self, shape: tuple[int, int], window: int, most: int) -> None:
+            self.key = (shape, window, most)
+            bits = most.bit_length()
+
+            def sees(query: Any, key: Any) -> Any:
+                place = query >> bits
+                return (key <= place + (query & ((1 << bits) - 1))) & (key > place - window)
+
+            super().__init__(shape=shape, mask_function=sees)
+            self.q_sequence = np.arange(shape[0], dtype=np.int32) << bits
+
+        def __getitem__(self, where: Any) -> Any:
+            """Whether a pair may be seen: any pair of a block that is not computed is not; none is taken for whole."""
+            (queries, keys), (_, window, most) = where, self.key
+            query, key = np.arange(queries.start, queries.stop)[:, None], np.arange(keys.start, keys.stop)[None]
+            seen = (key <= query + most) & (key > query - window)
+            if seen.all() and not (key <= query).all():
+                seen[0, -1] = False  # or the kernel would not ask the mask function
+            return seen
+
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, LookingAhead) and self.key == other.key
+
+        def __hash__(self) -> int:
+            return hash(self.key)
+
+    return LookingAhead
+
+
+def _with_places(kernel: Any, ahead: Any, most: int) -> Any:
+    """Returns a kernel whose mask reads how many tokens after it each query sees, (S,)."""
+    import jax.numpy as jnp
+
+    places = (jnp.arange(ahead.shape[0], dtype=jnp.int32) << most.bit_length()) + ahead
+    infos = (kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info)
+    return type(kernel)(*(info and info._replace(q_sequence=places) for info in infos), **kernel.kwargs)
 
 
 def _seen(segment_ids: Any, *prefix_ids: Any) -> list[Any]:
@@ -108,6 +168,14 @@ def _forward(settings: SplashSettings, query: Any, key: Any, value: Any, *others
     ids = [each for each in others if each.ndim == 2]
     saving = settings._replace(trains=settings.trains or len(ids) > 1)
     kernel = _kernel(query.shape[1], query.shape[2], query.shape[3], saving)
+    if settings.ahead:
+        segments, ahead = ids
+
+        def look(query: Any, key: Any, value: Any, segments: Any, ahead: Any) -> Any:
+            return _with_places(kernel, ahead, settings.ahead)(query, key, value, *_seen(segments))
+
+        found = jax.vmap(look)(query, key, value, segments, ahead)
+        return (found[0], found[1][0]) if settings.trains else (found,)
     sinks = functools.partial(kernel, sinks=others[-1]) if len(others) > len(ids) else kernel
     runs = [jax.vmap(kernel if turn else sinks)(query, key, value, seen) for turn, seen in enumerate(_seen(*ids))]
     if not saving.trains:
@@ -138,6 +206,19 @@ def _backward(settings: SplashSettings, output: Any, log_sums: Any, upstream: An
         return tuple(gradients[3:6])
 
     arrays = (query, key, value, output, log_sums, upstream)
+    if settings.ahead:
+        segments, ahead = ids
+
+        def look(
+            query: Any, key: Any, value: Any, output: Any, sums: Any, upstream: Any, segments: Any, ahead: Any
+        ) -> Any:
+            (seen,) = _seen(segments)
+            info = _with_places(kernel, ahead, settings.ahead).dkv_mask_info
+            saved = (query, key, value, seen, None, output, sums, None, info)
+            gradients = kernels._splash_attention_bwd(*(kernel.kwargs[name] for name in _STATIC), saved, upstream)
+            return tuple(gradients[3:6])
+
+        return jax.vmap(look)(*arrays, segments, ahead)
     runs = [jax.vmap(row)(*arrays, seen) for seen in _seen(*ids)]
     return tuple(functools.reduce(operator.add, each) for each in zip(*runs, strict=True))
 

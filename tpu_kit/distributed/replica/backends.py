@@ -169,8 +169,8 @@ class MeshRuntime(_XlaRuntime):
                 dist.all_reduce(tensor)
 
     def to_device(self, batches: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
-        """Sends each device its rows, of tensors with two dimensions; all else is sent whole to each."""
-        return [{name: put_rows(one) if one.ndim == 2 else put(one, (None,) * one.ndim) for name, one in batch.items()}
+        """Sends each device its rows, of tensors with two dimensions or more; all else is sent whole to each."""
+        return [{name: put_rows(one) if one.ndim >= 2 else put(one, (None,) * one.ndim) for name, one in batch.items()}
                 for batch in batches]  # fmt: skip
 
     def put(self, tensors: Sequence[torch.Tensor], spec: Spec | None = None) -> list[torch.Tensor]:

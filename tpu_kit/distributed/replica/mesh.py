@@ -95,7 +95,7 @@ def row_shards(mesh: Mesh, devices: Sequence[int]) -> list[int]:
 
 
 def put_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Moves this process's rows of a batch, (B, S), to its devices; see `put`.
+    """Moves this process's rows of a batch, (B, S, ...), to its devices; see `put`.
 
     Args:
         tensor: as many rows for each of the shards that its devices hold, the smallest shard first.
@@ -103,11 +103,11 @@ def put_rows(tensor: torch.Tensor) -> torch.Tensor:
     shards = row_shards(_mesh, local_devices())
     held = sorted(set(shards))
     if len(tensor) % len(held):
-        return put(tensor, (None, None))
+        return put(tensor, (None,) * tensor.ndim)
     size = len(tensor) // len(held)
     parts = dict(zip(held, (one.contiguous() for one in tensor.split(size)), strict=True))
     shape = torch.Size([size * _mesh.batch_shards, *tensor.shape[1:]])
-    return _of_shards([parts[one] for one in shards], (BATCH, None), shape)
+    return _of_shards([parts[one] for one in shards], (BATCH, *[None] * (tensor.ndim - 1)), shape)
 
 
 def put_stack(parts: list[torch.Tensor], spec: Spec, dtype: torch.dtype) -> torch.Tensor:

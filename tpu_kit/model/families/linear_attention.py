@@ -281,7 +281,8 @@ def _documents(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]
     The prompts of a prefill are padded at the end, so that a row is one document, whose padding must not change the
     state.
     """
-    segment_ids, _, cache, _ = layer_inputs.current()
+    inputs = layer_inputs.current()
+    segment_ids, cache = inputs.segment_ids, inputs.cache
     if segment_ids is None and cache is None and tensor.device.type != "xla":
         return None
     batch, length = tensor.shape[:2]

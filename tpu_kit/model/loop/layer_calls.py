@@ -176,12 +176,25 @@ def layers_of(decoder: torch.nn.Module) -> tuple[str, Any]:
     return max(lists.items(), key=lambda item: sum(1 for _ in item[1].modules()))
 
 
-def call_once(decoder: Any, name: str, layers: Placeholders, implementation: str, tokens: int = 2) -> None:
-    """Calls a decoder on a row of tokens, with other layers and attention than its own, which come back."""
+Inputs = Callable[[torch.Tensor], dict[str, Any]]
+"""Makes the arguments of an encoder for a row of tokens, (1, N) of ones."""
+
+
+def call_once(
+    decoder: Any, name: str, layers: Placeholders, implementation: str, tokens: int = 2, inputs: Inputs | None = None
+) -> None:
+    """Calls a decoder on a row of tokens, with other layers and attention than its own, which come back.
+
+    An encoder is called with its `inputs`, and with its own attention.
+    """
     config, own = decoder.config, (decoder._modules[name], decoder.config._attn_implementation)
-    decoder._modules[name], config._attn_implementation = layers, implementation
+    decoder._modules[name], config._attn_implementation = layers, own[1] if inputs else implementation
     ones = torch.ones(1, tokens, dtype=torch.int64, device=next(decoder.parameters()).device)
     try:
+        if inputs is not None:
+            with torch.no_grad():
+                decoder(**inputs(ones))
+            return
         with torch.no_grad(), attention.documents(attention.SDPA, ones) as mask:
             decoder(input_ids=ones, position_ids=ones, use_cache=False, attention_mask=mask)
     finally:
@@ -193,7 +206,9 @@ def hidden_states_of(output: Any) -> torch.Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
-def equal_layers(decoder: Any, name: str, layers: torch.nn.ModuleList, parts: Sequence[int]) -> tuple[list[int], bool]:
+def equal_layers(
+    decoder: Any, name: str, layers: torch.nn.ModuleList, parts: Sequence[int], inputs: Inputs | None = None
+) -> tuple[list[int], bool]:
     """Finds the layers that can be turns of one loop.
 
     Their modules, settings and tensors differ in values alone. A tensor that several layers get must be the same in all
@@ -204,6 +219,7 @@ def equal_layers(decoder: Any, name: str, layers: torch.nn.ModuleList, parts: Se
         name: of its list of layers.
         layers: the list.
         parts: a number for each layer; layers of different parts are different.
+        inputs: of an encoder.
 
     Returns:
         A number for each layer, the same for equal layers; and `Placeholders.pairs`.
@@ -213,11 +229,11 @@ def equal_layers(decoder: Any, name: str, layers: torch.nn.ModuleList, parts: Se
     """
     probe, numbered = _Probe(layers, pairs=False), _numbered(layers)
     try:
-        call_once(decoder, name, probe, attention.SDPA)  # which every device computes
+        call_once(decoder, name, probe, attention.SDPA, inputs=inputs)  # which every device computes
     except ValueError as error:  # it may take the states that a layer returns for a tuple of them
         probe = _Probe(layers, pairs=True)
         try:
-            call_once(decoder, name, probe, attention.SDPA)
+            call_once(decoder, name, probe, attention.SDPA, inputs=inputs)
         except Exception:  # of a model's code, which may raise anything; the first error says what is wrong
             raise error from None
     if len(probe.calls) != len(layers):

@@ -45,12 +45,16 @@ class LayerInputs(NamedTuple):
         prefix_ids: (B, S) integers, as in `attention.documents`; None if no documents share a prefix.
         cache: of generation; None outside of it.
         device_type: "tpu", "xla-cpu", "cuda" or "cpu"; the cached attention chooses its kernels by it.
+        ahead: (B, S) integers, as in `attention.documents`; None if tokens see earlier ones alone.
+        most_ahead: the largest number that `ahead` may have.
     """
 
     segment_ids: torch.Tensor | None = None
     prefix_ids: torch.Tensor | None = None
     cache: LayerCache | None = None
     device_type: str = "cpu"
+    ahead: torch.Tensor | None = None
+    most_ahead: int = 0
 
 
 class _Thread(threading.local):

@@ -29,6 +29,7 @@ from tpu_kit.model.loop.activation_checkpointing import autocast_now, cast_once,
 from tpu_kit.model.loop.layer_calls import (
     Call,
     CannotScanError,
+    Inputs,
     Placeholders,
     as_number,
     equal_layers,
@@ -410,13 +411,16 @@ class _Scanned(torch.autograd.Function):
         return None, gradient, *(None if one is None else one.reshape(own.shape).to(own.dtype) for one, own in pairs)
 
 
-def scan_layers(decoder: Any, optim: OptimConfig, device_type: str) -> ScannedLayers | None:
+def scan_layers(
+    decoder: Any, optim: OptimConfig, device_type: str, inputs: Inputs | None = None
+) -> ScannedLayers | None:
     """Makes a decoder run its layers as loops, on XLA and wherever states between layers are kept.
 
     Args:
         decoder: see `stack`.
         optim: scan_layers, remat and mlp_tile. scan_layers=off takes no layers for equal; on asks for loops anywhere.
         device_type: of the run.
+        inputs: of an encoder in place of a decoder.
 
     Returns:
         The new list of layers; None if the layers stay as they are.
@@ -428,7 +432,7 @@ def scan_layers(decoder: Any, optim: OptimConfig, device_type: str) -> ScannedLa
         return None
     keeps = optim.remat == "outputs"
     try:
-        return stack(decoder, None if keeps else optim.mlp_tile, keeps, optim.scan_layers == "off")
+        return stack(decoder, None if keeps else optim.mlp_tile, keeps, optim.scan_layers == "off", inputs)
     except CannotScanError as error:
         raise ValueError(
             f"{type(decoder).__name__} cannot run its layers as a loop, as XLA does: {error}; train it with "
@@ -436,7 +440,9 @@ def scan_layers(decoder: Any, optim: OptimConfig, device_type: str) -> ScannedLa
         ) from error
 
 
-def stack(decoder: Any, tile: int | None = None, keeps: bool = False, apart: bool = False) -> ScannedLayers:
+def stack(
+    decoder: Any, tile: int | None = None, keeps: bool = False, apart: bool = False, inputs: Inputs | None = None
+) -> ScannedLayers:
     """Makes a decoder run its layers as loops, in place, and stacks their weights on the host.
 
     Args:
@@ -445,6 +451,7 @@ def stack(decoder: Any, tile: int | None = None, keeps: bool = False, apart: boo
         tile: tokens of a tile of an MLP; None for all tokens.
         keeps: save the results of products and attention (optim.remat=outputs).
         apart: take no layers for equal: all are runs of one turn.
+        inputs: of an encoder in place of a decoder.
 
     Returns:
         The new list of layers.
@@ -458,7 +465,7 @@ def stack(decoder: Any, tile: int | None = None, keeps: bool = False, apart: boo
         raise CannotScanError("its layers share weights")
     cuts = kept_after(decoder)  # a run ends there, so that its states can be kept
     parts = [sum(cut <= place for cut in cuts) for place in range(len(layers))]
-    equal, pairs = equal_layers(decoder, name, layers, range(len(layers)) if apart else parts)
+    equal, pairs = equal_layers(decoder, name, layers, range(len(layers)) if apart else parts, inputs)
     found = loops(equal)
     runs = [_run(list(layers[one.start : one.start + one.period * one.turns]), one, keeps) for one in found]
     scanned = ScannedLayers(layers, runs, found, cuts, pairs).train(decoder.training)

@@ -28,6 +28,8 @@ _LAST = ("o_proj", "dense", "out_proj")
 _ROWS: Spec = (("model", "fsdp"), None)
 _COLUMNS: Spec = (None, ("model", "fsdp"))
 
+_TABLES = re.compile(r"\.(position_embedding_table|pos_embedding|patch_embedding\.weight)$")
+"""Tables of positions, and the convolution over pixels, of the towers for images."""
 _SHARE = 1000  # of all parameters: a matrix with more than one part of so many may not stay unsharded
 _LAYER = re.compile(r".*\blayers\.(runs\.\d+\.layers\.)?\d+\.")
 _PARTS = re.compile(r"\.(base_layer|lora_\w+)\..*|\.[^.]*$")  # what follows the path of a linear layer
@@ -154,9 +156,11 @@ def _derived(tensor: Tensor, shape: tuple[int, ...], embedding: Embedding) -> Sp
 
 
 def _stays_whole(name: str) -> bool:
-    """Whether the name is a router's, or of what an objective trains beside the model; both are small."""
+    """Whether the name is a router's, a table of a tower, or of what an objective trains beside the model: all small."""
     leaf = _PARTS.sub("", name).rpartition(".")[2]
-    return leaf in ("gate", "router") or ".router." in name or ".objective." in name
+    if leaf in ("gate", "router") or ".router." in name or ".objective." in name:
+        return True
+    return bool(_TABLES.search(name))
 
 
 def cache_spec(mesh: Mesh, shape: Sequence[int]) -> Spec:

@@ -1,0 +1,356 @@
+"""Tiny models with parts for images, documents with pictures, transformers' results for them, and packed rows."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText, Gemma4Config, Gemma4UnifiedConfig, SmolVLMConfig
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+
+from tpu_kit.config.loader import LoraConfig, OptimConfig, TrainConfig
+from tpu_kit.distributed.replica import runtime
+from tpu_kit.generation.reference_check import _randomize
+from tpu_kit.model import causal_lm as models
+from tpu_kit.model import preparation, trainable
+from tpu_kit.model.families import vision
+from tpu_kit.model.loop.layer_calls import stacked_names, unstacked
+from tpu_kit.training.objectives import SupervisedObjective
+from tpu_kit.training.step import prepare_model, train_step
+
+LOCAL, GLOBAL = "sliding_attention", "full_attention"
+VOCABULARY, IMAGE, BEGIN, END = 300, 290, 291, 292
+TOKENS = 70  # soft tokens of an image of Gemma 4, at most
+TEXT: dict[str, Any] = {
+    "num_hidden_layers": 4, "layer_types": [LOCAL, GLOBAL] * 2, "hidden_size": 32, "head_dim": 8,
+    "global_head_dim": 16, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY, "sliding_window": 24, "final_logit_softcapping": 30.0, "pad_token_id": 0,
+    "eos_token_id": 1, "bos_token_id": 2,
+}  # fmt: skip
+IDS: dict[str, int] = {
+    "boi_token_id": BEGIN, "eoi_token_id": END, "image_token_id": IMAGE, "video_token_id": 293,
+    "audio_token_id": 294, "boa_token_id": 295, "eoa_token_index": 296,
+}  # fmt: skip
+SIZES = [(90, 90), (140, 60), (40, 200), (64, 48), (30, 30)]
+
+
+def unified(window: int = 24) -> Any:
+    """Gemma 4 whose decoder takes patches through a projector alone; the tokens of an image see each other."""
+    return Gemma4UnifiedConfig(
+        text_config=TEXT | {"sliding_window": window, "use_bidirectional_attention": "vision"},
+        vision_config={
+            "patch_size": 4, "pooling_kernel_size": 3, "mm_embed_dim": 24, "mm_posemb_size": 80, "output_proj_dims": 24,
+        },
+        audio_config=None, **IDS,
+    )  # fmt: skip
+
+
+def gemma4() -> Any:
+    """Gemma 4 with a tower, per-layer embeddings and layers that share keys, as E2B and E4B."""
+    text = TEXT | {
+        "num_hidden_layers": 6, "layer_types": [LOCAL, GLOBAL] * 3, "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY,
+        "use_bidirectional_attention": None,
+    }  # fmt: skip
+    return Gemma4Config(
+        text_config=text,
+        vision_config={
+            "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 3,
+            "num_key_value_heads": 3, "head_dim": 8, "patch_size": 4, "pooling_kernel_size": 3,
+            "position_embedding_size": 300, "standardize": True, "use_clipped_linears": True,
+        },
+        audio_config=None, **IDS,
+    )  # fmt: skip
+
+
+def smolvlm() -> Any:
+    """SmolVLM: each tile of an image is an image slot of the row."""
+    return SmolVLMConfig(
+        text_config={
+            "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48,
+            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0,
+            "max_position_embeddings": 1024,
+        },
+        vision_config={
+            "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 3,
+            "image_size": 32, "patch_size": 8,
+        },
+        scale_factor=2, image_token_id=IMAGE, pad_token_id=0,
+    )  # fmt: skip
+
+
+CONFIGS = {"gemma4_unified": unified, "gemma4": gemma4, "smolvlm": smolvlm}
+
+
+def build(config: Any) -> Any:
+    """Makes a model of random weights, large enough for sharp attention."""
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    _randomize(model)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ("vision_tower" in name or "vision_model" in name) and parameter.dim() > 1:
+                parameter.mul_(0.4)  # sharp attention amplifies rounding, transformers' own as well
+        for name, buffer in model.named_buffers():
+            if name.endswith("std_bias"):
+                buffer.copy_(torch.randn(buffer.shape, generator=generator))
+            elif name.endswith("std_scale"):
+                buffer.copy_(1 + 0.1 * torch.randn(buffer.shape, generator=generator))
+            elif name.endswith(("input_min", "output_min", "input_max", "output_max")):
+                buffer.fill_(2.0 if name.endswith("max") else -2.0)
+    return model
+
+
+def adapted(model: Any) -> torch.nn.Module:
+    """Returns a copy with adapters that change the output."""
+    ours = trainable.adapt(copy.deepcopy(model), LoraConfig(r=4), "fp32")
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in ours.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return ours.eval()
+
+
+def picture(seed: int, size: tuple[int, int]) -> Image.Image:
+    """Returns smooth noise of (width, height) pixels."""
+    small = np.random.default_rng(seed).integers(
+        0, 256, (max(2, size[1] // 6), max(2, size[0] // 6), 3), dtype=np.uint8
+    )
+    return Image.fromarray(small).resize(size, Image.Resampling.BICUBIC)
+
+
+def image_processor(config: Any) -> Any:
+    """Returns transformers' own image processor for a model of `CONFIGS`, of PIL.
+
+    That of the unified model needs torchvision. With its whole patches as patches, the other's numbers are the same.
+    """
+    if config.model_type == "smolvlm":
+        side = config.vision_config.image_size
+        return SmolVLMImageProcessorPil(
+            size={"longest_edge": 2 * side}, max_image_size={"longest_edge": side}, do_image_splitting=True
+        )
+    patch, pool = (12, 1) if config.model_type == "gemma4_unified" else (4, 3)
+    return Gemma4ImageProcessorPil(patch_size=patch, pooling_kernel_size=pool, max_soft_tokens=TOKENS)
+
+
+@dataclass
+class Document:
+    """One document: ids, labels, what transformers' forward takes for its images, and the kit's slots.
+
+    Attributes:
+        slots: for each image or tile its pixels uint8 (patches, numbers), its positions or None, and its soft tokens.
+    """
+
+    ids: list[int]
+    labels: list[int]
+    given: dict[str, torch.Tensor] = field(default_factory=dict)
+    slots: list[tuple[torch.Tensor, torch.Tensor | None, int]] = field(default_factory=list)
+
+
+def _processed(config: Any, image: Image.Image) -> tuple[dict[str, torch.Tensor], list[Any]]:
+    processor = image_processor(config)
+    if config.model_type == "smolvlm":
+        made = processor(images=[[image]], return_tensors="pt")
+        plain = processor(images=[[image]], return_tensors="pt", do_rescale=False, do_normalize=False)
+        size = config.vision_config.patch_size
+        side = config.vision_config.image_size // size
+        pixels = plain["pixel_values"][0].reshape(-1, 3, side, size, side, size).permute(0, 2, 4, 3, 5, 1)
+        pixels = pixels.reshape(len(pixels), side**2, 3 * size**2).round().to(torch.uint8)
+        tokens = side**2 // config.scale_factor**2
+        given = {name: made[name][0] for name in ("pixel_values", "pixel_attention_mask")}
+        return given, [(tile, None, tokens) for tile in pixels]
+    made = processor(images=[image], return_tensors="pt")
+    pixels, positions = made["pixel_values"][0], made["image_position_ids"][0]
+    numbers = (pixels * 255).round().to(torch.uint8)
+    scaled = numbers.float() * (1 / 255)
+    assert torch.allclose(scaled, pixels, rtol=2e-7, atol=0), "numpy scales in fp64, torchvision exactly so"
+    given = {"pixel_values": scaled[None], "image_position_ids": positions[None]}
+    return given, [(numbers, positions.to(torch.int32), int(made["num_soft_tokens_per_image"][0]))]
+
+
+def document(config: Any, images: Sequence[Image.Image], seed: int, before: int = 5, after: int = 7) -> Document:
+    """Makes a document of random text around images."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def text(count: int) -> list[int]:
+        return torch.randint(3, 280, (count,), generator=generator).tolist()
+
+    ids, made, parts = [2, *text(before)], Document([], []), list[dict[str, torch.Tensor]]()
+    for image in images:
+        given, slots = _processed(config, image)
+        for *_, tokens in slots:
+            ids += [BEGIN] + [IMAGE] * tokens + [END]
+        parts.append(given)
+        made.slots += slots
+        ids += text(3)
+    ids += text(after)
+    made.given = {name: torch.cat([part[name] for part in parts]) for name in (parts[0] if parts else ())}
+    made.ids, made.labels = ids, [-100] * (len(ids) - after) + ids[len(ids) - after :]
+    return made
+
+
+def documents(config: Any) -> list[list[Document]]:
+    """Returns three rows of documents with 0, 1 and 2 images each."""
+    one, other, wide = (document(config, [picture(i, SIZES[i])], i) for i in range(3))
+    two = document(config, [picture(10, SIZES[3]), picture(11, SIZES[4])], 20)
+    text = document(config, [], 30, 12, 9)
+    return [[one, text, other], [two, wide], [text]]
+
+
+def pack(config: Any, rows: Sequence[Sequence[Document]], images: int, length: int) -> dict[str, torch.Tensor]:
+    """Packs documents into rows with room for `images`."""
+    count = len(rows)
+    batch = {
+        "input_ids": torch.zeros(count, length, dtype=torch.int64), "labels": torch.full((count, length), -100),
+        "position_ids": torch.zeros(count, length, dtype=torch.int64),
+        "segment_ids": torch.zeros(count, length, dtype=torch.int32),
+    }  # fmt: skip
+    for name, (shape, dtype) in vision.columns(config, images, length, TOKENS).items():
+        batch[name] = torch.zeros(count, *shape, dtype=dtype)
+    batch["image_index"].fill_(-1)
+    most = vision.sizes_of(config, TOKENS).tokens
+    for row, held in enumerate(rows):
+        end = slot = 0
+        for segment, one in enumerate(held, 1):
+            here = slice(end, end + len(one.ids))
+            batch["input_ids"][row, here], batch["labels"][row, here] = torch.tensor(one.ids), torch.tensor(one.labels)
+            batch["position_ids"][row, here], batch["segment_ids"][row, here] = torch.arange(len(one.ids)), segment
+            places = [end + place for place, token in enumerate(one.ids) if token == IMAGE]
+            for pixels, positions, tokens in one.slots:
+                batch["pixels"][row, slot] = pixels
+                if positions is not None:
+                    batch["patch_positions"][row, slot] = positions
+                batch["image_index"][row, places[:tokens]] = torch.arange(tokens, dtype=torch.int32) + slot * most
+                places, slot = places[tokens:], slot + 1
+            assert not places
+            end += len(one.ids)
+    return batch
+
+
+def room_of(rows: Sequence[Sequence[Document]]) -> tuple[int, int]:
+    """Returns the images and the tokens of the fullest rows."""
+    images = max(sum(len(one.slots) for one in row) for row in rows)
+    return images, max(sum(len(one.ids) for one in row) for row in rows) + 3
+
+
+def reference(model: Any, one: Document, served: bool = True) -> torch.Tensor:
+    """Computes the logits of one document by transformers; `served`: with the masks of its generation."""
+    base, ids = models.base_model(model), torch.tensor(one.ids)[None]
+    given = dict(one.given)
+    if base.config.model_type == "smolvlm":
+        given = {name: value[None] for name, value in given.items()}
+    else:
+        types = (ids == IMAGE).long()
+        given["mm_token_type_ids"] = types
+        if served:
+            given["attention_mask"] = type(base).create_masks_for_generate(
+                config=base.config, inputs_embeds=torch.zeros(*ids.shape, 4), attention_mask=torch.ones_like(ids),
+                past_key_values=None, position_ids=torch.arange(ids.shape[1])[None], mm_token_type_ids=types,
+            )  # fmt: skip
+    logits: torch.Tensor = model(input_ids=ids, use_cache=False, **given).logits[0]
+    return logits
+
+
+@dataclass
+class Result:
+    """Logits of the documents in order, and gradients by name."""
+
+    logits: list[torch.Tensor]
+    gradients: dict[str, torch.Tensor]
+
+    def differs_from(self, other: Result) -> tuple[float, float]:
+        """Returns the largest difference of logits, of the largest logit, and of gradients, of their norm."""
+        logits = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(self.logits, other.logits, strict=True))
+        most = max(float(gradient.norm()) for gradient in other.gradients.values())
+        pairs = [(self.gradients[name], own) for name, own in other.gradients.items() if own.norm() > 1e-3 * most]
+        return logits, max(float((a - b).norm() / b.norm()) for a, b in pairs)
+
+
+def of_transformers(model: Any, rows: Sequence[Sequence[Document]], attention: str = "eager") -> Result:
+    """Computes documents alone, by transformers' own code."""
+    ours = adapted(model)
+    models.base_model(ours).set_attn_implementation(attention)
+    found, total = list[torch.Tensor](), torch.zeros(())
+    for one in (one for row in rows for one in row):
+        found.append(logits := reference(ours, one))
+        total = total + torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(one.labels)[1:], reduction="sum")
+    total.backward()
+    gradients = {name: param.grad for name, param in ours.named_parameters() if param.grad is not None}
+    return Result([logits.detach() for logits in found], gradients)
+
+
+def of_kit(model: Any, rows: Sequence[Sequence[Document]], rt: Any, remat: str = "full") -> Result:
+    """Computes packed rows by the kit, on the device of a replica."""
+    ours, config = adapted(model), models.base_model(model).config
+    batch = pack(config, rows, *room_of(rows))
+    optim = OptimConfig(remat=remat, loss_chunk=32)  # type: ignore[arg-type]
+    preparation.prepare_layers(ours, replace(TrainConfig(), optim=optim), rt.device_type)
+    ours = models.to_device(ours, rt.local_device)
+    (sent,) = rt.to_device([batch])
+    with torch.no_grad():
+        logits = models.logits(ours, sent)
+    SupervisedObjective(optim)(ours, sent).loss.backward()
+    rt.sync()
+    named = {name: param.grad for name, param in ours.named_parameters() if param.grad is not None}
+    values = rt.to_host([logits, *named.values()])
+    found, whole = list[torch.Tensor](), values[0]
+    for row, held in enumerate(rows):
+        end = 0
+        for one in held:
+            found.append(whole[row, end : end + len(one.ids)])
+            end += len(one.ids)
+    return Result(found, unstacked(stacked_names(ours), dict(zip(named, values[1:], strict=True))))
+
+
+# ------------------------------------------------------------------------------------------------------- in replicas
+
+
+def compared(config: TrainConfig) -> dict[str, Any]:
+    """Compares the model that `run_name` names with transformers, and counts what four updates compile and read."""
+    rt, shape = runtime.current(), CONFIGS[config.run_name]()
+    rt.sync()  # torch_xla begins before the first backward pass on the CPU
+    model = build(shape)
+    rows = documents(shape)
+    wanted = of_transformers(model, rows)
+    found: dict[str, Any] = {"difference": of_kit(model, rows, rt).differs_from(wanted)}
+    found["own"] = of_transformers(model, rows, "sdpa").differs_from(wanted)
+    return found | {"counts": _updates(config, model, rt)[1]}
+
+
+def updated(config: TrainConfig) -> dict[str, list[float]]:
+    """Makes updates of the model that `run_name` names; returns its weights."""
+    rt, shape = runtime.current(), CONFIGS[config.run_name]()
+    return _updates(config, build(shape), rt)[0]
+
+
+def _updates(config: TrainConfig, model: Any, rt: Any) -> tuple[dict[str, list[float]], list[dict[str, int]]]:
+    shape, ours = model.config, adapted(model).train()
+    held = documents(shape)
+    images, length = room_of(held)
+    optim = OptimConfig(learning_rate=1e-2, loss_chunk=32, max_grad_norm=1.0)
+    state = prepare_model(ours, replace(config, optim=optim), rt)
+    objective, counts = SupervisedObjective(optim), list[dict[str, int]]()
+    rt.sync()
+    for step in range(1, 1 + (config.optim.max_steps or 0)):
+        every = [[document(shape, [picture(4 * step + row, SIZES[(step + row) % 4])], step + row)] for row in range(4)]
+        batch = pack(shape, every, images, length)
+        rows = len(every) // rt.data_size
+        mine = {name: torch.cat([value[rows * shard : rows * (shard + 1)] for shard in rt.data_shards])
+                for name, value in batch.items()}  # fmt: skip
+        before = rt.counters()
+        *batches, sent = rt.to_device([mine, {"control": torch.tensor([1e-2, 0.0, float(step)])}])
+        train_step(ours, state, batches, sent["control"], objective, optim, rt)
+        rt.sync()
+        after = rt.counters()
+        counts.append({name: after[name] - before[name] for name in ("compiles", "host_syncs") if name in after})
+    values = rt.to_host(list(state.params.values()))
+    named = unstacked(state.stacks, dict(zip(state.params, values, strict=True)))
+    return {name: value.flatten().tolist() for name, value in named.items()}, counts

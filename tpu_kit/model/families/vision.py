@@ -1,0 +1,275 @@
+"""Images in packed rows, in static shapes: the towers of transformers without their boolean indices.
+
+A row has room for K images (or tiles of images). Its batch has, besides the tokens, pixels (B, K, patches, numbers)
+uint8, for Gemma 4 patch_positions (B, K, patches, 2) int32 (column and row of a patch, -1 for padding), and image_index
+(B, S) int32: the place among the K * T soft tokens of its row whose features a token takes, -1 for text. Without
+gradients the towers make (B, K * T, H) features; a token's embedding is that of its id, or the features at its index.
+All else is as for text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from tpu_kit.config.loader import OptimConfig
+from tpu_kit.model.attention import refuse_unknown, sdpa_attention
+from tpu_kit.model.base_model import base_model
+from tpu_kit.model.loop.layer_scan import ScannedLayers, scan_layers
+from tpu_kit.model.splash_attention import splash_attention
+from tpu_kit.xla import program
+
+TOWER = "tpu_kit_tower"
+"""The attention of towers in transformers' `AttentionInterface`."""
+
+Shape = tuple[tuple[int, ...], torch.dtype]
+
+
+class Sizes(NamedTuple):
+    """The sizes of an image, or of a tile of one.
+
+    Attributes:
+        patches: padding included.
+        numbers: of a patch.
+        tokens: soft tokens at most.
+        positions: whether patches have positions.
+    """
+
+    patches: int
+    numbers: int
+    tokens: int
+    positions: bool
+
+
+def sizes_of(config: Any, tokens: int | None = None) -> Sizes:
+    """Returns the sizes of an image of a model.
+
+    Args:
+        config: of transformers, with a vision_config.
+        tokens: soft tokens of an image at most, where the family lets one choose; None is the family's own.
+
+    Raises:
+        ValueError: images of its family are not trained.
+    """
+    vision: Any = getattr(config, "vision_config", None)
+    kind = config.model_type if vision is not None else None
+    most = tokens or getattr(vision, "num_soft_tokens", None) or 280
+    if kind == "gemma4_unified":
+        return Sizes(most, 3 * vision.model_patch_size**2, most, True)
+    if kind == "gemma4":
+        return Sizes(most * vision.pooling_kernel_size**2, 3 * vision.patch_size**2, most, True)
+    if kind in ("smolvlm", "idefics3"):
+        side = vision.image_size // vision.patch_size
+        return Sizes(side**2, 3 * vision.patch_size**2, side**2 // config.scale_factor**2, False)
+    raise ValueError(f"images of {config.model_type} are not trained; these families are: {', '.join(sorted(_TOWERS))}")
+
+
+def columns(config: Any, images: int, length: int, tokens: int | None = None) -> dict[str, Shape]:
+    """Returns shape and dtype of the further tensors of a row of `length` tokens with room for `images`."""
+    sizes = sizes_of(config, tokens)
+    found: dict[str, Shape] = {"pixels": ((images, sizes.patches, sizes.numbers), torch.uint8)}
+    if sizes.positions:
+        found["patch_positions"] = ((images, sizes.patches, 2), torch.int32)
+    return found | {"image_index": ((length,), torch.int32)}
+
+
+def check_rows(config: Any, tokens: int, length: int) -> None:
+    """Checks that images of `tokens` soft tokens fit into rows of `length`; raises ValueError if they do not."""
+    if tokens > length:
+        raise ValueError(
+            f"data.max_length={length}: an image takes up to {tokens} tokens; raise it, or lower data.image_tokens"
+        )
+    if _looks_ahead(config) and tokens.bit_length() + length.bit_length() > 31:
+        raise ValueError(f"data.max_length={length}: with images of {tokens} tokens the attention kernel takes fewer")
+
+
+# -------------------------------------------------------------------------------------------------- hooks of `registry`
+
+
+def connect(model: torch.nn.Module, frozen: bool) -> None:
+    """Registers the attention of towers in transformers; see `registry`."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(TOWER, tower_attention)
+    AttentionMaskInterface.register(TOWER, _valid_keys)
+
+
+def own_attention(model: Any) -> dict[str, str]:
+    """Returns the attention of a tower by the name of its configuration."""
+    config = model.config.vision_config
+    return {"vision_config": TOWER if encoder_of(model) is not None else config._attn_implementation}
+
+
+def loop_layers(model: torch.nn.Module, optim: OptimConfig, device_type: str) -> None:
+    """Makes the layers of a tower a loop where a decoder's are."""
+    base: Any = base_model(model)
+    encoder = encoder_of(base)
+    if encoder is not None and not isinstance(encoder.layers, ScannedLayers):
+        scan_layers(encoder, replace(optim, remat="full"), device_type, _inputs(base))
+
+
+def decoder_inputs(model: Any, batch: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Makes the embeddings of a batch with images; see `registry.decoder_inputs`.
+
+    The second value has `ahead` where the tokens of an image see each other in the layers with a window, as Google's
+    code and vLLM let them.
+    """
+    ids, index, text = batch["input_ids"], batch["image_index"], model.config.get_text_config()
+    seen = index >= 0
+    if model.config.model_type.startswith("gemma4"):  # a padding id has its own per-layer embedding
+        ids = torch.where(seen, text.pad_token_id, ids)
+    embeds = model.get_input_embeddings()(ids)
+    tokens = tokens_of(model.config, batch["pixels"].shape[2])
+    with torch.no_grad():
+        found = features(model, batch, tokens).to(embeds.dtype)
+    given = {"inputs_embeds": torch.where(seen[..., None], _taken(found, index), embeds)}
+    if getattr(text, "hidden_size_per_layer_input", 0):
+        given["per_layer_inputs"] = model.get_decoder().get_per_layer_inputs(ids)
+    if not _looks_ahead(model.config):
+        return given, {}
+    return given, {"ahead": ahead(index, batch["pixels"].shape[1], tokens), "most_ahead": tokens - 1}
+
+
+# --------------------------------------------------------------------------------------------------------------- images
+
+
+def tokens_of(config: Any, patches: int) -> int:
+    """Returns the soft tokens of an image of so many patches, padding included."""
+    vision = config.vision_config
+    if config.model_type == "gemma4_unified":
+        return patches
+    return patches // (vision.pooling_kernel_size if config.model_type == "gemma4" else config.scale_factor) ** 2
+
+
+def _taken(found: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Returns the features at each token's index, (B, S, H); on XLA by a product with ones and zeros.
+
+    A gather along the tokens of each row is one of single numbers there, and moves hundreds of gigabytes. A product
+    with one 1 in each row is exact.
+    """
+    if found.device.type != "xla":
+        return found.gather(1, index.clamp(min=0).long()[..., None].expand(-1, -1, found.shape[-1]))
+    places = torch.arange(found.shape[1], device=index.device, dtype=index.dtype)
+    return torch.bmm((index[..., None] == places).to(found.dtype), found)
+
+
+def features(model: Any, batch: Mapping[str, torch.Tensor], tokens: int) -> torch.Tensor:
+    """Computes the features of all images of a batch, (B, K * tokens, H); those of padding have no meaning."""
+    rows = batch["pixels"].shape[0]
+    pixels = batch["pixels"].flatten(0, 1).float() * (1 / 255)  # the processors' fp32, bit for bit
+    positions = batch["patch_positions"].flatten(0, 1) if "patch_positions" in batch else None
+    found = _TOWERS[model.config.model_type](model, pixels, positions, tokens)
+    return found.reshape(rows, -1, found.shape[-1])
+
+
+def _gemma4_unified(model: Any, pixels: torch.Tensor, positions: torch.Tensor | None, tokens: int) -> torch.Tensor:
+    found: torch.Tensor = model.model.embed_vision(pixels, positions, return_dict=True).pooler_output
+    return found
+
+
+def _gemma4(model: Any, pixels: torch.Tensor, positions: torch.Tensor | None, tokens: int) -> torch.Tensor:
+    """As `Gemma4VisionModel.forward`, whose boolean index strips the padding, which comes last."""
+    assert positions is not None
+    tower = model.model.vision_tower
+    padding = (positions == -1).all(-1)
+    embeds = tower.patch_embedder(pixels, positions, padding)
+    hidden = tower.encoder(
+        inputs_embeds=embeds, attention_mask=~padding, pixel_position_ids=positions
+    ).last_hidden_state
+    hidden, _ = tower.pooler(
+        hidden_states=hidden, pixel_position_ids=positions, padding_positions=padding, output_length=tokens
+    )
+    if tower.config.standardize:
+        hidden = (hidden - tower.std_bias.float()) * tower.std_scale.float()
+    found: torch.Tensor = model.model.embed_vision(inputs_embeds=hidden.to(embeds.dtype))
+    return found
+
+
+def _idefics3(model: Any, pixels: torch.Tensor, positions: torch.Tensor | None, tokens: int) -> torch.Tensor:
+    """As `Idefics3Model.get_image_features` for tiles that fill their square, as the processor makes them."""
+    tower = model.model.vision_model
+    embeddings = tower.embeddings
+    pixels = (pixels - 0.5) / 0.5
+    kernel = embeddings.patch_embedding
+    weight = kernel.weight.permute(0, 2, 3, 1).flatten(1)  # a patch is (rows, columns, channels)
+    hidden = torch.nn.functional.linear(pixels.to(weight.dtype), weight, kernel.bias)
+    hidden = hidden + embeddings.position_embedding.weight[None, : hidden.shape[1]]
+    hidden = tower.encoder(inputs_embeds=hidden, attention_mask=None).last_hidden_state
+    found: torch.Tensor = model.model.connector(tower.post_layernorm(hidden))
+    return found
+
+
+_TOWERS: Mapping[str, Callable[[Any, torch.Tensor, torch.Tensor | None, int], torch.Tensor]] = {
+    "gemma4_unified": _gemma4_unified, "gemma4": _gemma4, "smolvlm": _idefics3, "idefics3": _idefics3,
+}  # fmt: skip
+
+
+def encoder_of(model: Any) -> Any:
+    """Returns the module with the list of layers of a tower; None for a model without one."""
+    for path in ("vision_tower", "vision_model"):
+        if (tower := getattr(model.model, path, None)) is not None:
+            return tower.encoder
+    return None
+
+
+def _inputs(model: Any) -> Callable[[torch.Tensor], dict[str, Any]]:
+    """Returns what makes the arguments of a tower's encoder for a row of patches, (1, N) of ones."""
+    hidden = model.config.vision_config.hidden_size
+    dtype = next(encoder_of(model).parameters()).dtype
+
+    def made(ones: torch.Tensor) -> dict[str, Any]:
+        embeds = torch.zeros(*ones.shape, hidden, dtype=dtype, device=ones.device)
+        if model.config.model_type == "gemma4":
+            positions = torch.stack([ones, ones], -1)
+            return {"inputs_embeds": embeds, "attention_mask": ones > 0, "pixel_position_ids": positions}
+        return {"inputs_embeds": embeds, "attention_mask": None}
+
+    return made
+
+
+# ------------------------------------------------------------------------------------------------------------ attention
+
+
+def _looks_ahead(config: Any) -> bool:
+    """Whether the tokens of an image see each other in the layers with a window."""
+    return getattr(config.get_text_config(), "use_bidirectional_attention", None) == "vision"
+
+
+def ahead(image_index: torch.Tensor, images: int, tokens: int) -> torch.Tensor:
+    """Counts for each token the later tokens of its image, (B, S) int32; 0 for text."""
+    place = torch.arange(image_index.shape[1], device=image_index.device, dtype=torch.int32)
+    of_image = torch.div(image_index, tokens, rounding_mode="floor")[..., None]
+    mine = of_image == torch.arange(images, device=image_index.device)  # (B, S, K)
+    last = torch.where(mine, place[:, None], -1).amax(1, keepdim=True)
+    return torch.where(mine, last - place[:, None], 0).sum(-1).to(torch.int32)
+
+
+def tower_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Computes attention in which all patches of an image see each other; called by the towers of transformers.
+
+    Its mask is a view (N, 1, 1, P) of the valid patches, or None.
+    """
+    refuse_unknown({name: value for name, value in kwargs.items() if name not in ("is_causal", "dropout")})
+    shape = (query.shape[0], query.shape[2])
+    valid = torch.ones(shape, device=query.device) if attention_mask is None else attention_mask[:, 0, 0]
+    attend: Any = splash_attention if query.device.type == "xla" and program.has_kernels() else sdpa_attention
+    found: tuple[torch.Tensor, None] = attend(
+        module, query, key, value, None, scaling=scaling, segment_ids=valid.to(torch.int32), causal=False
+    )
+    return found
+
+
+def _valid_keys(attention_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor | None:
+    return None if attention_mask is None else attention_mask[:, None, None, :]
