@@ -24,9 +24,9 @@ needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="t
 ALONE = CpuRuntime(0, 1, torch.device("cpu"))
 
 
-def bars(own: tuple[float, float], logits: float = 1e-5) -> tuple[float, float]:
+def bars(own: tuple[float, float], logits: float = 1e-5, times: float = 2) -> tuple[float, float]:
     """The largest differences of logits and gradients, by those of transformers' sdpa from its eager attention."""
-    return max(logits, 2 * own[0]), max(1e-4, 2 * own[1])
+    return max(logits, times * own[0]), max(1e-4, times * own[1])
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -99,8 +99,8 @@ def run(tmp_path: Path, family: str, **settings: Any) -> TrainConfig:
 def test_on_xla_one_program_makes_each_update(tmp_path: Path, family: str) -> None:
     found = launch(vision_functions.compared, run(tmp_path, family, num_replicas=1))
     print(f"{family:16} logits and gradients {found['difference']}, transformers' own {found['own']}")
-    # XLA's tanh, of the soft cap, rounds otherwise than torch's.
-    assert all(a <= b for a, b in zip(found["difference"], bars(found["own"], logits=3e-5), strict=True))
+    # XLA's tanh and exp round otherwise than torch's.
+    assert all(a <= b for a, b in zip(found["difference"], bars(found["own"], logits=3e-5, times=4), strict=True))
     assert [count["host_syncs"] for count in found["counts"]] == [0] * 3
     assert [count["compiles"] for count in found["counts"]][1:] == [0] * 2, "other pictures need no other program"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -85,6 +86,7 @@ def smolvlm() -> Any:
     )  # fmt: skip
 
 
+_generator = threading.Lock()  # replicas of XLA:CPU are threads, and share torch's generator
 CONFIGS = {"gemma4_unified": unified, "gemma4": gemma4, "smolvlm": smolvlm}
 
 
@@ -328,11 +330,15 @@ def compared(config: TrainConfig) -> dict[str, Any]:
 def updated(config: TrainConfig) -> dict[str, list[float]]:
     """Makes updates of the model that `run_name` names; returns its weights."""
     rt, shape = runtime.current(), CONFIGS[config.run_name]()
-    return _updates(config, build(shape), rt)[0]
+    with _generator:
+        model = build(shape)
+    return _updates(config, model, rt)[0]
 
 
 def _updates(config: TrainConfig, model: Any, rt: Any) -> tuple[dict[str, list[float]], list[dict[str, int]]]:
-    shape, ours = model.config, adapted(model).train()
+    shape = model.config
+    with _generator:
+        ours = adapted(model).train()
     held = documents(shape)
     images, length = room_of(held)
     optim = OptimConfig(learning_rate=1e-2, loss_chunk=32, max_grad_norm=1.0)

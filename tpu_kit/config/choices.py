@@ -31,14 +31,15 @@ DataFormat = Literal["auto", "cot", "messages", "prompt_completion", "text", "pr
 FORMATS = {
     "cot": RowFormat(
         "tpu_kit.data.rows.schemas:read_problem", ("question", "answer"),
-        ("system", "history", "question", "context", "options", "tools", "reasoning", "answer"),
+        ("system", "history", "question", "context", "options", "tools", "images", "reasoning", "answer"),
     ),
     "messages": RowFormat(
-        "tpu_kit.data.rows.schemas:read_chat", ("messages",), ("system", "messages", "tools", "reasoning", "answer")
+        "tpu_kit.data.rows.schemas:read_chat", ("messages",),
+        ("system", "messages", "tools", "images", "reasoning", "answer"),
     ),
     "prompt_completion": RowFormat(
         "tpu_kit.data.rows.schemas:read_completion", ("prompt", "completion"),
-        ("system", "prompt", "completion", "tools"),
+        ("system", "prompt", "completion", "tools", "images"),
     ),
     "text": RowFormat("tpu_kit.data.rows.schemas:read_text", ("text",), ("text",)),
     "prompt": RowFormat("tpu_kit.data.rows.schemas:read_prompt", ("prompt",), ("system", "prompt", "tools", "answer")),

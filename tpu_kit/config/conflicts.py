@@ -59,6 +59,7 @@ def conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
     yield from _objective_conflicts(config)
     yield from _policy_conflicts(config)
     yield from _evaluation_conflicts(config)
+    yield from _image_conflicts(config)
     yield from _schedule_conflicts(config.optim)
     yield from _batch_conflicts(config)
     yield from hub_conflicts(config)
@@ -86,6 +87,8 @@ def _without_effect(config: TrainConfig) -> Iterator[tuple[str, str]]:
          "has no effect on the embedded model; remove it or set model.name"),
         ("int4" not in (model.base_dtype, distill.teacher_dtype), "model", "quant_group", "model.base_dtype",
          "is of model.base_dtype=int4; remove it or set that"),
+        (not model.images, "data", "images_per_row image_tokens", "model.images",
+         "has no effect without images; remove it or set model.images=true"),
         (config.lora.r == 0, "lora", "experts dropout targets rslora dora init adapter", "lora.r",
          "needs adapters, and lora.r=0 has none; remove it or set lora.r=16"),
         (optim.optimizer == "adafactor", "optim", "beta1 beta2 eps", "optim.optimizer",
@@ -239,6 +242,26 @@ def _evaluation_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
             if config[name]:
                 advice = "remove that, or set data.eval_source or data.eval_split"
                 yield f"{name} {rows}", f"needs rows to evaluate on, but data.eval_rows=0; {advice}"
+
+
+def _image_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
+    """Yields what is not trained or answered with images yet."""
+    if not config.model.images:
+        return
+    of_text = "is for text alone, and model.images=true trains on rows with images; "
+    if config.on_policy:
+        yield "optim.objective model.images", of_text + "use train, or set model.images=false"
+    if config.distill.teacher is not None:
+        yield "distill.teacher model.images", of_text + "remove it, or set model.images=false"
+    if config.lora.r == 0:
+        yield "lora.r model.images", "trains all weights, and the part for images stays as it is; set lora.r=16"
+    for name in ("tracking.generate_rows", "tracking.eval_generate_rows"):
+        if config[name]:
+            yield f"{name} model.images", of_text + "set it to 0"
+    if config.data.source == "synthetic":
+        yield "data.source model.images", "has random tokens and no images; name a source, or set model.images=false"
+    if config.data.too_long == "split":
+        yield "data.too_long model.images", "cuts documents, which images are in; set it to drop or error"
 
 
 def _schedule_conflicts(optim: OptimConfig) -> Iterator[tuple[str, str]]:

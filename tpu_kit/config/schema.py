@@ -114,6 +114,14 @@ class DataConfig:
     on_bad_row: Literal["stop", "skip"] = knob(
         "stop", "What to do with a row that cannot be used; skip leaves out up to half of them, counted and shown."
     )
+    images_per_row: int | None = knob(
+        None, "Images, or tiles of images, that a packed row has room for; null = what fills the rows.", at_least=1
+    )
+    image_tokens: int | None = knob(
+        None,
+        "Tokens of an image at most, which is its resolution (Gemma 4: 70, 140, 280, 560 or 1120); null = the model's.",
+        at_least=1,
+    )
     num_proc: int | None = knob(None, "Processes that tokenize; null = by cores and rows.", at_least=1, at_most=1024)
     seed: int = knob(0, "Seed of the held-out split and of the order of rows.", at_least=0, at_most=2**32 - 1)
     shuffle: bool = knob(True, "Shuffle the training rows, anew each epoch.")

@@ -30,6 +30,10 @@ IGNORED = -100
 T = TypeVar("T")
 
 
+class BatchError(ValueError):
+    """Rows cannot be made into a batch, for a reason that shows only then."""
+
+
 @dataclass(frozen=True)
 class Documents:
     """Tokenised documents one after another in flat arrays.
@@ -39,12 +43,14 @@ class Documents:
         loss_mask: bool (tokens,), true where a token is predicted with loss.
         lengths: int64 (documents,), none of them 0.
         source_rows: int64 (documents,), the data set row of each document.
+        images: of the documents (`data.images.encoding.DocumentImages`); None for text.
     """
 
     input_ids: np.ndarray
     loss_mask: np.ndarray
     lengths: np.ndarray
     source_rows: np.ndarray
+    images: Any = None
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -52,7 +58,9 @@ class Documents:
     def select(self, keep: np.ndarray) -> Documents:
         """Returns the documents where the boolean array `keep` is true."""
         tokens = np.repeat(keep, self.lengths)
-        return Documents(self.input_ids[tokens], self.loss_mask[tokens], self.lengths[keep], self.source_rows[keep])
+        images = None if self.images is None else self.images.select(keep)
+        arrays = self.input_ids[tokens], self.loss_mask[tokens], self.lengths[keep], self.source_rows[keep]
+        return Documents(*arrays, images)
 
 
 def best_fill(lengths: np.ndarray, row_length: int) -> tuple[np.ndarray, np.ndarray]:
@@ -119,18 +127,23 @@ class PackedDataset:
         length: tokens of a row.
         packing: False puts one document in each row.
         pad_id: the token id in empty slots. It is never compared with anything.
+        order: the document numbers row after row, and how many documents each row has, if the caller has packed them.
+        further: adds further tensors, such as `data.images.columns.ImageColumns`; None for text.
 
     Attributes:
         row_tokens: int64 (rows,), the tokens of each row without padding.
         columns: further tensors of `tensors`: name -> a function of row numbers that returns (rows, N).
     """
 
-    def __init__(self, documents: Documents, length: int, *, packing: bool = True, pad_id: int = 0) -> None:
+    def __init__(
+        self, documents: Documents, length: int, *, packing: bool = True, pad_id: int = 0,
+        order: tuple[np.ndarray, np.ndarray] | None = None, further: Any = None,
+    ) -> None:  # fmt: skip
         lengths = documents.lengths
         assert len(documents) and lengths.min() > 0 and lengths.max() <= length
         every = np.arange(len(documents))
-        order, counts = best_fill(lengths, length) if packing else (every, np.ones_like(every))
-        self._order, self._row_ends = order, np.cumsum(counts)
+        by_rows, counts = order or (best_fill(lengths, length) if packing else (every, np.ones_like(every)))
+        self._order, self._row_ends, self.further = by_rows, np.cumsum(counts), further
         self.documents, self.length, self.pad_id = documents, length, pad_id
         self.row_tokens = np.add.reduceat(lengths[self._order], np.r_[0, self._row_ends[:-1]])
         self.columns: Mapping[str, Callable[[np.ndarray], torch.Tensor]] = {}
@@ -179,6 +192,8 @@ class PackedDataset:
         tokens = self.documents
         for array in (tokens.input_ids, tokens.loss_mask, tokens.lengths, self._order, self._row_ends):
             digest.update(np.ascontiguousarray(array).data)
+        if self.further is not None:
+            digest.update(self.further.fingerprint())
         return digest.hexdigest()
 
     def tensors(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
@@ -190,7 +205,7 @@ class PackedDataset:
         Returns:
             input_ids, labels and position_ids, int64 (rows, length), and segment_ids, int32 (rows, length): 1, 2, ...
             for the documents and 0 in empty slots (int32 because TPU attention kernels take no other). Labels are the
-            input ids where there is loss, else -100, and are not shifted.
+            input ids where there is loss, else -100, and are not shifted. `columns` and `further` add theirs.
         """
         shape = (len(rows), self.length)
         ids, labels = np.full(shape, self.pad_id, dtype=np.int64), np.full(shape, IGNORED, dtype=np.int64)
@@ -204,7 +219,10 @@ class PackedDataset:
                 labels[i, here] = np.where(loss, tokens, IGNORED)
         arrays = {"input_ids": ids, "labels": labels, "position_ids": positions, "segment_ids": segments}
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-        return tensors | {name: read(rows) for name, read in self.columns.items()}
+        tensors |= {name: read(rows) for name, read in self.columns.items()}
+        if self.further is not None:
+            self.further.add(self, rows, tensors)
+        return tensors
 
 
 @lru_cache(maxsize=2)  # the current epoch, and the next one, whose first batches are prefetched

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from datasets import config as datasets_config
 
-from tpu_kit.config.loader import DataConfig
+from tpu_kit.config.loader import DataConfig, ModelConfig
 from tpu_kit.data.batching import Documents, PackedDataset
 from tpu_kit.data.chat.chat_encoding import Encoder, Example, ReasoningCounts
 from tpu_kit.data.held_out import NONE, Questions, choose_questions, drawn, held_out_rows
@@ -65,6 +65,7 @@ class DataReport:
         dropped_no_loss: documents whose first max_length tokens carry no loss, dropped.
         skipped: bad rows that `data.on_bad_row=skip` skips; of the other counts, only rows_read includes them.
         skipped_rows: the first bad rows, each with its problem.
+        images: counts of images (`data.images.columns.ImageCounts`); None for text.
     """
 
     source: str
@@ -93,6 +94,7 @@ class DataReport:
     dropped_no_loss: int = 0
     skipped: int = 0
     skipped_rows: tuple[str, ...] = ()
+    images: Any = None
 
     def __str__(self) -> str:
         middle, tail = np.percentile(self.lengths, [50, 95]).astype(int)
@@ -114,6 +116,7 @@ class DataReport:
             f"tokens           {self.tokens:,}, with loss {self.loss_tokens:,} ({self.loss_tokens / self.tokens:.0%})",
             f"tokens of a row  median {middle}, 95 % up to {tail}, longest {max(self.lengths)}",
             f"packed           {self.packed_rows:,} rows, {self.fill:.1%} full",
+            *(self.images.lines(self.tokens) if self.images else []),
         ]
         return "\n".join(lines + ([f"bad rows         {self.skipped_text}"] if self.skipped else []))
 
@@ -211,6 +214,11 @@ class Prepared:
     eval_asked: list[Any] = field(default_factory=list)
     new_tokens: tuple[str, ...] = ()
 
+    @property
+    def images_per_row(self) -> int | None:
+        """The images, or tiles, that a packed row has room for; None for text."""
+        return self.train.further.room if self.train.further is not None else None
+
     def __str__(self) -> str:
         lines = str(self.report).splitlines()
         if self.tasks:  # no row is trained on
@@ -242,6 +250,16 @@ class Prepared:
         ids, mask = self.train.document(number)
         return Example(ids.tolist(), mask.tolist())
 
+    def pictures(self, number: int = 0) -> list[Any]:
+        """Returns the pictures, of PIL, of one training document; empty for text."""
+        if self.train.further is None:
+            return []
+        documents = self.train.documents
+        found: list[Any] = self.train.further.pictures(
+            documents.source_rows[number], int(documents.images.pictures[number])
+        )
+        return found
+
 
 def prepare(
     config: DataConfig,
@@ -251,6 +269,7 @@ def prepare(
     run: Questions | None = None,
     learned: np.ndarray = NONE,
     max_prompt: int | None = None,
+    model: ModelConfig | None = None,
 ) -> Prepared:
     """Loads, holds out, tokenises, checks and packs.
 
@@ -263,23 +282,33 @@ def prepare(
             question that it was trained on are left out and counted.
         learned: prompts that the run's model was trained on before, int64: not held out, and kept as trained on.
         max_prompt: keep the rows of training for reinforcement learning, with prompts of at most so many tokens.
+        model: trains on rows with images; None, or without `images`, on text.
 
     Raises:
         ValueError: rows, columns, files or settings are wrong; the text names them.
     """
     if config.source == SYNTHETIC:
         return _synthetic(config, vocab_size)
-    data = tokenize(config.source, config.split, tokenizer, config)
+    processor = None
+    if model is not None and model.images:
+        from tpu_kit.data.images.processors import image_processor
+
+        processor = image_processor(model, tokenizer, config)
+    data = tokenize(config.source, config.split, tokenizer, config, processor=processor)
+    if processor is not None and not data.documents.images.pictures.any():
+        raise ValueError(f"{data.source}: no row has an image; set model.images=false, or name their column in "
+                         "data.columns={images: COLUMN}")  # fmt: skip
     held, train, counts = None, np.ones(len(data.documents), dtype=bool), dict[str, Any]()
     if eval_split := _eval_split(config):
-        held = tokenize(*eval_split, tokenizer, config, like=data.encoder.layout)
+        held = tokenize(*eval_split, tokenizer, config, like=data.encoder.layout, processor=processor)
         wanted = np.ones(len(held.documents), dtype=bool)
     elif config.eval_rows != 0 or run:
         picked = choose_questions(data.questions, data.earlier, config, learned)
         held, train, wanted = data, ~np.isin(data.questions, picked), data.one_of_each(picked)
         counts = {"held_out": data.count(~train), "repeated": data.count(~train & ~wanted)}
         counts["held_out_of"] = _held_out_of(data, len(picked), config)
-    packed, report = _pack(data, train, same_users=data.same_users(), **counts)
+    slots = max((_most_slots(one) for one in (data, held) if one), default=0)
+    packed, report = _pack(data, train, slots, same_users=data.same_users(), **counts)
     fingerprint = _fingerprint_of(packed, config)
     tasks = None if max_prompt is None else _tasks(data, np.unique(data.documents.source_rows[train]), max_prompt)
     trained = np.union1d(data.prompts(train), learned)
@@ -296,7 +325,8 @@ def prepare(
     counts = {"seen_in_training": held.count(wanted & ~chosen)}
     same_users = {"same_users": held.count(chosen & np.isin(held.users, data.users[train]))}
     counts |= {"skipped": 0, "skipped_rows": ()} if held is data else same_users  # told of the training rows
-    eval_data, eval_report = _pack(held, chosen, **counts)
+    room = packed.further and packed.further.room
+    eval_data, eval_report = _pack(held, chosen, slots, room, **counts)
     raw = held.raw_rows(drawn(np.unique(eval_data.documents.source_rows), config.seed))
     questions = Questions(trained, np.unique(held.questions[chosen]))
     return Prepared(
@@ -355,8 +385,24 @@ def _eval_split(config: DataConfig) -> tuple[str, str] | None:
     return None
 
 
-def _pack(tokens: Tokenized, chosen: np.ndarray, **counts: Any) -> tuple[PackedDataset, DataReport]:
-    """Applies `too_long` to the chosen documents and packs them; `counts` are further counts of the report."""
+def _most_slots(tokens: Tokenized) -> int:
+    """Returns the most image slots of a document that is not too long; 0 for text."""
+    images, short = tokens.documents.images, tokens.full_lengths <= tokens.encoder.config.max_length
+    return int(images.slots[short].max(initial=0)) if images is not None else 0
+
+
+def _pack(
+    tokens: Tokenized, chosen: np.ndarray, slots: int = 0, room: int | None = None, **counts: Any
+) -> tuple[PackedDataset, DataReport]:
+    """Applies `too_long` to the chosen documents and packs them.
+
+    Args:
+        tokens: the documents.
+        chosen: which of them.
+        slots: the most image slots of any document.
+        room: image slots of a row, where they are known.
+        **counts: further counts of the report.
+    """
     config, documents = tokens.encoder.config, tokens.documents
     long = (tokens.full_lengths > config.max_length) & chosen
     if config.too_long == "error" and long.any():
@@ -367,6 +413,8 @@ def _pack(tokens: Tokenized, chosen: np.ndarray, **counts: Any) -> tuple[PackedD
             "data.too_long=truncate, drop, or split for plain text"
         )
     dropped = long if config.too_long == "drop" else np.zeros_like(long)
+    if documents.images is not None:  # a document is never cut within its images
+        dropped = dropped | (long & (documents.images.pictures > 0))
     starts = np.cumsum(documents.lengths) - documents.lengths
     learns = np.add.reduceat(documents.loss_mask.astype(np.int64), starts) > 0
     used = chosen & ~dropped & learns
@@ -377,7 +425,13 @@ def _pack(tokens: Tokenized, chosen: np.ndarray, **counts: Any) -> tuple[PackedD
         )
     selected = documents.select(used)
     pad_id = tokens.encoder.tokenizer.pad_token_id or 0  # any id: padding has segment 0 and no label
-    packed = PackedDataset(selected, config.max_length, packing=config.packing, pad_id=pad_id)
+    if selected.images is None:
+        packed = PackedDataset(selected, config.max_length, packing=config.packing, pad_id=pad_id)
+    else:
+        from tpu_kit.data.images.columns import packed_with_images
+
+        packed, images = packed_with_images(selected, tokens, pad_id, slots, room)
+        counts["images"] = images._replace(dropped=int(documents.images.pictures[dropped & chosen].sum()))
     special = used & (tokens.special != "")
     counts = {"skipped": tokens.skipped, "skipped_rows": tokens.skipped_rows, **counts}
     return packed, DataReport(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -39,6 +39,11 @@ _DOCUMENT = Features(
         "special": Value("string"), "error": Value("string"),
     }
 )  # fmt: skip
+
+
+_IMAGES = Features(
+    {"slots": List(Value("int32")), "pictures": Value("int64"), "digest": Value("int64")}
+)  # of documents with images
 
 
 class RawRows(NamedTuple):
@@ -135,7 +140,9 @@ class Tokenized:
         return RawRows(rows, prompts, ids, [talk.asked for talk in talks])
 
 
-def tokenize(source: str, split: str, tokenizer: Any, config: DataConfig, like: Layout | None = None) -> Tokenized:
+def tokenize(
+    source: str, split: str, tokenizer: Any, config: DataConfig, like: Layout | None = None, processor: Any = None
+) -> Tokenized:
     """Loads the rows of a source and tokenises them, or reads them from the cache of `datasets`.
 
     Args:
@@ -144,12 +151,13 @@ def tokenize(source: str, split: str, tokenizer: Any, config: DataConfig, like: 
         tokenizer: the tokenizer.
         config: the data section.
         like: the layout of the training rows: what their values decide holds for these rows too.
+        processor: of a model for images (`data.images.processors.ImageProcessor`); None for text.
 
     Raises:
         ValueError: as `load_rows`, `detect_layout` and `check_rows`.
     """
     rows = without_decoding(load_rows(source, split, config.seed, skip=config.on_bad_row == "skip"))
-    encoder = _encoder(rows, tokenizer, config, source, like)
+    encoder = _encoder(rows, tokenizer, config, source, like, processor)
     name, folder = _fingerprint(rows, encoder), Path(datasets_config.HF_DATASETS_CACHE) / "tpu_kit"
     folder.mkdir(parents=True, exist_ok=True)
     used = [*encoder.layout.needed(rows.column_names), *({PROBLEM} & {*rows.column_names})]
@@ -158,7 +166,7 @@ def tokenize(source: str, split: str, tokenizer: Any, config: DataConfig, like: 
         batched=True,
         with_indices=True,
         remove_columns=used,
-        features=_DOCUMENT,
+        features=_DOCUMENT if processor is None else Features({**_DOCUMENT, **_IMAGES}),
         num_proc=_processes(len(rows), config.num_proc),
         cache_file_name=str(folder / f"{name}.arrow"),
         new_fingerprint=name,
@@ -177,6 +185,8 @@ def tokenize(source: str, split: str, tokenizer: Any, config: DataConfig, like: 
     numbers = {name: columns[name].to_numpy(zero_copy_only=False) for name in names}
     lengths, earlier = (pc.list_value_length(columns[name]).to_numpy() for name in ("input_ids", "earlier"))
     documents = Documents(flat["input_ids"], flat["loss_mask"], lengths.astype(np.int64), numbers["row"])
+    if processor is not None:
+        documents = replace(documents, images=_images_of(columns))
     return Tokenized(
         source, rows, encoder, documents, numbers["full_length"], numbers["whole_length"], numbers["question"],
         numbers["users"], numbers["special"], flat["earlier"],
@@ -185,10 +195,22 @@ def tokenize(source: str, split: str, tokenizer: Any, config: DataConfig, like: 
     )  # fmt: skip
 
 
-def _encoder(rows: Dataset, tokenizer: Any, config: DataConfig, source: str, like: Layout | None) -> Encoder:
+def _images_of(columns: Any) -> Any:
+    """Returns the images of tokenised documents."""
+    from tpu_kit.data.images.encoding import DocumentImages
+
+    tokens = columns["slots"].combine_chunks().flatten().to_numpy(zero_copy_only=False)
+    slots = pc.list_value_length(columns["slots"]).to_numpy().astype(np.int64)
+    pictures, digests = (columns[name].to_numpy(zero_copy_only=False) for name in ("pictures", "digest"))
+    return DocumentImages(pictures, slots, tokens, digests)
+
+
+def _encoder(
+    rows: Dataset, tokenizer: Any, config: DataConfig, source: str, like: Layout | None, processor: Any
+) -> Encoder:
     columns = [column for column in rows.column_names if column not in (LOCATION, PROBLEM)]
     try:
-        layout = read_layout(rows, columns, config)
+        layout = read_layout(rows, columns, config, processor is not None)
     except ValueError as error:
         headed = Path(source).suffix in (".csv", ".tsv")
         header = ". The first line of CSV names the columns, such as question,answer, between commas" if headed else ""
@@ -207,7 +229,13 @@ def _encoder(rows: Dataset, tokenizer: Any, config: DataConfig, source: str, lik
         )
     if plain and config.system_prompt:
         raise ValueError("data.system_prompt needs chats; these rows are plain text, without a chat template")
-    encoder = Encoder(tokenizer, config, layout)
+    images = None
+    if processor is not None:
+        from tpu_kit.data.images.encoding import ImageEncoding
+        from tpu_kit.data.images.files import PictureFiles
+
+        images = ImageEncoding(processor, PictureFiles.beside(source))
+    encoder = Encoder(tokenizer, config, layout, images=images)
     if not plain:
         ensure_chat_template(tokenizer)
         encoder.open_reasoning(rows)
@@ -239,7 +267,8 @@ def _tokenize_rows(batch: Mapping[str, list[Any]], numbers: list[int], encoder: 
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as exception:  # an unexpected form
             made, error = [{}], f"it cannot be read as {encoder.layout.format}: {type(exception).__name__}: {exception}"
         entries += [entry | {"row": number, "error": error} for entry in made]
-    return {name: [entry.get(name) for entry in entries] for name in _DOCUMENT}
+    names = _DOCUMENT if encoder.images is None else {**_DOCUMENT, **_IMAGES}
+    return {name: [entry.get(name) for entry in entries] for name in names}
 
 
 def _tokenize_row(row: Mapping[str, Any], encoder: Encoder) -> list[dict[str, Any]]:
@@ -252,16 +281,29 @@ def _tokenize_row(row: Mapping[str, Any], encoder: Encoder) -> list[dict[str, An
     documents, entries = encoder.documents(talk), list[dict[str, Any]]()
     for document in documents:
         example = encoder.encode(document)
+        if encoder.images is not None:
+            ids, mask, slots = encoder.images.expanded(*example, talk.images)
+            example = Example(ids, mask)
+            of_row |= _of_pictures(talk.images[: len(slots)], slots)
         for part in _split(example, config) if config.too_long == "split" else [example]:
             cut = Example(part.input_ids[: config.max_length], part.loss_mask[: config.max_length])
             entries.append(
                 {"input_ids": cut.input_ids, "loss_mask": cut.loss_mask, "full_length": len(part.input_ids),
                  "whole_length": 0, "reasoning": encoder.count_reasoning(document, cut), **of_row}
             )  # fmt: skip
+    if talk.images and entries[-1]["pictures"] < len(talk.images):
+        raise RowError(f"the chat template leaves out images: it has {entries[-1]['pictures']} of {len(talk.images)}")
     entries[0]["whole_length"] = sum(entry["full_length"] for entry in entries)
     if len(documents) > 1 and not isinstance(talk.messages, str):
         entries[0]["whole_length"] = len(encoder.chat_ids(talk.messages, talk.tools))
     return entries
+
+
+def _of_pictures(pictures: Sequence[Any], slots: Sequence[list[int]]) -> dict[str, Any]:
+    """Returns the columns of a document's images."""
+    digest = hashlib.blake2b("".join(one.digest for one in pictures).encode(), digest_size=8).digest()
+    counts = [count for each in slots for count in each]
+    return {"slots": counts, "pictures": len(pictures), "digest": int.from_bytes(digest, "little", signed=True)}
 
 
 def _split(example: Example, config: DataConfig) -> list[Example]:
@@ -277,11 +319,12 @@ def _split(example: Example, config: DataConfig) -> list[Example]:
 def _fingerprint(rows: Dataset, encoder: Encoder) -> str:
     tokenizer, config = encoder.tokenizer, asdict(encoder.config)
     for setting in ("source", "eval_source", "split", "eval_split", "date", "eval_rows", "seed", "shuffle", "num_proc",
-                    "packing", "on_bad_row"):  # fmt: skip
+                    "packing", "on_bad_row", "images_per_row", "image_tokens"):  # fmt: skip
         del config[setting]  # represented by the rows or the template, or applied after tokenising
     config["too_long"] = config["too_long"] == "split"  # the others are applied after tokenising
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     parts = [_CACHE_VERSION, rows._fingerprint, tokenizer.backend_tokenizer.to_str(), special, config]
+    parts += [encoder.images.processor.identity, encoder.images.files.folder] if encoder.images else []
     parts += [freeze_date(str(tokenizer.chat_template), encoder.config.date), repr(encoder.layout)]
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 

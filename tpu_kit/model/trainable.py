@@ -190,7 +190,9 @@ def check_head(model: torch.nn.Module) -> None:
     base = base_model(model)
     training = model.training
     model.eval()
-    ids = torch.arange(1, 9, device=output_embedding(model).weight.device)[None]
+    own = {getattr(base.config, f"{kind}_token_id", None) for kind in ("image", "video", "audio")}  # no text
+    text = [token for token in range(1, 9 + len(own)) if token not in own][:8]
+    ids = torch.tensor([text], device=output_embedding(model).weight.device)
     with torch.no_grad(), autocast(ids.device.type, compute_dtype(model)):
         ours = logits(model, {"input_ids": ids})
         # With the functions that `hidden_states` runs: in bf16, others round differently.

@@ -43,6 +43,7 @@ def prepare_run(config: TrainConfig, model: PreTrainedConfig | None = None) -> P
         vocab_size=getattr(text, "vocab_size", None),
         learned=start.trained if start else NONE,
         max_prompt=max_prompt,
+        model=config.model,
     )
     if tokenizer is None or not config.lora.r:  # full fine-tuning trains the embeddings
         return prepared

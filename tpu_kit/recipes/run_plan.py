@@ -239,11 +239,13 @@ def with_model(plan: RunPlan) -> tuple[RunPlan, Objective | None]:
 
 def with_data(plan: RunPlan, prepared: Prepared) -> RunPlan:
     """Adds the hashes of the data, its number of rows, and the place of the teacher's logits."""
-    tasks = prepared.tasks
-    files = TeacherFiles.of(plan.config, prepared, plan.record.identities.get(TEACHER))
+    config, tasks = plan.config, prepared.tasks
+    if prepared.images_per_row:
+        config = replace(config, data=replace(config.data, images_per_row=prepared.images_per_row))
+    files = TeacherFiles.of(config, prepared, plan.record.identities.get(TEACHER))
     record = plan.record._replace(fingerprint=prepared.fingerprint, rows_digest=rows_digest(prepared))
     rows = len(tasks.numbers) if tasks else len(prepared.train)
-    return replace(plan, record=record, rows=rows, teacher_files=files)
+    return replace(plan, config=config, record=record, rows=rows, teacher_files=files)
 
 
 def with_memory(plan: RunPlan, exact: bool = False) -> RunPlan:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tpu_kit.config.loader import BatchPlan, TrainConfig
-from tpu_kit.data.batching import Update, prefetch, rows_of, shard_rows, updates
+from tpu_kit.data.batching import BatchError, Update, prefetch, rows_of, shard_rows, updates
 from tpu_kit.data.prepare import Prepared
 from tpu_kit.distributed.preemption import PreemptionGuard
 from tpu_kit.distributed.replica.runtime import Runtime
@@ -56,7 +56,13 @@ class Updates:
         for update in islice(self.all(), step, None):
             taken = rows_of(update, self.rows, self._config.data)
             mine = shard_rows(taken, update, self._plan, self._rt.data_shards)
-            yield update, int(self._data.row_tokens[taken].sum()), [self._data.tensors(part) for part in mine]
+            try:
+                batches = [self._data.tensors(part) for part in mine]
+            except BatchError as error:
+                if self._rt.world_size == 1:  # the others would wait for this replica
+                    raise NextUpdateError(str(error)) from error
+                raise
+            yield update, int(self._data.row_tokens[taken].sum()), batches
 
     def source_rows(self, update: Update) -> list[int]:
         """Returns the data set rows of an update, sorted."""

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from tpu_kit.data.chat.chat_template import PROBE, PromptEncoder
 from tpu_kit.data.rows.cells import RowError
 from tpu_kit.data.rows.columns import MESSAGE_KEYS, answer_of, in_message, reasoning_of, reply
-from tpu_kit.data.rows.messages import learns
+from tpu_kit.data.rows.messages import IMAGE, learns
 from tpu_kit.data.rows.schemas import Conversation
 
 _HEADER = 24  # characters at the end of a prompt that show where the last turn begins if the turns before it differ
@@ -248,9 +248,9 @@ class ChatDocuments:
             said = message["content"] if isinstance(message.get("content"), str) else ""
             if message["role"] == "assistant":
                 said = answer_of(said, self._config) if i >= first else ""
-            said = said.strip()
-            if said not in text and json.dumps(said)[1:-1] not in text:  # some write the results of tools as JSON
-                raise RowError(f"the chat template leaves out what message {i} says: {said[:60]!r}")
+            for part in map(str.strip, said.split(IMAGE)):
+                if part not in text and json.dumps(part)[1:-1] not in text:  # some write the results of tools as JSON
+                    raise RowError(f"the chat template leaves out what message {i} says: {part[:60]!r}")
         calls = [len(message.get("tool_calls") or ()) for message in messages]
         named = with_calls(messages, lambda call: {"name": PROBE})
         if any(calls) and self._encoder.render(named, self._tools).count(PROBE) < sum(calls):

@@ -78,6 +78,8 @@ class Encoder(PromptEncoder):
     def conversation(self, row: Mapping[str, Any]) -> Conversation:
         """Reads one row; the arguments of tool calls are decoded, or JSON for a template that takes them so."""
         talk = conversation(row, self.layout, self.config)
+        if talk.images:
+            talk = talk._replace(images=tuple(map(self.images.files.picture, talk.images)))
         if isinstance(talk.messages, str) or not any(message.get("tool_calls") for message in talk.messages):
             return talk
         arguments = []

@@ -7,7 +7,7 @@ import contextlib
 import re
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import date, datetime
 from functools import cached_property
 from itertools import dropwhile, takewhile
@@ -99,6 +99,7 @@ class PromptEncoder:
     Attributes:
         tokenizer: a fast Hugging Face tokenizer, with a chat template if there are chats (`ensure_chat_template`).
         config: the data section.
+        images: of a model for images, how it shows them (`data.images.encoding`); None for text.
 
     Raises:
         ValueError: the tokenizer is not fast, or has no eos token.
@@ -106,6 +107,7 @@ class PromptEncoder:
 
     tokenizer: Any
     config: DataConfig
+    images: Any = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if not self.tokenizer.is_fast:
@@ -133,6 +135,8 @@ class PromptEncoder:
         self, messages: list[dict[str, Any]], tools: list[Any] | None, prompt: bool = False, begun: bool = False
     ) -> str:
         """Returns the text of a chat, or the prompt for the reply to it, which the last message has `begun`."""
+        if self.images is not None:
+            messages = self.images.in_parts(messages, self.tokenizer)
         try:
             template = freeze_date(self.tokenizer.get_chat_template(tools=tools), self.config.date)
             text: str = self.tokenizer.apply_chat_template(

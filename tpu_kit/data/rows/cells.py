@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from datasets import ClassLabel, Dataset, Features, Json, LargeList, List, Value
+from datasets import ClassLabel, Dataset, Features, Image, Json, LargeList, List, Value
 
 _LETTERED = re.compile(r"\(?([A-Za-z])[).:](?:\s+|(?=\S))")
 _NO, _YES = ("false", "0", "no", "0.0"), ("true", "1", "yes", "1.0")
@@ -149,11 +149,13 @@ def decoded(value: Any, feature: Any) -> Any:
 
 
 def without_decoding(rows: Dataset) -> Dataset:
-    """Returns a data set that gives JSON as text: `datasets` decodes 0.3 as 0.30000000000000004."""
+    """Returns a data set that gives JSON as text and images as bytes: `datasets` decodes 0.3 as 0.30000000000000004."""
 
     def changed(feature: Any) -> Any:
         if isinstance(feature, Json):
             return Json(decode=False)
+        if isinstance(feature, Image):
+            return Image(decode=False)
         if isinstance(feature, dict):
             return {key: changed(inner) for key, inner in feature.items()}
         return replace(feature, feature=changed(feature.feature)) if isinstance(feature, List | LargeList) else feature

@@ -35,6 +35,7 @@ from tpu_kit.data.rows.columns import (
 from tpu_kit.data.rows.messages import becomes_json, is_parts
 
 _SLICE = 10_000  # rows in memory at a time
+_SLICE_OF_IMAGES = 32  # the same where cells hold bytes
 _CHATS = 2_000  # rows whose chats are looked at
 _FEW = 8  # the most different values of a flag
 _TURNS = r'(?s)^\s*\[\s*\{.*"(role|from)"\s*:\s*"'
@@ -53,13 +54,14 @@ _NO_THOUGHT = rf'(?i)^"?\s*({"|".join(TABLES["flags"]["none"])})\s*"?$'
 _WEIGHTS, _LABELS = re.compile("loss|weight"), re.compile("label|kto_tag|(is_)?desirable")
 
 
-def read_layout(rows: Dataset, names: Sequence[str], config: DataConfig) -> Layout:
+def read_layout(rows: Dataset, names: Sequence[str], config: DataConfig, images: bool = False) -> Layout:
     """Finds format and roles of the columns of a data set by their names and values.
 
     Args:
         rows: the data set.
         names: its columns to look at.
         config: the data section.
+        images: whether rows may have images.
 
     Raises:
         ValueError: as `detect_layout`, or columns without a role change what a row means; the text names them.
@@ -69,7 +71,7 @@ def read_layout(rows: Dataset, names: Sequence[str], config: DataConfig) -> Layo
     unknown = [name for name in first if name.strip().lower() not in NAMES["messages"][0]]
     kinds = {name: kind for name in unknown if (kind := _kind_of(rows, name))}
     flags = _flags(rows, [name for name in first if name not in (config.columns or {}).values()])
-    layout = detect_layout(names, config, [*empty, *flags], kinds)
+    layout = detect_layout(names, config, [*empty, *flags], kinds, images)
     layout, config = _with_last_reply(rows, layout, config, names, [*empty, *flags], kinds)
     notes = [
         f"{name} is a flag ({', '.join(values)}), so it is not read as reasoning" for name, values in flags.items()
@@ -95,9 +97,20 @@ def read_layout(rows: Dataset, names: Sequence[str], config: DataConfig) -> Layo
 def _slices(rows: Dataset, name: str) -> Iterator[pa.Array]:
     """Yields the values of a column in Arrow's form; JSON as its text."""
     data = rows.select_columns([name]).with_format("arrow")  # images would be decoded otherwise
-    for start in range(0, len(rows), _SLICE):
-        array = data[start : start + _SLICE].column(name).combine_chunks()
+    size = _SLICE_OF_IMAGES if _holds_bytes(rows.features[name]) else _SLICE
+    for start in range(0, len(rows), size):
+        array = data[start : start + size].column(name).combine_chunks()
         yield array.storage if isinstance(array, pa.ExtensionArray) else array
+
+
+def _holds_bytes(feature: Any) -> bool:
+    """Whether cells of a feature hold, somewhere, the bytes of an image or a sound."""
+    if isinstance(feature, Image | Audio | Video) or (isinstance(feature, Value) and "binary" in feature.dtype):
+        return True
+    if isinstance(feature, Mapping):
+        return any(map(_holds_bytes, feature.values()))
+    inner = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
+    return inner is not None and _holds_bytes(inner)
 
 
 def _is_text(feature: Any) -> bool:
@@ -243,7 +256,7 @@ def _with_last_reply(
             f"{named} to train on it, or {{{candidates[0]}: ''}} to leave it out"
         )
     config = replace(config, columns={**(config.columns or {}), "messages": column, "answer": replies[0]})
-    return detect_layout(names, config, empty, kinds), config
+    return detect_layout(names, config, empty, kinds, layout.images), config
 
 
 def _not_answered(rows: Dataset, column: str) -> Sequence[int]:

@@ -180,6 +180,7 @@ class Layout:
         features: of columns whose values Arrow stores otherwise than they are written (`cells.plain_value`).
         examples: unused column -> one of its values.
         notes: what the values decided, for the report.
+        images: whether rows may have images.
         turns_by: what makes the turns of the rows: the chat template, their text itself, in the template's form, or
             nothing, as plain text has none.
     """
@@ -196,6 +197,7 @@ class Layout:
     features: Mapping[str, Any] = field(default_factory=dict)
     examples: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    images: bool = False
     turns_by: Literal["template", "text", "none"] = "template"
 
     def __str__(self) -> str:
@@ -269,6 +271,7 @@ def detect_layout(
     config: DataConfig,
     empty: Collection[str] = (),
     kinds: Mapping[str, str] = MappingProxyType({}),
+    images: bool = False,
 ) -> Layout:
     """Finds the format and the roles of columns; `config.format` and `config.columns` override.
 
@@ -278,6 +281,7 @@ def detect_layout(
             name has none.
         empty: the columns without a value, or with flags alone, which get no role by their name.
         kinds: the columns that hold "turns" or "calls" of tools.
+        images: whether rows may have images; else no column has that role.
 
     Raises:
         ValueError: an unknown role, a missing column, columns that fit no format, or several that fit one role.
@@ -291,7 +295,9 @@ def detect_layout(
 
     find = partial(_column_of, columns=columns, named=named, skipped={*empty, *left_out}, kinds=kinds)
     fmt = _format(config, find, kinds)
-    roles = list(FORMATS[fmt].roles if fmt else ())
+    roles = [role for role in (FORMATS[fmt].roles if fmt else ()) if images or role != "images"]
+    if "images" in named and named["images"] and not images:
+        raise ValueError("data.columns: images are trained on with model.images=true; set it, or take the role out")
     if fmt == "messages" and "answer" not in named and find("messages"):  # else the last reply has its own columns
         roles = [role for role in roles if role not in ("reasoning", "answer")]
     used = {role: column for role in roles if (column := find(role))}
@@ -314,7 +320,7 @@ def detect_layout(
         raise ValueError(_missing_text(fmt, missing, columns, empty, kinds, bool(find("prompt"))))
     unused = tuple(column for column in columns if column not in {head_of(name, columns) for name in used.values()})
     chats = frozenset(column for column, kind in kinds.items() if kind == "turns")
-    return Layout(fmt, used, unused, left_out=frozenset(left_out), chats=chats)
+    return Layout(fmt, used, unused, left_out=frozenset(left_out), chats=chats, images=images)
 
 
 def _column_of(

@@ -48,9 +48,16 @@ _CALL = (
     "strict",
     "extra_content",
 )
-_IMAGE = re.compile(
+_PLACE = re.compile(
     r"\A\s*(?:<image>|<(?:video|audio)>\s*(?:\n|\Z))|\n\s*<(?:image|video|audio)>\s*\Z|<\|(?:image|audio)_\d+\|>"
 )
+
+
+IMAGE = "\ufdd0"
+"""What stands in the text of a message where an image does: no character of any text."""
+_IMAGE_TAG = "<image>"
+_IMAGE_PARTS = ("image", "image_url", "input_image")
+_IMAGE_KEYS = ("image", "image_url", "path", "url", "base64", "bytes")
 
 
 def learns(message: Mapping[str, Any]) -> bool:
@@ -81,7 +88,8 @@ def read_messages(
     for i, turn in enumerate(value):
         keys = {key for key in turn if f"{column}.{key}" in layout.left_out}
         kept = {key: item for key, item in turn.items() if key not in keys}
-        messages.append(_message(without_none(kept, layout.filled), f"message {i} of column {column!r}", config))
+        name = f"message {i} of column {column!r}"
+        messages.append(_message(without_none(kept, layout.filled), name, config, layout.images))
     for i, message in enumerate(messages):
         said = message.get("content") or message.get("tool_calls") or in_message(message, config)
         name = f"message {i} of column {column!r}"
@@ -112,8 +120,8 @@ def _skip_greeting(messages: list[dict[str, Any]]) -> None:
         message["train"] = False
 
 
-def _message(turn: Mapping[str, Any], name: str, config: DataConfig) -> dict[str, Any]:
-    message = dict(turn)
+def _message(turn: Mapping[str, Any], name: str, config: DataConfig, has_images: bool = False) -> dict[str, Any]:
+    message, images = dict(turn), list[Any]() if has_images else None
     if "from" in message and "role" not in message:  # ShareGPT
         message["role"] = message.pop("from")
         if "value" in message:
@@ -134,8 +142,10 @@ def _message(turn: Mapping[str, Any], name: str, config: DataConfig) -> dict[str
     content = message.pop("content", None)
     thoughts = _thoughts_of_keys(message, name)
     if is_parts(content := _as_parts(content)):
-        content, thought = _read_parts(content, name)
+        content, thought = _read_parts(content, name, images)
         thoughts |= {"content": thought} if thought else {}
+    elif images is not None and isinstance(content, str):
+        content = _with_places(content, images)
     if message["role"] == "tool" and isinstance(content, Mapping | list):  # {} and [] are results too
         message["content"] = json_of(content, name)
     elif isinstance(content, str) or not is_empty(content):
@@ -146,8 +156,10 @@ def _message(turn: Mapping[str, Any], name: str, config: DataConfig) -> dict[str
         raise RowError(f"{name}, from {message['role']}, has no content")
     if isinstance(message.get("content"), str) and message["role"] in ("assistant", "system"):
         message["content"] = with_own_tags(message["content"], config, is_reply=message["role"] == "assistant")
-    if message["role"] == "user" and _IMAGE.search(message.get("content", "")):
-        raise RowError(f"{name} has the place of an image: images are not supported")
+    if images is None and message["role"] == "user" and _PLACE.search(message.get("content", "")):
+        raise RowError(f"{name} has the place of an image: model.images=true trains on images")
+    if images:
+        message["images"] = images  # until `schemas.conversation` takes them
     return _with_thoughts(message, thoughts, name, config)
 
 
@@ -274,17 +286,28 @@ def content_text(value: Any, place: str) -> str:
     return text_of(text, place)
 
 
-def _read_parts(parts: list[Any], name: str) -> tuple[str, str]:
-    """Returns text and reasoning of a content in parts."""
+def _with_places(text: str, images: list[Any]) -> str:
+    """Returns a text with `IMAGE` for each tag of an image, for which None is added to `images`."""
+    images += [None] * text.count(_IMAGE_TAG)
+    return text.replace(_IMAGE_TAG, IMAGE)
+
+
+def _read_parts(parts: list[Any], name: str, images: list[Any] | None = None) -> tuple[str, str]:
+    """Returns text and reasoning of a content in parts; adds its images to `images`, None for one of a column."""
     texts, thoughts = [], []
     for part in parts:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         if kind in _THOUGHT and (thought := _thought(part, name, "delete the part")):
             thoughts.append(thought)
         elif kind in ("text", "input_text", "output_text") and isinstance(part.get("text"), str):
-            texts.append(part["text"])
+            texts.append(part["text"] if images is None else _with_places(part["text"], images))
+        elif kind in _IMAGE_PARTS and images is not None:
+            texts.append(IMAGE)
+            images.append(next((part[key] for key in _IMAGE_KEYS if is_filled(part.get(key))), None))
         else:
-            raise RowError(f"{name} has a part of type {kind}; only text can be trained on")
+            only = "only text can be trained on" if images is None else "only text and images can be trained on"
+            only += ": images with model.images=true" * (images is None and kind in _IMAGE_PARTS)
+            raise RowError(f"{name} has a part of type {kind}; {only}")
     return "".join(texts), "\n".join(thoughts)
 
 

@@ -28,6 +28,7 @@ from tpu_kit.data.rows.columns import (
     with_own_tags,
 )
 from tpu_kit.data.rows.messages import (
+    IMAGE,
     are_calls,
     content_text,
     learns,
@@ -52,6 +53,7 @@ class Conversation(NamedTuple):
         tools: JSON schemas for the chat template.
         added: messages at the start that are not of the row: 1 with the system turn of `data.system_prompt`, else 0.
         begun: words with which the last reply begins and that are in the prompt; the model continues them.
+        images: what the row gives for each `messages.IMAGE` in the texts; later each a `data.images.files.Picture`.
     """
 
     messages: list[dict[str, Any]] | str
@@ -59,6 +61,7 @@ class Conversation(NamedTuple):
     tools: list[Any] | None = None
     added: int = 0
     begun: str = ""
+    images: tuple[Any, ...] = ()
 
     @property
     def asked(self) -> Any:
@@ -82,6 +85,7 @@ class Conversation(NamedTuple):
         """
         if isinstance(self.messages, str):
             return [_hash(self.messages[: self.first] or self.messages)]
+        pictures = iter(self.images)
         tools = [] if users_alone else [_json(_function(tool)) for tool in self.tools or ()]
         hashes, prompt = [], _hash(" ".join(["tools:", *sorted(tools)])) if tools else 0
         for i, message in enumerate(self.messages):
@@ -91,6 +95,8 @@ class Conversation(NamedTuple):
             if i < self.added or (users_alone and role in ("system", "developer")):
                 continue
             said = "" if content is None else content if isinstance(content, str) else _json(content)
+            while IMAGE in said:  # the same question about another picture is another question
+                said = said.replace(IMAGE, f"<image {next(pictures).digest}>", 1)
             said = said.replace(config.think_open, "<think>").replace(config.think_close, "</think>")
             said += "".join(_json(_function(call)) for call in message.get("tool_calls") or ())
             prompt = _hash(f"{prompt} {role}: {said}" if prompt or role != "user" else said)
@@ -153,6 +159,8 @@ def conversation(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> 
             turn carries loss.
     """
     talk = _of_row(layout.plain(row), layout, config)
+    if layout.images:
+        talk = _with_images(talk, layout.plain(row), layout)
     if not config.system_prompt or isinstance(talk.messages, str) or talk.messages[0]["role"] == "system":
         return talk
     turn = {"role": "system", "content": config.system_prompt}
@@ -169,6 +177,37 @@ def _of_row(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conve
             )
     talk: Conversation = imported(FORMATS[layout.format].read)(row, layout, config)
     return talk
+
+
+def _with_images(talk: Conversation, row: Mapping[str, Any], layout: Layout) -> Conversation:
+    """Takes the images of the messages, and those of the row's column for the places that name none."""
+    column = layout.columns.get("images", "")
+    given = _images_of(row.get(column), column)
+    if isinstance(talk.messages, str):
+        if not given:
+            return talk
+        raise RowError("images are trained on in chats, and this row is plain text: name a question and its answer")
+    messages = [{key: value for key, value in turn.items() if key != "images"} for turn in talk.messages]
+    images = [image for turn in talk.messages for image in turn.get("images", ())]
+    if given and not images:  # the first user turn is about them, as in TRL
+        asked = next((turn for turn in messages if turn["role"] == "user"), None)
+        if asked is None:
+            raise RowError(f"column {column!r} holds images, and no user turn asks about them")
+        asked["content"] = IMAGE * len(given) + (asked.get("content") or "")
+        images = list(given)
+    elif (wanted := sum(image is None for image in images)) != len(given):
+        where = f"column {column!r} has {len(given)}" if column else "the row has no column of images"
+        raise RowError(f"the messages have {wanted} places of images, and {where}")
+    rest = iter(given)
+    return talk._replace(messages=messages, images=tuple(next(rest) if one is None else one for one in images))
+
+
+def _images_of(value: Any, column: str) -> list[Any]:
+    """Returns the images of a cell: one, or a list of them, which may be JSON text."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        value = parsed(value, column)
+    values = value if isinstance(value, list) else [value]
+    return [one for one in values if is_filled(one)]
 
 
 def read_text(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:

@@ -188,8 +188,8 @@ def call_once(
     An encoder is called with its `inputs`, and with its own attention.
     """
     config, own = decoder.config, (decoder._modules[name], decoder.config._attn_implementation)
-    decoder._modules[name], config._attn_implementation = layers, own[1] if inputs else implementation
     ones = torch.ones(1, tokens, dtype=torch.int64, device=next(decoder.parameters()).device)
+    decoder._modules[name], config._attn_implementation = layers, own[1] if inputs else implementation
     try:
         if inputs is not None:
             with torch.no_grad():

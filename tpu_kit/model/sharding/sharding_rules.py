@@ -156,7 +156,7 @@ def _derived(tensor: Tensor, shape: tuple[int, ...], embedding: Embedding) -> Sp
 
 
 def _stays_whole(name: str) -> bool:
-    """Whether the name is a router's, a table of a tower, or of what an objective trains beside the model: all small."""
+    """Whether the name is a router's, a tower's table, or of what an objective trains beside the model: all small."""
     leaf = _PARTS.sub("", name).rpartition(".")[2]
     if leaf in ("gate", "router") or ".router." in name or ".objective." in name:
         return True

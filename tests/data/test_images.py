@@ -1,0 +1,485 @@
+"""Rows with pictures: their forms, what is refused, their tokens and pixels, packing, and batches."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import math
+import pickle
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset, Features, List, Value
+from datasets import Image as ImageFeature
+from PIL import Image
+from transformers.models.gemma4.image_processing_pil_gemma4 import get_aspect_ratio_preserving_size
+from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
+
+from tests.support.vision_functions import TOKENS, image_processor, picture
+from tests.support.vision_models import save_model, settings_of, tokenizer_of
+from tpu_kit.config.loader import DataConfig, ModelConfig
+from tpu_kit.data.batching import IGNORED, BatchError, best_fill
+from tpu_kit.data.images import columns, processors
+from tpu_kit.data.images.files import MOST_PIXELS, PictureFiles
+from tpu_kit.data.images.packing import best_fill_of_images, fewest_images
+from tpu_kit.data.prepare import Prepared, on_disk, prepare
+from tpu_kit.data.rows.cells import RowError
+
+SIZES = [(90, 90), (140, 60), (40, 200), (64, 48), (30, 30), (300, 200), (77, 101)]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.fixture(scope="module", params=["gemma4_unified", "smolvlm"])
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ModelConfig]:
+    folder = tmp_path_factory.mktemp("models")
+
+    def made(family: str) -> ModelConfig:
+        if not (folder / family).exists():
+            save_model(folder / family, family)
+        return ModelConfig(name=str(folder / family), base_dtype="fp32", images=True)
+
+    return made
+
+
+def file_of(image: Image.Image, kind: str = "JPEG", **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with pictures 0.jpg, 1.jpg, ..."""
+    for number, size in enumerate(SIZES):
+        (tmp_path / f"{number}.jpg").write_bytes(file_of(picture(number, size)))
+    return tmp_path
+
+
+def asked(text: Any, answer: str = "red", **more: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": answer}], **more}
+
+
+def prepared(model: ModelConfig, folder: Path, rows: list[dict[str, Any]], **settings: Any) -> Prepared:
+    source = folder / "rows.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = {"source": str(source), "eval_rows": 0, "max_length": 512, "think_open": "<t>", "think_close": "</t>"}
+    return prepare_with(model, DataConfig(**(given | settings)))
+
+
+def prepare_with(model: ModelConfig, config: DataConfig) -> Prepared:
+    return prepare(config, tokenizer_of(Path(model.name).name), model=model)
+
+
+# --------------------------------------------------------------------------------------------------------------- forms
+
+
+def data_url(content: bytes) -> str:
+    return "data:image/jpeg;base64," + base64.b64encode(content).decode()
+
+
+def forms(content: bytes) -> dict[str, dict[str, Any]]:
+    """The same row in the forms of others."""
+    part, text = {"type": "image", "image": "0.jpg"}, {"type": "text", "text": "What colour?"}
+    url = {"type": "image_url", "image_url": {"url": data_url(content)}}
+    reply = {"role": "assistant", "content": "red"}
+    return {
+        "parts with paths": {"messages": [{"role": "user", "content": [part, text]}, reply]},
+        "TRL": {"messages": [{"role": "user", "content": [{"type": "image"}, text]}, reply], "images": ["0.jpg"]},
+        "TRL without places": asked("What colour?", images=["0.jpg"]),
+        "TRL prompt and completion": {
+            "prompt": [{"role": "user", "content": [{"type": "image"}, text]}], "completion": [reply],
+            "images": ["0.jpg"],
+        },
+        "Unsloth": {
+            "messages": [
+                {"role": "user", "content": [part, text]},
+                {"role": "assistant", "content": [{"type": "text", "text": "red"}]},
+            ]
+        },
+        "axolotl path": {"messages": [{"role": "user", "content": [{"type": "image", "path": "0.jpg"}, text]}, reply]},
+        "OpenAI": {
+            "messages": [
+                {"role": "user", "content": [url, text]}, reply,
+            ]
+        },
+        "LLaMA-Factory": {
+            "conversations": [{"from": "human", "value": "<image>What colour?"}, {"from": "gpt", "value": "red"}],
+            "images": ["0.jpg"],
+        },
+        "LLaVA": {
+            "image": "0.jpg",
+            "conversations": [{"from": "human", "value": "<image>What colour?"}, {"from": "gpt", "value": "red"}],
+        },
+        "question and answer": {"image": "0.jpg", "question": "What colour?", "answer": "red"},
+    }  # fmt: skip
+
+
+def test_forms_of_rows_give_one_document(models: Callable[[str], ModelConfig], family: str, folder: Path) -> None:
+    found = {}
+    for name, row in forms((folder / "0.jpg").read_bytes()).items():
+        data = prepared(models(family), folder, [row]).train
+        found[name] = data.document(0)[0].tolist(), data.tensors(np.array([0]))["pixels"]
+    ids, pixels = found["TRL"]
+    for name, (own, numbers) in found.items():
+        assert own == ids, name
+        assert torch.equal(numbers, pixels), name
+    assert pixels.any()
+
+
+def test_bytes_in_parquet_and_images_of_the_hub(models: Callable[[str], ModelConfig], folder: Path) -> None:
+    model, content = models("gemma4_unified"), (folder / "0.jpg").read_bytes()
+    expected = prepared(model, folder, [asked("What?", images=["0.jpg"])]).train.tensors(np.array([0]))
+    cells = {"question": ["What?"], "answer": ["red"], "images": [[{"bytes": content, "path": None}]]}
+    text = {"question": Value("string"), "answer": Value("string")}
+    for feature in (List(ImageFeature()), List({"bytes": Value("binary"), "path": Value("string")})):
+        path = folder / "rows.parquet"
+        Dataset.from_dict(cells, features=Features({**text, "images": feature})).to_parquet(str(path))
+        found = prepare_with(model, DataConfig(source=str(path), eval_rows=0, max_length=512)).train.tensors(
+            np.array([0])
+        )
+        assert all(torch.equal(found[name], one) for name, one in expected.items())
+
+
+def test_rows_without_pictures_among_others(models: Callable[[str], ModelConfig], folder: Path) -> None:
+    rows = [asked("What?", images=["0.jpg"]), asked("And two?", images=[]), asked("Three?", images=None)]
+    made = prepared(models("gemma4_unified"), folder, rows, packing=False)
+    assert made.train.documents.images.pictures.tolist() == [1, 0, 0]
+    index = made.train.tensors(np.arange(3))["image_index"]
+    assert (index >= 0).sum(1).tolist() == [made.train.documents.images.tokens[0], 0, 0]
+
+
+# --------------------------------------------------------------------------------------------------------- bad pictures
+
+
+def broken(folder: Path, name: str) -> Any:
+    """Writes a bad picture; returns what the row names."""
+    path = folder / "bad.png"
+    good = picture(0, (80, 60))
+    contents: dict[str, Callable[[], bytes]] = {
+        "text": lambda: b"no picture",
+        "16 bits": lambda: file_of(Image.fromarray(np.full((9, 9), 40_000, dtype=np.uint16)), "PNG"),
+        "animated": lambda: file_of(good, "GIF", save_all=True, append_images=[picture(1, (80, 60))]),
+        "bomb": lambda: file_of(Image.new("L", (MOST_PIXELS // 100 + 1, 100)), "PNG"),
+        "header": lambda: file_of(good)[:12],
+    }
+    if name in contents:
+        path.write_bytes(contents[name]())
+        return "bad.png"
+    return {
+        "missing": "nowhere.jpg", "above": "../0.jpg", "elsewhere": "/etc/hostname", "web": "https://a.b/c.png",
+        "number": 7,
+    }[name]  # fmt: skip
+
+
+REFUSED = {
+    "missing": "image nowhere.jpg: no such file",
+    "above": r"image \.\./0.jpg: it is outside of .*; copy it below the rows",
+    "elsewhere": "image /etc/hostname: it is outside of",
+    "web": "image https://a.b/c.png: images are not fetched from the web; download them first",
+    "text": "image bad.png: no picture of the kinds JPEG, PNG",
+    "16 bits": "image bad.png: its mode is I;16, with more than 8 bits a channel; convert it to RGB",
+    "animated": "image bad.png: it is animated; give the pictures one by one",
+    "bomb": r"image bad.png: 500001 x 100 pixels, more than 50,000,000; make it smaller",
+    "header": "image bad.png: ",
+    "number": "an image is a path, bytes, a data URL or base64, not int",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_bad_pictures_are_named_with_their_row(models: Callable[[str], ModelConfig], folder: Path, name: str) -> None:
+    rows = [{"question": "What?", "answer": "red", "image": "0.jpg"} for _ in range(3)]
+    rows[1]["image"] = broken(folder, name)
+    if name == "number":
+        rows = [{**row, "image": [row["image"]] if row["image"] == 7 else ["0.jpg"]} for row in rows]
+    with pytest.raises(ValueError, match=rf"(?s)1 of 3 rows cannot be used: .*line 2: {REFUSED[name]}"):
+        prepared(models("gemma4_unified"), folder, rows)
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        (asked("<image> and <image>", images=["0.jpg"]), "messages have 2 places of images, and column 'images' has 1"),
+        (asked("<image>", images=["0.jpg", "1.jpg"]), "messages have 1 places of images, and column 'images' has 2"),
+        (asked("<image>"), "messages have 1 places of images, and the row has no column of images"),
+        (
+            asked("<|image|>", images=["0.jpg"]),
+            r"its chat has more <\|image\|> than images, 1; is the text",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "video", "video": "a.mp4"}]},
+                    asked("")["messages"][1],
+                ]
+            },
+            "part of type video; only text and images can be trained on",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "audio", "audio": "a.mp3"}]},
+                    asked("")["messages"][1],
+                ]
+            },
+            "part of type audio; only text and images can be trained on",
+        ),
+        ({"prompt": "What is it?", "completion": "A cat", "images": ["0.jpg"]}, "this row is plain text"),
+    ],
+)
+def test_rows_that_do_not_fit_their_pictures(
+    models: Callable[[str], ModelConfig], folder: Path, row: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ValueError, match=problem):
+        prepared(models("gemma4_unified"), folder, [row])
+
+
+def test_without_the_part_for_images_rows_with_pictures_are_refused(folder: Path) -> None:
+    source = folder / "rows.jsonl"
+    for row, problem in (
+        (asked("What?", images=["0.jpg"]), "'images' .* may hold images, which model.images=true trains on"),
+        (forms(b"")["Unsloth"], "part of type image; only text can be trained on: images with model.images=true"),
+    ):
+        source.write_text(json.dumps(row) + "\n")
+        with pytest.raises(ValueError, match=problem):
+            prepare(DataConfig(source=str(source), eval_rows=0), tokenizer_of("gemma4"))
+
+
+@pytest.mark.parametrize("mode", ["CMYK", "RGBA", "L", "1", "P", "LA", "one pixel", "wide", "turned"])
+def test_pictures_of_all_kinds_are_used(models: Callable[[str], ModelConfig], folder: Path, mode: str) -> None:
+    image, options = picture(0, (90, 60)), dict[str, Any]()
+    if mode == "turned":
+        exif = Image.Exif()
+        exif[0x0112] = 6
+        options["exif"] = exif
+    sizes = {"one pixel": (1, 1), "wide": (20_000, 3)}
+    image = image.resize(sizes[mode]) if mode in sizes else image
+    image = image.convert(mode) if mode in ("CMYK", "RGBA", "L", "1", "P", "LA") else image
+    kind = {"CMYK": "JPEG", "turned": "JPEG"}.get(mode, "PNG")
+    (folder / "0.jpg").write_bytes(file_of(image, kind, **options))
+    made = prepared(models("gemma4_unified"), folder, [asked("What?", images=["0.jpg"])])
+    found = PictureFiles(str(folder)).picture("0.jpg")
+    assert (found.width, found.height) == ((60, 90) if mode == "turned" else image.size)
+    batch = made.train.tensors(np.array([0]))
+    assert (batch["image_index"] >= 0).sum() == made.train.documents.images.tokens.sum() > 0
+
+
+def cut(folder: Path, name: str) -> None:
+    """Cuts a picture so that its header is whole."""
+    path = folder / name
+    path.write_bytes(path.read_bytes()[: len(path.read_bytes()) * 2 // 3])
+
+
+def test_what_only_decoding_shows_carries_no_loss_up_to_a_bound(
+    models: Callable[[str], ModelConfig],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    cut(folder, "5.jpg")
+    rows = [asked("What?", images=[name]) for name in ("0.jpg", "5.jpg")]
+    data = prepared(models("gemma4_unified"), folder, rows, packing=False).train
+    batch = data.tensors(np.arange(2))
+    assert (batch["labels"][0] != IGNORED).any() and (batch["labels"][1] == IGNORED).all()
+    assert batch["pixels"][0].any() and not batch["pixels"][1].any()
+    said = capsys.readouterr().err
+    assert "warning: row 1 of" in said and "image 5.jpg: it cannot be read" in said and "carries no loss" in said
+    monkeypatch.setattr(columns, "MOST_BROKEN", 1)
+    with pytest.raises(BatchError, match="2 rows have pictures that cannot be decoded, the last is row 1"):
+        data.tensors(np.arange(2))
+
+
+# ------------------------------------------------------------------------------------------------- tokens and pixels
+
+
+def test_tokens_of_gemma_are_transformers_for_all_sizes() -> None:
+    made = processors.Gemma4(processors.Sizes(280, 1, 280, True), {}, "", 9, 7, 8, 16, 3)
+    draw = random.Random(0)
+    for _ in range(2_000):
+        height, width = (int(math.exp(draw.uniform(1, 9))) for _ in range(2))
+        try:
+            rows, tiles = get_aspect_ratio_preserving_size(height, width, 16, 280 * 9, 3)
+        except ValueError:
+            with pytest.raises(RowError):
+                made.tokens(height, width)
+            continue
+        count = rows * tiles // 48**2
+        assert made.tokens(height, width) == ([7, *[9] * count, 8], [count])
+
+
+def test_tokens_and_pixels_are_those_of_transformers(models: Callable[[str], ModelConfig], family: str) -> None:
+    from tests.support.vision_functions import CONFIGS, _processed
+
+    model, tokenizer = models(family), tokenizer_of(family)
+    made, config = processors.image_processor(model, tokenizer, DataConfig()), CONFIGS[family]()
+    own = image_processor(config)
+    for number, size in enumerate(SIZES):
+        image = picture(number, size)
+        ids, counts = made.tokens(size[1], size[0])
+        pixels, positions = made.pixels(image)
+        _, slots = _processed(config, image)
+        assert counts == [tokens for *_, tokens in slots]
+        assert np.array_equal(pixels, np.stack([one.numpy() for one, *_ in slots]))
+        if positions is not None:
+            assert np.array_equal(positions, np.stack([one.numpy() for _, one, _ in slots]))
+        if family == "smolvlm":
+            _, rows, tiles = own.get_number_of_image_patches(size[1], size[0])
+            parts = "<fake_token_around_image>", "<image>", "<global-img>"
+            text = get_image_prompt_string(rows, tiles, made.sizes.tokens, *parts)
+            wanted = tokenizer(f"a\n{text}b", add_special_tokens=False)["input_ids"]
+            around = tokenizer("a\n<image>b", add_special_tokens=False)["input_ids"]
+            place = around.index(made.token_id)
+            assert [*around[:place], *ids, *around[place + 1 :]] == wanted
+
+
+def test_the_resolution_of_images(models: Callable[[str], ModelConfig]) -> None:
+    def of(family: str, tokens: int) -> processors.ImageProcessor:
+        return processors.image_processor(models(family), tokenizer_of(family), DataConfig(image_tokens=tokens))
+
+    assert of("gemma4_unified", 280).sizes.tokens == 280
+    with pytest.raises(ValueError, match="image_tokens=100: Gemma 4 takes 70, 140, 280, 560, 1120; set one of these"):
+        of("gemma4_unified", 100)
+    tile = settings_of("smolvlm")["max_image_size"]["longest_edge"]
+    assert of("smolvlm", 4).tokens(5 * tile, 3 * tile)[1] == [4]
+    assert sum(of("smolvlm", 4 * 10).tokens(5 * tile, 5 * tile)[1]) == 4 * 10
+    with pytest.raises(ValueError, match="image_tokens=3: a tile has 4; set at least that, or null"):
+        of("smolvlm", 3)
+
+
+def test_a_model_without_images_is_refused(models: Callable[[str], ModelConfig]) -> None:
+    with pytest.raises(ValueError, match=r"model\.images=true: embedded has no part for images; set it to false"):
+        processors.image_processor(ModelConfig(images=True), tokenizer_of("gemma4"), DataConfig())
+    name = models("gemma4_unified").name
+    settings = Path(name, "preprocessor_config.json")
+    kept = settings.read_text()
+    settings.unlink()
+    try:
+        with pytest.raises(ValueError, match=r"the settings of its image processor .* cannot be read; add the file"):
+            processors.image_processor(ModelConfig(name=name, images=True), tokenizer_of("gemma4"), DataConfig())
+    finally:
+        settings.write_text(kept)
+
+
+# ------------------------------------------------------------------------------------------------- packing and batches
+
+
+def test_packing_with_images() -> None:
+    generator = np.random.default_rng(0)
+    images = generator.choice([0, 1, 2, 3], 3_000, p=[0.2, 0.6, 0.15, 0.05])
+    lengths = np.minimum(
+        generator.integers(30, 400, len(images)) + images * generator.integers(200, 283, len(images)), 2048
+    )
+    most = fewest_images(lengths, images, 2048, 3)
+    whole = len(best_fill(lengths, 2048)[1])
+    for room, enough in ((most, True), (most - 1, False)):
+        order, counts = best_fill_of_images(lengths, images, 2048, room)
+        starts = np.r_[0, np.cumsum(counts)[:-1]]
+        assert np.add.reduceat(lengths[order], starts).max() <= 2048
+        assert np.add.reduceat(images[order], starts).max() <= room
+        assert (0.98 * len(counts) <= whole) == enough
+
+
+def test_batches_hold_what_documents_hold_alone(
+    models: Callable[[str], ModelConfig], family: str, folder: Path
+) -> None:
+    rows = [asked(f"What {number}?", images=[f"{number % 7}.jpg"] * (number % 3)) for number in range(12)]
+    packed = prepared(models(family), folder, rows, max_length=700)
+    alone = prepared(models(family), folder, rows, max_length=700, packing=False).train
+    data, most = packed.train, alone.further._encoding.processor.sizes.tokens
+    single = {int(row): alone.tensors(np.array([number])) for number, row in enumerate(alone.documents.source_rows)}
+    assert packed.report.images.room == data.further.room
+    batch = data.tensors(np.arange(len(data)))
+    seen = 0
+    for row in range(len(data)):
+        end = slot = 0
+        for number in data.documents_of(row):
+            own = single[int(data.documents.source_rows[number])]
+            length, slots = int(data.documents.lengths[number]), int(data.documents.images.slots[number])
+            index = batch["image_index"][row, end : end + length]
+            assert torch.equal(torch.where(index >= 0, index - slot * most, -1), own["image_index"][0, :length])
+            assert torch.equal(batch["pixels"][row, slot : slot + slots], own["pixels"][0, :slots])
+            end, slot, seen = end + length, slot + slots, seen + 1
+        assert not batch["pixels"][row, slot:].any() and (batch["image_index"][row, end:] == -1).all()
+    assert seen == 12
+
+
+def test_data_for_other_processes_is_the_same(models: Callable[[str], ModelConfig], folder: Path) -> None:
+    made = prepared(models("gemma4_unified"), folder, [asked("What?", images=["0.jpg"])] * 3)
+    with on_disk(made) as data:
+        other = pickle.loads(pickle.dumps(data)).read()
+        for name, one in made.train.tensors(np.array([0])).items():
+            assert torch.equal(one, other.train.tensors(np.array([0]))[name])
+
+
+def test_another_picture_is_another_question_and_another_fingerprint(
+    models: Callable[[str], ModelConfig], folder: Path
+) -> None:
+    model = models("gemma4_unified")
+    rows = [asked("What?", images=[f"{number}.jpg"]) for number in range(4)]
+    made = prepared(model, folder, rows, eval_rows=1)
+    assert made.report.rows_used == 3 and made.eval_report and made.eval_report.rows_used == 1
+    with pytest.raises(ValueError, match=r"1 different questions|all rows ask the same question"):
+        prepared(model, folder, [rows[0]] * 3, eval_rows=1)
+    first, other = (prepared(model, folder, [asked("What?", images=[name])]) for name in ("0.jpg", "4.jpg"))
+    assert first.fingerprint != other.fingerprint
+    assert first.fingerprint == prepared(model, folder, [asked("What?", images=["0.jpg"])]).fingerprint
+
+
+def test_too_long_documents_with_images_are_dropped_whole(models: Callable[[str], ModelConfig], folder: Path) -> None:
+    rows = [asked("What?", images=["0.jpg"]), asked("And? " * 20, images=["1.jpg"]), asked("Text?", "word " * 90)]
+    made = prepared(models("gemma4_unified"), folder, rows, max_length=110)
+    assert made.report.dropped_too_long == 1 and made.report.truncated == 1 and made.report.images.dropped == 1
+    with pytest.raises(ValueError, match=r"2 rows have more than data.max_length=110 tokens"):
+        prepared(models("gemma4_unified"), folder, rows, max_length=110, too_long="error")
+
+
+def test_the_report_and_the_limit_of_images(models: Callable[[str], ModelConfig], folder: Path) -> None:
+    model = models("smolvlm")
+    rows = [asked("What?", images=["5.jpg", "0.jpg"]), asked("And?", images=["3.jpg"]), asked("Text?")]
+    made = prepared(model, folder, rows)
+    lines = str(made.report).splitlines()
+    images = made.report.images
+    assert f"images           3 in {images.slots} tiles in 2 documents, {images.tokens} tokens" in lines[-2]
+    assert lines[-1].startswith(f"images of a row  {images.room} at most (images_per_row), ")
+    with pytest.raises(ValueError, match=r"images_per_row=4: row 0 of .* has \d+ images or tiles; raise it"):
+        prepared(model, folder, rows, images_per_row=4)
+    assert prepared(model, folder, rows, images_per_row=30).report.images.room == 30
+
+
+def test_1000_images_have_the_tokens_and_nearly_the_numbers_of_the_processor_of_torchvision(
+    models: Callable[[str], ModelConfig],
+) -> None:
+    """The unified model's own processor needs torchvision, whose resizing rounds otherwise than PIL's."""
+    pytest.importorskip("torchvision")
+    from transformers import Gemma4UnifiedImageProcessor
+
+    made = processors.image_processor(models("gemma4_unified"), tokenizer_of("gemma4_unified"), DataConfig())
+    own = Gemma4UnifiedImageProcessor(patch_size=4, pooling_kernel_size=3, max_soft_tokens=TOKENS)
+    generator, others, largest = np.random.default_rng(0), list[float](), 0.0
+    for number in range(1_000):
+        image = picture(number, tuple(generator.integers(1, 400, 2).tolist()))
+        found = own(images=[image], return_tensors="pt")
+        (count,) = made.tokens(image.height, image.width)[1]
+        assert count == int(found["num_soft_tokens_per_image"][0])
+        if number % 20 == 0:
+            pixels, positions = made.pixels(image)
+            assert positions is not None and np.array_equal(positions[0], found["image_position_ids"][0])
+            difference = np.abs(pixels[0].astype(float) - 255 * found["pixel_values"][0].numpy())
+            others.append(float((difference > 0.5).mean()))
+            largest = max(largest, float(difference.max()))
+    print(f"{np.mean(others):.2%} of the numbers differ, by {largest:.1f} of 255 at most")
+    assert np.mean(others) < 0.03 and largest < 2.5

@@ -1,0 +1,216 @@
+"""The tensors of images in batches of packed rows, whose pictures a pool of threads decodes."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from datasets import Dataset
+
+from tpu_kit.config.loader import DataConfig
+from tpu_kit.data.batching import IGNORED, BatchError, Documents, PackedDataset
+from tpu_kit.data.images.encoding import DocumentImages, ImageEncoding
+from tpu_kit.data.images.packing import best_fill_of_images, fewest_images
+from tpu_kit.data.rows.cells import RowError
+from tpu_kit.data.rows.columns import Layout
+from tpu_kit.data.rows.schemas import conversation
+
+MOST_BROKEN, BROKEN_SHARE = 10, 0.01
+"""Pictures that may turn out to be damaged: so many, and this share of those decoded in a launch."""
+
+
+class ImageCounts(NamedTuple):
+    """Counts of the images of packed rows, for the report.
+
+    Attributes:
+        pictures: in the documents used.
+        documents: with pictures.
+        tokens: that stand for pictures.
+        slots: image slots used.
+        room: slots of a row.
+        rows: packed rows.
+        dropped: pictures of documents that were too long.
+    """
+
+    pictures: int
+    documents: int
+    tokens: int
+    slots: int
+    room: int
+    rows: int
+    dropped: int
+
+    def lines(self, all_tokens: int) -> list[str]:
+        """Returns the lines of the report."""
+        share = self.tokens / all_tokens
+        tiles = f" in {self.slots:,} tiles" if self.slots != self.pictures else ""
+        dropped = f"; {self.dropped:,} more dropped with documents that were too long" if self.dropped else ""
+        used = self.slots / (self.room * self.rows)
+        return [
+            f"images           {self.pictures:,}{tiles} in {self.documents:,} documents, {self.tokens:,} tokens "
+            f"({share:.0%}){dropped}",
+            f"images of a row  {self.room} at most (images_per_row), {used:.0%} of them used",
+        ]
+
+
+class ImageColumns:
+    """Makes the tensors of images of packed rows; picklable.
+
+    Attributes:
+        rows: the rows of the source.
+        room: image slots of a row.
+    """
+
+    def __init__(
+        self, rows: Dataset, layout: Layout, config: DataConfig, encoding: ImageEncoding, images: DocumentImages,
+        room: int,
+    ) -> None:  # fmt: skip
+        names = layout.needed(rows.column_names)
+        self.rows, self.room, self.images = rows.select_columns(names), room, images
+        self._layout, self._config, self._encoding = layout, config, encoding
+        self._start()
+
+    def _start(self) -> None:
+        self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+        self._decoded = self._broken = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in ("_lock", "_pool")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._start()
+
+    @property
+    def columns(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each tensor, without its first axis and without that of tokens."""
+        sizes = self._encoding.processor.sizes
+        found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "pixels": ((self.room, sizes.patches, sizes.numbers), torch.uint8)
+        }
+        return found | ({"patch_positions": ((self.room, sizes.patches, 2), torch.int32)} if sizes.positions else {})
+
+    def pictures(self, row: int, count: int | None = None) -> list[Any]:
+        """Returns the pictures, of PIL, of a row of the source; raises RowError if one cannot be decoded."""
+        found = conversation(self.rows[int(row)], self._layout, self._config).images[:count]
+        return [self._encoding.files.decoded(source) for source in found]
+
+    def fingerprint(self) -> bytes:
+        """Returns a hash of all pictures and of what makes their pixels."""
+        images = self.images
+        arrays = (images.pictures, images.slots, images.tokens, images.digests)
+        return self._encoding.processor.identity.encode() + b"".join(one.tobytes() for one in arrays)
+
+    def add(self, dataset: PackedDataset, rows: np.ndarray, tensors: dict[str, torch.Tensor]) -> None:
+        """Adds the tensors of images of some rows.
+
+        A document whose pictures cannot be decoded carries no loss.
+
+        Args:
+            dataset: with the documents of the images.
+            rows: row numbers; -1 is an empty row.
+            tensors: of `PackedDataset.tensors`, changed in place.
+
+        Raises:
+            BatchError: more pictures are damaged than `MOST_BROKEN` and `BROKEN_SHARE` allow.
+        """
+        processor = self._encoding.processor
+        for name, (shape, dtype) in self.columns.items():
+            tensors[name] = torch.zeros(len(rows), *shape, dtype=dtype)
+        index = torch.full((len(rows), dataset.length), -1, dtype=torch.int32)
+        tensors["image_index"], jobs = index, []
+        for i, row in enumerate(rows):
+            end = slot = 0
+            for number in dataset.documents_of(row) if row >= 0 else ():
+                ids, _ = dataset.document(number)
+                start, end = end, end + len(ids)
+                if not (counts := self.images.of(number)).size:
+                    continue
+                places = start + np.flatnonzero(ids == processor.token_id)
+                of_slot = np.repeat(np.arange(slot, slot + len(counts)), counts)
+                inside = np.concatenate([np.arange(count) for count in counts])
+                index[i, places] = torch.from_numpy((of_slot * processor.sizes.tokens + inside).astype(np.int32))
+                jobs.append((i, slice(slot, slot + len(counts)), slice(start, end), number))
+                slot += len(counts)
+        documents = dataset.documents
+        made = self._threads().map(lambda job: self._pixels(documents, job[3], job[1].stop - job[1].start), jobs)
+        for (i, slots, here, number), one in zip(jobs, made, strict=True):
+            if isinstance(one, RowError):
+                self._count_broken(int(documents.source_rows[number]), one)
+                tensors["labels"][i, here] = IGNORED
+                continue
+            pixels, positions = one
+            tensors["pixels"][i, slots] = torch.from_numpy(pixels)
+            if positions is not None:
+                tensors["patch_positions"][i, slots] = torch.from_numpy(positions)
+
+    def _threads(self) -> ThreadPoolExecutor:
+        with self._lock:  # replicas may be threads of one process
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0))), thread_name_prefix="decode")
+            return self._pool
+
+    def _pixels(self, documents: Documents, number: int, slots: int) -> tuple[np.ndarray, np.ndarray | None] | RowError:
+        try:
+            pictures = self.pictures(documents.source_rows[number], int(self.images.pictures[number]))
+            made = [self._encoding.processor.pixels(picture) for picture in pictures]
+        except RowError as error:
+            return error
+        pixels = np.concatenate([one for one, _ in made])
+        if len(pixels) != slots:
+            return RowError("its images have other sizes than when the rows were prepared")
+        positions = [one for _, one in made if one is not None]
+        return pixels, np.concatenate(positions) if positions else None
+
+    def _count_broken(self, row: int, error: RowError) -> None:
+        with self._lock:
+            self._broken += 1
+            broken, most = self._broken, MOST_BROKEN + BROKEN_SHARE * self.images.pictures.sum()
+        text = f"row {row} of {self._config.source}, counted from 0: {error}"
+        if broken > most:
+            raise BatchError(f"{broken} rows have pictures that cannot be decoded, the last is {text}; correct them")
+        print(f"warning: {text}; its document carries no loss", file=sys.stderr, flush=True)
+
+
+def packed_with_images(
+    documents: Documents, tokens: Any, pad_id: int, at_least: int, room: int | None
+) -> tuple[PackedDataset, ImageCounts]:
+    """Packs documents with images into rows that hold at most K.
+
+    Args:
+        documents: those used.
+        tokens: the `Tokenized` that they are of.
+        pad_id: as in `PackedDataset`.
+        at_least: the most image slots of a document that is packed, now or later.
+        room: K, where it is known.
+
+    Raises:
+        ValueError: a document has more images than `data.images_per_row`.
+    """
+    config, images = tokens.encoder.config, documents.images
+    given = config.images_per_row
+    if given is not None and images.slots.max() > given:
+        worst = int(images.slots.argmax())
+        raise ValueError(
+            f"data.images_per_row={given}: row {documents.source_rows[worst]} of {tokens.source} has "
+            f"{images.slots[worst]} images or tiles; raise it, or set it to null"
+        )
+    length = config.max_length
+    room = room or given
+    if room is None:
+        room = fewest_images(documents.lengths, images.slots, length, max(1, at_least)) if config.packing else at_least
+    room = max(1, room)
+    order = best_fill_of_images(documents.lengths, images.slots, length, room) if config.packing else None
+    further = ImageColumns(tokens.rows, tokens.encoder.layout, config, tokens.encoder.images, images, room)
+    dataset = PackedDataset(documents, length, packing=config.packing, pad_id=pad_id, order=order, further=further)
+    counts = ImageCounts(
+        int(images.pictures.sum()), int((images.pictures > 0).sum()), int(images.tokens.sum()), int(images.slots.sum()),
+        room, len(dataset), 0,
+    )  # fmt: skip
+    return dataset, counts
