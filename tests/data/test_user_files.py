@@ -308,7 +308,7 @@ UNWANTED = r"line 2: its label is {}, so it is not wanted; remove such rows, or 
         (Dataset.from_list([{"question": "a", "answer": {"b": None}}, {"question": "c", "answer": {"b": "d"}}]), r"row 0: column 'answer' is empty"),
         ([chat(user("Add."), reply("x", refusal="no"))], r"has 'refusal': 'no', which .* set data.columns={messages.refusal: ''}"),
         ([chat(user("Add."), reply("x", loss_mask=[0]))], r"message 1 of column 'messages' has 'loss_mask'"),
-        ([chat(user("<image>\nAdd."), reply("x"))], r"message 0 of column 'messages' has the place of an image: images are not"),
+        ([chat(user("<image>\nAdd."), reply("x"))], r"message 0 of column 'messages' has the place of an image: model.images=true"),
         ([chat(user([{"type": "image_url"}]), reply("x"))], r"message 0 .* has a part of type image_url; only text can be"),
         # Rows that are not wanted.
         *[
@@ -327,7 +327,7 @@ UNWANTED = r"line 2: its label is {}, so it is not wanted; remove such rows, or 
         ([chat(user("Add."), reply("x"), context="c")], r"'context' \(c\) may hold a text that the question is about"),
         ([chat(user("Add."), reply("x"), reasoning="So it is.")], r"'reasoning' \(So it is.\) may hold reasoning"),
         ([{"text": "a", "output": "b"}], r"'output' \(b\) may hold a reply.*data.columns={question: text, answer: output}"),
-        ([{"question": "a", "answer": "b", "images": ["c.png"]}], r"'images' .* may hold images or sounds, which are not"),
+        ([{"question": "a", "answer": "b", "images": ["c.png"]}], r"'images' .* may hold images, which model.images=true trains on, or sounds, which are not"),
         ([{"question": "a", "answer": "b", "where": "c.png"}], r"'where' \(c.png\) may hold images"),
         ([{"question": "a", "answer": "b", "more": [user("c")]}], r"'more' .* may hold turns of a chat"),
         ([{"question": "a", "answer": "b", "api": [TOOL]}], r"'api' .* may hold definitions of tools"),

@@ -380,7 +380,7 @@ def _eval_split(config: DataConfig) -> tuple[str, str] | None:
         return config.eval_source, config.eval_split or ("eval" if config.eval_source == "embedded" else "train")
     if config.eval_split:
         return config.source, config.eval_split
-    if config.source == "embedded" and config.eval_rows != 0:
+    if config.source in ("embedded", "embedded-images") and config.eval_rows != 0:
         return config.source, f"eval[:{held_out_rows(config, EMBEDDED_ROWS['train'])}]"
     return None
 

@@ -60,6 +60,10 @@ def locate(config: ModelConfig) -> str:
         from tpu_kit.assets import embedded
 
         return str(embedded.model_dir())
+    if config.name == "embedded-images":
+        from tpu_kit.assets import pictures
+
+        return str(pictures.model_dir())
     folder = Path(config.name).expanduser()
     if folder.is_dir():
         wanted = config.gguf_file or "config.json"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import html
 import importlib
+import io
 import json
 import os
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -182,14 +185,43 @@ def show_data(config: TrainConfig) -> Prepared:
     return prepared
 
 
-def show_example(spans: Iterable[tuple[str, bool]]) -> None:
-    """Shows one training example with the text that carries loss highlighted (in plain text: between [[ and ]])."""
+def show_example(spans: Iterable[tuple[str, bool]], pictures: Sequence[Any] = ()) -> None:
+    """Shows one training example with the text that carries loss highlighted (in plain text: between [[ and ]]).
+
+    Args:
+        spans: of `decoded_example`. Runs of image tokens are shown as one.
+        pictures: of PIL, which are shown beside the text.
+    """
     marked, plain = "", ""
+    spans = [(_IMAGE_TOKENS.sub(r"\1 x many", text), loss) for text, loss in spans] if pictures else spans
+    for one in pictures:
+        plain += f"[{one.width} x {one.height} pixels] "
+        marked += f"<img alt='a picture of the row' style='max-height:160px' src='{_data_url(one)}'> "
     for text, carries_loss in spans:
         safe = html.escape(text)
         marked += f"<mark style='background:#b7e4c7;color:#000'>{safe}</mark>" if carries_loss else safe
         plain += f"[[{text}]]" if carries_loss else text
     show({"text/html": f"<pre style='{_TEXT_STYLE}'>{marked}</pre>", "text/plain": plain})
+
+
+_IMAGE_TOKENS = re.compile(r"(<[^<>\s]+>)\1{3,}")
+
+
+def _data_url(image: Any) -> str:
+    """Returns a small copy of a picture as an address that holds it."""
+    buffer, small = io.BytesIO(), image.copy()
+    small.thumbnail((320, 320))
+    small.save(buffer, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def show_image_answers(config: TrainConfig, result: TrainResult, prepared: Prepared) -> dict[str, float]:
+    """Shows how many held-out rows both models answer exactly, and the tuned one with black pictures; returns shares."""
+    from tpu_kit.generation.evaluation.forced_answers import answers_with_images
+
+    found = answers_with_images(config, result.adapter_dir, prepared)
+    show_table([{"model": name, "exact answers": str(accuracy)} for name, accuracy in found.items()])
+    return {name: accuracy.share for name, accuracy in found.items()}
 
 
 def show_lengths(report: DataReport, max_length: int) -> None:

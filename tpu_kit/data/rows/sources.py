@@ -74,6 +74,8 @@ def load_rows(source: str, split: str = "train", seed: int = 0, *, skip: bool = 
     """
     if source == "embedded":
         rows = _embedded(split, seed)
+    elif source == "embedded-images":
+        rows = _embedded_images(split, seed)
     elif any(os.path.isfile(os.path.join(source, name)) for name in _SAVED):  # false, too, where it may not be read
         rows = _from_saved(source, split)
     elif files := _find_files(source, split):
@@ -316,6 +318,30 @@ def _embedded(split: str, seed: int) -> Dataset:
         raise ValueError(f'data source embedded has the splits "train" and "eval", as in "train[:100]", not {split!r}')
     count = int(match[2]) if match[2] else EMBEDDED_ROWS[match[1]]
     return Dataset.from_list(embedded.cot_rows(match[1], count, seed))
+
+
+def _embedded_images(split: str, seed: int) -> Dataset:
+    """Returns rows with pictures, which are kept in a file, as processes of the run read them anew."""
+    from tpu_kit.assets import pictures
+
+    match = _SPLIT.fullmatch(split)
+    if not match or match[1] not in pictures.ROWS:
+        raise ValueError(
+            f'data source embedded-images has the splits "train" and "eval", as in "train[:100]", not {split!r}'
+        )
+    count = int(match[2]) if match[2] else pictures.ROWS[match[1]]
+    code = hashlib.blake2b(Path(pictures.__file__).read_bytes(), digest_size=8).hexdigest()
+    path = (
+        Path(datasets_config.HF_DATASETS_CACHE)
+        / "tpu_kit"
+        / "rows"
+        / f"images-{code}-{match[1]}-{count}-{seed}.parquet"
+    )
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic.replacing(path) as part:
+            Dataset.from_list(pictures.rows(match[1], count, seed)).to_parquet(str(part))
+    return Dataset.from_parquet(str(path))
 
 
 def saved_rows_path(data: Dataset | DatasetDict, folder: Path) -> Path:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tpu_kit.config.loader import OptimConfig
+from tpu_kit.config.loader import DataConfig, OptimConfig
 from tpu_kit.model.attention import refuse_unknown, sdpa_attention
 from tpu_kit.model.base_model import base_model
 from tpu_kit.model.loop.layer_scan import ScannedLayers, scan_layers
@@ -74,6 +74,13 @@ def columns(config: Any, images: int, length: int, tokens: int | None = None) ->
     if sizes.positions:
         found["patch_positions"] = ((images, sizes.patches, 2), torch.int32)
     return found | {"image_index": ((length,), torch.int32)}
+
+
+def columns_of_run(config: Any, data: DataConfig) -> dict[str, Shape]:
+    """Returns `columns` of a run; where the images of a row are not known, as many as fit in it."""
+    tokens = sizes_of(config, data.image_tokens).tokens
+    images = data.images_per_row or max(1, data.max_length // tokens)
+    return columns(config, images, data.max_length, data.image_tokens)
 
 
 def check_rows(config: Any, tokens: int, length: int) -> None:

@@ -24,6 +24,7 @@ from tpu_kit.generation.kv_cache import stack_spec
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.model import attention, trainable
 from tpu_kit.model import causal_lm as models
+from tpu_kit.model.base_model import base_model
 from tpu_kit.model.meta_model import empty_model
 from tpu_kit.training.objectives import Objective, objective_of
 from tpu_kit.training.state import TrainState
@@ -60,13 +61,19 @@ def trace_step(config: TrainConfig, num_replicas: int, part: str = "step") -> Pr
         columns = {name: (1, dtype) for name, dtype in ROW.items()} | dict(objective.columns)
         if config.optim.objective == "policy" and attention.sees_all(model):
             columns |= {"prefix_ids": (1, torch.int32)}
+        shapes: dict[str, Any] = {name: ((length * width,), dtype) for name, (width, dtype) in columns.items()}
+        if config.model.images:
+            from tpu_kit.model.families import vision
+
+            shapes |= vision.columns_of_run(base_model(model).config, config.data)
         batches = [
-            {name: placeholder((rows, length * width), dtype) for name, (width, dtype) in columns.items()}
+            {name: placeholder((rows, *shape), dtype) for name, (shape, dtype) in shapes.items()}
             for _ in range(plan.gradient_accumulation)
         ]
         control = placeholder((3,), torch.float32)
         inputs |= {"control": control, **(split.tensors() if split else {})}
-        specs = _specs(model, state) | {f"batch.{name}": (BATCH, None) for name in columns}
+        specs = _specs(model, state)
+        specs |= {f"batch.{name}": (BATCH, *[None] * len(shape)) for name, (shape, _) in shapes.items()}
         before = [(tensor, tensor_number(tensor)) for tensor in _kept(state, split)]
         names = {tensor_number(tensor): name for name, tensor in inputs.items()}
         names |= {tensor_number(tensor): f"batch.{name}" for batch in batches for name, tensor in batch.items()}

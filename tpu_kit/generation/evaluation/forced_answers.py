@@ -1,0 +1,80 @@
+"""Exact answers of a model to packed rows, without generation: whether each token of an answer is the likeliest one.
+
+Greedy decoding writes exactly such answers: a reply whose every token is the likeliest after those before it is the
+reply that the model gives. So one forward pass of packed rows, with their pictures, counts the right answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tpu_kit.config.loader import TrainConfig
+from tpu_kit.data.batching import IGNORED, PackedDataset
+from tpu_kit.data.prepare import Prepared
+from tpu_kit.generation.evaluation.accuracy import Accuracy
+from tpu_kit.generation.model_loading import load_for_generation
+from tpu_kit.model import attention
+from tpu_kit.model import causal_lm as models
+from tpu_kit.model.base_model import base_model
+from tpu_kit.model.families import registry as families
+
+
+def answers_with_images(config: TrainConfig, adapter: str | Path, prepared: Prepared) -> dict[str, Accuracy]:
+    """Counts the exact answers to the held-out rows of a run, on this computer's CPU.
+
+    Args:
+        config: the run.
+        adapter: its result.
+        prepared: its rows, with held-out ones.
+
+    Returns:
+        Those of the base model, of the tuned one, and of the tuned one with black pictures, by these names.
+    """
+    assert prepared.eval is not None
+    found, device = dict[str, Accuracy](), torch.device("cpu")
+    for name, folder, black in (("base", None, False), ("tuned", adapter, False), ("tuned, black", adapter, True)):
+        model = load_for_generation(config.model, folder)
+        families.set_attention(base_model(model), attention.SDPA)
+        model._tpu_kit_compute_dtype = torch.float32  # type: ignore[assignment]  # mypy expects a tensor or a module
+        right = right_answers(model, prepared.eval, device, black=black)
+        found[name] = Accuracy.of(int(right.sum()), len(right))
+    return found
+
+
+def right_answers(
+    model: torch.nn.Module, dataset: PackedDataset, device: torch.device, rows: int = 8, black: bool = False
+) -> np.ndarray:
+    """Returns for each document of a data set whether the model answers it exactly, (documents,) booleans.
+
+    Args:
+        model: in evaluation mode, with the kit's attention.
+        dataset: packed documents whose answers carry loss.
+        device: of the model.
+        rows: of a batch.
+        black: in place of the pictures, black ones of the same sizes.
+    """
+    found = np.zeros(len(dataset.documents), dtype=bool)
+    for start in range(0, len(dataset), rows):
+        numbers = np.arange(start, min(start + rows, len(dataset)))
+        batch = dataset.tensors(numbers)
+        if black:
+            batch["pixels"].zero_()
+        wrong = _wrong(model, {name: one.to(device) for name, one in batch.items()}).cpu().numpy()
+        segments = batch["segment_ids"].numpy()
+        for row, number in enumerate(numbers):
+            for segment, document in enumerate(dataset.documents_of(int(number)), start=1):
+                found[document] = not wrong[row][segments[row] == segment].any()
+    return found
+
+
+def _wrong(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Returns where a token with loss is not the likeliest, (B, S) booleans."""
+    with torch.no_grad():
+        likeliest = models.logits(model, batch).argmax(-1)
+    before = torch.nn.functional.pad(likeliest[:, :-1], (1, 0))
+    labels = batch["labels"]
+    return (labels != IGNORED) & (before != labels)
