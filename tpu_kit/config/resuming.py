@@ -11,7 +11,7 @@ FREE = {
     "optim.max_steps", "optim.epochs", "optim.eval_steps", "optim.early_stop_patience", "optim.batch_size",
     "optim.gradient_accumulation", "optim.global_batch_size", "optim.on_nan", "optim.loss_chunk", "optim.remat",
     "optim.scan_layers", "optim.max_loss_rise", "optim.mlp_tile", "model.attention", "model.quant_cache",
-    "data.num_proc", "distill.files", "output_dir", "run_name",
+    "data.num_proc", "data.images_per_row", "distill.files", "output_dir", "run_name",
 }  # fmt: skip
 FREE_SECTIONS = ("checkpoint", "launch", "tracking", "hub")
 

@@ -134,6 +134,11 @@ def _export(folder: Path, copied: bool, options: ExportOptions, format: str) -> 
     if not (folder / "config.yaml").is_file():
         raise ValueError(f"{folder} has no config.yaml: give the folder that a run wrote (its output_dir)")
     config = load_config(read_yaml(folder / "config.yaml"))
+    if config.model.images:
+        raise ValueError(
+            f"{folder}: a run with model.images=true is not exported yet. Its adapter is in {folder / 'adapter'} in "
+            "PEFT's format, and loads on the full model of transformers"
+        )
     run = replace(config, output_dir=None).output_path if copied else folder  # output_dir may be of another machine
     target = Path(options.out) if options.out else run / "export" / format
     if target.exists() and not (target / _MARKER).is_file() and not (target.is_dir() and not any(target.iterdir())):

@@ -45,7 +45,17 @@ def load_here(
     return models.to_device(model, rt.local_device), tokenizer
 
 
+def refuse_images(config: ModelConfig) -> None:
+    """Raises ValueError if a model is to answer with its part for images, which no command does yet."""
+    if config.images:
+        raise ValueError(
+            "model.images=true: generate, evaluate and search answer text alone so far. Set model.images=false to ask "
+            "about text; notebook 9-images counts exact answers to held-out rows with pictures"
+        )
+
+
 def _read(config: TrainConfig, adapter: Path | None, rt: Runtime) -> tuple[torch.nn.Module, Any]:
+    refuse_images(config.model)
     if settings := read_config(config.model):  # before the weights are read
         check_generation(settings, config.model.trust_remote_code)
     device = "cuda" if rt.device_type == "cuda" else "cpu"

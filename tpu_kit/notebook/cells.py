@@ -215,11 +215,23 @@ def _data_url(image: Any) -> str:
     return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
-def show_image_answers(config: TrainConfig, result: TrainResult, prepared: Prepared) -> dict[str, float]:
-    """Shows how many held-out rows both models answer exactly, and the tuned one with black pictures; returns shares."""
+def show_image_answers(
+    config: TrainConfig, result: TrainResult, prepared: Prepared, rows: int | None = None
+) -> dict[str, float]:
+    """Shows how many held-out rows the base and the tuned model answer exactly, and the tuned one with black pictures.
+
+    Args:
+        config: the run.
+        result: of the run.
+        prepared: its rows.
+        rows: held-out packed rows that are answered, at most; None for all.
+
+    Returns:
+        The shares of right answers by the names that are shown.
+    """
     from tpu_kit.generation.evaluation.forced_answers import answers_with_images
 
-    found = answers_with_images(config, result.adapter_dir, prepared)
+    found = answers_with_images(config, result.adapter_dir, prepared, rows)
     show_table([{"model": name, "exact answers": str(accuracy)} for name, accuracy in found.items()])
     return {name: accuracy.share for name, accuracy in found.items()}
 

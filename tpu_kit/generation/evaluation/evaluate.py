@@ -16,6 +16,7 @@ from tpu_kit.data.prepare import Prepared, prepare
 from tpu_kit.generation.evaluation.comparison import Comparison, Evaluation, compare
 from tpu_kit.generation.evaluation.held_out_answers import ANSWERED_AT_ONCE, judged_answers, prompt_ids
 from tpu_kit.generation.evaluation.verifiers import verifier_named
+from tpu_kit.generation.model_loading import refuse_images
 from tpu_kit.generation.prompts import plain_template
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.generation.service import GenerationRequest, answer
@@ -113,6 +114,7 @@ def held_out(config: TrainConfig, run: Questions | None = None, plain: bool = Fa
     Raises:
         ValueError: as in `prepare`; or `plain` and a question is a chat of several turns.
     """
+    refuse_images(config.model)
     tokenizer, data = load_tokenizer(config.model), config.data
     if plain:
         tokenizer.chat_template, data = plain_template(tokenizer), dataclasses.replace(data, system_prompt=None)

@@ -23,13 +23,16 @@ from tpu_kit.model.base_model import base_model
 from tpu_kit.model.families import registry as families
 
 
-def answers_with_images(config: TrainConfig, adapter: str | Path, prepared: Prepared) -> dict[str, Accuracy]:
+def answers_with_images(
+    config: TrainConfig, adapter: str | Path, prepared: Prepared, most: int | None = None
+) -> dict[str, Accuracy]:
     """Counts the exact answers to the held-out rows of a run, on this computer's CPU.
 
     Args:
         config: the run.
         adapter: its result.
         prepared: its rows, with held-out ones.
+        most: documents that are answered at most; None for all.
 
     Returns:
         Those of the base model, of the tuned one, and of the tuned one with black pictures, by these names.
@@ -40,15 +43,16 @@ def answers_with_images(config: TrainConfig, adapter: str | Path, prepared: Prep
         model = load_for_generation(config.model, folder)
         families.set_attention(base_model(model), attention.SDPA)
         model._tpu_kit_compute_dtype = torch.float32  # type: ignore[assignment]  # mypy expects a tensor or a module
-        right = right_answers(model, prepared.eval, device, black=black)
+        right = right_answers(model, prepared.eval, device, black=black, most=most)
         found[name] = Accuracy.of(int(right.sum()), len(right))
     return found
 
 
 def right_answers(
-    model: torch.nn.Module, dataset: PackedDataset, device: torch.device, rows: int = 8, black: bool = False
-) -> np.ndarray:
-    """Returns for each document of a data set whether the model answers it exactly, (documents,) booleans.
+    model: torch.nn.Module, dataset: PackedDataset, device: torch.device, rows: int = 8, black: bool = False,
+    most: int | None = None,
+) -> np.ndarray:  # fmt: skip
+    """Returns for each document of the first rows whether the model answers it exactly, booleans.
 
     Args:
         model: in evaluation mode, with the kit's attention.
@@ -56,9 +60,12 @@ def right_answers(
         device: of the model.
         rows: of a batch.
         black: in place of the pictures, black ones of the same sizes.
+        most: documents that are answered, at least one row of them; None for all.
     """
-    found = np.zeros(len(dataset.documents), dtype=bool)
+    found = list[bool]()
     for start in range(0, len(dataset), rows):
+        if most is not None and len(found) >= most:
+            break
         numbers = np.arange(start, min(start + rows, len(dataset)))
         batch = dataset.tensors(numbers)
         if black:
@@ -66,9 +73,9 @@ def right_answers(
         wrong = _wrong(model, {name: one.to(device) for name, one in batch.items()}).cpu().numpy()
         segments = batch["segment_ids"].numpy()
         for row, number in enumerate(numbers):
-            for segment, document in enumerate(dataset.documents_of(int(number)), start=1):
-                found[document] = not wrong[row][segments[row] == segment].any()
-    return found
+            for segment in range(1, 1 + len(dataset.documents_of(int(number)))):
+                found.append(not wrong[row][segments[row] == segment].any())
+    return np.array(found[:most])
 
 
 def _wrong(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -1,0 +1,134 @@
+"""Runs on rows with pictures: resumed bit for bit, an adapter that PEFT loads, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
+
+from tests.support.vision_functions import picture
+from tests.support.vision_models import save_model
+from tpu_kit.config.fields import ConfigError
+from tpu_kit.config.loader import TrainConfig, load_config
+from tpu_kit.distributed.replica.backends import CpuRuntime
+from tpu_kit.exporting.export import export
+from tpu_kit.generation.model_loading import load_for_generation, load_here
+from tpu_kit.machine.checks import Machine
+from tpu_kit.model import attention
+from tpu_kit.model import causal_lm as models
+from tpu_kit.model.families import registry as families
+from tpu_kit.recipes.run_data import prepare_run
+from tpu_kit.recipes.sft import TrainResult, train
+
+pytestmark = pytest.mark.usefixtures("quick_xla")
+needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model for images, and rows with pictures of many sizes."""
+    folder = tmp_path_factory.mktemp("images")
+    save_model(folder / "model", "gemma4_unified")
+    rows = []
+    for number in range(24):
+        picture(number, (40 + 3 * number, 90 - 2 * number)).save(folder / f"{number}.png")
+        row = {"question": f"What is {number}?", "answer": f"It is {7 * number}.", "images": [f"{number}.png"]}
+        rows.append(row if number % 6 else row | {"images": []})
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def config_of(images: Path, output: Path, **settings: Any) -> TrainConfig:
+    given = {
+        "model.name": str(images / "model"), "model.images": True, "base_dtype": "fp32", "max_length": 256,
+        "source": str(images / "rows.jsonl"), "device_type": "cpu", "num_replicas": 1, "batch_size": 2, "max_steps": 4,
+        "lora.r": 4, "save_steps": 2, "eval_rows": 2, "output_dir": str(output), "learning_rate": 1e-3, "eps": 1e-3,
+    }  # fmt: skip
+    return load_config(None, given | settings)
+
+
+def weights(result: TrainResult) -> dict[str, torch.Tensor]:
+    return load_file(Path(result.adapter_dir) / "adapter_model.safetensors")
+
+
+def test_a_run_on_pictures_goes_on_bit_for_bit_and_peft_loads_its_adapter(
+    images: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    whole = train(config_of(images, tmp_path / "whole"))
+    said = capfd.readouterr().out
+    assert "images           " in said and "images of a row  " in said
+    first = train(config_of(images, tmp_path / "parts", max_steps=2, schedule="constant"))
+    parts = train(config_of(images, tmp_path / "parts", schedule="constant"))
+    constant = train(config_of(images, tmp_path / "constant", schedule="constant"))
+    assert (first.step, parts.step, whole.step) == (2, 4, 4)
+    own, other = weights(parts), weights(constant)
+    assert own.keys() == other.keys() and all(torch.equal(own[name], other[name]) for name in own)
+
+    config = config_of(images, tmp_path / "whole")
+    batch = prepare_run(config).train.tensors(torch.arange(1).numpy())
+    ours = load_for_generation(config.model, whole.adapter_dir)
+    families.set_attention(models.base_model(ours), attention.SDPA)
+    ours._tpu_kit_compute_dtype = torch.float32  # type: ignore[assignment]
+    full = AutoModelForImageTextToText.from_pretrained(images / "model", dtype=torch.float32)
+    theirs = PeftModel.from_pretrained(full, whole.adapter_dir).eval()
+    families.connect(models.base_model(theirs), frozen=False)
+    families.set_attention(models.base_model(theirs), attention.SDPA)
+    theirs._tpu_kit_compute_dtype = torch.float32
+    with torch.no_grad():
+        assert torch.equal(models.logits(ours, batch), models.logits(theirs, batch))
+
+
+@needs_xla
+@pytest.mark.slow
+def test_replicas_and_a_mesh_train_the_same(images: Path, tmp_path: Path) -> None:
+    one = weights(train(config_of(images, tmp_path / "one")))
+    for name, settings in {
+        "replicas": {"device_type": "xla-cpu", "num_replicas": 2, "batch_size": 1},
+        "mesh": {"device_type": "xla-cpu", "num_replicas": None, "mesh": "fsdp=2", "batch_size": 1},
+    }.items():
+        other = weights(train(config_of(images, tmp_path / name, **settings)))
+        for tensor, value in one.items():
+            assert torch.allclose(other[tensor], value, rtol=1e-4, atol=1e-5), (name, tensor)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        (
+            {"optim.objective": "policy"},
+            r"optim\.objective: .* is for text alone, and model\.images",
+        ),
+        ({"distill.teacher": "a/b"}, r"distill\.teacher: .* is for text alone"),
+        ({"tracking.generate_rows": 3}, r"tracking\.generate_rows: 3 is for text alone, .*; set it to 0"),
+        ({"lora.r": 0}, r"lora\.r: 0 trains all weights, and the part for images stays as it is; set lora\.r=16"),
+        ({"data.source": "synthetic"}, r"has random tokens and no images"),
+        ({"model.images": False, "data.image_tokens": 70}, r"data\.image_tokens: 70 has no effect without images"),
+        ({"data.too_long": "split"}, r"data\.too_long: .*split.* cuts documents, which images are in"),
+    ],
+)
+def test_what_is_not_trained_with_images(settings: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        load_config(None, {"model.name": "a/b", "model.images": True} | settings)
+
+
+def test_rows_without_any_picture_are_refused(images: Path, tmp_path: Path) -> None:
+    source = tmp_path / "rows.jsonl"
+    source.write_text(json.dumps({"question": "What?", "answer": "red", "images": []}) + "\n")
+    with pytest.raises(ValueError, match=r"no row has an image; set model\.images=false, or name their column"):
+        prepare_run(config_of(images, tmp_path, source=str(source), eval_rows=0))
+
+
+def test_answers_and_exports_with_images_are_refused_by_name(images: Path, tmp_path: Path) -> None:
+    config = config_of(images, tmp_path)
+    with pytest.raises(ValueError, match=r"model\.images=true: generate, evaluate and search answer text alone so far"):
+        load_here(config, None, CpuRuntime(0, 1, torch.device("cpu")))
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "config.yaml").write_text(config.to_yaml())
+    with pytest.raises(ValueError, match=r"a run with model\.images=true is not exported yet\. Its adapter is in"):
+        export(tmp_path, "merged")
