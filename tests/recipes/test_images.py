@@ -23,6 +23,7 @@ from tpu_kit.machine.checks import Machine
 from tpu_kit.model import attention
 from tpu_kit.model import causal_lm as models
 from tpu_kit.model.families import registry as families
+from tpu_kit.recipes import image_answers
 from tpu_kit.recipes.run_data import prepare_run
 from tpu_kit.recipes.sft import TrainResult, train
 
@@ -82,6 +83,25 @@ def test_a_run_on_pictures_goes_on_bit_for_bit_and_peft_loads_its_adapter(
     theirs._tpu_kit_compute_dtype = torch.float32
     with torch.no_grad():
         assert torch.equal(models.logits(ours, batch), models.logits(theirs, batch))
+
+
+def test_exact_answers_are_counted_by_document(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = prepare_run(config_of(images, tmp_path)).train
+    blackened = list[bool]()
+
+    def logits(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Foresees each next token, but in the second document of a row."""
+        blackened.append(not batch["pixels"].any())
+        after = batch["input_ids"].roll(-1, 1) + (batch["segment_ids"] == 2)
+        return torch.nn.functional.one_hot(after, 1000).float()
+
+    monkeypatch.setattr(image_answers.models, "logits", logits)
+    model, device = torch.nn.Module(), torch.device("cpu")
+    for black in (False, True):
+        found = image_answers.right_answers(model, data, device, rows=2, black=black)
+        wanted = [place != 1 for row in range(len(data)) for place, _ in enumerate(data.documents_of(row))]
+        assert found.tolist() == wanted and blackened[-1] == black
+    assert len(image_answers.right_answers(model, data, device, most=3)) == 3
 
 
 @needs_xla

@@ -21,7 +21,7 @@ from tpu_kit.model import states_head
 from tpu_kit.model.families import registry as families
 from tpu_kit.model.loading import load_base, load_frozen, read_config
 from tpu_kit.model.saved_adapter import attach_adapter, is_whole, read_adapter
-from tpu_kit.model.source import load_tokenizer
+from tpu_kit.model.source import load_tokenizer, refuse_images
 
 _FP32_UP_TO = 1_000_000_000  # parameters: 4 GB in fp32, which CPUs compute faster than bf16
 
@@ -43,15 +43,6 @@ def load_here(
         text = "as plain text: the tokenizer of the adapter, or of the base model, has no chat template, as after"
         print(f"asked            {text} training on plain text (chat=true: by the base's)", file=sys.stderr, flush=True)
     return models.to_device(model, rt.local_device), tokenizer
-
-
-def refuse_images(config: ModelConfig) -> None:
-    """Raises ValueError if a model is to answer with its part for images, which no command does yet."""
-    if config.images:
-        raise ValueError(
-            "model.images=true: generate, evaluate and search answer text alone so far. Set model.images=false to ask "
-            "about text; notebook 9-images counts exact answers to held-out rows with pictures"
-        )
 
 
 def _read(config: TrainConfig, adapter: Path | None, rt: Runtime) -> tuple[torch.nn.Module, Any]:

@@ -229,7 +229,7 @@ def show_image_answers(
     Returns:
         The shares of right answers by the names that are shown.
     """
-    from tpu_kit.generation.evaluation.forced_answers import answers_with_images
+    from tpu_kit.recipes.image_answers import answers_with_images
 
     found = answers_with_images(config, result.adapter_dir, prepared, rows)
     show_table([{"model": name, "exact answers": str(accuracy)} for name, accuracy in found.items()])
