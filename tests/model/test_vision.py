@@ -105,6 +105,19 @@ def test_on_xla_one_program_makes_each_update(tmp_path: Path, family: str) -> No
     assert [count["compiles"] for count in found["counts"]][1:] == [0] * 2, "other pictures need no other program"
 
 
+@pytest.mark.usefixtures("quick_xla")
+@pytest.mark.parametrize(
+    ("family", "device_type"),
+    [
+        *((family, "cpu") for family in CONFIGS),
+        *(pytest.param(family, "xla-cpu", marks=[needs_xla, pytest.mark.slow]) for family in CONFIGS),
+    ],
+)
+def test_greedy_tokens_after_images_are_those_of_transformers(tmp_path: Path, family: str, device_type: str) -> None:
+    ours, theirs = launch(vision_functions.greedy, run(tmp_path, family, device_type=device_type, num_replicas=1))
+    assert ours == theirs
+
+
 def weights(tmp_path: Path, family: str, **settings: Any) -> torch.Tensor:
     config = run(tmp_path, family, **settings)
     found = launch(vision_functions.updated, config, sharded=True)

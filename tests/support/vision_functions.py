@@ -17,7 +17,9 @@ from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImag
 
 from tpu_kit.config.loader import LoraConfig, OptimConfig, TrainConfig
 from tpu_kit.distributed.replica import runtime
+from tpu_kit.generation.decoder import Batch, Decoder, filled
 from tpu_kit.generation.reference_check import _randomize
+from tpu_kit.generation.sampling import Sampling
 from tpu_kit.model import causal_lm as models
 from tpu_kit.model import preparation, trainable
 from tpu_kit.model.families import vision
@@ -361,3 +363,38 @@ def _updates(config: TrainConfig, model: Any, rt: Any) -> tuple[dict[str, list[f
     values = rt.to_host(list(state.params.values()))
     named = unstacked(state.stacks, dict(zip(state.params, values, strict=True)))
     return {name: value.flatten().tolist() for name, value in named.items()}, counts
+
+
+def greedy(config: TrainConfig) -> tuple[list[list[int]], list[list[int]]]:
+    """Decodes prompts with 0, 1 and 2 images in one batch; returns the kit's tokens and those of transformers."""
+    rt, shape, new = runtime.current(), CONFIGS[config.run_name](), 8
+    with _generator:
+        model = build(shape)
+    prompts = [one for row in documents(shape)[:2] for one in row]
+    theirs = []
+    plain = adapted(model)
+    for one in prompts:
+        ids = torch.tensor(one.ids)[None]
+        given = {name: value[None] for name, value in one.given.items()} if shape.model_type == "smolvlm" else one.given
+        if shape.model_type != "smolvlm":
+            given = given | {"mm_token_type_ids": (ids == IMAGE).long()}
+        models.base_model(plain).set_attn_implementation("eager")
+        with torch.no_grad():
+            out = plain.generate(
+                input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False,
+                eos_token_id=None, pad_token_id=0, cache_implementation="static", disable_compile=True, **given,
+            )  # fmt: skip
+        theirs.append(out[0, ids.shape[1] :].tolist())
+    ours = models.to_device(adapted(model), rt.local_device)
+    width = 192
+    batch = pack(shape, [[one] for one in prompts], room_of([[one] for one in prompts])[0], width + 1)
+    ids, lengths = filled([one.ids[:-1] for one in prompts], width, len(prompts))
+    images = {name: batch[name] for name in vision.columns(shape, 1, width, TOKENS)}
+    images["image_index"] = images["image_index"][:, :width].contiguous()
+    asked = Batch(ids, lengths, torch.tensor([one.ids[-1] for one in prompts]), images)
+    decoder = Decoder(ours, rt, 16, width + new)
+    with decoder.ready():
+        cache, sampling = decoder.prefill(asked, 1, new), Sampling(new, temperature=0.0)
+        state = decoder.begin(asked, 1, [False] * len(prompts), torch.zeros(new, len(prompts)), sampling)
+        report = decoder.decode(state, cache, new)
+    return report[0].long().T[:, :new].tolist(), theirs

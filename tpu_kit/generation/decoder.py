@@ -16,8 +16,9 @@ import contextlib
 import functools
 import inspect
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -54,11 +55,13 @@ class Batch:
         ids: (B, P) int64, the prompts without their last token, padded at the end.
         lengths: (B,) int64, lengths without the last token.
         last: (B,) int64, the last tokens.
+        images: of the prompts, further columns of `families.INPUTS`, (B, ...) each; empty for text.
     """
 
     ids: torch.Tensor
     lengths: torch.Tensor
     last: torch.Tensor
+    images: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 def widths_to(most: int) -> list[int]:
@@ -237,17 +240,22 @@ class Decoder:
             assert width + steps <= self._slots, (width, steps, self._slots)
         cache = self.prompt_cache(rows, width + steps)
 
-        def fill(ids: torch.Tensor, lengths: torch.Tensor, *stacks: torch.Tensor) -> list[torch.Tensor]:
+        names = list(batch.images)
+
+        def fill(ids: torch.Tensor, lengths: torch.Tensor, *tensors: torch.Tensor) -> list[torch.Tensor]:
+            images, stacks = dict(zip(names, tensors, strict=False)), tensors[len(names) :]
             mine, positions = cache.of(stacks, Prompts(lengths)), torch.arange(ids.shape[1], device=ids.device)
-            self._run(self._causal.get_decoder(), ids, positions[None].expand_as(ids), mine)
+            self._run(self._causal.get_decoder(), ids, positions[None].expand_as(ids), mine, images=images)
             mine.store_states()
             return mine.tensors
 
         copies, prompts = None, torch.arange(count).repeat_interleave(samples)
         for start in range(0, count, rows):
             part = slice(start, start + rows)
-            inputs = [*self._rt.put([batch.ids[part], batch.lengths[part]]), *cache.tensors]
-            self._replace(cache, self._program(("prefill", rows, width), fill, inputs)(*inputs))
+            sent = [batch.ids[part], batch.lengths[part], *(one[part] for one in batch.images.values())]
+            inputs = [*self._rt.put(sent), *cache.tensors]
+            key = "prefill", rows, width, *(tuple(one.shape[1:]) for one in batch.images.values())
+            self._replace(cache, self._program(key, fill, inputs)(*inputs))
             if rows == len(prompts):
                 return cache
             index = (prompts - start).clamp(0, rows - 1)  # the rows of other parts get anything
@@ -437,12 +445,20 @@ class Decoder:
     # ---------------------------------------------------------------------------------------------------- the device
 
     def _run(
-        self, module: Any, ids: torch.Tensor, positions: torch.Tensor, cache: Cache, device_type: str | None = None
+        self,
+        module: Any,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        cache: Cache,
+        device_type: str | None = None,
+        images: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> Any:
         """Runs the model or its decoder; its layers and the kit's functions use the cache."""
         named = {_cache_name(module.__class__): cache}
-        with layer_inputs.bound(LayerInputs(cache=cache, device_type=device_type or self._rt.device_type)):
-            return module(input_ids=ids, position_ids=positions, use_cache=True, **named)
+        given, seen = families.decoder_inputs(self._causal, {"input_ids": ids, **images})
+        inputs = LayerInputs(cache=cache, device_type=device_type or self._rt.device_type, **seen)
+        with layer_inputs.bound(inputs):
+            return module(**given, position_ids=positions, use_cache=True, **named)
 
     def prompt_cache(self, rows: int, slots: int = 0) -> Cache:
         """Returns the cache of the prompts, of `slots` except on XLA; that of the last call if it fits."""
