@@ -12,6 +12,7 @@ from transformers import LlamaConfig
 from tests.support import vision_functions
 from tests.support.child_processes import run_python
 from tests.support.vision_functions import CONFIGS, TOKENS, build, document, documents, pack, picture, unified
+from tests.test_imports import IMPORTS
 from tpu_kit.config.loader import ModelConfig, TrainConfig, load_config
 from tpu_kit.distributed.launch import launch
 from tpu_kit.distributed.replica.backends import CpuRuntime
@@ -93,9 +94,8 @@ def run(tmp_path: Path, family: str, **settings: Any) -> TrainConfig:
 
 @needs_xla
 @pytest.mark.usefixtures("quick_xla")
-@pytest.mark.parametrize(
-    "family", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma4", "smolvlm")), "gemma4_unified"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", CONFIGS)
 def test_on_xla_one_program_makes_each_update(tmp_path: Path, family: str) -> None:
     found = launch(vision_functions.compared, run(tmp_path, family, num_replicas=1))
     print(f"{family:16} logits and gradients {found['difference']}, transformers' own {found['own']}")
@@ -109,7 +109,8 @@ def test_on_xla_one_program_makes_each_update(tmp_path: Path, family: str) -> No
 @pytest.mark.parametrize(
     ("family", "device_type"),
     [
-        *((family, "cpu") for family in CONFIGS),
+        ("gemma4_unified", "cpu"),
+        *(pytest.param(family, "cpu", marks=pytest.mark.slow) for family in ("gemma4", "smolvlm")),
         *(pytest.param(family, "xla-cpu", marks=[needs_xla, pytest.mark.slow]) for family in CONFIGS),
     ],
 )
@@ -118,10 +119,10 @@ def test_greedy_tokens_after_images_are_those_of_transformers(tmp_path: Path, fa
     assert ours == theirs
 
 
-def weights(tmp_path: Path, family: str, **settings: Any) -> torch.Tensor:
-    config = run(tmp_path, family, **settings)
-    found = launch(vision_functions.updated, config, sharded=True)
-    return torch.cat([torch.tensor(found[name]) for name in sorted(found)])
+def updated(tmp_path: Path, family: str, **settings: Any) -> tuple[torch.Tensor, list[dict[str, int]]]:
+    """Returns the weights after updates with other images each, and what each compiled and read."""
+    found, counts = launch(vision_functions.updated, run(tmp_path, family, **settings), sharded=True)
+    return torch.cat([torch.tensor(found[name]) for name in sorted(found)]), counts
 
 
 @needs_xla
@@ -129,9 +130,9 @@ def weights(tmp_path: Path, family: str, **settings: Any) -> torch.Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", CONFIGS)
 def test_replicas_and_a_mesh_make_the_same_updates(tmp_path: Path, family: str) -> None:
-    one = weights(tmp_path, family, num_replicas=1, max_steps=30)
+    one, _ = updated(tmp_path, family, num_replicas=1, max_steps=30)
     for settings in ({"num_replicas": 2}, {"mesh": "fsdp=2"}):
-        other = weights(tmp_path, family, max_steps=30, **settings)
+        other, _ = updated(tmp_path, family, max_steps=30, **settings)
         difference = float((other - one).abs().max() / one.abs().max())
         print(f"{family:16} {settings} {difference:.1e}")
         assert difference <= 1e-5
@@ -139,10 +140,11 @@ def test_replicas_and_a_mesh_make_the_same_updates(tmp_path: Path, family: str) 
 
 @needs_xla
 @pytest.mark.usefixtures("quick_xla")
-def test_a_mesh_makes_the_same_updates(tmp_path: Path) -> None:
-    one = weights(tmp_path, "gemma4_unified", device_type="cpu", num_replicas=1, max_steps=2)
-    sharded = weights(tmp_path, "gemma4_unified", mesh="fsdp=2", max_steps=2)
+def test_a_mesh_makes_the_same_updates_by_one_program(tmp_path: Path) -> None:
+    one, _ = updated(tmp_path, "gemma4_unified", device_type="cpu", num_replicas=1)
+    sharded, counts = updated(tmp_path, "gemma4_unified", mesh="fsdp=2")
     assert float((sharded - one).abs().max() / one.abs().max()) <= 1e-5
+    assert [count["compiles"] for count in counts][1:] == [0, 0] and not any(count["host_syncs"] for count in counts)
 
 
 def test_loading_with_and_without_the_part_for_images(tmp_path: Path) -> None:
@@ -166,6 +168,15 @@ def test_an_image_larger_than_a_row_is_refused() -> None:
         vision.check_rows(unified(), TOKENS, 64)
 
 
+def test_only_functions_import_what_images_need() -> None:
+    """The modules that read pictures and run towers, so that text alone loads none of them."""
+    owners = ("data.images.", "model.families.vision", "assets.pictures", "recipes.image_answers")
+    for name, imports in IMPORTS.items():
+        wrong = [one for one in imports if one.ours and one.ours.startswith(owners) and one.where == "module"]
+        assert not wrong or name.startswith(owners), (name, wrong)
+
+
+@pytest.mark.slow
 def test_text_alone_imports_no_vision() -> None:
     run_python(
         "import sys, torch\n"

@@ -329,12 +329,12 @@ def compared(config: TrainConfig) -> dict[str, Any]:
     return found | {"counts": _updates(config, model, rt)[1]}
 
 
-def updated(config: TrainConfig) -> dict[str, list[float]]:
-    """Makes updates of the model that `run_name` names; returns its weights."""
+def updated(config: TrainConfig) -> tuple[dict[str, list[float]], list[dict[str, int]]]:
+    """Makes updates of the model that `run_name` names; returns its weights, and what each compiled and read."""
     rt, shape = runtime.current(), CONFIGS[config.run_name]()
     with _generator:
         model = build(shape)
-    return _updates(config, model, rt)[0]
+    return _updates(config, model, rt)
 
 
 def _updates(config: TrainConfig, model: Any, rt: Any) -> tuple[dict[str, list[float]], list[dict[str, int]]]:
