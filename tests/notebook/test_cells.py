@@ -15,6 +15,7 @@ from typing import Any
 import nbformat
 import papermill
 import pytest
+from PIL import Image
 
 from tests.support.child_processes import PYTHONPATH, REPOSITORY, run_python
 from tests.support.kernels import run_cell
@@ -144,6 +145,12 @@ def test_displays_are_text_outside_ipython(tmp_path: Path, capsys: pytest.Captur
     assert f"3 examples, longest 30 tokens, 1 over 25; {packed}" in lines
     assert "train loss 2.0000 -> 1.0000 at step 3; eval loss 2.5000 -> 1.5000 at step 3" in lines
     assert any(re.fullmatch(r"optim\.batch_size +4 +default", line) for line in lines)
+
+
+def test_example_shows_its_pictures_and_counts_their_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    pictures = [Image.new("RGB", (640, 480)), Image.new("RGB", (3, 2))]
+    cells_module.show_example([("<|image|>" * 70 + "What?", False), ("red", True)], pictures)
+    assert capsys.readouterr().out == "[640 x 480 pixels] [3 x 2 pixels] <|image|> x 70 What?[[red]]\n"
 
 
 def test_answers_before_and_after(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -193,7 +193,8 @@ def show_example(spans: Iterable[tuple[str, bool]], pictures: Sequence[Any] = ()
         pictures: of PIL, which are shown beside the text.
     """
     marked, plain = "", ""
-    spans = [(_IMAGE_TOKENS.sub(r"\1 x many", text), loss) for text, loss in spans] if pictures else spans
+    if pictures:
+        spans = [(_IMAGE_TOKENS.sub(_counted, text), loss) for text, loss in spans]
     for one in pictures:
         plain += f"[{one.width} x {one.height} pixels] "
         marked += f"<img alt='a picture of the row' style='max-height:160px' src='{_data_url(one)}'> "
@@ -205,6 +206,10 @@ def show_example(spans: Iterable[tuple[str, bool]], pictures: Sequence[Any] = ()
 
 
 _IMAGE_TOKENS = re.compile(r"(<[^<>\s]+>)\1{3,}")
+
+
+def _counted(tokens: re.Match[str]) -> str:
+    return f"{tokens[1]} x {len(tokens[0]) // len(tokens[1])} "
 
 
 def _data_url(image: Any) -> str:
