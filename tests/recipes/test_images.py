@@ -137,6 +137,25 @@ def test_what_is_not_trained_with_images(settings: dict[str, Any], problem: str)
         load_config(None, {"model.name": "a/b", "model.images": True} | settings)
 
 
+def test_too_many_pictures_that_cannot_be_decoded_end_the_run_and_keep_its_checkpoint(
+    images: Path, tmp_path: Path
+) -> None:
+    """Their headers are whole, so only decoding shows it; the first rows are good."""
+    rows = []
+    for number in range(36):
+        file = tmp_path / f"{number}.jpg"
+        picture(number, (120, 90)).save(file)
+        if number >= 6:
+            file.write_bytes(file.read_bytes()[: file.stat().st_size * 2 // 3])
+        rows.append({"question": f"What is {number}?", "answer": "red", "image": file.name})
+    source = tmp_path / "rows.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    more = {"source": str(source), "eval_rows": 0, "packing": False, "shuffle": False, "max_steps": 18, "save_steps": 2}
+    with pytest.raises(ValueError, match=r"11 rows have pictures that cannot be decoded.*updates before are saved"):
+        train(config_of(images, tmp_path / "run", **more))
+    assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
+
+
 def test_rows_without_any_picture_are_refused(images: Path, tmp_path: Path) -> None:
     source = tmp_path / "rows.jsonl"
     source.write_text(json.dumps({"question": "What?", "answer": "red", "images": []}) + "\n")
