@@ -9,6 +9,7 @@ import math
 import pickle
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -344,6 +345,19 @@ def test_tokens_and_pixels_are_those_of_transformers(models: Callable[[str], Mod
             around = tokenizer("a\n<image>b", add_special_tokens=False)["input_ids"]
             place = around.index(made.token_id)
             assert [*around[:place], *ids, *around[place + 1 :]] == wanted
+
+
+def test_patches_that_do_not_fill_a_tile(models: Callable[[str], ModelConfig]) -> None:
+    """The convolution of transformers leaves out the last pixels, as SmolVLM2-2.2B has them."""
+    made = processors.image_processor(models("smolvlm"), tokenizer_of("smolvlm"), DataConfig())
+    assert isinstance(made, processors.Idefics3)
+    odd = replace(made, patch=9, sizes=processors.Sizes(9, 243, 1, False))
+    image = picture(0, (32, 32))
+    settings = {**made.settings, "do_image_splitting": False}
+    (pixels,), _ = replace(odd, settings=settings).pixels(image)
+    whole, _ = replace(made, patch=1, sizes=processors.Sizes(32 * 32, 3, 1, False), settings=settings).pixels(image)
+    expected = whole.reshape(32, 32, 3)[:27, :27].reshape(3, 9, 3, 9, 3).transpose(0, 2, 1, 3, 4).reshape(9, 243)
+    assert np.array_equal(pixels, expected)
 
 
 def test_the_resolution_of_images(models: Callable[[str], ModelConfig]) -> None:

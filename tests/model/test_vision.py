@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 
 from tests.support import vision_functions
 from tests.support.child_processes import run_python
-from tests.support.vision_functions import CONFIGS, TOKENS, build, document, documents, pack, picture, unified
+from tests.support.vision_functions import ALSO, CONFIGS, TOKENS, build, document, documents, pack, picture, unified
 from tests.test_imports import IMPORTS
 from tpu_kit.config.loader import ModelConfig, TrainConfig, load_config
 from tpu_kit.distributed.launch import launch
@@ -30,9 +30,9 @@ def bars(own: tuple[float, float], logits: float = 1e-5, times: float = 2) -> tu
     return max(logits, times * own[0]), max(1e-4, times * own[1])
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", [*CONFIGS, *ALSO])
 def test_packed_rows_are_documents_alone(family: str) -> None:
-    config = CONFIGS[family]()
+    config = (CONFIGS | ALSO)[family]()
     model, rows = build(config), documents(config)
     wanted = vision_functions.of_transformers(model, rows)
     own = vision_functions.of_transformers(model, rows, "sdpa").differs_from(wanted)

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from transformers import AutoModelForImageTextToText, Gemma4Config, Gemma4UnifiedConfig, SmolVLMConfig
+from transformers import AutoModelForImageTextToText, Gemma4Config, Gemma4UnifiedConfig, Idefics3Config, SmolVLMConfig
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 from tpu_kit.config.loader import LoraConfig, OptimConfig, TrainConfig
@@ -72,9 +73,9 @@ def gemma4() -> Any:
     )  # fmt: skip
 
 
-def smolvlm() -> Any:
+def smolvlm(kind: Any = SmolVLMConfig) -> Any:
     """SmolVLM: each tile of an image is an image slot of the row."""
-    return SmolVLMConfig(
+    return kind(
         text_config={
             "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48,
             "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0,
@@ -90,6 +91,7 @@ def smolvlm() -> Any:
 
 _generator = threading.Lock()  # replicas of XLA:CPU are threads, and share torch's generator
 CONFIGS = {"gemma4_unified": unified, "gemma4": gemma4, "smolvlm": smolvlm}
+ALSO = {"idefics3": lambda: smolvlm(Idefics3Config)}  # as SmolVLM, but for its processor's class
 
 
 def build(config: Any) -> Any:
@@ -136,9 +138,9 @@ def image_processor(config: Any) -> Any:
 
     That of the unified model needs torchvision. With its whole patches as patches, the other's numbers are the same.
     """
-    if config.model_type == "smolvlm":
+    if config.model_type in ("smolvlm", "idefics3"):
         side = config.vision_config.image_size
-        return SmolVLMImageProcessorPil(
+        return (SmolVLMImageProcessorPil if config.model_type == "smolvlm" else Idefics3ImageProcessorPil)(
             size={"longest_edge": 2 * side}, max_image_size={"longest_edge": side}, do_image_splitting=True
         )
     patch, pool = (12, 1) if config.model_type == "gemma4_unified" else (4, 3)
@@ -161,7 +163,7 @@ class Document:
 
 def _processed(config: Any, image: Image.Image) -> tuple[dict[str, torch.Tensor], list[Any]]:
     processor = image_processor(config)
-    if config.model_type == "smolvlm":
+    if config.model_type in ("smolvlm", "idefics3"):
         made = processor(images=[[image]], return_tensors="pt")
         plain = processor(images=[[image]], return_tensors="pt", do_rescale=False, do_normalize=False)
         size = config.vision_config.patch_size
@@ -249,7 +251,7 @@ def reference(model: Any, one: Document, served: bool = True) -> torch.Tensor:
     """Computes the logits of one document by transformers; `served`: with the masks of its generation."""
     base, ids = models.base_model(model), torch.tensor(one.ids)[None]
     given = dict(one.given)
-    if base.config.model_type == "smolvlm":
+    if base.config.model_type in ("smolvlm", "idefics3"):
         given = {name: value[None] for name, value in given.items()}
     else:
         types = (ids == IMAGE).long()

@@ -150,6 +150,8 @@ class Idefics3(ImageProcessor):
         pixels = np.asarray(made["pixel_values"])[0]  # (slots, channels, height, width)
         assert np.asarray(made["pixel_attention_mask"]).all(), "each tile fills its square"
         side = pixels.shape[-1] // self.patch
+        used = side * self.patch  # SmolVLM2-2.2B has tiles of 384 pixels and patches of 14
+        pixels = pixels[..., :used, :used]
         patches = pixels.reshape(len(pixels), 3, side, self.patch, side, self.patch).transpose(0, 2, 4, 3, 5, 1)
         numbers = patches.reshape(len(pixels), self.sizes.patches, self.sizes.numbers)
         return np.rint(numbers).clip(0, 255).astype(np.uint8), None
