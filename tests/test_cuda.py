@@ -23,10 +23,10 @@ from tpu_kit.config.loader import TrainConfig, load_config
 from tpu_kit.distributed.detection import seen_on
 from tpu_kit.distributed.replica.backends import CudaRuntime
 from tpu_kit.generation import reference_check
-from tpu_kit.generation.service import generate
+from tpu_kit.generation.answers import generate
 from tpu_kit.model import causal_lm as models
 from tpu_kit.model import preparation, trainable
-from tpu_kit.model.quantization import QuantizedLinear, Scheme
+from tpu_kit.model.weights.quantization import QuantizedLinear, Scheme
 from tpu_kit.planning.memory.memory_estimate import estimate
 from tpu_kit.planning.oom_recovery import OutOfMemory
 from tpu_kit.recipes.distillation import distill

@@ -67,7 +67,7 @@ BRANCHES: dict[str, tuple[int, str, str]] = {
     "host.chips_of": (2, NEVER, "MFU and cost by the chip's name"),
     "install.check": (1, RUNS, "test_install"),
     "install.options": (1, RUNS, "test_install"),
-    "kv_cache.cached_attention": (1, COMPILER, "test_service"),
+    "kv_cache.cached_attention": (1, COMPILER, "test_answers"),
     "launch._check_host": (2, RECORDED, "test_launch"),
     "checks.check_holder": (1, RECORDED, "test_checks"),
     "checks.check_metadata": (1, RECORDED, "test_checks"),

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from tpu_kit.extras.profile.profile import profile
     from tpu_kit.extras.tree_search.options import SearchOptions
     from tpu_kit.extras.tree_search.search import think
+    from tpu_kit.generation.answers import generate
     from tpu_kit.generation.evaluation.evaluate import evaluate, evaluate_adapter
-    from tpu_kit.generation.service import generate
     from tpu_kit.planning.planner import plan
     from tpu_kit.recipes.grpo import grpo
     from tpu_kit.recipes.sft import TrainResult, train

@@ -46,7 +46,7 @@ def weights(bits: int) -> list[tuple[tuple[int, ...], Any]]:
 
 
 def floats(bits: int, weight: Any, *scale: Any) -> Any:
-    """Makes bf16 (E, O, I) of integers, as `model.quantization` stores them."""
+    """Makes bf16 (E, O, I) of integers, as `model.weights.quantization` stores them."""
     import jax.numpy as jnp
 
     if bits == 16:
@@ -82,7 +82,7 @@ def compiled(product: functools.partial[Any], bits: int, back: bool) -> tuple[fl
 
     from tpu_kit.model.shape import tile_rows
     from tpu_kit.xla.pallas import call
-    from tpu_kit.xla.program import placeholder
+    from tpu_kit.xla.traced_program import placeholder
 
     rows, groups = PAIRS, [((EXPERTS,), torch.int32)]
     if product.func is not megablox:

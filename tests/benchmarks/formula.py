@@ -23,7 +23,7 @@ from tpu_kit.config.loader import ModelConfig
 from tpu_kit.config.mesh import mesh_size
 from tpu_kit.machine.slices import find_slice
 from tpu_kit.model.shape_cache import read_shape
-from tpu_kit.model.source import shipped_shapes
+from tpu_kit.model.weights.source import shipped_shapes
 from tpu_kit.planning.compiler.compile_check import compile_step
 
 PAGE = REPOSITORY / "tpu_kit" / "planning" / "README.md"

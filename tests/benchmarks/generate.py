@@ -113,8 +113,8 @@ def text(report: dict[str, Any]) -> str:
 def prepare(folder: Path, smoke: bool) -> str:
     """Writes a model that loads quickly, and returns its name."""
     from tpu_kit.config.loader import ModelConfig
-    from tpu_kit.model.loading import load_base
-    from tpu_kit.model.source import load_tokenizer
+    from tpu_kit.model.weights.loading import load_base
+    from tpu_kit.model.weights.source import load_tokenizer
 
     if smoke:
         config, name = ModelConfig(base_dtype="fp32"), "the embedded model"

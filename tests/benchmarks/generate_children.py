@@ -27,8 +27,8 @@ def load(folder: str) -> tuple[Any, Any]:
     import torch
 
     from tpu_kit.config.loader import ModelConfig
-    from tpu_kit.model.loading import load_base
-    from tpu_kit.model.source import load_tokenizer
+    from tpu_kit.model.weights.loading import load_base
+    from tpu_kit.model.weights.source import load_tokenizer
 
     config = ModelConfig(name=folder, base_dtype="fp32")
     return load_base(config, torch.float32).eval(), load_tokenizer(config)
@@ -176,7 +176,7 @@ def speed(
     models.to_device(model, rt.local_device)
     mine = (
         model if rt.is_xla else arrange_for_few_rows(copy.deepcopy(model))
-    )  # as `tpu_kit.generation.service` loads it
+    )  # as `tpu_kit.generation.answers` loads it
     longest = max(LENGTH, *NEW)
     generator = endless(
         Generator(

@@ -44,8 +44,8 @@ from tpu_kit.exporting.export import export
 from tpu_kit.generation.generator import Generator
 from tpu_kit.generation.model_loading import load_for_generation
 from tpu_kit.generation.sampling import Sampling
-from tpu_kit.model.source import load_tokenizer
 from tpu_kit.model.states_head import without_head
+from tpu_kit.model.weights.source import load_tokenizer
 from tpu_kit.recipes.distillation import derive_student, distill
 from tpu_kit.recipes.sft import train
 

@@ -28,7 +28,7 @@ from tpu_kit.generation.generator import Generator
 from tpu_kit.generation.model_loading import load_for_generation
 from tpu_kit.generation.prompts import Completion
 from tpu_kit.generation.sampling import Sampling
-from tpu_kit.model.source import load_tokenizer
+from tpu_kit.model.weights.source import load_tokenizer
 
 LONGEST = 80  # tokens of an answer with its steps
 SHORTEST = 24  # no whole answer with its steps is much shorter: so many samples are drawn at most

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tpu_kit.config.choices import EXPORT_FORMATS
 from tpu_kit.config.hub import read_hub_address
 from tpu_kit.config.loader import ConfigError, load_config
+from tpu_kit.config.named_values import EXPORT_FORMATS
 from tpu_kit.exporting.options import format_named
 
 NAME = "ann/tuned"

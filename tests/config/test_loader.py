@@ -9,7 +9,6 @@ from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
-from tpu_kit.config.choices import ROLES
 from tpu_kit.config.loader import (
     _WITH_SECTION,
     CONFIGS,
@@ -21,6 +20,7 @@ from tpu_kit.config.loader import (
     explain,
     load_config,
 )
+from tpu_kit.config.named_values import ROLES
 from tpu_kit.config.schema import parameters
 
 TOKEN = "hf_" + "abcdefghij" * 4

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tpu_kit.config.tables import Html, to_html, to_text
+from tpu_kit.config.text_tables import Html, to_html, to_text
 
 ROWS = [{"name": "a", "loss": 0.123456789}, {"name": "b\n<c>", "more": 1}]
 

@@ -14,8 +14,8 @@ from tpu_kit.config.loader import DataConfig
 from tpu_kit.data.chat.chat_documents import Document
 from tpu_kit.data.chat.chat_encoding import Encoder, decoded_example
 from tpu_kit.data.prepare import prepare
-from tpu_kit.data.rows.cells import RowError
 from tpu_kit.data.rows.columns import detect_layout
+from tpu_kit.data.rows.field_values import RowError
 
 SPECIAL = ("<|im_end|>", "<|im_start|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|return|>", "<|call|>")
 

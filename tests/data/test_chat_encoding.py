@@ -20,8 +20,8 @@ from tpu_kit.config.loader import DataConfig
 from tpu_kit.data.chat.chat_encoding import Encoder, Example, decoded_example
 from tpu_kit.data.chat.chat_template import ensure_chat_template, freeze_date, plain_prompt
 from tpu_kit.data.prepare import prepare
-from tpu_kit.data.rows.cells import RowError
 from tpu_kit.data.rows.columns import detect_layout
+from tpu_kit.data.rows.field_values import RowError
 from tpu_kit.data.rows.sources import save_rows
 
 COT = {"question": "What is 2 + 3?", "reasoning": "Two and three\nmake five.", "answer": "5"}

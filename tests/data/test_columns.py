@@ -10,9 +10,9 @@ from datasets import Dataset
 
 from tests.support.reasoning_sets import CHOICES, OPTIONS, SETS, Known
 from tpu_kit.config.loader import DataConfig
-from tpu_kit.data.rows.cells import RowError, is_filled
 from tpu_kit.data.rows.column_values import read_layout
 from tpu_kit.data.rows.columns import Layout, detect_layout
+from tpu_kit.data.rows.field_values import RowError, is_filled
 from tpu_kit.data.rows.schemas import conversation, problem
 
 

@@ -30,7 +30,7 @@ from tpu_kit.data.images import columns, processors
 from tpu_kit.data.images.files import MOST_PIXELS, PictureFiles
 from tpu_kit.data.images.packing import best_fill_of_images, fewest_images
 from tpu_kit.data.prepare import Prepared, on_disk, prepare
-from tpu_kit.data.rows.cells import RowError
+from tpu_kit.data.rows.field_values import RowError
 
 SIZES = [(90, 90), (140, 60), (40, 200), (64, 48), (30, 30), (300, 200), (77, 101)]
 

@@ -14,8 +14,8 @@ from tests.support.tiny_tokenizer import CHATML, tiny_tokenizer
 from tpu_kit.config.loader import DataConfig
 from tpu_kit.data.chat.chat_encoding import Encoder, ReasoningCounts, decoded_example
 from tpu_kit.data.prepare import Prepared
-from tpu_kit.data.rows.cells import RowError
 from tpu_kit.data.rows.columns import answer_of, detect_layout, last_boxed, reasoning_of, split_solution, with_own_tags
+from tpu_kit.data.rows.field_values import RowError
 
 # Reasoning is kept for the turns after the last question alone, from its key or from the content, as Qwen3's does.
 QWEN3 = """

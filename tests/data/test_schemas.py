@@ -7,10 +7,10 @@ from typing import Any, get_args
 
 import pytest
 
-from tpu_kit.config.choices import FORMATS, DataFormat, RowFormat, imported
 from tpu_kit.config.loader import DataConfig
-from tpu_kit.data.rows.cells import RowError
+from tpu_kit.config.named_values import FORMATS, DataFormat, RowFormat, imported
 from tpu_kit.data.rows.columns import detect_layout, reasoning_of, reply
+from tpu_kit.data.rows.field_values import RowError
 from tpu_kit.data.rows.schemas import Conversation, conversation, normalised
 
 

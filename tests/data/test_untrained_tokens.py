@@ -9,7 +9,7 @@ from tests.support.given_rows import prepare_rows
 from tpu_kit.assets.embedded import cot_rows, model_dir
 from tpu_kit.config.loader import DataConfig, load_config
 from tpu_kit.data.chat.untrained_tokens import describe_untrained, untrained_tokens
-from tpu_kit.model.source import load_tokenizer
+from tpu_kit.model.weights.source import load_tokenizer
 
 
 def test_rows_with_characters_of_the_embedded_models_blind_spot_are_told() -> None:

@@ -23,22 +23,22 @@ from tests.support.expert_functions import write_mixture
 from tests.support.generation_functions import make
 from tpu_kit.assets.embedded import model_dir
 from tpu_kit.cli import main
-from tpu_kit.config.choices import EXPORT_FORMATS
 from tpu_kit.config.loader import TrainConfig, load_config
+from tpu_kit.config.named_values import EXPORT_FORMATS
 from tpu_kit.exporting import converter, equivalence, formats, gguf, tuned_model
 from tpu_kit.exporting.card import hub_id
 from tpu_kit.exporting.equivalence import Check
 from tpu_kit.exporting.export import export
 from tpu_kit.exporting.gguf import modelfile
 from tpu_kit.exporting.tuned_model import Format, TunedModel, Written
+from tpu_kit.generation.answers import generate
 from tpu_kit.generation.model_loading import load_for_generation
 from tpu_kit.generation.sampling import Sampling
-from tpu_kit.generation.service import generate
 from tpu_kit.machine.storage.object_store import ObjectFolder, upload
-from tpu_kit.model.base_identity import identify
 from tpu_kit.model.causal_lm import trainable_parameters
-from tpu_kit.model.source import load_tokenizer
 from tpu_kit.model.trainable import load_model
+from tpu_kit.model.weights.base_identity import identify
+from tpu_kit.model.weights.source import load_tokenizer
 from tpu_kit.training.adapter_files import save_adapter
 
 IDS = torch.arange(5, 37)[None]

@@ -29,7 +29,7 @@ from tests.exporting.test_export import make_run
 from tpu_kit.config.loader import ModelConfig
 from tpu_kit.exporting import equivalence
 from tpu_kit.exporting.export import export
-from tpu_kit.model.source import load_tokenizer, modules_left_out
+from tpu_kit.model.weights.source import load_tokenizer, modules_left_out
 
 TEXT: dict[str, Any] = {
     "vocab_size": 640, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,

@@ -23,7 +23,7 @@ from tpu_kit.exporting.equivalence import logits
 from tpu_kit.exporting.export import export
 from tpu_kit.exporting.streaming import stream
 from tpu_kit.generation.model_loading import load_for_generation
-from tpu_kit.model.loading import load_base
+from tpu_kit.model.weights.loading import load_base
 
 __all__ = ["in_process"]  # a fixture
 MEMORY = """

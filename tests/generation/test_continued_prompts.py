@@ -12,12 +12,12 @@ from tests.support.given_rows import examples_of, prepare_rows
 from tpu_kit.cli import main
 from tpu_kit.config.loader import DataConfig, ModelConfig, load_config
 from tpu_kit.data.prepare import prepare
+from tpu_kit.generation.answers import Answers, GenerationRequest
 from tpu_kit.generation.evaluation import evaluate as evaluate_module
 from tpu_kit.generation.evaluation.evaluate import evaluate
 from tpu_kit.generation.generator import Rating
 from tpu_kit.generation.prompts import Completion, opened
-from tpu_kit.generation.service import Answers, GenerationRequest
-from tpu_kit.model.source import load_tokenizer
+from tpu_kit.model.weights.source import load_tokenizer
 from tpu_kit.recipes.run_data import prepare_run
 
 BEGUN = "<think>\nTom adds"

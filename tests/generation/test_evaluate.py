@@ -23,6 +23,7 @@ from tpu_kit.config.loader import DataConfig, LoraConfig, ModelConfig, TrainConf
 from tpu_kit.data.prepare import Prepared
 from tpu_kit.distributed import progress
 from tpu_kit.distributed.replica.backends import CpuRuntime
+from tpu_kit.generation.answers import Answers
 from tpu_kit.generation.evaluation import evaluate as evaluate_module
 from tpu_kit.generation.evaluation.accuracy import Accuracy, mcnemar
 from tpu_kit.generation.evaluation.comparison import Evaluation, Sample, compare
@@ -31,11 +32,10 @@ from tpu_kit.generation.evaluation.held_out_answers import count_correct
 from tpu_kit.generation.generator import Rating
 from tpu_kit.generation.model_loading import load_for_generation
 from tpu_kit.generation.prompts import Completion, stop_ids
-from tpu_kit.generation.service import Answers
 from tpu_kit.model.base_model import output_embedding
 from tpu_kit.model.causal_lm import hidden_states
-from tpu_kit.model.source import load_tokenizer
 from tpu_kit.model.trainable import load_model
+from tpu_kit.model.weights.source import load_tokenizer
 
 EXACT = ModelConfig(base_dtype="fp32")
 

@@ -18,8 +18,8 @@ from tpu_kit.distributed.replica.backends import CpuRuntime
 from tpu_kit.generation.generation_rules import GenerationRules, ModelDefaults
 from tpu_kit.generation.generator import Generator
 from tpu_kit.generation.sampling import Sampling
-from tpu_kit.model.loading import load_base
-from tpu_kit.model.source import load_tokenizer
+from tpu_kit.model.weights.loading import load_base
+from tpu_kit.model.weights.source import load_tokenizer
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "repetition_penalty": {"repetition_penalty": 1.3},

@@ -16,11 +16,11 @@ from tpu_kit.cli import main
 from tpu_kit.config.loader import ModelConfig
 from tpu_kit.exporting import equivalence
 from tpu_kit.exporting.export import export
+from tpu_kit.generation.answers import as_asked, generate
 from tpu_kit.generation.sampling import Sampling
-from tpu_kit.generation.service import as_asked, generate
 from tpu_kit.machine.storage.run_config import run_config
 from tpu_kit.machine.storage.run_folder import find_run
-from tpu_kit.model.source import load_tokenizer
+from tpu_kit.model.weights.source import load_tokenizer
 
 ROWS = cot_rows("train", 40, seed=1)
 QUESTION = "Question: Tom has 3 pens and buys 4. How many pens does Tom have now?\nAnswer: "

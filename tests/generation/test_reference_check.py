@@ -57,7 +57,7 @@ from tpu_kit.machine.checks import Machine
 from tpu_kit.machine.compatibility import other_transformers
 from tpu_kit.model import attention, causal_lm, trainable
 from tpu_kit.model.rotary import max_positions
-from tpu_kit.model.source import load_tokenizer
+from tpu_kit.model.weights.source import load_tokenizer
 from tpu_kit.recipes import sft
 from tpu_kit.training.losses.loss import shift_labels
 

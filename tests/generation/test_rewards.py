@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tpu_kit.config.choices import REWARDS, imported
 from tpu_kit.config.loader import load_config
+from tpu_kit.config.named_values import REWARDS, imported
 from tpu_kit.generation.evaluation.rewards import Attempt, Rewards, length
 
 CONFIG = load_config(None, {"max_completion_length": 20})

@@ -21,7 +21,7 @@ from tpu_kit.generation.evaluation import evaluate as evaluate_module
 from tpu_kit.generation.evaluation.comparison import Comparison
 from tpu_kit.generation.evaluation.evaluate import evaluate_adapter
 from tpu_kit.machine.storage.object_store import upload
-from tpu_kit.model.source import load_tokenizer
+from tpu_kit.model.weights.source import load_tokenizer
 from tpu_kit.recipes import sft
 from tpu_kit.recipes.run_data import prepare_run
 

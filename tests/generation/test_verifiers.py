@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tpu_kit.config.choices import VERIFIERS, imported
 from tpu_kit.config.loader import DataConfig, load_config
+from tpu_kit.config.named_values import VERIFIERS, imported
 from tpu_kit.generation.evaluation.verifiers import Verdict, judge, verifier_named, well_formed
 
 OTHER = DataConfig(source="rows.jsonl")

@@ -18,9 +18,9 @@ from tpu_kit.config.loader import TrainConfig, batch_arithmetic, load_config
 from tpu_kit.machine.checks import Machine
 from tpu_kit.machine.slices import find_slice
 from tpu_kit.model.shape_cache import read_shape
-from tpu_kit.planning import oom_recovery, setting
+from tpu_kit.planning import oom_recovery, run_on_slice
 from tpu_kit.planning.planner import plan
-from tpu_kit.planning.setting import is_another
+from tpu_kit.planning.run_on_slice import is_another
 from tpu_kit.recipes import sft
 from tpu_kit.training.metrics import read_metrics
 
@@ -168,9 +168,9 @@ def test_every_change_of_a_plan_is_judged_by_what_resume_refuses(tmp_path: Path)
     for values in ({"remat": "outputs", "base_dtype": "fp32", "ema_decay": 0.9, "attention": "sdpa", "mlp_tile": None},
                    {"lora.r": 0}, {"base_dtype": "bf16", "lora.r": 64}):  # fmt: skip
         config = load_config(None, {**values, "batch_size": 8, "max_length": 4096, "loss_chunk": 512})
-        for name, value, harm in setting._changes(config, shape):
+        for name, value, harm in run_on_slice._changes(config, shape):
             assert "training" not in harm  # that is not for a table to say
-            changed = setting.Setting(config, shape, find_slice("v5e", 1)).changed(name, value).config
+            changed = run_on_slice.Setting(config, shape, find_slice("v5e", 1)).changed(name, value).config
             tried.add(name)
             assert is_another(config, changed, 2) == (
                 name not in ("model.attention", "optim.loss_chunk", "optim.remat", "optim.mlp_tile")

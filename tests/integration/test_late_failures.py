@@ -13,7 +13,7 @@ from tpu_kit.assets import embedded
 from tpu_kit.config.loader import ConfigError, TrainConfig, load_config
 from tpu_kit.data.prepare import prepare
 from tpu_kit.generation.evaluation.held_out_answers import check_answers
-from tpu_kit.model.source import load_tokenizer
+from tpu_kit.model.weights.source import load_tokenizer
 from tpu_kit.recipes import sft
 from tpu_kit.training.metrics import Tracker, read_metrics
 

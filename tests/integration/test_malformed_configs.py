@@ -23,9 +23,9 @@ import yaml
 
 from tests.support.child_processes import run_python
 from tpu_kit.cli import main
-from tpu_kit.config.choices import ROLES
 from tpu_kit.config.fields import ConfigField
 from tpu_kit.config.loader import _WITH_SECTION, ConfigError, TrainConfig, load_config
+from tpu_kit.config.named_values import ROLES
 from tpu_kit.config.schema import USUAL, parameters
 from tpu_kit.data.rows.columns import NAMES
 

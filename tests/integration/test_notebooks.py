@@ -167,6 +167,15 @@ def test_a_model_learns_from_rewards(folder: Path) -> None:
     assert "expected: " in text and "rollout          2 prompts x 4 completions of up to 80 tokens; 6 updates" in text
 
 
+def test_questions_about_pictures_are_answered(folder: Path) -> None:
+    outputs = outputs_of(folder, "9-")
+    text = shown(outputs)
+    assert f"{STEPS} of {STEPS} updates" in text
+    for which in ("base", "tuned", "tuned, black"):
+        assert re.search(rf"^{which} +\d of 2 = ", text, re.MULTILINE), which
+    assert "data:image/png;base64," in shown(outputs, "text/html"), "the example is shown with its picture"
+
+
 @pytest.mark.slow
 def test_all_run_on_xla(tmp_path: Path) -> None:
     folder = tmp_path / "work"

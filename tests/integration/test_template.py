@@ -17,7 +17,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from tests.support.child_processes import REPOSITORY, child_environment
 from tpu_kit.config.loader import ModelConfig
-from tpu_kit.model.source import load_tokenizer
+from tpu_kit.model.weights.source import load_tokenizer
 
 TRAIN = REPOSITORY / "notebooks" / "4-train-cot-sft.ipynb"
 ROWS = [

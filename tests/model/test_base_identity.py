@@ -14,8 +14,8 @@ from huggingface_hub import constants
 from tests.support.cached_model import put_in_cache, use_cache
 from tests.support.hub import run_hub
 from tpu_kit.config.loader import ModelConfig
-from tpu_kit.model import base_identity
-from tpu_kit.model.base_identity import differences, identify, other_place, pin
+from tpu_kit.model.weights import base_identity
+from tpu_kit.model.weights.base_identity import differences, identify, other_place, pin
 
 NAME, COMMIT = "owner/tiny", "c" * 40
 WEIGHTS = os.urandom(3_000_000)

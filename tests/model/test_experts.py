@@ -25,9 +25,9 @@ from tpu_kit.generation import model_loading
 from tpu_kit.machine import capacity
 from tpu_kit.model import causal_lm as models
 from tpu_kit.model import trainable
-from tpu_kit.model.loading import load_base, load_frozen
 from tpu_kit.model.meta_model import shape_of
-from tpu_kit.model.quantization import Scheme, quantize_model, replace_layers
+from tpu_kit.model.weights.loading import load_base, load_frozen
+from tpu_kit.model.weights.quantization import Scheme, quantize_model, replace_layers
 from tpu_kit.planning.memory.argument_memory import model_tensors
 
 needs_xla = pytest.mark.skipif(
@@ -66,7 +66,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 import torch, torch_xla
 from tpu_kit.xla import grouped
-from tpu_kit.xla.program import placeholder
+from tpu_kit.xla.traced_program import placeholder
 
 meeting, computations, add = threading.Barrier(4), [], torch_xla._XLAC._xla_user_computation
 

@@ -15,10 +15,10 @@ from tpu_kit.config.loader import LoraConfig, ModelConfig
 from tpu_kit.model import attention
 from tpu_kit.model.base_model import check_vocabulary
 from tpu_kit.model.causal_lm import compute_dtype, hidden_states, logits
-from tpu_kit.model.loading import load_base
 from tpu_kit.model.shape_cache import read_shape
-from tpu_kit.model.source import load_tokenizer, read_config, settings_of, shipped_shapes
 from tpu_kit.model.trainable import load_model
+from tpu_kit.model.weights.loading import load_base
+from tpu_kit.model.weights.source import load_tokenizer, read_config, settings_of, shipped_shapes
 
 CONFIG = LlamaConfig(
     hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,

@@ -29,11 +29,12 @@ from tpu_kit.distributed.replica.mesh import use_mesh
 from tpu_kit.machine import capacity
 from tpu_kit.machine.checks import Machine
 from tpu_kit.model import causal_lm as models
-from tpu_kit.model import loading, trainable
-from tpu_kit.model.loading import load_base, load_frozen
+from tpu_kit.model import trainable
 from tpu_kit.model.loop import layer_calls, layer_scan
 from tpu_kit.model.meta_model import empty_model
-from tpu_kit.model.quantization import QuantizedLinear, Scheme, layers_of, quantize_model
+from tpu_kit.model.weights import loading
+from tpu_kit.model.weights.loading import load_base, load_frozen
+from tpu_kit.model.weights.quantization import QuantizedLinear, Scheme, layers_of, quantize_model
 from tpu_kit.planning.compiler.compile_check import compile_step
 from tpu_kit.recipes.sft import train
 from tpu_kit.training.objectives import SupervisedObjective

@@ -107,7 +107,7 @@ import torch, torch_xla
 from tests.support.tpu_program import compile_graph
 from torch_xla.core.xla_builder import create_placeholder_tensor
 from tpu_kit.model import splash_attention
-from tpu_kit.xla.program import lowering_for_tpu
+from tpu_kit.xla.traced_program import lowering_for_tpu
 
 found = []
 for batch, heads, pairs, length, head_dim, window, cap, prefixes, sinks in (

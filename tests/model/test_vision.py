@@ -18,8 +18,9 @@ from tpu_kit.distributed.launch import launch
 from tpu_kit.distributed.replica.backends import CpuRuntime
 from tpu_kit.machine.checks import Machine
 from tpu_kit.model import causal_lm as models
-from tpu_kit.model import loading, preparation
+from tpu_kit.model import preparation
 from tpu_kit.model.families import vision
+from tpu_kit.model.weights import loading
 
 needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
 ALONE = CpuRuntime(0, 1, torch.device("cpu"))

@@ -25,7 +25,7 @@ from tpu_kit.config.mesh import Mesh
 from tpu_kit.machine import chips
 from tpu_kit.machine.slices import find_topology
 from tpu_kit.model.shape_cache import read_shape
-from tpu_kit.model.source import settings_of
+from tpu_kit.model.weights.source import settings_of
 from tpu_kit.planning.compiler import compile_check
 from tpu_kit.planning.compiler.compile_check import Compiled, CompilerUnavailable, compile_step
 from tpu_kit.planning.cost import predicted_collectives

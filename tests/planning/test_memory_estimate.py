@@ -216,7 +216,7 @@ def test_parameters_are_those_of_transformers(family: str, tmp_path: Path) -> No
     ("settings", "saved"), [(["base_dtype=int8"], 356073984), (["base_dtype=int4", "quant_group=64"], 430241792)]
 )
 def test_integers_are_counted_as_they_are_stored(settings: list[str], saved: int, tmp_path: Path) -> None:
-    from tpu_kit.model.quantization import Scheme
+    from tpu_kit.model.weights.quantization import Scheme
 
     model = write_config(tmp_path / "model", QWEN2_500M)
     config = load_config(None, [f"model.name={model}", *settings])

@@ -240,12 +240,12 @@ def test_the_state_of_an_optimizer_is_counted_as_it_is_sharded(optimizer: str, t
     from tpu_kit.model import trainable
     from tpu_kit.model.meta_model import empty_model
     from tpu_kit.training.step import prepare_model
-    from tpu_kit.xla import program
+    from tpu_kit.xla import traced_program
 
     model = write_config(tmp_path / "qwen", QWEN2_500M, num_hidden_layers=4)
     config = run(model, "mesh=data=2,fsdp=4", f"optimizer={optimizer}", "lora.r=0", "batch_size=1", "attention=sdpa")
     mesh = resolve_mesh("data=2,fsdp=4", 8)
-    with torch.device("meta"), use_mesh(mesh), program.lowering_for_tpu():
+    with torch.device("meta"), use_mesh(mesh), traced_program.lowering_for_tpu():
         made = trainable.adapt(empty_model(config), config.lora, "bf16").train()
         state = prepare_model(made, config, TpuRuntime(0, 1, torch.device("meta")))
         held = sum(

@@ -27,8 +27,8 @@ from tpu_kit.data.prepare import prepare
 from tpu_kit.machine.slices import RESERVE, find_slice
 from tpu_kit.machine.upload_rate import keep_rate
 from tpu_kit.model.shape_cache import read_shape
-from tpu_kit.model.source import did_you_mean, load_tokenizer, shipped_shape, shipped_shapes
-from tpu_kit.planning import planner, setting
+from tpu_kit.model.weights.source import did_you_mean, load_tokenizer, shipped_shape, shipped_shapes
+from tpu_kit.planning import planner, run_on_slice
 from tpu_kit.planning.compiler import compile_check
 from tpu_kit.planning.compiler.compile_check import Compiled, CompilerUnavailable
 from tpu_kit.planning.cost import step_time, work
@@ -36,7 +36,7 @@ from tpu_kit.planning.memory.memory_estimate import Memory, estimate
 from tpu_kit.planning.planner import best_batch, plan
 from tpu_kit.planning.report import report
 from tpu_kit.planning.run_cost import count_rows, time_plan
-from tpu_kit.planning.setting import largest
+from tpu_kit.planning.run_on_slice import largest
 
 KEYS = {
     "chip", "chips", "replicas", "global_batch_size", "fits", "peak_bytes", "limit_bytes", "parts", "source",
@@ -367,7 +367,7 @@ def promise_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
         memory = estimate(*given, **options)
         return replace(memory, temporary_bytes=memory.temporary_bytes // 3)
 
-    monkeypatch.setattr(setting, "estimate", too_little)
+    monkeypatch.setattr(run_on_slice, "estimate", too_little)
     monkeypatch.setattr(planner, "TIE", 1e-9)
 
 

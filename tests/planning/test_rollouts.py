@@ -21,7 +21,7 @@ from tpu_kit.distributed.launch import LaunchError
 from tpu_kit.machine.chips import GIB, chip
 from tpu_kit.model.shape_cache import read_shape
 from tpu_kit.notebook.doctor import diagnose
-from tpu_kit.planning import setting
+from tpu_kit.planning import run_on_slice
 from tpu_kit.planning.compiler.compile_check import compile_programs
 from tpu_kit.planning.memory.memory_estimate import estimate
 from tpu_kit.planning.oom_recovery import next_setting, out_of_memory, suggestion
@@ -29,7 +29,7 @@ from tpu_kit.planning.planner import Plan, plan
 from tpu_kit.planning.preflight import check_before_launch
 from tpu_kit.planning.report import report
 from tpu_kit.planning.rollouts import cache_bytes, program_rows, rollout_of, update_plan
-from tpu_kit.training.losses.policy import Sampled, pack
+from tpu_kit.training.losses.policy_gradient import Sampled, pack
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, the TPU compiler")
 SIZES = ["max_length=1024", "max_prompt_length=256", "max_completion_length=512", "max_steps=100"]
@@ -224,7 +224,7 @@ def test_a_pass_that_the_compiler_refuses_becomes_smaller(small: Path, monkeypat
         more = {"accumulate": GIB * config.optim.batch_size}  # type: ignore[operator]  # a number
         return {one.name: compiled(one.own + more.get(one.name, 0)) for one in estimate(config).programs}
 
-    monkeypatch.setattr(setting, "compile_programs", answer)
+    monkeypatch.setattr(run_on_slice, "compile_programs", answer)
     (found,) = plan(run(small, "remat=full"), exact=True)
     assert (found.source, found.fits, found.config.optim.batch_size) == ("compiler", True, asked[-1]) and len(asked) > 1
     rows = found.to_dict()["programs"]

@@ -17,10 +17,10 @@ from tests.support.cached_model import put_in_cache, use_cache
 from tests.support.host_processes import Rehearsal
 from tpu_kit.config.loader import TrainConfig, load_config
 from tpu_kit.exporting.export import export
+from tpu_kit.generation.answers import generate
 from tpu_kit.generation.evaluation.evaluate import evaluate_adapter
 from tpu_kit.generation.sampling import Sampling
-from tpu_kit.generation.service import generate
-from tpu_kit.model.base_identity import base_of_adapter, identify
+from tpu_kit.model.weights.base_identity import base_of_adapter, identify
 from tpu_kit.recipes import replica, sft
 
 NAME, OLD, NEW = "owner/tiny", "a" * 40, "b" * 40

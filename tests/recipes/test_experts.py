@@ -19,12 +19,12 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from tests.support.expert_functions import SIZES
 from tpu_kit.config.loader import TrainConfig, load_config
 from tpu_kit.exporting.export import export
+from tpu_kit.generation.answers import generate
 from tpu_kit.generation.model_loading import load_for_generation
 from tpu_kit.generation.prompts import PromptCodec
 from tpu_kit.generation.sampling import Sampling
-from tpu_kit.generation.service import generate
 from tpu_kit.machine.checks import Machine
-from tpu_kit.model.source import load_tokenizer
+from tpu_kit.model.weights.source import load_tokenizer
 from tpu_kit.recipes import sft
 
 pytestmark = [

@@ -3,9 +3,9 @@
 Failures of other trainers that nobody saw, and what holds here: samples of the base model, or of weights that a
 compiled program took for constants, and queries that attend to padding (sampler_gap, after updates too); groups of
 equal rewards that explode; an evaluation or a last batch that compiles again (the programs are counted); completions
-of one token or of all, whose importance weights have other sizes (training/test_policy); an importance level of null,
-which gave no gradient (refused). Two cannot occur: weights are not converted for the sampler, which runs the trained
-model itself, and an evaluation opens no device, as it answers with the run's own generator.
+of one token or of all, whose importance weights have other sizes (training/test_policy_gradient); an importance level
+of null, which gave no gradient (refused). Two cannot occur: weights are not converted for the sampler, which runs the
+trained model itself, and an evaluation opens no device, as it answers with the run's own generator.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tpu_kit.generation.evaluation.rewards import Judgement, Rewards
 from tpu_kit.generation.prompts import Completion
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.machine.checks import Machine
-from tpu_kit.model.source import load_tokenizer
+from tpu_kit.model.weights.source import load_tokenizer
 from tpu_kit.notebook import cells
 from tpu_kit.recipes import replica, sft
 from tpu_kit.recipes.grpo import grpo
@@ -46,7 +46,7 @@ from tpu_kit.recipes.run_data import prepare_run
 from tpu_kit.recipes.run_plan import plan_run
 from tpu_kit.recipes.sft import train
 from tpu_kit.training.losses import sampled_updates
-from tpu_kit.training.losses.policy import PolicyObjective
+from tpu_kit.training.losses.policy_gradient import PolicyObjective
 from tpu_kit.training.losses.rollout import Rollout, exchange
 from tpu_kit.training.losses.sampled_updates import GROUP_FILE, texts_of
 from tpu_kit.training.metrics import read_metrics

@@ -31,7 +31,7 @@ from tpu_kit.distributed.preemption import PreemptionGuard
 from tpu_kit.distributed.replica.backends import CudaRuntime
 from tpu_kit.generation.evaluation import evaluate
 from tpu_kit.machine.checks import Machine
-from tpu_kit.model.source import load_tokenizer
+from tpu_kit.model.weights.source import load_tokenizer
 from tpu_kit.planning import batch_choice, oom_recovery, preflight
 from tpu_kit.recipes import sft
 from tpu_kit.recipes.run_data import data_report
@@ -461,7 +461,7 @@ def test_a_preemption_after_a_skipped_update_saves_and_loses_nothing(
     torch.testing.assert_close(*adapters, rtol=0, atol=0)
 
 
-@pytest.mark.slow  # quick sibling: tests/training/test_parts.py
+@pytest.mark.slow  # quick sibling: tests/training/test_host_parts.py
 def test_hosts_that_save_parts_follow_the_clock_of_host_0(configure: Configure) -> None:
     """The clock of the other host never says that `save_minutes` have passed."""
     config = configure(num_replicas=2, batch_size=1, max_steps=3, keep=9, eval_rows=0)

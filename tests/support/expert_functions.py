@@ -66,7 +66,7 @@ def error(ours: torch.Tensor, expected: torch.Tensor) -> float:
 def ours_of(plain: Any, scheme: Any = None) -> Any:
     """Returns a copy that the kit computes, with integers if there is a scheme."""
     from tpu_kit.model.families import experts
-    from tpu_kit.model.quantization import rounded
+    from tpu_kit.model.weights.quantization import rounded
 
     ours = copy.deepcopy(plain)
     ours.config = copy.deepcopy(plain.config)
@@ -86,7 +86,7 @@ def main(kinds: Sequence[str], interpret: bool, group: int, cases: tuple[str, ..
     import torch_xla
 
     from tpu_kit.model.families import experts
-    from tpu_kit.model.quantization import Scheme
+    from tpu_kit.model.weights.quantization import Scheme
 
     device, chosen, found = torch_xla.device(), experts.tiles_for, {}
     if interpret:
@@ -215,7 +215,7 @@ LOADING_MEMORY = """
 import gc, sys
 from tests.support.peak_memory import PeakMemory
 from tpu_kit.config.loader import ModelConfig
-from tpu_kit.model.loading import load_frozen
+from tpu_kit.model.weights.loading import load_frozen
 
 load_frozen(ModelConfig(name="embedded", base_dtype="int8", quant_cache=None))  # the libraries
 for name in sys.argv[1:]:

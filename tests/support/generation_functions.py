@@ -54,9 +54,9 @@ from tpu_kit.generation.sampling import Sampling
 from tpu_kit.model import attention, trainable
 from tpu_kit.model import causal_lm as models
 from tpu_kit.model.loop.layer_scan import stack
-from tpu_kit.model.quantization import Scheme, quantize_model
 from tpu_kit.model.shape import WITHOUT_ADAPTER
-from tpu_kit.model.source import load_tokenizer
+from tpu_kit.model.weights.quantization import Scheme, quantize_model
+from tpu_kit.model.weights.source import load_tokenizer
 
 EOS = 3
 _COMMON: dict[str, Any] = {

@@ -24,13 +24,13 @@ from tpu_kit.model import causal_lm as models
 from tpu_kit.model import trainable
 from tpu_kit.model.loop import layer_calls, layer_scan
 from tpu_kit.model.loop.layer_calls import layers_of
-from tpu_kit.model.source import load_tokenizer, read_config
+from tpu_kit.model.weights.source import load_tokenizer, read_config
 from tpu_kit.training.objectives import SupervisedObjective
 from tpu_kit.training.state import TrainState
 from tpu_kit.training.step import eval_step, prepare_model, train_step
 from tpu_kit.xla import scan as scan_module
-from tpu_kit.xla.program import refusing
 from tpu_kit.xla.scan import Tensors, scan
+from tpu_kit.xla.traced_program import refusing
 
 TILE = 8  # tokens of an MLP's tile: the passes have 16
 

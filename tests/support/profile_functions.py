@@ -16,12 +16,12 @@ from tpu_kit.config.loader import TrainConfig
 from tpu_kit.distributed.replica import runtime
 from tpu_kit.extras.profile.recorder import record
 from tpu_kit.recipes.replica import trainer as replica_trainer
-from tpu_kit.training import trainer, updates
+from tpu_kit.training import trainer, update_sources
 
 DELAY = 0.05
 PLANTED = "planted delay in "
 """The beginning of the delays' names in a trace."""
-_prefetch, _step, _log = updates.prefetch, trainer.train_step, trainer.Trainer._log
+_prefetch, _step, _log = update_sources.prefetch, trainer.train_step, trainer.Trainer._log
 
 
 def _delay(bucket: str) -> None:
@@ -52,7 +52,10 @@ def slow_everywhere(config: TrainConfig, **given: Any) -> None:
         _delay("host tracing")
         _compute("device compute")
 
-    with mock.patch.object(updates, "prefetch", slow_input), mock.patch.object(trainer.Trainer, "_log", slow_host):
+    with (
+        mock.patch.object(update_sources, "prefetch", slow_input),
+        mock.patch.object(trainer.Trainer, "_log", slow_host),
+    ):
         _record_with(config, given, slow_step)
 
 

@@ -14,7 +14,7 @@ from tests.support.tiny_tokenizer import tiny_tokenizer
 from tests.support.training_functions import watched
 from tpu_kit.config.loader import TrainConfig
 from tpu_kit.distributed.replica.runtime import current
-from tpu_kit.model.quantization import QuantizedLinear, Scheme
+from tpu_kit.model.weights.quantization import QuantizedLinear, Scheme
 from tpu_kit.recipes import replica
 
 
@@ -94,7 +94,7 @@ from dataclasses import replace
 from tests.support.peak_memory import PeakMemory
 from tpu_kit.model import attention; from tpu_kit.model.loop import layer_scan as stacking
 from tpu_kit.config.loader import ModelConfig
-from tpu_kit.model.loading import load_frozen
+from tpu_kit.model.weights.loading import load_frozen
 
 config = ModelConfig(base_dtype=sys.argv[2], quant_group=32, quant_cache=sys.argv[3] if len(sys.argv) > 3 else None)
 load_frozen(replace(config, name="embedded"))  # the libraries

@@ -31,13 +31,13 @@ def trace(folder: Path, mesh: str) -> None:
 
     from tpu_kit.config.loader import load_config
     from tpu_kit.planning.compiler.trace import trace_step
-    from tpu_kit.xla import program
+    from tpu_kit.xla import traced_program
     from tpu_kit.xla.compiler import _stablehlo
 
     specs: list[Any] = []
     inputs: list[torch.Tensor] = []
-    as_hlo, nodes = program.hlo_sharding, torch_xla._XLAC._get_tensors_xla_device_data_node
-    program.hlo_sharding = lambda mesh, spec: (specs.append(spec), as_hlo(mesh, spec))[1]
+    as_hlo, nodes = traced_program.hlo_sharding, torch_xla._XLAC._get_tensors_xla_device_data_node
+    traced_program.hlo_sharding = lambda mesh, spec: (specs.append(spec), as_hlo(mesh, spec))[1]
     torch_xla._XLAC._get_tensors_xla_device_data_node = lambda outputs: (found := nodes(outputs), inputs.__setitem__(
         slice(None), found[1]))[0]  # fmt: skip
     traced = trace_step(load_config(None, [*SETTINGS, f"mesh={mesh}"]), DEVICES)

@@ -18,13 +18,13 @@ def compile_graph(outputs: list[torch.Tensor]) -> Any:
     from jax.experimental import topologies
     from jaxlib import xla_client
 
-    from tpu_kit.xla import program
+    from tpu_kit.xla import traced_program
     from tpu_kit.xla.compiler import _stablehlo
 
     topology = topologies.get_topology_desc(
         platform="tpu", topology_name="v5e:1x1", chips_per_host_bounds=[1, 1, 1]
     )  # fmt: skip
-    module = _stablehlo(program.lower(outputs, set(), {}))
+    module = _stablehlo(traced_program.lower(outputs, set(), {}))
     options = compiler.get_compile_options(num_replicas=1, num_partitions=1)
     options.executable_build_options.exec_time_optimization_effort = -1.0
     devices = tuple(topology.devices)

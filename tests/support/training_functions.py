@@ -30,7 +30,7 @@ from tpu_kit.model.loop import layer_calls, layer_scan
 from tpu_kit.recipes import replica, sft
 from tpu_kit.recipes.run_plan import RunPlan
 from tpu_kit.training import objectives, step, trainer
-from tpu_kit.training.checkpoint import parts
+from tpu_kit.training.checkpoint import host_parts
 from tpu_kit.training.objectives import Sums, SupervisedObjective
 from tpu_kit.training.optimizer import OPTIMIZERS
 from tpu_kit.training.state import Report, TrainState, sections
@@ -329,7 +329,7 @@ def saves_by_two_clocks(config: TrainConfig) -> None:
     """`sft.fine_tune` on two hosts: by the clock of the first one a checkpoint is always due, by the other's never."""
     rt = runtime.current()
     runtime.enter(SavesParts(rt.rank, rt.world_size, rt.local_device, rt.world_size))
-    parts.PATIENCE = 10.0
+    host_parts.PATIENCE = 10.0
     minutes = 1e-6 if rt.rank == 0 else 1e6
     sft.fine_tune(replace(config, checkpoint=replace(config.checkpoint, save_minutes=minutes)))
 

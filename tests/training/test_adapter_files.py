@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from tpu_kit.assets import embedded
 from tpu_kit.config.loader import TrainConfig, load_config
-from tpu_kit.model.base_identity import identify
 from tpu_kit.model.causal_lm import trainable_parameters
-from tpu_kit.model.source import load_tokenizer
 from tpu_kit.model.trainable import adapt, load_model
+from tpu_kit.model.weights.base_identity import identify
+from tpu_kit.model.weights.source import load_tokenizer
 from tpu_kit.training.adapter_files import adapter_settings, adapter_tensors, save_adapter, start_from
 
 IDS = torch.arange(5, 37)[None]

@@ -16,7 +16,7 @@ from tpu_kit.model import causal_lm as models
 from tpu_kit.model import trainable
 from tpu_kit.model.loop.layer_scan import scan_layers
 from tpu_kit.training.losses.distillation import DistillationObjective, divergence
-from tpu_kit.training.losses.policy import Sampled, pack
+from tpu_kit.training.losses.policy_gradient import Sampled, pack
 
 WIDTH = 16
 

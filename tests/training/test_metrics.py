@@ -349,7 +349,7 @@ def test_flops_of_attention_are_those_of_each_layers_heads() -> None:
 def test_flops_of_integers_are_those_of_the_weights_that_they_stand_for(bits: int) -> None:
     from tpu_kit.model import trainable
     from tpu_kit.model.loop.layer_scan import stack
-    from tpu_kit.model.quantization import Scheme, quantize_model
+    from tpu_kit.model.weights.quantization import Scheme, quantize_model
 
     lora, length = LoraConfig(r=4), 128
     plain = trainable.adapt(build_llama(), lora, "fp32")
@@ -368,8 +368,8 @@ def test_flops_of_an_8b_model_in_int4() -> None:
     """Four for each number in the matrices of Llama 3.1 8B, 6.98e9 in layers and 0.53e9 in the head, and attention."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from tpu_kit.model.quantization import Scheme, replace_layers
-    from tpu_kit.model.source import shipped_shapes
+    from tpu_kit.model.weights.quantization import Scheme, replace_layers
+    from tpu_kit.model.weights.source import shipped_shapes
 
     settings = shipped_shapes()["meta-llama/Llama-3.1-8B-Instruct"]
     with torch.device("meta"):

@@ -23,7 +23,7 @@ from tpu_kit.distributed.replica.runtime import enter
 from tpu_kit.generation.evaluation.evaluate import held_out
 from tpu_kit.machine.checks import Machine
 from tpu_kit.machine.storage.object_store import ObjectFolder, upload
-from tpu_kit.model.source import load_tokenizer
+from tpu_kit.model.weights.source import load_tokenizer
 from tpu_kit.recipes import replica, run_plan, sft
 from tpu_kit.training import resume
 from tpu_kit.training.checkpoint import manager

@@ -15,8 +15,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from tpu_kit.machine.storage.object_store import ObjectFolder
 from tpu_kit.training.checkpoint import gcs_store
 from tpu_kit.training.checkpoint.gcs_store import BucketStore
+from tpu_kit.training.checkpoint.host_parts import BackgroundWriter
 from tpu_kit.training.checkpoint.manager import CheckpointManager, scan
-from tpu_kit.training.checkpoint.parts import BackgroundWriter
 
 REQUESTS = ("find", "cat_file", "pipe_file", "put_file", "rm_file")
 LAST = 12

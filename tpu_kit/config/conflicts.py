@@ -9,10 +9,10 @@ from dataclasses import fields
 from datetime import date
 from typing import TYPE_CHECKING
 
-from tpu_kit.config.choices import check_roles
 from tpu_kit.config.fields import near_multiples
 from tpu_kit.config.hub import hub_conflicts
 from tpu_kit.config.mesh import parse_mesh
+from tpu_kit.config.named_values import check_roles
 
 if TYPE_CHECKING:
     from tpu_kit.config.schema import OptimConfig, TrainConfig

@@ -17,7 +17,7 @@ from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 from urllib.parse import quote, unquote
 
-from tpu_kit.config.choices import FUNCTION
+from tpu_kit.config.named_values import FUNCTION
 
 T = TypeVar("T")
 

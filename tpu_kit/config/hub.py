@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from tpu_kit.config.choices import EXPORT_FORMATS
 from tpu_kit.config.fields import knob, show
+from tpu_kit.config.named_values import EXPORT_FORMATS
 
 if TYPE_CHECKING:
     from tpu_kit.config.schema import TrainConfig

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tpu_kit.config import tables
+from tpu_kit.config import text_tables
 from tpu_kit.config.fields import SECRET_ADVICE, ConfigError, closest, is_secret_name, near_multiples, nest, show
 from tpu_kit.config.files import other_trainers
 from tpu_kit.config.mesh import environment_mesh, mesh_text
@@ -246,7 +246,7 @@ def describe(config: TrainConfig) -> str:
     given = [name for name in parameters() if name in config.sources]
     rows = [{"parameter": name, "value": show(config[name]), "source": config.sources[name]} for name in given]
     others = f"{len(parameters()) - len(given)} parameters have their defaults; config.yaml of the run has all"
-    return f"{tables.to_text(rows)}\n{others}" if rows else others
+    return f"{text_tables.to_text(rows)}\n{others}" if rows else others
 
 
 def explain() -> str:

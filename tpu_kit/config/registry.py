@@ -34,7 +34,7 @@ OBJECTIVES = {
     "supervised": "tpu_kit.training.objectives:SupervisedObjective",
     "error-correction": "tpu_kit.extras.error_correction.head:ErrorCorrectionObjective",
     "error-correction-alone": "tpu_kit.extras.error_correction.head:ErrorCorrectionObjective",
-    "policy": "tpu_kit.training.losses.policy:PolicyObjective",
+    "policy": "tpu_kit.training.losses.policy_gradient:PolicyObjective",
 }
 """The classes of `optim.objective`, which also takes module:function and module:class."""
 
@@ -48,7 +48,7 @@ NAMES = {
     "evaluate": "tpu_kit.generation.evaluation.evaluate:evaluate",
     "evaluate_adapter": "tpu_kit.generation.evaluation.evaluate:evaluate_adapter",
     "export": "tpu_kit.exporting.export:export",
-    "generate": "tpu_kit.generation.service:generate",
+    "generate": "tpu_kit.generation.answers:generate",
     "grpo": "tpu_kit.recipes.grpo:grpo",
     "launch": "tpu_kit.distributed.launch:launch",
     "load_config": "tpu_kit.config.loader:load_config",

@@ -11,7 +11,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
-from tpu_kit.config.choices import (
+from tpu_kit.config.conflicts import conflicts
+from tpu_kit.config.fields import ConfigError, ConfigField, knob, knobs_of, nest, show
+from tpu_kit.config.files.other_trainers import advice
+from tpu_kit.config.hub import HubConfig, read_hub_address
+from tpu_kit.config.mesh import parse_rules
+from tpu_kit.config.named_values import (
     VERIFIERS,
     DataFormat,
     check_objective,
@@ -21,11 +26,6 @@ from tpu_kit.config.choices import (
     check_verifier,
     layer_pairs,
 )
-from tpu_kit.config.conflicts import conflicts
-from tpu_kit.config.fields import ConfigError, ConfigField, knob, knobs_of, nest, show
-from tpu_kit.config.files.other_trainers import advice
-from tpu_kit.config.hub import HubConfig, read_hub_address
-from tpu_kit.config.mesh import parse_rules
 from tpu_kit.config.registry import OBJECTIVES, installed
 
 

@@ -21,9 +21,9 @@ from tpu_kit.config.loader import DataConfig
 from tpu_kit.data.batching import Documents
 from tpu_kit.data.chat.chat_encoding import Encoder, Example, ReasoningCounts
 from tpu_kit.data.chat.chat_template import ensure_chat_template, freeze_date
-from tpu_kit.data.rows.cells import RowError, alternatives, decoded, without_decoding, without_none
 from tpu_kit.data.rows.column_values import read_layout
 from tpu_kit.data.rows.columns import Layout
+from tpu_kit.data.rows.field_values import RowError, alternatives, decoded, without_decoding, without_none
 from tpu_kit.data.rows.records import LOCATION, PROBLEM
 from tpu_kit.data.rows.schemas import NO_REPLY, expected_answer, final_answer, problem
 from tpu_kit.data.rows.sources import check_rows, load_rows

@@ -19,8 +19,8 @@ from tpu_kit.exporting.tuned_model import HERE, Format, TunedModel, Written, acc
 from tpu_kit.model.base_model import base_model
 from tpu_kit.model.causal_lm import cast
 from tpu_kit.model.families import experts
-from tpu_kit.model.saved_adapter import ADAPTER_FILES
-from tpu_kit.model.source import locate
+from tpu_kit.model.weights.saved_adapter import ADAPTER_FILES
+from tpu_kit.model.weights.source import locate
 
 _PROCESSOR_FILES = ("PROCESSOR_NAME", "IMAGE_PROCESSOR_NAME", "VIDEO_PROCESSOR_NAME", "FEATURE_EXTRACTOR_NAME",
                     "AUDIO_TOKENIZER_NAME")  # fmt: skip  # of transformers.utils

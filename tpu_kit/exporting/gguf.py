@@ -18,7 +18,7 @@ from tpu_kit.exporting.streaming import stream
 from tpu_kit.exporting.tuned_model import Format, TunedModel, Written, accept, adapter_of
 from tpu_kit.model.base_model import base_model
 from tpu_kit.model.families import experts
-from tpu_kit.model.loading import load_base
+from tpu_kit.model.weights.loading import load_base
 
 
 def _refuse_experts(tuned: TunedModel) -> None:

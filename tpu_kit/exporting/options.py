@@ -7,9 +7,9 @@ import importlib.util
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tpu_kit.config.choices import EXPORT_FORMATS
 from tpu_kit.config.fields import knob
 from tpu_kit.config.hub import check_branch
+from tpu_kit.config.named_values import EXPORT_FORMATS
 from tpu_kit.machine.storage.object_store import is_url
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class ExportOptions:
 
 
 def format_named(name: str) -> Format:
-    """Returns a format of `config.choices.EXPORT_FORMATS`."""
+    """Returns a format of `config.named_values.EXPORT_FORMATS`."""
     module, _, value = EXPORT_FORMATS[name].partition(":")
     found: Format = getattr(importlib.import_module(module), value)
     return found

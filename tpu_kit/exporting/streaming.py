@@ -18,9 +18,9 @@ import torch
 
 from tpu_kit.config.loader import ModelConfig
 from tpu_kit.model import causal_lm as models
-from tpu_kit.model.loading import UNDONE_IN_LOADING
-from tpu_kit.model.saved_adapter import ADAPTER_FILES, attach_adapter, is_whole, read_adapter
-from tpu_kit.model.source import locate, quantized_by
+from tpu_kit.model.weights.loading import UNDONE_IN_LOADING
+from tpu_kit.model.weights.saved_adapter import ADAPTER_FILES, attach_adapter, is_whole, read_adapter
+from tpu_kit.model.weights.source import locate, quantized_by
 
 _INDEX = "model.safetensors.index.json"
 _TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}

@@ -16,11 +16,11 @@ from tpu_kit.exporting.streaming import StreamedModel, stream
 from tpu_kit.generation.evaluation.comparison import read_comparison
 from tpu_kit.generation.model_loading import load_for_generation
 from tpu_kit.generation.prompts import PromptCodec
-from tpu_kit.model.base_identity import base_of_adapter
 from tpu_kit.model.base_model import base_model
-from tpu_kit.model.loading import load_base
-from tpu_kit.model.saved_adapter import ADAPTER_FILES
-from tpu_kit.model.source import load_tokenizer
+from tpu_kit.model.weights.base_identity import base_of_adapter
+from tpu_kit.model.weights.loading import load_base
+from tpu_kit.model.weights.saved_adapter import ADAPTER_FILES
+from tpu_kit.model.weights.source import load_tokenizer
 
 HERE = "path/of/this/folder"  # in the texts beside the files, which may move
 _NOTHING = 1e-5  # least mean change of a logit by tuning, as a share of their spread
@@ -92,7 +92,7 @@ class Written(NamedTuple):
 
 
 class Format(NamedTuple):
-    """A format of export; `config.choices.EXPORT_FORMATS` names each.
+    """A format of export; `config.named_values.EXPORT_FORMATS` names each.
 
     Attributes:
         write: writes the files, reads them again and compares them; raises ValueError if they are not the tuned model.

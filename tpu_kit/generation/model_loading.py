@@ -19,9 +19,9 @@ from tpu_kit.generation.reference_check import check_generation
 from tpu_kit.model import causal_lm as models
 from tpu_kit.model import states_head
 from tpu_kit.model.families import registry as families
-from tpu_kit.model.loading import load_base, load_frozen, read_config
-from tpu_kit.model.saved_adapter import attach_adapter, is_whole, read_adapter
-from tpu_kit.model.source import load_tokenizer, refuse_images
+from tpu_kit.model.weights.loading import load_base, load_frozen, read_config
+from tpu_kit.model.weights.saved_adapter import attach_adapter, is_whole, read_adapter
+from tpu_kit.model.weights.source import load_tokenizer, refuse_images
 
 _FP32_UP_TO = 1_000_000_000  # parameters: 4 GB in fp32, which CPUs compute faster than bf16
 

@@ -33,8 +33,8 @@ from tpu_kit.machine.compatibility import other_transformers
 from tpu_kit.model import attention, preparation, rotary, trainable
 from tpu_kit.model import causal_lm as models
 from tpu_kit.model.loop import layer_calls
-from tpu_kit.model.source import brief, read_config
-from tpu_kit.xla import program
+from tpu_kit.model.weights.source import brief, read_config
+from tpu_kit.xla import traced_program
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -365,11 +365,11 @@ def _on_xla(config: TrainConfig, device_type: str) -> str:
 def main() -> None:
     """Compares on XLA:CPU, in the child; the last line on stdout is the answer."""
     request = json.loads(sys.stdin.read())
-    config, device = load_config(request["config"]), program.device()
+    config, device = load_config(request["config"]), traced_program.device()
     (torch.ones(2, device=device, requires_grad=True) * 2).sum().backward()  # before the CPU's engine starts
     model = read_config(config.model)
     assert model is not None, "the caller has read it"
-    with program.refusing():
+    with traced_program.refusing():
         problem = _problem(_Comparison("", lambda: _compare_training(config, model, request["device_type"], device)))
     print(json.dumps(problem), flush=True)
     os._exit(0)

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from tpu_kit.model.loop import activation_checkpointing, layer_inputs
 from tpu_kit.model.loop.layer_inputs import LayerInputs
-from tpu_kit.xla.program import is_lowering_for_tpu
+from tpu_kit.xla.traced_program import is_lowering_for_tpu
 
 SDPA = "tpu_kit"
 SPLASH = "tpu_kit_splash"

@@ -25,9 +25,9 @@ from tpu_kit.model import attention
 from tpu_kit.model.families import experts, linear_attention
 from tpu_kit.model.families import registry as families
 from tpu_kit.model.loop import layer_calls
-from tpu_kit.model.quantization import Scheme, replace_layers
 from tpu_kit.model.shape import Alive, Experts, Layer, Linear, Shape
-from tpu_kit.model.source import brief, model_class, settings_of
+from tpu_kit.model.weights.quantization import Scheme, replace_layers
+from tpu_kit.model.weights.source import brief, model_class, settings_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -13,10 +13,10 @@ from pathlib import Path
 from tpu_kit.config.loader import ModelConfig
 from tpu_kit.machine.storage import atomic
 from tpu_kit.model.shape import Shape
-from tpu_kit.model.source import did_you_mean, locate, shipped_shape
+from tpu_kit.model.weights.source import did_you_mean, locate, shipped_shape
 
 CACHE = Path("~/.cache/tpu_kit/shapes")
-_DERIVING = ("shape_cache", "meta_model", "loop/layer_calls", "source", "shape")
+_DERIVING = ("shape_cache", "meta_model", "loop/layer_calls", "weights/source", "shape")
 """The modules whose code makes a shape."""
 
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from tpu_kit.config.mesh import Spec
 from tpu_kit.model.attention import SPLASH, as_value, refuse_dropout, refuse_unknown, register_function, sdpa_attention
 from tpu_kit.model.loop import activation_checkpointing
-from tpu_kit.xla import pallas, program
+from tpu_kit.xla import pallas, traced_program
 from tpu_kit.xla.pallas import PER_HEAD, SplashSettings
 
 
@@ -100,7 +100,7 @@ def splash_kernel(
     Returns:
         (B, heads, S, D).
     """
-    if not (settings.interpret or (query.device.type == "xla" and program.has_kernels())):
+    if not (settings.interpret or (query.device.type == "xla" and traced_program.has_kernels())):
         ids = "ahead" if settings.ahead else "prefix_ids"
         named: Any = {ids if each.ndim == 2 else "s_aux": each for each in others}
         window = query.shape[2] if settings.ahead and settings.window is None else settings.window

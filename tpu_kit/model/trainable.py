@@ -13,12 +13,12 @@ from tpu_kit.model.base_model import base_model, output_embedding
 from tpu_kit.model.causal_lm import autocast, compute_dtype, logits, trainable_parameters
 from tpu_kit.model.families import experts
 from tpu_kit.model.families import registry as families
-from tpu_kit.model.loading import load_base
-from tpu_kit.model.loading import load_frozen as load_frozen  # also found beside load_model
-from tpu_kit.model.quantization import QuantizedLinear
-from tpu_kit.model.quantization import layers_of as linear_layers
 from tpu_kit.model.rotary import fix_rotary
 from tpu_kit.model.shape import WITHOUT_ADAPTER, check_targets
+from tpu_kit.model.weights.loading import load_base
+from tpu_kit.model.weights.loading import load_frozen as load_frozen  # also found beside load_model
+from tpu_kit.model.weights.quantization import QuantizedLinear
+from tpu_kit.model.weights.quantization import layers_of as linear_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

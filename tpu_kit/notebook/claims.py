@@ -42,7 +42,7 @@ def small_run(config: TrainConfig) -> dict[str, Any]:
         another step than the first training's last; resumed, the step from which the second one went on; tokens of the
         reply.
     """
-    from tpu_kit.generation.service import Sampling, generate
+    from tpu_kit.generation.answers import Sampling, generate
     from tpu_kit.recipes.sft import train
     from tpu_kit.training.checkpoint import manager
     from tpu_kit.training.metrics import read_metrics

@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from tpu_kit.config import tables
+from tpu_kit.config import text_tables
 from tpu_kit.config.fields import ConfigError, closest
 from tpu_kit.machine.checks import MARKS, Check
 
@@ -164,9 +164,9 @@ def show(bundle: Bundle) -> None:
         print(bundle["text/plain"], flush=True)
 
 
-def show_table(rows: tables.Rows) -> None:
+def show_table(rows: text_tables.Rows) -> None:
     """Shows rows as a table with one column per key of the first row; plain text shows a line break as a slash."""
-    show({"text/html": tables.to_html(rows), "text/plain": tables.to_text(rows)})
+    show({"text/html": text_tables.to_html(rows), "text/plain": text_tables.to_text(rows)})
 
 
 def new_figure(width: float, height: float, columns: int = 1) -> tuple[Figure, Sequence[Any]]:
@@ -204,10 +204,10 @@ def show_checks(checks: Iterable[Check]) -> list[Check]:
 def _checks(rows: Sequence[Check]) -> Bundle:
     shown = [
         {
-            "": tables.Html(f"<b style='color:{COLOURS[row.status]}'>{MARKS[row.status]}</b>"),
+            "": text_tables.Html(f"<b style='color:{COLOURS[row.status]}'>{MARKS[row.status]}</b>"),
             "check": row.name,
             "result": row.found + (f"\n→ {row.fix}" if row.fix else ""),
         }
         for row in rows
     ]
-    return {"text/html": tables.to_html(shown), "text/plain": "\n".join(map(str, rows)) or "looking ..."}
+    return {"text/html": text_tables.to_html(shown), "text/plain": "\n".join(map(str, rows)) or "looking ..."}

@@ -11,9 +11,9 @@ from tpu_kit.machine.chips import GIB
 from tpu_kit.machine.slices import TargetSlice
 from tpu_kit.model.shape import Shape, undivided
 from tpu_kit.model.shape_cache import read_shape
-from tpu_kit.model.source import shipped_shapes
+from tpu_kit.model.weights.source import shipped_shapes
 from tpu_kit.planning.memory.argument_memory import table
-from tpu_kit.planning.setting import Setting, can_shard, largest, with_rows
+from tpu_kit.planning.run_on_slice import Setting, can_shard, largest, with_rows
 
 _UNSET = (None, "auto")
 

@@ -18,9 +18,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tpu_kit.config.choices import imported
 from tpu_kit.config.fields import hide_secrets
 from tpu_kit.config.loader import ConfigError, TrainConfig
+from tpu_kit.config.named_values import imported
 from tpu_kit.config.schema import RlConfig
 from tpu_kit.model import causal_lm as models
 from tpu_kit.model import trainable

@@ -29,7 +29,7 @@ from tpu_kit.planning.memory.argument_memory import table
 from tpu_kit.planning.mesh_choice import placed
 from tpu_kit.planning.rollouts import program_rows, warnings_of
 from tpu_kit.planning.run_cost import Count, TimePlan, count_rows, count_updates, time_plan
-from tpu_kit.planning.setting import Advice, Inference, Setting, advise, inference, largest, with_rows
+from tpu_kit.planning.run_on_slice import Advice, Inference, Setting, advise, inference, largest, with_rows
 
 TIE = 0.02
 """Settings whose speeds differ by less count as equally fast: the one with fewest passes is picked, as it compiles

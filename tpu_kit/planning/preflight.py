@@ -26,7 +26,7 @@ from tpu_kit.planning.cost import StepTime, work
 from tpu_kit.planning.mesh_choice import check_mesh, placed
 from tpu_kit.planning.planner import verified
 from tpu_kit.planning.rollouts import warnings_of
-from tpu_kit.planning.setting import Setting
+from tpu_kit.planning.run_on_slice import Setting
 
 ROUNDED_PER_SECOND = {"int8": 500e6, "int4": 45e6}
 """Weights that one core of a server's CPU rounds in a second (measured: 584e6 and 49e6, groups of 128)."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from tpu_kit.config import tables
+from tpu_kit.config import text_tables
 from tpu_kit.config.loader import TrainConfig, batch_arithmetic
 from tpu_kit.machine.chips import GIB, KAGGLE_HOURS_PER_SESSION, KAGGLE_HOURS_PER_WEEK, MIB
 from tpu_kit.machine.slices import find_slice
@@ -59,7 +59,7 @@ def report(config: TrainConfig, plans: Sequence[Plan], given: Sequence[str] = ()
         details: whether memory, settings, time and advice of each slice follow.
     """
     best = pick(plans)
-    lines = [_verdict(best), "", tables.to_text([plan_row(one) for one in plans], ">")]
+    lines = [_verdict(best), "", text_tables.to_text([plan_row(one) for one in plans], ">")]
     if best.fits:
         chosen: dict[str, object] = {"batch_size": best.update.batch_size, "remat": best.config.optim.remat}
         chosen |= {"mesh": best.where.mesh} if best.where.mesh else {}
@@ -121,7 +121,7 @@ def largest(names: Sequence[str]) -> str:
     lines = []
     for where in [find_slice(name, None) for name in names]:
         title = f"{where.name}: the largest models by formula, LoRA r=16, rows of 1,024 tokens"
-        lines += [title, tables.to_text(largest_models(where))]
+        lines += [title, text_tables.to_text(largest_models(where))]
     return "\n".join(lines)
 
 
@@ -135,7 +135,7 @@ def _details(one: Plan) -> list[str]:
     lines = [f"{one.where.name}: {spread}, by the {one.source}, {one.free:.0%} kept free"]
     if one.where.mesh:
         tables_of = [tensor_rows(one, least=MIB), collective_rows(one)]
-        blocks = [mesh_lines(one), *(tables.to_text(rows).splitlines() for rows in tables_of if rows)]
+        blocks = [mesh_lines(one), *(text_tables.to_text(rows).splitlines() for rows in tables_of if rows)]
         lines += [f"  {line}" for block in blocks for line in block]
     lines += [f"  {name:<18} {size / GIB:8.3f} GiB" for name, size in one.parts.items() if size >= 2**19]
     if one.config.on_policy:
@@ -182,7 +182,7 @@ def rollout_lines(one: Plan) -> list[str]:
     repeats = one.config.rl.updates_per_rollout
     share = f" (for {repeats} updates)" if repeats > 1 else ""
     return [
-        *tables.to_text(rows, ">").splitlines(), f"up to {sum(count.values())} programs: {each}",
+        *text_tables.to_text(rows, ">").splitlines(), f"up to {sum(count.values())} programs: {each}",
         f"a rollout of {'the mesh' if one.where.mesh else 'a replica'} reads {rollout.prompts} prompts of up to "
         f"{rollout.widths[-1]} tokens and decodes {rollout.samples} completions of up to {rollout.tokens}, in a cache "
         f"of {rollout.slots:,} slots",

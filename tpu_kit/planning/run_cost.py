@@ -56,7 +56,7 @@ def count_rows(config: TrainConfig) -> Count:
         return _count_by_characters(config)
     # Here, because they load torch, transformers and datasets.
     from tpu_kit.data.prepare import prepare
-    from tpu_kit.model.source import load_tokenizer
+    from tpu_kit.model.weights.source import load_tokenizer
 
     data = config.data
     elsewhere = data.eval_source or data.eval_split or data.source == "embedded"

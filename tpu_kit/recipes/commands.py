@@ -95,7 +95,7 @@ def plan(args: argparse.Namespace) -> int:
     """Find the settings that fit a TPU, their duration and their cost."""
     from tpu_kit.machine.checks import Machine
     from tpu_kit.machine.slices import ON_GPU
-    from tpu_kit.model.source import known_models
+    from tpu_kit.model.weights.source import known_models
     from tpu_kit.planning.planner import plan as find
     from tpu_kit.planning.report import largest, report
 
@@ -128,7 +128,7 @@ def plan(args: argparse.Namespace) -> int:
 )
 def generate(args: argparse.Namespace) -> int:
     """Answer prompts with a base or tuned model."""
-    from tpu_kit.generation import service as generation
+    from tpu_kit.generation import answers as generation
 
     request, sampling = args.options
     if not request.asked:

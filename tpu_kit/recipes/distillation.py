@@ -9,9 +9,9 @@ from datasets import Dataset, DatasetDict
 
 from tpu_kit.config.loader import ConfigError, ModelConfig, TrainConfig
 from tpu_kit.machine.storage import atomic
-from tpu_kit.model.loading import load_base
 from tpu_kit.model.loop.layer_calls import layers_of
-from tpu_kit.model.source import load_tokenizer
+from tpu_kit.model.weights.loading import load_base
+from tpu_kit.model.weights.source import load_tokenizer
 from tpu_kit.recipes import sft
 from tpu_kit.recipes.sft import TrainResult
 

@@ -20,7 +20,7 @@ from tpu_kit.generation.evaluation.verifiers import verifier_named
 from tpu_kit.generation.reference_check import check_training
 from tpu_kit.machine.storage.run_folder import adapter_at_hand
 from tpu_kit.model import trainable as models
-from tpu_kit.model.base_identity import NAME, base_of_adapter
+from tpu_kit.model.weights.base_identity import NAME, base_of_adapter
 from tpu_kit.planning.objective_check import check_objective
 from tpu_kit.training.adapter_files import start_from
 from tpu_kit.training.losses.sampled_updates import check_rollouts

@@ -24,9 +24,9 @@ from tpu_kit.machine.storage import atomic
 from tpu_kit.machine.storage.output_location import set_results_aside
 from tpu_kit.machine.storage.run_folder import adapter_at_hand
 from tpu_kit.model import trainable as models
-from tpu_kit.model.base_identity import NAME
 from tpu_kit.model.base_model import output_embedding
-from tpu_kit.model.loading import load_frozen
+from tpu_kit.model.weights.base_identity import NAME
+from tpu_kit.model.weights.loading import load_frozen
 from tpu_kit.recipes import problems
 from tpu_kit.recipes.result import TrainResult
 from tpu_kit.recipes.run_data import prepare_run

@@ -13,8 +13,8 @@ from tpu_kit.data.prepare import Prepared, prepare
 from tpu_kit.data.rows.sources import SYNTHETIC
 from tpu_kit.machine.storage.run_folder import find_run
 from tpu_kit.model.base_model import check_vocabulary
-from tpu_kit.model.loading import read_config
-from tpu_kit.model.source import check_positions, load_tokenizer
+from tpu_kit.model.weights.loading import read_config
+from tpu_kit.model.weights.source import check_positions, load_tokenizer
 from tpu_kit.training.outcome import MORE_UPDATES
 
 if TYPE_CHECKING:

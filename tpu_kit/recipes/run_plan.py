@@ -26,8 +26,8 @@ from tpu_kit.data.rows.sources import save_rows
 from tpu_kit.distributed import detection
 from tpu_kit.distributed.detection import Backend
 from tpu_kit.distributed.hosts import ONE, Hosts
-from tpu_kit.model.base_identity import NAME, fingerprint, identify_adapter, pin
-from tpu_kit.model.loading import read_config
+from tpu_kit.model.weights.base_identity import NAME, fingerprint, identify_adapter, pin
+from tpu_kit.model.weights.loading import read_config
 from tpu_kit.planning.preflight import Preflight, check_before_launch
 from tpu_kit.recipes import problems
 from tpu_kit.recipes.run_data import SHOWN_REPORT, data_report, prepare_run

@@ -18,12 +18,12 @@ from safetensors.torch import load_file, save_file
 from tpu_kit.config.loader import TrainConfig
 from tpu_kit.data.chat.chat_encoding import Encoder
 from tpu_kit.machine.storage import atomic
-from tpu_kit.model import base_identity
 from tpu_kit.model.base_model import base_model
 from tpu_kit.model.causal_lm import trainable_parameters
-from tpu_kit.model.saved_adapter import read_adapter
-from tpu_kit.model.source import locate, modules_left_out
 from tpu_kit.model.states_head import StatesHead, file_names, find_head, title
+from tpu_kit.model.weights import base_identity
+from tpu_kit.model.weights.saved_adapter import read_adapter
+from tpu_kit.model.weights.source import locate, modules_left_out
 from tpu_kit.training.state import set_parameters
 
 

@@ -95,7 +95,7 @@ def model_flops_per_token(model: Any, sequence_length: int) -> int | None:
     from torch.nn import Embedding
 
     from tpu_kit.model.families import experts
-    from tpu_kit.model.quantization import QuantizedLinear
+    from tpu_kit.model.weights.quantization import QuantizedLinear
 
     config = model.config.get_text_config()
     decoder, head = model.get_decoder(), model.get_output_embeddings()

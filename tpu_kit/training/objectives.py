@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tpu_kit.config.choices import imported
 from tpu_kit.config.loader import ModelConfig, OptimConfig, TrainConfig
+from tpu_kit.config.named_values import imported
 from tpu_kit.config.registry import OBJECTIVES
 from tpu_kit.model import causal_lm as models
 from tpu_kit.training.losses.loss import IGNORE, Likelihood, chunked, rows_in_chunks, shift_labels

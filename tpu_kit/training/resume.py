@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tpu_kit.config.choices import FUNCTION
+from tpu_kit.config.named_values import FUNCTION
 from tpu_kit.config.resuming import ANEW, changes
 from tpu_kit.config.schema import TrainConfig, flatten
 from tpu_kit.data.prepare import Prepared
 from tpu_kit.machine.compatibility import installed_version
 from tpu_kit.machine.storage.local_folder import open_folder
 from tpu_kit.machine.storage.object_store import is_url, parent
-from tpu_kit.model import base_identity
-from tpu_kit.model.base_identity import Identity
+from tpu_kit.model.weights import base_identity
+from tpu_kit.model.weights.base_identity import Identity
 from tpu_kit.training.checkpoint.layout import lies_around
 from tpu_kit.training.checkpoint.manager import not_empty, remains, scan
 from tpu_kit.training.checkpoint.manifest import Checkpoint, DamagedError, Rejected

@@ -37,7 +37,7 @@ from tpu_kit.training.outcome import not_learned
 from tpu_kit.training.resume import Record, ResumePoint, weights_of
 from tpu_kit.training.state import Report, TrainState, sections
 from tpu_kit.training.step import Control, SplitStep, eval_step, train_step
-from tpu_kit.training.updates import NextUpdateError, Updates
+from tpu_kit.training.update_sources import NextUpdateError, Updates
 
 Tensors = dict[str, torch.Tensor]
 Status = Literal["finished", "stopped", "preempted"]

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from tpu_kit.xla import hlo
-from tpu_kit.xla.program import Program
+from tpu_kit.xla.traced_program import Program
 
 # Products of sharded weights as gathers and one product: as loops over the shards a step compiles for minutes.
 _SPMD_OPTIONS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}

@@ -32,7 +32,7 @@ class Tiles(NamedTuple):
     Attributes:
         experts: their number.
         rows: of a tile.
-        bits: of a weight: 16 stands for floats of any size, 8 and 4 for integers as `model.quantization` stores them.
+        bits: of a weight: 16 stands for floats of any size, 8 and 4 for integers as `quantization` stores them.
         group: inputs that share a scale, of 4 bits.
         back: whether the product is with the transposed weights.
         in_place: on a mesh, the number of shards of the experts, each of which stays on its device; 0 if all devices
@@ -92,7 +92,7 @@ def product(tiles: Tiles, rows: torch.Tensor, at: Layout, weight: torch.Tensor, 
         tiles: the settings.
         rows: floats.
         at: the rows.
-        weight: (E, ...) each expert's, as `model.quantization` stores it.
+        weight: (E, ...) each expert's, as `model.weights.quantization` stores it.
         *scale: (E, ...) likewise; none with floats.
     """
     by = ["row", "row", "row", "expert", *["expert"] * len(scale)]

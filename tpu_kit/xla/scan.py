@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from tpu_kit.xla.program import placeholder, refusing
+from tpu_kit.xla.traced_program import placeholder, refusing
 
 Tensors = list[torch.Tensor]
 Tree = Any

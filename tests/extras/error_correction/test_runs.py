@@ -16,10 +16,10 @@ from tpu_kit.assets.embedded import cot_rows
 from tpu_kit.config.loader import ModelConfig, TrainConfig, load_config
 from tpu_kit.distributed.detection import Backend
 from tpu_kit.exporting.export import export
+from tpu_kit.generation.answers import generate
 from tpu_kit.generation.evaluation.evaluate import evaluate_adapter
 from tpu_kit.generation.model_loading import load_for_generation
 from tpu_kit.generation.sampling import Sampling
-from tpu_kit.generation.service import generate
 from tpu_kit.machine.checks import Machine
 from tpu_kit.model.states_head import file_names, without_head
 from tpu_kit.planning.objective_check import check_objective

@@ -17,8 +17,8 @@ from tpu_kit.assets.embedded import cot_rows
 from tpu_kit.config.loader import TrainConfig, load_config
 from tpu_kit.extras.lm_eval.harness import Requests, harness_model, windows
 from tpu_kit.machine.storage.object_store import upload
-from tpu_kit.model.loading import load_base
-from tpu_kit.model.source import load_tokenizer
+from tpu_kit.model.weights.loading import load_base
+from tpu_kit.model.weights.source import load_tokenizer
 
 
 class Request(NamedTuple):

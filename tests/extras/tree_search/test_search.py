@@ -20,8 +20,8 @@ from tpu_kit.generation.generator import Generator
 from tpu_kit.generation.prompts import Completion
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.machine.checks import Machine
-from tpu_kit.model.loading import load_base
-from tpu_kit.model.source import load_tokenizer
+from tpu_kit.model.weights.loading import load_base
+from tpu_kit.model.weights.source import load_tokenizer
 
 needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
 QUESTION = "Tom has 3 pens. Tom buys 4 and then loses 2. How many pens does Tom have now?"
@@ -228,8 +228,8 @@ import torch
 from tpu_kit.config.loader import DataConfig, load_config
 from tpu_kit.generation.generator import Generator
 from tpu_kit.model.causal_lm import to_device
-from tpu_kit.model.loading import load_base
-from tpu_kit.model.source import load_tokenizer
+from tpu_kit.model.weights.loading import load_base
+from tpu_kit.model.weights.source import load_tokenizer
 from tpu_kit.distributed.replica.backends import SimulatedRuntime
 from tpu_kit.extras.tree_search.search import SearchOptions, search
 

@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from tpu_kit.data.chat.chat_template import PROBE, PromptEncoder
-from tpu_kit.data.rows.cells import RowError
 from tpu_kit.data.rows.columns import MESSAGE_KEYS, answer_of, in_message, reasoning_of, reply
+from tpu_kit.data.rows.field_values import RowError
 from tpu_kit.data.rows.messages import IMAGE, learns
 from tpu_kit.data.rows.schemas import Conversation
 

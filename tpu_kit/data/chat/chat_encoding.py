@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 from tpu_kit.data.chat.chat_documents import ChatDocuments, Document, with_calls
 from tpu_kit.data.chat.chat_template import PROBE, PromptEncoder, has_two_bos, plain_prompt
-from tpu_kit.data.rows.cells import RowError
 from tpu_kit.data.rows.columns import Layout, in_message, reasoning_of
+from tpu_kit.data.rows.field_values import RowError
 from tpu_kit.data.rows.messages import learns
 from tpu_kit.data.rows.schemas import Conversation, conversation
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from tpu_kit.config.schema import DataConfig
 from tpu_kit.data.chat.special_text import SpecialText, special_names
-from tpu_kit.data.rows.cells import RowError
+from tpu_kit.data.rows.field_values import RowError
 
 PROBE = "tpukitprobe"
 """A text by which a rendering is searched for what the template writes around it."""

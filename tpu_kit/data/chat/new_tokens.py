@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from tpu_kit.config.loader import ModelConfig
-from tpu_kit.model.source import locate
+from tpu_kit.model.weights.source import locate
 
 _BLOCKS, _BLOCK = 256, 8  # rows of the embeddings that are compared with: blocks, rows of a block
 _NEAR = 0.1  # distance to the mean, or length, of a new row, as a share of that of other rows

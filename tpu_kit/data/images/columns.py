@@ -16,8 +16,8 @@ from tpu_kit.config.loader import DataConfig
 from tpu_kit.data.batching import IGNORED, BatchError, Documents, PackedDataset
 from tpu_kit.data.images.encoding import DocumentImages, ImageEncoding
 from tpu_kit.data.images.packing import best_fill_of_images, fewest_images
-from tpu_kit.data.rows.cells import RowError
 from tpu_kit.data.rows.columns import Layout
+from tpu_kit.data.rows.field_values import RowError
 from tpu_kit.data.rows.schemas import conversation
 
 MOST_BROKEN, BROKEN_SHARE = 10, 0.01

@@ -9,7 +9,7 @@ import numpy as np
 
 from tpu_kit.data.images.files import Picture, PictureFiles
 from tpu_kit.data.images.processors import ImageProcessor
-from tpu_kit.data.rows.cells import RowError
+from tpu_kit.data.rows.field_values import RowError
 from tpu_kit.data.rows.messages import IMAGE
 
 _PROBE = "tpukitprobe"

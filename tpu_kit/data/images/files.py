@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, NamedTuple
 import fsspec
 from datasets import config as datasets_config
 
-from tpu_kit.data.rows.cells import RowError
+from tpu_kit.data.rows.field_values import RowError
 
 MOST_PIXELS = 50_000_000
 """Pixels of a picture at most: decoding takes 3 bytes for each of them."""

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tpu_kit.config.loader import DataConfig, ModelConfig
-from tpu_kit.data.rows.cells import RowError
+from tpu_kit.data.rows.field_values import RowError
 from tpu_kit.model.families.vision import Sizes, check_rows, sizes_of
-from tpu_kit.model.source import locate, read_config
+from tpu_kit.model.weights.source import locate, read_config
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -18,7 +18,6 @@ import pyarrow.compute as pc
 from datasets import Audio, ClassLabel, Dataset, Image, Json, Value, Video
 
 from tpu_kit.config.loader import DataConfig
-from tpu_kit.data.rows.cells import RowError, decoded, is_filled, is_short_float, options_of, plain_value, switch
 from tpu_kit.data.rows.columns import (
     CLOSINGS,
     HEADED,
@@ -32,6 +31,7 @@ from tpu_kit.data.rows.columns import (
     role_of,
     stores_structs,
 )
+from tpu_kit.data.rows.field_values import RowError, decoded, is_filled, is_short_float, options_of, plain_value, switch
 from tpu_kit.data.rows.messages import becomes_json, is_parts
 
 _SLICE = 10_000  # rows in memory at a time

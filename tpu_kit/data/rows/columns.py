@@ -16,9 +16,9 @@ from textwrap import shorten
 from types import MappingProxyType
 from typing import Any, Literal
 
-from tpu_kit.config.choices import FORMATS, ROLES
 from tpu_kit.config.loader import DataConfig
-from tpu_kit.data.rows.cells import RowError, parsed, plain_value, switch
+from tpu_kit.config.named_values import FORMATS, ROLES
+from tpu_kit.data.rows.field_values import RowError, parsed, plain_value, switch
 
 MESSAGE_KEYS = ("reasoning_content", "reasoning", "thinking")
 """Keys of a message that hold reasoning beside its content; the first with text counts."""
@@ -167,7 +167,7 @@ class Layout:
     """The format and the roles of the columns of a data set.
 
     Attributes:
-        format: of `choices.FORMATS`.
+        format: of `named_values.FORMATS`.
         columns: role -> column; a field of a column of objects has a dotted name.
         ignored: unused columns.
         filled: whether Arrow stores contents or the arguments of tool calls as structs, in which None stands for a
@@ -177,7 +177,7 @@ class Layout:
         chats: columns with lists of messages.
         closings: those of `STATED` and `MARKED` with which the answers of all rows end.
         first_option: the number of the first option, 0 or 1.
-        features: of columns whose values Arrow stores otherwise than they are written (`cells.plain_value`).
+        features: of columns whose values Arrow stores otherwise than they are written (`field_values.plain_value`).
         examples: unused column -> one of its values.
         notes: what the values decided, for the report.
         images: whether rows may have images.

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from tpu_kit.config.loader import DataConfig
-from tpu_kit.data.rows.cells import RowError, is_empty, is_filled, json_of, parsed, switch, text_of, without_none
 from tpu_kit.data.rows.columns import (
     MESSAGE_KEYS,
     TABLES,
@@ -23,6 +22,7 @@ from tpu_kit.data.rows.columns import (
     role_of,
     with_own_tags,
 )
+from tpu_kit.data.rows.field_values import RowError, is_empty, is_filled, json_of, parsed, switch, text_of, without_none
 
 _KEYS: Mapping[str, list[str]] = TABLES["message_keys"]
 _SWITCHES, _DETAILS, _REASONING = _KEYS["switches"], _KEYS["details"], (*MESSAGE_KEYS, *_KEYS["reasoning"])

@@ -1,8 +1,8 @@
 """Reads the conversation of a row from the columns that `columns.py` found.
 
-`config.choices.FORMATS` names the formats, each with the function that reads it: `cot` (question, reasoning, answer),
-`messages` (chats, with tools), `prompt_completion`, `text` and `prompt`. `chat_encoding.py` encodes the conversation as
-token ids.
+`config.named_values.FORMATS` names the formats, each with the function that reads it: `cot` (question, reasoning,
+answer), `messages` (chats, with tools), `prompt_completion`, `text` and `prompt`. `chat_encoding.py` encodes the
+conversation as token ids.
 """
 
 import contextlib
@@ -13,9 +13,8 @@ import unicodedata
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeGuard
 
-from tpu_kit.config.choices import FORMATS, imported
 from tpu_kit.config.loader import DataConfig
-from tpu_kit.data.rows.cells import RowError, alternatives, is_filled, options_of, parsed, text_of
+from tpu_kit.config.named_values import FORMATS, imported
 from tpu_kit.data.rows.columns import (
     SOLUTIONS,
     Layout,
@@ -27,6 +26,7 @@ from tpu_kit.data.rows.columns import (
     split_solution,
     with_own_tags,
 )
+from tpu_kit.data.rows.field_values import RowError, alternatives, is_filled, options_of, parsed, text_of
 from tpu_kit.data.rows.messages import (
     IMAGE,
     are_calls,

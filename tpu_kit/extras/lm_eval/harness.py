@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from tpu_kit.config.loader import TrainConfig
+from tpu_kit.generation.answers import GenerationRequest, answer
 from tpu_kit.generation.prompts import Completion
 from tpu_kit.generation.sampling import Sampling
-from tpu_kit.generation.service import GenerationRequest, answer
 from tpu_kit.machine.storage.run_folder import adapter_at_hand
 from tpu_kit.model import rotary
-from tpu_kit.model.source import load_tokenizer, read_config
+from tpu_kit.model.weights.source import load_tokenizer, read_config
 
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first one given wins
 _PASSED_ON = ("top_k", "top_p", "min_p", "repetition_penalty", "seed")

@@ -15,7 +15,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tpu_kit.config import tables
+from tpu_kit.config import text_tables
 from tpu_kit.config.loader import BatchPlan, TrainConfig, batch_arithmetic
 from tpu_kit.extras.profile.recorder import Recording
 from tpu_kit.extras.profile.timeline import PHASES, Trace
@@ -130,7 +130,7 @@ class Profile:
         name = self.config.model.name
         lines = [f"{name} on {self.device}: {1000 * self.seconds:.1f} ms a step, {rate:,.0f} tokens/s, {how}"]
         for title, rows in _tables(self).items():
-            lines += ["", title, tables.to_text(rows)]
+            lines += ["", title, text_tables.to_text(rows)]
         lines += ["", *_notes(self), ""]
         lines += ["Advice, the largest gain first:" if self.advice else "Advice: none; no rule found a loss"]
         return "\n".join([*lines, *(f"  {number}. {one}" for number, one in enumerate(self.advice, 1))])
@@ -141,7 +141,7 @@ class Profile:
         return buffer.getvalue()
 
 
-def _tables(p: Profile) -> dict[str, tables.Rows]:
+def _tables(p: Profile) -> dict[str, text_tables.Rows]:
     layers: dict[str, float] = defaultdict(float)
     for one in p.costs:
         if layer := one.name.rpartition("/")[0] if p.compiled else one.source:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tpu_kit.config.choices import imported
 from tpu_kit.config.fields import check_knobs, knob
+from tpu_kit.config.named_values import imported
 
 Scorer = Callable[[str, Sequence[str]], float]
 """A user's scoring function of the question and the steps so far; higher is better."""

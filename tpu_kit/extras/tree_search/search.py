@@ -20,11 +20,11 @@ from typing import Any, Literal
 from tpu_kit.config.loader import TrainConfig
 from tpu_kit.distributed.replica import main_thread, runtime
 from tpu_kit.extras.tree_search.options import SearchOptions
+from tpu_kit.generation.answers import generator_for, launch_with_adapter, on_one_replica
 from tpu_kit.generation.generator import Generator
 from tpu_kit.generation.model_loading import load_here
 from tpu_kit.generation.prompts import Completion, Prompt
 from tpu_kit.generation.sampling import Sampling
-from tpu_kit.generation.service import generator_for, launch_with_adapter, on_one_replica
 
 Stopped = Literal["done", "tokens"]
 
@@ -147,14 +147,14 @@ def think(
     """Loads a model on one device, and answers a question by a tree of thoughts.
 
     Args:
-        config: as in `service.generate`; one replica runs, or the mesh.
+        config: as in `answers.generate`; one replica runs, or the mesh.
         question: as a user asks it.
         options: of the search.
-        adapter_dir: as in `service.generate`.
+        adapter_dir: as in `answers.generate`.
         chat: whether the chat template renders the question; None does so if the adapter's tokenizer has one.
 
     Raises:
-        ValueError: as in `search` and `service.generate`.
+        ValueError: as in `search` and `answers.generate`.
         LaunchError: the replica failed.
     """
     arguments = {"question": question, "options": options or SearchOptions(), "chat": chat}

@@ -8,7 +8,7 @@ from pathlib import Path
 from textwrap import indent
 from typing import Any
 
-from tpu_kit.config import tables
+from tpu_kit.config import text_tables
 from tpu_kit.data.held_out import UNKNOWN
 from tpu_kit.generation.evaluation.accuracy import Accuracy, mcnemar
 
@@ -143,7 +143,7 @@ class Comparison:
         before, after = self.base.figures(), self.tuned.figures()
         figures = before | after
         rows = [{"": name, "base": before.get(name, "0"), "tuned": after.get(name, "0")} for name in figures]
-        lines = [tables.to_text(rows)]
+        lines = [text_tables.to_text(rows)]
         if self.base.accuracy.total:
             lines.append(
                 f"{self.gained} rows only the tuned model answers correctly, {self.lost} only the base; "

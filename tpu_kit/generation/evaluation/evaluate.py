@@ -13,18 +13,18 @@ import numpy as np
 from tpu_kit.config.loader import TrainConfig, flatten, read_yaml
 from tpu_kit.data.held_out import Questions, drawn
 from tpu_kit.data.prepare import Prepared, prepare
+from tpu_kit.generation.answers import GenerationRequest, answer
 from tpu_kit.generation.evaluation.comparison import Comparison, Evaluation, compare
 from tpu_kit.generation.evaluation.held_out_answers import ANSWERED_AT_ONCE, judged_answers, prompt_ids
 from tpu_kit.generation.evaluation.verifiers import verifier_named
 from tpu_kit.generation.prompts import plain_template
 from tpu_kit.generation.sampling import Sampling
-from tpu_kit.generation.service import GenerationRequest, answer
 from tpu_kit.machine.storage import atomic
 from tpu_kit.machine.storage.object_store import ObjectFolder, at_hand
 from tpu_kit.machine.storage.run_folder import adapter_of, find_run
-from tpu_kit.model.base_identity import base_of_adapter
-from tpu_kit.model.source import load_tokenizer, refuse_images
 from tpu_kit.model.states_head import without_head
+from tpu_kit.model.weights.base_identity import base_of_adapter
+from tpu_kit.model.weights.source import load_tokenizer, refuse_images
 
 _ABOUT = (
     "adapter_config.json",

@@ -18,8 +18,8 @@ from tpu_kit.generation.evaluation.verifiers import Verifier, verifier_named, we
 from tpu_kit.generation.generator import Generator
 from tpu_kit.generation.prompts import Completion, opened
 from tpu_kit.generation.sampling import Sampling
-from tpu_kit.model.loading import read_config
 from tpu_kit.model.rotary import max_positions
+from tpu_kit.model.weights.loading import read_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -25,8 +25,8 @@ from traceback import extract_tb
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from tpu_kit.config.choices import REWARDS, imported
 from tpu_kit.config.loader import ConfigError, TrainConfig
+from tpu_kit.config.named_values import REWARDS, imported
 from tpu_kit.distributed.preemption import Terminated
 from tpu_kit.distributed.replica import cpu_simulation, main_thread
 from tpu_kit.distributed.replica.main_thread import CallEnded

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from tpu_kit.config.choices import VERIFIERS, check_verifier, imported
 from tpu_kit.config.fields import show
 from tpu_kit.config.loader import ConfigError, DataConfig
+from tpu_kit.config.named_values import VERIFIERS, check_verifier, imported
 from tpu_kit.generation.evaluation.equality import same, same_formula, same_letter, same_number
 from tpu_kit.generation.evaluation.statements import Statement, statement_of
 
@@ -133,7 +133,7 @@ def _stated(
     return False
 
 
-# The rules of `choices.VERIFIERS`; a new one is a line there and such a function here, or in a module of its own.
+# The rules of `named_values.VERIFIERS`; a new one is a line there and such a function here, or in a module of its own.
 auto = partial(_stated, same, "text")
 numeric = partial(_stated, same_number, "number")
 choice = partial(_stated, same_letter, "letter of a choice")

@@ -22,7 +22,7 @@ import torch
 from tpu_kit.distributed.replica.mesh import active_mesh
 from tpu_kit.model.shape import scale_groups, tile_rows
 from tpu_kit.model.sharding import partition
-from tpu_kit.xla import grouped, program
+from tpu_kit.xla import grouped, traced_program
 from tpu_kit.xla.grouped import Layout, Tiles
 
 NAME = "tpu_kit"
@@ -175,7 +175,7 @@ def tiles_for(pairs: int, experts: int) -> Tiles:
     else:
         pairs //= mesh.batch_shards
     rows = tile_rows(pairs, experts)
-    return Tiles(experts, rows, in_place=shards, kernel=program.has_kernels())
+    return Tiles(experts, rows, in_place=shards, kernel=traced_program.has_kernels())
 
 
 def _linear(

@@ -20,7 +20,7 @@ from tpu_kit.model.attention import refuse_unknown, sdpa_attention
 from tpu_kit.model.base_model import base_model
 from tpu_kit.model.loop.layer_scan import ScannedLayers, scan_layers
 from tpu_kit.model.splash_attention import splash_attention
-from tpu_kit.xla import program
+from tpu_kit.xla import traced_program
 
 TOWER = "tpu_kit_tower"
 """The attention of towers in transformers' `AttentionInterface`."""
@@ -271,7 +271,7 @@ def tower_attention(
     refuse_unknown({name: value for name, value in kwargs.items() if name not in ("is_causal", "dropout")})
     shape = (query.shape[0], query.shape[2])
     valid = torch.ones(shape, device=query.device) if attention_mask is None else attention_mask[:, 0, 0]
-    attend: Any = splash_attention if query.device.type == "xla" and program.has_kernels() else sdpa_attention
+    attend: Any = splash_attention if query.device.type == "xla" and traced_program.has_kernels() else sdpa_attention
     found: tuple[torch.Tensor, None] = attend(
         module, query, key, value, None, scaling=scaling, segment_ids=valid.to(torch.int32), causal=False
     )

@@ -266,7 +266,7 @@ def _in_child(request: dict[str, Any], progress: bool, time_limit: float | None)
 
 def main() -> None:
     """Compiles the request on stdin, in the child: writes `result.json`, and each phase to stdout."""
-    from tpu_kit.xla.program import refusing
+    from tpu_kit.xla.traced_program import refusing
 
     request = json.loads(sys.stdin.readline())
     phases = os.fdopen(os.dup(1), "w", buffering=1)

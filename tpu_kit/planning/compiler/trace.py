@@ -29,8 +29,8 @@ from tpu_kit.model.meta_model import empty_model
 from tpu_kit.training.objectives import Objective, objective_of
 from tpu_kit.training.state import TrainState
 from tpu_kit.training.step import SplitStep, prepare_model, train_step
-from tpu_kit.xla import program
-from tpu_kit.xla.program import Program, is_input, lower, name_operations, placeholder, tensor_number
+from tpu_kit.xla import traced_program
+from tpu_kit.xla.traced_program import Program, is_input, lower, name_operations, placeholder, tensor_number
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -53,7 +53,7 @@ def trace_step(config: TrainConfig, num_replicas: int, part: str = "step") -> Pr
     with _mesh_of(config, num_replicas) as (replicas, shards):
         plan = batch_arithmetic(config, replicas * shards)
         model, state, objective = _prepared(config, replicas)
-        replica = _TracedReplica(0, replicas, program.device())
+        replica = _TracedReplica(0, replicas, traced_program.device())
         inputs = fill(model, state)
         name_operations(model)
         split = SplitStep(model, state, objective, config.optim, replica) if part != "step" else None
@@ -77,7 +77,7 @@ def trace_step(config: TrainConfig, num_replicas: int, part: str = "step") -> Pr
         before = [(tensor, tensor_number(tensor)) for tensor in _kept(state, split)]
         names = {tensor_number(tensor): name for name, tensor in inputs.items()}
         names |= {tensor_number(tensor): f"batch.{name}" for batch in batches for name, tensor in batch.items()}
-        with program.lowering_for_tpu():
+        with traced_program.lowering_for_tpu():
             if split is None:
                 train_step(model, state, batches, control, objective, config.optim, replica)
             elif part == "accumulate":
@@ -108,7 +108,7 @@ def _prepared(config: TrainConfig, num_replicas: int) -> tuple[PreTrainedModel, 
         model = trainable.adapt(empty_model(config), config.lora, config.model.base_dtype).train()
         objective = objective_of(config)
         objective.attach(model, lambda one: empty_model(replace(config, model=one)))
-        with program.lowering_for_tpu():
+        with traced_program.lowering_for_tpu():
             replica = TpuRuntime(0, num_replicas, torch.device("meta"))
             return model, prepare_model(model, config, replica, extra_sums=len(objective.extra)), objective
 
@@ -150,14 +150,14 @@ def trace_generation(
                 models.cast(model.eval(), models.compute_dtype(model))
             inputs = fill(model)
             specs = models.tensor_specs(model)
-        replica = _TracedReplica(0, 1, program.device())
+        replica = _TracedReplica(0, 1, traced_program.device())
         decoder = Decoder(model, replica, BLOCK, slots)
         ids, lengths = (
             torch.zeros(rows, width, dtype=torch.int64),
             torch.full((rows,), width),
         )
         batch = Batch(ids, lengths, ids[:, 0])
-        with decoder.ready(), program.lowering_for_tpu():
+        with decoder.ready(), traced_program.lowering_for_tpu():
             cache = decoder.prompt_cache(rows)
             buffers = cache.tensors
             names = {f"cache.{number}": tensor for number, tensor in enumerate(buffers)}

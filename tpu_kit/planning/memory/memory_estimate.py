@@ -16,7 +16,7 @@ from tpu_kit.config.mesh import Mesh
 from tpu_kit.model.loop.loop_structure import FEW_TILES
 from tpu_kit.model.shape import Shape, check_groups, most
 from tpu_kit.model.shape_cache import read_shape
-from tpu_kit.model.source import check_positions
+from tpu_kit.model.weights.source import check_positions
 from tpu_kit.planning.memory.activation_memory import PeakActivationModel
 from tpu_kit.planning.memory.argument_memory import is_matrix, padded, shards, teacher_shape, teacher_tensors
 from tpu_kit.planning.rollouts import ProgramPeak, cache_bytes, rollout_of, update_plan

@@ -26,6 +26,7 @@ from tpu_kit.machine.storage import atomic
 from tpu_kit.machine.storage.atomic import OLD, PART
 from tpu_kit.machine.storage.local_folder import LocalFolder, make_folder
 from tpu_kit.machine.storage.object_store import ObjectFolder
+from tpu_kit.training.checkpoint.host_parts import Attempt
 from tpu_kit.training.checkpoint.layout import (
     Contents,
     Listing,
@@ -49,7 +50,6 @@ from tpu_kit.training.checkpoint.manifest import (
     read_checkpoint,
     seal,
 )
-from tpu_kit.training.checkpoint.parts import Attempt
 
 _NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.ENOLCK}  # some network and FUSE folders
 
@@ -97,7 +97,7 @@ class FolderStore:
         return self._snapshot()[1]
 
     def write_part(self, step: int, attempt: str, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """Writes the part `name` of one of several hosts, then its receipt; see `parts`."""
+        """Writes the part `name` of one of several hosts, then its receipt; see `host_parts`."""
         folder = self.attempt_name.format(step=step, name=attempt)
         entry = self._put_tensors(f"{folder}/{name}.safetensors", tensors)
         self._put(f"{folder}/{name}.json", json.dumps(entry))

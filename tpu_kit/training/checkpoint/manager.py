@@ -22,6 +22,7 @@ from tpu_kit.config.resuming import ANEW
 from tpu_kit.machine.storage import atomic
 from tpu_kit.machine.storage.object_store import is_url, join
 from tpu_kit.training.checkpoint.gcs_store import BucketStore
+from tpu_kit.training.checkpoint.host_parts import Attempt, BackgroundWriter
 from tpu_kit.training.checkpoint.local_store import FolderStore
 from tpu_kit.training.checkpoint.manifest import (
     FORMAT,
@@ -33,7 +34,6 @@ from tpu_kit.training.checkpoint.manifest import (
     best_of,
     holder_name,
 )
-from tpu_kit.training.checkpoint.parts import Attempt, BackgroundWriter
 
 _SHOWN = 6  # lines of what lies in a folder
 _UNITS = (("d", 86400), ("h", 3600), ("min", 60))  # of an age, with their seconds
@@ -225,7 +225,7 @@ class CheckpointManager(BackgroundWriter):
 
 
 class HostParts(BackgroundWriter):
-    """Writes, on each host of a mesh, the shards of its devices in the background; see `parts`.
+    """Writes, on each host of a mesh, the shards of its devices in the background; see `host_parts`.
 
     Args:
         place: of `CheckpointManager`; hosts share a folder.

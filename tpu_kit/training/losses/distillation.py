@@ -19,7 +19,7 @@ from tpu_kit.model import causal_lm as models
 from tpu_kit.model import trainable
 from tpu_kit.model.base_model import check_vocabulary
 from tpu_kit.model.loop.layer_calls import keep_after, kept_states
-from tpu_kit.model.source import check_positions, load_tokenizer, read_config
+from tpu_kit.model.weights.source import check_positions, load_tokenizer, read_config
 from tpu_kit.training.losses.loss import IGNORE, Likelihood, chunked, head_outputs, rows_in_chunks, shift_labels
 from tpu_kit.training.objectives import Objective, Sums, SupervisedObjective
 from tpu_kit.xla.scan import Tensors, after

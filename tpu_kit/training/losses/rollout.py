@@ -26,7 +26,7 @@ from tpu_kit.generation.evaluation.rewards import Attempt, Judgement
 from tpu_kit.generation.generator import Generator
 from tpu_kit.generation.prompts import Completion, opened
 from tpu_kit.generation.sampling import Sampling
-from tpu_kit.training.losses.policy import Sampled
+from tpu_kit.training.losses.policy_gradient import Sampled
 
 _EPSILON = 1e-4  # added to the standard deviation, as TRL does
 _FLAT = 1e-6  # a standard deviation, as a share of the largest reward, up to which the rewards of a group are equal

@@ -28,7 +28,7 @@ from tpu_kit.generation.generator import Generator
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.machine.storage import atomic
 from tpu_kit.model import attention
-from tpu_kit.training.losses.policy import GAP, PolicyObjective, Sampled, pack
+from tpu_kit.training.losses.policy_gradient import GAP, PolicyObjective, Sampled, pack
 from tpu_kit.training.losses.rollout import (
     Judge,
     Rollout,
@@ -43,7 +43,7 @@ from tpu_kit.training.losses.rollout import (
 )
 from tpu_kit.training.metrics import apart_from
 from tpu_kit.training.objectives import Objective
-from tpu_kit.training.updates import NextUpdateError, Tensors, Updates
+from tpu_kit.training.update_sources import NextUpdateError, Tensors, Updates
 
 GROUP_FILE = "group.json"  # in a run's folder: a group of completions of the last rollout, with their rewards
 _SHOWN = 300  # characters of a prompt and a completion in a warning

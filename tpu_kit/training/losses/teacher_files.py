@@ -29,10 +29,10 @@ from tpu_kit.machine.chips import GIB, MIB
 from tpu_kit.machine.storage import atomic
 from tpu_kit.model import causal_lm as models
 from tpu_kit.model import preparation, trainable
-from tpu_kit.model.base_identity import Identity, fingerprint
-from tpu_kit.model.loading import load_frozen
 from tpu_kit.model.loop.activation_checkpointing import tiles_of
-from tpu_kit.model.source import read_config
+from tpu_kit.model.weights.base_identity import Identity, fingerprint
+from tpu_kit.model.weights.loading import load_frozen
+from tpu_kit.model.weights.source import read_config
 from tpu_kit.training.losses.distillation import top_log_probabilities
 from tpu_kit.training.losses.loss import head_outputs
 from tpu_kit.xla.scan import Tensors, scan

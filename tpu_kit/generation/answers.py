@@ -1,6 +1,6 @@
 """Loads a base or tuned model in every replica, completes prompts and rates texts.
 
-    from tpu_kit.generation.service import Sampling, generate
+    from tpu_kit.generation.answers import Sampling, generate
     replies = generate(config, [[{"role": "user", "content": "What is 2 + 3?"}]], Sampling(max_new_tokens=64))
 
 The replicas share the prompts; the result does not depend on their number. Use `Generator` for a loaded model.
@@ -31,10 +31,10 @@ from tpu_kit.generation.model_loading import load_here
 from tpu_kit.generation.prompts import Completion, Prompt, PromptCodec, is_chat, text_of
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.machine.storage.run_folder import adapter_at_hand
-from tpu_kit.model.base_identity import base_of_adapter
 from tpu_kit.model.base_model import base_model, text_config
 from tpu_kit.model.rotary import max_positions
 from tpu_kit.model.shape_cache import read_shape
+from tpu_kit.model.weights.base_identity import base_of_adapter
 
 __all__ = ["Completion", "Generator", "Prompt", "Sampling", "chat", "generate", "stream"]
 

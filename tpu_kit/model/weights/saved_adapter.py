@@ -10,7 +10,7 @@ import torch
 from tpu_kit.config.fields import hide_secrets
 from tpu_kit.machine.storage.run_folder import unfinished
 from tpu_kit.model.families import experts
-from tpu_kit.model.loading import brief
+from tpu_kit.model.weights.loading import brief
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 

@@ -55,19 +55,19 @@ from tpu_kit.cli import main
 from tpu_kit.config.loader import DataConfig, ModelConfig, load_config
 from tpu_kit.distributed.launch import launch
 from tpu_kit.distributed.replica.backends import CpuRuntime
-from tpu_kit.generation import service
+from tpu_kit.generation import answers
+from tpu_kit.generation.answers import generate
 from tpu_kit.generation.decoder import BLOCK, choose, widths_to
 from tpu_kit.generation.generator import Generator
 from tpu_kit.generation.model_loading import arrange_for_few_rows, load_for_generation
 from tpu_kit.generation.prompts import PromptCodec, Row, read_prompts, split_reasoning
 from tpu_kit.generation.sampling import Sampling
-from tpu_kit.generation.service import generate
 from tpu_kit.machine.checks import Machine
 from tpu_kit.machine.chips import GIB, chip
-from tpu_kit.model.loading import load_base
 from tpu_kit.model.loop.layer_scan import stack
-from tpu_kit.model.quantization import QuantizedLinear
-from tpu_kit.model.source import load_tokenizer
+from tpu_kit.model.weights.loading import load_base
+from tpu_kit.model.weights.quantization import QuantizedLinear
+from tpu_kit.model.weights.source import load_tokenizer
 from tpu_kit.planning.compiler import compile_check
 from tpu_kit.planning.compiler.compile_check import compile_step
 from tpu_kit.planning.cost import step_time
@@ -590,7 +590,7 @@ def test_a_single_prompt_starts_one_replica(monkeypatch: pytest.MonkeyPatch) -> 
         started.append(config.launch.num_replicas)
         return launch(fn, config, **options)
 
-    monkeypatch.setattr(service, "launch", note)
+    monkeypatch.setattr(answers, "launch", note)
     found = generate(configured(num_replicas=4), CHATS[:1], Sampling(max_new_tokens=5, temperature=1.0), n=3)
     assert started == [1] and len(found) == 3
 
@@ -648,7 +648,7 @@ def test_errors_reach_the_caller(tmp_path: Path) -> None:
 def test_greedy_samples_are_told_to_be_equal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(service, "answer", lambda *args, **settings: service.Answers([[]], []))
+    monkeypatch.setattr(answers, "answer", lambda *args, **settings: answers.Answers([[]], []))
     for sampling in (None, Sampling(temperature=0.5)):
         generate(configured(), CHATS, sampling, n=3)
     assert capsys.readouterr().err == "note: n=3 samples at temperature=0 are equal; set temperature above 0\n"
@@ -769,7 +769,7 @@ def test_a_chat_that_no_longer_fits_loses_its_beginning(
 ) -> None:
     said = [{"role": "user", "content": "What is 2 + 3? " * 40}]
     (cut,) = embedded.generate([said], Sampling(8), truncate=True)
-    assert service._print_reply(embedded, said, Sampling(8), truncate=True) == cut.text
+    assert answers._print_reply(embedded, said, Sampling(8), truncate=True) == cut.text
     assert capsys.readouterr().out.strip() == cut.text.strip()
     with pytest.raises(ValueError, match="prompt 0: "):
-        service._print_reply(embedded, said, Sampling(8), truncate=False)
+        answers._print_reply(embedded, said, Sampling(8), truncate=False)

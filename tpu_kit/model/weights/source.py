@@ -30,7 +30,7 @@ MIRRORS = ("unsloth", "NousResearch")
 @cache
 def shipped_shapes() -> dict[str, dict[str, Any]]:
     """Returns the config.json of every model in assets/shapes.json, by its name on the hub."""
-    found = json.loads((Path(__file__).parents[1] / "assets/shapes.json").read_text())
+    found = json.loads((Path(__file__).parents[2] / "assets/shapes.json").read_text())
     return {name: shape for names, shape in found.items() for name in names.split()}  # several models may share one
 
 

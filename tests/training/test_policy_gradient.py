@@ -17,7 +17,7 @@ from tests.support.training_functions import tiny
 from tpu_kit.config.loader import TrainConfig, load_config
 from tpu_kit.model import causal_lm as models
 from tpu_kit.model.loop.layer_scan import scan_layers
-from tpu_kit.training.losses.policy import PolicyObjective, Sampled, pack
+from tpu_kit.training.losses.policy_gradient import PolicyObjective, Sampled, pack
 from tpu_kit.training.losses.rollout import advantages_of
 
 # Prompts and completions of several lengths, one of a single token (trl#4205), some truncated (the last of each group).

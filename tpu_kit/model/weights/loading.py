@@ -24,8 +24,8 @@ import torch
 from tpu_kit.machine.chips import GIB
 from tpu_kit.machine.storage import atomic
 from tpu_kit.model.families import experts
-from tpu_kit.model.quantization import Scheme, places, quantize_model, replace_layers, rounded, stacked
-from tpu_kit.model.source import (
+from tpu_kit.model.weights.quantization import Scheme, places, quantize_model, replace_layers, rounded, stacked
+from tpu_kit.model.weights.source import (
     brief,
     leave_out_towers,
     locate,

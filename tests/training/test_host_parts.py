@@ -20,7 +20,7 @@ from tpu_kit.config.loader import load_config
 from tpu_kit.config.mesh import Mesh, Spec
 from tpu_kit.distributed.replica.backends import CpuRuntime
 from tpu_kit.distributed.replica.mesh import Box, boxes, use_mesh
-from tpu_kit.training.checkpoint import parts as parts_module
+from tpu_kit.training.checkpoint import host_parts as parts_module
 from tpu_kit.training.checkpoint.local_store import FolderStore
 from tpu_kit.training.checkpoint.manager import CheckpointManager, HostParts, scan
 from tpu_kit.training.optimizer import OPTIMIZERS

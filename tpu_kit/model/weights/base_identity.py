@@ -22,7 +22,7 @@ from typing import Any
 from tpu_kit.config.loader import ModelConfig
 from tpu_kit.machine.storage.local_folder import open_folder
 from tpu_kit.machine.storage.object_store import is_url
-from tpu_kit.model.source import locate
+from tpu_kit.model.weights.source import locate
 
 Identity = Mapping[str, Any]
 
