@@ -265,6 +265,6 @@ def test_an_exit_within_a_command_is_no_success(
     def report(*_: object) -> int:
         raise end
 
-    monkeypatch.setattr("tpu_kit.notebook.doctor.report", report)
+    monkeypatch.setattr("tpu_kit.notebook.doctor.print_findings", report)
     assert main(["doctor"]) == status
     assert text in capsys.readouterr().err

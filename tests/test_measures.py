@@ -49,7 +49,7 @@ TENTACLES = {
 STATE = {
     "distributed.launch: _announced": "a notebook's launches tell the choice of device once",
     "distributed.preemption: _flag": "a signal handler has no argument",
-    "distributed.replica.cpu_simulation: _meeting": "replicas are threads of one process that meet before collectives",
+    "distributed.replica.cpu_simulation: _rendezvous": "replicas are threads of a process that meet before collectives",
     "distributed.replica.mesh: _mesh": "torch_xla has one mesh for each process",
     "distributed.replica.runtime: _local": "the replica that a thread is",
     "model.loop.layer_inputs: _thread": "names in transformers' keyword arguments do not stay free",

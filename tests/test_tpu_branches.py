@@ -96,7 +96,7 @@ BRANCHES: dict[str, tuple[int, str, str]] = {
     "install.decide": (3, RUNS, "test_install"),
     "slice_job._run_problems": (1, RUNS, "test_pods"),
     "install.look": (1, RECORDED, "test_install"),
-    "program.on_tpu": (1, NEVER, "the question whether experts run by their kernel"),
+    "traced_program.on_tpu": (1, NEVER, "the question whether experts run by their kernel"),
     "output_location.find_place": (1, RECORDED, "test_output_location"),
     "worker": (1, NEVER, "the start of a process for each chip by `xmp.spawn`"),
     "worker._xla_replica": (1, NEVER, "the start of a process for each chip by `xmp.spawn`"),

@@ -109,7 +109,7 @@ def test_a_rank_that_returns_early_is_named(config: TrainConfig) -> None:
     assert time.monotonic() - started < 60  # and not after hang_timeout
 
 
-def meet_in_threads(meeting: cpu_simulation._Meeting, ranks: list[int]) -> dict[int, str]:
+def meet_in_threads(meeting: cpu_simulation._Rendezvous, ranks: list[int]) -> dict[int, str]:
     outcome: dict[int, str] = {}
 
     def wait(rank: int) -> None:
@@ -128,7 +128,7 @@ def meet_in_threads(meeting: cpu_simulation._Meeting, ranks: list[int]) -> dict[
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
-    meeting = cpu_simulation._Meeting(4, 1.0)
+    meeting = cpu_simulation._Rendezvous(4, 1.0)
     assert set(meet_in_threads(meeting, [0, 1, 2, 3]).values()) == {"met"}
     started = time.monotonic()
     outcome = meet_in_threads(meeting, [0, 1, 3])
@@ -141,8 +141,8 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 
 
 def test_an_end_sends_all_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    meeting = cpu_simulation._Meeting(3, 600.0)
-    monkeypatch.setattr(cpu_simulation, "_meeting", meeting)
+    meeting = cpu_simulation._Rendezvous(3, 600.0)
+    monkeypatch.setattr(cpu_simulation, "_rendezvous", meeting)
     timer = threading.Timer(0.5, cpu_simulation.end, args=("rank 1 has returned",))
     timer.start()
     outcome = meet_in_threads(meeting, [0, 2])
@@ -153,7 +153,7 @@ def test_an_end_sends_all_home(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_meetings_follow_one_another() -> None:
     """A rank that is quick must not enter the next meeting before the slow ones have left this one."""
-    meeting, rounds = cpu_simulation._Meeting(4, 30.0), 200
+    meeting, rounds = cpu_simulation._Rendezvous(4, 30.0), 200
     done: list[list[int]] = [[] for _ in range(rounds)]
 
     def walk(rank: int) -> None:

@@ -30,7 +30,7 @@ from tpu_kit.distributed.detection import Backend
 from tpu_kit.distributed.launch import LaunchError, Supervisor, launch
 from tpu_kit.distributed.preemption import launch_folder
 from tpu_kit.distributed.replica import worker
-from tpu_kit.distributed.replica.worker import LAUNCHER, Report, write
+from tpu_kit.distributed.replica.worker import LAUNCHER, ReplicaMessage, write
 from tpu_kit.machine import capacity
 from tpu_kit.machine.checks import Check, Machine
 
@@ -371,7 +371,7 @@ def test_the_end_of_a_replica_is_told_however_early_it_was(tmp_path: Path) -> No
     over, replicas = threading.Event(), cast(Any, [Ended()])
     over.set()
     worker._watch_children(str(tmp_path), replicas, over)
-    (report,) = map(Report.read, tmp_path.iterdir())
+    (report,) = map(ReplicaMessage.read, tmp_path.iterdir())
     assert report[1:] == (LAUNCHER, "ended", (101, -9))
 
 

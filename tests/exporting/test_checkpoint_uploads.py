@@ -22,7 +22,7 @@ from tpu_kit.config.loader import TrainConfig, load_config
 from tpu_kit.exporting.hub import checkpoint_uploads
 from tpu_kit.exporting.hub.checkpoint_uploads import FOLDER, CheckpointUploads, fetch_checkpoint
 from tpu_kit.recipes import sft
-from tpu_kit.training.checkpoint.manager import CheckpointManager, scan
+from tpu_kit.training.checkpoint.manager import CheckpointManager, list_checkpoints
 
 __all__ = ["configure", "in_process", "world"]  # fixtures
 
@@ -40,7 +40,7 @@ def save(run: TrainConfig, *steps: int, keep: int = 1) -> None:
 
 
 def newest(run: TrainConfig) -> dict[str, bytes]:
-    return contents(Path(scan(run.checkpoints_place)[0][-1].path))
+    return contents(Path(list_checkpoints(run.checkpoints_place)[0][-1].path))
 
 
 def there(hub: Hub) -> dict[str, bytes]:
@@ -145,7 +145,7 @@ def test_killed_at_a_request_of_a_fetch_and_repeated(hub: Hub, tmp_path: Path, r
     wait_for(lambda: bool(killed))
     assert killed == [-signal.SIGKILL]
     hub.fault = lambda method, path: None
-    assert not scan(other.checkpoints_place)[0]
+    assert not list_checkpoints(other.checkpoints_place)[0]
     fetch_checkpoint(other)
     assert newest(other) == newest(run) and not list((tmp_path / "other").glob(".hub*"))
 
@@ -244,7 +244,7 @@ def test_what_cannot_be_fetched(hub: Hub, tmp_path: Path, capsys: pytest.Capture
     hub.repositories[NAME].commit(damaged, "damaged")
     with pytest.raises(ValueError, match=r"state.json has 2 bytes, and had"):
         fetch("hf://ann/tuned", output_dir=str(tmp_path / "fresh"))
-    assert not scan(tmp_path / "fresh" / "checkpoints")[0]
+    assert not list_checkpoints(tmp_path / "fresh" / "checkpoints")[0]
 
 
 def test_another_machine_continues_the_run(hub: Hub, configure: Configure, capsys: pytest.CaptureFixture[str]) -> None:

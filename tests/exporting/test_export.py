@@ -27,7 +27,7 @@ from tpu_kit.config.loader import TrainConfig, load_config
 from tpu_kit.config.named_values import EXPORT_FORMATS
 from tpu_kit.exporting import converter, equivalence, formats, gguf, tuned_model
 from tpu_kit.exporting.card import hub_id
-from tpu_kit.exporting.equivalence import Check
+from tpu_kit.exporting.equivalence import LogitComparison
 from tpu_kit.exporting.export import export
 from tpu_kit.exporting.gguf import modelfile
 from tpu_kit.exporting.tuned_model import Format, TunedModel, Written
@@ -353,9 +353,9 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert "has no config.yaml" in capsys.readouterr().err
 
 
-def check(**changes: float) -> Check:
+def check(**changes: float) -> LogitComparison:
     values = {"positions": 8, "largest": 0.1, "limit": 1.0, "agreement": 1.0, "least": 0.9, "mean": 0.01, "effect": 1.0}
-    return Check("transformers", "logits", **{**values, **changes})
+    return LogitComparison("transformers", "logits", **{**values, **changes})
 
 
 def test_what_a_check_refuses() -> None:

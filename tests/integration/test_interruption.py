@@ -95,7 +95,7 @@ def holder(run: subprocess.Popen[str]) -> int:
 
 
 def complete(folder: Path) -> list[int]:
-    return [found.step for found in manager.scan(folder / "checkpoints", verify=True)[0]]
+    return [found.step for found in manager.list_checkpoints(folder / "checkpoints", verify=True)[0]]
 
 
 @pytest.mark.parametrize(
@@ -287,7 +287,7 @@ while done < kills:
     runs += 1
     values["output_dir"] = f"{folder}/{runs}"
     while True:
-        before = [found.step for found in manager.scan(Path(values["output_dir"], "checkpoints"))[0]]
+        before = [found.step for found in manager.list_checkpoints(Path(values["output_dir"], "checkpoints"))[0]]
         begun, child = time.monotonic(), life()
         killed = False
         if done < kills:
@@ -295,7 +295,7 @@ while done < kills:
             os.kill(child, signal.SIGKILL)
             killed = True
         _, status = os.waitpid(child, 0)
-        good, damaged = manager.scan(Path(values["output_dir"], "checkpoints"), verify=True)
+        good, damaged = manager.list_checkpoints(Path(values["output_dir"], "checkpoints"), verify=True)
         assert not damaged, damaged
         now = [found.step for found in good]
         assert not before or now and now[-1] >= before[-1], (before, now)
@@ -364,7 +364,7 @@ def test_faults_of_a_launch_on_xla(tmp_path: Path, where: dict[str, Any], count:
                         faults += 1
                 run.communicate(timeout=300)
                 status = run.returncode
-            after, damaged = manager.scan(folder / "checkpoints", verify=True)
+            after, damaged = manager.list_checkpoints(folder / "checkpoints", verify=True)
             assert not damaged
             assert not saved or after[-1].step >= saved[-1]
         assert ended(folder) == ended(whole)

@@ -259,7 +259,7 @@ def test_a_kernel_that_is_told_to_stop_saves_and_the_notebook_goes_on(tmp_path: 
     assert re.search(r"^HF_TOKEN +not found\nWANDB_API_KEY +not found$", shown, re.MULTILINE)
     stopped = re.search(r"preempted at step (\d+) of 5000 \(SIGTERM received\)", shown)
     assert stopped and "run this again: the same cell" in shown
-    assert manager.scan(folder / "checkpoints", verify=True)[0][-1].step == int(stopped[1])
+    assert manager.list_checkpoints(folder / "checkpoints", verify=True)[0][-1].step == int(stopped[1])
 
     # It goes on from there; ends at once, since as many updates are made as are asked for now.
     again = start(tmp_path, max_steps=int(stopped[1]) + 2)
@@ -293,5 +293,5 @@ def test_a_batch_job_that_was_preempted_says_so_and_goes_no_further(tmp_path: Pa
     reason = "SIGINT received" if told == "SIGTERM" else "the time budget of 0.05 min is used up"
     assert out.endswith(f"4-train-cot-sft.ipynb was preempted ({reason}); to resume, run this again\n")
     assert "[1/2]" in out and "[2/2]" not in out
-    (checkpoint,) = manager.scan(folder / "checkpoints", verify=True)[0]
+    (checkpoint,) = manager.list_checkpoints(folder / "checkpoints", verify=True)[0]
     assert checkpoint.step >= (3 if told == "SIGTERM" else 0)

@@ -14,7 +14,7 @@ from torch.distributed import TCPStore
 
 from tests.support.child_processes import PYTHONPATH, child_environment
 from tpu_kit.machine.checks import Machine
-from tpu_kit.training.checkpoint.manager import scan
+from tpu_kit.training.checkpoint.manager import list_checkpoints
 
 pytestmark = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
 SETTINGS = [
@@ -62,13 +62,13 @@ def test_hosts_save_their_shards_and_other_hosts_go_on(tmp_path: Path, bucket: s
     broken = start(tmp_path / "broken", f"{bucket}/broken", 2, "mesh=fsdp=8", dies=4)
     broken[1].communicate(timeout=900)
     assert broken[1].returncode != 0
-    good, damaged = scan(f"{bucket}/broken/checkpoints", verify=True)
+    good, damaged = list_checkpoints(f"{bucket}/broken/checkpoints", verify=True)
     assert [one.step for one in good] == [2, 3] and not damaged
     assert {"training-0.safetensors", "training-1.safetensors", "layout.json"} <= good[0].files.keys()
     broken[0].kill()  # it waits for the part of host 1
     broken[0].communicate(timeout=60)
     wait(start(tmp_path / "resumed", f"{bucket}/broken", 4, "mesh=data=2,fsdp=4"))
-    good, damaged = scan(f"{bucket}/broken/checkpoints", verify=True)
+    good, damaged = list_checkpoints(f"{bucket}/broken/checkpoints", verify=True)
     assert [one.step for one in good] == [3, 4] and not damaged
     mine, wanted = adapter(tmp_path / "resumed"), adapter(tmp_path / "whole")
     assert mine.keys() == wanted.keys() and any(bool(tensor.any()) for tensor in wanted.values())

@@ -16,7 +16,7 @@ from tpu_kit.machine import calibration
 from tpu_kit.machine.calibration import Calibration
 from tpu_kit.planning.planner import plan
 from tpu_kit.planning.preflight import check_before_launch
-from tpu_kit.planning.report import report
+from tpu_kit.planning.report import format_plans
 
 GIB = 2**30
 
@@ -39,7 +39,7 @@ def measured(tmp_path: Path, **found: object) -> Calibration:
 
 def test_plan_uses_what_was_measured_and_says_so(config: TrainConfig, tmp_path: Path) -> None:
     (before,) = plan(config)
-    assert "Time is a roofline and was not measured; assumed" in report(config, [before], details=True)
+    assert "Time is a roofline and was not measured; assumed" in format_plans(config, [before], details=True)
     known = measured(tmp_path, memory=1.25, time=1.5)
     (after,) = plan(config)
     assert after.time and before.time and after.time.seconds == pytest.approx(1.5 * before.time.seconds)
@@ -47,7 +47,7 @@ def test_plan_uses_what_was_measured_and_says_so(config: TrainConfig, tmp_path: 
     assert after.where.limit == int(before.where.limit / 1.25), "each byte by the compiler's count takes 1.25"
     assert after.advice and before.advice and after.advice.largest_batch < before.advice.largest_batch
     assert str(known) in after.note and "memory 1.25 of the compiler's figure, step time 1.50 of the" in after.note
-    text, peak = report(config, [after], details=True), after.peak_bytes / GIB
+    text, peak = format_plans(config, [after], details=True), after.peak_bytes / GIB
     assert f"peak {peak:.2f} GiB predicted, {1.25 * peak:.2f} as measured on this machine, of 15.75" in text
     assert f"step {before.time.seconds:.3f} s predicted, {after.time.seconds:.3f} as measured on this machine" in text
     assert "Time is a roofline, of v5litepod-1 times what was measured on this machine" in text
@@ -60,7 +60,9 @@ def test_less_memory_than_the_compiler_says_makes_no_room(config: TrainConfig, t
     measured(tmp_path, memory=0.8)
     (after,) = plan(config)
     assert after.where.limit == before.where.limit
-    assert f"{0.8 * after.peak_bytes / GIB:.2f} as measured on this machine" in report(config, [after], details=True)
+    assert f"{0.8 * after.peak_bytes / GIB:.2f} as measured on this machine" in format_plans(
+        config, [after], details=True
+    )
 
 
 def test_before_a_training_the_outlook_says_it(config: TrainConfig, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from tpu_kit.cli import main
 from tpu_kit.machine.storage.object_store import ObjectFolder, at_hand, join
-from tpu_kit.training.checkpoint.manager import CheckpointManager, scan
+from tpu_kit.training.checkpoint.manager import CheckpointManager, list_checkpoints
 from tpu_kit.training.checkpoint.manifest import seal, unseal
 
 READERS = {
@@ -64,7 +64,7 @@ def test_a_manifest_that_names_files_outside_of_its_checkpoint_is_damaged(
         about = unseal(content, file, place)
         evil = seal(about | {"files": about["files"] | {name: {"bytes": 4, "sha256": "0", "md5": "0"}}}).encode()
         good.source.write(file, evil)
-        found, damaged = scan(place, verify=True)
+        found, damaged = list_checkpoints(place, verify=True)
         assert not found and damaged[0].reason.endswith("no run has written that") and repr(name) in damaged[0].reason
         with pytest.raises(ValueError, match="no run has written that"):
             manager.newest()
@@ -76,8 +76,8 @@ def test_a_place_may_have_special_characters(request: pytest.FixtureRequest, tmp
     with CheckpointManager(place, keep=1) as manager:
         for step in (1, 2):
             manager.save(step, {"x": {"a": torch.tensor(step)}}, {}, {})
-    ((found,), damaged) = scan(place, verify=True)
+    ((found,), damaged) = list_checkpoints(place, verify=True)
     assert (found.step, damaged) == (2, []) and found.tensors("x") == {"a": torch.tensor(2)}
     with CheckpointManager(place, keep=1) as manager:
         manager.restart()
-        assert manager.newest() is None and [found.step for found in scan(f"{place}.previous")[0]] == [2]
+        assert manager.newest() is None and [found.step for found in list_checkpoints(f"{place}.previous")[0]] == [2]

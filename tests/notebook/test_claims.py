@@ -40,7 +40,7 @@ def test_the_claims_hold_on_the_plain_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert verify.report(load_config(None, CPU), "report.json", claims=True) == 0
+    assert verify.print_report(load_config(None, CPU), "report.json", claims=True) == 0
     said = capsys.readouterr().out
     assert "3 of 3 claims of the README hold here" in said
     assert [check.status for check in check_claims(load_config(None, CPU), questions=20)].count("ok") == 3

@@ -13,7 +13,7 @@ import pytest
 from tests.support.child_processes import REPOSITORY, run_python
 from tests.support.kernels import make_overlay, run_cell, started, write_kernel
 from tpu_kit.machine.checks import Machine
-from tpu_kit.training.checkpoint.manager import scan
+from tpu_kit.training.checkpoint.manager import list_checkpoints
 from tpu_kit.training.metrics import read_metrics
 
 needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
@@ -78,7 +78,7 @@ def test_an_interrupted_cell_saves_ends_its_processes_and_goes_on(where: dict[st
         found = re.search(r"stopped at step (\d+) of 5000 \(SIGINT received\)", text)
         assert found and "run this again: the same cell" in text, text
         step = int(found[1])
-        (saved,) = scan(folder / "checkpoints", verify=True)[0]
+        (saved,) = list_checkpoints(folder / "checkpoints", verify=True)[0]
         assert saved.step == read_metrics(folder)[-1]["step"] == step
         assert descendants(pid) == before
 

@@ -23,7 +23,7 @@ from tpu_kit.planning.cost import link_seconds, predicted_collectives, step_time
 from tpu_kit.planning.mesh_choice import largest_models, placed
 from tpu_kit.planning.planner import Plan, plan
 from tpu_kit.planning.preflight import check_before_launch
-from tpu_kit.planning.report import collective_rows, mesh_lines, next_parameters, report, tensor_rows
+from tpu_kit.planning.report import collective_rows, format_plans, mesh_lines, next_parameters, tensor_rows
 
 SLICE = "v5litepod-8"
 SHARDED = [one for one in ANSWERS if "collectives" in one]
@@ -129,7 +129,7 @@ def test_the_largest_models_of_a_slice(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_a_plan_shows_devices_shards_and_collectives(capsys: pytest.CaptureFixture[str]) -> None:
     found = planned("mesh=fsdp=4,model=2", "batch_size=1")
-    text = report(found.config, [found], details=True)
+    text = format_plans(found.config, [found], details=True)
     assert "mesh fsdp=4,model=2: devices [[0, 1], [2, 3], [4, 5], [6, 7]] by fsdp, model; rows divided by 4" in text
     rows = {str(row["tensor"]): row for row in tensor_rows(found)}
     gate = rows["layers.*.mlp.gate_proj.base_layer.weight"]
@@ -227,7 +227,7 @@ def test_a_shipped_configuration_compiles(name: str) -> None:
     (found,) = plan(load_config(name), [where], exact=True)
     assert found.source == "compiler" and found.fits and found.peak_bytes <= most * 2**30
     assert found.compiled["step"].topology == found.where.topology
-    text = report(found.config, [found], details=True)
+    text = format_plans(found.config, [found], details=True)
     assert "all-gather" in text and "synchronous" in text and "s predicted" in text
 
 

@@ -34,7 +34,7 @@ from tpu_kit.planning.compiler.compile_check import Compiled, CompilerUnavailabl
 from tpu_kit.planning.cost import step_time, work
 from tpu_kit.planning.memory.memory_estimate import Memory, estimate
 from tpu_kit.planning.planner import best_batch, plan
-from tpu_kit.planning.report import report
+from tpu_kit.planning.report import format_plans
 from tpu_kit.planning.run_cost import count_rows, time_plan
 from tpu_kit.planning.run_on_slice import largest
 
@@ -285,7 +285,9 @@ def test_the_pick_is_verified(small: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(compile_check, "compile_step", compile_step)
     (found,) = plan(run(small, "batch_size=auto", "remat=full"), exact=True)
-    assert "  each start compiles the step: 2.0 min on this machine\n" in report(found.config, [found], details=True)
+    assert "  each start compiles the step: 2.0 min on this machine\n" in format_plans(
+        found.config, [found], details=True
+    )
     assert found.config.optim.batch_size == 4
     assert (found.source, found.fits, found.peak_bytes) == ("compiler", True, 8 * 2**30)
     assert asked[:2] == [8, 4] and len(asked) <= 4
@@ -631,7 +633,7 @@ def test_hours_by_characters_without_a_tokenizer(small: Path, tmp_path: Path) ->
     (found,) = plan(run(small, f"source={tmp_path}/rows.jsonl", "batch_size=4", "eval_rows=0"))
     assert found.updates == math.ceil(1000 * 800 / 4 / 1024) // 4
     assert "its rows were counted by 4 characters a token, as its tokenizer is not here" in found.unknown
-    assert found.run.run_hours is not None and "Hours and cost: model.name=" in report(found.config, [found])
+    assert found.run.run_hours is not None and "Hours and cost: model.name=" in format_plans(found.config, [found])
 
 
 def test_what_services_give_away(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -647,7 +649,7 @@ def test_what_services_give_away(small: Path, capsys: pytest.CaptureFixture[str]
 
 def test_changes_that_do_not_suffice_say_so(tmp_path: Path) -> None:
     (found,) = plan(load_config(None, ["model.name=meta-llama/Llama-3.1-70B-Instruct"]))
-    text = report(found.config, [found])
+    text = format_plans(found.config, [found])
     assert "does not fit v5litepod-1" in text and "8 changes together do not suffice: they leave 41.13 GiB, of" in text
     assert "To train there" not in text
 

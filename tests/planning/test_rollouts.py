@@ -27,7 +27,7 @@ from tpu_kit.planning.memory.memory_estimate import estimate
 from tpu_kit.planning.oom_recovery import next_setting, out_of_memory, suggestion
 from tpu_kit.planning.planner import Plan, plan
 from tpu_kit.planning.preflight import check_before_launch
-from tpu_kit.planning.report import report
+from tpu_kit.planning.report import format_plans
 from tpu_kit.planning.rollouts import cache_bytes, program_rows, rollout_of, update_plan
 from tpu_kit.training.losses.policy_gradient import Sampled, pack
 
@@ -77,7 +77,7 @@ def test_the_report_and_its_figures(small: Path, capsys: pytest.CaptureFixture[s
     seconds = values["step_seconds"]
     assert 0 < values["rollout_seconds"] < seconds and values["tokens_per_second"] == 128 * 512 / seconds
     assert values["run_hours"] == pytest.approx(100 * seconds / 3600)
-    text = report(found.config, [found], details=True)
+    text = format_plans(found.config, [found], details=True)
     for line in (
         "up to 7 programs: 3 prefill, 1 samples, 1 decode, 1 accumulate, 1 apply",
         "a rollout of a replica reads 16 prompts of up to 256 tokens and decodes 128 completions of up to 512, in a "
@@ -232,7 +232,7 @@ def test_a_pass_that_the_compiler_refuses_becomes_smaller(small: Path, monkeypat
     # In these answers each program has a byte of code.
     others, decode = sum(one.code for one in found.memory.programs if one.name != "decode"), rows[2]
     assert decode["compiler_bytes"] == decode["formula_bytes"] - others + len(rows) - 1
-    text = report(found.config, [found], details=True)
+    text = format_plans(found.config, [found], details=True)
     assert "GiB by compiler" in text and "each start compiles the programs: 0.2 min on this machine" in text
     asked.clear()
     (found,) = plan(run(small, "remat=full", "batch_size=64"), exact=True)
@@ -278,7 +278,7 @@ def test_a_teacher_scores_one_sample_of_each_prompt(small: Path) -> None:
     assert [*of] == ["prefill", "decode", "accumulate", "apply"]  # no copy: the cache of the prompts is decoded in
     assert "prompt_cache" in of["decode"].arguments and "teacher_weights" in of["decode"].beside
     assert of["accumulate"].arguments["teacher_weights"] == of["decode"].beside["teacher_weights"] > 0
-    assert "decodes 16 completions of up to 512" in report(config, [found], details=True)
+    assert "decodes 16 completions of up to 512" in format_plans(config, [found], details=True)
     *_, row = diagnose(config)
     assert row.found == "16 prompts x 1 completions a rollout, judged by the teacher"
 

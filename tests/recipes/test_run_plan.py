@@ -33,7 +33,7 @@ from tpu_kit.machine.checks import Machine
 from tpu_kit.recipes import problems, sft
 from tpu_kit.recipes.replica import fine_tune
 from tpu_kit.recipes.run_plan import RunPlan, plan_run
-from tpu_kit.training.checkpoint.manager import scan
+from tpu_kit.training.checkpoint.manager import list_checkpoints
 
 needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
 
@@ -59,7 +59,7 @@ def test_a_plan_can_be_sent_and_holds_no_tensors(world: Path, tmp_path: Path) ->
     again = pickle.loads(buffer.getvalue())
     assert str(again) == str(plan) and again.to_dict() == plan.to_dict() and again.facts() == plan.facts()
     assert (plan.updates, plan.left, plan.rows) == (4, 2, len(prepared.train)) and plan.resume_point.step == 2
-    assert plan.resume_point.is_of(scan(plan.config.checkpoints_place)[0][-1])
+    assert plan.resume_point.is_of(list_checkpoints(plan.config.checkpoints_place)[0][-1])
     assert buffer.tell() < 2**16
 
 
@@ -231,7 +231,7 @@ def test_a_hub_that_moves_on_after_the_plan_changes_nothing(
     sft.train(run(world, tmp_path / "run", **settings))
     (plan,) = plans
     assert plan.config.model.revision == plan.teacher.revision == old
-    (saved, *_) = scan(tmp_path / "run/checkpoints")[0]
+    (saved, *_) = list_checkpoints(tmp_path / "run/checkpoints")[0]
     assert saved.document("base")["commit"] == saved.document("teacher")["commit"] == old
     meanwhile()
     assert sft.train(run(world, tmp_path / "run", max_steps=3, **settings)).step == 3  # of the commits it began with

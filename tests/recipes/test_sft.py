@@ -428,7 +428,7 @@ def test_a_run_that_does_not_recover_ends_and_leaves_no_poisoned_checkpoint(conf
         run_poisoned(config, from_step=5)
     assert "and the last 11 updates, from step 5 on, were all skipped" in str(caught.value)
     assert "lower optim.learning_rate" in str(caught.value)
-    good, _ = manager.scan(config.output_path / "checkpoints")
+    good, _ = manager.list_checkpoints(config.output_path / "checkpoints")
     assert [found.step for found in good] == [2]
 
 
@@ -442,7 +442,7 @@ def test_a_short_run_whose_updates_are_all_skipped_has_not_finished(configure: C
 def test_a_checkpoint_waits_for_an_update_that_is_applied(configure: Configure) -> None:
     config = configure(save_steps=3, keep=9)
     run_poisoned(config)
-    good, _ = manager.scan(config.output_path / "checkpoints")
+    good, _ = manager.list_checkpoints(config.output_path / "checkpoints")
     assert [found.step for found in good] == [4, 6]
 
 
@@ -455,7 +455,7 @@ def test_a_preemption_after_a_skipped_update_saves_and_loses_nothing(
         told.setattr(PreemptionGuard, "should_run", lambda self, step: step <= 3)
         preempted = run_poisoned(config)
     assert (preempted["status"], preempted["step"]) == ("preempted", 3)
-    assert [found.step for found in manager.scan(config.output_path / "checkpoints")[0]] == [3]
+    assert [found.step for found in manager.list_checkpoints(config.output_path / "checkpoints")[0]] == [3]
     assert run_poisoned(config)["metrics"]["skipped_updates"] == 1
     adapters = [load_file(one.output_path / "adapter" / "adapter_model.safetensors") for one in (config, whole)]
     torch.testing.assert_close(*adapters, rtol=0, atol=0)
@@ -466,7 +466,7 @@ def test_hosts_that_save_parts_follow_the_clock_of_host_0(configure: Configure) 
     """The clock of the other host never says that `save_minutes` have passed."""
     config = configure(num_replicas=2, batch_size=1, max_steps=3, keep=9, eval_rows=0)
     launch(training_functions.saves_by_two_clocks, config)
-    good, damaged = manager.scan(config.output_path / "checkpoints", verify=True)
+    good, damaged = manager.list_checkpoints(config.output_path / "checkpoints", verify=True)
     assert [found.step for found in good] == [1, 2, 3] and not damaged
     assert {"training-0.safetensors", "training-1.safetensors"} < good[0].files.keys()
 

@@ -26,7 +26,7 @@ import torch
 
 from tests.support import faults
 from tpu_kit.machine.storage.object_store import ObjectFolder, is_url, join
-from tpu_kit.training.checkpoint.manager import CheckpointManager, scan
+from tpu_kit.training.checkpoint.manager import CheckpointManager, list_checkpoints
 
 KEEP, KEEP_EVERY = 2, 4
 
@@ -58,8 +58,8 @@ def write(place: Path | str, tell: Callable[[int], None], die_at: int | None, to
 
 def check(place: Path | str, tell: Callable[[int], None]) -> None:
     """Reads all that is there, as a reader beside it and as the next writer; tells the newest step."""
-    # What `scan` sees is what anyone sees; `newest` may put right what it may change.
-    good, damaged = scan(place, verify=True)
+    # What `list_checkpoints` sees is what anyone sees; `newest` may put right what it may change.
+    good, damaged = list_checkpoints(place, verify=True)
     assert not damaged, damaged
     with CheckpointManager(place, KEEP, KEEP_EVERY) as store:
         found = store.newest()

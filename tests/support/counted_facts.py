@@ -26,7 +26,7 @@ from tpu_kit.recipes import distillation, grpo, replica, sft
 
 FACTS = {
     "the device": ("tpu_kit.distributed.detection", "detect"),
-    "the listing of checkpoints": ("tpu_kit.training.checkpoint.manager", "scan"),
+    "the listing of checkpoints": ("tpu_kit.training.checkpoint.manager", "list_checkpoints"),
     "the confirmation of rank 0": ("tpu_kit.training.checkpoint.manager", "CheckpointManager.newest"),
     "identity of the weights": ("tpu_kit.model.weights.base_identity", "identify"),
     "the model's configuration": ("tpu_kit.model.weights.source", "read_config"),

@@ -20,7 +20,7 @@ from typing import Any
 
 from tests.support.child_processes import PYTHONPATH, child_environment
 from tests.support.object_store import Proxy, free_port
-from tpu_kit.training.checkpoint.manager import scan
+from tpu_kit.training.checkpoint.manager import list_checkpoints
 
 TINY: Mapping[str, Any] = {
     "model.name": "embedded", "base_dtype": "fp32", "lora.r": 4, "source": "synthetic", "data.split": "train[:64]",
@@ -151,7 +151,7 @@ class Rehearsal:
 
 def steps(output_dir: str) -> list[int]:
     """The steps of a run's checkpoints, all of whose bytes are right."""
-    good, damaged = scan(f"{output_dir}/checkpoints", verify=True)
+    good, damaged = list_checkpoints(f"{output_dir}/checkpoints", verify=True)
     assert not damaged, damaged
     return [found.step for found in good]
 

@@ -23,7 +23,7 @@ from tpu_kit.generation.reference_check import _adapted_copy, _of_transformers, 
 from tpu_kit.model import causal_lm as models
 from tpu_kit.model import trainable
 from tpu_kit.model.loop import layer_calls, layer_scan
-from tpu_kit.model.loop.layer_calls import layers_of
+from tpu_kit.model.loop.layer_calls import decoder_layers
 from tpu_kit.model.weights.source import load_tokenizer, read_config
 from tpu_kit.training.objectives import SupervisedObjective
 from tpu_kit.training.state import TrainState
@@ -241,7 +241,7 @@ def own_decoder(config: TrainConfig) -> dict[str, Any]:
     torch.manual_seed(0)
     model = trainable.adapt(OwnForCausalLM(OwnConfig(**sizes)), config.lora, "fp32", seed=1).train()
     state = prepare_model(model, config, rt)
-    layers = str(layers_of(models.base_model(model).get_decoder())[1])
+    layers = str(decoder_layers(models.base_model(model).get_decoder())[1])
     for number in (1, 2, 3):
         scalars = rt.put([control(1e-2, number, float(number > 1))])[0]
         (batch,) = rt.to_device([rows(4, seed=number)])

@@ -33,7 +33,7 @@ from tpu_kit.training import objectives, step, trainer
 from tpu_kit.training.checkpoint import host_parts
 from tpu_kit.training.objectives import Sums, SupervisedObjective
 from tpu_kit.training.optimizer import OPTIMIZERS
-from tpu_kit.training.state import Report, TrainState, sections
+from tpu_kit.training.state import TrainState, UpdateSums, sections
 from tpu_kit.training.step import train_step
 
 OPTIM = OptimConfig(learning_rate=1e-2, weight_decay=0.1, beta2=0.99, max_grad_norm=1.0, loss_chunk=16)
@@ -91,9 +91,9 @@ def contents(state: TrainState) -> dict[str, torch.Tensor]:
     return found | {"usual": torch.tensor(report_of(state).usual)}
 
 
-def report_of(state: TrainState) -> Report:
+def report_of(state: TrainState) -> UpdateSums:
     """The numbers of a state's report."""
-    return Report.unpack(state.report.tolist())
+    return UpdateSums.unpack(state.report.tolist())
 
 
 def _sent(rt: Runtime, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

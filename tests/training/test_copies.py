@@ -12,7 +12,7 @@ import torch
 
 from tpu_kit.machine.storage.object_store import ObjectFolder, parent
 from tpu_kit.training.checkpoint import manager, manifest
-from tpu_kit.training.checkpoint.manager import CheckpointManager, remains, scan
+from tpu_kit.training.checkpoint.manager import CheckpointManager, list_checkpoints, remains
 
 
 def save(store: CheckpointManager, step: int) -> None:
@@ -29,7 +29,7 @@ def steps(place: Path | str) -> list[int]:
     for one in found:
         assert torch.equal(one.tensors("x")["a"], torch.full((50,), float(one.step)))
         assert one.document("state") == {"step": one.step}
-    assert [one.step for one in scan(place, verify=True)[0]] == [one.step for one in found]
+    assert [one.step for one in list_checkpoints(place, verify=True)[0]] == [one.step for one in found]
     return [one.step for one in found]
 
 
@@ -66,7 +66,7 @@ def test_a_run_goes_on_wherever_it_is_copied_to(tmp_path: Path, bucket: str) -> 
 
     ObjectFolder(there).write(f"{leftover}/manifest.json", json.dumps(about).encode())
     download(there, second)
-    assert [one.step for one in scan(second)[0]] == [2, 4]
+    assert [one.step for one in list_checkpoints(second)[0]] == [2, 4]
     upload(second, elsewhere)
     assert steps(elsewhere) == [2, 4] and not any(leftover in name for name in ObjectFolder(elsewhere).list())
     with CheckpointManager(second, keep=9) as store:
@@ -159,7 +159,7 @@ def test_what_is_no_whole_checkpoint_is_never_nothing(
             ):
                 store.newest()
             assert told in str(refused.value) and str(refused.value).endswith("(which moves the old checkpoints aside)")
-        manager.report(str(parent(place)))
+        manager.print_checkpoints(str(parent(place)))
         said = capsys.readouterr().out
         assert told in said or "corrupt" in told
         with CheckpointManager(place, keep=9) as store:
@@ -191,7 +191,9 @@ def test_checkpoints_on_another_disk(tmp_path: Path) -> None:
     with CheckpointManager(run / "checkpoints", keep=1) as store:
         save(store, 1)
         store.restart()
-        assert store.newest() is None and [one.step for one in scan(disk.with_name("ck.previous"))[0]] == [1]
+        assert store.newest() is None and [one.step for one in list_checkpoints(disk.with_name("ck.previous"))[0]] == [
+            1
+        ]
         save(store, 2)
     shutil.move(disk / "step-00000002", tmp_path / "elsewhere")
     (disk / "step-00000002").symlink_to(tmp_path / "elsewhere")

@@ -51,7 +51,7 @@ def assert_best(config: TrainConfig, done: int) -> None:
     assert every is not None
     evaluated = [step for step in range(1, done + 1) if step % every == 0 or step == total]
     best = min(evaluated, key=lambda step: LOSSES[step - 1])
-    found, damaged = manager.scan(config.checkpoints_place, verify=True)
+    found, damaged = manager.list_checkpoints(config.checkpoints_place, verify=True)
     assert not damaged
     assert manifest.best_of(found) is next(one for one in found if one.step == best)
     for one in found:
@@ -80,9 +80,9 @@ def test_the_best_checkpoint_is_that_of_the_best_evaluation(
     assert_best(config, 7)
 
     capsys.readouterr()
-    manager.report(config.output_dir or "", as_json=True)
+    manager.print_checkpoints(config.output_dir or "", as_json=True)
     (best,) = (one for one in json.loads(capsys.readouterr().out)["complete"] if one["best"])
-    manager.report(config.output_dir or "")
+    manager.print_checkpoints(config.output_dir or "")
     assert capsys.readouterr().out.count("best") == 1
     assert (result.metrics["eval_loss"], result.metrics["eval_step"]) == (LOSSES[best["step"] - 1], best["step"])
     assert best["metrics"]["eval_loss"] == result.metrics["eval_loss"]
@@ -166,7 +166,7 @@ def test_the_seconds_of_a_run_are_those_of_all_its_launches(
         kill(killed, 5)
         with pytest.raises(RuntimeError, match="killed"):
             sft.train(config)
-    (found,), _ = manager.scan(config.checkpoints_place)
+    (found,), _ = manager.list_checkpoints(config.checkpoints_place)
     before = found.document("state")["train_seconds"]
     result = sft.train(config)
     assert before > 0.3 and result.metrics["train_seconds"] > before + 0.3
@@ -183,5 +183,5 @@ def test_the_best_weights_of_a_run_that_evaluated_at_its_end_alone(
     longer = sft.train(replace(config, optim=replace(config.optim, max_steps=6, eval_steps=2)))
     assert (longer.step, longer.metrics["eval_loss"], longer.metrics["eval_step"]) == (6, 1.0, 3)
     assert adapter_of(longer) == adapter
-    found, _ = manager.scan(config.checkpoints_place)
+    found, _ = manager.list_checkpoints(config.checkpoints_place)
     assert [(one.step, one is manifest.best_of(found)) for one in found] == [(3, True), (6, False)]

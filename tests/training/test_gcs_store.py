@@ -30,7 +30,7 @@ from tpu_kit.machine.storage import object_store
 from tpu_kit.machine.storage.object_store import ObjectFolder, at_hand, is_url, join, upload
 from tpu_kit.training.checkpoint import manager, manifest
 from tpu_kit.training.checkpoint.gcs_store import BucketStore
-from tpu_kit.training.checkpoint.manager import CheckpointManager, scan
+from tpu_kit.training.checkpoint.manager import CheckpointManager, list_checkpoints
 from tpu_kit.training.checkpoint.manifest import Checkpoint, DamagedError
 
 
@@ -85,7 +85,7 @@ def test_round_trip(place: str) -> None:
         assert found.size == sum(sizes[f"{prefix}/{name}"][0] for name in names)
         with pytest.raises(ValueError, match=r"holds no ema\.safetensors; it holds adapter_model"):
             found.tensors("ema")
-    ((other,), damaged) = scan(place, verify=True)  # another process, or another rank
+    ((other,), damaged) = list_checkpoints(place, verify=True)  # another process, or another rank
     assert_is_step(other, 7)
     assert damaged == []
 
@@ -112,7 +112,7 @@ def test_retention_deletes_after_the_next_is_complete(place: str, monkeypatch: p
             remove(self, [name])
             if name.startswith("owner-"):
                 continue
-            good, damaged = scan(place, verify=True)
+            good, damaged = list_checkpoints(place, verify=True)
             assert damaged == []
             seen.append([found.step for found in good])
 
@@ -176,7 +176,7 @@ def test_restart_puts_the_earlier_run_out_of_the_way(place: str) -> None:
             save(store, step)
             store.restart()
             assert store.newest() is None and objects(place) == []
-            ((found,), damaged) = scan(f"{place}.previous", verify=True)
+            ((found,), damaged) = list_checkpoints(f"{place}.previous", verify=True)
             assert_is_step(found, step)
             assert damaged == []
 
@@ -192,19 +192,19 @@ def test_withdraw(place: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_list(place: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert manager.report(place) == 0
+    assert manager.print_checkpoints(place) == 0
     assert capsys.readouterr().out == f"no checkpoints in {place}/checkpoints\n"
     with CheckpointManager(place, keep=3) as store:
         save(store, 5, best=True, loss=1.25)
         save(store, 1000, loss=0.75)
         for argument in (place, place.removesuffix("/checkpoints")):
-            assert manager.report(argument) == 0
+            assert manager.print_checkpoints(argument) == 0
             first, second = [line.split() for line in capsys.readouterr().out.splitlines()]
             assert first == ["step", "5", "0.0", "MB", "0", "s", "complete,", "best", "loss", "1.25"]
             assert second[:2] == ["step", "1,000"]
         file = f"{store.complete()[1].path}/state.json"
         ObjectFolder(place).write(file.removeprefix(f"{place}/"), b'{"step": 9999}')
-        assert manager.report(place, verify=True, as_json=True) == 1
+        assert manager.print_checkpoints(place, verify=True, as_json=True) == 1
         listed = json.loads(capsys.readouterr().out)
         assert [found["step"] for found in listed["complete"]] == [5]
         assert listed["complete"][0]["path"].startswith(f"{place}/step-00000005-")
@@ -213,7 +213,7 @@ def test_list(place: str, capsys: pytest.CaptureFixture[str]) -> None:
             "path": file.removesuffix("/state.json"),
             "reason": f"{file} is not what was written: its MD5 is another",
         }
-    assert manager.report("gs://no-such-bucket-of-mine/run") == 1
+    assert manager.print_checkpoints("gs://no-such-bucket-of-mine/run") == 1
     assert "there is no bucket gs://no-such-bucket-of-mine: make it" in capsys.readouterr().err
 
 
@@ -354,7 +354,7 @@ def test_writer_of_another_machine_is_replaced_at_once_and_cannot_commit(
             told = says(first, "refused")
             holder = f"process {os.getpid()} on {socket.gethostname()}"
             assert told.startswith(f"{place} is being written to by {holder}: end that one first")
-            assert steps(store) == [3, 5] and scan(place)[1] == []
+            assert steps(store) == [3, 5] and list_checkpoints(place)[1] == []
         assert {name[:13] for name in objects(place)} == {"step-00000003", "step-00000005"}
 
 
@@ -409,7 +409,7 @@ def test_of_two_writers_at_once_one_wins(place: str) -> None:
             assert len(won) == 1, ends
             told = f"lost {place} is being written to by process {won[0].pid} on {socket.gethostname()}"
             assert all(line.startswith(told) for process, line in ends.items() if process not in won), ends
-            good, damaged = scan(place, verify=True)
+            good, damaged = list_checkpoints(place, verify=True)
             assert good[-1].step == step and damaged == []
 
 
@@ -423,7 +423,7 @@ save(store, 2)
     with child(source, place) as first:
         says(first, "uploaded")
         assert len(objects(place)) == 4, "the files of step 2, which does not count yet"
-        assert [found.step for found in scan(place)[0]] == [1]
+        assert [found.step for found in list_checkpoints(place)[0]] == [1]
         first.kill()
     folder = ObjectFolder(place)
     folder.write("notes/mine.txt", b"not ours")
@@ -478,7 +478,7 @@ def test_dropped_connections_in_mid_upload(proxy: Proxy, impatient: None) -> Non
             store.wait()
             assert proxy.cuts == times
             proxy.cut(0, 0)
-            ((found,), damaged) = scan(place, verify=True)
+            ((found,), damaged) = list_checkpoints(place, verify=True)
             assert found.step == step and damaged == []
             assert torch.equal(found.tensors("x")["a"], torch.full((numbers,), float(step)))
         assert len(objects(place)) == 2

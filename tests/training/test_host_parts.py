@@ -22,7 +22,7 @@ from tpu_kit.distributed.replica.backends import CpuRuntime
 from tpu_kit.distributed.replica.mesh import Box, boxes, use_mesh
 from tpu_kit.training.checkpoint import host_parts as parts_module
 from tpu_kit.training.checkpoint.local_store import FolderStore
-from tpu_kit.training.checkpoint.manager import CheckpointManager, HostParts, scan
+from tpu_kit.training.checkpoint.manager import CheckpointManager, HostParts, list_checkpoints
 from tpu_kit.training.optimizer import OPTIMIZERS
 from tpu_kit.training.state import TrainState, joined, read_tensors
 
@@ -114,7 +114,7 @@ def test_the_parts_of_all_hosts_are_the_state_of_one(tmp_path: Path, optimizer: 
         for hosts in (2, 4):
             save(tmp_path / str(hosts), hosts, 3, 1, state, specs)
     for hosts in (2, 4):
-        ((found,), damaged) = scan(tmp_path / str(hosts), verify=True)
+        ((found,), damaged) = list_checkpoints(tmp_path / str(hosts), verify=True)
         assert not damaged and found.step == 3
         written = [found.tensors(f"training-{host}") for host in range(hosts)]
         assert len(list(filter(None, written))) == 2  # the devices of the other hosts hold second replicas
@@ -137,13 +137,13 @@ def test_a_lost_host_leaves_the_previous_checkpoint(place: Path | str, monkeypat
             short.setattr(parts_module, "PATIENCE", 0.5)
             with pytest.raises(OSError, match=r"training-1.json have not come within 0.5 s.* step 3 stays good"):
                 save(place, 2, 6, 1, state, specs, absent=1)
-            assert [one.step for one in scan(place, verify=True)[0]] == [3]
+            assert [one.step for one in list_checkpoints(place, verify=True)[0]] == [3]
             with pytest.raises(OSError, match=r"training-1.json have not come"):  # the other launch's are no use
                 save(place, 2, 3, 2, state, specs, absent=1)
-        assert [one.step for one in scan(place, verify=True)[0]] == [3]
+        assert [one.step for one in list_checkpoints(place, verify=True)[0]] == [3]
         save(place, 4, 6, 3, state, specs)
         CheckpointManager(place, keep=3).close()  # removes what the lost hosts left
-    good, damaged = scan(place, verify=True)
+    good, damaged = list_checkpoints(place, verify=True)
     assert [one.step for one in good] == [3, 6] and not damaged
     assert sorted(good[1].files)[2:] == [f"training-{host}.safetensors" for host in range(4)]
     if isinstance(place, Path):
@@ -158,7 +158,7 @@ def test_a_part_that_cannot_be_written_ends_the_attempt(tmp_path: Path, monkeypa
         manager.wait()
     with pytest.raises(OSError, match="no room"):
         parts.wait()
-    assert scan(tmp_path) == ([], [])
+    assert list_checkpoints(tmp_path) == ([], [])
 
 
 def test_older_checkpoints_make_room_for_the_parts(
@@ -169,7 +169,7 @@ def test_older_checkpoints_make_room_for_the_parts(
         state, specs = example("adamw")
         for step in (1, 2):
             save(tmp_path, 2, step, step, state, specs)
-        size, write = scan(tmp_path)[0][0].size, FolderStore.write_part
+        size, write = list_checkpoints(tmp_path)[0][0].size, FolderStore.write_part
         blocks = 40_000  # of the documents, whose files `save` counts in blocks, and which may come after all parts
 
         def free() -> int:
@@ -183,5 +183,5 @@ def test_older_checkpoints_make_room_for_the_parts(
         monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free()))
         monkeypatch.setattr(FolderStore, "write_part", limited)
         save(tmp_path, 2, 3, 3, state, specs)
-    assert [found.step for found in scan(tmp_path, verify=True)[0]] == [2, 3]
+    assert [found.step for found in list_checkpoints(tmp_path, verify=True)[0]] == [2, 3]
     assert "is full: the checkpoint of step 1 makes room for step 3" in capsys.readouterr().err

@@ -25,7 +25,7 @@ from tests.support.child_processes import PYTHONPATH, child_environment, run_pyt
 from tpu_kit.config.loader import ConfigError
 from tpu_kit.machine.storage import atomic
 from tpu_kit.training.checkpoint import local_store, manager, manifest
-from tpu_kit.training.checkpoint.manager import CheckpointManager, scan
+from tpu_kit.training.checkpoint.manager import CheckpointManager, list_checkpoints
 from tpu_kit.training.checkpoint.manifest import DamagedError
 
 
@@ -247,7 +247,7 @@ def test_damaged_newest_is_set_aside(folder: Path, file: str, damage: str, capsy
         told = capsys.readouterr().err
         assert rejected.reason in told and "is set aside as step-00000002.corrupt" in told
         assert not broken.path.exists() and (folder / "step-00000002.corrupt").is_dir()
-        assert scan(folder, verify=True)[1] == []
+        assert list_checkpoints(folder, verify=True)[1] == []
 
         save(store, 2)  # the run goes on from step 1
         assert_is_step(store.newest(), 2)
@@ -260,12 +260,12 @@ def test_a_flipped_byte_anywhere_in_a_manifest_is_found(folder: Path) -> None:
     with CheckpointManager(folder, keep=1) as store:
         save(store, 2, loss=0.25)
     file = folder / "step-00000002" / "manifest.json"
-    content, (before,) = file.read_bytes(), scan(folder)[0]
+    content, (before,) = file.read_bytes(), list_checkpoints(folder)[0]
     for position in range(0, len(content), 3):
         changed = bytearray(content)
         changed[position] ^= 4
         file.write_bytes(changed)
-        good, damaged = scan(folder)
+        good, damaged = list_checkpoints(folder)
         assert len(damaged) == 1 or good == [before], bytes(changed[position - 9 : position + 9])
 
 
@@ -310,7 +310,7 @@ def test_format_of_a_newer_version_is_not_damage(folder: Path, capsys: pytest.Ca
         ):
             store.newest()
         assert file.exists() and store.rejected == []
-        assert manager.report(str(folder)) == 1
+        assert manager.print_checkpoints(str(folder)) == 1
         assert f"has format {manifest.FORMAT + 1}" in capsys.readouterr().err
 
 
@@ -331,7 +331,7 @@ def test_the_old_one_stays_until_the_new_one_is_complete(folder: Path, monkeypat
     sync = atomic.sync
 
     def watch(path: Path) -> None:
-        seen.append([found.step for found in scan(folder, verify=True)[0]])
+        seen.append([found.step for found in list_checkpoints(folder, verify=True)[0]])
         sync(path)
 
     with CheckpointManager(folder, keep=1) as store:
@@ -386,11 +386,11 @@ def test_restart_puts_the_earlier_run_out_of_the_way(folder: Path) -> None:
         save(store, 1)
         assert_is_step(store.newest(), 1)
         previous = folder.with_name("checkpoints.previous")
-        assert [found.step for found in scan(previous, verify=True)[0]] == [100]
+        assert [found.step for found in list_checkpoints(previous, verify=True)[0]] == [100]
         store.restart()
-        assert [found.step for found in scan(previous, verify=True)[0]] == [1]
+        assert [found.step for found in list_checkpoints(previous, verify=True)[0]] == [1]
         store.restart()
-        assert [found.step for found in scan(previous, verify=True)[0]] == [1]
+        assert [found.step for found in list_checkpoints(previous, verify=True)[0]] == [1]
 
 
 def test_withdraw_sets_aside_what_has_diverged(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -467,7 +467,7 @@ def test_old_one_comes_back_when_killed_between_two_renames(folder: Path) -> Non
     with CheckpointManager(folder, keep=1) as store:
         save(store, 4)
     (folder / "step-00000004").rename(folder / ".step-00000004.old")
-    assert [found.step for found in scan(folder)[0]] == [4]
+    assert [found.step for found in list_checkpoints(folder)[0]] == [4]
     with CheckpointManager(folder, keep=1) as store:
         assert_is_step(store.newest(), 4)
     assert (folder / "step-00000004").is_dir()
@@ -480,7 +480,7 @@ DISK = """
 import pathlib, subprocess, sys
 import torch
 from tpu_kit.training.checkpoint.manager import CheckpointManager
-from tpu_kit.training.checkpoint.manager import scan
+from tpu_kit.training.checkpoint.manager import list_checkpoints
 mount = pathlib.Path(sys.argv[1])
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", mount], check=True)
 folder = mount / "checkpoints"
@@ -489,7 +489,7 @@ def save(step, numbers, **named):
     store.save(step, {"x": {"a": torch.full((numbers,), float(step))}}, {}, {}, **named)
     store.wait()
 def complete():
-    good, damaged = scan(folder, verify=True)
+    good, damaged = list_checkpoints(folder, verify=True)
     assert not damaged and not list(folder.glob(".*.part"))
     return [found.step for found in good]
 def refused(step, numbers):
@@ -630,7 +630,7 @@ def test_limits_of_a_user(tmp_path: Path) -> None:
     *large, denied = done.stdout.splitlines()
     assert len(large) == 2
     assert all(line.startswith(f"{errno.EFBIG} File too large: the checkpoint of step 2 could not") for line in large)
-    assert [found.step for found in scan(folder, verify=True)[0]] == [1]
+    assert [found.step for found in list_checkpoints(folder, verify=True)[0]] == [1]
     assert denied == "theirs cannot be written to (Permission denied): set output_dir to a folder that can"
 
 
@@ -644,23 +644,23 @@ def test_list(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         save(store, 5, best=True, loss=1.25, eval_loss=1.5)
         save(store, 1000, loss=0.75)
         save(store, 1001)
-        assert manager.report(str(folder.parent)) == 0  # beside the writer, and by the run's folder
+        assert manager.print_checkpoints(str(folder.parent)) == 0  # beside the writer, and by the run's folder
         assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
             ["step", "5", "0.0", "MB", "3", "d", "complete,", "best", "loss", "1.25", "eval_loss", "1.5"],
             ["step", "1,000", "0.0", "MB", "10", "min", "complete", "loss", "0.75"],
             ["step", "1,001", "0.0", "MB", "0", "s", "complete"],
         ]
         flip(folder / "step-00001000" / "optimizer.safetensors")
-        assert manager.report(str(folder)) == 0
+        assert manager.print_checkpoints(str(folder)) == 0
         capsys.readouterr()
-        assert manager.report(str(folder), verify=True) == 1
+        assert manager.print_checkpoints(str(folder), verify=True) == 1
         printed = capsys.readouterr().out.splitlines()
         assert "verified, best" in printed[0] and "1,001" in printed[1]
         damaged = folder / "step-00001000" / "optimizer.safetensors"
         assert printed[2:] == [f"damaged: {damaged} is not what was written: its MD5 is another"]
         assert damaged.exists()  # a list changes nothing
 
-        assert manager.report(str(folder), verify=True, as_json=True) == 1
+        assert manager.print_checkpoints(str(folder), verify=True, as_json=True) == 1
         listed = json.loads(capsys.readouterr().out)
         first = listed["complete"][0]
         assert [found["step"] for found in listed["complete"]] == [5, 1001]
@@ -672,10 +672,10 @@ def test_list(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_list_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert manager.report(str(tmp_path)) == 0
+    assert manager.print_checkpoints(str(tmp_path)) == 0
     assert capsys.readouterr().out == f"no checkpoints in {tmp_path}\n"
     with pytest.raises(ConfigError, match="runs/none: no such folder"):
-        manager.report("runs/none")
+        manager.print_checkpoints("runs/none")
 
 
 # ----------------------------------------------------------------------------------------------------------- stock PEFT

@@ -27,7 +27,7 @@ from tpu_kit.model.weights.source import load_tokenizer
 from tpu_kit.recipes import replica, run_plan, sft
 from tpu_kit.training import resume
 from tpu_kit.training.checkpoint import manager
-from tpu_kit.training.checkpoint.manager import scan
+from tpu_kit.training.checkpoint.manager import list_checkpoints
 from tpu_kit.training.metrics import read_metrics
 
 # Neither the log (3) nor the epoch ends where the checkpoint (4) is written; dropout, the average and warm-up are on.
@@ -77,7 +77,7 @@ def test_resumed_equals_uninterrupted(where: dict[str, Any], tmp_path: Path) -> 
     assert second.metrics.get("compiles", 0) <= first.metrics.get("compiles", 0)
     # The first record after the checkpoint, too, has the tokens of its own seconds alone.
     trained = {record["step"]: record for record in read_metrics(again) if record["kind"] == "train"}
-    tokens = {0: 0, 4: manager.scan(again / "checkpoints")[0][0].document("state")["tokens"]}
+    tokens = {0: 0, 4: manager.list_checkpoints(again / "checkpoints")[0][0].document("state")["tokens"]}
     tokens |= {step: record["tokens"] for step, record in trained.items()}
     for start, end in ((0, 3), (4, 6), (6, 8)):
         seconds = trained[end]["step_seconds"] * (end - start)
@@ -215,7 +215,7 @@ def test_other_packages_and_another_objective_are_told(
     assert before.pop("own_loss:loss") != now.pop("own_loss:loss") and before == now and "torch" in now
     config = run_config(tmp_path / "run", max_steps=1, warmup_steps=0, date="2026-11-26")
     sft.train(config)
-    (saved,) = scan(config.checkpoints_place)[0]
+    (saved,) = list_checkpoints(config.checkpoints_place)[0]
     monkeypatch.setattr(resume, "installed_version", lambda name: "1.0" if name == "torch" else None)
     point = resume.ResumePoint.read(saved)
     (told,) = point.described(config, resume.Record({}, resume.versions(config)))

@@ -19,7 +19,7 @@ from tpu_kit.model import causal_lm as models
 from tpu_kit.model import trainable
 from tpu_kit.model.loop.layer_scan import stack
 from tpu_kit.training.objectives import SupervisedObjective
-from tpu_kit.training.state import Report, TrainState, restore, sections
+from tpu_kit.training.state import TrainState, UpdateSums, restore, sections
 from tpu_kit.training.step import SplitStep, _set_compiler, _update, eval_step, train_step
 
 CPU = torch.device("cpu")
@@ -302,7 +302,7 @@ def test_the_report_outlives_the_next_step() -> None:
     update(state, gradients(net, 1), control(0.1, 1, window_open=0.0), OPTIM, tokens=3.0)
     report, before = state.report, report_of(state)
     update(state, gradients(net, 2), control(0.1, 2, window_open=0.0), OPTIM, tokens=5.0)
-    assert Report.unpack(report.tolist()) == before != report_of(state)
+    assert UpdateSums.unpack(report.tolist()) == before != report_of(state)
     assert (before.usual, before.streak) == (2.0, 0.0)
 
 

@@ -16,7 +16,7 @@ from tpu_kit.machine.storage.object_store import ObjectFolder
 from tpu_kit.training.checkpoint import gcs_store
 from tpu_kit.training.checkpoint.gcs_store import BucketStore
 from tpu_kit.training.checkpoint.host_parts import BackgroundWriter
-from tpu_kit.training.checkpoint.manager import CheckpointManager, scan
+from tpu_kit.training.checkpoint.manager import CheckpointManager, list_checkpoints
 
 REQUESTS = ("find", "cat_file", "pipe_file", "put_file", "rm_file")
 LAST = 12
@@ -91,7 +91,7 @@ def campaign(seed: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> int:
     def read() -> None:
         nonlocal reached
         for _ in range(8):
-            good, damaged = scan(place, verify=True)
+            good, damaged = list_checkpoints(place, verify=True)
             assert not damaged, damaged
             now = good[-1].step if good else 0
             assert now >= reached, (now, reached)

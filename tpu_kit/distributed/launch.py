@@ -40,7 +40,7 @@ from tpu_kit.distributed.meeting import HostError, Meeting
 from tpu_kit.distributed.output import SafeStream
 from tpu_kit.distributed.preemption import Notices, StopFlag, launch_folder
 from tpu_kit.distributed.replica import cpu_simulation, runtime
-from tpu_kit.distributed.replica.worker import LAUNCHER, REFUSALS, Report
+from tpu_kit.distributed.replica.worker import LAUNCHER, REFUSALS, ReplicaMessage
 from tpu_kit.distributed.sending import payload_of
 from tpu_kit.machine.capacity import check_disk, check_memory
 from tpu_kit.machine.checks import Machine, check_holder, check_process, preset_per_process
@@ -138,7 +138,7 @@ class Supervisor:
     ) -> None:  # fmt: skip
         self._backend, self._folder, self._meeting = backend, folder, meeting or Meeting()
         self._hang_timeout, self._time_limit = hang_timeout, time_limit
-        self._reports: dict[str, Report] = {}  # by the file's name
+        self._reports: dict[str, ReplicaMessage] = {}  # by the file's name
         self._last_active = time.monotonic()
         self._stderr = ""  # the last 16,384 characters
 
@@ -179,7 +179,7 @@ class Supervisor:
     def _read(self) -> None:
         for path in sorted(self._folder.glob("[0-9]*")):
             if path.name not in self._reports:
-                self._reports[path.name] = Report.read(path)
+                self._reports[path.name] = ReplicaMessage.read(path)
 
     def _values(self, kind: str) -> dict[int, Any]:
         return {report.rank: report.value for report in self._reports.values() if report.kind == kind}
@@ -238,12 +238,12 @@ class Supervisor:
                 raise LaunchError(how + self._last_words())
             time.sleep(_LOOK)
 
-    def _failures(self) -> list[Report]:
+    def _failures(self) -> list[ReplicaMessage]:
         """The reports of failures, of causes first; without the end of a process whose own report says more."""
         reports, pids = self._reports.values(), self._values("started")
         explained = {pids.get(report.rank) for report in reports if report.kind in ("error", *REFUSALS)}
 
-        def is_failure(report: Report) -> bool:
+        def is_failure(report: ReplicaMessage) -> bool:
             if report.kind != "ended":
                 return report.kind in ("error", *REFUSALS)
             pid, status = report.value
@@ -301,7 +301,7 @@ class Supervisor:
         return LaunchError(f"{text}. The replicas were ended; what each thread was doing is printed above", rank)
 
 
-def _grade(report: Report) -> int:
+def _grade(report: ReplicaMessage) -> int:
     """Grades a failure: 0 for a process that a signal has ended, 1 for another cause, 2 for a consequence.
 
     The launcher ends the other replicas by SIGTERM. SIGABRT is no cause before others: XLA and NCCL end a process by it

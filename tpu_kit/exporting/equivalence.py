@@ -37,7 +37,7 @@ LOST = 0.5  # largest mean difference, as a share of the mean effect of tuning
 
 
 @dataclass(frozen=True)
-class Check:
+class LogitComparison:
     """The result of a comparison.
 
     Attributes:
@@ -101,7 +101,7 @@ def logits(model: torch.nn.Module, prompts: Sequence[Sequence[int]], positions: 
 def compare(
     tuned: Sequence[torch.Tensor], exported: Sequence[torch.Tensor], effect: float, stored: str, by: str,
     mixture: bool = False,
-) -> Check:  # fmt: skip
+) -> LogitComparison:  # fmt: skip
     """Compares logits of an export with those of the tuned model.
 
     Where rounding sends a token to other experts, the logits of that position change by several times the limit. Of
@@ -172,7 +172,7 @@ def run_llama_cpp(
 
 def compare_llama_cpp(
     model: torch.nn.Module, prompts: Sequence[Sequence[int]], answers: Sequence[Answer], effect: float, stored: str
-) -> Check:
+) -> LogitComparison:
     """Compares the log-probabilities of llama.cpp with those of the tuned model for the same tokens."""
     differences, same, spreads = [], [], []
     for ids, answer in zip(prompts, answers, strict=True):
@@ -189,9 +189,9 @@ def compare_llama_cpp(
 
 def _check(
     by: str, unit: str, differences: torch.Tensor, same: torch.Tensor, spread: torch.Tensor, effect: float, stored: str
-) -> Check:
+) -> LogitComparison:
     limit, least = LIMITS[stored]
-    return Check(
+    return LogitComparison(
         by, unit, len(same), float(differences.max()), limit * float(spread.mean()), float(same.float().mean()), least,
         float(differences.mean()), effect,
     )  # fmt: skip

@@ -20,7 +20,7 @@ import torch
 
 from tpu_kit.config.loader import load_config, read_yaml
 from tpu_kit.exporting.card import base_licence, hub_id, model_card
-from tpu_kit.exporting.equivalence import Check
+from tpu_kit.exporting.equivalence import LogitComparison
 from tpu_kit.exporting.hub.repository import HubRepository, Pushed
 from tpu_kit.exporting.options import DTYPES, ExportOptions, format_named
 from tpu_kit.exporting.tuned_model import HERE, Format, TunedModel, open_tuned
@@ -56,7 +56,7 @@ class Exported:
     format: str
     folder: str
     files: tuple[str, ...]
-    checks: tuple[Check, ...]
+    checks: tuple[LogitComparison, ...]
     notes: tuple[str, ...]
     pushed: Pushed | None = None
 

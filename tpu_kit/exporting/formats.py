@@ -12,7 +12,7 @@ import torch
 
 from tpu_kit.assets.embedded import model_dir
 from tpu_kit.config.loader import ModelConfig
-from tpu_kit.exporting.equivalence import Check, compare, logits, reload
+from tpu_kit.exporting.equivalence import LogitComparison, compare, logits, reload
 from tpu_kit.exporting.options import DTYPES
 from tpu_kit.exporting.streaming import StreamedModel
 from tpu_kit.exporting.tuned_model import HERE, Format, TunedModel, Written, accept, adapter_of
@@ -78,7 +78,7 @@ def _adapters_of_experts_in_vllm(tuned: TunedModel) -> str:
     )
 
 
-def merge(tuned: TunedModel) -> Check:
+def merge(tuned: TunedModel) -> LogitComparison:
     """Merges the adapter into the weights in fp32, in memory or as they are read, and compares the logits."""
     if tuned.streamed:
         tuned.streamed.merging = True
@@ -119,7 +119,7 @@ def for_vllm(tuned: TunedModel) -> Written:
     return Written(f"merged weights in {tuned.dtype} for vLLM", checks, notes, f"```sh\n{command}\n```")
 
 
-def _write_merged(tuned: TunedModel) -> tuple[list[Check], list[str]]:
+def _write_merged(tuned: TunedModel) -> tuple[list[LogitComparison], list[str]]:
     """Writes the merged model into its folder; returns the checks, and a note if the hub was not reached."""
     checks = [merge(tuned)]
     save_merged(tuned, tuned.part, getattr(torch, DTYPES[tuned.dtype]))

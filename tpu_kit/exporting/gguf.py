@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from tpu_kit.exporting.converter import archive_at_hand, convert_adapter, convert_model, converter
-from tpu_kit.exporting.equivalence import Check, compare_llama_cpp, run_llama_cpp
+from tpu_kit.exporting.equivalence import LogitComparison, compare_llama_cpp, run_llama_cpp
 from tpu_kit.exporting.formats import merge, save_merged, save_model
 from tpu_kit.exporting.streaming import stream
 from tpu_kit.exporting.tuned_model import Format, TunedModel, Written, accept, adapter_of
@@ -98,7 +98,7 @@ def _has_llama_cpp() -> bool:
 
 def _in_llama_cpp(
     tuned: TunedModel, model: Path, stored: str, adapter: Path | None = None
-) -> tuple[list[Check], list[str]]:
+) -> tuple[list[LogitComparison], list[str]]:
     """Loads the file in llama.cpp, if it is installed, and compares its answers."""
     if not _has_llama_cpp():
         return [], ["not checked in llama.cpp, which is not installed: pip install xllamacpp, and export again"]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tpu_kit.config.loader import TrainConfig
-from tpu_kit.exporting.equivalence import Check, logits, mean_difference
+from tpu_kit.exporting.equivalence import LogitComparison, logits, mean_difference
 from tpu_kit.exporting.streaming import StreamedModel, stream
 from tpu_kit.generation.evaluation.comparison import read_comparison
 from tpu_kit.generation.model_loading import load_for_generation
@@ -86,7 +86,7 @@ class Written(NamedTuple):
     """
 
     kind: str
-    checks: list[Check]
+    checks: list[LogitComparison]
     notes: list[str]
     use: str
 
@@ -111,7 +111,7 @@ class Format(NamedTuple):
     prepare: Callable[[], object] = lambda: None
 
 
-def accept(check: Check) -> Check:
+def accept(check: LogitComparison) -> LogitComparison:
     """Returns a comparison; raises ValueError if it is not within its limits."""
     if check.problems:
         raise ValueError(f"the export is not the tuned model ({check.by}): {'; '.join(check.problems)}. It was removed")

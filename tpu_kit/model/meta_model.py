@@ -99,7 +99,7 @@ def shape_of(model: PreTrainedModel, name: str) -> Shape:
         equal, kinds, order = _layers(decoder)
     except Exception as error:  # for sizes that do not fit together a model's code may raise anything
         raise ValueError(f"model.name={name}: {type(decoder).__name__} does not run: {brief(error)}") from error
-    list_name, layers = layer_calls.layers_of(decoder)
+    list_name, layers = layer_calls.decoder_layers(decoder)
     paths = {id(part): path for path, part in model.named_modules()}
     inside = {id(param) for param in layers.parameters()}
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings().weight
@@ -143,7 +143,7 @@ def _layers(decoder: Any) -> tuple[list[int], list[Layer], list[int]]:
 
     AttentionInterface.register(_RECORDED, _record_attention)
     AttentionMaskInterface.register(_RECORDED, ALL_MASK_ATTENTION_FUNCTIONS[attention.SDPA])
-    name, layers = layer_calls.layers_of(decoder)
+    name, layers = layer_calls.decoder_layers(decoder)
     try:
         equal, pairs = layer_calls.equal_layers(decoder, name, layers, [0] * len(layers))
     except layer_calls.CannotScanError:  # no loop: other devices run the layers one by one

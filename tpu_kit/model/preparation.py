@@ -12,7 +12,7 @@ from tpu_kit.model import attention
 from tpu_kit.model.base_model import base_model
 from tpu_kit.model.families import registry as families
 from tpu_kit.model.loop import activation_checkpointing
-from tpu_kit.model.loop.layer_calls import layers_of
+from tpu_kit.model.loop.layer_calls import decoder_layers
 from tpu_kit.model.loop.layer_scan import ScannedLayers, scan_layers
 
 if TYPE_CHECKING:
@@ -65,5 +65,5 @@ def enable_remat(model: torch.nn.Module, keeps: bool = False) -> None:
     With `keeps` it keeps the results of products and of attention; see `activation_checkpointing`.
     """
     base = base_model(model)
-    activation_checkpointing.recompute(layers_of(base.get_decoder())[1], keeps)
+    activation_checkpointing.recompute(decoder_layers(base.get_decoder())[1], keeps)
     base.enable_input_require_grads()  # so that the first layer compiles to the code of the others

@@ -52,7 +52,7 @@ def small_run(config: TrainConfig) -> dict[str, Any]:
         small = replace(small, launch=config.launch)
         longer = replace(small, optim=replace(small.optim, max_steps=_SMALL_STEPS))
         train(small)
-        checkpoints, damaged = manager.scan(small.checkpoints_place, verify=True)
+        checkpoints, damaged = manager.list_checkpoints(small.checkpoints_place, verify=True)
         whole = not damaged and checkpoints and checkpoints[-1].step == CHECKPOINT_STEP
         result = train(longer)
         metrics = read_metrics(folder)

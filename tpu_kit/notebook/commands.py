@@ -14,9 +14,9 @@ from tpu_kit.config.loader import read_value
 @command("Exit codes: 0 the run can start, 1 it cannot, 2 bad configuration.", CONFIG | JSON)
 def doctor(args: argparse.Namespace) -> int:
     """Check this machine for a run, each finding with its fix."""
-    from tpu_kit.notebook.doctor import report
+    from tpu_kit.notebook.doctor import print_findings
 
-    return report(args.config, args.json)
+    return print_findings(args.config, args.json)
 
 
 @dataclass
@@ -32,9 +32,9 @@ class _Report:
 )
 def verify(args: argparse.Namespace) -> int:
     """Compare this machine's devices with the CPU and measure them; plan and train use the results."""
-    from tpu_kit.notebook.verify import report
+    from tpu_kit.notebook.verify import print_report
 
-    return report(args.config, args.options[0].report, args.report)
+    return print_report(args.config, args.options[0].report, args.report)
 
 
 @dataclass
@@ -58,7 +58,7 @@ def notebooks(args: argparse.Namespace) -> int:
 
     if args.copy is not None:
         others = [*args.notebooks, *args.settings, *(["out"] if args.options != [_Executed()] else [])]
-        return copies.report(args.copy, others)
+        return copies.print_copies(args.copy, others)
     pairs = (setting.partition("=") for setting in args.settings)
     values = {name: read_value(name, text) for name, _, text in pairs}
     return runner.run([Path(file) for file in args.notebooks], Path(args.options[0].out), values)

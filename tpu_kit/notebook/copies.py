@@ -15,7 +15,7 @@ NOTEBOOKS = Path(__file__).parents[1] / "assets" / "notebooks"
 _TRAINING = "4-train-cot-sft.ipynb"
 
 
-def report(folder: str, others: Sequence[str] = ()) -> int:
+def print_copies(folder: str, others: Sequence[str] = ()) -> int:
     """Runs `notebooks --copy`: prints what was copied; returns the exit code.
 
     Args:

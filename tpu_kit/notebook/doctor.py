@@ -50,7 +50,7 @@ def diagnose(config: TrainConfig | None = None, at: Machine | None = None) -> It
     yield from check_rollouts(at, config, (replicas or at.tpu_devices() or 1) if at.tpus() else None)
 
 
-def report(config: TrainConfig, as_json: bool = False) -> int:
+def print_findings(config: TrainConfig, as_json: bool = False) -> int:
     """Prints the rows one by one, or all as a list of JSON objects; returns 0, or 1 if there is a failure."""
     checks = []
     for check in diagnose(config):

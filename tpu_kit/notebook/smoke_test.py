@@ -25,7 +25,7 @@ from tpu_kit.machine.chips import GIB
 from tpu_kit.model import attention, splash_attention, trainable
 from tpu_kit.model.meta_model import empty_model
 from tpu_kit.training.objectives import SupervisedObjective
-from tpu_kit.training.state import Report
+from tpu_kit.training.state import UpdateSums
 from tpu_kit.training.step import Control, prepare_model, train_step
 from tpu_kit.xla.pallas import SplashSettings
 
@@ -211,7 +211,7 @@ def _step(
     model: torch.nn.Module, config: TrainConfig, rt: Runtime, batch: dict[str, torch.Tensor]
 ) -> tuple[float, float]:
     """Loss per token and gradient norm of a run's first step."""
-    report = Report.unpack(_stepper(model, config, rt, batch)(1).tolist())
+    report = UpdateSums.unpack(_stepper(model, config, rt, batch)(1).tolist())
     return report.loss / max(report.weight, 1), report.grad_norm
 
 

@@ -351,7 +351,7 @@ def _write_report(path: Path, backend: detection.Backend, measured: Calibration,
     atomic.write_text(path, hide_secrets(json.dumps(content, indent=1)).replace(str(Path.home()), "~"))
 
 
-def report(config: TrainConfig, file: str = REPORT, claims: bool = False) -> int:
+def print_report(config: TrainConfig, file: str = REPORT, claims: bool = False) -> int:
     """Prints the rows one by one, and for what the machine is ready; returns 0, or 1 if a check failed.
 
     With `claims` it then checks what the README says of a run, and prints all as text to paste into an issue.

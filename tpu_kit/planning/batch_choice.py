@@ -13,7 +13,7 @@ from tpu_kit.machine.chips import GIB
 from tpu_kit.machine.slices import TargetSlice
 from tpu_kit.planning.planner import best_batch
 from tpu_kit.planning.run_cost import Count
-from tpu_kit.training.checkpoint.manager import Checkpoint, scan
+from tpu_kit.training.checkpoint.manager import Checkpoint, list_checkpoints
 
 
 def filled_batch(config: TrainConfig, replicas: int, rows: int | None) -> tuple[TrainConfig, list[str]]:
@@ -57,7 +57,7 @@ def settle_batch(
 def newest(config: TrainConfig) -> tuple[Checkpoint, Any] | None:
     """Finds the last checkpoint in a run's folder, with its configuration; None without one."""
     try:
-        found = scan(config.checkpoints_place)[0]
+        found = list_checkpoints(config.checkpoints_place)[0]
         return (found[-1], found[-1].document("config")) if found else None
     except (OSError, ValueError):  # an object store does not answer, or a file is damaged: the run raises it too
         return None

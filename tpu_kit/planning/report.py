@@ -49,7 +49,7 @@ def _cost(one: Plan) -> str:
     return f"${one.run.on_demand:.2f}" + ("" if one.run.spot is None else f" (${one.run.spot:.2f} on spot)")
 
 
-def report(config: TrainConfig, plans: Sequence[Plan], given: Sequence[str] = (), details: bool = False) -> str:
+def format_plans(config: TrainConfig, plans: Sequence[Plan], given: Sequence[str] = (), details: bool = False) -> str:
     """Formats the plans: the verdict, the command to train with, and a table of the slices.
 
     Args:

@@ -97,7 +97,7 @@ def plan(args: argparse.Namespace) -> int:
     from tpu_kit.machine.slices import ON_GPU
     from tpu_kit.model.weights.source import known_models
     from tpu_kit.planning.planner import plan as find
-    from tpu_kit.planning.report import largest, report
+    from tpu_kit.planning.report import format_plans, largest
 
     if not args.chip and (args.config.launch.device_type == "cuda" or Machine().gpus()):
         print(f"For a v5e, as --chip names no TPU. {ON_GPU}.", file=sys.stderr)
@@ -116,7 +116,7 @@ def plan(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps([plan.to_dict() for plan in plans], indent=2))
     else:
-        print(report(args.config, plans, [*filter(None, [args.file]), *args.settings], args.details))
+        print(format_plans(args.config, plans, [*filter(None, [args.file]), *args.settings], args.details))
     return OK
 
 
@@ -197,6 +197,6 @@ def export(args: argparse.Namespace) -> int:
 )
 def checkpoints(args: argparse.Namespace) -> int:
     """List a run's checkpoints: steps, sizes, age, validity, metrics."""
-    from tpu_kit.training.checkpoint.manager import report
+    from tpu_kit.training.checkpoint.manager import print_checkpoints
 
-    return report(args.run, args.verify, args.json)
+    return print_checkpoints(args.run, args.verify, args.json)

@@ -9,7 +9,7 @@ from datasets import Dataset, DatasetDict
 
 from tpu_kit.config.loader import ConfigError, ModelConfig, TrainConfig
 from tpu_kit.machine.storage import atomic
-from tpu_kit.model.loop.layer_calls import layers_of
+from tpu_kit.model.loop.layer_calls import decoder_layers
 from tpu_kit.model.weights.loading import load_base
 from tpu_kit.model.weights.source import load_tokenizer
 from tpu_kit.recipes import sft
@@ -43,7 +43,7 @@ def derive_student(model: ModelConfig, folder: str | Path, layers: int) -> Path:
     """
     base = load_base(model, torch.bfloat16)
     decoder = base.get_decoder()
-    name, whole = layers_of(decoder)
+    name, whole = decoder_layers(decoder)
     count = len(whole)
     if not 1 <= layers < count:
         raise ValueError(f"layers={layers}: model.name={model.name} has {count}; choose from 1 to {count - 1}")

@@ -24,7 +24,7 @@ from tpu_kit.machine.storage.object_store import is_url, parent
 from tpu_kit.model.weights import base_identity
 from tpu_kit.model.weights.base_identity import Identity
 from tpu_kit.training.checkpoint.layout import lies_around
-from tpu_kit.training.checkpoint.manager import not_empty, remains, scan
+from tpu_kit.training.checkpoint.manager import list_checkpoints, not_empty, remains
 from tpu_kit.training.checkpoint.manifest import Checkpoint, DamagedError, Rejected
 from tpu_kit.training.state import read_tensors, sections
 
@@ -195,7 +195,7 @@ def find_resume_point(config: TrainConfig) -> ResumePoint | None:
         return None
     place = config.checkpoints_place
     try:
-        complete, damaged = scan(place)
+        complete, damaged = list_checkpoints(place)
         for checkpoint in reversed(complete):
             try:
                 return ResumePoint.read(checkpoint)
@@ -216,7 +216,7 @@ def find_resume_point(config: TrainConfig) -> ResumePoint | None:
 
 def weights_of(step: int, config: TrainConfig) -> Tensors:
     """Reads the trained weights of a step, or their average, from its checkpoint; raises ValueError without one."""
-    checkpoint = next((each for each in scan(config.checkpoints_place)[0] if each.step == step), None)
+    checkpoint = next((each for each in list_checkpoints(config.checkpoints_place)[0] if each.step == step), None)
     if checkpoint is None:
         raise ValueError(
             f"{config.checkpoints_place} has lost the checkpoint of step {step}, whose weights are the result: put it "

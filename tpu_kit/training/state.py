@@ -24,7 +24,7 @@ from tpu_kit.training.optimizer import OPTIMIZERS
 SCALARS = ("applied", "report")
 
 
-class Report(NamedTuple):
+class UpdateSums(NamedTuple):
     """What the host reads of the updates since `window_open` was 0: fp32 scalars on the device, numbers on the host.
 
     Attributes:
@@ -52,7 +52,7 @@ class Report(NamedTuple):
         return torch.stack([*self[:-1], *self.extra])
 
     @classmethod
-    def unpack(cls, values: Sequence[Any]) -> Report:
+    def unpack(cls, values: Sequence[Any]) -> UpdateSums:
         """Inverts `pack`, from the scalars or numbers of the tensor."""
         count = len(cls._fields) - 1
         return cls(*values[:count])._replace(extra=tuple(values[count:]))
@@ -108,7 +108,7 @@ class TrainState:
             for name, param in self.params.items()
         }
         # Zeros made on XLA would be constants of the first program, and the second step would compile again.
-        start = {"applied": torch.zeros(()), "report": torch.zeros(len(Report._fields) - 1 + extra_sums)}
+        start = {"applied": torch.zeros(()), "report": torch.zeros(len(UpdateSums._fields) - 1 + extra_sums)}
         start |= before.get("", {})
         self.applied, self.report = (partition.move(start[name], device) for name in SCALARS)
         self.average = None

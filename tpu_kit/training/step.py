@@ -20,12 +20,12 @@ from tpu_kit.distributed.replica.mesh import active_mesh
 from tpu_kit.distributed.replica.runtime import Runtime
 from tpu_kit.model import causal_lm as models
 from tpu_kit.model import preparation
-from tpu_kit.model.loop.layer_calls import layers_of
+from tpu_kit.model.loop.layer_calls import decoder_layers
 from tpu_kit.model.loop.loop_structure import ALONE
 from tpu_kit.training.checkpoint.manifest import Checkpoint
 from tpu_kit.training.objectives import Objective, Sums
 from tpu_kit.training.optimizer import is_matrix, wide
-from tpu_kit.training.state import Report, TrainState
+from tpu_kit.training.state import TrainState, UpdateSums
 from tpu_kit.xla.scan import after
 from tpu_kit.xla.sharding import constrain
 
@@ -83,7 +83,7 @@ def _place(model: torch.nn.Module, config: TrainConfig, rt: Runtime) -> None:
     if rt.device_type == "cuda":  # the loss is compiled too
         _set_compiler(config.launch.torch_compile)
     if rt.device_type == "cuda" and scanned is None:
-        for layer in layers_of(model.get_decoder())[1]:  # type: ignore[operator]  # alike, so it compiles once; mypy takes get_decoder for a tensor
+        for layer in decoder_layers(model.get_decoder())[1]:  # type: ignore[operator]  # alike, so it compiles once; mypy takes get_decoder for a tensor
             layer.compile(dynamic=False)
 
 
@@ -202,7 +202,7 @@ def _update(
     optim: OptimConfig,
 ) -> None:
     rate, window_open, step = Control(*control.unbind())
-    sums, before = Sums(totals[0], totals[1], totals[2:].unbind()), Report.unpack(state.report.unbind())
+    sums, before = Sums(totals[0], totals[1], totals[2:].unbind()), UpdateSums.unpack(state.report.unbind())
     tokens = torch.where(sums.weight > 0, sums.weight, torch.ones_like(rate))
     torch._foreach_div_(list(gradients.values()), tokens)  # in place: off XLA a copy of all gradients would be made
     norm = _norm(gradients.values())
@@ -240,7 +240,7 @@ def _update(
     def summed(total: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return total * window_open + torch.where(good, value, zero)
 
-    state.report = Report(
+    state.report = UpdateSums(
         loss=summed(before.loss, sums.loss),
         weight=summed(before.weight, sums.weight),
         grad_norm=summed(before.grad_norm, norm),

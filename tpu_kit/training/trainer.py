@@ -35,7 +35,7 @@ from tpu_kit.training.metrics import Evaluations, RecompileMonitor, Tracker, mod
 from tpu_kit.training.objectives import Objective
 from tpu_kit.training.outcome import not_learned
 from tpu_kit.training.resume import Record, ResumePoint, weights_of
-from tpu_kit.training.state import Report, TrainState, sections
+from tpu_kit.training.state import TrainState, UpdateSums, sections
 from tpu_kit.training.step import Control, SplitStep, eval_step, train_step
 from tpu_kit.training.update_sources import NextUpdateError, Updates
 
@@ -305,10 +305,10 @@ class Trainer:
         if skipped:
             self._report_skipped(pending.window, report)
 
-    def _read(self, report: torch.Tensor) -> Report:
-        return Report.unpack(self.rt.to_host([report])[0].tolist())
+    def _read(self, report: torch.Tensor) -> UpdateSums:
+        return UpdateSums.unpack(self.rt.to_host([report])[0].tolist())
 
-    def _report_skipped(self, window: list[Update], report: Report) -> None:
+    def _report_skipped(self, window: list[Update], report: UpdateSums) -> None:
         """Warns about skipped updates; raises ValueError with optim.on_nan=stop, or after too many in a row."""
         optim, first = self.config.optim, int(report.first_skipped)
         update = next(update for update in window if update.step == first)
@@ -443,7 +443,7 @@ class Trainer:
         if self.checkpoints is None and self.parts is None:
             return
         tensors = self.state.to_host(self.rt) if self.parts is None else {}
-        report = Report.unpack(tensors["report"].tolist()) if tensors else self._read(self.state.report)
+        report = UpdateSums.unpack(tensors["report"].tolist()) if tensors else self._read(self.state.report)
         self._postponed = report.streak > 0 and not anyway
         if self._postponed:  # the weights may make the loss explode: wait for an update that is applied
             return

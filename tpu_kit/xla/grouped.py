@@ -51,7 +51,7 @@ class Tiles(NamedTuple):
     interpret: bool = False
 
 
-class Layout(NamedTuple):
+class TileLayout(NamedTuple):
     """Where the pairs of T tokens with K experts each lie in R rows.
 
     Attributes:
@@ -70,9 +70,9 @@ class Layout(NamedTuple):
     used: torch.Tensor
 
 
-def layout(tiles: Tiles, index: torch.Tensor) -> Layout:
+def layout(tiles: Tiles, index: torch.Tensor) -> TileLayout:
     """Sorts pairs by expert: index (T, K) integers, the experts of each token."""
-    return Layout(*_call(_layout, tiles, ["token"], ["row"] * 5, index.to(torch.int32)))
+    return TileLayout(*_call(_layout, tiles, ["token"], ["row"] * 5, index.to(torch.int32)))
 
 
 def rows_of(tiles: Tiles, tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -85,7 +85,9 @@ def sums_of(tiles: Tiles, rows: torch.Tensor, index: torch.Tensor) -> torch.Tens
     return _call(_sums_of, tiles, ["row", "row"], ["token"], rows, index)[0]
 
 
-def product(tiles: Tiles, rows: torch.Tensor, at: Layout, weight: torch.Tensor, *scale: torch.Tensor) -> torch.Tensor:
+def product(
+    tiles: Tiles, rows: torch.Tensor, at: TileLayout, weight: torch.Tensor, *scale: torch.Tensor
+) -> torch.Tensor:
     """Multiplies rows (R, I) with the weights (O, I) of their experts, to (R, O); with `back` (R, O) to (R, I).
 
     Args:

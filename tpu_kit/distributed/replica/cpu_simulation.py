@@ -23,11 +23,11 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-_meeting: _Meeting | None = None
+_rendezvous: _Rendezvous | None = None
 T = TypeVar("T")
 
 
-class _Meeting:
+class _Rendezvous:
     """A barrier of ranks that names the missing ones."""
 
     def __init__(self, count: int, timeout: float) -> None:
@@ -102,14 +102,14 @@ def run(replica: Callable[[], None], replicas: int, timeout: float) -> None:
 
     A replica that has not reached a step after `timeout`, seconds, is reported.
     """
-    global _meeting
+    global _rendezvous
     import torch_xla
     import torch_xla.runtime as xr
     from torch_xla._internal import pjrt
 
     extension: Any = torch_xla._XLAC
     mark = extension._xla_step_marker
-    meeting = _meeting = _Meeting(replicas, timeout)
+    meeting = _rendezvous = _Rendezvous(replicas, timeout)
 
     def ordered(*args: Any, **kwargs: Any) -> None:
         rank = xr.global_ordinal()
@@ -127,18 +127,18 @@ def run(replica: Callable[[], None], replicas: int, timeout: float) -> None:
 
 def meet(rank: int) -> None:
     """Waits on the host for all replicas; raises MeetingError if one failed or did not reach the barrier."""
-    assert _meeting is not None, "`run` comes first"
-    _meeting.wait(rank)
+    assert _rendezvous is not None, "`run` comes first"
+    _rendezvous.wait(rank)
 
 
 def gather(rank: int, mine: T) -> list[T]:
     """Returns what each replica gives, by rank; all must call it. Raises MeetingError as `meet`."""
-    assert _meeting is not None, "`run` comes first"
-    _meeting.given[rank] = mine
-    _meeting.wait(rank)
-    result = [_meeting.given[other] for other in sorted(_meeting.given)]
-    _meeting.wait(rank)
-    del _meeting.given[rank]  # which all have read, and which may be large
+    assert _rendezvous is not None, "`run` comes first"
+    _rendezvous.given[rank] = mine
+    _rendezvous.wait(rank)
+    result = [_rendezvous.given[other] for other in sorted(_rendezvous.given)]
+    _rendezvous.wait(rank)
+    del _rendezvous.given[rank]  # which all have read, and which may be large
     return result
 
 
@@ -150,11 +150,11 @@ def any_replica(rank: int, mine: bool) -> bool:
 @contextlib.contextmanager
 def unhurried() -> Iterator[None]:
     """Lets the other replicas wait as long as the body takes, which judges completions under limits of its own."""
-    with _meeting.unhurried() if _meeting else contextlib.nullcontext():
+    with _rendezvous.unhurried() if _rendezvous else contextlib.nullcontext():
         yield
 
 
 def end(why: str) -> None:
     """Ends the wait of all replicas that wait, now or later, with a `MeetingError`."""
-    if _meeting is not None:
-        _meeting.end(why)
+    if _rendezvous is not None:
+        _rendezvous.end(why)

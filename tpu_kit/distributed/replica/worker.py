@@ -54,7 +54,7 @@ _LIMIT = timedelta(days=1)  # of a collective: the calling process judges what h
 _LOOK = 0.2  # seconds between two looks at the replicas' processes
 
 
-class Report(NamedTuple):
+class ReplicaMessage(NamedTuple):
     """What a process of a launch has told."""
 
     at: int  # nanoseconds of the clock that all processes of a machine share
@@ -63,7 +63,7 @@ class Report(NamedTuple):
     value: Any
 
     @classmethod
-    def read(cls, path: Path) -> Report:
+    def read(cls, path: Path) -> ReplicaMessage:
         """Reads a report that `write` has left; the folder is closed to other users, so it is safe to unpickle."""
         at, rank, kind = path.name.split(".")
         return cls(int(at), int(rank), kind, pickle.loads(path.read_bytes()))

@@ -25,7 +25,7 @@ from tpu_kit.exporting.hub.repository import Head, HubRepository
 from tpu_kit.machine.chips import GIB, MIB
 from tpu_kit.machine.storage import atomic
 from tpu_kit.machine.storage.local_folder import LocalFolder
-from tpu_kit.training.checkpoint.manager import scan
+from tpu_kit.training.checkpoint.manager import list_checkpoints
 from tpu_kit.training.checkpoint.manifest import MANIFEST, Checkpoint, read_checkpoint, unseal
 
 FOLDER = "last-checkpoint"
@@ -77,7 +77,7 @@ class CheckpointUploads:
     def __enter__(self) -> Self:
         if self._on:
             if self._config.checkpoint.resume == "never":  # those there are of an earlier run, and will be moved aside
-                self._others = {(one.path, one.created) for one in scan(self._place)[0]}
+                self._others = {(one.path, one.created) for one in list_checkpoints(self._place)[0]}
             self._thread.start()
         return self
 
@@ -109,7 +109,7 @@ class CheckpointUploads:
     def _turn(self) -> bool:
         """Uploads the newest checkpoint, unless it is there; returns whether it need not be tried again."""
         try:
-            checkpoint = next(reversed(scan(self._place)[0]), None)
+            checkpoint = next(reversed(list_checkpoints(self._place)[0]), None)
             if checkpoint and not self._lost and (checkpoint.path, checkpoint.created) not in self._others:
                 self._upload(checkpoint)
         except FileNotFoundError:  # deleted meanwhile: there is a newer one
@@ -221,7 +221,7 @@ def fetch_checkpoint(config: TrainConfig) -> None:
     address = f"hf://{model_id}@{head.sha}"
     step = unseal(text, f"{address}/{FOLDER}/{MANIFEST}", address)["step"]
     place = config.output_path / "checkpoints"
-    newest = next(reversed(scan(place)[0]), None)
+    newest = next(reversed(list_checkpoints(place)[0]), None)
     if newest is not None and newest.step >= step:
         print(f"checkpoint       {newest.path} is not older than step {step} of {address}, which is not fetched")
         return

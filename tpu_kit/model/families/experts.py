@@ -23,7 +23,7 @@ from tpu_kit.distributed.replica.mesh import active_mesh
 from tpu_kit.model.shape import scale_groups, tile_rows
 from tpu_kit.model.sharding import partition
 from tpu_kit.xla import grouped, traced_program
-from tpu_kit.xla.grouped import Layout, Tiles
+from tpu_kit.xla.grouped import TileLayout, Tiles
 
 NAME = "tpu_kit"
 WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
@@ -179,7 +179,7 @@ def tiles_for(pairs: int, experts: int) -> Tiles:
 
 
 def _linear(
-    self: Any, name: str, rows: torch.Tensor, at: Layout, tiles: Tiles, weight: torch.Tensor | None = None
+    self: Any, name: str, rows: torch.Tensor, at: TileLayout, tiles: Tiles, weight: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Multiplies rows with the experts' weights of a name; adds the biases, times the rows' `weight`."""
     scheme, stored = getattr(self, "scheme", None), [getattr(self, name)]
@@ -231,13 +231,13 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, rows: torch.Tensor, tiles: Tiles, *given: torch.Tensor) -> torch.Tensor:
         ctx.tiles = tiles
         ctx.save_for_backward(*given)
-        return grouped.product(tiles, rows, Layout(*given[:5]), *given[5:])
+        return grouped.product(tiles, rows, TileLayout(*given[:5]), *given[5:])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         given, tiles = ctx.saved_tensors, ctx.tiles._replace(back=True)
-        rows = grouped.product(tiles, upstream, Layout(*given[:5]), *given[5:])
+        rows = grouped.product(tiles, upstream, TileLayout(*given[:5]), *given[5:])
         return rows, *[None] * (1 + len(given))
 
 

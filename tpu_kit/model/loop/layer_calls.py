@@ -163,7 +163,7 @@ class _Probe(Placeholders):
         return output
 
 
-def layers_of(decoder: torch.nn.Module) -> tuple[str, Any]:
+def decoder_layers(decoder: torch.nn.Module) -> tuple[str, Any]:
     """Returns name and value of a decoder's list of layers, which most of its modules are in.
 
     Raises:
@@ -294,19 +294,19 @@ class KeptLayers(torch.nn.ModuleList):
 
 def keep_after(decoder: torch.nn.Module, layer: int) -> None:
     """Makes `kept_states` return the states after a layer (from 1 on); call it before the layers become loops."""
-    name, layers = layers_of(decoder)
+    name, layers = decoder_layers(decoder)
     setattr(decoder, name, KeptLayers(layers, sorted({*kept_after(decoder), layer})))
 
 
 def kept_after(decoder: torch.nn.Module) -> Sequence[int]:
     """Returns the numbers of the layers of which `keep_after` was called."""
-    layers = layers_of(decoder)[1]
+    layers = decoder_layers(decoder)[1]
     return layers.kept_after if isinstance(layers, KeptLayers) else ()
 
 
 def kept_states(decoder: torch.nn.Module) -> dict[int, torch.Tensor]:
     """Takes the states, (B, S, H), that the last forward pass kept after layers (`keep_after`), by layer."""
-    layers = layers_of(decoder)[1]
+    layers = decoder_layers(decoder)[1]
     found: dict[int, torch.Tensor] = getattr(layers, "kept", {})
     if found:
         layers.kept = {}

@@ -32,10 +32,10 @@ from tpu_kit.model.loop.layer_calls import (
     Inputs,
     Placeholders,
     as_number,
+    decoder_layers,
     equal_layers,
     hidden_states_of,
     kept_after,
-    layers_of,
 )
 from tpu_kit.model.loop.layer_inputs import LayerCache
 from tpu_kit.model.loop.loop_structure import Loop, loops, stacks
@@ -459,7 +459,7 @@ def stack(
     Raises:
         CannotScanError: its layers cannot run as a loop; the decoder is unchanged.
     """
-    name, layers = layers_of(decoder)
+    name, layers = decoder_layers(decoder)
     numbers = [id(tensor) for layer in layers for tensor in layer.parameters()]
     if len(set(numbers)) < len(numbers):
         raise CannotScanError("its layers share weights")

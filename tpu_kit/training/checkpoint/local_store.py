@@ -66,8 +66,8 @@ class FolderStore:
     def __init__(self, place: Path) -> None:
         self.folder, self.files = place, LocalFolder(place)
 
-    def scan(self, verify: bool = False) -> tuple[list[Checkpoint], list[Rejected]]:
-        """See `manager.scan`. The writer may change the place during a look: two must agree on damage."""
+    def list_checkpoints(self, verify: bool = False) -> tuple[list[Checkpoint], list[Rejected]]:
+        """See `manager.list_checkpoints`. The writer may change the place during a look: two must agree on damage."""
         damaged: list[Rejected] = []
         while True:
             good, now = self._look(verify)

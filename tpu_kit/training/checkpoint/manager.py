@@ -40,7 +40,7 @@ _UNITS = (("d", 86400), ("h", 3600), ("min", 60))  # of an age, with their secon
 
 
 class CheckpointManager(BackgroundWriter):
-    """Writes a run's checkpoints, in one process at a time; other processes use `scan`.
+    """Writes a run's checkpoints, in one process at a time; other processes use `list_checkpoints`.
 
     A context manager: on exit the last checkpoint becomes durable, and another process may write.
 
@@ -84,7 +84,7 @@ class CheckpointManager(BackgroundWriter):
 
     def complete(self) -> list[Checkpoint]:
         """All checkpoints with a valid manifest and files of the right size, the smallest step first."""
-        return self._store.scan()[0]
+        return self._store.list_checkpoints()[0]
 
     def newest(self) -> Checkpoint | None:
         """Checks the checkpoints from the largest step down; returns the first that is not damaged, or None.
@@ -96,7 +96,7 @@ class CheckpointManager(BackgroundWriter):
                 a damaged one or a part of a copy; see `remains`.
             OSError: the place cannot be read.
         """
-        complete, damaged = self._store.scan()
+        complete, damaged = self._store.list_checkpoints()
         newest: Checkpoint | None = None
         while complete and newest is None:
             checkpoint = complete.pop()
@@ -265,7 +265,7 @@ def open_store(place: Path | str) -> FolderStore:
     return BucketStore(str(place)) if is_url(place) else FolderStore(Path(place))
 
 
-def scan(place: Path | str, *, verify: bool = False) -> tuple[list[Checkpoint], list[Rejected]]:
+def list_checkpoints(place: Path | str, *, verify: bool = False) -> tuple[list[Checkpoint], list[Rejected]]:
     """Lists a run's complete checkpoints, the smallest step first, and the damaged ones; may run beside the writer.
 
     Args:
@@ -276,7 +276,7 @@ def scan(place: Path | str, *, verify: bool = False) -> tuple[list[Checkpoint], 
         ValueError: one has a format that this tpu_kit does not read.
         OSError: an object store cannot be read.
     """
-    return open_store(place).scan(verify)
+    return open_store(place).list_checkpoints(verify)
 
 
 def remains(place: Path | str, damaged: Sequence[Rejected] | None = None) -> list[str]:
@@ -285,14 +285,14 @@ def remains(place: Path | str, damaged: Sequence[Rejected] | None = None) -> lis
     Such as a part of a copy, what was set aside, or a checkpoint of another tool.
 
     Args:
-        place: as in `scan`.
-        damaged: of `scan`; None scans.
+        place: as in `list_checkpoints`.
+        damaged: of `list_checkpoints`; None lists them.
 
     Raises:
         OSError: the place cannot be read.
     """
     store = open_store(place)
-    damaged = store.scan()[1] if damaged is None else damaged
+    damaged = store.list_checkpoints()[1] if damaged is None else damaged
     contents = store.contents()
     found = [one.reason for one in damaged]
     found += [f"{store.files.place(name)} was set aside as damaged" for name in contents.aside]
@@ -310,8 +310,8 @@ def not_empty(place: Path | str, found: Sequence[str]) -> ValueError:
     )
 
 
-def report(run: str, verify: bool = False, as_json: bool = False) -> int:
-    """Prints the checkpoints of a run, from its output_dir or the checkpoints folder there; see `scan`.
+def print_checkpoints(run: str, verify: bool = False, as_json: bool = False) -> int:
+    """Prints the checkpoints of a run, from its output_dir or the checkpoints folder there.
 
     Returns:
         The exit code: 1 if one is damaged or of another format, or the object store cannot be read.
@@ -325,10 +325,10 @@ def report(run: str, verify: bool = False, as_json: bool = False) -> int:
         if not place.is_dir():
             raise ConfigError([f"{place}: no such folder"])
     try:
-        good, damaged = scan(place, verify=verify)
+        good, damaged = list_checkpoints(place, verify=verify)
         if is_url(run) and not good and not damaged:
             place = join(run, "checkpoints")
-            good, damaged = scan(place, verify=verify)
+            good, damaged = list_checkpoints(place, verify=verify)
         others = open_store(place).contents().strange
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
