@@ -148,12 +148,16 @@ assert main(["generate", "n=0"]) == 2
 assert main(["search", "prompt=a", "beam=0"]) == 2
 assert "torch" not in sys.modules
 """
+    shape = "from tpu_kit.config.loader import load_config; from tpu_kit.model.shape_cache import read_shape; "
+    run_python(
+        shape + "read_shape(load_config().model)"
+    )  # takes torch, once for each change of the code that derives it
     run_python(code)
 
 
 def test_doctor_gets_the_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("tpu_kit.notebook.doctor")
-    module.report = lambda config, as_json: int(config.optim.batch_size == 2 and as_json)
+    module.print_findings = lambda config, as_json: int(config.optim.batch_size == 2 and as_json)
     monkeypatch.setitem(sys.modules, "tpu_kit.notebook.doctor", module)
     assert main(["doctor", "batch_size=2"]) == 0
     assert main(["doctor", "--json", "embedded-cot", "batch_size=2"]) == 1

@@ -17,6 +17,7 @@ from tpu_kit.config.files.other_trainers import advice
 from tpu_kit.config.hub import HubConfig, read_hub_address
 from tpu_kit.config.mesh import parse_rules
 from tpu_kit.config.named_values import (
+    REWARDS,
     VERIFIERS,
     DataFormat,
     check_objective,
@@ -261,7 +262,7 @@ class RlConfig:
 
     reward_funcs: tuple[str, ...] = knob(
         ("auto",),
-        f"What judges a completion: {', '.join(VERIFIERS)} (1 if the answer is correct), think_format, length, "
+        f"What judges a completion: {', '.join(VERIFIERS)} (1 if the answer is correct), {', '.join(REWARDS)}, "
         "regex:PATTERN or module:function.",
         check=check_rewards,
     )

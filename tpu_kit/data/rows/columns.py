@@ -330,7 +330,7 @@ def _column_of(
     if role in named:
         return named[role] or None
     by_name = [column for column in columns if column not in skipped]
-    for group in NAMES[role]:
+    for group in NAMES.get(role, [[role]]):
         fitting = [column for column in by_name if column.strip().lower() in group]
         if len(fitting) > 1:
             text = f"ambiguous columns: {role} could be {' or '.join(fitting)}. Say which, as in data.columns="
