@@ -183,7 +183,7 @@ def broken(folder: Path, name: str) -> Any:
         return "bad.png"
     return {
         "missing": "nowhere.jpg", "above": "../0.jpg", "elsewhere": "/etc/hostname", "web": "https://a.b/c.png",
-        "number": 7,
+        "address": "file:///etc/hostname", "number": 7,
     }[name]  # fmt: skip
 
 
@@ -191,6 +191,7 @@ REFUSED = {
     "missing": "image nowhere.jpg: no such file",
     "above": r"image \.\./0.jpg: it is outside of .*; copy it below the rows",
     "elsewhere": "image /etc/hostname: it is outside of",
+    "address": "image file:///etc/hostname: an address is gs:// or hf://; give other files below the rows",
     "web": "image https://a.b/c.png: images are not fetched from the web; download them first",
     "text": "image bad.png: no picture of the kinds JPEG, PNG",
     "16 bits": "image bad.png: its mode is I;16, with more than 8 bits a channel; convert it to RGB",

@@ -127,6 +127,9 @@ class PictureFiles:
         if source.startswith(("http://", "https://")):
             raise RowError(f"image {source[:60]}: images are not fetched from the web; download them first")
         if "://" in source:
+            # Other file systems of fsspec reach any file of this machine (file://) or of the web.
+            if source.partition("://")[0] not in ("gs", "hf", self.folder.partition("://")[0]):
+                raise RowError(f"image {source[:60]}: an address is gs:// or hf://; give other files below the rows")
             return source
         if "://" in self.folder:
             if os.path.isabs(source) or ".." in Path(source).parts:
