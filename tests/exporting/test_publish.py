@@ -125,7 +125,10 @@ def test_a_push_that_fails_leaves_the_run_finished(
     assert {path.rpartition("/")[2] for path in hub.paths[before:]} <= {"whoami-v2", "tuned", "dev", "export.json"}
 
 
-def test_a_run_of_an_object_store_pushes_its_result(hub: Hub, configure: Configure, bucket: str) -> None:
+def test_a_run_of_an_object_store_pushes_its_result(
+    hub: Hub, configure: Configure, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # the working folder of such a run is in runs/
     config = configure(max_steps=1, model_id=NAME, output_dir=f"{bucket}/run")
     result = sft.train(config)
     assert result.pushed.endswith(hub.repositories[NAME].head)
