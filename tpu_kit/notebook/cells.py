@@ -176,11 +176,10 @@ def show_data(config: TrainConfig) -> Prepared:
     Raises:
         ValueError: `train` would refuse the rows, the batch or the settings.
     """
-    from tpu_kit.machine.storage.output_location import make_output_folder, resolve_output_dir
+    from tpu_kit.machine.storage.output_location import make_output_folder
     from tpu_kit.recipes.run_data import SHOWN_REPORT
     from tpu_kit.recipes.run_plan import plan_run
 
-    config = resolve_output_dir(config)
     make_output_folder(config, dry=True)
     plan, prepared = plan_run(config)
     os.environ[SHOWN_REPORT] = plan.report
