@@ -1,6 +1,6 @@
 """What one has to read to change a module: closures, fan-out, names of features outside their files, side channels.
 
-Each is a function of the source alone. tests/test_measures.py holds today's figures as limits.
+Each is a function of the source alone. tests/test_imports.py holds today's figures as limits.
 """
 
 from __future__ import annotations

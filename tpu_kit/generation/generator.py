@@ -44,7 +44,7 @@ class Rating(NamedTuple):
 class Generator:
     """Generates with one model on one device.
 
-    It does not compare the model with transformers: `reference_check.check_generation` does, before a run or `service`
+    It does not compare the model with transformers: `reference_check.check_generation` does, before a run or `answers`
     makes a Generator.
 
     Args:

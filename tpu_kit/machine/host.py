@@ -1,6 +1,6 @@
 """Checks what a run needs besides its accelerator: files, the hub and the tracker; tells the host's free memory.
 
-One `Check` per question, as in `machine`. Requests to the network take three seconds at most; secrets are never shown.
+One `Check` per question, as in `checks`. Requests to the network take three seconds at most; secrets are never shown.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python -m tpu_kit doctor [--json] [config.yaml] [key=value ...]
 
-It initialises no device and starts no process: `machine` and `host` read files. `verify` runs the devices.
+It initialises no device and starts no process: `machine.checks` and `host` read files. `verify` runs the devices.
 """
 
 from __future__ import annotations
