@@ -234,6 +234,8 @@ def test_what_cannot_be_fetched(hub: Hub, tmp_path: Path, capsys: pytest.Capture
     with pytest.raises(ValueError, match=r"checkpoint.source=hf://ann/tuned cannot be found: check its name, and that"):
         fetch("hf://ann/tuned")
     fetch("hf://ann/tuned", model_id=NAME)  # its first start
+    with pytest.raises(ValueError, match=r"tuned@a+ cannot be found"):
+        fetch(f"hf://ann/tuned@{40 * 'a'}", model_id=NAME)
     hub.repositories["ann/other"] = Repository()
     with pytest.raises(ValueError, match=r"hf://ann/other has no last-checkpoint, which a run with hub.strategy=check"):
         fetch("hf://ann/other", model_id=NAME)

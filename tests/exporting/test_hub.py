@@ -113,6 +113,29 @@ def test_a_refusal_is_one_line(hub: Hub, exported: Path, status: int | tuple[int
     assert "\n" not in str(error.value) and TOKEN not in str(error.value)
 
 
+def test_what_is_read_needs_no_token_that_writes(hub: Hub) -> None:
+    hub.fault = lambda method, asked: (403, {})
+    repository = HubRepository(NAME, option="checkpoint.source")
+    with pytest.raises(ValueError, match=r"the token may not read there: .* set HF_TOKEN to a token [(]on Kaggle"):
+        repository.find()
+
+
+@pytest.mark.parametrize("headers", [{"Retry-After": "7"}, {"ratelimit": '"api";r=0;t=7'}])
+def test_a_limited_rate_is_waited_for(hub: Hub, exported: Path, headers: dict[str, str]) -> None:
+    """In the requests that huggingface_hub does not repeat by itself."""
+    waits, refused = list[float](), set[str]()
+
+    def once(method: str, path: str) -> tuple[int, dict[str, str]] | None:
+        if path in refused or not path.endswith(("/repos/create", "/models/ann/tuned", "/commit/main")):
+            return None
+        refused.add(path)
+        return 429, headers
+
+    hub.fault = once
+    HubRepository(NAME, sleep=waits.append).push({"": exported})
+    assert hub.repositories[NAME].files and waits == [7.0, 7.0, 7.0]
+
+
 def test_a_card_that_the_hub_refuses(hub: Hub, exported: Path) -> None:
     (exported / "README.md").write_text("---\nlicense: none\n---\n")
     hub.card_errors.append({"message": '"license" must be one of [apache-2.0]'})
@@ -139,7 +162,7 @@ def test_what_cannot_be_pushed_is_told_before_the_export(
     assert main(["export", str(tmp_path / "no run"), "format=adapter", f"push={NAME}"]) == 1
     assert f"push={NAME}: the token is invalid: log in" in capsys.readouterr().err
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match="HF_HUB_OFFLINE is set: unset it to push"):
+    with pytest.raises(ValueError, match="HF_HUB_OFFLINE is set, or the hub did not answer: unset it"):
         check_repository(NAME)
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     with pytest.raises(ValueError, match="there is no token of the Hugging Face hub"):

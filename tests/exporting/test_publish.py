@@ -27,6 +27,7 @@ from tpu_kit.exporting import equivalence
 from tpu_kit.exporting.hub import publish
 from tpu_kit.exporting.hub.publish import hub_problems
 from tpu_kit.exporting.hub.repository import HubRepository
+from tpu_kit.exporting.tuned_model import HERE
 from tpu_kit.notebook import cells
 from tpu_kit.recipes import sft
 
@@ -49,8 +50,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_run_pushes_its_result_once_it_is_compared(
-    hub: Hub, configure: Configure, capsys: pytest.CaptureFixture[str]
+    hub: Hub, configure: Configure, world: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(world)  # a pushed adapter names the folder of its base, and not where it is
     config = configure(max_steps=2, **{"model_id": NAME, "hub.format": ["adapter", "merged"]})
     result = sft.train(config)
     said = capsys.readouterr().out
@@ -70,6 +72,7 @@ def test_a_run_pushes_its_result_once_it_is_compared(
     assert "- rehearsed on a CPU, not trained on a TPU or GPU: " in card.text and " hours on 1 x cpu" in card.text
     block = card.text.partition("```yaml")[2].partition("```")[0]
     assert yaml.safe_load(block)["hub"]["model_id"] == NAME
+    assert str(world) not in repository.files["adapter_config.json"].decode()
     ids = torch.arange(5, 37)[None]
     answers = [loaded(repository.files[name].decode(), ids) for name in ("README.md", "merged/README.md")]
     assert torch.allclose(*answers, atol=0.05)  # the merged weights are bf16
@@ -78,6 +81,24 @@ def test_a_run_pushes_its_result_once_it_is_compared(
     with torch.no_grad():
         assert all(torch.equal(model.eval()(input_ids=ids).logits.float(), answer)
                    for model, answer in zip(exported, answers, strict=True))  # fmt: skip
+
+
+def test_the_card_of_a_named_base_and_of_a_command(hub: Hub, configure: Configure) -> None:
+    hub.models["google/base"] = {"id": "google/base", "cardData": {"license": "gemma"}}
+    config = configure(max_steps=1)
+    sft.train(config)
+    command = ["export", str(config.output_path), "base=google/base", f"push={NAME}"]
+    assert main([*command, "format=vllm", "revision=dev"]) == 0
+    card = ModelCard(hub.repositories[NAME].branches["dev"]["README.md"].decode())
+    values = card.data.to_dict()
+    assert (values["license"], values["base_model_relation"]) == ("gemma", "finetune")
+    assert f"```sh\nvllm serve {NAME} --revision dev --served-model-name" in card.text
+    assert main([*command, "format=adapter", "format=vllm"]) == 0
+    files = hub.repositories[NAME].files
+    assert ModelCard(files["README.md"].decode()).data.to_dict()["base_model_relation"] == "adapter"
+    text = files["vllm/README.md"].decode()
+    assert f'hf download {NAME} --include "vllm/*" --local-dir tuned\nvllm serve tuned/vllm --served' in text
+    assert all(HERE not in content.decode() for name, content in files.items() if name.endswith("README.md"))
 
 
 def loaded(card: str, ids: torch.Tensor) -> torch.Tensor:
@@ -102,7 +123,8 @@ def test_a_push_that_fails_leaves_the_run_finished(
     assert capsys.readouterr().err.endswith(
         f"warning: hub.model_id={NAME}: the quota of the account is used up: make room, push to another account, or to "
         "a public repository. "
-        f"Nothing was pushed; the result is complete in {folder}. To push it: python -m tpu_kit {command}\n"
+        f"Unless {hub.url}/{NAME}/tree/dev has it, nothing was pushed; the result is complete in {folder}. "
+        f"To push it: python -m tpu_kit {command}\n"
     )
     hub.fault = lambda method, path: None
     assert main(command.split()) == 0
@@ -114,14 +136,14 @@ def test_a_push_that_fails_leaves_the_run_finished(
     assert publish.push_result(config, folder) is None
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.startswith(f"warning: {folder / 'adapter'} changes nothing: with it the model says what the base model")
-    assert "Nothing was pushed; the result is complete" in said
+    assert "nothing was pushed; the result is complete" in said
 
     def stopped(*_: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("tpu_kit.exporting.export._export", stopped)
     assert publish.push_result(config, folder) is None
-    assert "SIGINT was received. Nothing was pushed" in capsys.readouterr().err
+    assert "SIGINT was received. Unless " in capsys.readouterr().err
     assert {path.rpartition("/")[2] for path in hub.paths[before:]} <= {"whoami-v2", "tuned", "dev", "export.json"}
 
 
@@ -141,7 +163,7 @@ NOT_YET: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "unknown": ({"token": "hf_" + "c" * 34}, "the token is invalid"),
     "somebody else": ({"name": "bob/tuned"}, "the token belongs to ann, club, not to bob"),
     "a reader of the organisation": ({"name": "club/tuned"}, "ann may only read in club: ask its administrator"),
-    "offline": ({"offline": True}, "HF_HUB_OFFLINE is set: unset it to push"),
+    "offline": ({"offline": True}, "HF_HUB_OFFLINE is set, or the hub did not answer: unset it"),
     "away": ({"away": True}, "the hub cannot be reached: [Errno 111]"),
     "Kaggle": ({"away": True, "KAGGLE_KERNEL_RUN_TYPE": "Batch"}, "reached (turn on Internet in the"),
     "a broken hub": ({"status": 503}, "the hub answers 503: try again later"),

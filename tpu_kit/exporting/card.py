@@ -127,6 +127,8 @@ def _settings(config: TrainConfig) -> str:
     def portable(value: Any) -> Any:
         if isinstance(value, dict):
             return {name: portable(inner) for name, inner in value.items()}
-        return Path(value).name if isinstance(value, str) and value.startswith(("/", "~")) else value
+        if isinstance(value, list):
+            return [portable(inner) for inner in value]
+        return Path(value).name if isinstance(value, str) and value.startswith(("/", "~", "./", "../")) else value
 
     return load_config(portable(config.to_dict())).to_yaml().rstrip()

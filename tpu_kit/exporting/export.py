@@ -45,7 +45,7 @@ class Exported:
     """A finished export.
 
     Attributes:
-        format: one of `options.FORMATS`.
+        format: a name of `EXPORT_FORMATS`.
         folder: its folder.
         files: names of its files.
         checks: the comparisons, each within its limits.
@@ -157,14 +157,16 @@ def _export(folder: Path, copied: bool, options: ExportOptions, format: str) -> 
         _check_free_space(target, tuned, kind)
         part.mkdir(parents=True)
         written = kind.write(tuned)
-        checks, notes = written.checks, written.notes
+        checks, notes = written.checks, [_placed(note, options, format) for note in written.notes]
+        if options.push and not tuned.base_id:
+            _name_base_alone(part / "adapter_config.json")
         if not tuned.tokenizer.chat_template:
             notes.append(_PLAIN + _BASES if kind.on_base else _PLAIN)
         if head:
             notes.append(f"PEFT loads the adapter without the {title(head)}, tpu_kit's generate with it")
         licence = base_licence(tuned.base_id, config.model.revision) if options.push and tuned.base_id else {}
         card = model_card(
-            config, folder, written.kind, tuned.base_id, _use(written.use, options, format),
+            config, folder, written.kind, tuned.base_id, _placed(written.use, options, format),
             [*map(str, checks), *notes], relation=kind.relation, licence=licence,
         )  # fmt: skip
         (part / "README.md").write_text(card)
@@ -176,13 +178,30 @@ def _export(folder: Path, copied: bool, options: ExportOptions, format: str) -> 
     return Exported(format, str(target), names, tuple(checks), placed)
 
 
-def _use(text: str, options: ExportOptions, format: str) -> str:
+def _name_base_alone(settings: Path) -> None:
+    """Leaves the folder's name of a base that is on this machine, whose path says nothing elsewhere."""
+    if settings.is_file():
+        named = json.loads(settings.read_text())
+        named["base_model_name_or_path"] = Path(named["base_model_name_or_path"]).name
+        settings.write_text(json.dumps(named, indent=2, sort_keys=True))
+
+
+def _placed(text: str, options: ExportOptions, format: str) -> str:
     """Names the repository in a text about how to load an export, if it is pushed."""
-    if not options.push:
+    if not options.push or HERE not in text:
         return text
+    first = format == options.format[0]
+    if f'"{HERE}"' not in text:  # a command
+        branch = f" --revision {options.revision}" if options.revision else ""
+        if first and f"{HERE}/" not in text:
+            return text.replace(HERE, options.push + branch)
+        here = Path(options.push).name
+        part = "" if first else f' --include "{format}/*"'
+        get = f"hf download {options.push}{part}{branch} --local-dir {here}"
+        return text.replace("```sh\n", f"```sh\n{get}\n").replace(HERE, here if first else f"{here}/{format}")
     branch = f', revision="{options.revision}"' if options.revision else ""
-    if format == options.format[0]:
-        return text.replace(f'"{HERE}"', f'"{options.push}"{branch}').replace(HERE, options.push)
+    if first:
+        return text.replace(f'"{HERE}"', f'"{options.push}"{branch}')
     folder = f'folder = snapshot_download("{options.push}"{branch}, allow_patterns="{format}/*") + "/{format}"\n'
     text = text.replace("```python\n", f"```python\nfrom huggingface_hub import snapshot_download\n{folder}")
     return text.replace(f'"{HERE}"', "folder")

@@ -15,7 +15,7 @@ from tpu_kit.exporting.converter import archive_at_hand, convert_adapter, conver
 from tpu_kit.exporting.equivalence import LogitComparison, compare_llama_cpp, run_llama_cpp
 from tpu_kit.exporting.formats import merge, save_merged, save_model
 from tpu_kit.exporting.streaming import stream
-from tpu_kit.exporting.tuned_model import Format, TunedModel, Written, accept, adapter_of
+from tpu_kit.exporting.tuned_model import HERE, Format, TunedModel, Written, accept, adapter_of
 from tpu_kit.model.base_model import base_model
 from tpu_kit.model.families import experts
 from tpu_kit.model.weights.loading import load_base
@@ -43,7 +43,7 @@ def write_model(tuned: TunedModel, outtype: str) -> Written:
     more, notes = _in_llama_cpp(tuned, target, outtype)
     near = "its own template that is nearest to the file's chat template"
     notes.append(f"Ollama was not run: it uses {near if tuned.tokenizer.chat_template else 'the prompt as it is'}")
-    use = f"```sh\nllama-server -m {target.name} --jinja\nollama create {tuned.config.run_name} -f Modelfile\n```"
+    use = f"```sh\nllama-server -m {HERE}/{target.name} --jinja\nollama create {tuned.name} -f {HERE}/Modelfile\n```"
     return Written(f"merged weights as GGUF ({outtype})", checks + more, notes, use)
 
 
@@ -65,7 +65,7 @@ def write_adapter(tuned: TunedModel) -> Written:
     shutil.rmtree(scratch)
     _write_modelfile(tuned, "base.gguf", target.name)
     notes.append("the Modelfile expects the base model's own GGUF file beside it, as base.gguf")
-    use = f"```sh\nllama-server -m base.gguf --lora {target.name} --jinja\n```"
+    use = f"```sh\nllama-server -m base.gguf --lora {HERE}/{target.name} --jinja\n```"
     return Written("a LoRA adapter as GGUF", more, notes, use)
 
 

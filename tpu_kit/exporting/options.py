@@ -52,6 +52,9 @@ class ExportOptions:
             )
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype}: there are {', '.join(DTYPES)}")
+        if not self.push and (self.revision or not self.private):
+            given = f"revision={self.revision}" if self.revision else "private=false"
+            raise ValueError(f"{given}: it has no effect without push=owner/name")
         if self.out and len(self.format) > 1:
             raise ValueError(f"out={self.out}: it is the folder of one format, and there are {len(self.format)}")
         if self.out and is_url(self.out):

@@ -77,9 +77,7 @@ def cast_bytes(config: TrainConfig) -> float:
     if not config.lora.r or model.base_dtype not in ("int8", "int4") or model.gguf_file or not folder.is_dir():
         return 0.0
     if model.quant_cache is not None:
-        kind = (
-            "int8" if model.base_dtype == "int8" else f"int4-{model.quant_group}"
-        )  # as `weights.loading` does
+        kind = "int8" if model.base_dtype == "int8" else f"int4-{model.quant_group}"  # as `weights.loading` does
         if any(Path(model.quant_cache).expanduser().glob(f"{glob.escape(folder.name)}-{kind}-*/config.json")):
             return 0.0
     counted = _count(folder)

@@ -13,6 +13,7 @@ from tpu_kit.machine.chips import MIB
 
 ASSUMED = 10e6
 """Bytes per second that are assumed before an upload was measured: a slow data centre, or a fast home."""
+_MOST = 1e9  # bytes per second: what is faster was there already, and was not uploaded
 _LEAST = 16 * MIB  # of an upload that tells the rate: below, the requests take most of the time
 
 
@@ -24,8 +25,8 @@ class Rate(NamedTuple):
 
 
 def keep_rate(size: int, seconds: float) -> None:
-    """Keeps the rate of an upload of so many bytes, if it was long enough; a cache that cannot be written is left."""
-    if size < _LEAST or seconds <= 0:
+    """Keeps the rate of an upload of so many bytes, if it tells one; a cache that cannot be written is left."""
+    if size < _LEAST or size > _MOST * seconds:
         return
     with suppress(OSError):
         path = _path()

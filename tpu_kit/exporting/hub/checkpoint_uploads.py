@@ -45,7 +45,6 @@ class CheckpointUploads:
     Args:
         config: the run.
         on: whether this host is the one that uploads.
-        repository: by default that of the run.
         clock: monotonic, seconds.
         least: seconds from the start of an upload to that of the next one.
         look: seconds between two looks for a newer checkpoint.
@@ -54,7 +53,6 @@ class CheckpointUploads:
     def __init__(
         self,
         config: TrainConfig,
-        repository: HubRepository | None = None,
         *,
         on: bool = True,
         clock: Callable[[], float] = time.monotonic,
@@ -63,7 +61,7 @@ class CheckpointUploads:
     ) -> None:
         self._config, self._place = config, config.checkpoints_place
         self._on = on and config.hub.model_id is not None and config.hub.strategy == "checkpoint"
-        self._repository = repository or repository_of(config)
+        self._repository = repository_of(config)
         self._clock, self._least, self._look = clock, least, look
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="checkpoint uploads", daemon=True)
@@ -108,14 +106,15 @@ class CheckpointUploads:
 
     def _turn(self) -> bool:
         """Uploads the newest checkpoint, unless it is there; returns whether it need not be tried again."""
+        checkpoint = None
         try:
             checkpoint = next(reversed(list_checkpoints(self._place)[0]), None)
             if checkpoint and not self._lost and (checkpoint.path, checkpoint.created) not in self._others:
                 self._upload(checkpoint)
-        except FileNotFoundError:  # deleted meanwhile: there is a newer one
-            return False
         except Exception as error:  # whatever it is, the run goes on
             self._head = None  # read it again
+            if checkpoint and not Path(checkpoint.path).exists():  # deleted meanwhile: there is a newer one
+                return False
             problem = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             if problem != self._told:
                 self._told = problem
@@ -214,7 +213,8 @@ def fetch_checkpoint(config: TrainConfig) -> None:
     text = repository.read(head, f"{FOLDER}/{MANIFEST}") if head else None
     if head is None or text is None:
         what = f"has no {FOLDER}, which a run with hub.strategy=checkpoint pushes" if head else "cannot be found"
-        if model_id != config.hub.model_id:  # else it is the first start of the run that makes it
+        # Else it is the first start of the run that makes it. A commit that is not there is a mistake in any case.
+        if (model_id, revision) != (config.hub.model_id, config.hub.revision):
             raise ValueError(f"checkpoint.source={source} {what}: check its name, and that the token may read it")
         print(f"checkpoint       {source} {what}", flush=True)
         return

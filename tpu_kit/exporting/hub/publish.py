@@ -69,8 +69,9 @@ def push_result(config: TrainConfig, folder: Path) -> Pushed | None:
 
 
 def _warn(config: TrainConfig, folder: Path, problem: str) -> None:
-    text = f"warning: {problem}. Nothing was pushed; the result is complete in {folder}. To push it: "
-    print(text + repeat_command(config, folder), file=sys.stderr, flush=True)
+    there = repository_of(config).url
+    text = f"warning: {problem}. Unless {there} has it, nothing was pushed; the result is complete in {folder}. "
+    print(text + "To push it: " + repeat_command(config, folder), file=sys.stderr, flush=True)
 
 
 def repeat_command(config: TrainConfig, folder: Path) -> str:

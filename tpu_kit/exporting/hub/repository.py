@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from tpu_kit.config.fields import hide_secrets
 from tpu_kit.config.hub import check_repository_name
 from tpu_kit.machine.chips import MIB
+from tpu_kit.machine.hub import ask_hub_once
 from tpu_kit.machine.upload_rate import keep_rate
 
 T = TypeVar("T")
@@ -104,7 +105,7 @@ class HubRepository:
         if get_token() is None:
             raise ValueError(f"{self._named}: there is no token of the Hugging Face hub: {_LOGIN}")
         with self._explained("the token is invalid"):
-            user = HfApi().whoami()
+            user = self._patiently(lambda: HfApi().whoami())
         if problem := _not_writable(user, self.model_id):
             raise ValueError(f"{self._named}: {problem}")
         head = self.find() or Head("", frozenset())
@@ -115,7 +116,8 @@ class HubRepository:
         """Returns the newest commit; None if there is no such repository or branch, or this user cannot read it."""
         from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
-        with self._explained("the repository cannot be read"), suppress(RepositoryNotFoundError, RevisionNotFoundError):
+        reads = self._explained("the repository cannot be read", writes=False)
+        with reads, suppress(RepositoryNotFoundError, RevisionNotFoundError):
             return self._read()
         return None
 
@@ -124,9 +126,9 @@ class HubRepository:
         from huggingface_hub import HfApi
 
         with self._explained("the repository cannot be created or read"):
-            HfApi().create_repo(self.model_id, private=self.private, exist_ok=True)
-            if self.revision:
-                HfApi().create_branch(self.model_id, branch=self.revision, exist_ok=True)
+            self._patiently(lambda: HfApi().create_repo(self.model_id, private=self.private, exist_ok=True))
+            if branch := self.revision:
+                self._patiently(lambda: HfApi().create_branch(self.model_id, branch=branch, exist_ok=True))
             return self._read()
 
     def read(self, head: Head, name: str) -> bytes | None:
@@ -135,14 +137,14 @@ class HubRepository:
 
         if name not in head.files:
             return None
-        with self._explained(f"its {name} cannot be read"):
+        with self._explained(f"its {name} cannot be read", writes=False):
             return Path(HfApi().hf_hub_download(self.model_id, name, revision=head.sha)).read_bytes()
 
     def fetch(self, head: Head, folder: str, to: Path) -> None:
         """Downloads a folder of a commit into a folder of this machine, and goes on with an earlier download there."""
         from huggingface_hub import HfApi
 
-        with self._explained("the download failed"):
+        with self._explained("the download failed", writes=False):
             HfApi().snapshot_download(
                 self.model_id, revision=head.sha, allow_patterns=f"{folder}/*", local_dir=to, max_workers=4
             )
@@ -164,9 +166,9 @@ class HubRepository:
             # Hashes each file once, for all that follows.
             added = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=str(path)) for name, path in files.items()]
             operations: list[Any] = [*added, *(CommitOperationDelete(path_in_repo=name) for name in gone)]
-            begun = time.monotonic()
-            self._patiently(lambda: api.preupload_lfs_files(name, added, revision=branch, free_memory=False))
-            seconds = time.monotonic() - begun
+            seconds = self._patiently(
+                lambda: _seconds_of(api.preupload_lfs_files, name, added, revision=branch, free_memory=False)
+            )
             made = self._patiently(
                 lambda: api.create_commit(
                     name, operations, commit_message=message, revision=branch, parent_commit=head.sha
@@ -176,14 +178,13 @@ class HubRepository:
         keep_rate(size, seconds)
         return Pushed(made.commit_url, made.oid, size, gone)
 
-    def push(self, folders: Mapping[str, Path], message: str = "Export by tpu_kit") -> Pushed:
+    def push(self, folders: Mapping[str, Path]) -> Pushed:
         """Pushes exports as one commit, after which the repository holds exactly these exports.
 
         Files that earlier exports of the kit left are removed in the same commit; other files of the repository stay.
 
         Args:
             folders: those of `export.export`, with export.json, by their folder there; "" is the root.
-            message: of the commit.
 
         Raises:
             ValueError: the repository has files of the same names that are not of the kit, has moved on meanwhile, or
@@ -197,7 +198,7 @@ class HubRepository:
             if path.is_file()
         }
         earlier = self._refuse_foreign(head, {*files})
-        return self.commit(head, files, earlier, message)
+        return self.commit(head, files, earlier, "Export by tpu_kit")
 
     def _refuse_foreign(self, head: Head, names: set[str]) -> set[str]:
         """Raises ValueError if files of these names are there and no export of the kit; returns those that are."""
@@ -217,7 +218,7 @@ class HubRepository:
     def _read(self) -> Head:
         from huggingface_hub import HfApi
 
-        found = HfApi().model_info(self.model_id, revision=self.revision)
+        found = self._patiently(lambda: HfApi().model_info(self.model_id, revision=self.revision))
         return Head(str(found.sha), frozenset(one.rfilename for one in found.siblings or ()))
 
     @property
@@ -238,22 +239,24 @@ class HubRepository:
         return ask()
 
     @contextmanager
-    def _explained(self, what: str) -> Iterator[None]:
-        """Turns errors of the hub into one line with what to do."""
+    def _explained(self, what: str, writes: bool = True) -> Iterator[None]:
+        """Turns errors of the hub into one line with what to do; asks first whether the hub can be reached again."""
         from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
+        ask_hub_once()
+        login, verb = (_LOGIN, "write") if writes else (_LOGIN.replace(" with write permission", ""), "read")
         try:
             yield
         except OfflineModeIsEnabled as error:
-            raise ValueError(f"{self._named}: HF_HUB_OFFLINE is set: unset it to push") from error
+            raise ValueError(f"{self._named}: HF_HUB_OFFLINE is set, or the hub did not answer: unset it") from error
         except HfHubHTTPError as error:
             status = error.response.status_code if error.response is not None else None
             wait, said = _retry_after(error), hide_secrets(str(error).strip().splitlines()[0])
             full = "the quota of the account is used up: make room, push to another account, or to a public repository"
             reason = {
-                401: f"{what}: {_LOGIN}",
+                401: f"{what}: {login}",
                 402: full,
-                403: full if "storage" in str(error).lower() else f"the token may not write there: {_LOGIN}",
+                403: full if "storage" in str(error).lower() else f"the token may not {verb} there: {login}",
                 412: "the repository has changed meanwhile, so nothing was committed: look at it, then push again",
                 413: "a file is larger than the hub accepts",
                 429: f"the hub limits the rate of requests: wait {f'{wait:.0f} s' if wait else 'some minutes'}",
@@ -286,9 +289,20 @@ def _not_writable(user: Mapping[str, Any], model_id: str) -> str:
     return ""
 
 
+def _seconds_of(function: Callable[..., object], *given: Any, **named: Any) -> float:
+    """Calls a function, and returns how long it took."""
+    begun = time.monotonic()
+    function(*given, **named)
+    return time.monotonic() - begun
+
+
 def _retry_after(error: Any) -> float | None:
     """Returns for how many seconds the hub asks to wait; None if it does not."""
+    from huggingface_hub.utils import parse_ratelimit_headers
+
     headers = getattr(getattr(error, "response", None), "headers", None) or {}
+    if (limit := parse_ratelimit_headers(headers)) is not None and limit.remaining == 0:
+        return float(limit.reset_in_seconds)
     with suppress(ValueError):
         return float(headers.get("Retry-After", ""))
     return None
