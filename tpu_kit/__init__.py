@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from tpu_kit.generation.evaluation.evaluate import evaluate, evaluate_adapter
     from tpu_kit.planning.planner import plan
     from tpu_kit.recipes.grpo import grpo
-    from tpu_kit.recipes.sft import TrainResult, train
+    from tpu_kit.recipes.result import TrainResult
+    from tpu_kit.recipes.sft import train
 
 from tpu_kit.config import registry
 from tpu_kit.machine.surroundings import ensure_home, prefer_packages

@@ -21,7 +21,7 @@ from tpu_kit.config.loader import TrainConfig, load_config
 from tpu_kit.config.schema import parameters
 from tpu_kit.generation.requests import Prompts
 from tpu_kit.generation.sampling import Sampling
-from tpu_kit.recipes.sft import TrainResult
+from tpu_kit.recipes.result import TrainResult
 
 MAIN = REPOSITORY / "README.md"
 ROOMS = [

@@ -192,7 +192,7 @@ def test_nothing_to_show_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_a_run_is_checked_by_its_loss_and_its_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from tpu_kit.recipes.sft import TrainResult
+    from tpu_kit.recipes.result import TrainResult
 
     config = TrainConfig(output_dir=str(tmp_path))
     ended = TrainResult("finished", "", 3, 6, {}, str(tmp_path / "adapter"), None, str(tmp_path))

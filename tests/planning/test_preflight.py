@@ -13,6 +13,7 @@ from tests.support.compiler_models import LLAMA_8B, QWEN2_500M, write_config
 from tpu_kit.config.loader import ConfigError, TrainConfig, batch_arithmetic, load_config
 from tpu_kit.config.schema import LEAST_UPDATES
 from tpu_kit.distributed import detection
+from tpu_kit.distributed.detection import detect
 from tpu_kit.distributed.hosts import Hosts
 from tpu_kit.machine.checks import Machine
 from tpu_kit.machine.slices import find_slice
@@ -100,7 +101,8 @@ def test_on_several_hosts_a_mesh_is_chosen(small: Path, tmp_path: Path) -> None:
     at = fake(tmp_path / "root", *[V5E] * 4)
     for count, slices, name in ((4, 1, "v5litepod-16"), (8, 2, "2xv5litepod-16")):
         hosts = Hosts(0, tuple(map(str, range(count))), "0:29477", slices=slices)
-        found = check_before_launch(run(small, "device_type=tpu", "batch_size=1"), at=at, hosts=hosts)
+        config = run(small, "device_type=tpu", "batch_size=1")
+        found = check_before_launch(config, at=at, backend=detect(config.launch, at, hosts))
         assert found.config.launch.mesh == f"data={4 * count}" and found.room is not None
         assert (found.room.name, found.room.replicas) == (name, 4 * count)
         assert f"so mesh=data={4 * count}, which holds it in" in str(found)

@@ -171,7 +171,7 @@ def test_rows_that_a_tpu_does_not_fill_are_told(small: Path, tmp_path: Path) -> 
     assert (row.name, row.status) == ("Rollouts", "warning") and text in row.fix
     two = replace(at, environ={"TPU_KIT_HOSTS": "a,b", "TPU_KIT_HOST_INDEX": "0"})
     *_, row = diagnose(run(small), two)
-    assert row.status == "failure" and row.found.endswith("completions are exchanged within one host, not 2")
+    assert row.status == "failure" and row.found.endswith("sampling is for one host, not 2")
     *_, row = diagnose(run(small, "reward_funcs=[no_module:judge]"), at)
     assert row.status == "failure" and "rl.reward_funcs=no_module:judge" in row.found
 

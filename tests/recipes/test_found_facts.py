@@ -14,8 +14,8 @@ from tests.support import counted_facts
 from tests.support.child_processes import PYTHONPATH, REPOSITORY, child_environment, run_python
 from tests.support.object_store import free_port
 
-# A replica makes the objective that
-# the plan names, and rank 0 confirms the checkpoint, and reads for its files which modules the model leaves out.
+# A replica makes the objective that the plan names, and rank 0 confirms the checkpoint, and reads for its files which
+# modules the model leaves out.
 CALLER = dict.fromkeys(counted_facts.FACTS, 1) | {"the confirmation of rank 0": 0}
 REPLICA = dict.fromkeys(counted_facts.FACTS, 0) | {"the objective": 1}
 RANK_0 = REPLICA | {"the confirmation of rank 0": 1}

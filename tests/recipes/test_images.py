@@ -24,8 +24,9 @@ from tpu_kit.model import attention
 from tpu_kit.model import causal_lm as models
 from tpu_kit.model.families import registry as families
 from tpu_kit.recipes import image_answers
+from tpu_kit.recipes.result import TrainResult
 from tpu_kit.recipes.run_data import prepare_run
-from tpu_kit.recipes.sft import TrainResult, train
+from tpu_kit.recipes.sft import train
 
 pytestmark = pytest.mark.usefixtures("quick_xla")
 needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")

@@ -152,7 +152,7 @@ def test_refusals(world: Path, teacher: Path, tmp_path: Path, settings: dict[str
 
 
 def test_several_hosts_are_refused(world: Path, teacher: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"^distill\.on_policy on 2 hosts: completions are exchanged within one host"):
+    with pytest.raises(ValueError, match=r"^distill\.on_policy on 2 hosts: sampling is for one host"):
         sampled_updates.check_rollouts(config_of(world, teacher, tmp_path), [], None, Hosts(0, ("a", "b")))
 
 

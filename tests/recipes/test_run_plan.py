@@ -34,6 +34,7 @@ from tpu_kit.recipes import problems, sft
 from tpu_kit.recipes.replica import fine_tune
 from tpu_kit.recipes.run_plan import RunPlan, plan_run
 from tpu_kit.training.checkpoint.manager import list_checkpoints
+from tpu_kit.training.resume import START
 
 needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
 
@@ -304,3 +305,19 @@ def test_a_dry_run_prints_the_plan_and_leaves_nothing(
     assert main([*command[:-1], "--json"]) == 2 and "--json: is for --dry-run" in capsys.readouterr().err
     assert main(["distill", *command[1:]]) == 2 and "names no teacher" in capsys.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+def test_a_dry_run_does_without_the_checkpoint_that_train_fetches(world: Path, tmp_path: Path) -> None:
+    config = run(world, tmp_path / "run", resume="must", **{"checkpoint.source": "hf://ann/tuned"})
+    assert "resumed from     hf://ann/tuned, fetched by `train`" in str(sft.dry_run(config))
+
+
+def test_the_adapter_of_the_start_is_identified_by_any_of_its_paths(world: Path, tmp_path: Path) -> None:
+    sft.train(run(world, tmp_path / "start"))
+    places = [tmp_path / "start", tmp_path / "start/config.yaml", tmp_path / "start/adapter"]
+    found = [plan_run(run(world, tmp_path / "run", **{"lora.adapter": str(place)}))[0] for place in places]
+    first, *others = [plan.record.identities[START] for plan in found]
+    assert [*first["files"]] == ["adapter_model.safetensors"] and all(other == first for other in others)
+    (tmp_path / "a file").write_text("")
+    with pytest.raises(ValueError, match=r"there is no adapter folder .*a file, and no run"):
+        sft.dry_run(run(world, tmp_path / "run", **{"lora.adapter": str(tmp_path / "a file")}))

@@ -34,6 +34,7 @@ from tpu_kit.machine.checks import Machine
 from tpu_kit.model.weights.source import load_tokenizer
 from tpu_kit.planning import batch_choice, oom_recovery, preflight
 from tpu_kit.recipes import sft
+from tpu_kit.recipes.result import TrainResult
 from tpu_kit.recipes.run_data import data_report
 from tpu_kit.recipes.run_plan import RunPlan, resumed, with_model
 from tpu_kit.training import objectives, step, trainer
@@ -388,7 +389,7 @@ def test_too_little_data_is_told_before_training(configure: Configure) -> None:
 
 def test_the_names_of_a_result_stand_apart_from_their_values() -> None:
     metrics = {"loss": 1.5, "predicted_peak_bytes": 2.0**30, "device_peak_difference": 0.25}
-    shown = str(sft.TrainResult("finished", "", 1, 1, metrics, "a", None, "b")).splitlines()[1:]
+    shown = str(TrainResult("finished", "", 1, 1, metrics, "a", None, "b")).splitlines()[1:]
     assert [line.split() for line in shown] == [
         ["loss", "1.5"], ["predicted_peak_bytes", "1.00", "GiB"], ["device_peak_difference", "0.25"]
     ]  # fmt: skip

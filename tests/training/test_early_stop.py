@@ -15,6 +15,7 @@ from tests.recipes.conftest import world
 from tests.recipes.test_sft import Configure, configure, records
 from tpu_kit.config.loader import TrainConfig
 from tpu_kit.recipes import run_plan, sft
+from tpu_kit.recipes.result import TrainResult
 from tpu_kit.training import trainer
 from tpu_kit.training.checkpoint import manager, manifest
 
@@ -92,7 +93,7 @@ def test_the_best_checkpoint_is_that_of_the_best_evaluation(
     assert kept.keys() == exported.keys() and all(bool((kept[name] == exported[name]).all()) for name in kept)
 
 
-def adapter_of(result: sft.TrainResult) -> bytes:
+def adapter_of(result: TrainResult) -> bytes:
     return Path(result.adapter_dir, "adapter_model.safetensors").read_bytes()
 
 

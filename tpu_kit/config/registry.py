@@ -42,7 +42,7 @@ NAMES = {
     "ConfigError": "tpu_kit.config.loader:ConfigError",
     "SearchOptions": "tpu_kit.extras.tree_search.options:SearchOptions",
     "TrainConfig": "tpu_kit.config.loader:TrainConfig",
-    "TrainResult": "tpu_kit.recipes.sft:TrainResult",
+    "TrainResult": "tpu_kit.recipes.result:TrainResult",
     "batch_arithmetic": "tpu_kit.config.loader:batch_arithmetic",
     "describe": "tpu_kit.config.loader:describe",
     "evaluate": "tpu_kit.generation.evaluation.evaluate:evaluate",

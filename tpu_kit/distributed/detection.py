@@ -204,7 +204,7 @@ def seen_on(device_type: str, config: TrainConfig) -> TrainConfig:
 
 
 def device_memory_budget(
-    config: TrainConfig, at: Machine | None = None, hosts: Hosts = ONE, backend: Backend | None = None
+    config: TrainConfig, at: Machine | None = None, backend: Backend | None = None
 ) -> TargetSlice | None:
     """Finds the memory of each replica of all hosts, or of each device of a mesh; None where the machine does not tell.
 
@@ -214,7 +214,7 @@ def device_memory_budget(
         ValueError: as `detect`.
     """
     at = at or Machine()
-    backend = backend or detect(config.launch, at, hosts)
+    backend = backend or detect(config.launch, at)
     hosts = backend.hosts
     if backend.device_type == "tpu":
         found = at.tpus()

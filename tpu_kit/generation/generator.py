@@ -50,7 +50,7 @@ class Generator:
     Args:
         model: a causal language model of transformers or PEFT, on the runtime's device.
         tokenizer: of the model.
-        rt: the replica, `distributed.runtime.current()` in a launched function.
+        rt: the replica, `distributed.replica.runtime.current()` in a launched function.
         data: the tags of the reasoning, the system prompt, and the date in a chat template.
         max_prompt: limit of the tokens of a prompt.
         max_new_tokens: limit of `Sampling.max_new_tokens`; with max_prompt it gives the length of the cache on XLA.

@@ -15,8 +15,10 @@ from tpu_kit.model.families import experts
 from tpu_kit.model.families import registry as families
 from tpu_kit.model.rotary import fix_rotary
 from tpu_kit.model.shape import WITHOUT_ADAPTER, check_targets
-from tpu_kit.model.weights.loading import load_base
-from tpu_kit.model.weights.loading import load_frozen as load_frozen  # also found beside load_model
+from tpu_kit.model.weights.loading import (
+    load_base,
+    load_frozen,  # also found beside load_model
+)
 from tpu_kit.model.weights.quantization import QuantizedLinear
 from tpu_kit.model.weights.quantization import layers_of as linear_layers
 

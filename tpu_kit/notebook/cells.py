@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from tpu_kit.data.prepare import DataReport, Prepared
-    from tpu_kit.recipes.sft import TrainResult
+    from tpu_kit.recipes.result import TrainResult
 
 # JupyterLab breaks the lines of a <pre> within words.
 _TEXT_STYLE = "font-family:monospace;white-space:pre-wrap;word-break:normal;overflow-wrap:anywhere"
@@ -178,10 +178,10 @@ def show_data(config: TrainConfig) -> Prepared:
     """
     from tpu_kit.machine.storage.output_location import make_output_folder
     from tpu_kit.recipes.run_data import SHOWN_REPORT
-    from tpu_kit.recipes.run_plan import plan_run
+    from tpu_kit.recipes.run_plan import before_fetch, plan_run
 
     make_output_folder(config, dry=True)
-    plan, prepared = plan_run(config)
+    plan, prepared = plan_run(before_fetch(config))
     os.environ[SHOWN_REPORT] = plan.report
     print(plan)
     return prepared

@@ -15,7 +15,6 @@ from tpu_kit.config.conflicts import check_remat
 from tpu_kit.config.loader import TrainConfig
 from tpu_kit.config.mesh import Mesh
 from tpu_kit.distributed.detection import Backend, detect, device_memory_budget, seen_on
-from tpu_kit.distributed.hosts import ONE, Hosts
 from tpu_kit.machine.checks import Machine
 from tpu_kit.machine.chips import GIB
 from tpu_kit.machine.slices import TargetSlice
@@ -114,7 +113,6 @@ def check_before_launch(
     exact: bool = False,
     at: Machine | None = None,
     rows: int | None = None,
-    hosts: Hosts = ONE,
     backend: Backend | None = None,
     began: Mapping[str, Any] | None = None,
 ) -> Preflight:
@@ -125,7 +123,6 @@ def check_before_launch(
         exact: whether the TPU compiler verifies the batch size, given or chosen by `auto`.
         at: the machine; this one by default.
         rows: packed rows of the training data, or prompts of a run that samples; None where they are not known yet.
-        hosts: of the run.
         backend: of `detect`, if it was found before; it has the hosts.
         began: of the checkpoint that the run continues from, its "batch_size" and its "global_batch_size".
 
@@ -133,7 +130,7 @@ def check_before_launch(
         ConfigError: the batch cannot be split over the replicas, or the rows do not fill one.
         ValueError: as `detection.detect` and `check_remat`; `optim.batch_size=auto` cannot be chosen.
     """
-    backend = backend or detect(config.launch, at, hosts)
+    backend = backend or detect(config.launch, at)
     check_remat(config, backend.device_type)
     room = device_memory_budget(config, at, backend=backend)
     config, notes = room.calibration.apply(config) if room else (config, [])

@@ -210,7 +210,7 @@ def check_rollouts(at: Machine, config: TrainConfig, tpu_replicas: int | None) -
     sizes = f"{config.rl.prompts_per_rollout} prompts x {config.num_generations} completions"
     text = f"{sizes} a rollout, judged by {judges}"
     if hosts > 1:
-        text += f"; completions are exchanged within one host, not {hosts}"
+        text += f"; sampling is for one host, not {hosts}"
         yield Check("Rollouts", "failure", text, "one host")
     elif tpu_replicas and (notes := warnings_of(config, tpu_replicas)):
         yield Check("Rollouts", "warning", text, notes[0])

@@ -13,7 +13,7 @@ from tpu_kit.model.loop.layer_calls import decoder_layers
 from tpu_kit.model.weights.loading import load_base
 from tpu_kit.model.weights.source import load_tokenizer
 from tpu_kit.recipes import sft
-from tpu_kit.recipes.sft import TrainResult
+from tpu_kit.recipes.result import TrainResult
 
 
 def configured(config: TrainConfig) -> TrainConfig:

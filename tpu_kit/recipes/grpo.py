@@ -9,7 +9,7 @@ from datasets import Dataset, DatasetDict
 
 from tpu_kit.config.loader import TrainConfig, of_rewards
 from tpu_kit.recipes import sft
-from tpu_kit.recipes.sft import TrainResult
+from tpu_kit.recipes.result import TrainResult
 
 
 def configured(config: TrainConfig) -> TrainConfig:

@@ -91,7 +91,7 @@ def trainer(
             _check_same(plan, rt, model)
         parts = stack.enter_context(_parts(config, rt, checkpoints)) if rt.shares_state else None
         source = stack.enter_context(
-            source_of_updates(config, prepared, plan.batch, rt, model, objective, reward_funcs)
+            source_of_updates(config, prepared, plan.batch, rt, model, objective, reward_funcs, plan.updates)
         )
         prepared.train.columns = plan.columns()
         untrained = ""

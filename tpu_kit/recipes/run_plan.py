@@ -10,6 +10,7 @@ confirms the checkpoint.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,7 @@ from tpu_kit.data.rows.sources import save_rows
 from tpu_kit.distributed import detection
 from tpu_kit.distributed.detection import Backend
 from tpu_kit.distributed.hosts import ONE, Hosts
+from tpu_kit.machine.storage.run_folder import adapter_of
 from tpu_kit.model.weights.base_identity import NAME, fingerprint, identify_adapter, pin
 from tpu_kit.model.weights.loading import read_config
 from tpu_kit.planning.preflight import Preflight, check_before_launch
@@ -196,6 +198,13 @@ def plan_run(
     return plan, prepared
 
 
+def before_fetch(config: TrainConfig) -> TrainConfig:
+    """Returns a run for a plan alone: a checkpoint of `checkpoint.source`, which `train` fetches first, may lack."""
+    if config.checkpoint.source is None:
+        return config
+    return replace(config, checkpoint=replace(config.checkpoint, resume="auto"))
+
+
 def find_machine(config: TrainConfig, hosts: Hosts = ONE) -> tuple[Backend | None, list[ValueError]]:
     """Finds where the run trains, without opening a device; or why this machine cannot train it."""
     try:
@@ -228,7 +237,8 @@ def with_model(plan: RunPlan) -> tuple[RunPlan, Objective | None]:
         with contextlib.suppress(ValueError):  # the objective's own check says what is wrong with its teacher
             teacher, identities[TEACHER] = pin(teacher, began.get(TEACHER))
     if config.lora.adapter:
-        identities[START] = identify_adapter(config.lora.adapter)
+        with contextlib.suppress(ValueError):  # `problems.of_model` says why there is no adapter
+            identities[START] = identify_adapter(str(adapter_of(config.lora.adapter)))
     record = Record({name: found for name, found in identities.items() if found}, {})
     plan = replace(plan, config=config, settings=read_config(model), teacher=teacher, record=record)
     with contextlib.suppress(ValueError):
@@ -304,8 +314,6 @@ def objective_name(config: TrainConfig) -> str:
 
 def digest_of(point: ResumePoint) -> str:
     """A short hash of the files of a checkpoint."""
-    import hashlib
-
     return hashlib.blake2b(repr(sorted(point.checkpoint.files.items())).encode(), digest_size=8).hexdigest()
 
 

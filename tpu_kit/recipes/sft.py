@@ -31,8 +31,8 @@ from tpu_kit.machine.storage.output_location import make_output_folder, resolve_
 from tpu_kit.planning.oom_recovery import out_of_memory, suggestion
 from tpu_kit.recipes import problems
 from tpu_kit.recipes.replica import fine_tune
-from tpu_kit.recipes.result import TrainResult as TrainResult
-from tpu_kit.recipes.run_plan import RunPlan, find_machine, plan_run, prepare_columns
+from tpu_kit.recipes.result import TrainResult
+from tpu_kit.recipes.run_plan import RunPlan, before_fetch, find_machine, plan_run, prepare_columns
 from tpu_kit.training.metrics import log_result
 from tpu_kit.training.resume import versions
 
@@ -45,6 +45,8 @@ def configured(config: TrainConfig) -> TrainConfig:
 def dry_run(config: TrainConfig, *, exact: bool = False) -> RunPlan:
     """Plans a run as `train` does, and launches nothing; on several hosts it is the plan of this one.
 
+    Checkpoints of a notebook's input are copied to the working folder as `train` does it.
+
     Raises:
         ValueError: the configuration, the data or the machine do not allow the run.
     """
@@ -53,7 +55,7 @@ def dry_run(config: TrainConfig, *, exact: bool = False) -> RunPlan:
     problems.tell([*wrong, *problems.of_machine(config, hosts)])
     config = resolve_output_dir(config)
     make_output_folder(config, dry=True)
-    return plan_run(config, exact=exact, backend=backend)[0]
+    return plan_run(before_fetch(config), exact=exact, backend=backend)[0]
 
 
 def train(

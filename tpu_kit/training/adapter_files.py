@@ -134,7 +134,6 @@ def _write(
     tokenizer: Any,
     base: base_identity.Identity | None,
 ) -> None:
-
     files, documents = result_files(model, trained, config)
     if not hasattr(model, "peft_config"):
         whole = base_model(model)

@@ -71,8 +71,8 @@ class TrainState:
         moments: of the optimizer, by name of the parameter and kind.
         average: exponential moving average of the parameters, by name, or None.
         applied: () number of applied updates, skipped ones excluded.
-        report: (7 + N,) a packed `Report`. Each step makes a new tensor, so that the host can read the old one while
-            the next step runs.
+        report: (7 + N,) a packed `UpdateSums`. Each step makes a new tensor, so that the host can read the old one
+            while the next step runs.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class TrainState:
 
         Args:
             checkpoint: of this run.
-            model: as `causal_lm.load_model` returns it, with its objective attached.
+            model: as `trainable.load_model` returns it, with its objective attached.
             place: moves the model to the device, and may stack its layers.
             device: of this replica.
             optim: of the run.

@@ -115,7 +115,8 @@ def test_overlapping_work_and_collectives_are_counted_once() -> None:
 
 
 def test_the_command_prints_the_report(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "my.yaml").write_text(settings(world, tmp_path / "run").to_yaml())
+    pushed = {"model_id": "ann/tuned", "checkpoint.source": "hf://ann/tuned"}  # a profile does neither
+    (tmp_path / "my.yaml").write_text(settings(world, tmp_path / "run", **pushed).to_yaml())
     assert main(["profile", str(tmp_path / "my.yaml"), "steps=2"]) == 0
     printed = capsys.readouterr().out
     assert "measured over 2 steps" in printed and "Advice" in printed

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from tpu_kit.config.hub import HubConfig
 from tpu_kit.config.loader import ConfigError, TrainConfig, batch_arithmetic
 from tpu_kit.data.prepare import on_disk
 from tpu_kit.distributed.launch import launch
@@ -48,7 +49,8 @@ def profile(config: TrainConfig, steps: int = 20, chip: str | None = None) -> Pr
 
 
 def _measured(config: TrainConfig, steps: int) -> Profile:
-    config = resolve_output_dir(replace(config, checkpoint=replace(config.checkpoint, resume="never")))
+    fresh = replace(config.checkpoint, resume="never", source=None)
+    config = resolve_output_dir(replace(config, checkpoint=fresh, hub=HubConfig()))  # it pushes nothing
     folder = make_output_folder(config) / "profile"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()

@@ -77,7 +77,7 @@ def check_rollouts(
     """Raises ValueError if the rewards of a run are not there, or none can judge its rows, or it has several hosts."""
     name = "distill.on_policy" if config.distill.on_policy else "grpo"
     if hosts.count > 1:
-        raise ValueError(f"{name} on {hosts.count} hosts: completions are exchanged within one host; use one host")
+        raise ValueError(f"{name} on {hosts.count} hosts: sampling is for one host; use one host")
     if not config.distill.on_policy:
         Rewards(config, reward_funcs).check(rows)
 
@@ -91,16 +91,17 @@ def source_of_updates(
     model: torch.nn.Module,
     objective: Objective,
     reward_funcs: Sequence[Any] | None,
+    total: int,
 ) -> Iterator[Updates]:
-    """Yields where a replica's batches come from: packed rows, or rollouts, whose rewards it opens and closes."""
+    """Yields where the batches of a run of `total` updates come from: packed rows, or rollouts with their rewards."""
     if not config.on_policy:
         yield Updates(config, prepared, plan, rt)
         return
     if config.distill.on_policy:
-        yield Rollouts(config, prepared, plan, rt, model, objective, TeacherJudge())
+        yield Rollouts(config, prepared, plan, rt, model, objective, TeacherJudge(), total)
         return
     with Rewards(config, reward_funcs) as rewards:
-        yield Rollouts(config, prepared, plan, rt, model, objective, rewards)
+        yield Rollouts(config, prepared, plan, rt, model, objective, rewards, total)
 
 
 def texts_of(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
@@ -118,7 +119,7 @@ def texts_of(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
 class Rollouts(Updates):
     """The updates of runs that sample: `rl.num_iterations` of each of `rl.steps_per_generation` parts of a rollout.
 
-    `judge` judges the completions.
+    `judge` judges the completions; `total` is the number of the run's updates.
     """
 
     splits = True
@@ -132,10 +133,11 @@ class Rollouts(Updates):
         model: torch.nn.Module,
         objective: Objective,
         judge: Judge,
+        total: int,
     ) -> None:
         super().__init__(config, prepared, plan, rt)
         assert prepared.tasks is not None and prepared.encoder is not None
-        self._rl, self._model, self._objective = config.rl, model, objective
+        self._rl, self._model, self._objective, self._total = config.rl, model, objective, total
         self._prepared, self._judge, self._tasks = prepared, judge, prepared.tasks
         self._share_prompts = bool(judge.names) and attention.sees_all(model)
         self.rows = len(self._tasks.numbers)
@@ -169,10 +171,9 @@ class Rollouts(Updates):
 
     def after(self, step: int, agreement: PreemptionGuard) -> Iterator[tuple[Update, int, list[Tensors]]]:
         """See `Updates.after`; a rollout is made when its first update is asked for, and abandoned with it."""
-        total = sum(1 for _ in self.all())
         for update in islice(self.all(), step, None):
             if (update.step - 1) % self._rl.updates_per_rollout == 0:
-                if not self._roll_out(update, total, agreement):
+                if not self._roll_out(update, agreement):
                     yield update, 0, []
                     return
                 if "old_logps" in self._objective.columns:
@@ -249,7 +250,7 @@ class Rollouts(Updates):
 
     # ------------------------------------------------------------------------------------------------------- rollouts
 
-    def _roll_out(self, update: Update, total: int, agreement: PreemptionGuard) -> bool:
+    def _roll_out(self, update: Update, agreement: PreemptionGuard) -> bool:
         """Samples, judges and packs the completions of an update's prompts; returns False if the update is not to run.
 
         Replicas that still sample when one of them has asked to run the update finish their part, so all exchange.
@@ -265,7 +266,7 @@ class Rollouts(Updates):
         if stopped():
             return False
         try:
-            rollout = judge(rollout, tasks, self._config.data, self._judge, total, stopped)
+            rollout = judge(rollout, tasks, self._config.data, self._judge, self._total, stopped)
         except CallEnded:
             return False
         if not agreement.should_run(update.step):
