@@ -579,6 +579,7 @@ def test_a_second_interrupt_does_not_stop_the_killing(request: pytest.FixtureReq
 # ------------------------------------------------------------------------------------------------------ a real kernel
 
 
+@pytest.mark.slow  # notebook 7 launches twice in its kernel
 def test_launch_cell_twice_in_one_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
     cells = [

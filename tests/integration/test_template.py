@@ -85,7 +85,7 @@ def test_the_five_lines_of_the_readme_train_on_rows_of_ones_own(desk: Path) -> N
     given = assignments("Copy a notebook as a template")
     assert {"config_file", "name", "source", "learning_rate"} == set(given)
     (desk / "my_rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[:60]))
-    set_parameters(desk / "mine.ipynb", {**given, "run_name": '"my-run"'})
+    set_parameters(desk / "mine.ipynb", {**given, "run_name": '"my-run"', "max_steps": "16", "warmup_steps": "2"})
     keep_in_cache(desk.parent / "hf", ast.literal_eval(given["name"]))
     where = environment(desk, PJRT_DEVICE=None, HF_HOME=str(desk.parent / "hf"), PYTHONDONTWRITEBYTECODE=None)
     status, printed, cells = run_notebook(desk, where)
@@ -101,7 +101,7 @@ def test_the_five_lines_of_the_readme_train_on_rows_of_ones_own(desk: Path) -> N
         "my_rows.jsonl: cot (question=question, reasoning=reasoning, answer=answer)", "60 read, 54 used",
         "with reasoning   54 of 54 replies", "held out         6, a tenth of the 60 different questions",
         "generate_rows=64: there are 6 held-out rows",
-        "plan             optim.batch_size=", "; 80 updates; ", "time             at least ",
+        "plan             optim.batch_size=", "; 16 updates; ", "time             at least ",
     ):  # fmt: skip
         assert text in told, (text, told)
     shown = "\n".join(str(output) for cell in cells if cell.cell_type == "code" for output in cell.outputs)

@@ -14,7 +14,7 @@ from tests.support.child_processes import run_python
 IMPORTS = "import getpass, os, pathlib; import tpu_kit; from tpu_kit.recipes import sft; "
 
 
-@pytest.mark.parametrize("home", [None, "/proc/none"])
+@pytest.mark.parametrize("home", [pytest.param(None, marks=pytest.mark.slow), "/proc/none"])
 def test_a_user_without_a_home_and_a_name_trains(home: str | None, tmp_path: Path) -> None:
     unshare = shutil.which("unshare")
     if unshare is None or subprocess.run([unshare, "-U", "--map-user=54321", "true"], capture_output=True).returncode:

@@ -304,6 +304,7 @@ def test_generation_on_xla_has_experts_in_the_form_of_training(tmp_path: Path, d
     assert hasattr(layer, "form") == same
 
 
+@pytest.mark.slow
 def test_loading_takes_the_memory_of_the_integers_and_two_layers(tmp_path: Path) -> None:
     """Files of Qwen3-MoE have each expert's matrices, those of gpt-oss MXFP4."""
     sizes = {"hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 8}

@@ -316,6 +316,7 @@ def test_a_cache_that_cannot_be_written_is_no_obstacle(saved: Path, tmp_path: Pa
     assert "not kept" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_loading_takes_the_memory_of_the_quantised_model_and_of_one_shard(tmp_path: Path) -> None:
     """An 8B model's proportions: an eighth in embedding and head, shards of a third. All of it in bf16 would not do."""
     wide = {"hidden_size": 768, "intermediate_size": 2688, "num_hidden_layers": 4, "num_attention_heads": 8}

@@ -237,7 +237,7 @@ except KeyboardInterrupt:
 
 
 @needs_libtpu
-@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("stop", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL])
 def test_nothing_goes_on_when_the_caller_is_stopped(stop: signal.Signals, tiny: Path, tmp_path: Path) -> None:
     cache, temporary = tmp_path / "cache", tmp_path / "temporary"
     temporary.mkdir()

@@ -80,7 +80,7 @@ def same(one: Path, other: Path) -> bool:
     return all(torch.equal(ours[name], value) for name, value in theirs.items())
 
 
-@pytest.mark.parametrize(("iterations", "parts"), [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize(("iterations", "parts"), [(2, 1), (1, 2), pytest.param(1, 1, marks=pytest.mark.slow)])
 def test_a_run_that_is_interrupted_ends_as_the_undisturbed_one(
     iterations: int, parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,7 +126,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("phase", "done"), [("sampling", 2), ("judging", 2), pytest.param("updating", 3, marks=pytest.mark.slow)]
+    ("phase", "done"),
+    [("judging", 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("sampling", 2), ("updating", 3)))],
 )
 def test_a_run_that_is_preempted_ends_as_the_undisturbed_one(
     phase: str, done: int, undisturbed: Path, tmp_path: Path, monkeypatch: Any
@@ -179,7 +180,7 @@ EVERYWHERE = [
 
 @pytest.mark.usefixtures("quick_xla")
 @pytest.mark.parametrize("where", EVERYWHERE)
-@pytest.mark.parametrize("end", ["SIGTERM", "SIGINT", "hang_timeout"])
+@pytest.mark.parametrize("end", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow), "hang_timeout"])
 def test_a_run_that_waits_for_a_reward_ends_and_goes_on(
     end: str, where: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
