@@ -146,6 +146,20 @@ def test_kept_outputs_cost_memory_and_save_time(small: Path) -> None:
         plan(run(small, "remat=none"))
 
 
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (["data.format=prompt"], "- data.format: 'prompt' has no replies to train on; train with grpo"),
+        (["distill.on_policy=true", "teacher=embedded", "max_completion_length=64", "eval_steps=null",
+          "num_generations=4"], "- rl.num_generations: has no effect with distill.on_policy"),
+        (["objective=tests.support.own_objectives:a_tensor"], "a_tensor returned a Tensor; return Sums(loss, weight)"),
+    ],
+)  # fmt: skip
+def test_what_train_refuses_is_not_planned(settings: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "embedded-cot", *settings]) == 2
+    assert told in capsys.readouterr().err
+
+
 def test_how_far_one_can_go(small: Path) -> None:
     advice = plan(run(small, "batch_size=16", "remat=full"))[0].advice
     assert advice is not None and advice.largest_rank is not None

@@ -20,7 +20,7 @@ from tpu_kit.machine.slices import find_slice
 from tpu_kit.planning import preflight
 from tpu_kit.planning.compiler import compile_check
 from tpu_kit.planning.compiler.compile_check import Compiled
-from tpu_kit.planning.planner import best_batch
+from tpu_kit.planning.planner import MOST_UNTIMED_ROWS, best_batch
 from tpu_kit.planning.preflight import check_before_launch
 
 GIB = 2**30
@@ -118,7 +118,7 @@ def test_auto_of_a_small_data_set_leaves_updates_to_make(tmp_path: Path) -> None
 def test_auto_on_a_cpu_is_small_and_fits_half_of_the_memory(small: Path, tmp_path: Path) -> None:
     at = host(tmp_path / "root", 64)
     found = check_before_launch(run(small, "batch_size=auto", "device_type=cpu"), at=at)
-    assert found.config.optim.batch_size == detection.MOST_ROWS and found.room is not None
+    assert found.config.optim.batch_size == MOST_UNTIMED_ROWS and found.room is not None
     assert found.room.limit == pytest.approx(62.5 * GIB) and found.time is None
     assert "auto is 8: the most that leaves 50% of 62.50 GiB, and 8 at most" in str(found)
     four = check_before_launch(

@@ -23,7 +23,6 @@ REHEARSAL_REPLICAS = 4  # of xla-cpu, where neither the config nor the environme
 # Share of memory that a choice of the batch leaves free, not measured. The formula is made for a TPU's compiler; a GPU
 # also holds a context, libraries and the gaps of its allocator, and other processes use host memory.
 GPU_FREE, HOST_FREE = 0.3, 0.5
-MOST_ROWS = 8  # of `batch_size=auto` on a CPU, where more are not faster, and on a GPU of unknown speed
 _PJRT: dict[str, DeviceType] = {"TPU": "tpu", "CPU": "xla-cpu"}
 
 

@@ -8,10 +8,9 @@ from typing import Any
 
 from tpu_kit.config.loader import ConfigError, TrainConfig, batch_arithmetic
 from tpu_kit.data.batching import too_few_rows
-from tpu_kit.distributed.detection import MOST_ROWS
 from tpu_kit.machine.chips import GIB
 from tpu_kit.machine.slices import TargetSlice
-from tpu_kit.planning.planner import best_batch
+from tpu_kit.planning.planner import MOST_UNTIMED_ROWS, best_batch
 from tpu_kit.planning.run_cost import Count
 from tpu_kit.training.checkpoint.manager import Checkpoint, list_checkpoints
 
@@ -50,7 +49,7 @@ def settle_batch(
     rows, left = best.update.batch_size, f"that leaves {best.free:.0%} of {room.limit / GIB:.2f} GiB"
     why = f"the fastest {left}, by {best.source}"
     if room.chip.bf16_flops is None:
-        why = f"the most {left}, and {MOST_ROWS} at most"
+        why = f"the most {left}, and {MOST_UNTIMED_ROWS} at most"
     return replace(config, optim=replace(config.optim, batch_size=rows)), f"optim.batch_size=auto is {rows}: {why}"
 
 

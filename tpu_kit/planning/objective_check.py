@@ -10,7 +10,7 @@ import inspect
 import linecache
 import sys
 import traceback
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +19,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tpu_kit.config.fields import hide_secrets
-from tpu_kit.config.loader import ConfigError, TrainConfig
+from tpu_kit.config.loader import TrainConfig
 from tpu_kit.config.named_values import imported
-from tpu_kit.config.schema import RlConfig
 from tpu_kit.model import causal_lm as models
 from tpu_kit.model import trainable
 from tpu_kit.model.states_head import StatesHead, file_names, find_head, title
+from tpu_kit.planning.rollouts import check_sampling
 from tpu_kit.training.objectives import Objective, Sums, objective_of
 
-_SAMPLING = (
-    "prompts_per_update", "max_prompt_length", "max_completion_length", "sampling_temperature", "num_iterations",
-    "steps_per_generation", "mask_truncated_completions",
-)  # fmt: skip
 _READS = ("meta tensor", "register_meta function", "data-dependent")
 
 
@@ -51,27 +47,11 @@ def check_objective(config: TrainConfig, objective: Objective | None = None) -> 
                 f"{parameter}={name}: its {title(head)} is for generate and evaluate alone; copy the folder without "
                 f"{' and '.join(file_names(head))}, and name the copy"
             )
-    _check_sampling(config)
+    check_sampling(config)
     objective = objective or objective_of(config)
     objective.check()
     if ":" in config.optim.objective:
         _check_own(config, objective)
-
-
-def _check_sampling(config: TrainConfig) -> None:
-    """Raises ConfigError for what is of runs that sample, or of rewards, in a run without them."""
-    if config.optim.objective == "policy":
-        return
-    known, instead = RlConfig(), "here; train with grpo, or remove it"
-    if config.distill.on_policy:
-        instead = "with distill.on_policy, which samples each prompt once and has no rewards; remove it"
-    used = _SAMPLING if config.distill.on_policy else ()
-    for name in (each.name for each in fields(known) if each.name not in used):
-        if getattr(config.rl, name) != getattr(known, name):
-            raise ConfigError([f"rl.{name}: has no effect {instead}"])
-    if config.data.format == "prompt" and not config.on_policy:
-        text = "'prompt' has no replies to train on; train with grpo or distill.on_policy, or name columns"
-        raise ConfigError([f"data.format: {text}"])
 
 
 def _check_own(config: TrainConfig, objective: Objective) -> None:

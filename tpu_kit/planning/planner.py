@@ -17,7 +17,6 @@ from tpu_kit.config.conflicts import check_remat
 from tpu_kit.config.loader import ConfigError, TrainConfig, as_trained, batch_arithmetic
 from tpu_kit.config.mesh import mesh_size
 from tpu_kit.config.schema import LEAST_UPDATES, MOST_ROWS
-from tpu_kit.distributed import detection
 from tpu_kit.machine.chips import GIB
 from tpu_kit.machine.slices import TargetSlice, find_slice, services
 from tpu_kit.model.shape import Shape
@@ -27,13 +26,15 @@ from tpu_kit.planning.compiler.compile_check import CompilerUnavailable
 from tpu_kit.planning.cost import Collective, predicted_collectives
 from tpu_kit.planning.memory.argument_memory import table
 from tpu_kit.planning.mesh_choice import placed
-from tpu_kit.planning.rollouts import program_rows, warnings_of
+from tpu_kit.planning.rollouts import check_sampling, program_rows, warnings_of
 from tpu_kit.planning.run_cost import Count, TimePlan, count_rows, count_updates, time_plan
 from tpu_kit.planning.run_on_slice import Advice, Inference, Setting, advise, inference, largest, with_rows
 
 TIE = 0.02
 """Settings whose speeds differ by less count as equally fast: the one with fewest passes is picked, as it compiles
 sooner."""
+MOST_UNTIMED_ROWS = 8
+"""Most rows of `batch_size=auto` on a CPU, where more are not faster, and on a GPU of unknown speed."""
 MOST_TOKENS = 2**31
 """Tokens of a pass at which indices overflow."""
 _COMPILED = (
@@ -104,10 +105,15 @@ def plan(config: TrainConfig, chips: Sequence[str] = ("v5e",), exact: bool = Fal
 
     Raises:
         ValueError: of `slices.find_slice`, `shape_cache.read_shape` or `memory_estimate.estimate`; or the global batch
-            cannot be split over any of them; or as `check_remat`.
+            cannot be split over any of them; or as `check_remat`, `check_sampling` and `check_objective`.
     """
     config = as_trained(config)
     check_remat(config, "tpu")
+    check_sampling(config)
+    if ":" in config.optim.objective:  # the user's own; the check loads torch
+        from tpu_kit.planning.objective_check import check_objective
+
+        check_objective(config)
     launch, chips = config.launch, services(chips)
     if launch.mesh in (None, "auto"):
         places = [find_slice(name, launch.num_replicas) for name in chips]
@@ -160,7 +166,7 @@ def best_batch(config: TrainConfig, where: TargetSlice, exact: bool = False, row
 
     Args:
         config: the run.
-        where: the slice, or this machine; of unknown speed it has `detection.MOST_ROWS` at most.
+        where: the slice, or this machine; of unknown speed it has `MOST_UNTIMED_ROWS` at most.
         exact: whether the TPU compiler verifies the formula's pick.
         rows: of the data, where they were counted; see `LEAST_UPDATES`.
 
@@ -196,7 +202,7 @@ def candidates(config: TrainConfig, shape: Shape, where: TargetSlice, rows: Coun
         remats = (config.optim.remat,)
     for remat in remats:
         base = Setting(replace(config, optim=replace(config.optim, remat=remat)), shape, where)
-        for number, whole in _batches(base, rows, MOST_ROWS if known else detection.MOST_ROWS):
+        for number, whole in _batches(base, rows, MOST_ROWS if known else MOST_UNTIMED_ROWS):
             if number * config.data.max_length >= MOST_TOKENS:
                 raise ValueError(
                     f"optim.batch_size={number} x data.max_length={config.data.max_length}: a pass of 2**31 tokens or "

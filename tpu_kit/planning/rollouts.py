@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from tpu_kit.config.loader import BatchPlan, TrainConfig, batch_arithmetic
+from tpu_kit.config.loader import BatchPlan, ConfigError, TrainConfig, batch_arithmetic
 from tpu_kit.config.mesh import Mesh
+from tpu_kit.config.schema import RlConfig
 from tpu_kit.machine.checks import Check, Machine
 from tpu_kit.model.shape import Shape
 from tpu_kit.model.sharding.sharding_rules import cache_spec
@@ -23,6 +24,29 @@ if TYPE_CHECKING:
 
 WHOLE_ROWS = 64
 """A number of rows of which a TPU computes multiples: others cost the time of the next multiple."""
+
+
+_SAMPLING = (
+    "prompts_per_update", "max_prompt_length", "max_completion_length", "sampling_temperature", "num_iterations",
+    "steps_per_generation", "mask_truncated_completions",
+)  # fmt: skip  # parameters of `rl` that distill.on_policy has too
+
+
+def check_sampling(config: TrainConfig) -> None:
+    """Raises ConfigError for what is of runs that sample, or of rewards, in a run without them."""
+    if config.optim.objective == "policy":
+        return
+    known, instead = RlConfig(), "here; train with grpo, or remove it"
+    if config.distill.on_policy:
+        instead = "with distill.on_policy, which samples each prompt once and has no rewards; remove it"
+    used = _SAMPLING if config.distill.on_policy else ()
+    changed = (one.name for one in fields(known) if getattr(config.rl, one.name) != getattr(known, one.name))
+    found = [f"rl.{name}: has no effect {instead}" for name in changed if name not in used]
+    if config.data.format == "prompt" and not config.on_policy:
+        text = "'prompt' has no replies to train on; train with grpo or distill.on_policy, or name columns"
+        found.append(f"data.format: {text}")
+    if found:
+        raise ConfigError(found)
 
 
 @dataclass(frozen=True)
