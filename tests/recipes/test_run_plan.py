@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from safetensors.torch import load_file, save_file
 
 from tests.distributed.test_hosts import together
@@ -74,6 +75,16 @@ def test_the_problems_of_a_step_are_told_together(world: Path, tmp_path: Path) -
     with pytest.raises(ValueError, match=r"^2 problems:") as caught:
         sft.train(run(world, tmp_path / "run", **changed))
     assert "lora.r: 2 there, 4 now" in str(caught.value) and "distill.teacher" in str(caught.value)
+
+
+def test_a_refused_run_on_rows_in_memory_leaves_no_files(world: Path, tmp_path: Path) -> None:
+    rows = Dataset.from_json(str(world / "rows.jsonl"), cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(ValueError, match=r"rl\.num_generations: has no effect here"):
+        sft.train(run(world, tmp_path / "a", num_generations=4), rows)
+    with pytest.raises(ValueError, match="rows"):
+        sft.train(run(world, tmp_path / "b", batch_size=4096), rows)
+    assert not [path for folder in ("a", "b") for path in (tmp_path / folder).rglob("*.arrow")]
+    assert sft.train(run(world, tmp_path / "b"), rows).step == 2 and list((tmp_path / "b" / "data").iterdir())
 
 
 def test_problems_become_one_error() -> None:
@@ -244,6 +255,12 @@ def test_hosts_whose_plans_differ_are_told_with_both_values(world: Path, tmp_pat
     sft.train(run(world, folder, max_steps=1))
     resumed = plan_run(run(world, folder, max_steps=3))[0].facts()
     assert {name for name in new if new[name] != resumed[name]} == {"checkpoint"}
+    rows = (world / "rows.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "rows.jsonl").write_text("".join(rows[::-1]))
+    other = plan_run(
+        run(world, folder, max_steps=3, source=str(tmp_path / "rows.jsonl"), output_dir=str(tmp_path / "b"))
+    )
+    assert {name for name in new if new[name] != other[0].facts()[name]} == {"data (hash)"}
 
     def part(meeting: Meeting, facts: Any) -> None:
         meeting.agree({"number of hosts": 2})
