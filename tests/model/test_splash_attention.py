@@ -6,9 +6,11 @@ import importlib.util
 import json
 
 import pytest
+import torch
 
 from tests.support.child_processes import run_loaded
 from tests.support.tpu_program import ENVIRONMENT
+from tpu_kit.model.splash_attention import splash_attention
 
 needs_jax = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("torch_xla", "jax")), reason="needs torch_xla[pallas]"
@@ -173,3 +175,11 @@ def test_the_tpu_compiler_takes_it_with_windows_soft_caps_sinks_and_head_sizes()
 def test_kernels_are_written_as_an_older_libtpu_reads_them(found: tuple[list[float], list[int]]) -> None:
     """Kaggle's libtpu 0.0.17 reads format 4 at most. It fails where JAX moves the function that chooses the format."""
     assert found[1] == [7, 4]
+
+
+def test_sinks_are_not_left_out_where_tokens_look_ahead() -> None:
+    """The kernel would leave them out; no family has both."""
+    states, ids = torch.zeros(1, 2, 128, 8), torch.zeros(1, 128, dtype=torch.int32)
+    options = {"segment_ids": ids, "sliding_window": 9, "ahead": ids, "most_ahead": 3, "s_aux": torch.zeros(2)}
+    with pytest.raises(AssertionError):
+        splash_attention(torch.nn.Module(), states, states, states, None, **options)

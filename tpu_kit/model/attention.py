@@ -37,7 +37,7 @@ _IGNORED = {
 
 
 def connect(model: torch.nn.Module, frozen: bool) -> None:
-    """Registers "tpu_kit" in transformers; see `families`."""
+    """Registers "tpu_kit" in transformers; see `families.registry`."""
     register()
 
 

@@ -20,7 +20,7 @@ from tpu_kit.xla.pallas import PER_HEAD, SplashSettings
 
 
 def connect(model: torch.nn.Module, frozen: bool) -> None:
-    """Registers the function in transformers; see `families`."""
+    """Registers the function in transformers; see `families.registry`."""
     register()
 
 
@@ -68,7 +68,7 @@ def splash_attention(
     query = query * (query.shape[3] ** -0.5 if scaling is None else scaling)
     padding = padded_length(length) - length
     query, key, value = (F.pad(each, (0, 0, 0, padding)) if padding else each for each in (query, key, value))
-    assert prefix_ids is None or (window is None and ahead is None)
+    assert (prefix_ids is None or window is None) and (ahead is None or (prefix_ids is None and s_aux is None))
     more = prefix_ids if ahead is None else ahead
     ids = [segment_ids] if more is None else [segment_ids, more]
     segments, *others = ((F.pad(each, (0, padding)) if padding else each).to(torch.int32) for each in ids)
