@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import random
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +16,12 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
+from tests.support.child_processes import fork_loaded
 from tests.support.vision_functions import picture
 from tests.support.vision_models import save_model
 from tpu_kit.config.fields import ConfigError
 from tpu_kit.config.loader import TrainConfig, load_config
+from tpu_kit.data.images.files import PictureFiles
 from tpu_kit.distributed.replica.backends import CpuRuntime
 from tpu_kit.exporting.export import export
 from tpu_kit.generation.model_loading import load_for_generation, load_here
@@ -27,6 +33,7 @@ from tpu_kit.recipes import image_answers
 from tpu_kit.recipes.result import TrainResult
 from tpu_kit.recipes.run_data import prepare_run
 from tpu_kit.recipes.sft import train
+from tpu_kit.training.checkpoint.manager import list_checkpoints
 
 pytestmark = pytest.mark.usefixtures("quick_xla")
 needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
@@ -105,6 +112,74 @@ def test_exact_answers_are_counted_by_document(images: Path, tmp_path: Path, mon
     assert len(image_answers.right_answers(model, data, device, most=3)) == 3
 
 
+def cut(file: Path) -> None:
+    """Cuts a picture so that its header is whole."""
+    file.write_bytes(file.read_bytes()[: file.stat().st_size * 2 // 3])
+
+
+def test_documents_that_cannot_be_decoded_are_no_answers(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = []
+    for number in range(4):
+        picture(number, (120, 90)).save(tmp_path / f"{number}.jpg")
+        rows.append({"question": f"What is {number}?", "answer": "red", "image": f"{number}.jpg"})
+    cut(tmp_path / "2.jpg")
+    source = tmp_path / "rows.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = prepare_run(config_of(images, tmp_path, source=str(source), eval_rows=0)).train
+
+    def logits(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.nn.functional.one_hot(batch["input_ids"].roll(-1, 1), 1000).float()
+
+    monkeypatch.setattr(image_answers.models, "logits", logits)
+    assert image_answers.right_answers(torch.nn.Module(), data, torch.device("cpu")).tolist() == [True] * 3
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Sums are in one order, here and in `dies_while_decoding`."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def dies_while_decoding(config: TrainConfig, after: int) -> None:
+    """Trains; from the first checkpoint of this life on, the process is killed in the decoding number `after`."""
+    torch.set_num_threads(1)
+    folder, decoded, left = Path(config.output_dir, "checkpoints"), PictureFiles.decoded, [after]
+    before = [found.step for found in list_checkpoints(folder)[0]]
+
+    def dying(files: PictureFiles, source: Any) -> Any:
+        picture = decoded(files, source)
+        if left[0] < after or [found.step for found in list_checkpoints(folder)[0]] != before:
+            left[0] -= 1
+            if left[0] < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return picture
+
+    PictureFiles.decoded = dying  # type: ignore[method-assign]
+    train(config)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(("kills", "steps"), [(1, 8), pytest.param(8, 60, marks=pytest.mark.slow)])
+def test_a_run_that_is_killed_while_decoding_goes_on_bit_for_bit(
+    images: Path, tmp_path: Path, kills: int, steps: int
+) -> None:
+    whole = train(config_of(images, tmp_path / "whole", max_steps=steps))
+    config, chance = config_of(images, tmp_path / "killed", max_steps=steps), random.Random(steps)
+    for _ in range(kills):
+        life = fork_loaded(dies_while_decoding, config, chance.randrange(3))
+        life.join(120)
+        assert life.exitcode == -signal.SIGKILL
+    parts = train(config)
+    assert whole.step == parts.step == steps
+    own, other = weights(parts), weights(whole)
+    assert own.keys() == other.keys() and all(torch.equal(own[name], other[name]) for name in own)
+
+
 @needs_xla
 @pytest.mark.slow
 def test_replicas_and_a_mesh_train_the_same(images: Path, tmp_path: Path) -> None:
@@ -147,7 +222,7 @@ def test_too_many_pictures_that_cannot_be_decoded_end_the_run_and_keep_its_check
         file = tmp_path / f"{number}.jpg"
         picture(number, (120, 90)).save(file)
         if number >= 6:
-            file.write_bytes(file.read_bytes()[: file.stat().st_size * 2 // 3])
+            cut(file)
         rows.append({"question": f"What is {number}?", "answer": "red", "image": file.name})
     source = tmp_path / "rows.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -52,7 +52,7 @@ def right_answers(
     model: torch.nn.Module, dataset: PackedDataset, device: torch.device, rows: int = 8, black: bool = False,
     most: int | None = None,
 ) -> np.ndarray:  # fmt: skip
-    """Returns for each document of the first rows whether the model answers it exactly, booleans.
+    """Returns for each document of the first rows that carries loss whether the model answers it exactly, booleans.
 
     Args:
         model: in evaluation mode, with the kit's attention.
@@ -71,10 +71,12 @@ def right_answers(
         if black:
             batch["pixels"].zero_()
         wrong = _wrong(model, {name: one.to(device) for name, one in batch.items()}).cpu().numpy()
-        segments = batch["segment_ids"].numpy()
+        segments, answers = batch["segment_ids"].numpy(), (batch["labels"] != IGNORED).numpy()
         for row, number in enumerate(numbers):
             for segment in range(1, 1 + len(dataset.documents_of(int(number)))):
-                found.append(not wrong[row][segments[row] == segment].any())
+                here = segments[row] == segment
+                if answers[row][here].any():  # else its pictures cannot be decoded
+                    found.append(not wrong[row][here].any())
     return np.array(found[:most])
 
 
