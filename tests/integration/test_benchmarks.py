@@ -25,6 +25,14 @@ def test_the_step_benchmark_runs_and_its_exact_goals_are_met():
 
 
 @pytest.mark.slow
+def test_the_benchmark_of_images_runs():
+    done = run_python(["-m", "tests.benchmarks.images", "--images", "300", "--decoded", "40", "--json"], cwd=REPOSITORY)
+    report = json.loads(done.stdout)
+    assert report["images"] == 300 and 40 <= report["decoded"] < 100
+    assert 0 < report["again"] < report["first"] and report["seconds"] > 0
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, the TPU compiler")
 def test_the_memory_benchmark_runs_and_the_levers_together_need_least():
     done = run_python(["-m", "tests.benchmarks.memory", "--smoke", "--json"], cwd=REPOSITORY, timeout=540)
