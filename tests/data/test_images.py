@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import math
+import os
 import pickle
 import random
 from collections.abc import Callable
@@ -13,18 +14,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 import torch
 from datasets import Dataset, Features, List, Value
 from datasets import Image as ImageFeature
-from PIL import Image
-from transformers.models.gemma4.image_processing_pil_gemma4 import get_aspect_ratio_preserving_size
+from PIL import Image, ImageOps, PngImagePlugin
+from transformers import Idefics3Processor
+from transformers.image_transforms import convert_to_rgb
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
-from tests.support.vision_functions import TOKENS, image_processor, picture
+from tests.support.vision_functions import ALSO, CONFIGS, TOKENS, _processed, image_processor, picture
 from tests.support.vision_models import save_model, settings_of, tokenizer_of
 from tpu_kit.config.loader import DataConfig, ModelConfig
+from tpu_kit.data import tokenizing
 from tpu_kit.data.batching import IGNORED, BatchError, best_fill
 from tpu_kit.data.images import columns, processors
 from tpu_kit.data.images.files import MOST_PIXELS, PictureFiles
@@ -112,6 +116,7 @@ def forms(content: bytes) -> dict[str, dict[str, Any]]:
                 {"role": "assistant", "content": [{"type": "text", "text": "red"}]},
             ]
         },
+        "base64": asked([{"type": "image", "base64": base64.b64encode(content).decode()}, text]),
         "axolotl path": {"messages": [{"role": "user", "content": [{"type": "image", "path": "0.jpg"}, text]}, reply]},
         "OpenAI": {
             "messages": [
@@ -181,9 +186,14 @@ def broken(folder: Path, name: str) -> Any:
     if name in contents:
         path.write_bytes(contents[name]())
         return "bad.png"
+    if name == "pipe":
+        os.mkfifo(path)
+        return "bad.png"
+    if name == "base64 alone":
+        return base64.b64encode(bytes(6_000)).decode()
     return {
         "missing": "nowhere.jpg", "above": "../0.jpg", "elsewhere": "/etc/hostname", "web": "https://a.b/c.png",
-        "address": "file:///etc/hostname", "number": 7,
+        "address": "file:///etc/hostname", "chain": "gs://a/b::file:///etc/hostname", "number": 7,
     }[name]  # fmt: skip
 
 
@@ -192,13 +202,16 @@ REFUSED = {
     "above": r"image \.\./0.jpg: it is outside of .*; copy it below the rows",
     "elsewhere": "image /etc/hostname: it is outside of",
     "address": "image file:///etc/hostname: an address is gs:// or hf://; give other files below the rows",
+    "chain": "image gs://a/b::file:///etc/hostname: an address is gs:// or hf://",
+    "pipe": "image bad.png: this is not a regular file; name another",
+    "base64 alone": r"image A{57}\.\.\.: a text of 8,000 characters is no path; if it is base64, give it as data:i",
     "web": "image https://a.b/c.png: images are not fetched from the web; download them first",
     "text": "image bad.png: no picture of the kinds JPEG, PNG",
     "16 bits": "image bad.png: its mode is I;16, with more than 8 bits a channel; convert it to RGB",
     "animated": "image bad.png: it is animated; give the pictures one by one",
     "bomb": r"image bad.png: 500001 x 100 pixels, more than 50,000,000; make it smaller",
     "header": "image bad.png: ",
-    "number": "an image is a path, bytes, a data URL or base64, not int",
+    "number": "an image is a path, bytes or a data URL, not int",
 }
 
 
@@ -280,6 +293,116 @@ def test_pictures_of_all_kinds_are_used(models: Callable[[str], ModelConfig], fo
     assert (batch["image_index"] >= 0).sum() == made.train.documents.images.tokens.sum() > 0
 
 
+def orientation(number: int) -> Image.Exif:
+    exif = Image.Exif()
+    exif[0x0112] = number
+    return exif
+
+
+def transparent(kind: str) -> bytes:
+    """A picture with alpha, or with a colour or entries of its palette that are transparent."""
+    image = picture(0, (90, 60))
+    alpha = picture(1, (90, 60)).convert("L")
+    if kind in ("RGBA", "LA", "WEBP"):
+        image = image.convert("RGB" if kind == "WEBP" else kind)
+        image.putalpha(alpha)
+        return file_of(image, "WEBP" if kind == "WEBP" else "PNG", **({"lossless": True} if kind == "WEBP" else {}))
+    if kind == "PA":  # of a palette whose entries have each an alpha
+        return file_of(image.convert("P"), "PNG", transparency=bytes(range(0, 256, 2)))
+    if kind in ("L", "RGB"):
+        image = image.convert(kind)
+        return file_of(image, "PNG", transparency=image.getpixel((3, 3)))
+    return file_of(image.convert("P"), "GIF", transparency=image.convert("P").getpixel((3, 3)))
+
+
+@pytest.mark.parametrize("kind", ["RGBA", "LA", "WEBP", "PA", "L", "RGB", "GIF"])
+def test_transparent_pictures_are_on_white_as_those_of_transformers(kind: str) -> None:
+    content = transparent(kind)
+    expected = convert_to_rgb(Image.open(io.BytesIO(content)), return_numpy=True)
+    found = np.asarray(PictureFiles("").decoded(content))
+    assert np.array_equal(found, expected)
+    assert not np.array_equal(found, np.asarray(Image.open(io.BytesIO(content)).convert("RGB")))
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("turn", range(1, 9))
+def test_the_size_of_the_header_is_that_of_the_turned_picture(kind: str, turn: int) -> None:
+    content = file_of(picture(0, (90, 60)), kind, exif=orientation(turn))
+    header, found = PictureFiles("").picture(content), PictureFiles("").decoded(content)
+    assert (header.width, header.height) == found.size == ((60, 90) if turn > 4 else (90, 60))
+    opened = Image.open(io.BytesIO(content))
+    opened.load()
+    assert np.array_equal(np.asarray(found), np.asarray(ImageOps.exif_transpose(opened).convert("RGB")))
+
+
+def test_the_header_of_a_png_is_read_without_its_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
+    files, plain = PictureFiles(""), file_of(picture(0, (90, 60)), "PNG")
+    start = plain.rindex(b"IDAT") + 4 + int.from_bytes(plain[plain.rindex(b"IDAT") - 4 :][:4]) + 4
+    chunk = io.BytesIO()
+    PngImagePlugin.putchunk(chunk, b"eXIf", orientation(6).tobytes()[6:])
+    behind = plain[:start] + chunk.getvalue() + plain[start:]  # behind the pixels
+    assert files.decoded(behind).size == (90, 60)
+    assert np.array_equal(np.asarray(files.decoded(behind)), np.asarray(files.decoded(plain)))
+    monkeypatch.setattr(PngImagePlugin.PngImageFile, "load", lambda _: pytest.fail("its pixels are decoded"))
+    for content in (plain, behind):
+        assert files.picture(content)[:2] == (60, 90)
+    assert files.picture(file_of(picture(0, (90, 60)), "PNG", exif=orientation(6)))[:2] == (90, 60)
+
+
+def test_a_jpeg_of_several_pictures_is_its_first() -> None:
+    image = picture(0, (90, 60))
+    content = file_of(image, "MPO", save_all=True, append_images=[picture(1, (40, 30))])
+    assert PictureFiles("").picture(content)[:2] == (60, 90)
+    assert np.array_equal(
+        np.asarray(PictureFiles("").decoded(content)), np.asarray(PictureFiles("").decoded(file_of(image)))
+    )
+
+
+def test_pictures_in_rows_differ_by_any_byte() -> None:
+    content = file_of(picture(0, (300, 200)), "BMP")
+    other = content[:90_000] + bytes([content[90_000] ^ 1]) + content[90_001:]
+    files = PictureFiles("")
+    assert files.picture(content).digest != files.picture(other).digest
+    assert files.picture(content).digest == files.picture(data_url(content)).digest
+
+
+# ---------------------------------------------------------------------------------------------- where pictures may be
+
+
+@pytest.mark.parametrize("start", ["file://", "local://", ""])
+def test_pictures_beside_rows_of_an_address_of_this_machine(folder: Path, start: str) -> None:
+    (folder / "rows.jsonl").touch()
+    (folder / "row").mkdir()
+    for source in ("rows.jsonl", "*.jsonl", "row[s].jsonl"):
+        files = PictureFiles.beside(f"{start}{folder}/{source}")
+        assert files == PictureFiles(str(folder)) and files.picture("0.jpg").width == 90
+        for outside in ("file:///etc/hostname", "local:///etc/hostname", "/etc/hostname", "../rows.jsonl"):
+            with pytest.raises(RowError, match=r"an address is gs:// or hf://|it is outside of"):
+                files.picture(outside)
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "problem"),
+    [
+        ("https://a.b/c/rows.jsonl", "0.jpg", "images are not fetched from https://a.b/c, where the rows are; copy"),
+        ("s3://a/rows.jsonl", "0.jpg", "images are not fetched from s3://a, where the rows are; copy rows and images"),
+        ("zip://rows.jsonl::gs://a/b.zip", "0.jpg", "images are not fetched from zip://rows.jsonl::gs://a, where"),
+        ("gs://a/b/*.jsonl", "../0.jpg", "it is not in gs://a/b, where the rows are"),
+        ("gs://a/b/rows.jsonl", "c::file:/etc/hostname", "it is not in gs://a/b, where the rows are"),
+    ],
+)
+def test_pictures_beside_other_rows_are_refused(source: str, name: str, problem: str) -> None:
+    with pytest.raises(RowError, match=f"image .*: {problem}"):
+        PictureFiles.beside(source).picture(name)
+
+
+def test_pictures_below_a_folder_with_a_configuration(models: Callable[[str], ModelConfig], folder: Path) -> None:
+    (folder / "train.jsonl").write_text(json.dumps(asked("What?", images=["0.jpg"])) + "\n")
+    (folder / "README.md").write_text("---\nconfigs:\n- config_name: main\n  data_files: train.jsonl\n---\n")
+    made = prepare_with(models("gemma4_unified"), DataConfig(source=f"{folder}:main", eval_rows=0, max_length=512))
+    assert made.train.documents.images.pictures.tolist() == [1]
+
+
 def cut(folder: Path, name: str) -> None:
     """Cuts a picture so that its header is whole."""
     path = folder / name
@@ -301,31 +424,113 @@ def test_what_only_decoding_shows_carries_no_loss_up_to_a_bound(
     said = capsys.readouterr().err
     assert "warning: row 1 of" in said and "image 5.jpg: it cannot be read" in said and "carries no loss" in said
     monkeypatch.setattr(columns, "MOST_BROKEN", 1)
-    with pytest.raises(BatchError, match="2 rows have pictures that cannot be decoded, the last is row 1"):
+    for _ in range(20):  # epochs
+        assert (data.tensors(np.arange(2))["labels"][1] == IGNORED).all()
+    assert not capsys.readouterr().err
+    cut(folder, "0.jpg")
+    with pytest.raises(BatchError, match="2 rows have pictures that cannot be decoded, the last is row 0"):
         data.tensors(np.arange(2))
+
+
+def test_damaged_pictures_of_held_out_rows_name_their_source(
+    models: Callable[[str], ModelConfig], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cut(folder, "5.jpg")
+    held = folder / "held.jsonl"
+    held.write_text(json.dumps(asked("And?", images=["5.jpg"])) + "\n")
+    made = prepared(models("gemma4_unified"), folder, [asked("What?", images=["0.jpg"])], eval_source=str(held))
+    assert made.eval is not None
+    made.eval.tensors(np.array([0]))
+    assert f"warning: row 0 of {held}, counted from 0: image 5.jpg" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------ files that change
+
+
+def same_rows(model: ModelConfig, folder: Path) -> Callable[[], Prepared]:
+    """Returns what prepares the rows of `prepared` once more, whose file stays."""
+    config = DataConfig(source=str(folder / "rows.jsonl"), eval_rows=0, max_length=512, think_open="<t>",
+                        think_close="</t>")  # fmt: skip
+    return lambda: prepare_with(model, config)
+
+
+def test_tokens_of_pictures_that_changed_are_made_anew(models: Callable[[str], ModelConfig], folder: Path) -> None:
+    rows = [asked("What?", images=["0.jpg"]), asked("And?", images=["1.jpg"])]
+    before, again = prepared(models("gemma4_unified"), folder, rows), same_rows(models("gemma4_unified"), folder)
+    (folder / "0.jpg").write_bytes(file_of(picture(3, (30, 300))))
+    after = again()
+    assert before.train.documents.images.tokens[0] != after.train.documents.images.tokens[0]
+    assert before.fingerprint != after.fingerprint
+    (folder / "0.jpg").unlink()
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"line 1: image 0\.jpg: no such file"):
+            again()
+    (folder / "0.jpg").write_bytes(file_of(picture(0, SIZES[0])))
+    assert again().fingerprint == before.fingerprint
+
+
+def test_tokens_of_pictures_that_are_the_same_are_made_once(
+    models: Callable[[str], ModelConfig], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [asked("What?", images=["0.jpg"]), asked("And?")]
+    first = prepared(models("gemma4_unified"), folder, rows)
+    monkeypatch.setattr(tokenizing, "_tokenize_rows", lambda *_, **__: pytest.fail("rows are tokenised again"))
+    assert same_rows(models("gemma4_unified"), folder)().fingerprint == first.fingerprint
+
+
+def test_pictures_of_a_bucket_that_changed_are_seen(bucket: str) -> None:
+    files, names = PictureFiles.beside(f"{bucket}/rows.jsonl"), ["a.jpg", "inner/b.jpg"]
+    system = fsspec.filesystem("gs")
+    for number, name in enumerate(names):
+        system.pipe(f"{bucket}/{name}", file_of(picture(number, SIZES[number])))
+    found = [files.picture(name) for name in names]
+    assert [one.file for one in found] == [f"{bucket}/{name}" for name in names]
+    places = [one.file for one in found]
+    assert files.stamps(places) == [one.stamp for one in found] and "None" not in found[0].stamp
+    system.pipe(places[1], file_of(picture(3, SIZES[1])))
+    assert [now == one.stamp for now, one in zip(files.stamps(places), found, strict=True)] == [True, False]
+    system.rm(places[0])
+    assert files.stamps(places)[0] == ""
+
+
+def test_pictures_of_other_sizes_than_planned_are_refused_by_name(
+    models: Callable[[str], ModelConfig], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = prepared(models("gemma4_unified"), folder, [asked("What?", images=["0.jpg", "1.jpg"])]).train
+    (folder / "1.jpg").write_bytes(file_of(picture(3, (60, 30))))
+    assert (data.tensors(np.array([0]))["labels"] == IGNORED).all()
+    assert "image 1.jpg: it has 60 x 30 pixels, other than when the rows were prepared" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------------- tokens and pixels
 
 
-def test_tokens_of_gemma_are_transformers_for_all_sizes() -> None:
-    made = processors.Gemma4(processors.Sizes(280, 1, 280, True), {}, "", 9, 7, 8, 16, 3)
-    draw = random.Random(0)
-    for _ in range(2_000):
-        height, width = (int(math.exp(draw.uniform(1, 9))) for _ in range(2))
-        try:
-            rows, tiles = get_aspect_ratio_preserving_size(height, width, 16, 280 * 9, 3)
-        except ValueError:
-            with pytest.raises(RowError):
-                made.tokens(height, width)
+@pytest.mark.parametrize("count", [40, pytest.param(1_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["gemma4", "gemma4_unified", "smolvlm", "idefics3"])
+def test_tokens_of_images_of_random_sizes_are_those_of_transformers(
+    models: Callable[[str], ModelConfig], family: str, count: int
+) -> None:
+    tokenizer, config, draw = tokenizer_of(family), (CONFIGS | ALSO)[family](), random.Random(count)
+    made, own = processors.image_processor(models(family), tokenizer, DataConfig()), image_processor(config)
+    shown = Idefics3Processor(own, tokenizer, made.sizes.tokens) if family in ALSO or family == "smolvlm" else None
+    for _ in range(count):
+        width, height = (int(math.exp(draw.uniform(0, 6.5))) for _ in range(2))
+        ids, counts = made.tokens(height, width)
+        image = Image.new("RGB", (width, height))
+        if shown is None:
+            (wanted,) = own(images=[image])["num_soft_tokens_per_image"]
+            around = tokenizer.convert_tokens_to_ids(["<|image>", "<image|>"])
+            assert (ids, counts) == ([around[0], *[made.token_id] * wanted, around[1]], [wanted]), (width, height)
             continue
-        count = rows * tiles // 48**2
-        assert made.tokens(height, width) == ([7, *[9] * count, 8], [count])
+        found = shown(text=["a\n<image>b"], images=[[image]])
+        (text,), (tiles,) = found["input_ids"], found["pixel_values"]
+        start = text.index(ids[0])
+        assert text[start : start + len(ids)] == ids, (width, height)
+        assert len(text) - len(ids) == len(tokenizer("a\nb", add_special_tokens=False)["input_ids"])
+        assert counts == [made.sizes.tokens] * len(tiles)
 
 
 def test_tokens_and_pixels_are_those_of_transformers(models: Callable[[str], ModelConfig], family: str) -> None:
-    from tests.support.vision_functions import CONFIGS, _processed
-
     model, tokenizer = models(family), tokenizer_of(family)
     made, config = processors.image_processor(model, tokenizer, DataConfig()), CONFIGS[family]()
     own = image_processor(config)

@@ -77,22 +77,30 @@ def best_fill(lengths: np.ndarray, row_length: int) -> tuple[np.ndarray, np.ndar
         The document numbers row after row, and how many documents each row has (both int64).
     """
     by_length = np.argsort(lengths, kind="stable")
-    unique, starts, counts = np.unique(lengths[by_length], return_index=True, return_counts=True)
-    sizes, taken, left = unique.tolist(), starts.tolist(), counts.tolist()
+    unique, starts = np.unique(lengths[by_length], return_index=True)
+    sizes = unique.tolist()
+    return filled_rows(by_length, starts, lambda left, largest: _fullest(sizes, left, largest, row_length))
+
+
+def filled_rows(
+    by_size: np.ndarray, starts: np.ndarray, fullest: Callable[[list[int], int], dict[int, int]]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Fills rows with documents, whose sizes begin at `starts` in `by_size`; see `best_fill`.
+
+    `fullest` returns how many of those left of each size fill a row best, at least one of the largest.
+    """
+    taken, left = starts.tolist(), np.diff(np.r_[starts, len(by_size)]).tolist()
     rows: list[np.ndarray] = []
-    largest = len(sizes) - 1
-    while largest >= 0:
-        if not left[largest]:
-            largest -= 1
-            continue
-        combination = _fullest(sizes, left, largest, row_length)
-        for _ in range(min(left[i] // copies for i, copies in combination.items())):
-            rows.append(np.concatenate([by_length[taken[i] : taken[i] + copies] for i, copies in combination.items()]))
-            for i, copies in combination.items():
-                taken[i] += copies
-                left[i] -= copies
+    for largest in reversed(range(len(left))):
+        while left[largest]:
+            chosen = fullest(left, largest)
+            for _ in range(min(left[i] // copies for i, copies in chosen.items())):
+                rows.append(np.concatenate([by_size[taken[i] : taken[i] + copies] for i, copies in chosen.items()]))
+                for i, copies in chosen.items():
+                    taken[i] += copies
+                    left[i] -= copies
     order = np.concatenate(rows)
-    assert np.array_equal(np.sort(order), np.arange(len(lengths))), "packing lost or repeated a document"
+    assert np.array_equal(np.sort(order), np.arange(len(by_size))), "packing lost or repeated a document"
     return order, np.array([len(row) for row in rows])
 
 

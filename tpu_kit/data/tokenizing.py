@@ -41,9 +41,12 @@ _DOCUMENT = Features(
 )  # fmt: skip
 
 
-_IMAGES = Features(
-    {"slots": List(Value("int32")), "pictures": Value("int64"), "digest": Value("int64")}
-)  # of documents with images
+_IMAGES = Features(  # of documents with images
+    {
+        "slots": List(Value("int32")), "pictures": Value("int64"), "digest": Value("int64"),
+        "files": List(Value("string")), "stamps": List(Value("string")),
+    }
+)  # fmt: skip
 
 
 class RawRows(NamedTuple):
@@ -161,7 +164,9 @@ def tokenize(
     name, folder = _fingerprint(rows, encoder), Path(datasets_config.HF_DATASETS_CACHE) / "tpu_kit"
     folder.mkdir(parents=True, exist_ok=True)
     used = [*encoder.layout.needed(rows.column_names), *({PROBLEM} & {*rows.column_names})]
-    table = rows.select_columns(used).map(
+    cached = any(folder.glob(f"{name}*.arrow"))
+    made = partial(
+        rows.select_columns(used).map,
         partial(_tokenize_rows, encoder=encoder),
         batched=True,
         with_indices=True,
@@ -172,7 +177,9 @@ def tokenize(
         new_fingerprint=name,
         desc=f"Tokenising {source}",
     )
-    columns = table.with_format("arrow")[:].combine_chunks()
+    columns = made().with_format("arrow")[:].combine_chunks()
+    if cached and processor is not None and _is_stale(columns, encoder):
+        columns = made(load_from_cache_file=False).with_format("arrow")[:].combine_chunks()
     bad = columns.filter(pc.not_equal(columns["error"], ""))
     problems = dict(zip(bad["row"].to_pylist(), bad["error"].to_pylist(), strict=True))
     shown = check_rows(rows, [problems.get(i) for i in range(len(rows))], source, skip=config.on_bad_row == "skip")
@@ -193,6 +200,14 @@ def tokenize(
         np.repeat(np.arange(len(documents)), earlier), flat["reasoning"].reshape(-1, len(ReasoningCounts._fields)),
         len(bad), shown,
     )  # fmt: skip
+
+
+def _is_stale(columns: Any, encoder: Encoder) -> bool:
+    """Returns whether tokenised documents may differ now: a picture has changed, or a row had an error."""
+    if pc.any(pc.not_equal(columns["error"], "")).as_py():  # such as a missing file
+        return True
+    files, stamps = (columns[name].combine_chunks().flatten().to_pylist() for name in ("files", "stamps"))
+    return bool(encoder.images.files.stamps(files) != stamps)
 
 
 def _images_of(columns: Any) -> Any:
@@ -303,7 +318,9 @@ def _of_pictures(pictures: Sequence[Any], slots: Sequence[list[int]]) -> dict[st
     """Returns the columns of a document's images."""
     digest = hashlib.blake2b("".join(one.digest for one in pictures).encode(), digest_size=8).digest()
     counts = [count for each in slots for count in each]
-    return {"slots": counts, "pictures": len(pictures), "digest": int.from_bytes(digest, "little", signed=True)}
+    files = [one for one in pictures if one.file]
+    return {"slots": counts, "pictures": len(pictures), "digest": int.from_bytes(digest, "little", signed=True),
+            "files": [one.file for one in files], "stamps": [one.stamp for one in files]}  # fmt: skip
 
 
 def _split(example: Example, config: DataConfig) -> list[Example]:

@@ -10,18 +10,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from datasets import Dataset
 
 from tpu_kit.config.loader import DataConfig
 from tpu_kit.data.batching import IGNORED, BatchError, Documents, PackedDataset
 from tpu_kit.data.images.encoding import DocumentImages, ImageEncoding
+from tpu_kit.data.images.files import name_of
 from tpu_kit.data.images.packing import best_fill_of_images, fewest_images
 from tpu_kit.data.rows.columns import Layout
 from tpu_kit.data.rows.field_values import RowError
 from tpu_kit.data.rows.schemas import conversation
+from tpu_kit.model.families import vision
 
 MOST_BROKEN, BROKEN_SHARE = 10, 0.01
-"""Pictures that may turn out to be damaged: so many, and this share of those decoded in a launch."""
+"""Rows whose pictures may turn out to be damaged: so many, and this share of the rows with pictures."""
 
 
 class ImageCounts(NamedTuple):
@@ -61,24 +62,30 @@ class ImageCounts(NamedTuple):
 class ImageColumns:
     """Makes the tensors of images of packed rows; picklable.
 
+    Args:
+        tokens: the `Tokenized` of the documents.
+        images: of the documents.
+        room: image slots of a row.
+
     Attributes:
         rows: the rows of the source.
         room: image slots of a row.
     """
 
-    def __init__(
-        self, rows: Dataset, layout: Layout, config: DataConfig, encoding: ImageEncoding, images: DocumentImages,
-        room: int,
-    ) -> None:  # fmt: skip
-        names = layout.needed(rows.column_names)
-        self.rows, self.room, self.images = rows.select_columns(names), room, images
-        self._layout, self._config, self._encoding = layout, config, encoding
+    def __init__(self, tokens: Any, images: DocumentImages, room: int) -> None:
+        encoder = tokens.encoder
+        names = encoder.layout.needed(tokens.rows.column_names)
+        self.rows, self.room, self.images = tokens.rows.select_columns(names), room, images
+        self._source: str = tokens.source
+        self._layout: Layout = encoder.layout
+        self._config: DataConfig = encoder.config
+        self._encoding: ImageEncoding = encoder.images
         self._start()
 
     def _start(self) -> None:
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
-        self._decoded = self._broken = 0
+        self._broken = set[int]()
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in ("_lock", "_pool")}
@@ -87,19 +94,12 @@ class ImageColumns:
         vars(self).update(state)
         self._start()
 
-    @property
-    def columns(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of each tensor, without its first axis and without that of tokens."""
-        sizes = self._encoding.processor.sizes
-        found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            "pixels": ((self.room, sizes.patches, sizes.numbers), torch.uint8)
-        }
-        return found | ({"patch_positions": ((self.room, sizes.patches, 2), torch.int32)} if sizes.positions else {})
-
     def pictures(self, row: int, count: int | None = None) -> list[Any]:
         """Returns the pictures, of PIL, of a row of the source; raises RowError if one cannot be decoded."""
-        found = conversation(self.rows[int(row)], self._layout, self._config).images[:count]
-        return [self._encoding.files.decoded(source) for source in found]
+        return [self._encoding.files.decoded(source) for source in self._sources(row, count)]
+
+    def _sources(self, row: int, count: int | None) -> tuple[Any, ...]:
+        return conversation(self.rows[int(row)], self._layout, self._config).images[:count]
 
     def fingerprint(self) -> bytes:
         """Returns a hash of all pictures and of what makes their pixels."""
@@ -121,10 +121,9 @@ class ImageColumns:
             BatchError: more pictures are damaged than `MOST_BROKEN` and `BROKEN_SHARE` allow.
         """
         processor = self._encoding.processor
-        for name, (shape, dtype) in self.columns.items():
+        for name, (shape, dtype) in vision.columns_of(processor.sizes, self.room, dataset.length).items():
             tensors[name] = torch.zeros(len(rows), *shape, dtype=dtype)
-        index = torch.full((len(rows), dataset.length), -1, dtype=torch.int32)
-        tensors["image_index"], jobs = index, []
+        index, jobs = tensors["image_index"].fill_(-1), []
         for i, row in enumerate(rows):
             end = slot = 0
             for number in dataset.documents_of(row) if row >= 0 else ():
@@ -139,7 +138,7 @@ class ImageColumns:
                 jobs.append((i, slice(slot, slot + len(counts)), slice(start, end), number))
                 slot += len(counts)
         documents = dataset.documents
-        made = self._threads().map(lambda job: self._pixels(documents, job[3], job[1].stop - job[1].start), jobs)
+        made = self._threads().map(lambda job: self._pixels(documents, job[3]), jobs)
         for (i, slots, here, number), one in zip(jobs, made, strict=True):
             if isinstance(one, RowError):
                 self._count_broken(int(documents.source_rows[number]), one)
@@ -156,23 +155,34 @@ class ImageColumns:
                 self._pool = ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0))), thread_name_prefix="decode")
             return self._pool
 
-    def _pixels(self, documents: Documents, number: int, slots: int) -> tuple[np.ndarray, np.ndarray | None] | RowError:
+    def _pixels(self, documents: Documents, number: int) -> tuple[np.ndarray, np.ndarray | None] | RowError:
+        files, processor, made = self._encoding.files, self._encoding.processor, []
+        planned = self.images.of(number).tolist()
         try:
-            pictures = self.pictures(documents.source_rows[number], int(self.images.pictures[number]))
-            made = [self._encoding.processor.pixels(picture) for picture in pictures]
+            for source in self._sources(documents.source_rows[number], int(self.images.pictures[number])):
+                picture = files.decoded(source)
+                counts = processor.tokens(picture.height, picture.width)[1]
+                if counts != planned[: len(counts)]:
+                    size = f"{picture.width} x {picture.height} pixels"
+                    raise RowError(
+                        f"image {name_of(source)}: it has {size}, other than when the rows were prepared; leave the "
+                        "files as they are during a run, and start it again"
+                    )
+                planned = planned[len(counts) :]
+                made.append(processor.pixels(picture))
         except RowError as error:
             return error
-        pixels = np.concatenate([one for one, _ in made])
-        if len(pixels) != slots:
-            return RowError("its images have other sizes than when the rows were prepared")
+        assert not planned, "a row has as many pictures as when it was prepared"
         positions = [one for _, one in made if one is not None]
-        return pixels, np.concatenate(positions) if positions else None
+        return np.concatenate([one for one, _ in made]), np.concatenate(positions) if positions else None
 
     def _count_broken(self, row: int, error: RowError) -> None:
         with self._lock:
-            self._broken += 1
-            broken, most = self._broken, MOST_BROKEN + BROKEN_SHARE * self.images.pictures.sum()
-        text = f"row {row} of {self._config.source}, counted from 0: {error}"
+            if row in self._broken:  # of an earlier epoch
+                return
+            self._broken.add(row)
+            broken, most = len(self._broken), MOST_BROKEN + BROKEN_SHARE * (self.images.pictures > 0).sum()
+        text = f"row {row} of {self._source}, counted from 0: {error}"
         if broken > most:
             raise BatchError(f"{broken} rows have pictures that cannot be decoded, the last is {text}; correct them")
         print(f"warning: {text}; its document carries no loss", file=sys.stderr, flush=True)
@@ -207,7 +217,7 @@ def packed_with_images(
         room = fewest_images(documents.lengths, images.slots, length, max(1, at_least)) if config.packing else at_least
     room = max(1, room)
     order = best_fill_of_images(documents.lengths, images.slots, length, room) if config.packing else None
-    further = ImageColumns(tokens.rows, tokens.encoder.layout, config, tokens.encoder.images, images, room)
+    further = ImageColumns(tokens, images, room)
     dataset = PackedDataset(documents, length, packing=config.packing, pad_id=pad_id, order=order, further=further)
     counts = ImageCounts(
         int(images.pictures.sum()), int((images.pictures > 0).sum()), int(images.tokens.sum()), int(images.slots.sum()),

@@ -64,7 +64,7 @@ class ImageEncoding:
             Ids, mask, and for each picture of the ids the soft tokens of its slots.
 
         Raises:
-            RowError: there are more image tokens than pictures, or a picture has an impossible size.
+            RowError: there are more image tokens than pictures.
         """
         image, left = self.processor.token_id, iter(pictures)
         found, loss, slots = list[int](), list[bool](), list[list[int]]()

@@ -11,14 +11,17 @@ import contextlib
 import hashlib
 import io
 import os
+import re
+import stat
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-import fsspec
 from datasets import config as datasets_config
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
 
 from tpu_kit.data.rows.field_values import RowError
 
@@ -28,6 +31,8 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "LAB", "HSV")  # of 8 bits
 _ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # of EXIF: the values that swap height and width
 _END = 32 * 1024
+_STORES = ("gs", "hf")  # other file systems of fsspec reach any file of this machine (file://) or of the web
+_LONGEST_PATH = 1_000  # a longer text is base64
 
 
 class Picture(NamedTuple):
@@ -36,12 +41,16 @@ class Picture(NamedTuple):
     Attributes:
         height: in pixels, after EXIF's rotation.
         width: likewise.
-        digest: a hash of its length, its first and its last bytes.
+        digest: a hash of its bytes; of a file, of its length, its first and its last bytes.
+        file: its path or address; empty for bytes of a row.
+        stamp: changes with the content of the file, see `PictureFiles.stamps`.
     """
 
     height: int
     width: int
     digest: str
+    file: str = ""
+    stamp: str = ""
 
 
 @dataclass(frozen=True)
@@ -57,13 +66,14 @@ class PictureFiles:
     @classmethod
     def beside(cls, source: str) -> PictureFiles:
         """Returns that of a source of rows."""
-        if "://" in source:
-            return cls(source.rpartition("/")[0])
-        start = source.partition("*")[0] if "*" in source else source
-        path = Path(start)
-        if path.is_dir():
-            return cls(str(path))
-        return cls(str(path.parent)) if path.is_file() or "*" in source else cls("")
+        if "://" in source and source.partition("://")[0] not in LocalFileSystem.protocol:
+            return cls(_before_pattern(source).rpartition("/")[0])
+        path = LocalFileSystem._strip_protocol(source)
+        for folder in (path, path.rpartition(":")[0]):  # FOLDER:CONFIGURATION
+            if os.path.isdir(folder):
+                return cls(folder)
+        start = path if os.path.isfile(path) else _before_pattern(path)
+        return cls(os.path.dirname(start) if os.path.isfile(path) or start != path else "")
 
     def picture(self, source: Any) -> Picture:
         """Reads the header of a picture.
@@ -71,32 +81,54 @@ class PictureFiles:
         Raises:
             RowError: it cannot be opened or used.
         """
-        name = name_of(source)
+        name, place = name_of(source), self._place(source)
         with self._opened(source) as file, _described(name):
             size = file.seek(0, io.SEEK_END)
             file.seek(0)
-            digest = hashlib.blake2b(str(size).encode() + file.read(_END), digest_size=8)
-            if size > _END:
+            digest = hashlib.blake2b(str(size).encode() + file.read(_END if place else size), digest_size=8)
+            if place and size > _END:
                 file.seek(max(_END, size - _END))
                 digest.update(file.read(_END))
             file.seek(0)
             image = _image(file, name)
             width, height = image.size
-            if image.getexif().get(_ORIENTATION) in _TURNED:
+            if _orientation(image) in _TURNED and image.format != "TIFF":  # its size is turned already
                 width, height = height, width
-        return Picture(height, width, digest.hexdigest())
+            return Picture(height, width, digest.hexdigest(), place, _stamp_of(file) if place else "")
 
     def decoded(self, source: Any) -> Any:
-        """Returns a picture of PIL in RGB, turned as EXIF says.
+        """Returns a picture of PIL in RGB, turned as EXIF says, on white where it is transparent.
 
         Raises:
             RowError: it cannot be opened or decoded.
         """
-        from PIL import ImageOps
+        from PIL import Image, ImageOps
 
         name = name_of(source)
         with self._opened(source) as file, _described(name):
-            return ImageOps.exif_transpose(_image(file, name)).convert("RGB")
+            image = _image(file, name)
+            if _orientation(image):
+                image = ImageOps.exif_transpose(image)
+            if "A" in image.getbands() or image.info.get("transparency") is not None:
+                image = image.convert("RGBA")
+                image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+            return image.convert("RGB")
+
+    def stamps(self, files: Sequence[str]) -> list[str]:
+        """Returns the stamps that files of `Picture` have now; empty where that is not known.
+
+        It lists the folders of a store instead of asking for one object after another.
+        """
+        found = dict[str, str]()
+        for folder in {file.rpartition("/")[0] for file in files if "://" in file}:
+            with contextlib.suppress(Exception):  # of stores, each its own; the pictures are read anew
+                system, path = url_to_fs(folder)
+                for about in system.ls(path, detail=True, refresh=True):
+                    found[f"{folder}/{about['name'].rpartition('/')[2]}"] = _stamp(about)
+        for file in {*files} - found.keys():
+            with contextlib.suppress(OSError):
+                found[file] = _stamp(os.stat(file))
+        return [found.get(file, "") for file in files]
 
     @contextlib.contextmanager
     def _opened(self, source: Any) -> Iterator[BinaryIO]:
@@ -106,42 +138,79 @@ class PictureFiles:
             yield io.BytesIO(source)
             return
         if not isinstance(source, str):
-            raise RowError(f"an image is a path, bytes, a data URL or base64, not {type(source).__name__}")
+            raise RowError(f"an image is a path, bytes or a data URL, not {type(source).__name__}")
         if source.startswith("data:"):
             try:
-                yield io.BytesIO(base64.b64decode(source.partition(",")[2], validate=True))
+                content = base64.b64decode(source.partition(",")[2], validate=True)
             except binascii.Error as error:
                 raise RowError(f"image {name_of(source)}: {error}") from error
+            yield io.BytesIO(content)
             return
         address = self._address(source)
         try:
-            opened = fsspec.open(address, "rb").open() if "://" in address else open(address, "rb")  # noqa: SIM115
+            if "://" in address:
+                system, path = url_to_fs(address)
+                opened = system.open(path, "rb")
+            elif not stat.S_ISREG(os.stat(address).st_mode):  # opening a pipe would never end
+                raise ValueError("this is not a regular file; name another")
+            else:
+                opened = open(address, "rb")  # noqa: SIM115
         except (OSError, ValueError) as error:
             missing = isinstance(error, FileNotFoundError)
-            raise RowError(f"image {source}: {'no such file' if missing else error}") from error
+            raise RowError(f"image {name_of(source)}: {'no such file' if missing else error}") from error
         with opened as file:
             yield file
 
+    def _place(self, source: Any) -> str:
+        """Returns the path or the address of a picture; empty for bytes."""
+        source = _plain(source)
+        return self._address(source) if isinstance(source, str) and not source.startswith("data:") else ""
+
     def _address(self, source: str) -> str:
         """Returns the path or the address of a file; raises RowError if it may not be read."""
+        name = name_of(source)
         if source.startswith(("http://", "https://")):
-            raise RowError(f"image {source[:60]}: images are not fetched from the web; download them first")
+            raise RowError(f"image {name}: images are not fetched from the web; download them first")
         if "://" in source:
-            # Other file systems of fsspec reach any file of this machine (file://) or of the web.
-            if source.partition("://")[0] not in ("gs", "hf", self.folder.partition("://")[0]):
-                raise RowError(f"image {source[:60]}: an address is gs:// or hf://; give other files below the rows")
+            if source.partition("://")[0] not in _STORES or "::" in source:
+                raise RowError(f"image {name}: an address is gs:// or hf://; give other files below the rows")
             return source
+        if len(source) > _LONGEST_PATH:
+            raise RowError(
+                f"image {name}: a text of {len(source):,} characters is no path; if it is base64, give it as "
+                "data:image/...;base64,..."
+            )
         if "://" in self.folder:
-            if os.path.isabs(source) or ".." in Path(source).parts:
-                raise RowError(f"image {source}: it is not in {self.folder}, where the rows are")
+            if self.folder.partition("://")[0] not in _STORES or "::" in self.folder:
+                text = f"images are not fetched from {self.folder}, where the rows are; copy rows and images to a disk"
+                raise RowError(f"image {name}: {text}")
+            if os.path.isabs(source) or ".." in Path(source).parts or "::" in source:
+                raise RowError(f"image {name}: it is not in {self.folder}, where the rows are")
             return f"{self.folder}/{source}"
         if not self.folder and not os.path.isabs(source):
-            raise RowError(f"image {source}: these rows are in no folder; give images as bytes, or rows in a file")
+            raise RowError(f"image {name}: these rows are in no folder; give images as bytes, or rows in a file")
         path = Path(os.path.realpath(Path(self.folder, source)))
         allowed = [Path(os.path.realpath(one)) for one in (self.folder, datasets_config.HF_CACHE_HOME) if one]
         if not any(path.is_relative_to(one) for one in allowed):
-            raise RowError(f"image {source}: it is outside of {self.folder or 'the data set'}; copy it below the rows")
+            raise RowError(f"image {name}: it is outside of {self.folder or 'the data set'}; copy it below the rows")
         return str(path)
+
+
+def _before_pattern(source: str) -> str:
+    return re.split(r"[*?[]", source, maxsplit=1)[0]
+
+
+def _stamp_of(file: BinaryIO) -> str:
+    """Returns the stamp of an open file or object."""
+    details = getattr(file, "details", None)
+    return _stamp(os.fstat(file.fileno()) if details is None else details)
+
+
+def _stamp(about: os.stat_result | Mapping[str, Any]) -> str:
+    """Returns a stamp by what a disk, or a store in its listings and of an object, says of a file."""
+    if isinstance(about, os.stat_result):
+        return f"{about.st_size} {about.st_mtime_ns}"
+    return f"{about.get('size')} {about.get('etag') or about.get('blob_id')}"
 
 
 def _plain(source: Any) -> Any:
@@ -188,9 +257,17 @@ def _image(file: BinaryIO, name: str) -> Any:
         raise RowError(f"image {name}: {width} x {height} pixels, {_too_large()}")
     if image.mode not in _MODES:
         raise RowError(f"image {name}: its mode is {image.mode}, with more than 8 bits a channel; convert it to RGB")
-    if getattr(image, "is_animated", False):
+    if getattr(image, "is_animated", False) and image.format != "MPO":  # of cameras: a JPEG with further ones behind it
         raise RowError(f"image {name}: it is animated; give the pictures one by one")
     return image
+
+
+def _orientation(image: Any) -> int | None:
+    """Returns EXIF's orientation of a picture, as its header has it; PNG's own `getexif` decodes the pixels first."""
+    from PIL import Image
+
+    found: int | None = Image.Image.getexif(image).get(_ORIENTATION)
+    return found
 
 
 def _too_large() -> str:

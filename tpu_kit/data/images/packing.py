@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tpu_kit.data.batching import best_fill
+from tpu_kit.data.batching import best_fill, filled_rows
 
 ENOUGH = 0.98
 """The share of the fill without a limit that the derived K keeps."""
@@ -42,25 +42,9 @@ def best_fill_of_images(
     """
     assert images.max() <= most, (images.max(), most)
     order = np.lexsort((images, lengths))
-    pairs = np.stack([lengths, images], 1)[order]
-    unique, starts, counts = np.unique(pairs, axis=0, return_index=True, return_counts=True)
+    unique, starts = np.unique(np.stack([lengths, images], 1)[order], axis=0, return_index=True)
     sizes = [(int(length), int(count)) for length, count in unique]
-    taken, left = starts.tolist(), counts.tolist()
-    rows: list[np.ndarray] = []
-    largest = len(sizes) - 1
-    while largest >= 0:
-        if not left[largest]:
-            largest -= 1
-            continue
-        chosen = _fullest(sizes, left, largest, row_length, most)
-        for _ in range(min(left[i] // copies for i, copies in chosen.items())):
-            rows.append(np.concatenate([order[taken[i] : taken[i] + copies] for i, copies in chosen.items()]))
-            for i, copies in chosen.items():
-                taken[i] += copies
-                left[i] -= copies
-    found = np.concatenate(rows)
-    assert np.array_equal(np.sort(found), np.arange(len(lengths))), "packing lost or repeated a document"
-    return found, np.array([len(row) for row in rows])
+    return filled_rows(order, starts, lambda left, largest: _fullest(sizes, left, largest, row_length, most))
 
 
 def _fullest(sizes: list[tuple[int, int]], left: list[int], largest: int, row_length: int, most: int) -> dict[int, int]:

@@ -20,14 +20,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tpu_kit.config.loader import DataConfig, ModelConfig
-from tpu_kit.data.rows.field_values import RowError
 from tpu_kit.model.families.vision import Sizes, check_rows, sizes_of
 from tpu_kit.model.weights.source import locate, read_config
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_VERSION = 1  # increase it when the code below makes other tokens or pixels
+_VERSION = 2  # increase it when the code below makes other tokens or pixels
 
 
 @dataclass(frozen=True)
@@ -48,11 +47,7 @@ class ImageProcessor(abc.ABC):
 
     @abc.abstractmethod
     def tokens(self, height: int, width: int) -> tuple[list[int], list[int]]:
-        """Returns the ids that stand for a picture, and the number of soft tokens of each of its slots.
-
-        Raises:
-            RowError: a picture of this size cannot be used.
-        """
+        """Returns the ids that stand for a picture, and the number of soft tokens of each of its slots."""
 
     @abc.abstractmethod
     def pixels(self, image: Image) -> tuple[np.ndarray, np.ndarray | None]:
@@ -85,16 +80,12 @@ class Gemma4(ImageProcessor):
 
     def tokens(self, height: int, width: int) -> tuple[list[int], list[int]]:
         """See `ImageProcessor.tokens`."""
-        side, most = self.patch * self.pool, self.sizes.tokens
-        factor = math.sqrt(most * side**2 / (height * width))
-        rows, columns = math.floor(factor * height / side), math.floor(factor * width / side)
-        if not rows and not columns:
-            raise RowError(f"an image of {height} x {width} pixels becomes empty")
-        if not rows:
-            rows, columns = 1, min(width // height, most)
-        elif not columns:
-            rows, columns = min(height // width, most), 1
-        return [self.begin, *[self.token_id] * (rows * columns), self.end], [rows * columns]
+        from transformers.models.gemma4.image_processing_pil_gemma4 import get_aspect_ratio_preserving_size
+
+        patches = self.sizes.tokens * self.pool**2
+        resized = get_aspect_ratio_preserving_size(height, width, self.patch, patches, self.pool)
+        count = math.prod(resized) // (self.patch * self.pool) ** 2
+        return [self.begin, *[self.token_id] * count, self.end], [count]
 
     @cached_property
     def _processor(self) -> Any:

@@ -303,7 +303,9 @@ def _read_parts(parts: list[Any], name: str, images: list[Any] | None = None) ->
             texts.append(part["text"] if images is None else _with_places(part["text"], images))
         elif kind in _IMAGE_PARTS and images is not None:
             texts.append(IMAGE)
-            images.append(next((part[key] for key in _IMAGE_KEYS if is_filled(part.get(key))), None))
+            key = next((key for key in _IMAGE_KEYS if is_filled(part.get(key))), None)
+            bare = key == "base64" and not str(part[key]).startswith("data:")
+            images.append(f"data:;base64,{part[key]}" if bare else key and part[key])
         else:
             only = "only text can be trained on" if images is None else "only text and images can be trained on"
             only += ": images with model.images=true" * (images is None and kind in _IMAGE_PARTS)

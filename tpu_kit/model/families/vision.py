@@ -69,7 +69,11 @@ def sizes_of(config: Any, tokens: int | None = None) -> Sizes:
 
 def columns(config: Any, images: int, length: int, tokens: int | None = None) -> dict[str, Shape]:
     """Returns shape and dtype of the further tensors of a row of `length` tokens with room for `images`."""
-    sizes = sizes_of(config, tokens)
+    return columns_of(sizes_of(config, tokens), images, length)
+
+
+def columns_of(sizes: Sizes, images: int, length: int) -> dict[str, Shape]:
+    """Returns `columns` of a model by the sizes of its images."""
     found: dict[str, Shape] = {"pixels": ((images, sizes.patches, sizes.numbers), torch.uint8)}
     if sizes.positions:
         found["patch_positions"] = ((images, sizes.patches, 2), torch.int32)
