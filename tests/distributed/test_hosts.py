@@ -508,7 +508,7 @@ def test_replicas_of_two_hosts_are_one_world(hosts: Callable[[int], list[Hosts]]
     for rank, found in enumerate(together(hosts(2), part, part)):
         assert (found["rank"], found["world_size"]) == (rank, 2)
         assert found["values"] == [[3.0, 10.0], [[1.0] * 3] * 2]
-        assert found["limit"] == timedelta(days=1)
+        assert found["limit"] == timedelta(seconds=3 * config.launch.hang_timeout)
 
 
 def test_all_hosts_stop_at_the_largest_step(

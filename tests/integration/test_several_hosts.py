@@ -89,10 +89,12 @@ def test_a_killed_host_is_named_and_all_go_on_from_its_last_checkpoint(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("which", [0, 1])
-def test_a_host_that_hangs_is_named_with_its_stack(two: Rehearsal, bucket: str, which: int) -> None:
-    """Its replica sleeps in a step, and the other host waits for it in the step's collective."""
-    hang = {"objective": "tests.support.own_objectives:Hanging", "hang_timeout": 15}
+@pytest.mark.parametrize(("which", "how", "seconds"), [(0, "Hanging", 15), (1, "ComputingForEver", 8)])
+def test_a_host_that_hangs_is_named_with_its_stack(
+    two: Rehearsal, bucket: str, which: int, how: str, seconds: int
+) -> None:
+    """Its replica sleeps or computes in a step, and the other host waits for it in the step's collective."""
+    hang = {"objective": f"tests.support.own_objectives:{how}", "hang_timeout": seconds}
     hosts = two.start(f"{bucket}/run", env={"TPU_KIT_TEST_HANG": str(which)}, **RUN | hang)
     assert two.wait() == [75, 75], hosts[0].text + hosts[1].text
     for host in hosts:

@@ -33,6 +33,14 @@ class Hanging(SupervisedObjective):
         time.sleep(1e6)
 
 
+class ComputingForEver(Hanging):
+    """The same, and it uses the processor."""
+
+    def hang_here(self) -> None:
+        while True:
+            pass
+
+
 class ChangesWeights(SupervisedObjective):
     """The usual loss, and other weights on each host."""
 

@@ -364,42 +364,18 @@ def die_together(config: TrainConfig) -> None:
     time.sleep(600)
 
 
-def spin_at_step_5(config: TrainConfig) -> None:
-    """Rank 1 computes for ever in a step, for which the others wait in the same one."""
-    _spin(config, 5)
-
-
-def spin_at_step_1(config: TrainConfig) -> None:
-    """The same in the first step, whose usual duration nobody knows yet."""
-    _spin(config, 1)
-
-
-def _spin(config: TrainConfig, at: int) -> None:
+def compute_for_ever(config: TrainConfig) -> None:
+    """Rank 1 comes to no more collective, for which the others wait."""
     rt = runtime.current()
     with PreemptionGuard(rt) as agreement:
         for step in count(1):
             assert agreement.should_run(step)
-            if step == at and rt.rank == 1:
-                mark(config, "spinning")
+            if step == 5 and rt.rank == 1:
+                mark(config, "computing")
                 while True:
                     pass
             time.sleep(0.1)
             rt.all_reduce([torch.ones(1)])
-
-
-def compute_between_steps(config: TrainConfig) -> int:
-    """Computes for long where it has said that no step comes; returns the last step."""
-    rt = runtime.current()
-    with PreemptionGuard(rt) as agreement:
-        for step in range(1, 5):
-            assert agreement.should_run(step)
-            time.sleep(0.6)
-        agreement.pause()
-        until = time.monotonic() + 17
-        while time.monotonic() < until:
-            pass
-        assert agreement.should_run(5)
-    return 5
 
 
 def miss_a_bucket(config: Any) -> None:

@@ -379,7 +379,7 @@ class LaunchConfig:
     )
     torch_compile: bool = knob(True, "Compile the model's layers with torch.compile, on CUDA.")
     hang_timeout: float = knob(
-        600.0, "Seconds without any sign of life, or three times as long in one step, before a launch is ended.",
+        600.0, "Seconds without any sign of life, or three times as long in one collective, before a launch is ended.",
         above=0, at_most=1e9,
     )  # fmt: skip
     meeting_timeout: float = knob(300.0, "Seconds in which all hosts of a run must come.", above=0, at_most=1e9)

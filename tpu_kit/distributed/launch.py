@@ -25,7 +25,7 @@ import sys
 import threading
 import time
 import tomllib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -38,7 +38,7 @@ from tpu_kit.distributed.detection import Backend
 from tpu_kit.distributed.hosts import interface
 from tpu_kit.distributed.meeting import HostError, Meeting
 from tpu_kit.distributed.output import SafeStream
-from tpu_kit.distributed.preemption import Notices, StopFlag, launch_folder
+from tpu_kit.distributed.preemption import Notices, launch_folder
 from tpu_kit.distributed.replica import cpu_simulation, runtime
 from tpu_kit.distributed.replica.worker import LAUNCHER, REFUSALS, ReplicaMessage
 from tpu_kit.distributed.sending import payload_of
@@ -52,13 +52,13 @@ _BEAT = 1.0  # seconds between two readings of the processor time
 _SETTLE = 1.0  # seconds in which the causes and consequences of one failure are reported
 _GRACE = 10.0  # seconds that replicas get to end after being asked to
 _BUSY = 0.03  # seconds of processor time in a beat that are more than an idle process takes
-_SPINS = 3  # times the hang_timeout without a step are too many for a replica that computes; a compile takes less
-_SLOWER = 10  # times the longest step so far are too many as well
 # How a replica ends because another one did, which is not reported as a cause.
 _CONSEQUENCE = (
     r"MeetingError|Connection (closed|reset|refused)( by peer)?|remote process exited|ncclRemoteError|Broken pipe"
     r"|DistStoreError|DistNetworkError|Socket Timeout|failed to recv"
 )
+# What gloo and NCCL say where a collective waits for longer than `worker` lets it.
+_TIMED_OUT = re.compile(r"Timed out waiting \d+ms for|Watchdog caught collective operation timeout")
 
 
 def advice(text: str) -> str:
@@ -86,47 +86,6 @@ class LaunchError(RuntimeError):
 
 def _lost_a_peer(traceback: str) -> bool:
     return re.search(_CONSEQUENCE, traceback.rstrip().rpartition("\n")[2]) is not None
-
-
-class Steps:
-    """Finds replicas that compute for ever, by the steps that they start.
-
-    A step may take 3 times `hang_timeout`, seconds, or 10 times the longest step so far if that is more; the first one,
-    which compiles, any time unless another replica has waited in it for `hang_timeout`.
-    """
-
-    def __init__(self, hang_timeout: float) -> None:
-        self._hang_timeout = hang_timeout
-        self._reached = 0  # the step that all replicas have started; 0 between steps
-        self._since = self._longest = 0.0
-        self._computed: dict[int, float] = {}
-
-    def check(self, steps: Mapping[int, int], computing: Collection[int], now: float) -> tuple[list[int], str] | None:
-        """Returns the ranks that compute for ever and the text of the error; None where there are none.
-
-        Args:
-            steps: of `StopFlag.steps`.
-            computing: ranks whose processes have used the processor since the last call.
-            now: seconds, monotonic.
-        """
-        reached = min(steps.values(), default=0)
-        if reached != self._reached:
-            if self._reached and reached:
-                self._longest = max(self._longest, now - self._since)
-            self._reached, self._since = reached, now
-            self._computed = dict.fromkeys(steps, now)
-        self._computed |= {rank: now for rank in computing if rank in steps}
-        waiting = [rank for rank in steps if now - self._computed.get(rank, now) > self._hang_timeout]
-        limit, quiet = max(_SPINS * self._hang_timeout, _SLOWER * self._longest), now - self._since
-        if not reached or quiet <= limit or not (self._longest or waiting):
-            return None
-        behind = [rank for rank, step in steps.items() if step == reached and rank not in waiting]
-        ranks = behind or list(steps)
-        return ranks, (
-            f"{_names(ranks)} {'computes, but has' if len(ranks) == 1 else 'compute, but have'} started no step after "
-            f"step {reached} for {quiet:.0f} s (more than {_SPINS} x launch.hang_timeout={self._hang_timeout:g} s, and "
-            f"{_SLOWER} x the longest step so far)"
-        )
 
 
 class Supervisor:
@@ -168,7 +127,7 @@ class Supervisor:
             with contextlib.suppress(BrokenPipeError):  # it has died; `_result` reports how
                 pickle.dump((str(self._folder), self._backend, self._hang_timeout, payload), process.stdin)
                 process.stdin.flush()
-            return self._result(process, notices.flag)
+            return self._result(process)
         finally:
             # A function that does not handle preemption gets a SIGTERM, which it may handle; then it is killed.
             asked = isinstance(sys.exc_info()[1], KeyboardInterrupt | SystemExit) and not notices.at_once
@@ -202,10 +161,10 @@ class Supervisor:
         thread.start()
         return thread
 
-    def _result(self, process: subprocess.Popen[bytes], flag: StopFlag) -> Any:
+    def _result(self, process: subprocess.Popen[bytes]) -> Any:
         times: dict[int, float] = {}
         started = checked = time.monotonic()
-        steps, first, meeting = Steps(self._hang_timeout), self._backend.first_rank, self._meeting
+        first, meeting = self._backend.first_rank, self._meeting
         while True:
             meeting.check()
             if meeting.hung:
@@ -223,14 +182,10 @@ class Supervisor:
                     raise self._hung(process, f"{silent}: no output, no processor time used")
                 if self._time_limit is not None and checked - started > self._time_limit:
                     raise self._hung(process, f"not done after the time limit of {self._time_limit:g} s")
-                ranks = [rank for rank, pid in self._values("started").items() if pid in computing]
-                if spinning := steps.check(flag.steps(), ranks, checked):
-                    spinning_ranks, text = spinning
-                    raise self._hung(process, text, spinning_ranks[0])
             over = process.poll() is not None  # before the reading: a process reports before it ends
             self._read()
             if self._failures():
-                raise self._failed()
+                raise self._failed(process)
             if over:
                 if process.returncode == 0 and first in (results := self._values("done")):
                     return pickle.loads(results[first])
@@ -252,7 +207,7 @@ class Supervisor:
 
         return sorted(filter(is_failure, reports), key=lambda report: (_grade(report), report.at))
 
-    def _failed(self) -> LaunchError | ValueError:
+    def _failed(self, process: subprocess.Popen[bytes]) -> LaunchError | HostError | ValueError:
         """Finds what failed first among the reports of the next moment, many of which are its consequences."""
         time.sleep(_SETTLE)
         self._read()
@@ -261,6 +216,9 @@ class Supervisor:
         first = failures[0]
         if first.kind in REFUSALS:
             return REFUSALS[first.kind](first.value)
+        if _TIMED_OUT.search(self._stderr if first.kind == "ended" else first.value):
+            late = f"a replica came to no collective of the others for 3 x launch.hang_timeout={self._hang_timeout:g} s"
+            return self._hung(process, late)
         if first.kind == "ended":
             ends = [report.value for report in failures if report.kind == "ended"]
             text = "\n".join(self._end_of(*end) for end in ends)
@@ -287,18 +245,18 @@ class Supervisor:
         last = [line for line in lines if line][-10:]
         return "\n".join(["\n\nThe last lines on stderr:", *last]) if last else ""
 
-    def _hung(self, process: subprocess.Popen[bytes], text: str, rank: int | None = None) -> LaunchError | HostError:
-        stacks: dict[str, str] = {}
+    def _hung(self, process: subprocess.Popen[bytes], text: str) -> LaunchError | HostError:
+        stacks, errors = dict[str, str](), self._values("error")  # a replica whose collective failed has ended
         for pid in dict.fromkeys([*self._values("started").values(), process.pid]):
             self._stderr = ""
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGQUIT)  # faulthandler prints all stacks, even of threads without the GIL
             time.sleep(0.5)  # so that the stacks of two processes are not mixed
             if ranks := self._ranks(pid):
-                stacks[_names(ranks)] = self._stderr[-4096:]
+                stacks[_names(ranks)] = (self._stderr or errors.get(ranks[0], ""))[-4096:]
         if self._meeting.hosts.count > 1:
             return self._meeting.hang(stacks)
-        return LaunchError(f"{text}. The replicas were ended; what each thread was doing is printed above", rank)
+        return LaunchError(f"{text}. The replicas were ended; what each thread was doing is printed above")
 
 
 def _grade(report: ReplicaMessage) -> int:

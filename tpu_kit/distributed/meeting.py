@@ -39,7 +39,7 @@ _BEAT = 0.25
 _FAREWELL = 10.0  # seconds for which host 0 keeps the store for hosts that have not read how it ended
 _SEEN = 90.0  # seconds until a host sees a file of another one; NFS keeps what it knows of a folder for 60 s
 _TOLD = 5.0  # seconds in which the hosts tell their stacks
-_WAITS = re.compile(r'File "[^"]*torch/distributed/[^"]*", line \d+ in')  # in a collective, for the others
+_WAITS = re.compile(r'File "[^"]*torch/distributed/[^"]*", line \d+,? in')  # in a collective, for the others
 
 
 class HostError(RuntimeError):

@@ -43,7 +43,6 @@ _AT_ONCE = (signal.SIGINT, signal.SIGTERM)  # the second one ends a run; a termi
 
 _POLL = 0.2  # seconds between two reads of the clock and the flag
 
-_AWAY, _PAUSED, _STEPPING = 0, 1, 2  # states of a replica; "away": it does not handle notices
 _DECIDING = -1  # a limit
 # A replica that read no limit has written its step before; that write is visible to all processes long before this.
 _SETTLE = 0.05  # seconds
@@ -70,7 +69,7 @@ class _Cells(ctypes.Structure):
     """The shared memory of 1,024 replicas at most; 0 is no limit."""
 
     _fields_ = (
-        ("limit", ctypes.c_int64), ("asked", ctypes.c_int64), ("state", ctypes.c_int64 * 1024),
+        ("limit", ctypes.c_int64), ("asked", ctypes.c_int64), ("handles", ctypes.c_int64 * 1024),
         ("started", ctypes.c_int64 * 1024), ("reason", ctypes.c_char * 1024),
     )  # fmt: skip
 
@@ -87,7 +86,7 @@ def launch_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 class StopFlag:
-    """The shared memory of a host's replicas, which call `may_start`, `pause`, `leave`, `ask`, and the calling process.
+    """The shared memory of a host's replicas, which call `handle`, `may_start`, `ask`, and the calling process.
 
     Args:
         folder: of the launch, whose file it is; None for this process and those that it forks.
@@ -110,7 +109,6 @@ class StopFlag:
         """
         cells = self._cells
         cells.started[rank] = step
-        cells.state[rank] = _STEPPING
         while (limit := cells.limit) == _DECIDING:
             time.sleep(0.001)
         return not limit or step < limit
@@ -119,13 +117,9 @@ class StopFlag:
         """Whether a step is past the limit, without starting it; False while the limit is being decided."""
         return 0 < self._cells.limit <= step
 
-    def pause(self, rank: int) -> None:
-        """Records that a replica handles notices, and is between two steps."""
-        self._cells.state[rank] = _PAUSED
-
-    def leave(self, rank: int) -> None:
-        """Records that a replica no longer handles notices."""
-        self._cells.state[rank] = _AWAY
+    def handle(self, rank: int, handles: bool) -> None:
+        """Records whether a replica handles notices."""
+        self._cells.handles[rank] = handles
 
     def ask(self, *_: object) -> None:
         """Tells the calling process that this process got one of `STOPS`; can be a signal's handler."""
@@ -142,17 +136,10 @@ class StopFlag:
         """Allows the steps up to the last one, and none after it."""
         self._cells.limit = 1 + last
 
-    def steps(self) -> dict[int, int]:
-        """The step that each replica has started, by rank; empty while a replica is paused between two steps."""
-        states = self._cells.state[:]
-        if _PAUSED in states:
-            return {}
-        return {rank: self._cells.started[rank] for rank, state in enumerate(states) if state == _STEPPING}
-
     @property
     def handled(self) -> bool:
         """Whether a replica is in a `with PreemptionGuard`."""
-        return any(self._cells.state)
+        return any(self._cells.handles)
 
     @property
     def asked(self) -> bool:
@@ -187,7 +174,8 @@ class PreemptionGuard:
         self._flag, self._rank = _flag, rt.rank
 
     def __enter__(self) -> PreemptionGuard:
-        self.pause()
+        if self._flag is not None:
+            self._flag.handle(self._rank, True)
         # An inline replica's process has the handler of `Notices`; where replicas are threads, worker.py has set one.
         in_main = threading.current_thread() is threading.main_thread()
         self._caught = catch_stops() if self._flag is not None and in_main else []
@@ -197,12 +185,7 @@ class PreemptionGuard:
         for number in self._caught:
             signal.signal(number, signal.SIG_DFL)
         if self._flag is not None:
-            self._flag.leave(self._rank)
-
-    def pause(self) -> None:
-        """Records that this replica's next work, such as an evaluation, is no step; `launch.Steps` then judges none."""
-        if self._flag is not None:
-            self._flag.pause(self._rank)
+            self._flag.handle(self._rank, False)
 
     def should_run(self, step: int) -> bool:
         """Whether this replica may start a step; for the same step all replicas get the same answer.
@@ -213,7 +196,6 @@ class PreemptionGuard:
         if self._flag is None or self._flag.may_start(self._rank, step):
             return True
         self.reason = self._flag.reason
-        self.pause()
         return False
 
     def stopped_before(self, step: int) -> bool:

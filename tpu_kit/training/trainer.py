@@ -172,13 +172,13 @@ class Trainer:
         try:
             status = self._make_updates(agreement)
         except NextUpdateError as error:
-            self._end_at_step(agreement, save=True)
+            self._end_at_step(save=True)
             for writer in filter(None, (self.parts, self.checkpoints)):
                 writer.wait()
             self.rt.barrier()  # a replica that ends with an error soon ends the others
             saved = f". The {self.step:,} updates before are saved: the run started again goes on there"
             raise ValueError(f"{error}{saved if self.step else ''}") from error
-        self._end_at_step(agreement, save=status == "preempted")
+        self._end_at_step(save=status == "preempted")
         if self._saved < self.step:
             self._seconds = self._train_seconds()
         return status
@@ -209,7 +209,6 @@ class Trainer:
                 before, window = now, []
             evaluates, saves = self._evaluates(step), self._saves(step)
             if evaluates or saves:
-                agreement.pause()
                 self._log()
                 with self._tracker.untimed() if self._tracker else contextlib.nullcontext():
                     if evaluates:
@@ -225,8 +224,7 @@ class Trainer:
             self.mark("input", step + 1)
         return status
 
-    def _end_at_step(self, agreement: PreemptionGuard, save: bool) -> None:
-        agreement.pause()
+    def _end_at_step(self, save: bool) -> None:
         self._log()
         if save and self._saved < self.step:
             self._save(anyway=True)

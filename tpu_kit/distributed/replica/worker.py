@@ -206,7 +206,7 @@ def _exit_at_once(folder: str, rank: int) -> Iterator[None]:
     os._exit(status)
 
 
-def _torch_replica(local_rank: int, folder: str, payload: bytes, backend: Backend) -> None:
+def _torch_replica(local_rank: int, folder: str, payload: bytes, backend: Backend, hang_timeout: float) -> None:
     """Runs a replica in a GPU's process, or in one of several CPU processes."""
     _prepare(folder)
     import torch
@@ -224,7 +224,9 @@ def _torch_replica(local_rank: int, folder: str, payload: bytes, backend: Backen
         else:
             torch.set_num_threads(max(1, torch.get_num_threads() // replicas))  # as OMP_NUM_THREADS says, or all
         if world_size > 1:
-            _connect("nccl" if device_type == "cuda" else "gloo", hosts, folder, rank, world_size)
+            # A process that waits for NCCL uses the processor, so the calling process cannot see that it hangs.
+            kind, limit = "nccl" if device_type == "cuda" else "gloo", timedelta(seconds=3 * hang_timeout)
+            _connect(kind, hosts, folder, rank, world_size, min(limit, _LIMIT))
         return (CudaRuntime if device_type == "cuda" else CpuRuntime)(rank, world_size, device, hosts.count)
 
     _quiet(threads=local_rank == 0)
@@ -234,7 +236,7 @@ def _torch_replica(local_rank: int, folder: str, payload: bytes, backend: Backen
             dist.destroy_process_group()
 
 
-def _connect(kind: str, hosts: Hosts, folder: str, rank: int, world_size: int) -> None:
+def _connect(kind: str, hosts: Hosts, folder: str, rank: int, world_size: int, limit: timedelta = _LIMIT) -> None:
     """Joins the process group of all replicas, which meet at the store of the hosts, or at a file of the launch."""
     import torch.distributed as dist
 
@@ -246,7 +248,7 @@ def _connect(kind: str, hosts: Hosts, folder: str, rank: int, world_size: int) -
         store = dist.PrefixStore(f"replicas {launch}", meeting)
     store.set_timeout(_LIMIT)
     with _no_stdout():
-        dist.init_process_group(kind, store=store, timeout=_LIMIT, rank=rank, world_size=world_size)
+        dist.init_process_group(kind, store=store, timeout=limit, rank=rank, world_size=world_size)
 
 
 class _FromRankZero:
@@ -365,7 +367,7 @@ def _processes(folder: str, payload: bytes, backend: Backend, hang_timeout: floa
     if backend.device_type == "xla-cpu":
         return [spawn.Process(target=_rehearsal, args=(*arguments, hang_timeout))]
     ranks = range(backend.num_replicas or 1)
-    return [spawn.Process(target=_torch_replica, args=(rank, *arguments)) for rank in ranks]
+    return [spawn.Process(target=_torch_replica, args=(rank, *arguments, hang_timeout)) for rank in ranks]
 
 
 if __name__ == "__main__":
