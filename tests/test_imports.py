@@ -275,7 +275,7 @@ FAN_OUTS = {"recipes.replica": 23, "recipes.sft": 18, "planning.compiler.trace":
 ANYWHERE = ("config", "cli")
 TENTACLES = {
     "on_policy": (("training.losses.sampled_updates",), 15),
-    "prefix_ids": (("training.losses.policy_gradient",), 6),  # attention and its kernel for TPU are two modules
+    "prefix_ids": (("model.loop.layer_inputs", "training.losses.policy_gradient"), 2),  # the kernel for TPU, a trace
     "teacher": (("training.losses.distillation", "training.losses.teacher_files"), 15),
     "error_correction": (("extras.error_correction.head",), 0),
     "kept_after": (("model.loop.layer_calls",), 1),

@@ -56,6 +56,7 @@ from tpu_kit.generation.reference_check import check_generation, check_training,
 from tpu_kit.machine.checks import Machine
 from tpu_kit.machine.compatibility import other_transformers
 from tpu_kit.model import attention, causal_lm, trainable
+from tpu_kit.model.loop.layer_inputs import Visibility
 from tpu_kit.model.rotary import max_positions
 from tpu_kit.model.weights.source import load_tokenizer
 from tpu_kit.recipes import sft
@@ -266,7 +267,7 @@ def _first_head_alone(states, heads):
 @pytest.mark.parametrize(
     ("place", "name", "broken", "family"),
     [
-        (attention, "document_mask", lambda *ids: torch.ones(1, 1, 37, 37).tril().bool(), "llama"),
+        (Visibility, "mask", lambda *_: torch.ones(1, 1, 37, 37).tril().bool(), "llama"),
         (attention, "_and_window", lambda mask, window: mask, "mistral"),
         (attention, "_and_window", lambda mask, window: mask, "gemma3_text"),
         (attention, "_repeat_heads", _first_head_alone, "llama"),

@@ -11,6 +11,8 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Lfm2Config, LlamaCo
 from tests.model.test_causal_lm import splash_stand_in
 from tests.support.child_processes import run_loaded
 from tpu_kit.model import attention, splash_attention
+from tpu_kit.model.attention import sees_all
+from tpu_kit.model.loop.layer_inputs import Visibility
 
 LAYER = torch.nn.Module().eval()
 SMALL = {
@@ -39,7 +41,7 @@ def states(length=13, heads=4, pairs=2, head_dim=8, batch=2):
 
 
 def test_the_mask_is_block_diagonal_and_causal():
-    mask = attention.document_mask(torch.tensor([[1, 1, 2, 0, 0]]))
+    mask = Visibility(torch.tensor([[1, 1, 2, 0, 0]])).mask()
     assert mask.int().tolist() == [
         [[[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 0, 1, 0], [0, 0, 0, 1, 1]]]
     ]
@@ -47,7 +49,7 @@ def test_the_mask_is_block_diagonal_and_causal():
 
 def test_documents_see_the_prefix_they_share():
     prefixes = torch.tensor([[1, -1, -1, 2, -2]])
-    mask = attention.document_mask(torch.tensor([[1, 2, 3, 4, 5]]), prefixes)[0, 0].int().tolist()
+    mask = Visibility(torch.tensor([[1, 2, 3, 4, 5]]), prefixes).mask()[0, 0].int().tolist()
     assert mask == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [0, 0, 0, 1, 0], [0, 0, 0, 1, 1]]
 
 
@@ -63,7 +65,7 @@ def test_documents_see_the_prefix_they_share():
 )
 def test_prefixes_are_shared_where_every_token_sees_all_earlier_ones(config, expected):
     with torch.device("meta"):
-        assert attention.sees_all(AutoModelForCausalLM.from_config(config)) is expected
+        assert sees_all(AutoModelForCausalLM.from_config(config)) is expected
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
@@ -75,10 +77,9 @@ def test_sdpa_equals_attention_written_out(window, softcap):
     if window is not None:
         visible &= index[:, None] - index < window
     expected = reference(query, key, value, visible, 0.3, softcap)
-    for mask in (None, attention.document_mask(SEGMENTS)):
-        output, weights = attention.sdpa_attention(
-            LAYER, query, key, value, mask, scaling=0.3, sliding_window=window, softcap=softcap, segment_ids=SEGMENTS
-        )
+    for mask in (None, Visibility(SEGMENTS).mask()):
+        options = {"scaling": 0.3, "sliding_window": window, "softcap": softcap, "visibility": Visibility(SEGMENTS)}
+        output, weights = attention.sdpa_attention(LAYER, query, key, value, mask, **options)
         assert weights is None
         torch.testing.assert_close(output, expected, atol=1e-6, rtol=1e-5)
 
@@ -88,14 +89,14 @@ def test_padding_gives_no_nan_in_either_direction():
     segments = torch.zeros_like(SEGMENTS)
     segments[0, :4] = 1
     for softcap in (None, 5.0):
-        output, _ = attention.sdpa_attention(LAYER, *inputs, None, softcap=softcap, segment_ids=segments)
+        output, _ = attention.sdpa_attention(LAYER, *inputs, None, softcap=softcap, visibility=Visibility(segments))
         gradients = torch.autograd.grad(output.sum(), inputs)
         assert all(torch.isfinite(tensor).all() for tensor in (output, *gradients))
 
 
 def test_query_and_key_take_the_dtype_of_the_value():
     query, key, value = states()
-    output, _ = attention.sdpa_attention(LAYER, query, key, value.bfloat16(), None, segment_ids=SEGMENTS)
+    output, _ = attention.sdpa_attention(LAYER, query, key, value.bfloat16(), None, visibility=Visibility(SEGMENTS))
     assert output.dtype == torch.bfloat16
 
 
@@ -173,7 +174,7 @@ def test_a_packed_forward_reads_nothing_on_the_host(config, monkeypatch):
     logits = []
     for implementation in (attention.SDPA, attention.SPLASH):
         built.set_attn_implementation(implementation)
-        with HostReads() as reads, attention.documents(implementation, SEGMENTS) as mask:
+        with HostReads() as reads, attention.bound(implementation, Visibility(SEGMENTS)) as mask:
             logits.append(built(**arguments, attention_mask=mask).logits)
         assert reads.names == []
     torch.testing.assert_close(*logits, atol=1e-5, rtol=1e-4)
@@ -272,7 +273,7 @@ def test_an_argument_that_attention_does_not_know_is_an_error(function):
     for unknown, text in (({"bias": torch.zeros(4)}, "bias"), ({"is_causal": False}, "is_causal=False"),
                           ({"position_bias": value, "indices": value}, "position_bias, indices")):  # fmt: skip
         with pytest.raises(ValueError) as refusal:
-            function(LAYER, query, key, value, None, segment_ids=SEGMENTS, **neutral | unknown)
+            function(LAYER, query, key, value, None, visibility=Visibility(SEGMENTS), **neutral | unknown)
         assert str(refusal.value) == (
             f"the model passes {text} to its attention, and the kit's attention does not implement that"
         )

@@ -36,6 +36,7 @@ from tpu_kit.distributed.replica.backends import CpuRuntime
 from tpu_kit.model import attention, splash_attention
 from tpu_kit.model.base_model import output_embedding
 from tpu_kit.model.causal_lm import compute_dtype, hidden_states, to_device, trainable_parameters
+from tpu_kit.model.loop.layer_inputs import Visibility
 from tpu_kit.model.preparation import enable_remat, use_attention
 from tpu_kit.model.trainable import adapt, check_head, count_parameters, load_model
 from tpu_kit.training.losses.loss import shift_labels
@@ -128,7 +129,7 @@ def token_losses(model, batch):
 def splash_stand_in(query, key, value, segment_ids, settings):
     layer = torch.nn.Module()
     output, _ = attention.sdpa_attention(layer, query, key, value, None, 1.0, sliding_window=settings.window,
-                                         softcap=settings.softcap, segment_ids=segment_ids)  # fmt: skip
+                                         softcap=settings.softcap, visibility=Visibility(segment_ids))  # fmt: skip
     return output.transpose(1, 2)
 
 

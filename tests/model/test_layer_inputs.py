@@ -19,7 +19,7 @@ from tpu_kit.generation.decoder import Decoder
 from tpu_kit.model import attention, causal_lm, preparation, trainable
 from tpu_kit.model.families import linear_attention
 from tpu_kit.model.loop import layer_scan
-from tpu_kit.model.loop.layer_inputs import LayerInputs, bound, current, kept
+from tpu_kit.model.loop.layer_inputs import LayerInputs, Visibility, bound, current, kept
 
 SEGMENTS = torch.tensor([[1] * 5 + [2] * 6 + [0] * 2, [1] * 13])
 IDS = torch.randint(3, 61, (2, 13), generator=torch.Generator().manual_seed(1))
@@ -56,7 +56,7 @@ def test_models_get_the_arguments_that_they_declare_and_no_other(config: PreTrai
 
 def test_each_thread_has_its_own_inputs_and_a_kept_function_takes_them_along() -> None:
     """As autograd recomputes a layer, and as the replicas of XLA:CPU run."""
-    outer, inner = LayerInputs(SEGMENTS), LayerInputs(device_type="tpu")
+    outer, inner = LayerInputs(Visibility(SEGMENTS)), LayerInputs(device_type="tpu")
     seen: list[LayerInputs] = []
     with bound(outer):
         runs = kept(lambda: seen.append(current()))
@@ -71,7 +71,7 @@ def test_each_thread_has_its_own_inputs_and_a_kept_function_takes_them_along() -
 
 
 def test_an_error_unbinds() -> None:
-    with pytest.raises(KeyError), attention.documents(attention.SDPA, SEGMENTS):
+    with pytest.raises(KeyError), attention.bound(attention.SDPA, Visibility(SEGMENTS)):
         raise KeyError
     assert current() == LayerInputs()
 

@@ -17,7 +17,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
 
 from tpu_kit.generation.kv_cache import Cache
 from tpu_kit.model.families import linear_attention
-from tpu_kit.model.loop.layer_inputs import LayerInputs, bound
+from tpu_kit.model.loop.layer_inputs import LayerInputs, Visibility, bound
 
 Tensors = list[torch.Tensor]
 DOCUMENTS = {
@@ -54,7 +54,7 @@ def delta_inputs(repeat: bool, batch: int = 2, length: int = 150, width: int = 1
 
 def delta_rule(*tensors: torch.Tensor) -> Any:
     *given, segments = tensors
-    with bound(LayerInputs(segments)):
+    with bound(LayerInputs(Visibility(segments))):
         return linear_attention._delta(None, *given, use_qk_l2norm_in_kernel=True)
 
 
@@ -129,7 +129,7 @@ def test_mamba_2_is_that_of_transformers_on_each_document_alone():
         return OWN["mamba"](hidden, dt, rates, key, query, chunk_size=64)
 
     def ours(hidden: Any, dt: Any, key: Any, query: Any, rates: Any, segments: Any) -> torch.Tensor:
-        with bound(LayerInputs(segments)):
+        with bound(LayerInputs(Visibility(segments))):
             return linear_attention._mamba2(None, hidden, dt, rates, key, query)
 
     dt = torch.nn.functional.softplus(noise(2, 150, 4))
@@ -143,7 +143,7 @@ def test_a_short_convolution_is_that_of_transformers_on_each_document_alone(taps
         return OWN["conv"](hidden.transpose(1, 2), weight, bias, activation="silu").transpose(1, 2)[..., None]
 
     def ours(hidden: Any, weight: Any, bias: Any, segments: Any) -> torch.Tensor:
-        with bound(LayerInputs(segments)):
+        with bound(LayerInputs(Visibility(segments))):
             found = linear_attention._conv(None, hidden.transpose(1, 2), weight, bias, "silu")
         return found.transpose(1, 2)[..., None]
 
@@ -213,7 +213,7 @@ def test_without_segments_transformers_own_function_runs():
     linear_attention.connect(model)
     assert granite.mamba2_chunk_scan is replaced, "registered twice"
     assert torch.equal(model(input_ids=ids, use_cache=False).logits, before)
-    with bound(LayerInputs(torch.ones_like(ids))):
+    with bound(LayerInputs(Visibility(torch.ones_like(ids)))):
         assert torch.allclose(model(input_ids=ids, use_cache=False).logits, before, atol=1e-5)
 
 

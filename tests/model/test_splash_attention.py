@@ -10,6 +10,7 @@ import torch
 
 from tests.support.child_processes import run_loaded
 from tests.support.tpu_program import ENVIRONMENT
+from tpu_kit.model.loop.layer_inputs import Visibility
 from tpu_kit.model.splash_attention import splash_attention
 
 needs_jax = pytest.mark.skipif(
@@ -22,6 +23,7 @@ import json, os
 import torch, torch_xla
 from tpu_kit.model import attention
 from tpu_kit.model import splash_attention
+from tpu_kit.model.loop.layer_inputs import Visibility
 
 device = torch_xla.device()
 kernel = splash_attention.splash_kernel
@@ -43,7 +45,7 @@ for batch, heads, pairs, length, head_dim, window, cap, prefixes, sinks, looks i
     segments = torch.ones(batch, length, dtype=torch.int64)
     segments[:, length // 3:], segments[0, length // 2:], segments[:, -7:] = 2, 3, 0
     prefix_ids = torch.where(segments == 1, 1, -1) * (segments > 0) if prefixes else None
-    mask, more = None, {}
+    mask, ahead, more = None, None, {}
     if looks == "everywhere":
         segments[:, -7:] = 2  # padding would see the padding of the kernel
     if looks:  # the mask by its definition
@@ -53,16 +55,16 @@ for batch, heads, pairs, length, head_dim, window, cap, prefixes, sinks, looks i
         last = torch.where(same, key, query).amax(-1)
         more = {"causal": False}
         if looks == "ahead":
-            more = {"ahead": last - torch.arange(length), "most_ahead": MOST - 1}
+            ahead, more = last - torch.arange(length), {}
             mask = mask & ((key <= query) | same) & (key > query - window)
 
     def run(function, device, mask=None, **more):
         inputs = [tensor.to(device).requires_grad_() for tensor in states]
-        options = {"scaling": 0.3, "segment_ids": segments.to(device), "sliding_window": window, "softcap": cap}
-        options["prefix_ids"] = prefix_ids.to(device) if prefixes else None
+        ids = [None if each is None else each.to(device) for each in (segments, prefix_ids, ahead)]
+        options = {"scaling": 0.3, "visibility": Visibility(*ids, MOST - 1 if ahead is not None else 0)}
+        options |= {"sliding_window": window, "softcap": cap}
         options["s_aux"] = inputs[3] if sinks else None
-        options |= {name: one.to(device) if torch.is_tensor(one) else one for name, one in more.items()}
-        output, _ = function(layer, *inputs[:3], mask, **options)
+        output, _ = function(layer, *inputs[:3], mask, **options | more)
         output.backward(upstream.to(device))
         return [output.detach().cpu(), *(tensor.grad.cpu() for tensor in inputs)]
 
@@ -114,6 +116,7 @@ import torch, torch_xla
 from tests.support.tpu_program import compile_graph
 from torch_xla.core.xla_builder import create_placeholder_tensor
 from tpu_kit.model import splash_attention
+from tpu_kit.model.loop.layer_inputs import Visibility
 from tpu_kit.xla.traced_program import lowering_for_tpu
 
 found = []
@@ -125,8 +128,8 @@ for batch, heads, pairs, length, head_dim, window, cap, prefixes, sinks in (
               for count in (heads, pairs, pairs)]
     inputs += [create_placeholder_tensor((heads,), torch.float32).requires_grad_()] * sinks
     segments = create_placeholder_tensor((batch, length), torch.int64)
-    options = {"scaling": 0.1, "segment_ids": segments, "sliding_window": window, "softcap": cap}
-    options["prefix_ids"] = create_placeholder_tensor((batch, length), torch.int64) if prefixes else None
+    shared = create_placeholder_tensor((batch, length), torch.int64) if prefixes else None
+    options = {"scaling": 0.1, "visibility": Visibility(segments, shared), "sliding_window": window, "softcap": cap}
     options["s_aux"] = inputs[3] if sinks else None
     with lowering_for_tpu():
         output, _ = splash_attention.splash_attention(torch.nn.Module(), *inputs[:3], None, **options)
@@ -180,6 +183,8 @@ def test_kernels_are_written_as_an_older_libtpu_reads_them(found: tuple[list[flo
 def test_sinks_are_not_left_out_where_tokens_look_ahead() -> None:
     """The kernel would leave them out; no family has both."""
     states, ids = torch.zeros(1, 2, 128, 8), torch.zeros(1, 128, dtype=torch.int32)
-    options = {"segment_ids": ids, "sliding_window": 9, "ahead": ids, "most_ahead": 3, "s_aux": torch.zeros(2)}
+    ahead = Visibility(ids, ahead=ids, most_ahead=3)
     with pytest.raises(AssertionError):
-        splash_attention(torch.nn.Module(), states, states, states, None, **options)
+        splash_attention(
+            torch.nn.Module(), states, states, states, None, sliding_window=9, visibility=ahead, s_aux=torch.zeros(2)
+        )

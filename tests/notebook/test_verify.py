@@ -28,6 +28,7 @@ from tpu_kit.distributed.replica import runtime
 from tpu_kit.machine import calibration, chips
 from tpu_kit.machine.checks import Machine
 from tpu_kit.model import attention
+from tpu_kit.model.loop.layer_inputs import Visibility
 from tpu_kit.notebook import smoke_test, verify
 from tpu_kit.notebook.verify import MEMORY_RATIOS, TIME_RATIOS, Record, compare
 from tpu_kit.recipes.sft import train
@@ -266,7 +267,9 @@ def host() -> Iterator[TrainConfig]:
 def test_a_kernel_that_sees_another_document_is_found(host: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     def blind(case: smoke_test.Case, rt: runtime.Runtime, *states: Any) -> torch.Tensor:
         *inputs, segments = states
-        output, _ = attention.sdpa_attention(torch.nn.Module(), *inputs, None, segment_ids=torch.ones_like(segments))
+        output, _ = attention.sdpa_attention(
+            torch.nn.Module(), *inputs, None, visibility=Visibility(torch.ones_like(segments))
+        )
         return output.transpose(1, 2)
 
     monkeypatch.setattr(smoke_test, "_splash", blind)

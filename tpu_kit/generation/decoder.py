@@ -35,7 +35,7 @@ from tpu_kit.model.base_model import base_model, output_embedding
 from tpu_kit.model.families import registry as families
 from tpu_kit.model.loop import layer_inputs
 from tpu_kit.model.loop.layer_calls import kept_states, stacked_prefixes
-from tpu_kit.model.loop.layer_inputs import LayerInputs
+from tpu_kit.model.loop.layer_inputs import LayerInputs, Visibility
 from tpu_kit.model.rotary import fix_rotary
 from tpu_kit.xla.scan import Traced, replace_contents
 from tpu_kit.xla.sharding import constrain
@@ -456,7 +456,7 @@ class Decoder:
         """Runs the model or its decoder; its layers and the kit's functions use the cache."""
         named = {_cache_name(module.__class__): cache}
         given, seen = families.decoder_inputs(self._causal, {"input_ids": ids, **images})
-        inputs = LayerInputs(cache=cache, device_type=device_type or self._rt.device_type, **seen)
+        inputs = LayerInputs(Visibility(**seen), cache, device_type or self._rt.device_type)
         with layer_inputs.bound(inputs):
             return module(**given, position_ids=positions, use_cache=True, **named)
 

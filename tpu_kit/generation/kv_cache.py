@@ -266,9 +266,8 @@ def cached_attention(
         if device_type == "tpu":
             attend = functools.partial(splash_attention.splash_attention, spec=spec, trains=False)
         options = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
-        if inputs.ahead is not None:  # of images in the prompts
-            options |= {"ahead": inputs.ahead, "most_ahead": inputs.most_ahead}
-        return attend(module, query, key, value, None, segment_ids=ones, **options)
+        visibility = inputs.visibility._replace(segment_ids=ones)  # images in the prompts look ahead
+        return attend(module, query, key, value, None, visibility=visibility, **options)
     mask = cache.mask(sliding_window)
     output = _attend_one(query, key, value, mask, scaling, softcap, s_aux, plain=device_type in ("cpu", "cuda"))
     return output.reshape(batch, 1, heads, -1), None

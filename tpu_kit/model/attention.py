@@ -3,9 +3,9 @@
 "tpu_kit" is scaled-dot-product attention with a block-diagonal causal mask, for any device; "tpu_kit_splash" is that of
 `splash_attention`.
 
-No implementation reads a tensor on the host: masks are computed from `segment_ids` on the device. `documents` makes the
-mask, and binds the ids for the layers. Given `position_ids` alone, transformers would read them on the host to find
-packed documents.
+No implementation reads a tensor on the host: masks are computed from `segment_ids` on the device. `bound` makes the
+mask, and binds what the layers need besides. Given `position_ids` alone, transformers would read them on the host to
+find packed documents.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from tpu_kit.model.loop import activation_checkpointing, layer_inputs
-from tpu_kit.model.loop.layer_inputs import LayerInputs
+from tpu_kit.model.loop.layer_inputs import PLAIN, LayerInputs, Visibility
 from tpu_kit.xla.traced_program import is_lowering_for_tpu
 
 SDPA = "tpu_kit"
@@ -47,11 +47,11 @@ def register() -> None:
 
 
 def register_function(name: str, function: Callable[..., Any]) -> None:
-    """Registers an attention function in transformers, which gets the documents that are bound."""
+    """Registers an attention function in transformers, which gets the `Visibility` that is bound."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
-    AttentionInterface.register(name, functools.partial(_with_documents, function))
+    AttentionInterface.register(name, functools.partial(_with_visibility, function))
     # Without a mask function transformers silently drops a padding mask.
     AttentionMaskInterface.register(name, _mask_without_host_read)
 
@@ -84,25 +84,14 @@ def choose(attention: str, device_type: str) -> str:
     return SPLASH
 
 
-def _with_documents(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-    """Calls an attention function with the ids that are bound; transformers passes none of these."""
-    inputs = layer_inputs.current()
-    if inputs.ahead is not None:
-        kwargs |= {"ahead": inputs.ahead, "most_ahead": inputs.most_ahead}
-    found: tuple[torch.Tensor, None] = function(
-        *args, segment_ids=inputs.segment_ids, prefix_ids=inputs.prefix_ids, **kwargs
-    )
+def _with_visibility(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    """Calls an attention function with the `Visibility` that is bound, which transformers does not pass."""
+    found: tuple[torch.Tensor, None] = function(*args, visibility=layer_inputs.current().visibility, **kwargs)
     return found
 
 
 @contextlib.contextmanager
-def documents(
-    implementation: str,
-    segment_ids: torch.Tensor,
-    prefix_ids: torch.Tensor | None = None,
-    ahead: torch.Tensor | None = None,
-    most_ahead: int = 0,
-) -> Iterator[Any]:
+def bound(implementation: str, visibility: Visibility) -> Iterator[Any]:
     """Makes layers keep documents of packed rows apart while it is open; yields a model's attention_mask.
 
     transformers neither changes nor reads a 4-D attention_mask, and passes it to all layers: for sdpa it is the boolean
@@ -111,43 +100,15 @@ def documents(
 
     Args:
         implementation: a registered name.
-        segment_ids: (B, S) integers, the number of the document of each token; 0 = padding.
-        prefix_ids: (B, S) integers for documents that share a prefix: n > 0 at the tokens of prefix n, -n at those of
-            the documents after it that see it, too, 0 elsewhere.
-        ahead: (B, S) integers, how many of the tokens after it each token sees in the layers with a window.
-        most_ahead: the largest number that `ahead` may have.
+        visibility: of the rows, with segment ids.
     """
     splash = implementation == SPLASH
-    mask: Any = segment_ids[:, None, None, :] if splash else document_mask(segment_ids, prefix_ids)
-    if ahead is not None and not splash:
-        mask = {"full_attention": mask, "sliding_attention": document_mask(segment_ids, prefix_ids, ahead)}
-    with layer_inputs.bound(LayerInputs(segment_ids, prefix_ids, ahead=ahead, most_ahead=most_ahead)):
+    assert visibility.segment_ids is not None, "packed rows have segment ids"
+    mask: Any = visibility.segment_ids[:, None, None, :] if splash else visibility.mask()
+    if visibility.ahead is not None and not splash:
+        mask = {"full_attention": mask, "sliding_attention": visibility.mask(looks_ahead=True)}
+    with layer_inputs.bound(LayerInputs(visibility)):
         yield mask
-
-
-def document_mask(
-    segment_ids: torch.Tensor, prefix_ids: torch.Tensor | None = None, ahead: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Makes the mask in which each token sees itself, the earlier tokens of its document, and its document's prefix.
-
-    Padding (segment 0) sees padding, because the softmax of a fully masked row is NaN.
-
-    Args:
-        segment_ids: (B, S) integers.
-        prefix_ids: as in `documents`.
-        ahead: as in `documents`.
-
-    Returns:
-        (B, 1, S, S) booleans, True where the query (third axis) sees the key (last axis).
-    """
-    index = torch.arange(segment_ids.shape[1], device=segment_ids.device)
-    seen = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
-    if prefix_ids is not None:
-        key = prefix_ids[:, None, None, :]
-        seen = seen | ((key > 0) & (key == -prefix_ids[:, None, :, None]))
-    if ahead is not None:
-        return seen & ((index + ahead)[:, None, :, None] >= index)
-    return seen & (index[:, None] >= index[None, :])
 
 
 def sees_all(model: torch.nn.Module) -> bool:
@@ -170,11 +131,8 @@ def sdpa_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    segment_ids: torch.Tensor | None = None,
-    prefix_ids: torch.Tensor | None = None,
+    visibility: Visibility = PLAIN,
     s_aux: torch.Tensor | None = None,
-    ahead: torch.Tensor | None = None,
-    most_ahead: int = 0,
     causal: bool = True,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -185,17 +143,14 @@ def sdpa_attention(
         query: (B, heads, Q, D).
         key: (B, key-value heads, K, D).
         value: (B, key-value heads, K, D).
-        attention_mask: (B, 1, Q, K), boolean or additive; None for causal attention within `segment_ids`.
+        attention_mask: (B, 1, Q, K), boolean or additive; None for that of `visibility`.
         scaling: factor on the scores, default 1 / sqrt(D).
         dropout: must be 0 while training.
         sliding_window: number of keys a query sees, itself included. Applied only if Q = K: with a cache the slot of a
             key is not its position, so the caller's mask must contain the window.
         softcap: c in c * tanh(scores / c), before the mask.
-        segment_ids: (B, S) documents, used only without a mask.
-        prefix_ids: (B, S) prefixes of documents, as in `documents`, used only without a mask.
+        visibility: used only without a mask; its `ahead` only with a window.
         s_aux: (heads,) sinks: the scores of one more key, whose value is zero.
-        ahead: as in `documents`, used only without a mask and with a window.
-        most_ahead: not used.
         causal: False lets a token see all tokens of its segment, without a mask.
         **kwargs: other arguments of the model.
 
@@ -211,14 +166,15 @@ def sdpa_attention(
     query, key = as_value(query, key, value)
     key, value = _repeat_heads(key, query.shape[1]), _repeat_heads(value, query.shape[1])
     if attention_mask is None and rows == columns:
+        segment_ids = visibility.segment_ids
         if segment_ids is None:
             segment_ids = torch.ones(1, rows, dtype=torch.int32, device=query.device)
         if causal:
-            attention_mask = document_mask(segment_ids, prefix_ids, None if sliding_window is None else ahead)
+            attention_mask = visibility._replace(segment_ids=segment_ids).mask(sliding_window is not None)
         else:
             attention_mask = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
     if sliding_window is not None and rows == columns and sliding_window < columns:
-        assert attention_mask is not None and prefix_ids is None
+        assert attention_mask is not None
         attention_mask = _and_window(attention_mask, sliding_window)
     if softcap is None and s_aux is None:
         output = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)

@@ -23,6 +23,7 @@ from tpu_kit.model.base_model import output_embedding as output_embedding
 from tpu_kit.model.base_model import text_config as text_config
 from tpu_kit.model.families import registry as families
 from tpu_kit.model.loop.layer_calls import stacked_parts, stacked_prefixes
+from tpu_kit.model.loop.layer_inputs import Visibility
 from tpu_kit.model.sharding import partition
 
 
@@ -63,23 +64,19 @@ def hidden_states(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> 
 
     Args:
         model: as `load_model` returns it, moved to the batch's device.
-        batch: input_ids (B, S) and, optionally, position_ids, segment_ids and prefix_ids (B, S), as in
-            `attention.documents`. Without segment_ids every row is one document. Other columns may be of a family
-            (`families.decoder_inputs`), such as images.
+        batch: input_ids (B, S) and, optionally, position_ids and the columns of `Visibility.of` (B, S). Other columns
+            may be of a family (`families.decoder_inputs`), such as images.
 
     Returns:
         (B, S, H) last hidden states in the compute dtype, after the final norm.
     """
     base = base_model(model)
     ids = batch["input_ids"]
-    segment_ids = batch.get("segment_ids")
-    if segment_ids is None:
-        segment_ids = torch.ones_like(ids)
     dtype = compute_dtype(model)
     with autocast(ids.device.type, dtype), partition.embedding_by_columns(base):
         given, seen = families.decoder_inputs(base, batch)
         implementation = base.config._attn_implementation
-        with attention.documents(implementation, segment_ids, batch.get("prefix_ids"), **seen) as mask:
+        with attention.bound(implementation, Visibility.of(batch, **seen)) as mask:
             output = base.get_decoder()(
                 **given, position_ids=batch.get("position_ids"), use_cache=False, attention_mask=mask
             )

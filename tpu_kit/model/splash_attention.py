@@ -1,7 +1,7 @@
 """Attention by JAX's splash kernel for TPU: "tpu_kit_splash" in transformers' `AttentionInterface`.
 
 It reads grouped key-value heads without repeating them, supports soft caps and windows, skips the blocks that the mask
-hides, and saves one number for each query for its backward pass. In a call without `segment_ids`, it falls back to
+hides, and saves one number for each query for its backward pass. In a call without segment ids, it falls back to
 `attention.sdpa_attention`.
 """
 
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from tpu_kit.config.mesh import Spec
 from tpu_kit.model.attention import SPLASH, as_value, refuse_dropout, refuse_unknown, register_function, sdpa_attention
 from tpu_kit.model.loop import activation_checkpointing
+from tpu_kit.model.loop.layer_inputs import PLAIN, Visibility
 from tpu_kit.xla import pallas, traced_program
 from tpu_kit.xla.pallas import PER_HEAD, SplashSettings
 
@@ -38,41 +39,36 @@ def splash_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    segment_ids: torch.Tensor | None = None,
-    prefix_ids: torch.Tensor | None = None,
+    visibility: Visibility = PLAIN,
     spec: Spec = PER_HEAD,
     trains: bool = True,
     s_aux: torch.Tensor | None = None,
-    ahead: torch.Tensor | None = None,
-    most_ahead: int = 0,
     causal: bool = True,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Computes attention with the splash kernel; called by transformers.
 
-    It falls back to `sdpa_attention` without `segment_ids` (a decode step, a plain forward pass). On a mesh query, key
+    It falls back to `sdpa_attention` without segment ids (a decode step, a plain forward pass). On a mesh query, key
     and value are sharded by `spec`.
     """
     length = query.shape[2]
     if sliding_window is None or not causal:  # only layers with a window look ahead
-        ahead, most_ahead = None, 0
+        visibility = visibility._replace(ahead=None, most_ahead=0)
     window = sliding_window if sliding_window is not None and sliding_window < length else None
-    if segment_ids is None or length != key.shape[2]:
-        kwargs |= {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, "prefix_ids": prefix_ids}
-        kwargs |= {"s_aux": s_aux, "ahead": ahead, "causal": causal}
-        mask = None if segment_ids is not None else attention_mask
-        return sdpa_attention(module, query, key, value, mask, segment_ids=segment_ids, **kwargs)
+    if visibility.segment_ids is None or length != key.shape[2]:
+        kwargs |= {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
+        mask = None if visibility.segment_ids is not None else attention_mask
+        return sdpa_attention(module, query, key, value, mask, visibility=visibility, causal=causal, **kwargs)
     refuse_dropout(module, kwargs.pop("dropout", 0.0))
     refuse_unknown(kwargs)
     query, key = as_value(query, key, value)
     query = query * (query.shape[3] ** -0.5 if scaling is None else scaling)
     padding = padded_length(length) - length
     query, key, value = (F.pad(each, (0, 0, 0, padding)) if padding else each for each in (query, key, value))
-    assert (prefix_ids is None or window is None) and (ahead is None or (prefix_ids is None and s_aux is None))
-    more = prefix_ids if ahead is None else ahead
-    ids = [segment_ids] if more is None else [segment_ids, more]
+    assert visibility.ahead is None or s_aux is None, "the kernel has no sinks where tokens look ahead"
+    ids = visibility.kernel_ids(window)
     segments, *others = ((F.pad(each, (0, padding)) if padding else each).to(torch.int32) for each in ids)
-    settings = SplashSettings(window, softcap, spec=spec, trains=trains, ahead=most_ahead, causal=causal)
+    settings = SplashSettings(window, softcap, spec=spec, trains=trains, ahead=visibility.most_ahead, causal=causal)
     sinks = [] if s_aux is None else [s_aux.float()]
     output = splash_kernel(query, key, value, segments, settings, *others, *sinks)
     return output[:, :, :length].transpose(1, 2).contiguous(), None
@@ -94,18 +90,17 @@ def splash_kernel(
         value: (B, key-value heads, S, D).
         segment_ids: (B, S) int32.
         settings: of the kernel.
-        *others: prefix ids (B, S) int32, where documents share prefixes, or with `settings.ahead` how many tokens after
-            it each token sees; then sinks (heads,) fp32, if there are any.
+        *others: the other one of `Visibility.kernel_ids`, (B, S) int32, and sinks (heads,) fp32, if there are any.
 
     Returns:
         (B, heads, S, D).
     """
     if not (settings.interpret or (query.device.type == "xla" and traced_program.has_kernels())):
-        ids = "ahead" if settings.ahead else "prefix_ids"
-        named: Any = {ids if each.ndim == 2 else "s_aux": each for each in others}
+        more = next((each for each in others if each.ndim == 2), None)
+        named: Any = {"s_aux": next((each for each in others if each.ndim == 1), None)}
         window = query.shape[2] if settings.ahead and settings.window is None else settings.window
-        named |= {"sliding_window": window, "softcap": settings.softcap, "segment_ids": segment_ids}
-        named |= {"causal": settings.causal}
+        named |= {"sliding_window": window, "softcap": settings.softcap, "causal": settings.causal}
+        named |= {"visibility": Visibility.of_kernel(segment_ids, more, settings.ahead)}
         result, _ = sdpa_attention(torch.nn.Module(), query, key, value, None, scaling=1.0, **named)
         return result.transpose(1, 2)
     if not settings.trains:

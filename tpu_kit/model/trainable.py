@@ -13,6 +13,7 @@ from tpu_kit.model.base_model import base_model, output_embedding
 from tpu_kit.model.causal_lm import autocast, compute_dtype, logits, trainable_parameters
 from tpu_kit.model.families import experts
 from tpu_kit.model.families import registry as families
+from tpu_kit.model.loop.layer_inputs import Visibility
 from tpu_kit.model.rotary import fix_rotary
 from tpu_kit.model.shape import WITHOUT_ADAPTER, check_targets
 from tpu_kit.model.weights.loading import (
@@ -198,7 +199,7 @@ def check_head(model: torch.nn.Module) -> None:
     with torch.no_grad(), autocast(ids.device.type, compute_dtype(model)):
         ours = logits(model, {"input_ids": ids})
         # With the functions that `hidden_states` runs: in bf16, others round differently.
-        with attention.documents(base.config._attn_implementation, torch.ones_like(ids)) as mask:
+        with attention.bound(base.config._attn_implementation, Visibility(torch.ones_like(ids))) as mask:
             own = base(input_ids=ids, use_cache=False, attention_mask=mask).logits
     model.train(training)
     if not torch.allclose(ours.float(), own.float(), rtol=0.02, atol=0.02 * float(own.abs().max())):

@@ -282,7 +282,7 @@ def _documents(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]
     state.
     """
     inputs = layer_inputs.current()
-    segment_ids, cache = inputs.segment_ids, inputs.cache
+    segment_ids, cache = inputs.visibility.segment_ids, inputs.cache
     if segment_ids is None and cache is None and tensor.device.type != "xla":
         return None
     batch, length = tensor.shape[:2]
@@ -364,7 +364,7 @@ def _conv(
     Returns:
         (B, D, S) in the dtype of `hidden`.
     """
-    segment_ids = layer_inputs.current().segment_ids
+    segment_ids = layer_inputs.current().visibility.segment_ids
     if segment_ids is None and hidden.device.type != "xla":
         result: torch.Tensor = own(hidden, weight, bias, activation=activation, **options)
     else:

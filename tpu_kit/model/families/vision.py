@@ -18,6 +18,7 @@ import torch
 from tpu_kit.config.loader import DataConfig, OptimConfig
 from tpu_kit.model.attention import refuse_unknown, sdpa_attention
 from tpu_kit.model.base_model import base_model
+from tpu_kit.model.loop.layer_inputs import Visibility
 from tpu_kit.model.loop.layer_scan import ScannedLayers, scan_layers
 from tpu_kit.model.splash_attention import splash_attention
 from tpu_kit.xla import traced_program
@@ -277,7 +278,7 @@ def tower_attention(
     valid = torch.ones(shape, device=query.device) if attention_mask is None else attention_mask[:, 0, 0]
     attend: Any = splash_attention if query.device.type == "xla" and traced_program.has_kernels() else sdpa_attention
     found: tuple[torch.Tensor, None] = attend(
-        module, query, key, value, None, scaling=scaling, segment_ids=valid.to(torch.int32), causal=False
+        module, query, key, value, None, scaling=scaling, visibility=Visibility(valid.to(torch.int32)), causal=False
     )
     return found
 

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from tpu_kit.model import attention
 from tpu_kit.model.loop import layer_inputs
 from tpu_kit.model.loop.activation_checkpointing import tensors_of
-from tpu_kit.model.loop.layer_inputs import LayerCache
+from tpu_kit.model.loop.layer_inputs import LayerCache, Visibility
 from tpu_kit.xla.scan import Tensors
 
 _TENSOR, _MAPPING, _CACHE = object(), object(), object()  # in place of such arguments
@@ -195,7 +195,7 @@ def call_once(
             with torch.no_grad():
                 decoder(**inputs(ones))
             return
-        with torch.no_grad(), attention.documents(attention.SDPA, ones) as mask:
+        with torch.no_grad(), attention.bound(attention.SDPA, Visibility(ones)) as mask:
             decoder(input_ids=ones, position_ids=ones, use_cache=False, attention_mask=mask)
     finally:
         decoder._modules[name], config._attn_implementation = own

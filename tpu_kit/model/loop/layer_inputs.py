@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -37,24 +37,71 @@ class LayerCache:
     update_all: Callable[[Tensors], None]
 
 
-class LayerInputs(NamedTuple):
-    """The inputs of the layers.
+class Visibility(NamedTuple):
+    """Which tokens of rows each token sees, by (B, S) integers.
 
     Attributes:
-        segment_ids: (B, S) integers, the number of the document of each token; 0 = padding. None for plain rows.
-        prefix_ids: (B, S) integers, as in `attention.documents`; None if no documents share a prefix.
-        cache: of generation; None outside of it.
-        device_type: "tpu", "xla-cpu", "cuda" or "cpu"; the cached attention chooses its kernels by it.
-        ahead: (B, S) integers, as in `attention.documents`; None if tokens see earlier ones alone.
+        segment_ids: the number of the document of each token; 0 = padding. None for plain rows.
+        prefix_ids: for documents that share a prefix: n > 0 at the tokens of prefix n, -n at those of the documents
+            after it that see it, too, 0 elsewhere. None if no documents share a prefix.
+        ahead: how many of the tokens after it each token sees in the layers with a window; None if tokens see earlier
+            ones alone.
         most_ahead: the largest number that `ahead` may have.
     """
 
     segment_ids: torch.Tensor | None = None
     prefix_ids: torch.Tensor | None = None
-    cache: LayerCache | None = None
-    device_type: str = "cpu"
     ahead: torch.Tensor | None = None
     most_ahead: int = 0
+
+    @classmethod
+    def of(cls, batch: Mapping[str, torch.Tensor], **seen: Any) -> Visibility:
+        """Makes it of a batch's columns and other attributes; without segment_ids every row is one document."""
+        segment_ids = batch["segment_ids"] if "segment_ids" in batch else torch.ones_like(batch["input_ids"])
+        return cls(segment_ids, batch.get("prefix_ids"), **seen)
+
+    def mask(self, looks_ahead: bool = False) -> torch.Tensor:
+        """Makes the mask, (B, 1, S, S) booleans, True where the query (third axis) sees the key (last axis).
+
+        Each token sees itself, earlier tokens of its document, and the document's prefix; padding (segment 0) sees
+        padding, because the softmax of a fully masked row is NaN.
+        """
+        assert self.segment_ids is not None, "plain rows have no mask"
+        index = torch.arange(self.segment_ids.shape[1], device=self.segment_ids.device)
+        seen = self.segment_ids[:, None, :, None] == self.segment_ids[:, None, None, :]
+        if self.prefix_ids is not None:
+            key = self.prefix_ids[:, None, None, :]
+            seen = seen | ((key > 0) & (key == -self.prefix_ids[:, None, :, None]))
+        if looks_ahead and self.ahead is not None:
+            return seen & ((index + self.ahead)[:, None, :, None] >= index)
+        return seen & (index[:, None] >= index[None, :])
+
+    def kernel_ids(self, window: int | None) -> list[torch.Tensor]:
+        """Returns the tensors that a kernel takes: the segment ids, and prefix ids or `ahead` if there are any."""
+        assert self.prefix_ids is None or (window is None and self.ahead is None), "see `attention.sees_all`"
+        return [each for each in (self.segment_ids, self.prefix_ids, self.ahead) if each is not None]
+
+    @classmethod
+    def of_kernel(cls, segment_ids: torch.Tensor, more: torch.Tensor | None, most_ahead: int) -> Visibility:
+        """Makes it of the result of `kernel_ids`, whose second tensor may lack."""
+        return cls(segment_ids, None, more, most_ahead) if most_ahead else cls(segment_ids, more)
+
+
+PLAIN = Visibility()  # rows of one document
+
+
+class LayerInputs(NamedTuple):
+    """The inputs of the layers.
+
+    Attributes:
+        visibility: of the rows.
+        cache: of generation; None outside of it.
+        device_type: "tpu", "xla-cpu", "cuda" or "cpu"; the cached attention chooses its kernels by it.
+    """
+
+    visibility: Visibility = PLAIN
+    cache: LayerCache | None = None
+    device_type: str = "cpu"
 
 
 class _Thread(threading.local):
@@ -66,7 +113,7 @@ _thread = _Thread()
 
 
 def current() -> LayerInputs:
-    """Returns the inputs that are bound in this thread; outside of `bound` all are None."""
+    """Returns the inputs that are bound in this thread; outside of `bound` there are none."""
     return _thread.inputs
 
 

@@ -206,7 +206,7 @@ def pack(
 
 
 _OF_PREFIXES = {"position_ids": np.int64, "prefix_ids": np.int32, "segment_ids": np.int32}
-"""The columns by which the completions of a group see its prompt; see `attention.inputs`."""
+"""The columns by which the completions of a group see its prompt; see `layer_inputs.Visibility`."""
 _DTYPES = {"ids": np.int32, "loss": np.bool_, **_OF_PREFIXES}
 
 
