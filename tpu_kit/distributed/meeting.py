@@ -277,7 +277,6 @@ class Meeting:
         from torch.distributed import TCPStore
 
         mine, (host, port) = str(self.hosts.index), self.hosts.address
-        another = f"there is a run with another process as {self.hosts.name(self.hosts.index)}"
         try:
             if self.hosts.index == 0:
                 return TCPStore(host, port, None, True, wait_for_workers=False)
@@ -286,24 +285,14 @@ class Meeting:
             while not store.check(["0"]) and not self._closing.wait(_BEAT):
                 pass
             first = json.loads(store.get("0"))
-            if first["begun"]:
-                self._busy = another
-            elif store.add(f"claims of {mine}", 1) == 1 or not (first["over"] or self._lives(store, mine)):
+            # Another process has been this host in a run that has begun, or is over; the next store is this run's.
+            if not (first["begun"] or (first["over"] and store.check([mine]))):
                 return store
-            else:
-                self._busy = another
+            self._busy = f"there is a run with another process as {self.hosts.name(self.hosts.index)}"
         except Exception as error:
             self._busy = str(error).partition("\n")[0]
         self._closing.wait(_BEAT)
         return None
-
-    def _lives(self, store: Any, mine: str) -> bool:
-        """Whether another process writes this host's document."""
-        beats = []
-        for _ in range(2):
-            self._closing.wait(4 * _BEAT)
-            beats.append(json.loads(store.get(mine))["beat"] if store.check([mine]) else None)
-        return beats[0] != beats[1]
 
     def _round(self, store: Any) -> None:
         awaited = any(one["facts"].keys() - self._mine["facts"].keys() for one in self._documents.values())
