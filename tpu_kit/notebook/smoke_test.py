@@ -146,7 +146,8 @@ def compare_kernel(config: TrainConfig) -> dict[str, dict[str, float]]:
 def _plain(
     case: Case, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: torch.Tensor
 ) -> torch.Tensor:
-    options: dict[str, Any] = {"sliding_window": case.window, "softcap": case.softcap, "segment_ids": segments}
+    options: dict[str, Any] = {"sliding_window": case.window, "softcap": case.softcap}
+    options["visibility"] = attention.Visibility(segments)
     return attention.sdpa_attention(torch.nn.Module(), query, key, value, None, **options)[0].transpose(1, 2)
 
 
