@@ -17,8 +17,10 @@ import signal
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Literal, cast
 
 import pytest
 import torch
@@ -47,7 +49,7 @@ from tpu_kit.recipes.run_plan import plan_run
 from tpu_kit.recipes.sft import train
 from tpu_kit.training.losses import sampled_updates
 from tpu_kit.training.losses.policy_gradient import PolicyObjective
-from tpu_kit.training.losses.rollout import Rollout, exchange
+from tpu_kit.training.losses.rollout import Rollout, documents, exchange
 from tpu_kit.training.losses.sampled_updates import GROUP_FILE, texts_of
 from tpu_kit.training.metrics import read_metrics
 from tpu_kit.training.step import SplitStep
@@ -338,6 +340,16 @@ def test_replicas_exchange_completions_and_what_functions_log() -> None:
     assert (whole.judgement.total, whole.judgement.parts) == ([1.0, 0.0], {"one": [2.0, 0.0]})
     empty = Rollout(1, [5, 6], 1, {}, Judgement([], {"one": []}), "the reward failed")
     assert exchange(empty, rt).failure == "the reward failed"
+    assert exchange(replace(empty, failure=""), rt).failure == "the reward failed", "of another replica"
+
+
+def test_completions_that_are_cut_off_are_learned_from_or_not() -> None:
+    reasons: list[Literal["stop", "length"]] = ["stop", "length"]
+    replies = {(0, n): Completion("a", None, "a", (1,), reason, -1.0, (-1.0,)) for n, reason in enumerate(reasons)}
+    made = Rollout(1, [0], 2, replies, advantages=torch.tensor([[1.0, -1.0]]))
+    tasks = cast(Any, SimpleNamespace(numbers=[7], rows=SimpleNamespace(prompt_ids=[[3, 4]])))
+    assert [one.learns for one in documents(made, tasks, mask_truncated=True)] == [True, False]
+    assert [one.learns for one in documents(made, tasks, mask_truncated=False)] == [True, True]
 
 
 @pytest.mark.slow
