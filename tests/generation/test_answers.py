@@ -60,7 +60,8 @@ from tpu_kit.generation.answers import generate
 from tpu_kit.generation.decoder import BLOCK, choose, widths_to
 from tpu_kit.generation.generator import Generator
 from tpu_kit.generation.model_loading import arrange_for_few_rows, load_for_generation
-from tpu_kit.generation.prompts import PromptCodec, Row, read_prompts, split_reasoning
+from tpu_kit.generation.prompts import PromptCodec, Row, split_reasoning
+from tpu_kit.generation.requests import read_prompts
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.machine.checks import Machine
 from tpu_kit.machine.chips import GIB, chip

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import PeftModel
@@ -19,17 +20,17 @@ from transformers import AutoModelForImageTextToText
 from tests.support.child_processes import fork_loaded
 from tests.support.vision_functions import picture
 from tests.support.vision_models import save_model
+from tpu_kit.cli import main
 from tpu_kit.config.fields import ConfigError
 from tpu_kit.config.loader import TrainConfig, load_config
 from tpu_kit.data.images.files import PictureFiles
-from tpu_kit.distributed.replica.backends import CpuRuntime
-from tpu_kit.exporting.export import export
-from tpu_kit.generation.model_loading import load_for_generation, load_here
+from tpu_kit.data.images.prompts import PicturedIds
+from tpu_kit.generation.model_loading import load_for_generation
 from tpu_kit.machine.checks import Machine
 from tpu_kit.model import attention
 from tpu_kit.model import causal_lm as models
 from tpu_kit.model.families import registry as families
-from tpu_kit.recipes import image_answers
+from tpu_kit.notebook import cells
 from tpu_kit.recipes.result import TrainResult
 from tpu_kit.recipes.run_data import prepare_run
 from tpu_kit.recipes.sft import train
@@ -93,47 +94,9 @@ def test_a_run_on_pictures_goes_on_bit_for_bit_and_peft_loads_its_adapter(
         assert torch.equal(models.logits(ours, batch), models.logits(theirs, batch))
 
 
-def test_exact_answers_are_counted_by_document(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = prepare_run(config_of(images, tmp_path)).train
-    blackened = list[bool]()
-
-    def logits(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Foresees each next token, but in the second document of a row."""
-        blackened.append(not batch["pixels"].any())
-        after = batch["input_ids"].roll(-1, 1) + (batch["segment_ids"] == 2)
-        return torch.nn.functional.one_hot(after, 1000).float()
-
-    monkeypatch.setattr(image_answers.models, "logits", logits)
-    model, device = torch.nn.Module(), torch.device("cpu")
-    for black in (False, True):
-        found = image_answers.right_answers(model, data, device, rows=2, black=black)
-        wanted = [place != 1 for row in range(len(data)) for place, _ in enumerate(data.documents_of(row))]
-        assert found.tolist() == wanted and blackened[-1] == black
-    assert len(image_answers.right_answers(model, data, device, most=3)) == 3
-
-
 def cut(file: Path) -> None:
     """Cuts a picture so that its header is whole."""
     file.write_bytes(file.read_bytes()[: file.stat().st_size * 2 // 3])
-
-
-def test_documents_that_cannot_be_decoded_are_no_answers(
-    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = []
-    for number in range(4):
-        picture(number, (120, 90)).save(tmp_path / f"{number}.jpg")
-        rows.append({"question": f"What is {number}?", "answer": "red", "image": f"{number}.jpg"})
-    cut(tmp_path / "2.jpg")
-    source = tmp_path / "rows.jsonl"
-    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = prepare_run(config_of(images, tmp_path, source=str(source), eval_rows=0)).train
-
-    def logits(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        return torch.nn.functional.one_hot(batch["input_ids"].roll(-1, 1), 1000).float()
-
-    monkeypatch.setattr(image_answers.models, "logits", logits)
-    assert image_answers.right_answers(torch.nn.Module(), data, torch.device("cpu")).tolist() == [True] * 3
 
 
 @pytest.fixture
@@ -201,7 +164,6 @@ def test_replicas_and_a_mesh_train_the_same(images: Path, tmp_path: Path) -> Non
             r"optim\.objective: .* is for text alone, and model\.images",
         ),
         ({"distill.teacher": "a/b"}, r"distill\.teacher: .* is for text alone"),
-        ({"tracking.generate_rows": 3}, r"tracking\.generate_rows: 3 is for text alone, .*; set it to 0"),
         ({"lora.r": 0}, r"lora\.r: 0 trains all weights, and the part for images stays as it is; set lora\.r=16"),
         ({"data.source": "synthetic"}, r"has random tokens and no images"),
         ({"model.images": False, "data.image_tokens": 70}, r"data\.image_tokens: 70 has no effect without images"),
@@ -239,11 +201,34 @@ def test_rows_without_any_picture_are_refused(images: Path, tmp_path: Path) -> N
         prepare_run(config_of(images, tmp_path, source=str(source), eval_rows=0))
 
 
-def test_answers_and_exports_with_images_are_refused_by_name(images: Path, tmp_path: Path) -> None:
-    config = config_of(images, tmp_path)
-    with pytest.raises(ValueError, match=r"model\.images=true: generate, evaluate and search answer text alone so far"):
-        load_here(config, None, CpuRuntime(0, 1, torch.device("cpu")))
-    (tmp_path / "adapter").mkdir()
-    (tmp_path / "config.yaml").write_text(config.to_yaml())
-    with pytest.raises(ValueError, match=r"a run with model\.images=true is not exported yet\. Its adapter is in"):
-        export(tmp_path, "merged")
+def test_held_out_questions_are_answered_with_their_pictures(
+    images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = {"generate_rows": 3, "eval_generate_rows": 2, "eval_steps": 2, "generate_tokens": 4, "eval_rows": 3}
+    config = config_of(images, tmp_path / "run", **asked)
+    result = train(config)
+    assert 0 <= result.metrics["accuracy_after"] <= 1 and result.metrics["eval_accuracy"] >= 0
+    written = json.loads((tmp_path / "run" / "eval.json").read_text())
+    capsys.readouterr()
+    assert main(["evaluate", str(tmp_path / "run"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["samples"] == written["samples"]
+
+    prepared = prepare_run(config)
+    assert prepared.eval is not None
+    model = load_for_generation(config.model)
+    families.set_attention(models.base_model(model), attention.SDPA)
+    model._tpu_kit_compute_dtype = torch.float32  # type: ignore[assignment]
+    batch = prepared.eval.tensors(np.arange(len(prepared.eval)))
+    with torch.no_grad():
+        logits = models.logits(model, batch)[:, :-1].flatten(0, 1)
+    loss = torch.nn.functional.cross_entropy(logits, batch["labels"][:, 1:].flatten())
+    assert written["base"]["perplexity"] == pytest.approx(float(loss.exp()), rel=1e-4), "rows are rated with pictures"
+
+    seen = prepared.eval_prompt_ids
+    blind = [ids.blackened() if isinstance(ids, PicturedIds) else ids for ids in seen]
+    assert seen == blind and any(isinstance(ids, PicturedIds) for ids in seen)
+    first = next(ids for ids in seen if isinstance(ids, PicturedIds))
+    shown, dark = (first.images_among(given).tensors(given, 200, 3) for given in (seen, blind))
+    assert shown["pixels"].any() and not dark["pixels"].any()
+    assert torch.equal(shown["image_index"], dark["image_index"])
+    assert 0 <= cells.show_blind_answers(config, prepared) <= 1

@@ -245,7 +245,7 @@ def _evaluation_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
 
 
 def _image_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
-    """Yields what is not trained or answered with images yet."""
+    """Yields what is not trained with images."""
     if not config.model.images:
         return
     of_text = "is for text alone, and model.images=true trains on rows with images; "
@@ -255,9 +255,6 @@ def _image_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
         yield "distill.teacher model.images", of_text + "remove it, or set model.images=false"
     if config.lora.r == 0:
         yield "lora.r model.images", "trains all weights, and the part for images stays as it is; set lora.r=16"
-    for name in ("tracking.generate_rows", "tracking.eval_generate_rows"):
-        if config[name]:
-            yield f"{name} model.images", of_text + "set it to 0"
     if config.data.source == "synthetic":
         yield "data.source model.images", "has random tokens and no images; name a source, or set model.images=false"
     if config.data.too_long == "split":

@@ -28,7 +28,7 @@ from tpu_kit.distributed.progress import follow_answers
 from tpu_kit.distributed.replica import runtime
 from tpu_kit.generation.generator import Generator, Rating
 from tpu_kit.generation.model_loading import load_here
-from tpu_kit.generation.prompts import Completion, Prompt, PromptCodec, is_chat, text_of
+from tpu_kit.generation.prompts import Completion, Prompt, PromptCodec, has_pictures, is_chat, text_of
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.machine.storage.run_folder import adapter_at_hand
 from tpu_kit.model.base_model import base_model, text_config
@@ -117,6 +117,7 @@ def stream(
 ) -> None:
     """Prints the completion of one prompt while a replica generates it; see `generate` for arguments and errors."""
     (prompt,) = as_asked([prompt], chat)
+    config = _seeing(config, [prompt])
     arguments = {"prompt": prompt, "sampling": sampling or Sampling(), "truncate": truncate, "chat": chat}
     launch_with_adapter(_stream_here, stream, on_one_replica(config), adapter_dir, **arguments)
 
@@ -125,6 +126,7 @@ def _stream_here(
     config: TrainConfig, adapter: Path | None, prompt: Prompt, sampling: Sampling, truncate: bool, chat: bool | None
 ) -> None:
     model, tokenizer = load_here(config, adapter, runtime.current(), chat, [prompt])
+    (prompt,) = _encoded(config, tokenizer, [prompt])
     generator = generator_for(model, tokenizer, config, [prompt], sampling.max_new_tokens, batch_size=1)
     _print_reply(generator, prompt, sampling, truncate)
 
@@ -134,18 +136,18 @@ _CHAT_BLOCK = 4  # tokens of a printed piece
 
 
 def as_asked(prompts: Sequence[Prompt], chat: bool | None) -> list[Prompt]:
-    """Returns prompts in the form that `chat` asks for; see `generate`.
+    """Returns prompts in the form that `chat` asks for, with the bytes of their pictures; see `generate`.
 
     Raises:
-        ValueError: chat=False, and a chat has more than one user turn.
+        ValueError: chat=False, and a chat has more than one user turn, or pictures; or a picture cannot be read.
     """
-    if chat is None:
-        return list(prompts)
     made: list[Prompt] = []
     for number, prompt in enumerate(prompts):
+        if has_pictures(prompt):
+            prompt = _with_bytes(prompt, number, chat)
         if chat and isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
-        elif is_chat(prompt) and not chat:
+        elif is_chat(prompt) and chat is False:
             whole: Any = prompt if isinstance(prompt, Mapping) else {"messages": prompt}
             try:
                 prompt = text_of(whole["messages"], whole.get("tools"))
@@ -153,6 +155,36 @@ def as_asked(prompts: Sequence[Prompt], chat: bool | None) -> list[Prompt]:
                 raise ValueError(f"prompt {number}: {error}") from error
         made.append(prompt)
     return made
+
+
+def _with_bytes(prompt: Prompt, number: int, chat: bool | None) -> Any:
+    """Returns a chat that carries the bytes of its pictures."""
+    from tpu_kit.data.images.chats import carried
+
+    if chat is False:
+        raise ValueError(f"prompt {number}: chat=false, and a chat template says where its pictures are; leave it out")
+    try:
+        return carried(prompt)
+    except ValueError as error:
+        raise ValueError(f"prompt {number}: {error}") from error
+
+
+def _seeing(config: TrainConfig, prompts: Sequence[Prompt]) -> TrainConfig:
+    """Returns the run with the model's part for images if a prompt has pictures."""
+    if config.model.images or not any(map(has_pictures, prompts)):
+        return config
+    from tpu_kit.data.images.chats import seeing
+
+    return seeing(config)
+
+
+def _encoded(config: TrainConfig, tokenizer: Any, prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Returns prompts whose chats are token ids that carry pictures, if the model has its part for images."""
+    if not config.model.images or not tokenizer.chat_template:
+        return list(prompts)
+    from tpu_kit.data.images.chats import encode
+
+    return encode(config, tokenizer, prompts)
 
 
 def chat(
@@ -224,6 +256,7 @@ def answer(
         if not ask.prompts:
             raise ValueError("there are no prompts; give one or more")
     asks = [replace(ask, prompts=as_asked(ask.prompts, chat)) for ask in asks]
+    config = _seeing(config, [prompt for ask in asks for prompt in ask.prompts])
     if max([len(rows), *(len(ask.prompts) for ask in asks)]) == 1:  # a prompt's samples come from one prefill
         config = on_one_replica(config)
     count = sum(len(ask.prompts) * ask.n for ask in asks)
@@ -259,6 +292,7 @@ def _answer_share(
     """Computes this replica's share, and writes it into the folder."""
     rt = runtime.current()
     model, tokenizer = load_here(config, adapter, rt, chat, [prompt for ask in asks for prompt in ask.prompts])
+    asks = [replace(ask, prompts=_encoded(config, tokenizer, ask.prompts)) for ask in asks]
     mine = max((-(-len(ask.prompts) // rt.world_size) * ask.n for ask in asks), default=1)
     batches = -(-mine // batch_size)
     generator = generator_for(

@@ -406,11 +406,12 @@ class Decoder:
 
     # --------------------------------------------------------------------------------------------------------- score
 
-    def score(self, ids: torch.Tensor) -> torch.Tensor:
+    def score(self, ids: torch.Tensor, images: Mapping[str, torch.Tensor] = MappingProxyType({})) -> torch.Tensor:
         """Computes the log-probabilities of the tokens of rows, with the logits of a chunk of positions at a time.
 
         Args:
             ids: (B, W) int64, padded at the end.
+            images: of the rows, as in `Batch`.
 
         Returns:
             (2, B, W - 1) fp32 on the host: the log-probabilities of tokens 1 to W - 1, in nats, and 1 for a token that
@@ -419,17 +420,22 @@ class Decoder:
         Raises:
             ValueError: the output head is not a plain linear layer.
         """
-        (sent,) = self._rt.put([ids])
-        (scores,) = self._program(("score", *ids.shape), lambda ids: [self._scores(ids)], [sent])(sent)
-        self._rt.sync()
-        return self._rt.to_host([scores])[0][:, :, :-1]
 
-    def _scores(self, ids: torch.Tensor) -> torch.Tensor:
+        def scores(ids: torch.Tensor, *tensors: torch.Tensor) -> list[torch.Tensor]:
+            return [self._scores({"input_ids": ids} | dict(zip(images, tensors, strict=True)))]
+
+        sent = self._rt.put([ids, *images.values()])
+        (found,) = self._program(("score", *(tuple(one.shape) for one in sent)), scores, sent)(*sent)
+        self._rt.sync()
+        return self._rt.to_host([found])[0][:, :, :-1]
+
+    def _scores(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Returns the result of `score` on the device, (2, B, W); the last position has no meaning."""
-        head = output_embedding(self._model)
+        head, ids = output_embedding(self._model), batch["input_ids"]
         positions = torch.arange(ids.shape[1], device=ids.device)[None].expand_as(ids)
-        with layer_inputs.bound(LayerInputs(device_type=self._rt.device_type)):
-            output = self._causal.get_decoder()(input_ids=ids, position_ids=positions, use_cache=False)
+        given, seen = families.decoder_inputs(self._causal, batch)
+        with layer_inputs.bound(LayerInputs(device_type=self._rt.device_type, **seen)):
+            output = self._causal.get_decoder()(**given, position_ids=positions, use_cache=False)
         kept_states(self._causal.get_decoder())  # of a trace, which no program computes
         wanted = torch.cat([ids[:, 1:], ids[:, :1]], 1)
         parts = []

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -25,6 +25,9 @@ from tpu_kit.generation.prompts import Completion, Prompt, PromptCodec, Row
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.model.base_model import base_model, check_vocabulary, text_config
 from tpu_kit.model.rotary import max_positions
+
+if TYPE_CHECKING:
+    from tpu_kit.data.images.prompts import PromptImages
 
 _RATED_TOKENS = 4096  # at most in a batch of `Generator.rate`
 
@@ -105,7 +108,7 @@ class Generator:
         """Completes every prompt.
 
         Args:
-            prompts: texts, chats (lists of messages) or lists of token ids.
+            prompts: texts, chats (lists of messages) or lists of token ids, which may carry pictures.
             sampling: greedy by default, with the Generator's max_new_tokens.
             n: samples of each prompt, from one prefill.
             truncate: remove the beginning of a prompt that is too long.
@@ -147,6 +150,7 @@ class Generator:
             raise ValueError(f"n={n}: must be 1 or more samples")
         sampling = self._filled(sampling)
         encoded = self._encode(prompts, sampling, truncate)
+        images = _images_of(encoded)
         rank, world = replica or (self._rt.rank, self._rt.world_size)
         size = 1 if len(encoded) == 1 else max(1, self._batch_size // n)
         # The longest first, so that memory runs out at the start. The replicas' batches of a round are alike.
@@ -160,7 +164,7 @@ class Generator:
             width = self._width(len(encoded[together[0]]) - 1)
             ids = [encoded[row] for row in mine]
             rows: list[Row] = []
-            for rows in self._batch(ids, mine, n, size, sampling, width, world):
+            for rows in self._batch(ids, mine, n, size, sampling, width, world, images):
                 if stop and self._any(stop(), world):
                     return completions
                 if progress:
@@ -178,7 +182,8 @@ class Generator:
         sampling = self._filled(sampling or Sampling(self._limits[1]))
         (ids,) = self._encode([prompt], sampling, truncate)
         sent = ""
-        for (row,) in self._batch([ids], [0], 1, 1, sampling, self._width(len(ids) - 1)):
+        width = self._width(len(ids) - 1)
+        for (row,) in self._batch([ids], [0], 1, 1, sampling, width, images=_images_of([ids])):
             text = self.codec.text(row, sampling)
             if not row.ended and len(row.tokens) < sampling.max_new_tokens:
                 text = self.codec.settled(text, sampling)
@@ -190,7 +195,7 @@ class Generator:
         """Computes the likelihood of the tokens of each row, by number of the row.
 
         Args:
-            rows: token ids.
+            rows: token ids, which may carry pictures.
             share: rate only this replica's share; all replicas must call it with the same rows.
 
         Raises:
@@ -202,7 +207,7 @@ class Generator:
         rank, world = (self._rt.rank, self._rt.world_size) if share else (0, 1)
         order = sorted(range(len(rows)), key=lambda row: len(rows[row]), reverse=True)
         ratings: dict[int, Rating] = {}
-        start = 0
+        start, images = 0, _images_of(rows)
         with self._decoder.ready():
             while start < len(order):
                 width = self._width(len(rows[order[start]]))
@@ -212,8 +217,9 @@ class Generator:
                 start += size * world
                 if not mine and not self._rt.is_xla:
                     break
-                ids, _ = filled([rows[row] for row in mine], width, size if self._rt.is_xla else len(mine))
-                logprobs, likeliest = self._decoder.score(ids)
+                given, count = [rows[row] for row in mine], size if self._rt.is_xla else len(mine)
+                ids, _ = filled(given, width, count)
+                logprobs, likeliest = self._decoder.score(ids, images.tensors(given, width, count) if images else {})
                 for index, row in enumerate(mine):
                     end = len(rows[row]) - 1
                     ratings[row] = Rating(logprobs[index, :end].tolist(), likeliest[index, :end].bool().tolist())
@@ -250,11 +256,13 @@ class Generator:
                     f"max_new_tokens={sampling.max_new_tokens} leaves no room for a prompt in the model's "
                     f"{self._positions:g} positions; lower it"
                 )
-            if len(ids) > limit and not truncate:
+            pictured = hasattr(ids, "pictures")
+            if len(ids) > limit and (pictured or not truncate):
+                advice = "shorten it, or leave out its beginning with truncate=true"
                 raise ValueError(
                     f"prompt {number}: its {len(ids)} tokens are more than the {limit:g} for which this Generator was "
                     f"made (max_prompt) and which the model's {self._positions:g} positions leave beside a reply of up "
-                    f"to {sampling.max_new_tokens}; shorten it, or leave out its beginning with truncate=true"
+                    f"to {sampling.max_new_tokens}; {'use fewer or smaller pictures' if pictured else advice}"
                 )
             encoded.append(ids[-int(limit) :] if len(ids) > limit else ids)
         return encoded
@@ -275,12 +283,13 @@ class Generator:
         sampling: Sampling,
         width: int,
         world: int = 1,
+        images: PromptImages | None = None,
     ) -> Iterator[list[Row]]:
         """Generates one batch, and yields its rows, prompts x samples, after each block."""
         size = size if self._rt.is_xla else len(prompts)
         ids, lengths = filled([prompt[:-1] for prompt in prompts], width, size)
         last = torch.tensor([prompt[-1] for prompt in prompts] + [0] * (size - len(prompts)))
-        batch = Batch(ids, lengths, last)
+        batch = Batch(ids, lengths, last, images.tensors(prompts, width, size) if images else {})
         rows = [Row(self.codec.opens_reasoning(prompt)) for prompt in prompts for _ in range(n)]
         fillers = size * n - len(rows)
         block = self._decoder.block
@@ -304,3 +313,9 @@ class Generator:
     def _any(self, mine: bool, world: int) -> bool:
         """Whether `mine` is true; on XLA:CPU, whose replicas take all steps together, in any replica."""
         return cpu_simulation.any_replica(self._rt.rank, mine) if self._in_step(world) else mine
+
+
+def _images_of(prompts: Sequence[Sequence[int]]) -> PromptImages | None:
+    """Returns what makes the tensors of the pictures that token ids carry; None for text."""
+    pictured: Any = next((ids for ids in prompts if hasattr(ids, "pictures")), None)
+    return pictured and pictured.images_among(prompts)

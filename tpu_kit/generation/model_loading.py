@@ -21,7 +21,7 @@ from tpu_kit.model import states_head
 from tpu_kit.model.families import registry as families
 from tpu_kit.model.weights.loading import load_base, load_frozen, read_config
 from tpu_kit.model.weights.saved_adapter import attach_adapter, is_whole, read_adapter
-from tpu_kit.model.weights.source import load_tokenizer, refuse_images
+from tpu_kit.model.weights.source import load_tokenizer
 
 _FP32_UP_TO = 1_000_000_000  # parameters: 4 GB in fp32, which CPUs compute faster than bf16
 
@@ -46,7 +46,6 @@ def load_here(
 
 
 def _read(config: TrainConfig, adapter: Path | None, rt: Runtime) -> tuple[torch.nn.Module, Any]:
-    refuse_images(config.model)
     if settings := read_config(config.model):  # before the weights are read
         check_generation(settings, config.model.trust_remote_code)
     device = "cuda" if rt.device_type == "cuda" else "cpu"

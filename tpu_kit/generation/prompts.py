@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
-from tpu_kit.config.fields import show
 from tpu_kit.config.schema import DataConfig
 from tpu_kit.data.chat.chat_template import PromptEncoder, default_stop, plain_prompt
 from tpu_kit.generation.sampling import Sampling
 
 Prompt = str | Sequence[Mapping[str, Any]] | Mapping[str, Any] | Sequence[int]
-"""A plain text, the messages of a chat, {"messages": ..., "tools": ...}, or token ids."""
+"""A plain text, the messages of a chat, {"messages": ..., "tools": ..., "images": ...}, or token ids."""
 
 
 def is_chat(prompt: Prompt) -> bool:
     """Whether a prompt is a chat, and no text or token ids."""
     return isinstance(prompt, Mapping) or (not isinstance(prompt, str) and isinstance(next(iter(prompt), 0), Mapping))
+
+
+def has_pictures(prompt: Prompt) -> bool:
+    """Whether a prompt is a chat about pictures."""
+    if not is_chat(prompt):
+        return False
+    whole: Any = prompt if isinstance(prompt, Mapping) else {"messages": prompt}
+    contents = [message.get("content") for message in whole["messages"]]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return bool(whole.get("images")) or any("image" in str(part.get("type")) for part in parts if part)
 
 
 @dataclass(frozen=True)
@@ -117,7 +124,7 @@ class PromptCodec:
         elif prompt and isinstance(prompt[0], Mapping):
             ids = self._chat([message for message in prompt if isinstance(message, Mapping)])
         else:
-            ids = [token for token in prompt if isinstance(token, int)]
+            ids = cast("list[int]", prompt)  # which may carry pictures
         if not ids:
             raise ValueError("the prompt is empty, so there is nothing to answer")
         return ids
@@ -127,6 +134,8 @@ class PromptCodec:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def _chat(self, chat: Sequence[Mapping[str, Any]], tools: list[Any] | None = None) -> list[int]:
+        if has_pictures(chat):
+            raise ValueError("it has pictures, which `generate` takes: a Generator takes token ids that carry them")
         messages = [dict(message) for message in chat]
         if not self.tokenizer.chat_template:  # as after training on plain text
             return plain_prompt(self.tokenizer, text_of(messages, tools))
@@ -239,41 +248,6 @@ def opened(prompt: str, data: DataConfig, asked: Any = None) -> str:
     if words and prompt.endswith(words.rstrip()):
         return words
     return f"{data.think_open}\n" if prompt.rstrip().endswith(data.think_open) else ""
-
-
-def read_prompts(file: str) -> list[Prompt]:
-    """Reads a file of questions: a text in each line, or JSON lines with a prompt, or with messages and tools.
-
-    Raises:
-        ValueError: it cannot be read, or a line asks nothing.
-    """
-    try:
-        lines = Path(file).read_text("utf-8-sig").split("\n")  # str.splitlines also splits within a text, as at U+2028
-    except (OSError, ValueError) as error:
-        raise ValueError(f"prompts={file} cannot be read ({error}); give a text file, or JSON lines") from error
-    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    return [_prompt(f"prompts={file}: line {number}", line) if file.endswith(".jsonl") else line
-            for number, line in numbered]  # fmt: skip
-
-
-def _prompt(place: str, line: str) -> Prompt:
-    try:
-        row = json.loads(line)
-    except ValueError:
-        row = None
-    row = row if isinstance(row, dict) else {"prompt": row}
-    prompt, tools = row.get("messages") or row.get("prompt"), row.get("tools")
-    chat = isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt)
-    if not prompt or not (chat or isinstance(prompt, str)):
-        raise ValueError(f'{place}: {show(line)} is no prompt; write {{"prompt": "..."}} or {{"messages": [...]}}')
-    if row.get("system") or (tools and not chat):
-        raise ValueError(
-            f'{place}: a system prompt, or tools beside a text, are not read; write {{"messages": [{{"role": "system", '
-            '"content": "..."}, ...], "tools": [...]}'
-        )
-    if chat and prompt[-1].get("role") == "assistant" and (len(prompt) == 1 or not prompt[-1].get("content")):
-        raise ValueError(f"{place}: the chat ends in a reply, so it asks nothing; remove its last message")
-    return {"messages": prompt, "tools": tools} if tools else prompt
 
 
 def stop_ids(causal: Any, tokenizer: Any, data: DataConfig) -> set[int]:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from tpu_kit.config.fields import knob
+from tpu_kit.config.fields import knob, show
 from tpu_kit.machine.storage.run_config import AUTO
+
+if TYPE_CHECKING:
+    from tpu_kit.generation.prompts import Prompt
 
 
 @dataclass
@@ -30,16 +37,82 @@ class Prompts(AnsweringModel):
     """What `generate` answers, and how often."""
 
     prompt: tuple[str, ...] = knob((), "The question; may be given several times.")
-    prompts: str | None = knob(None, "A file of texts, one a line, or .jsonl with a prompt, or messages and tools.")
+    image: tuple[str, ...] = knob((), "A picture that each prompt is about, a file or gs://; several times for more.")
+    prompts: str | None = knob(
+        None, "A file of texts, one a line, or .jsonl with a prompt, or messages and tools, and images."
+    )
     n: int = knob(1, "Samples of each prompt.", at_least=1)
     rows: int = knob(8, "The most rows of a batch in each replica.", at_least=1)
     truncate: bool = knob(False, "Cut off the beginning of a prompt that is too long.")
 
     def __post_init__(self) -> None:
-        from tpu_kit.generation.prompts import read_prompts
-
         prompts = [*self.prompt, *(read_prompts(self.prompts) if self.prompts else [])]
         chats = [[{"role": "user", "content": each}] if isinstance(each, str) else each for each in prompts]
         self.asked = prompts if self.chat is False else chats
+        if self.image:
+            self.asked = [about(each, list(self.image)) for each in chats]
+        if self.image and not prompts:
+            raise ValueError('image: nothing is asked about it; give prompt="..." or prompts=FILE')
         if not prompts and not sys.stdin.isatty():
             raise ValueError('prompt: there is none; give prompt="..." or prompts=FILE')
+
+
+def read_prompts(file: str) -> list[Prompt]:
+    """Reads a file of questions: a text in each line, or JSON lines with a prompt, or with messages and tools.
+
+    Each may have `images`, or an `image`: paths below the folder of the file, data URLs, or addresses of a bucket.
+
+    Raises:
+        ValueError: it cannot be read, or a line asks nothing.
+    """
+    try:
+        lines = Path(file).read_text("utf-8-sig").split("\n")  # str.splitlines also splits within a text, as at U+2028
+    except (OSError, ValueError) as error:
+        raise ValueError(f"prompts={file} cannot be read ({error}); give a text file, or JSON lines") from error
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    return [_prompt(f"prompts={file}: line {number}", line, file) if file.endswith(".jsonl") else line
+            for number, line in numbered]  # fmt: skip
+
+
+def _prompt(place: str, line: str, file: str) -> Prompt:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        row = None
+    row = row if isinstance(row, dict) else {"prompt": row}
+    prompt, tools = row.get("messages") or row.get("prompt"), row.get("tools")
+    chat = isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt)
+    if not prompt or not (chat or isinstance(prompt, str)):
+        raise ValueError(f'{place}: {show(line)} is no prompt; write {{"prompt": "..."}} or {{"messages": [...]}}')
+    if row.get("system") or (tools and not chat):
+        raise ValueError(
+            f'{place}: a system prompt, or tools beside a text, are not read; write {{"messages": [{{"role": "system", '
+            '"content": "..."}, ...], "tools": [...]}'
+        )
+    if chat and prompt[-1].get("role") == "assistant" and (len(prompt) == 1 or not prompt[-1].get("content")):
+        raise ValueError(f"{place}: the chat ends in a reply, so it asks nothing; remove its last message")
+    made = {"messages": prompt, "tools": tools} if tools else prompt
+    if images := row.get("images") or row.get("image"):
+        made = made if chat else [{"role": "user", "content": made}]
+        made = about(made, images if isinstance(images, list) else [images])
+    from tpu_kit.generation.prompts import has_pictures
+
+    if not has_pictures(made):
+        return made
+    from tpu_kit.data.images.chats import carried
+    from tpu_kit.data.images.files import PictureFiles
+
+    try:
+        return carried(made, PictureFiles.beside(file))
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
+
+
+def about(prompt: Prompt, images: Sequence[Any]) -> Prompt:
+    """Returns a chat about pictures; raises ValueError if it has some."""
+    from tpu_kit.generation.prompts import has_pictures
+
+    if has_pictures(prompt):
+        raise ValueError("image: a prompt has pictures of its own; leave image=... out")
+    whole = prompt if isinstance(prompt, Mapping) else {"messages": prompt}
+    return {**whole, "images": images}

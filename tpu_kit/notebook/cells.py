@@ -222,27 +222,6 @@ def _data_url(image: Any) -> str:
     return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
-def show_image_answers(
-    config: TrainConfig, result: TrainResult, prepared: Prepared, rows: int | None = None
-) -> dict[str, float]:
-    """Shows how many held-out rows the base and the tuned model answer exactly, and the tuned one with black pictures.
-
-    Args:
-        config: the run.
-        result: of the run.
-        prepared: its rows.
-        rows: held-out packed rows that are answered, at most; None for all.
-
-    Returns:
-        The shares of right answers by the names that are shown.
-    """
-    from tpu_kit.recipes.image_answers import answers_with_images
-
-    found = answers_with_images(config, result.adapter_dir, prepared, rows)
-    show_table([{"model": name, "exact answers": str(accuracy)} for name, accuracy in found.items()])
-    return {name: accuracy.share for name, accuracy in found.items()}
-
-
 def show_lengths(report: DataReport, max_length: int) -> None:
     """Shows the lengths of the examples against `max_length`, and how full the packed rows are."""
     alone = sum(min(length, max_length) for length in report.lengths) / (len(report.lengths) * max_length)
@@ -276,6 +255,23 @@ def show_answers(output_dir: str | Path, rows: int = 4) -> None:
         show_comparison(answers, rows)
     else:
         print(f"no answers in {output_dir} yet: training writes them at its end, where generate_rows asks for them")
+
+
+def show_blind_answers(config: TrainConfig, prepared: Prepared) -> float:
+    """Shows how many held-out questions the tuned model answers correctly with black pictures in place of theirs.
+
+    It is a control: a model that looks at the pictures can only guess.
+
+    Returns:
+        The share of correct answers.
+    """
+    from tpu_kit.generation.evaluation.evaluate import evaluate
+
+    asked: list[Any] = prepared.eval_prompt_ids
+    black = [ids.blackened() if hasattr(ids, "pictures") else ids for ids in asked]
+    accuracy = evaluate(config, replace(prepared, eval_prompt_ids=black), config.output_path / "adapter").accuracy
+    show_table([{"model": "tuned, black pictures", "correct (95 % interval)": str(accuracy)}])
+    return accuracy.share
 
 
 def show_comparison(comparison: Mapping[str, Any], rows: int = 4) -> None:

@@ -132,11 +132,15 @@ class Encoder(PromptEncoder):
         return asked if isinstance(asked, str) else self.render(asked, talk.tools, prompt=True, begun=bool(talk.begun))
 
     def prompt_ids(self, talk: Conversation) -> list[int]:
-        """Returns the token ids of `prompt`; only plain text gets the special tokens of the tokenizer."""
+        """Returns the token ids of `prompt`, which carry its pictures.
+
+        Only plain text gets the special tokens of the tokenizer.
+        """
         asked = talk.asked
         if isinstance(asked, str):
             return plain_prompt(self.tokenizer, asked, self.special if self.splits else None) if asked else []
-        return self.chat_ids(asked, talk.tools, prompt=True, begun=bool(talk.begun))
+        ids = self.chat_ids(asked, talk.tools, prompt=True, begun=bool(talk.begun))
+        return ids if self.images is None else self.images.prompt(ids, talk.images)
 
     def documents(self, talk: Conversation) -> list[Document]:
         """Renders a conversation as documents; each reply that carries loss does so in one of them.

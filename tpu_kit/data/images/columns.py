@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from tpu_kit.data.batching import IGNORED, BatchError, Documents, PackedDataset
 from tpu_kit.data.images.encoding import DocumentImages, ImageEncoding
 from tpu_kit.data.images.files import name_of
 from tpu_kit.data.images.packing import best_fill_of_images, fewest_images
+from tpu_kit.data.images.prompts import PicturedIds
 from tpu_kit.data.rows.columns import Layout
 from tpu_kit.data.rows.field_values import RowError
 from tpu_kit.data.rows.schemas import conversation
@@ -100,6 +102,14 @@ class ImageColumns:
 
     def _sources(self, row: int, count: int | None) -> tuple[Any, ...]:
         return conversation(self.rows[int(row)], self._layout, self._config).images[:count]
+
+    def with_pictures(self, ids: list[int], documents: Documents, number: int) -> list[int]:
+        """Returns the ids of a document, which carry its pictures."""
+        slots = self.images.of(number).tolist()
+        if not slots:
+            return ids
+        sources = self._sources(documents.source_rows[number], int(self.images.pictures[number]))
+        return PicturedIds(ids, sources, slots, self._encoding.files, self._encoding.processor)
 
     def fingerprint(self) -> bytes:
         """Returns a hash of all pictures and of what makes their pixels."""

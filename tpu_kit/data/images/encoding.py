@@ -9,6 +9,7 @@ import numpy as np
 
 from tpu_kit.data.images.files import Picture, PictureFiles
 from tpu_kit.data.images.processors import ImageProcessor
+from tpu_kit.data.images.prompts import PicturedIds
 from tpu_kit.data.rows.field_values import RowError
 from tpu_kit.data.rows.messages import IMAGE
 
@@ -81,6 +82,19 @@ class ImageEncoding:
             loss += [False] * len(tokens)
             slots.append(counts)
         return found, loss, slots
+
+    def prompt(self, ids: Sequence[int], pictures: Sequence[Picture]) -> list[int]:
+        """Returns the ids of a prompt that carry its pictures, for each of which the chat template writes one token.
+
+        Raises:
+            RowError: as `expanded`.
+        """
+        found, _, slots = self.expanded(ids, [False] * len(ids), pictures)
+        if not slots:
+            return found
+        counts = [count for each in slots for count in each]
+        sources = [one.source for one in pictures[: len(slots)]]
+        return PicturedIds(found, sources, counts, self.files, self.processor)
 
 
 class DocumentImages:

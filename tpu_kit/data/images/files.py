@@ -44,6 +44,7 @@ class Picture(NamedTuple):
         digest: a hash of its bytes; of a file, of its length, its first and its last bytes.
         file: its path or address; empty for bytes of a row.
         stamp: changes with the content of the file, see `PictureFiles.stamps`.
+        source: what opens it.
     """
 
     height: int
@@ -51,6 +52,7 @@ class Picture(NamedTuple):
     digest: str
     file: str = ""
     stamp: str = ""
+    source: Any = None
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,12 @@ class PictureFiles:
             width, height = image.size
             if _orientation(image) in _TURNED and image.format != "TIFF":  # its size is turned already
                 width, height = height, width
-            return Picture(height, width, digest.hexdigest(), place, _stamp_of(file) if place else "")
+            return Picture(height, width, digest.hexdigest(), place, _stamp_of(file) if place else "", source)
+
+    def read(self, source: Any) -> bytes:
+        """Returns the bytes of a picture's file; raises RowError if it cannot be opened."""
+        with self._opened(source) as file:
+            return file.read()
 
     def decoded(self, source: Any) -> Any:
         """Returns a picture of PIL in RGB, turned as EXIF says, on white where it is transparent.

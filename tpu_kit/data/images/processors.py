@@ -18,6 +18,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from tpu_kit.config.loader import DataConfig, ModelConfig
 from tpu_kit.model.families.vision import Sizes, check_rows, sizes_of
@@ -52,6 +53,10 @@ class ImageProcessor(abc.ABC):
     @abc.abstractmethod
     def pixels(self, image: Image) -> tuple[np.ndarray, np.ndarray | None]:
         """Returns pixels (slots, patches, numbers) uint8 and positions (slots, patches, 2) int32 of an RGB picture."""
+
+    @abc.abstractmethod
+    def for_transformers(self, images: list[Image], ids: list[int]) -> dict[str, Any]:
+        """Returns tensors of pictures as the processor of transformers makes them, for `forward` with these ids."""
 
     @property
     def identity(self) -> str:
@@ -100,6 +105,12 @@ class Gemma4(ImageProcessor):
         pixels, positions = np.asarray(made["pixel_values"]), np.asarray(made["image_position_ids"])
         return pixels.astype(np.uint8), positions.astype(np.int32)
 
+    def for_transformers(self, images: list[Image], ids: list[int]) -> dict[str, Any]:
+        """See `ImageProcessor.for_transformers`."""
+        made = self._processor(images=images, return_tensors="pt")
+        types = torch.tensor([ids]).eq(self.token_id).long()
+        return {name: made[name] for name in ("pixel_values", "image_position_ids")} | {"mm_token_type_ids": types}
+
 
 @dataclass(frozen=True)
 class Idefics3(ImageProcessor):
@@ -146,6 +157,11 @@ class Idefics3(ImageProcessor):
         patches = pixels.reshape(len(pixels), 3, side, self.patch, side, self.patch).transpose(0, 2, 4, 3, 5, 1)
         numbers = patches.reshape(len(pixels), self.sizes.patches, self.sizes.numbers)
         return np.rint(numbers).clip(0, 255).astype(np.uint8), None
+
+    def for_transformers(self, images: list[Image], ids: list[int]) -> dict[str, Any]:
+        """See `ImageProcessor.for_transformers`."""
+        made = self._processor(images=[images], return_tensors="pt")
+        return {name: made[name] for name in ("pixel_values", "pixel_attention_mask")}
 
 
 _AROUND, _WHOLE = "<fake_token_around_image>", "<global-img>"

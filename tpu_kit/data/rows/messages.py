@@ -56,8 +56,8 @@ _PLACE = re.compile(
 IMAGE = "\ufdd0"
 """What stands in the text of a message where an image does: no character of any text."""
 _IMAGE_TAG = "<image>"
-_IMAGE_PARTS = ("image", "image_url", "input_image")
-_IMAGE_KEYS = ("image", "image_url", "path", "url", "base64", "bytes")
+IMAGE_PARTS = ("image", "image_url", "input_image")
+IMAGE_KEYS = ("image", "image_url", "path", "url", "base64", "bytes")
 
 
 def learns(message: Mapping[str, Any]) -> bool:
@@ -301,14 +301,14 @@ def _read_parts(parts: list[Any], name: str, images: list[Any] | None = None) ->
             thoughts.append(thought)
         elif kind in ("text", "input_text", "output_text") and isinstance(part.get("text"), str):
             texts.append(part["text"] if images is None else _with_places(part["text"], images))
-        elif kind in _IMAGE_PARTS and images is not None:
+        elif kind in IMAGE_PARTS and images is not None:
             texts.append(IMAGE)
-            key = next((key for key in _IMAGE_KEYS if is_filled(part.get(key))), None)
+            key = next((key for key in IMAGE_KEYS if is_filled(part.get(key))), None)
             bare = key == "base64" and not str(part[key]).startswith("data:")
             images.append(f"data:;base64,{part[key]}" if bare else key and part[key])
         else:
             only = "only text can be trained on" if images is None else "only text and images can be trained on"
-            only += ": images with model.images=true" * (images is None and kind in _IMAGE_PARTS)
+            only += ": images with model.images=true" * (images is None and kind in IMAGE_PARTS)
             raise RowError(f"{name} has a part of type {kind}; {only}")
     return "".join(texts), "\n".join(thoughts)
 

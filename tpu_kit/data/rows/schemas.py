@@ -141,8 +141,9 @@ def as_text(asked: Any) -> str:
     if isinstance(asked, str):
         return asked
     if len(asked) == 1:
-        return str(asked[0].get("content") or "")
-    return "\n".join(f"{message['role']}: {message.get('content') or message.get('tool_calls')}" for message in asked)
+        return str(asked[0].get("content") or "").replace(IMAGE, "<image> ")
+    text = "\n".join(f"{message['role']}: {message.get('content') or message.get('tool_calls')}" for message in asked)
+    return text.replace(IMAGE, "<image> ")
 
 
 def normalised(text: str) -> str:

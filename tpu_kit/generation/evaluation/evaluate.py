@@ -24,7 +24,7 @@ from tpu_kit.machine.storage.object_store import ObjectFolder, at_hand
 from tpu_kit.machine.storage.run_folder import adapter_of, find_run
 from tpu_kit.model.states_head import without_head
 from tpu_kit.model.weights.base_identity import base_of_adapter
-from tpu_kit.model.weights.source import load_tokenizer, refuse_images
+from tpu_kit.model.weights.source import load_tokenizer
 
 _ABOUT = (
     "adapter_config.json",
@@ -113,11 +113,10 @@ def held_out(config: TrainConfig, run: Questions | None = None, plain: bool = Fa
     Raises:
         ValueError: as in `prepare`; or `plain` and a question is a chat of several turns.
     """
-    refuse_images(config.model)
     tokenizer, data = load_tokenizer(config.model), config.data
     if plain:
         tokenizer.chat_template, data = plain_template(tokenizer), dataclasses.replace(data, system_prompt=None)
-    prepared = prepare(data, tokenizer, run=run)
+    prepared = prepare(data, tokenizer, run=run, model=config.model)
     if run and prepared.questions:
         now, before = prepared.questions.held_out, run.held_out
         new, gone = len(np.setdiff1d(now, before)), len(np.setdiff1d(before, now))
@@ -151,7 +150,10 @@ def evaluate(config: TrainConfig, prepared: Prepared, adapter_dir: str | Path | 
     documents = np.flatnonzero(np.isin(source_rows, drawn(np.unique(source_rows), config.data.seed)[:count]))
     ids, masks = zip(*map(prepared.eval.document, documents.tolist()), strict=True)
     ask = GenerationRequest(prompt_ids(prepared, count), Sampling(config.tracking.generate_tokens))
-    rows = [each.tolist() for each in ids]
+    rows, images = [each.tolist() for each in ids], prepared.eval.further
+    if images is not None:
+        numbered = zip(rows, documents.tolist(), strict=True)
+        rows = [images.with_pictures(row, prepared.eval.documents, number) for row, number in numbered]
     answers = answer(config, [ask], rows, adapter_dir=adapter_dir, batch_size=ANSWERED_AT_ONCE)
     judged = judged_answers(config, prepared, answers.completions[0], rule)
     logprobs = np.concatenate([np.array(rating.logprobs) for rating in answers.ratings])

@@ -308,15 +308,6 @@ def _default_vision(settings: Any) -> Any:
     return None if spec is None else getattr(spec, "config_class", spec)()
 
 
-def refuse_images(config: ModelConfig) -> None:
-    """Raises ValueError if a model is to answer with its part for images, which no command does yet."""
-    if config.images:
-        raise ValueError(
-            "model.images=true: generate, evaluate and search answer text alone so far. Set model.images=false to ask "
-            "about text; notebook 9-images counts exact answers to held-out rows with pictures"
-        )
-
-
 def check_positions(length: int, positions: int | None, whose: str = "the model") -> None:
     """Raises ValueError if rows of `data.max_length` tokens are longer than a model's positions; None is no limit."""
     if positions is not None and length > positions:

@@ -1,0 +1,150 @@
+"""Answers about pictures: from a command, a file or held-out rows to tokens, which are those of transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoTokenizer
+from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
+from transformers.models.smolvlm.processing_smolvlm import SmolVLMProcessor
+
+from tests.support.vision_functions import image_processor, picture
+from tests.support.vision_models import save_model
+from tpu_kit.cli import main
+from tpu_kit.config.loader import TrainConfig, load_config
+from tpu_kit.generation.answers import Sampling, generate
+from tpu_kit.generation.requests import read_prompts
+from tpu_kit.machine.checks import Machine
+
+pytestmark = pytest.mark.usefixtures("quick_xla")
+needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
+NEW = 6
+
+
+def config_of(folder: Path, **settings: Any) -> TrainConfig:
+    given = {
+        "model.name": str(folder),
+        "base_dtype": "fp32",
+        "device_type": "cpu",
+        "num_replicas": 1,
+        "max_length": 256,
+    }
+    return load_config(None, given | settings)
+
+
+def of_transformers(folder: Path, prompts: list[tuple[str, list[Image.Image]]]) -> list[list[int]]:
+    """Greedy tokens of transformers, whose own processors make tokens and pixels, and whose cache is static."""
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    smol = model.config.model_type == "smolvlm"
+    token, found = "<image>" if smol else "<|image|>", []
+    for text, images in prompts:
+        content = [{"type": "image"}] * len(images) + [{"type": "text", "text": text}]
+        said = tokenizer.apply_chat_template(
+            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+        )
+        given: dict[str, Any] = {}
+        if images:
+            options: dict[str, Any] = {"return_row_col_info": True} if smol else {}
+            made = image_processor(model.config)(images=[images] if smol else images, return_tensors="pt", **options)
+            own = SimpleNamespace(
+                boi_token="<|image>", eoi_token="<image|>", image_token=token, image_seq_len=4,
+                fake_image_token="<fake_token_around_image>", global_image_token="<global-img>",
+            )  # fmt: skip
+            kind: Any = SmolVLMProcessor if smol else Gemma4Processor
+            parts = said.split(token)
+            said = parts[0] + "".join(
+                kind.replace_image_token(own, made, number) + rest for number, rest in enumerate(parts[1:])
+            )
+            names = ("pixel_values", "pixel_attention_mask", "image_position_ids")
+            given = {name: made[name] for name in names if name in made}
+        ids = tokenizer(said, return_tensors="pt", add_special_tokens=False)["input_ids"]
+        if not smol:
+            given["mm_token_type_ids"] = (ids == model.config.image_token_id).long()
+        with torch.no_grad():
+            out = model.generate(
+                input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False,
+                pad_token_id=0, cache_implementation="static", disable_compile=True, **given,
+            )  # fmt: skip
+        found.append(out[0, ids.shape[1] :].tolist())
+    return found
+
+
+ASKED = [("What is it?", [(90, 64)]), ("Both?", [(48, 80), (120, 40)]), ("What is 2 + 3?", [])]
+
+
+@pytest.mark.parametrize(
+    ("family", "device_type"),
+    [
+        ("gemma4_unified", "cpu"), ("smolvlm", "cpu"), pytest.param("gemma4", "cpu", marks=pytest.mark.slow),
+        *(pytest.param(one, "xla-cpu", marks=[needs_xla, pytest.mark.slow])
+          for one in ("gemma4_unified", "gemma4", "smolvlm")),
+    ],
+)  # fmt: skip
+def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, family: str, device_type: str) -> None:
+    folder = save_model(tmp_path / "model", family)
+    images = [[picture(10 * row + i, size) for i, size in enumerate(sizes)] for row, (_, sizes) in enumerate(ASKED)]
+    images[0][0].save(tmp_path / "photo.png")
+    prompts: list[Any] = [
+        [{"role": "user", "content": [{"type": "image", "image": str(tmp_path / "photo.png")},
+                                      {"type": "text", "text": ASKED[0][0]}]}],
+        {"messages": [{"role": "user", "content": ASKED[1][0]}], "images": images[1]},
+        [{"role": "user", "content": ASKED[2][0]}],
+    ]  # fmt: skip
+    replies = generate(config_of(folder, device_type=device_type), prompts, Sampling(NEW))
+    wanted = of_transformers(folder, [(text, given) for (text, _), given in zip(ASKED, images, strict=True)])
+    assert [list(reply.tokens) for reply in replies] == wanted
+    assert len({tuple(tokens) for tokens in wanted}) == len(wanted), "random weights must answer differently"
+
+
+def test_commands_and_files_ask_about_pictures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = save_model(tmp_path / "model", "gemma4_unified")
+    image = picture(0, (90, 64))
+    (tmp_path / "pictures").mkdir()
+    image.save(tmp_path / "pictures" / "photo.png")
+    rows = [
+        {"prompt": "What is it?", "image": "photo.png"},
+        {"messages": [{"role": "user", "content": "<image>What is it?"}], "images": ["photo.png"]},
+        {"prompt": "What is 2 + 3?"},
+    ]
+    file = tmp_path / "pictures" / "asked.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.chdir(tmp_path)
+    wanted = of_transformers(folder, [("What is it?", [image]), ("What is 2 + 3?", [])])
+    here = [
+        f"model.name={folder}",
+        "base_dtype=fp32",
+        "device_type=cpu",
+        "num_replicas=1",
+        "max_new_tokens=6",
+        "--json",
+    ]
+    asked = ["image=pictures/photo.png", "prompt=What is it?"]
+    for arguments, expected in (
+        (asked, wanted[:1]),
+        ([f"prompts={file}"], [wanted[0], wanted[0], wanted[1]]),
+    ):
+        capsys.readouterr()
+        assert main(["generate", *here, *arguments]) == 0
+        assert [reply["tokens"] for reply in json.loads(capsys.readouterr().out)] == expected
+    assert main(["generate", *here[:-1], *asked]) == 0, "a single prompt is streamed"
+    for arguments, problem in (
+        (["image=missing.png", "prompt=a"], "missing.png: no such file"),
+        (["image=https://a.b/c.png", "prompt=a"], "images are not fetched from the web"),
+        (["image=pictures/asked.jsonl", "prompt=a"], "no picture of the kinds"),
+        ([*asked, "chat=false"], "chat=false, and a chat template says where its pictures are"),
+        ([*asked, "model.name=embedded"], "embedded has no part for images"),
+    ):
+        assert main(["generate", *here, *arguments]) in (1, 2), arguments
+        assert problem in capsys.readouterr().err, arguments
+    file.write_text(json.dumps({"prompt": "a", "image": "../../photo.png"}))
+    with pytest.raises(ValueError, match=r"asked\.jsonl: line 1: image .*: it is outside of"):
+        read_prompts(str(file))

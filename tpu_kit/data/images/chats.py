@@ -1,0 +1,92 @@
+"""Chats about pictures as users write them: with the bytes of the pictures, and as token ids that carry them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from tpu_kit.config.loader import TrainConfig
+from tpu_kit.data.chat.chat_encoding import Encoder
+from tpu_kit.data.images.encoding import ImageEncoding
+from tpu_kit.data.images.files import PictureFiles
+from tpu_kit.data.images.processors import image_processor
+from tpu_kit.data.images.prompts import png
+from tpu_kit.data.rows.columns import Layout
+from tpu_kit.data.rows.messages import IMAGE_KEYS, IMAGE_PARTS
+from tpu_kit.model.weights.source import read_config
+
+
+def seeing(config: TrainConfig) -> TrainConfig:
+    """Returns a run with the model's part for images; raises ValueError if it has none."""
+    if getattr(read_config(config.model, needed=True), "vision_config", None) is None:
+        raise ValueError(f"a prompt has a picture, and model.name={config.model.name} has no part for images")
+    return replace(config, model=replace(config.model, images=True))
+
+
+def carried(prompt: Any, files: PictureFiles | None = None) -> Any:
+    """Returns a chat with the bytes of its pictures in place of paths and pictures of PIL.
+
+    Args:
+        prompt: a list of messages, or a mapping with "messages" and perhaps "images".
+        files: opens them; None opens any file of this computer.
+
+    Raises:
+        RowError: a picture cannot be opened or used.
+    """
+
+    def read(source: Any) -> Any:
+        if hasattr(source, "save"):
+            return png(source)
+        if isinstance(source, Mapping):  # of `datasets`, or an address in OpenAI's form
+            source = next((source[name] for name in ("bytes", "path", "url") if source.get(name)), None)
+        if files is None and isinstance(source, str) and "://" not in source and not source.startswith("data:"):
+            source = os.path.abspath(os.path.expanduser(source))
+        opened = files or PictureFiles(os.sep)
+        opened.picture(source)
+        return opened.read(source)
+
+    def part(given: Any) -> Any:
+        if not isinstance(given, Mapping) or given.get("type") not in IMAGE_PARTS:
+            return given
+        return {key: read(value) if key in IMAGE_KEYS and value else value for key, value in given.items()}
+
+    def message(given: Mapping[str, Any]) -> dict[str, Any]:
+        content = given.get("content")
+        return {**given, "content": list(map(part, content)) if isinstance(content, list) else content}
+
+    if not isinstance(prompt, Mapping):
+        return list(map(message, prompt))
+    images = prompt.get("images") or []
+    images = images if isinstance(images, list | tuple) else [images]
+    return {**prompt, "messages": list(map(message, prompt["messages"])), "images": list(map(read, images))}
+
+
+def encode(config: TrainConfig, tokenizer: Any, prompts: Sequence[Any]) -> list[Any]:
+    """Returns prompts in which chats are token ids, encoded as rows are, those with pictures as `PicturedIds`.
+
+    Args:
+        config: a run with `model.images`.
+        tokenizer: of the model or of its adapter.
+        prompts: texts, chats as `carried` returns them, or token ids.
+
+    Raises:
+        ValueError: the model sees no pictures, or a chat cannot be rendered.
+    """
+    processor = image_processor(config.model, tokenizer, config.data)
+    columns = {"prompt": "messages", "images": "images", "tools": "tools"}
+    layout = Layout("prompt", columns, (), chats=frozenset({"messages"}), images=True)
+    encoder = Encoder(tokenizer, config.data, layout, images=ImageEncoding(processor, PictureFiles("")))
+    made = []
+    for number, prompt in enumerate(prompts):
+        if isinstance(prompt, str) or not prompt or isinstance(next(iter(prompt)), int):
+            made.append(prompt)
+            continue
+        row = prompt if isinstance(prompt, Mapping) else {"messages": prompt}
+        try:
+            talk = encoder.conversation({"messages": None, "images": None, "tools": None} | {**row})
+            made.append(encoder.prompt_ids(talk))
+        except ValueError as error:
+            raise ValueError(f"prompt {number}: {error}") from error
+    return made
