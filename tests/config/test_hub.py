@@ -41,7 +41,7 @@ NAME = "ann/tuned"
         ({"model_id": NAME, "objective": "error-correction", "hub.format": "merged"},
          "has no place for the error-correction head; set hub.format=[adapter]"),
         ({"model_id": NAME, "objective": "error-correction-alone"}, "no format has a place for the head that this obj"),
-        ({"model_id": NAME, "model.images": True}, "is where an export goes, and a run on images is not exported yet"),
+        ({"model_id": NAME, "model.images": True, "hub.format": "gguf-f16"}, "has no GGUF file of a part for images"),
     ],
 )  # fmt: skip
 def test_what_could_not_be_pushed_is_one_line(values: dict[str, Any], problem: str) -> None:

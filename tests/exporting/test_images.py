@@ -26,9 +26,16 @@ from transformers import (
 )
 
 from tests.exporting.test_export import make_run
-from tpu_kit.config.loader import ModelConfig
+from tests.support.vision_models import save_model
+from tpu_kit.config.fields import ConfigError
+from tpu_kit.config.loader import ModelConfig, load_config
 from tpu_kit.exporting import equivalence
 from tpu_kit.exporting.export import export
+from tpu_kit.generation.model_loading import load_for_generation
+from tpu_kit.model import attention, causal_lm
+from tpu_kit.model.base_model import base_model
+from tpu_kit.model.families import registry as families
+from tpu_kit.model.families import vision_reference
 from tpu_kit.model.weights.source import load_tokenizer, modules_left_out
 
 TEXT: dict[str, Any] = {
@@ -114,3 +121,55 @@ def test_an_adapter_of_another_class_than_the_base_names(run: Path, tmp_path: Pa
 
 def test_a_model_of_text_has_no_towers() -> None:
     assert modules_left_out(ModelConfig()) == ()
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["gemma4_unified", *(pytest.param(one, marks=pytest.mark.slow) for one in ("gemma4", "smolvlm"))],
+)
+def test_a_run_on_pictures_is_exported_and_compared_with_pictures(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = save_model(tmp_path / "base", family)
+    config = make_run(
+        tmp_path / "run", str(base), **{"lora.r": 4, "model.images": True, "lora.vision": True, "data.max_length": 256}
+    )
+    jobs = []
+
+    def here(job: dict[str, Any]) -> Any:  # a process takes seconds
+        jobs.append(job := json.loads(json.dumps(job)))
+        return equivalence._read(job)
+
+    monkeypatch.setattr(equivalence, "_in_child", here)
+    done = [export(tmp_path / "run", name, tmp_path / name, dtype="fp32") for name in ("adapter", "merged", "vllm")]
+    assert all("pictures" in job for job in jobs) and len(jobs) == 3
+    for one in done:
+        assert all(check.largest < 1e-3 for check in one.checks)
+        assert {"preprocessor_config.json", "chat_template.jinja"} <= {*one.files}
+    assert "AutoModelForImageTextToText.from_pretrained" in (tmp_path / "adapter" / "README.md").read_text()
+
+    stock = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32)
+    ours = load_for_generation(config.model, tmp_path / "run" / "adapter")
+    families.set_attention(base_model(ours), attention.SDPA)
+    ours._tpu_kit_compute_dtype = torch.float32  # type: ignore[assignment]
+    one, settings = vision_reference.documents(stock.config)[0], stock.config
+    batch = {"input_ids": one.ids[None]} | vision_reference.images_of(settings, [one], [0], len(one.ids))
+    with torch.no_grad():
+        seen = causal_lm.logits(ours, batch)[0]
+        for model in (
+            PeftModel.from_pretrained(stock, tmp_path / "adapter"),
+            *(AutoModelForImageTextToText.from_pretrained(tmp_path / name) for name in ("merged", "vllm")),
+        ):
+            found = vision_reference.logits(base_model(model.eval()), one)
+            assert float((found - seen).abs().max() / seen.abs().max()) < 1e-4
+    with pytest.raises(ConfigError, match=r"hub\.format: .*set hub\.format=\[merged\]"):
+        load_config(None, {"model.images": True, "model.name": str(base), "hub.model_id": "a/b",
+                           "hub.format": ["gguf-f16"]})  # fmt: skip
+
+
+def test_no_gguf_file_of_a_model_with_images(tmp_path: Path) -> None:
+    pytest.importorskip("sentencepiece")  # which all GGUF files need
+    base = save_model(tmp_path / "base", "gemma4_unified")
+    make_run(tmp_path / "run", str(base), **{"lora.r": 4, "model.images": True, "data.max_length": 256})
+    with pytest.raises(ValueError, match=r"format=gguf-f16: .* \(mmproj\) was compared with its model: use adapter"):
+        export(tmp_path / "run", "gguf-f16")

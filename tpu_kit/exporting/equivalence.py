@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import torch
 from tpu_kit.config.loader import ModelConfig
 from tpu_kit.distributed.child_process import run_child
 from tpu_kit.exporting.streaming import stream
+from tpu_kit.model.weights.source import model_class
 
 POSITIONS = 32  # last positions of a prompt, whose logits are compared
 NEW, LIKELIEST = 16, 10  # tokens that llama.cpp adds to a prompt, and the likeliest tokens that it reports for each
@@ -90,12 +91,32 @@ class LogitComparison:
         )
 
 
-def logits(model: torch.nn.Module, prompts: Sequence[Sequence[int]], positions: int = POSITIONS) -> list[torch.Tensor]:
-    """Returns the logits of the last positions of each prompt, (up to `positions`, V) fp32, of a model on the CPU."""
+def logits(
+    model: torch.nn.Module,
+    prompts: Sequence[Sequence[int]],
+    positions: int = POSITIONS,
+    pictures: Sequence[Mapping[str, torch.Tensor]] = (),
+) -> list[torch.Tensor]:
+    """Returns the logits of the last positions of each prompt, (up to `positions`, V) fp32, of a model on the CPU.
+
+    Args:
+        model: of transformers or PEFT.
+        prompts: token ids; those that carry pictures are given with them.
+        positions: at most.
+        pictures: what the model takes for the pictures of each prompt, if the ids carry none.
+    """
+    given = pictures or pictures_of(prompts) or [{}] * len(prompts)
     with torch.no_grad():
         return [
-            model(input_ids=torch.tensor([[*ids]]), use_cache=False).logits[0, -positions:].float() for ids in prompts
+            model(input_ids=torch.tensor([[*ids]]), use_cache=False, **more).logits[0, -positions:].float()
+            for ids, more in zip(prompts, given, strict=True)
         ]
+
+
+def pictures_of(prompts: Sequence[Any]) -> list[dict[str, torch.Tensor]]:
+    """Returns what a model of transformers takes for the pictures of each prompt; empty for text."""
+    pictured = any(hasattr(ids, "pictures") for ids in prompts)
+    return [ids.for_transformers() if hasattr(ids, "pictures") else {} for ids in prompts] if pictured else []
 
 
 def compare(
@@ -140,7 +161,12 @@ def reload(folder: Path, prompts: Sequence[Sequence[int]], base: dict[str, Any] 
     Raises:
         ValueError: it cannot be read; the text ends with the error of transformers.
     """
-    return _in_child({"folder": str(folder.absolute()), "base": base, "prompts": [*prompts]})
+    job: dict[str, Any] = {"folder": str(folder.absolute()), "base": base, "prompts": [*prompts]}
+    if not (pictures := pictures_of(prompts)):
+        return _in_child(job)
+    with tempfile.TemporaryDirectory(prefix="tpu_kit-") as scratch:
+        torch.save(pictures, file := f"{scratch}/pictures.pt")
+        return _in_child(job | {"pictures": file})
 
 
 Answer = list[tuple[int, dict[int, float]]]
@@ -217,17 +243,19 @@ def _in_child(job: dict[str, Any]) -> Any:
 # ---------------------------------------------------------------------------------------------------- in the child
 
 
-def _stock(job: dict[str, Any]) -> torch.nn.Module:
-    from transformers import AutoModelForCausalLM
+def _read(job: dict[str, Any]) -> list[torch.Tensor]:
+    return logits(_stock(job), job["prompts"], pictures=torch.load(job["pictures"]) if "pictures" in job else ())
 
+
+def _stock(job: dict[str, Any]) -> torch.nn.Module:
     options = job["base"] or {"pretrained_model_name_or_path": job["folder"]}
     config = ModelConfig(
         name=options["pretrained_model_name_or_path"], base_dtype="fp32",
-        revision=options.get("revision"), gguf_file=options.get("gguf_file"),
+        revision=options.get("revision"), gguf_file=options.get("gguf_file"), images="pictures" in job,
     )  # fmt: skip
     if streamed := stream(config, Path(job["folder"]) if job["base"] else None):
         return streamed.model
-    model, info = AutoModelForCausalLM.from_pretrained(**options, dtype=torch.float32, output_loading_info=True)
+    model, info = model_class(config).from_pretrained(**options, dtype=torch.float32, output_loading_info=True)
     if info["missing_keys"] or info["unexpected_keys"] or info["mismatched_keys"]:
         wrong = {name: sorted(map(str, info[name]))[:5] for name in ("missing_keys", "unexpected_keys")}
         raise ValueError(f"weights that do not fit: {wrong}")
@@ -263,4 +291,4 @@ def _llama_cpp(job: dict[str, Any]) -> tuple[list[Answer], list[int]]:
 
 if __name__ == "__main__":
     job = json.loads(Path(sys.argv[1]).read_text())
-    torch.save(_llama_cpp(job) if "gguf" in job else logits(_stock(job), job["prompts"]), sys.argv[2])
+    torch.save(_llama_cpp(job) if "gguf" in job else _read(job), sys.argv[2])

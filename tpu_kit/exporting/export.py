@@ -134,10 +134,10 @@ def _export(folder: Path, copied: bool, options: ExportOptions, format: str) -> 
     if not (folder / "config.yaml").is_file():
         raise ValueError(f"{folder} has no config.yaml: give the folder that a run wrote (its output_dir)")
     config = load_config(read_yaml(folder / "config.yaml"))
-    if config.model.images:
+    if config.model.images and format.startswith("gguf"):
         raise ValueError(
-            f"{folder}: a run with model.images=true is not exported yet. Its adapter is in {folder / 'adapter'} in "
-            "PEFT's format, and loads on the full model of transformers"
+            f"format={format}: {folder} is a run with model.images=true, and no GGUF file of a part for images "
+            "(mmproj) was compared with its model: use adapter, merged or vllm"
         )
     run = replace(config, output_dir=None).output_path if copied else folder  # output_dir may be of another machine
     target = Path(options.out) if options.out else run / "export" / format

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from tpu_kit.assets.embedded import model_dir
 from tpu_kit.config.loader import ModelConfig
 from tpu_kit.exporting.equivalence import LogitComparison, compare, logits, reload
 from tpu_kit.exporting.options import DTYPES
@@ -37,7 +36,7 @@ def adapter(tuned: TunedModel) -> Written:
     path.write_text(json.dumps(settings, indent=2, sort_keys=True))
     unfetched = copy_processor(model, tuned.part)
     base = {"revision": model.revision, "gguf_file": model.gguf_file} | {
-        "pretrained_model_name_or_path": str(model_dir()) if model.name == "embedded" else model.name
+        "pretrained_model_name_or_path": locate(model) if model.name.startswith("embedded") else model.name
     }
     exported = reload(tuned.part, tuned.whole, {option: value for option, value in base.items() if value})
     check = accept(compare(tuned.logits, exported, tuned.effect, "fp32", "PEFT, on the base"))
@@ -52,6 +51,14 @@ def adapter(tuned: TunedModel) -> Written:
         f'model = AutoPeftModelForCausalLM.from_pretrained("{HERE}")\n'
         f'tokenizer = AutoTokenizer.from_pretrained("{HERE}")\n```'
     )
+    if model.images:
+        use = (
+            "```python\nfrom peft import PeftModel\n"
+            "from transformers import AutoModelForImageTextToText, AutoProcessor\n"
+            f'model = AutoModelForImageTextToText.from_pretrained("{named}")\n'
+            f'model = PeftModel.from_pretrained(model, "{HERE}")\n'
+            f'processor = AutoProcessor.from_pretrained("{HERE}")\n```'
+        )
     return Written("a LoRA adapter", [check], notes, use)
 
 
@@ -108,6 +115,9 @@ def merged(tuned: TunedModel) -> Written:
         f'model = AutoModelForCausalLM.from_pretrained("{HERE}")\n'
         f'tokenizer = AutoTokenizer.from_pretrained("{HERE}")\n```'
     )
+    if tuned.config.model.images:
+        use = use.replace("AutoModelForCausalLM", "AutoModelForImageTextToText")
+        use = use.replace("AutoTokenizer", "AutoProcessor").replace("tokenizer =", "processor =")
     return Written(f"merged weights in {tuned.dtype}", checks, notes, use)
 
 

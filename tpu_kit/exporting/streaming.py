@@ -20,7 +20,7 @@ from tpu_kit.config.loader import ModelConfig
 from tpu_kit.model import causal_lm as models
 from tpu_kit.model.weights.loading import UNDONE_IN_LOADING
 from tpu_kit.model.weights.saved_adapter import ADAPTER_FILES, attach_adapter, is_whole, read_adapter
-from tpu_kit.model.weights.source import locate, quantized_by
+from tpu_kit.model.weights.source import locate, model_class, quantized_by
 
 _INDEX = "model.safetensors.index.json"
 _TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -192,7 +192,7 @@ def stream(config: ModelConfig, adapter: Path | None = None) -> StreamedModel | 
         ValueError: the adapter is missing, damaged or of another model.
     """
     from accelerate import init_empty_weights
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoConfig, GenerationConfig
 
     folder = _folder(config) if adapter is None or not is_whole(adapter) else adapter
     if folder is None:
@@ -202,7 +202,7 @@ def stream(config: ModelConfig, adapter: Path | None = None) -> StreamedModel | 
         settings = AutoConfig.from_pretrained(folder)
         quantizer = _quantizer(settings)
         with init_empty_weights():
-            model: Any = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
+            model: Any = model_class(config).from_config(settings, dtype=torch.float32)
         model.tie_weights()
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # loading says what is wrong
         return None

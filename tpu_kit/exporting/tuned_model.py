@@ -156,7 +156,7 @@ def open_tuned(
             f"with model.trust_remote_code=true: if you trust it, load {adapter} with PEFT"
         ) from error
     codec = PromptCodec(tokenizer, base_model(model), config.data)
-    prompts, whole, texts = _prompts(codec, bool(tokenizer.chat_template), folder)
+    prompts, whole, texts = _prompts(codec, config, bool(tokenizer.chat_template), folder)
     tuned = logits(model, whole)
     if hasattr(model, "disable_adapter"):
         with model.disable_adapter():
@@ -176,11 +176,24 @@ def open_tuned(
     )  # fmt: skip
 
 
-def _prompts(codec: PromptCodec, chat: bool, folder: Path) -> tuple[list[list[int]], list[list[int]], list[str]]:
-    """Returns chats, chats with answers, and the questions: those of eval.json, or a few general ones."""
+def _prompts(
+    codec: PromptCodec, config: TrainConfig, chat: bool, folder: Path
+) -> tuple[list[list[int]], list[list[int]], list[str]]:
+    """Returns chats, chats with answers, and the questions: those of eval.json, or a few general ones.
+
+    A model that was trained with pictures is asked about some that the kit draws.
+    """
     pairs = [(question, "") for question in _QUESTIONS]
     if answers := read_comparison(folder):
         pairs = [(sample["question"], sample["tuned"]["answer"]) for sample in answers["samples"][:_PROMPTS]] or pairs
     texts = [question for question, _ in pairs]
-    prompts = [codec.encode([{"role": "user", "content": text}] if chat else text) for text in texts]
+    if config.model.images:
+        from tpu_kit.assets.pictures import task
+        from tpu_kit.data.images.chats import carried, encode
+
+        chats = [[{"role": "user", "content": text.replace("<image>", "").strip()}] for text in texts]
+        asked = [{"messages": chat, "images": [task(number).image]} for number, chat in enumerate(chats)]
+        prompts = encode(config, codec.tokenizer, [*map(carried, asked)])
+    else:
+        prompts = [codec.encode([{"role": "user", "content": text}] if chat else text) for text in texts]
     return prompts, [ids + codec.plain(answer) for ids, (_, answer) in zip(prompts, pairs, strict=True)], texts
