@@ -13,12 +13,12 @@ from tests.support import vision_functions
 from tests.support.child_processes import run_python
 from tests.support.vision_functions import ALSO, CONFIGS, TOKENS, build, document, documents, pack, picture, unified
 from tests.test_imports import IMPORTS
-from tpu_kit.config.loader import ModelConfig, TrainConfig, load_config
+from tpu_kit.config.loader import LoraConfig, ModelConfig, TrainConfig, load_config
 from tpu_kit.distributed.launch import launch
 from tpu_kit.distributed.replica.backends import CpuRuntime
 from tpu_kit.machine.checks import Machine
 from tpu_kit.model import causal_lm as models
-from tpu_kit.model import preparation
+from tpu_kit.model import preparation, trainable
 from tpu_kit.model.families import vision
 from tpu_kit.model.weights import loading
 
@@ -41,6 +41,27 @@ def test_packed_rows_are_documents_alone(family: str) -> None:
     print(f"{family:16} logits and gradients {found.differs_from(wanted)}, transformers' own {own}")
     assert set(found.gradients) == set(wanted.gradients), "the text model's adapters alone are trained"
     assert all(a <= b for a, b in zip(found.differs_from(wanted), bars(own), strict=True))
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_the_projector_is_trained_as_by_transformers(family: str) -> None:
+    config = CONFIGS[family]()
+    model, rows = build(config), documents(config)
+    wanted = vision_functions.of_transformers(model, rows, vision=True)
+    own = vision_functions.of_transformers(model, rows, "sdpa", vision=True).differs_from(wanted)
+    found = vision_functions.of_kit(model, rows, ALONE, vision=True)
+    print(f"{family:16} logits and gradients {found.differs_from(wanted)}, transformers' own {own}")
+    assert set(found.gradients) == set(wanted.gradients)
+    more = {name for name in found.gradients if "embed_vision" in name or "connector" in name}
+    assert more and not any("tower" in name or "vision_model" in name for name in found.gradients)
+    assert all(float(found.gradients[name].norm()) > 0 for name in more)
+    assert all(a <= b for a, b in zip(found.differs_from(wanted), bars(own), strict=True))
+
+
+def test_adapters_of_a_tower_are_refused_by_name() -> None:
+    model = build(CONFIGS["gemma4"]())
+    with pytest.raises(ValueError, match=r"lora\.targets: input_proj is of the part for images, which is frozen"):
+        trainable.adapt(model, LoraConfig(targets=("q_proj", "input_proj")), "fp32")
 
 
 @pytest.mark.parametrize("family", ["gemma4_unified", "smolvlm"])
@@ -131,9 +152,10 @@ def updated(tmp_path: Path, family: str, **settings: Any) -> tuple[torch.Tensor,
 @pytest.mark.slow
 @pytest.mark.parametrize("family", CONFIGS)
 def test_replicas_and_a_mesh_make_the_same_updates(tmp_path: Path, family: str) -> None:
-    one, _ = updated(tmp_path, family, num_replicas=1, max_steps=30)
+    trained = {"max_steps": 30, "lora.vision": True, "model.images": True}
+    one, _ = updated(tmp_path, family, num_replicas=1, **trained)
     for settings in ({"num_replicas": 2}, {"mesh": "fsdp=2"}):
-        other, _ = updated(tmp_path, family, max_steps=30, **settings)
+        other, _ = updated(tmp_path, family, **trained, **settings)
         difference = float((other - one).abs().max() / one.abs().max())
         print(f"{family:16} {settings} {difference:.1e}")
         assert difference <= 1e-5

@@ -67,20 +67,23 @@ def weights(result: TrainResult) -> dict[str, torch.Tensor]:
     return load_file(Path(result.adapter_dir) / "adapter_model.safetensors")
 
 
+@pytest.mark.parametrize("vision", [False, True])
 def test_a_run_on_pictures_goes_on_bit_for_bit_and_peft_loads_its_adapter(
-    images: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    vision: bool, images: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    whole = train(config_of(images, tmp_path / "whole"))
+    more = {"lora.vision": vision}
+    whole = train(config_of(images, tmp_path / "whole", **more))
     said = capfd.readouterr().out
     assert "images           " in said and "images of a row  " in said
-    first = train(config_of(images, tmp_path / "parts", max_steps=2, schedule="constant"))
-    parts = train(config_of(images, tmp_path / "parts", schedule="constant"))
-    constant = train(config_of(images, tmp_path / "constant", schedule="constant"))
+    first = train(config_of(images, tmp_path / "parts", max_steps=2, schedule="constant", **more))
+    parts = train(config_of(images, tmp_path / "parts", schedule="constant", **more))
+    constant = train(config_of(images, tmp_path / "constant", schedule="constant", **more))
     assert (first.step, parts.step, whole.step) == (2, 4, 4)
     own, other = weights(parts), weights(constant)
     assert own.keys() == other.keys() and all(torch.equal(own[name], other[name]) for name in own)
 
-    config = config_of(images, tmp_path / "whole")
+    assert any("embed_vision" in name and tensor.any() for name, tensor in own.items()) == vision
+    config = config_of(images, tmp_path / "whole", **more)
     batch = prepare_run(config).train.tensors(torch.arange(1).numpy())
     ours = load_for_generation(config.model, whole.adapter_dir)
     families.set_attention(models.base_model(ours), attention.SDPA)

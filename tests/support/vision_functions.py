@@ -114,9 +114,9 @@ def build(config: Any) -> Any:
     return model
 
 
-def adapted(model: Any) -> torch.nn.Module:
-    """Returns a copy with adapters that change the output."""
-    ours = trainable.adapt(copy.deepcopy(model), LoraConfig(r=4), "fp32")
+def adapted(model: Any, vision: bool = False) -> torch.nn.Module:
+    """Returns a copy with adapters that change the output, `vision`: of the projector, too."""
+    ours = trainable.adapt(copy.deepcopy(model), LoraConfig(r=4, vision=vision), "fp32")
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, parameter in ours.named_parameters():
@@ -280,9 +280,11 @@ class Result:
         return logits, max(float((a - b).norm() / b.norm()) for a, b in pairs)
 
 
-def of_transformers(model: Any, rows: Sequence[Sequence[Document]], attention: str = "eager") -> Result:
+def of_transformers(
+    model: Any, rows: Sequence[Sequence[Document]], attention: str = "eager", vision: bool = False
+) -> Result:
     """Computes documents alone, by transformers' own code."""
-    ours = adapted(model)
+    ours = adapted(model, vision)
     models.base_model(ours).set_attn_implementation(attention)
     found, total = list[torch.Tensor](), torch.zeros(())
     for one in (one for row in rows for one in row):
@@ -293,9 +295,11 @@ def of_transformers(model: Any, rows: Sequence[Sequence[Document]], attention: s
     return Result([logits.detach() for logits in found], gradients)
 
 
-def of_kit(model: Any, rows: Sequence[Sequence[Document]], rt: Any, remat: str = "full") -> Result:
+def of_kit(
+    model: Any, rows: Sequence[Sequence[Document]], rt: Any, remat: str = "full", vision: bool = False
+) -> Result:
     """Computes packed rows by the kit, on the device of a replica."""
-    ours, config = adapted(model), models.base_model(model).config
+    ours, config = adapted(model, vision), models.base_model(model).config
     batch = pack(config, rows, *room_of(rows))
     optim = OptimConfig(remat=remat, loss_chunk=32)  # type: ignore[arg-type]
     preparation.prepare_layers(ours, replace(TrainConfig(), optim=optim), rt.device_type)
@@ -342,7 +346,7 @@ def updated(config: TrainConfig) -> tuple[dict[str, list[float]], list[dict[str,
 def _updates(config: TrainConfig, model: Any, rt: Any) -> tuple[dict[str, list[float]], list[dict[str, int]]]:
     shape = model.config
     with _generator:
-        ours = adapted(model).train()
+        ours = adapted(model, config.lora.vision).train()
     held = documents(shape)
     images, length = room_of(held)
     # At ten times the rate, rounding grows a thousandfold in 30 updates, on one device as well. With a small eps AdamW

@@ -87,6 +87,7 @@ def _without_effect(config: TrainConfig) -> Iterator[tuple[str, str]]:
          "has no effect on the embedded model; remove it or set model.name"),
         ("int4" not in (model.base_dtype, distill.teacher_dtype), "model", "quant_group", "model.base_dtype",
          "is of model.base_dtype=int4; remove it or set that"),
+        (not model.images, "lora", "vision", "model.images", "trains the projector of images; set model.images=true"),
         (not model.images, "data", "images_per_row image_tokens", "model.images",
          "has no effect without images; remove it or set model.images=true"),
         (config.lora.r == 0, "lora", "experts dropout targets rslora dora init adapter", "lora.r",

@@ -64,6 +64,7 @@ class LoraConfig:
     targets: str | tuple[str, ...] = knob("all-linear", "all-linear, or the name endings of the layers to adapt.")
     rslora: bool = knob(False, "Scale by alpha / sqrt(r).")
     dora: bool = knob(False, "Train a magnitude beside the direction (DoRA).")
+    vision: bool = knob(False, "Adapters for the projector too, which brings images into the text model.")
     init: Literal["default", "gaussian"] = knob("default", "PEFT's initialisation.")
     adapter: str | None = knob(None, "The adapter folder of a run, also in gs://, whose weights training starts from.")
 

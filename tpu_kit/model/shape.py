@@ -221,6 +221,14 @@ class Shape:
         counts = Counter(self.order)
         return tuple((kind, counts[number]) for number, kind in enumerate(self.kinds))
 
+    @property
+    def projector(self) -> list[tuple[str, tuple[int, ...]]]:
+        """(name, shape) of the matrices that bring images into the text model."""
+        return [
+            (name, size) for name, size in self.outside
+            if len(size) == 2 and (".embed_vision." in name or ".connector." in name)
+        ]  # fmt: skip
+
     @cached_property
     def linears(self) -> tuple[Linear, ...]:
         """The different linear layers of all kinds of layers, and those that are in no layer."""

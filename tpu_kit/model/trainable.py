@@ -92,6 +92,7 @@ def adapt(model: PreTrainedModel, lora: LoraConfig, base_dtype: str, seed: int =
     _connect(model, base_dtype, frozen=lora.r > 0)
     adapted: torch.nn.Module = model.requires_grad_(True)
     others = _linears_outside_text(model)
+    projector = _projector(model) if lora.vision else []
     if not lora.r and others:
         raise ValueError(
             f"lora.r=0 trains all weights, and {type(model).__name__} has some that text does not use, such as "
@@ -103,7 +104,8 @@ def adapt(model: PreTrainedModel, lora: LoraConfig, base_dtype: str, seed: int =
         own = experts.parameters_of(model) if lora.experts else []
         if lora.experts and not own:
             raise ValueError(f"lora.experts={lora.experts}: {type(model).__name__} has no experts; set it to 0")
-        targets, parameters = _targets(model, lora), list[str]()
+        others = [name for name in others if name not in projector]
+        targets, parameters = _targets(model, lora, others, projector), list[str]()
         if isinstance(targets, list):
             targets, parameters = experts.targets_for_peft(model, targets)
         excluded = others, experts.routers_of(model), WITHOUT_ADAPTER.get(model.config.model_type, ())
@@ -154,12 +156,28 @@ def _linears_outside_text(model: PreTrainedModel) -> list[str]:
     return [name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear) and part not in text]
 
 
-def _targets(model: PreTrainedModel, lora: LoraConfig) -> str | list[str]:
-    """Checks that the LoRA targets match linear layers of the model, and none of its embeddings."""
+def _projector(model: PreTrainedModel) -> list[str]:
+    """Returns the names of the linear layers that bring images into the text model."""
+    from tpu_kit.model.families import vision
+
+    inside = {*vision.projector_of(model).modules()}
+    return [name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear) and part in inside]
+
+
+def _targets(model: PreTrainedModel, lora: LoraConfig, others: list[str], projector: list[str]) -> str | list[str]:
+    """Checks that the LoRA targets match linear layers of the text model, and none of its embeddings.
+
+    Args:
+        model: the base.
+        lora: the adapters.
+        others: linear layers that get none, such as those of a tower.
+        projector: those of the projector, if it is trained.
+    """
     from transformers.pytorch_utils import Conv1D
 
     if lora.targets == "all-linear":
-        return _beside_experts(model) or lora.targets
+        beside = _beside_experts(model)
+        return [*beside, *projector] if beside else lora.targets
     wanted = [lora.targets] if isinstance(lora.targets, str) else list(lora.targets)
     ends = (model.get_output_embeddings(), model.get_input_embeddings())
     modules = {f".{name}": part for name, part in model.named_modules()}
@@ -171,7 +189,13 @@ def _targets(model: PreTrainedModel, lora: LoraConfig) -> str | list[str]:
         )
     linear = [name for name, part in modules.items() if isinstance(part, torch.nn.Linear | Conv1D) and part not in ends]
     check_targets(lora, linear, type(model).__name__)
-    return wanted
+    for target in wanted:
+        if all(name.removeprefix(".") in others for name in linear if name.endswith(f".{target}")):
+            raise ValueError(
+                f"lora.targets: {target} is of the part for images, which is frozen: name layers of the text model; "
+                "lora.vision=true trains the projector"
+            )
+    return wanted + projector
 
 
 def _beside_experts(model: PreTrainedModel) -> list[str]:

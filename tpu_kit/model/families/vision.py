@@ -2,9 +2,9 @@
 
 A row has room for K images (or tiles of images). Its batch has, besides the tokens, pixels (B, K, patches, numbers)
 uint8, for Gemma 4 patch_positions (B, K, patches, 2) int32 (column and row of a patch, -1 for padding), and image_index
-(B, S) int32: the place among the K * T soft tokens of its row whose features a token takes, -1 for text. Without
-gradients the towers make (B, K * T, H) features; a token's embedding is that of its id, or the features at its index.
-All else is as for text.
+(B, S) int32: the place among the K * T soft tokens of its row whose features a token takes, -1 for text. Towers make,
+without gradients, what projectors turn into (B, K * T, H) features; a token's embedding is that of its id, or the
+features at its index. All else is as for text.
 """
 
 from __future__ import annotations
@@ -136,8 +136,7 @@ def decoder_inputs(model: Any, batch: Mapping[str, torch.Tensor]) -> tuple[dict[
         ids = torch.where(seen, text.pad_token_id, ids)
     embeds = model.get_input_embeddings()(ids)
     tokens = tokens_of(model.config, batch["pixels"].shape[2])
-    with torch.no_grad():
-        found = features(model, batch, tokens).to(embeds.dtype)
+    found = features(model, batch, tokens).to(embeds.dtype)
     given = {"inputs_embeds": torch.where(seen[..., None], _taken(found, index), embeds)}
     if getattr(text, "hidden_size_per_layer_input", 0):
         given["per_layer_inputs"] = model.get_decoder().get_per_layer_inputs(ids)
@@ -174,13 +173,14 @@ def features(model: Any, batch: Mapping[str, torch.Tensor], tokens: int) -> torc
     rows = batch["pixels"].shape[0]
     pixels = batch["pixels"].flatten(0, 1).float() * (1 / 255)  # the processors' fp32, bit for bit
     positions = batch["patch_positions"].flatten(0, 1) if "patch_positions" in batch else None
-    found = _TOWERS[model.config.model_type](model, pixels, positions, tokens)
+    with torch.no_grad():
+        hidden = _TOWERS[model.config.model_type](model, pixels, positions, tokens)
+    part = projector_of(model)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and any(one.requires_grad for one in part.parameters())):
+        found: torch.Tensor = (
+            part(hidden) if hidden is not pixels else part(hidden, positions, return_dict=True).pooler_output
+        )
     return found.reshape(rows, -1, found.shape[-1])
-
-
-def _gemma4_unified(model: Any, pixels: torch.Tensor, positions: torch.Tensor | None, tokens: int) -> torch.Tensor:
-    found: torch.Tensor = model.model.embed_vision(pixels, positions, return_dict=True).pooler_output
-    return found
 
 
 def _gemma4(model: Any, pixels: torch.Tensor, positions: torch.Tensor | None, tokens: int) -> torch.Tensor:
@@ -197,7 +197,7 @@ def _gemma4(model: Any, pixels: torch.Tensor, positions: torch.Tensor | None, to
     )
     if tower.config.standardize:
         hidden = (hidden - tower.std_bias.float()) * tower.std_scale.float()
-    found: torch.Tensor = model.model.embed_vision(inputs_embeds=hidden.to(embeds.dtype))
+    found: torch.Tensor = hidden.to(embeds.dtype)
     return found
 
 
@@ -211,13 +211,19 @@ def _idefics3(model: Any, pixels: torch.Tensor, positions: torch.Tensor | None, 
     hidden = torch.nn.functional.linear(pixels.to(weight.dtype), weight, kernel.bias)
     hidden = hidden + embeddings.position_embedding.weight[None, : hidden.shape[1]]
     hidden = tower.encoder(inputs_embeds=hidden, attention_mask=None).last_hidden_state
-    found: torch.Tensor = model.model.connector(tower.post_layernorm(hidden))
+    found: torch.Tensor = tower.post_layernorm(hidden)
     return found
 
 
 _TOWERS: Mapping[str, Callable[[Any, torch.Tensor, torch.Tensor | None, int], torch.Tensor]] = {
-    "gemma4_unified": _gemma4_unified, "gemma4": _gemma4, "smolvlm": _idefics3, "idefics3": _idefics3,
+    "gemma4_unified": lambda model, pixels, positions, tokens: pixels,  # it has no tower
+    "gemma4": _gemma4, "smolvlm": _idefics3, "idefics3": _idefics3,
 }  # fmt: skip
+
+
+def projector_of(model: Any) -> Any:
+    """Returns the module that brings the features of images into the text model."""
+    return model.model.embed_vision if model.config.model_type.startswith("gemma4") else model.model.connector
 
 
 def encoder_of(model: Any) -> Any:
