@@ -14,17 +14,22 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
 from transformers.models.smolvlm.processing_smolvlm import SmolVLMProcessor
 
-from tests.support.vision_functions import image_processor, picture
+from tests.support.vision_functions import CONFIGS, image_processor, picture
 from tests.support.vision_models import save_model
 from tpu_kit.cli import main
-from tpu_kit.config.loader import TrainConfig, load_config
+from tpu_kit.config.loader import ModelConfig, TrainConfig, load_config
+from tpu_kit.generation import reference_check
 from tpu_kit.generation.answers import Sampling, generate
+from tpu_kit.generation.reference_check import check_generation, check_training
 from tpu_kit.generation.requests import read_prompts
 from tpu_kit.machine.checks import Machine
+from tpu_kit.model.families import vision
+from tpu_kit.model.weights.source import settings_of
 
 pytestmark = pytest.mark.usefixtures("quick_xla")
 needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
 NEW = 6
+NAMED = ("google/gemma-4-E2B-it", "google/gemma-4-12B-it")  # in their real sizes
 
 
 def config_of(folder: Path, **settings: Any) -> TrainConfig:
@@ -148,3 +153,30 @@ def test_commands_and_files_ask_about_pictures(
     file.write_text(json.dumps({"prompt": "a", "image": "../../photo.png"}))
     with pytest.raises(ValueError, match=r"asked\.jsonl: line 1: image .*: it is outside of"):
         read_prompts(str(file))
+
+
+@pytest.mark.parametrize("family", [*CONFIGS, *(pytest.param(one, marks=pytest.mark.slow) for one in NAMED)])
+def test_a_launch_compares_images_with_transformers(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = CONFIGS[family]() if family in CONFIGS else settings_of(ModelConfig(name=family, images=True))
+    settings.save_pretrained(tmp_path / "model")
+    config = config_of(tmp_path / "model", **{"model.images": True, "lora.vision": True})
+    compared = reference_check._pictured(settings, trust_remote_code=False)
+    shares = reference_check.differences(config, settings, "tpu", torch.device("cpu"), compared)
+    worst = max(shares, key=shares.__getitem__)
+    print(f"{family}: logits {shares['logits']:.1e}, {worst} {shares[worst]:.1e}")
+    check_training(config, "tpu", settings)
+    check_generation(settings, images=True)
+
+    def shifted(found: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        return taken(found.roll(1, 1), index)
+
+    taken = vision._taken
+    monkeypatch.setattr(vision, "_taken", shifted)
+    reference_check._problem.cache_clear()
+    with pytest.raises(ValueError, match=r"cannot be trained this way: with images, logits differ by"):
+        check_training(config, "tpu", settings)
+    with pytest.raises(ValueError, match=r"the kit cannot generate with .*: log-probabilities of its replies differ"):
+        check_generation(settings, images=True)
+    reference_check._problem.cache_clear()

@@ -226,7 +226,8 @@ def _chat_here(
                 _print_reply(generator, line.rstrip("\n"), sampling, truncate=True)
             elif line.strip():
                 conversation.append({"role": "user", "content": line.strip()})
-                text = _print_reply(generator, conversation, sampling, truncate=True)
+                (asked,) = _encoded(config, tokenizer, [conversation])
+                text = _print_reply(generator, asked, sampling, truncate=True)
                 conversation.append({"role": "assistant", "content": text})
 
 

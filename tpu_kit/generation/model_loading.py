@@ -47,7 +47,7 @@ def load_here(
 
 def _read(config: TrainConfig, adapter: Path | None, rt: Runtime) -> tuple[torch.nn.Module, Any]:
     if settings := read_config(config.model):  # before the weights are read
-        check_generation(settings, config.model.trust_remote_code)
+        check_generation(settings, config.model.trust_remote_code, config.model.images)
     device = "cuda" if rt.device_type == "cuda" else "cpu"
     model = load_for_generation(config.model, adapter, device, config.optim.objective)
     check_generation(models.base_model(model).config, config.model.trust_remote_code)  # a whole model has its own

@@ -157,6 +157,8 @@ def think(
         ValueError: as in `search` and `answers.generate`.
         LaunchError: the replica failed.
     """
+    if config.model.images:
+        raise ValueError("model.images=true: search asks about text alone; set model.images=false")
     arguments = {"question": question, "options": options or SearchOptions(), "chat": chat}
     return launch_with_adapter(_think_here, think, on_one_replica(config), adapter_dir, **arguments)
 
