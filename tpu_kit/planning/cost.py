@@ -20,6 +20,7 @@ from tpu_kit.model.shape import Linear, Shape
 from tpu_kit.model.sharding.sharding_rules import is_column, spec_of
 from tpu_kit.planning.memory.activation_memory import objective_beside
 from tpu_kit.planning.memory.argument_memory import model_tensors, teacher_shape, trained_count
+from tpu_kit.planning.memory.image_memory import ImageShape, images_of
 from tpu_kit.planning.rollouts import WHOLE_ROWS, cache_bytes, rollout_of, update_plan
 
 if TYPE_CHECKING:
@@ -188,6 +189,8 @@ def _work(config: TrainConfig, shape: Shape, plan: BatchPlan) -> Work:
         heads = sum(count * kind.heads for kind, count in shape.counted)
         traffic += SCORES_TRAFFIC * tokens * length * heads * compute
     done = Work(flops, traffic)
+    if (images := images_of(config)) is not None:
+        done += image_work(config, images, plan.batch_size * images.room)
     if config.teacher is not None and (teacher := teacher_shape(config)) is not None:
         done += _forward(teacher, config.teacher.base_dtype, tokens, length, chunks, seen)
     if objective := objective_beside(config):
@@ -197,6 +200,13 @@ def _work(config: TrainConfig, shape: Shape, plan: BatchPlan) -> Work:
         done += logits.repeated(added.output_products) + forward.repeated(added.forwards)
         done += Work(6 * tokens * added.params, 0.0)
     return done.repeated(plan.gradient_accumulation) + Work(0.0, UPDATE_TRAFFIC * 4.0 * trained)
+
+
+def image_work(config: TrainConfig, images: ImageShape, count: int) -> Work:
+    """The work of the features of so many images in a pass; their tokens' is that of all tokens."""
+    size = 4 if config.model.base_dtype == "fp32" else 2
+    flops = count * images.flops(config.data.max_length, config.lora.vision)
+    return Work(flops, TRAFFIC / 3 * count * images.ends() * size + images.weights * size)
 
 
 def predicted_collectives(

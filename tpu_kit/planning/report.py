@@ -10,7 +10,8 @@ from tpu_kit.config.loader import TrainConfig, batch_arithmetic
 from tpu_kit.machine.chips import GIB, KAGGLE_HOURS_PER_SESSION, KAGGLE_HOURS_PER_WEEK, MIB
 from tpu_kit.machine.slices import find_slice
 from tpu_kit.machine.upload_rate import upload_rate
-from tpu_kit.planning.cost import factors, link_seconds
+from tpu_kit.planning.cost import factors, image_work, link_seconds, step_time
+from tpu_kit.planning.memory.image_memory import images_of
 from tpu_kit.planning.mesh_choice import largest_models
 from tpu_kit.planning.planner import Plan
 from tpu_kit.planning.rollouts import program_count, program_rows, rollout_of
@@ -65,7 +66,8 @@ def format_plans(config: TrainConfig, plans: Sequence[Plan], given: Sequence[str
         chosen |= {"mesh": best.where.mesh} if best.where.mesh else {}
         left = [text for text in given if text.partition("=")[0].rpartition(".")[2] not in chosen]
         command = shlex.join([*left, *(f"{name}={value}" for name, value in chosen.items())])
-        lines[1:1] = [f"To train there: python -m tpu_kit {best.config.recipe} {command}", *_upload(best)]
+        train = f"To train there: python -m tpu_kit {best.config.recipe} {command}"
+        lines[1:1] = [*_picture(best), train, *_upload(best)]
     else:
         lines += ["", *(line.removeprefix("  ") for line in _changes(best))]
     for reason, known in {one.unknown: one.updates is not None for one in plans if one.unknown}.items():
@@ -98,6 +100,21 @@ def _upload(best: Plan) -> list[str]:
     return [
         f"To push to {best.config.hub.model_id}: {', '.join(each)}, at {rate.bytes_per_second / 1e6:,.3g} MB/s "
         f"({rate.source})"
+    ]
+
+
+def _picture(best: Plan) -> list[str]:
+    """What a picture, or a tile of one, costs; nothing for text."""
+    config, images = best.config, images_of(best.config)
+    if images is None:
+        return []
+    size = 4 if config.model.base_dtype == "fp32" else 2
+    time = step_time(image_work(config, images, 1), best.where.chip)
+    memory = images.batch_bytes(1) / images.room + images.work_bytes(1, config.data.max_length, size) / images.room
+    kind = "A picture" if len(images.columns) > 2 else "A tile of a picture"
+    return [
+        f"{kind} takes {images.tokens} tokens at most, {memory / MIB:,.1f} MiB while its features are made, and "
+        f"{1e3 * max(time.compute, time.memory):,.2g} ms beside its tokens; a row has room for {images.room}"
     ]
 
 

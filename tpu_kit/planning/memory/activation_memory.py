@@ -24,6 +24,7 @@ from tpu_kit.model.loop.loop_structure import ALONE
 from tpu_kit.model.shape import Alive, Experts, Layer, Shape, most
 from tpu_kit.model.sharding.sharding_rules import Tensor
 from tpu_kit.planning.memory.argument_memory import LANES, is_matrix, model_tensors, padded, shards, teacher_shape
+from tpu_kit.planning.memory.image_memory import images_of
 
 if TYPE_CHECKING:
     from tpu_kit.training.objectives import Objective
@@ -93,6 +94,7 @@ class PeakActivationModel:
         self.trained = sum(math.prod(one.shape) for one in self.tensors if one.trained)
         self.groups = self.update_groups()
         self.objective = objective_beside(config)
+        self.images = images_of(config)
         self.added = self.objective.cost(self.tokens, shape.hidden) if self.objective else None
 
     def of_trained(self) -> list[tuple[Tensor, tuple[int, ...]]]:
@@ -128,6 +130,9 @@ class PeakActivationModel:
         if self.kernel == "sdpa" and self.again:
             lasting["mask"] = self.scores()  # a bias of the scores' shape, made once for all layers
         yield Moment("start", lasting, 0)  # the stack that the first loop fills is allocated before it
+        if self.images:
+            made = self.images.work_bytes(self.rows, self.length, self.compute)
+            yield Moment("images", {"layer_inputs": lasting["layer_inputs"], "images": made}, 0)
         if inner := self.inner():  # what such a loop saves is copied when it has ended
             stacks = saved + inner * max(map(self._saved_by, self.shape.kinds))
             layer = max(self.work(kind.forward, self.tile) for kind in self.shape.kinds)

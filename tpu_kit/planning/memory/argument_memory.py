@@ -123,6 +123,9 @@ def _model_tensors(shape: Shape, alone: _Stack, scanned: bool) -> tuple[Tensor, 
     tensors = [alone.tensor(start + name, sizes, alone.size, trained=whole) for name, sizes in outside]
     for one in shape.linears_outside:
         tensors += alone.linear(start + one.path, one, float(shape.has_adapter(lora, None, one)))
+    for name, (rows, width) in shape.projector if lora.vision else ():
+        path = name.removesuffix(".weight")
+        tensors += alone.adapters(start + path, Linear(path, width, rows, False), lora.r, lora.dora)
     for path, layers in shape.stacks(scanned=scanned):
         kind, stack = shape.kinds[shape.order[layers[0]]], replace(alone, axes=(len(layers),) if scanned else ())
         place = f"{start}{path}"

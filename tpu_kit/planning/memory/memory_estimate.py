@@ -44,7 +44,7 @@ class Memory:
     Attributes:
         parts: bytes by name at the peak: base_weights, teacher_weights, adapters, optimizer, ema, batch,
             objective, objective_saved, layer_inputs, saved_activations, mask, gradients, weight_copies, layer,
-            loss_chunk, teacher, all_reduce, update, heap, code.
+            loss_chunk, teacher, images, all_reduce, update, heap, code.
         argument_bytes: weights, state and batch.
         temporary_bytes: buffers that live only within the step.
         code_bytes: the program.
@@ -112,6 +112,7 @@ class _Step:
         columns = [(1, 8), (1, 8), (1, 8), (1, 4)]
         if config.distill.files:
             columns += [(config.distill.top_k, 4), (config.distill.top_k + 1, 4)]
+        images = alive.images.batch_bytes(alive.rows) if alive.images else 0
         if alive.objective:
             columns += [(width, 4) for width, _ in alive.objective.columns.values()]
         rows = sum(padded((alive.rows, alive.length * width), size) for width, size in columns)
@@ -121,7 +122,7 @@ class _Step:
             "adapters": adapters,
             "optimizer": 2 * state if config.optim.optimizer == "adamw" else self._factored(),
             "ema": state if config.optim.ema_decay else 0,
-            "batch": rows * alive.passes,
+            "batch": (rows + images) * alive.passes,
             # Its parameters, with AdamW's 12 bytes each at most.
             "objective": 12 * alive.added.params if alive.added else 0,
         }  # fmt: skip
