@@ -50,7 +50,11 @@ def carried(prompt: Any, files: PictureFiles | None = None) -> Any:
     def part(given: Any) -> Any:
         if not isinstance(given, Mapping) or given.get("type") not in IMAGE_PARTS:
             return given
-        return {key: read(value) if key in IMAGE_KEYS and value else value for key, value in given.items()}
+        key = next((key for key in IMAGE_KEYS if given.get(key)), None)
+        if key is None:  # the picture is in "images"
+            return given
+        bare = key == "base64" and not str(given[key]).startswith("data:")
+        return {"type": given["type"], "bytes": read(f"data:;base64,{given[key]}" if bare else given[key])}
 
     def message(given: Mapping[str, Any]) -> dict[str, Any]:
         content = given.get("content")

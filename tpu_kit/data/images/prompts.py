@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from tpu_kit.data.images.files import PictureFiles
 from tpu_kit.data.images.processors import ImageProcessor
+from tpu_kit.data.rows.field_values import RowError
 
 
 class PicturedIds(list[int]):
@@ -60,8 +62,7 @@ class PromptImages:
     def tensors(self, prompts: Sequence[Sequence[int]], width: int, rows: int) -> dict[str, torch.Tensor]:
         """Returns the columns of `model.families.vision` for a batch of prompts, padded to `rows` of `width` tokens.
 
-        Raises:
-            RowError: a picture cannot be decoded.
+        A prompt with a picture that cannot be decoded is asked with black ones, which is told.
         """
         sizes = self._processor.sizes
         pixels = torch.zeros(rows, self._room, sizes.patches, sizes.numbers, dtype=torch.uint8)
@@ -70,7 +71,12 @@ class PromptImages:
         for row, prompt in enumerate(prompts):
             if not isinstance(prompt, PicturedIds):
                 continue
-            made = [self._processor.pixels(prompt.files.decoded(source)) for source in prompt.pictures]
+            try:
+                made = [self._processor.pixels(prompt.files.decoded(source)) for source in prompt.pictures]
+            except RowError as error:
+                print(f"warning: {error}; its prompt is asked with black pictures", file=sys.stderr, flush=True)
+                shown = prompt.blackened()
+                made = [self._processor.pixels(shown.files.decoded(source)) for source in shown.pictures]
             pixels[row, : len(prompt.slots)] = torch.from_numpy(np.concatenate([one for one, _ in made]))
             if sizes.positions:
                 positions = np.concatenate([one for _, one in made if one is not None])
