@@ -142,7 +142,7 @@ def test_commands_and_files_ask_about_pictures(
         assert [reply["tokens"] for reply in json.loads(capsys.readouterr().out)] == expected
     assert main(["generate", *here[:-1], *asked]) == 0, "a single prompt is streamed"
     for arguments, problem in (
-        (["image=missing.png", "prompt=a"], "missing.png: no such file"),
+        (["image=missing.png", "prompt=a"], ": no such file"),
         (["image=https://a.b/c.png", "prompt=a"], "images are not fetched from the web"),
         (["image=pictures/asked.jsonl", "prompt=a"], "no picture of the kinds"),
         ([*asked, "chat=false"], "chat=false, and a chat template says where its pictures are"),

@@ -434,7 +434,7 @@ class Decoder:
         head, ids = output_embedding(self._model), batch["input_ids"]
         positions = torch.arange(ids.shape[1], device=ids.device)[None].expand_as(ids)
         given, seen = families.decoder_inputs(self._causal, batch)
-        with layer_inputs.bound(LayerInputs(device_type=self._rt.device_type, **seen)):
+        with layer_inputs.bound(LayerInputs(Visibility(**seen), device_type=self._rt.device_type)):
             output = self._causal.get_decoder()(**given, position_ids=positions, use_cache=False)
         kept_states(self._causal.get_decoder())  # of a trace, which no program computes
         wanted = torch.cat([ids[:, 1:], ids[:, :1]], 1)
