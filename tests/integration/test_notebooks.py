@@ -171,8 +171,8 @@ def test_questions_about_pictures_are_answered(folder: Path) -> None:
     outputs = outputs_of(folder, "9-")
     text = shown(outputs)
     assert f"{STEPS} of {STEPS} updates" in text
-    for which in ("base", "tuned", "tuned, black"):
-        assert re.search(rf"^{which} +\d of 2 = ", text, re.MULTILINE), which
+    for which in ("base +", "tuned +", "tuned, black pictures +"):
+        assert re.search(rf"^{which}\d of 2 ", text, re.MULTILINE), which
     assert "data:image/png;base64," in shown(outputs, "text/html"), "the example is shown with its picture"
 
 
