@@ -18,6 +18,7 @@ import nbformat
 import pytest
 
 from tests.support.child_processes import PYTHONPATH, REPOSITORY, child_environment, run_python
+from tpu_kit.assets.pictures import task
 from tpu_kit.machine.checks import Machine
 from tpu_kit.training.checkpoint import manager
 from tpu_kit.training.metrics import read_metrics
@@ -174,6 +175,18 @@ def test_questions_about_pictures_are_answered(folder: Path) -> None:
     for which in ("base +", "tuned +", "tuned, black pictures +"):
         assert re.search(rf"^{which}\d of 2 ", text, re.MULTILINE), which
     assert "data:image/png;base64," in shown(outputs, "text/html"), "the example is shown with its picture"
+
+
+@pytest.mark.slow
+def test_inference_takes_a_run_on_pictures(tmp_path: Path) -> None:
+    folder = tmp_path / "work"
+    (ask,), (train,) = ([path for path in NOTEBOOKS if path.name.startswith(number)] for number in ("5-", "9-"))
+    run_notebooks(folder, "CPU", [train], *FEW, "num_replicas=1", "device_type=cpu")
+    task(0).image.save(folder / "photo.png")
+    few = ["generate_rows=2", "num_replicas=1", "kit_source=git", "out=done"]
+    run_notebooks(folder, "CPU", [ask], *few, "run_name=notebook-9", "picture=photo.png", "question=How many shapes?")
+    text = shown(outputs_of(folder, "5-"))
+    assert "A search asks about text alone." in text and "checked, " in text
 
 
 @pytest.mark.slow
