@@ -18,13 +18,17 @@ from tests.support.vision_functions import CONFIGS, image_processor, picture
 from tests.support.vision_models import save_model
 from tpu_kit.cli import main
 from tpu_kit.config.loader import ModelConfig, TrainConfig, load_config
-from tpu_kit.generation import reference_check
+from tpu_kit.data.images import processors
+from tpu_kit.data.images.chats import carried
+from tpu_kit.data.images.encoding import ImageEncoding
+from tpu_kit.data.images.files import PictureFiles
+from tpu_kit.generation import answers, reference_check
 from tpu_kit.generation.answers import Sampling, generate
 from tpu_kit.generation.reference_check import check_generation, check_training
 from tpu_kit.generation.requests import read_prompts
 from tpu_kit.machine.checks import Machine
 from tpu_kit.model.families import vision
-from tpu_kit.model.weights.source import settings_of
+from tpu_kit.model.weights.source import load_tokenizer, settings_of
 
 pytestmark = pytest.mark.usefixtures("quick_xla")
 needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
@@ -119,7 +123,15 @@ def test_commands_and_files_ask_about_pictures(
         {"prompt": "What is it?", "image": "photo.png"},
         {"messages": [{"role": "user", "content": "<image>What is it?"}], "images": ["photo.png"]},
         {"prompt": "What is 2 + 3?"},
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]},
+            ],
+            "images": ["photo.png"],
+        },
     ]
+    bare = save_model(tmp_path / "bare", "gemma4_unified")
+    (bare / "chat_template.jinja").unlink()
     file = tmp_path / "pictures" / "asked.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.chdir(tmp_path)
@@ -135,7 +147,7 @@ def test_commands_and_files_ask_about_pictures(
     asked = ["image=pictures/photo.png", "prompt=What is it?"]
     for arguments, expected in (
         (asked, wanted[:1]),
-        ([f"prompts={file}"], [wanted[0], wanted[0], wanted[1]]),
+        ([f"prompts={file}"], [wanted[0], wanted[0], wanted[1], wanted[0]]),
     ):
         capsys.readouterr()
         assert main(["generate", *here, *arguments]) == 0
@@ -147,12 +159,53 @@ def test_commands_and_files_ask_about_pictures(
         (["image=pictures/asked.jsonl", "prompt=a"], "no picture of the kinds"),
         ([*asked, "chat=false"], "chat=false, and a chat template says where its pictures are"),
         ([*asked, "model.name=embedded"], "embedded has no part for images"),
+        ([*asked, f"model.name={bare}"], "has no chat template, which says where it is"),
     ):
         assert main(["generate", *here, *arguments]) in (1, 2), arguments
         assert problem in capsys.readouterr().err, arguments
     file.write_text(json.dumps({"prompt": "a", "image": "../../photo.png"}))
     with pytest.raises(ValueError, match=r"asked\.jsonl: line 1: image .*: it is outside of"):
         read_prompts(str(file))
+    part = {"type": "image", "image": "photo.png"}
+    file.write_text(json.dumps({"messages": [{"role": "user", "content": [part]}], "image": "photo.png"}))
+    with pytest.raises(ValueError, match=r"asked\.jsonl: line 1: image: a prompt has pictures of its own"):
+        read_prompts(str(file))
+
+
+def test_pictures_of_pil_are_read_as_their_files_are(tmp_path: Path) -> None:
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    picture(3, (90, 64)).save(tmp_path / "turned.jpg", exif=turned)
+    picture(4, (90, 64)).convert("CMYK").save(tmp_path / "cmyk.jpg")
+    for name, size in (("turned.jpg", (64, 90)), ("cmyk.jpg", (90, 64))):
+        asked = {"messages": [{"role": "user", "content": "What is it?"}], "images": [Image.open(tmp_path / name)]}
+        (carries,) = carried(asked)["images"]
+        own, wanted = PictureFiles("").decoded(carries), PictureFiles(str(tmp_path)).decoded(name)
+        assert own.size == size
+        assert own.tobytes() == wanted.tobytes()
+
+
+def test_a_picture_that_changed_is_never_taken_for_the_one_before(tmp_path: Path) -> None:
+    config = config_of(save_model(tmp_path / "model", "gemma4_unified"), **{"model.images": True})
+    picture(0, (90, 64)).save(tmp_path / "photo.png")
+    files = PictureFiles(str(tmp_path))
+    encoding = ImageEncoding(processors.image_processor(config.model, load_tokenizer(config.model), config.data), files)
+    ids: Any = encoding.prompt([encoding.processor.token_id, 1], [files.picture("photo.png")])
+    images = ids.images_among([ids])
+    assert images.tensors([ids], len(ids), 1)["pixels"].any()
+    picture(0, (300, 20)).save(tmp_path / "photo.png")
+    with pytest.raises(ValueError, match=r"image photo\.png: it has 300 x 20 pixels, other than when the rows were"):
+        images.tensors([ids], len(ids), 1)
+
+
+def test_a_chat_goes_on_after_a_line_that_cannot_be_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = config_of(save_model(tmp_path / "model", "gemma4_unified"), **{"model.images": True})
+    (tmp_path / "typed").write_text("What does <image> mean?\nWhat is 2 + 3?\n")
+    answers._chat_here(config, None, Sampling(NEW), str(tmp_path / "typed"), None)
+    said = capsys.readouterr().out.split("\n> ")
+    assert "the messages have 1 places of images" in said[1]
+    (reply,) = generate(config, [[{"role": "user", "content": "What is 2 + 3?"}]], Sampling(NEW))
+    assert said[2].strip() == reply.text.strip()
 
 
 @pytest.mark.parametrize("family", [*CONFIGS, *(pytest.param(one, marks=pytest.mark.slow) for one in NAMED)])

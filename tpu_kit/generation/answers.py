@@ -179,8 +179,19 @@ def _seeing(config: TrainConfig, prompts: Sequence[Prompt]) -> TrainConfig:
 
 
 def _encoded(config: TrainConfig, tokenizer: Any, prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Returns prompts whose chats are token ids that carry pictures, if the model has its part for images."""
-    if not config.model.images or not tokenizer.chat_template:
+    """Returns prompts whose chats are token ids that carry pictures, if the model has its part for images.
+
+    Raises:
+        ValueError: a prompt has pictures, and there is no chat template; or as `data.images.chats.encode`.
+    """
+    if not config.model.images:
+        return list(prompts)
+    if not tokenizer.chat_template:
+        if any(map(has_pictures, prompts)):
+            raise ValueError(
+                f"a prompt has a picture, and the tokenizer of {config.model.name} has no chat template, which says "
+                "where it is; name a model that follows instructions, such as google/gemma-4-E2B-it"
+            )
         return list(prompts)
     from tpu_kit.data.images.chats import encode
 
@@ -225,8 +236,13 @@ def _chat_here(
             if line.strip() and plain:
                 _print_reply(generator, line.rstrip("\n"), sampling, truncate=True)
             elif line.strip():
-                conversation.append({"role": "user", "content": line.strip()})
-                (asked,) = _encoded(config, tokenizer, [conversation])
+                said = {"role": "user", "content": line.strip()}
+                try:
+                    (asked,) = _encoded(config, tokenizer, [[*conversation, said]])
+                except ValueError as error:  # such as of <image> in the line: a chat has no pictures
+                    print(error, flush=True)
+                    continue
+                conversation.append(said)
                 text = _print_reply(generator, asked, sampling, truncate=True)
                 conversation.append({"role": "assistant", "content": text})
 

@@ -25,9 +25,14 @@ def has_pictures(prompt: Prompt) -> bool:
     if not is_chat(prompt):
         return False
     whole: Any = prompt if isinstance(prompt, Mapping) else {"messages": prompt}
-    contents = [message.get("content") for message in whole["messages"]]
+    return bool(whole.get("images") or image_parts(whole["messages"]))
+
+
+def image_parts(messages: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Returns the parts of messages in which pictures are, or which say where they are."""
+    contents = [message.get("content") for message in messages]
     parts = [part for content in contents if isinstance(content, list) for part in content]
-    return bool(whole.get("images")) or any("image" in str(part.get("type")) for part in parts if part)
+    return [part for part in parts if isinstance(part, Mapping) and "image" in str(part.get("type"))]
 
 
 @dataclass(frozen=True)

@@ -92,27 +92,28 @@ def _prompt(place: str, line: str, file: str) -> Prompt:
     if chat and prompt[-1].get("role") == "assistant" and (len(prompt) == 1 or not prompt[-1].get("content")):
         raise ValueError(f"{place}: the chat ends in a reply, so it asks nothing; remove its last message")
     made = {"messages": prompt, "tools": tools} if tools else prompt
-    if images := row.get("images") or row.get("image"):
-        made = made if chat else [{"role": "user", "content": made}]
-        made = about(made, images if isinstance(images, list) else [images])
     from tpu_kit.generation.prompts import has_pictures
 
-    if not has_pictures(made):
-        return made
-    from tpu_kit.data.images.chats import carried
-    from tpu_kit.data.images.files import PictureFiles
-
     try:
+        if images := row.get("images") or row.get("image"):
+            made = made if chat else [{"role": "user", "content": made}]
+            made = about(made, images if isinstance(images, list) else [images])
+        if not has_pictures(made):
+            return made
+        from tpu_kit.data.images.chats import carried
+        from tpu_kit.data.images.files import PictureFiles
+
         return carried(made, PictureFiles.beside(file))
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from error
 
 
 def about(prompt: Prompt, images: Sequence[Any]) -> Prompt:
-    """Returns a chat about pictures; raises ValueError if it has some."""
-    from tpu_kit.generation.prompts import has_pictures
+    """Returns a chat about pictures, whose parts may say where they are; raises ValueError if it has some."""
+    from tpu_kit.generation.prompts import image_parts
 
-    if has_pictures(prompt):
-        raise ValueError("image: a prompt has pictures of its own; leave image=... out")
-    whole = prompt if isinstance(prompt, Mapping) else {"messages": prompt}
+    whole: Any = prompt if isinstance(prompt, Mapping) else {"messages": prompt}
+    named = [part for part in image_parts(whole["messages"]) if any(part[key] for key in part if key != "type")]
+    if whole.get("images") or named:
+        raise ValueError("image: a prompt has pictures of its own; leave the others out")
     return {**whole, "images": images}

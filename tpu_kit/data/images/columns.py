@@ -14,9 +14,8 @@ import torch
 from tpu_kit.config.loader import DataConfig
 from tpu_kit.data.batching import IGNORED, BatchError, Documents, PackedDataset
 from tpu_kit.data.images.encoding import DocumentImages, ImageEncoding
-from tpu_kit.data.images.files import name_of
 from tpu_kit.data.images.packing import best_fill_of_images, fewest_images
-from tpu_kit.data.images.prompts import PicturedIds
+from tpu_kit.data.images.prompts import PicturedIds, pixels_of, put_index
 from tpu_kit.data.rows.columns import Layout
 from tpu_kit.data.rows.field_values import RowError
 from tpu_kit.data.rows.schemas import conversation
@@ -140,10 +139,7 @@ class ImageColumns:
                 start, end = end, end + len(ids)
                 if not (counts := self.images.of(number)).size:
                     continue
-                places = start + np.flatnonzero(ids == processor.token_id)
-                of_slot = np.repeat(np.arange(slot, slot + len(counts)), counts)
-                inside = np.concatenate([np.arange(count) for count in counts])
-                index[i, places] = torch.from_numpy((of_slot * processor.sizes.tokens + inside).astype(np.int32))
+                put_index(index[i, start:end], ids, counts.tolist(), processor, slot)
                 jobs.append((i, slice(slot, slot + len(counts)), slice(start, end), number))
                 slot += len(counts)
         documents = dataset.documents
@@ -165,25 +161,11 @@ class ImageColumns:
             return self._pool
 
     def _pixels(self, documents: Documents, number: int) -> tuple[np.ndarray, np.ndarray | None] | RowError:
-        files, processor, made = self._encoding.files, self._encoding.processor, []
-        planned = self.images.of(number).tolist()
         try:
-            for source in self._sources(documents.source_rows[number], int(self.images.pictures[number])):
-                picture = files.decoded(source)
-                counts = processor.tokens(picture.height, picture.width)[1]
-                if counts != planned[: len(counts)]:
-                    size = f"{picture.width} x {picture.height} pixels"
-                    raise RowError(
-                        f"image {name_of(source)}: it has {size}, other than when the rows were prepared; leave the "
-                        "files as they are during a run, and start it again"
-                    )
-                planned = planned[len(counts) :]
-                made.append(processor.pixels(picture))
+            sources = self._sources(documents.source_rows[number], int(self.images.pictures[number]))
+            return pixels_of(sources, self.images.of(number).tolist(), self._encoding.files, self._encoding.processor)
         except RowError as error:
             return error
-        assert not planned, "a row has as many pictures as when it was prepared"
-        positions = [one for _, one in made if one is not None]
-        return np.concatenate([one for one, _ in made]), np.concatenate(positions) if positions else None
 
     def _count_broken(self, row: int, error: RowError) -> None:
         with self._lock:

@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from tpu_kit.data.images.files import PictureFiles
+from tpu_kit.data.images.files import PictureFiles, name_of
 from tpu_kit.data.images.processors import ImageProcessor
 from tpu_kit.data.rows.field_values import RowError
+
+_WITHOUT_PNG = ("CMYK", "HSV", "LAB", "RGBX", "YCbCr")  # modes of 8 bits that the format does not have
 
 
 class PicturedIds(list[int]):
@@ -47,6 +49,10 @@ class PicturedIds(list[int]):
         """Returns what a model of transformers takes for the pictures, by its own image processor."""
         return self.processor.for_transformers([*map(self.files.decoded, self.pictures)], list(self))
 
+    def pixels(self) -> tuple[np.ndarray, np.ndarray | None]:
+        """Returns what `pixels_of` makes of its pictures."""
+        return pixels_of(self.pictures, self.slots, self.files, self.processor)
+
     def images_among(self, prompts: Sequence[Sequence[int]]) -> PromptImages:
         """Returns what makes the tensors of the pictures of prompts, of which this is one."""
         return PromptImages(self.processor, prompts)
@@ -63,6 +69,9 @@ class PromptImages:
         """Returns the columns of `model.families.vision` for a batch of prompts, padded to `rows` of `width` tokens.
 
         A prompt with a picture that cannot be decoded is asked with black ones, which is told.
+
+        Raises:
+            RowError: a picture has another size than when its tokens were made, or is gone.
         """
         sizes = self._processor.sizes
         pixels = torch.zeros(rows, self._room, sizes.patches, sizes.numbers, dtype=torch.uint8)
@@ -72,23 +81,69 @@ class PromptImages:
             if not isinstance(prompt, PicturedIds):
                 continue
             try:
-                made = [self._processor.pixels(prompt.files.decoded(source)) for source in prompt.pictures]
+                numbers, positions = prompt.pixels()
             except RowError as error:
+                try:
+                    numbers, positions = prompt.blackened().pixels()
+                except RowError:  # its size is another, or its header is damaged too
+                    raise error from None
                 print(f"warning: {error}; its prompt is asked with black pictures", file=sys.stderr, flush=True)
-                shown = prompt.blackened()
-                made = [self._processor.pixels(shown.files.decoded(source)) for source in shown.pictures]
-            pixels[row, : len(prompt.slots)] = torch.from_numpy(np.concatenate([one for one, _ in made]))
-            if sizes.positions:
-                positions = np.concatenate([one for _, one in made if one is not None])
+            pixels[row, : len(prompt.slots)] = torch.from_numpy(numbers)
+            if positions is not None:
                 places[row, : len(prompt.slots)] = torch.from_numpy(positions)
-            soft = [slot * sizes.tokens + token for slot, count in enumerate(prompt.slots) for token in range(count)]
-            index[row, np.flatnonzero(np.array(prompt) == self._processor.token_id)] = torch.tensor(soft).int()
+            put_index(index[row], np.array(prompt), prompt.slots, self._processor)
         found = {"pixels": pixels} | ({"patch_positions": places} if sizes.positions else {})
         return found | {"image_index": index}
 
 
+def put_index(
+    index: torch.Tensor, ids: np.ndarray, slots: Sequence[int], processor: ImageProcessor, first: int = 0
+) -> None:
+    """Writes into an index of images, which begins where ids do, which soft tokens of a row the ids take.
+
+    Args:
+        index: of `model.families.vision`, changed in place.
+        ids: of a document or of a prompt.
+        slots: soft tokens of each slot of its pictures.
+        processor: of the model.
+        first: the first of these slots in the row.
+    """
+    starts = (first + np.arange(len(slots))) * processor.sizes.tokens
+    soft = np.concatenate([start + np.arange(count) for start, count in zip(starts, slots, strict=True)])
+    index[np.flatnonzero(ids == processor.token_id)] = torch.from_numpy(soft.astype(np.int32))
+
+
+def pixels_of(
+    pictures: Iterable[Any], slots: Sequence[int], files: PictureFiles, processor: ImageProcessor
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Returns the pixels and the positions of all slots of the pictures of a document or of a prompt.
+
+    Raises:
+        RowError: one cannot be decoded, or takes other slots than when its tokens were made.
+    """
+    made, planned = [], list(slots)
+    for source in pictures:
+        picture = files.decoded(source)
+        counts = processor.tokens(picture.height, picture.width)[1]
+        if counts != planned[: len(counts)]:
+            size = f"{picture.width} x {picture.height} pixels"
+            raise RowError(
+                f"image {name_of(source)}: it has {size}, other than when the rows were prepared; leave the "
+                "files as they are during a run, and start it again"
+            )
+        planned = planned[len(counts) :]
+        made.append(processor.pixels(picture))
+    assert not planned, "a row has as many pictures as when it was prepared"
+    positions = [one for _, one in made if one is not None]
+    return np.concatenate([one for one, _ in made]), np.concatenate(positions) if positions else None
+
+
 def png(picture: Any) -> bytes:
-    """Returns a picture of PIL as the bytes of a file."""
-    buffer = io.BytesIO()
+    """Returns a picture of PIL as the bytes of a file, turned as its EXIF says, which the file does not keep."""
+    from PIL import ImageOps
+
+    picture, buffer = ImageOps.exif_transpose(picture), io.BytesIO()
+    if picture.mode in _WITHOUT_PNG:
+        picture = picture.convert("RGB")
     picture.save(buffer, "PNG")
     return buffer.getvalue()
