@@ -22,6 +22,8 @@ from tpu_kit.data.images import processors
 from tpu_kit.data.images.chats import carried
 from tpu_kit.data.images.encoding import ImageEncoding
 from tpu_kit.data.images.files import PictureFiles
+from tpu_kit.distributed.replica.backends import CpuRuntime
+from tpu_kit.distributed.replica.runtime import enter
 from tpu_kit.generation import answers, reference_check
 from tpu_kit.generation.answers import Sampling, generate
 from tpu_kit.generation.reference_check import check_generation, check_training
@@ -201,7 +203,11 @@ def test_a_picture_that_changed_is_never_taken_for_the_one_before(tmp_path: Path
 def test_a_chat_goes_on_after_a_line_that_cannot_be_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = config_of(save_model(tmp_path / "model", "gemma4_unified"), **{"model.images": True})
     (tmp_path / "typed").write_text("What does <image> mean?\nWhat is 2 + 3?\n")
-    answers._chat_here(config, None, Sampling(NEW), str(tmp_path / "typed"), None)
+    enter(CpuRuntime(0, 1, torch.device("cpu")))
+    try:
+        answers._chat_here(config, None, Sampling(NEW), str(tmp_path / "typed"), None)
+    finally:
+        enter(None)
     said = capsys.readouterr().out.split("\n> ")
     assert "the messages have 1 places of images" in said[1]
     (reply,) = generate(config, [[{"role": "user", "content": "What is 2 + 3?"}]], Sampling(NEW))
