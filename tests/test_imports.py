@@ -264,9 +264,9 @@ CHANNELS = side_channels(KIT.sources)
 # `plan` refuses what `train` refuses without data: 8.
 # Picture files that change, lie outside of the rows' folder or are read by their headers alone are 90; the loop that
 # packs rows with and without images alike is 8 of the trainer.
-# Answers about pictures, their exports, plans, comparisons and an adapter of the projector are 700 lines of the recipe.
+# Answers about pictures, their exports, plans, comparisons and an adapter of the projector are 750 lines of the recipe.
 CLOSURES = {
-    "training.step": 5_946, "training.trainer": 14_997, "generation.generator": 7_019, "recipes.sft": 40_160,
+    "training.step": 5_946, "training.trainer": 14_997, "generation.generator": 7_019, "recipes.sft": 40_210,
 }  # fmt: skip
 
 # The most modules of the kit that a module imports; goals: 15, and 25 for recipes and the modules on top.

@@ -19,7 +19,7 @@ from tpu_kit.config.loader import TrainConfig, load_config
 from tpu_kit.distributed.replica import runtime
 from tpu_kit.distributed.replica.runtime import Runtime
 from tpu_kit.generation.generator import Generator
-from tpu_kit.generation.reference_check import _adapted_copy, _of_transformers, _shares, differences
+from tpu_kit.generation.reference_check import _adapted_copy, _of_transformers, _shares, _texts, differences
 from tpu_kit.model import causal_lm as models
 from tpu_kit.model import trainable
 from tpu_kit.model.loop import layer_calls, layer_scan
@@ -44,9 +44,10 @@ def scanned(dropout: float = 0.0, tile: int | None = TILE, keeps: bool = False) 
 
 def rounding(config: TrainConfig, model: PreTrainedConfig) -> dict[str, float]:
     """How transformers in fp32 differs from transformers in fp64, as `differences` tells it."""
-    adapted = _adapted_copy(config, model)
+    held = _texts(config, model)
+    adapted = _adapted_copy(config, held)
     models.base_model(adapted).set_experts_implementation("eager")  # grouped products take no fp64
-    return _shares(_of_transformers(adapted), _of_transformers(adapted.double()))
+    return _shares(_of_transformers(adapted, held), _of_transformers(adapted.double(), held))
 
 
 def updates(config: TrainConfig) -> dict[str, Any]:
