@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.benchmarks import memory, objectives
+from tests.benchmarks import memory, objectives, tpu_step
 from tests.support.child_processes import REPOSITORY, run_python
 from tpu_kit.planning.compiler.compile_check import Compiled
 
@@ -53,6 +54,17 @@ def _compiled(total: float, flops: float, seconds: float) -> Compiled:
         bytes_accessed=110e9, hbm_bytes=21.5e9, trace_seconds=1.0,
         compile_seconds=seconds, libtpu="0.0.21", program="",
     )  # fmt: skip
+
+
+def test_the_table_of_estimated_steps_has_a_row_for_each_kind_of_work():
+    one, other = (
+        replace(_compiled(1.5, 12e12, 40.0), estimated=parts)
+        for parts in ({"base products": 0.05, "loss": 0.02}, {"base products": 0.04, "adapters": 0.01})
+    )
+    lines = tpu_step.table({"a": one, "b": other}).splitlines()
+    assert lines[0] == "| | a | b |" and "| estimated ms | 70.00 | 50.00 |" in lines
+    assert lines[-2:] == ["| of it loss | 20.00 | 0.00 |", "| of it adapters | 0.00 | 10.00 |"]
+    assert all(tpu_step.configuration(model).lora.r == 16 for model in tpu_step.MODELS)
 
 
 def test_the_memory_benchmark_says_which_goals_are_met_and_what_binds():

@@ -113,6 +113,15 @@ def test_costs_are_those_of_the_models_operations(eight: Compiled) -> None:
 
 
 @needs_libtpu
+def test_its_time_is_estimated_by_kind_of_work(eight: Compiled) -> None:
+    """Between its FLOPs at the chip's peak and a hundred times of that: the model is tiny."""
+    assert {"base products", "adapters", "loss", "attention kernel", "optimizer"} <= eight.estimated.keys()
+    peak = (eight.flops or 0) / 197e12
+    assert peak < sum(eight.estimated.values()) < 100 * peak
+    assert f"{1000 * sum(eight.estimated.values()):.1f} ms by its cost model" in str(eight)
+
+
+@needs_libtpu
 def test_a_second_call_compiles_nothing(eight: Compiled, tiny: Path, cache: Path, tmp_path: Path) -> None:
     start = time.monotonic()
     again = compile_step(small(tiny), "v5e", num_replicas=8, progress=False, cache_dir=cache)

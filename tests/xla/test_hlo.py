@@ -206,7 +206,8 @@ def costs(text: str, accessed_once: float = 1.0) -> dict[str, Any]:
     def analyse(text: str) -> dict[str, float]:
         return dict(xla_client._xla.hlo_module_cost_analysis(client, xla_client._xla.hlo_module_from_text(text)))
 
-    found = hlo.costs(Module(text), analyse, accessed_once)
+    module = Module(text)
+    found = hlo.costs(module, hlo.instruction_costs(module, analyse), analyse, accessed_once)
     kinds: dict[str, tuple[float, float]] = {}
     for row in found["operations"]:
         flops, size = kinds.get(row["kind"], (0.0, 0.0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Callable
 from typing import Any
 
 from tpu_kit.xla import hlo
@@ -13,6 +14,10 @@ from tpu_kit.xla.traced_program import Program
 _SPMD_OPTIONS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
 _RESULT_LAYOUTS = "mhlo.xla_entry_computation_result_layout"
 LOW_EFFORT = -1.0  # of XLA's exec_time_optimization_effort, whose default is 0
+
+
+def _nothing(module: hlo.Module, instructions: list[hlo.Cost]) -> dict[str, Any]:
+    return {}
 
 
 def fingerprint(program: Program) -> str:
@@ -26,8 +31,15 @@ def fingerprint(program: Program) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def compile_program(program: Program, request: dict[str, Any]) -> dict[str, Any]:
+def compile_program(
+    program: Program, request: dict[str, Any], also: Callable[[hlo.Module, list[hlo.Cost]], dict[str, Any]] = _nothing
+) -> dict[str, Any]:
     """Compiles for the topology of `request` and returns the fields of `compile_check.Compiled`.
+
+    Args:
+        program: what to compile.
+        request: num_replicas, topology and effort, as `compile_check.compile_step` takes them.
+        also: makes further fields of the compiled module and of what its instructions cost.
 
     Raises:
         ValueError: the compiler refuses the program for another reason than memory, or does not know the topology.
@@ -73,6 +85,7 @@ def compile_program(program: Program, request: dict[str, Any]) -> dict[str, Any]
 
     once = done.cost_analysis()
     once = once[0] if isinstance(once, list) else once
+    instructions = hlo.instruction_costs(module, analyse)
     return {
         "compile_seconds": seconds,
         "argument_bytes": stats.argument_size_in_bytes,
@@ -82,7 +95,8 @@ def compile_program(program: Program, request: dict[str, Any]) -> dict[str, Any]
         "code_bytes": stats.generated_code_size_in_bytes,
         "loop_trips": module.trips,
         "collectives": module.collectives(),
-        **hlo.costs(module, analyse, once["bytes accessed"]),
+        **also(module, instructions),
+        **hlo.costs(module, instructions, analyse, once["bytes accessed"]),
     }
 
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 MOST_TRIPS = 2**16
 """Limit for counting the trips of a loop, far above those of a training step."""
@@ -22,6 +22,8 @@ _COMPUTATION = re.compile(r"^(ENTRY )?(%?([\w.\-]+) .*\{\n((?: .*\n)*)\})", re.M
 _INSTRUCTION = re.compile(r"^ +(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\(([^)]*)\)(.*)$", re.MULTILINE)
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\](?:\{([\d,]*)(?::([^{}]*))?\})?")
 _COLLECTIVES = {"all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"}
+_PRODUCTS = {"dot", "convolution"}
+_CYCLES = re.compile(r'"estimated_cycles":"?(\d+)')
 # What a device sends to its host for a collective between slices, whose target is such as "{1,2}x{0:7}".
 _BETWEEN_SLICES = re.compile(r"_xla_megascale_target=\"\{([\d,:]+)\}.*_xla_megascale_transfer_type=\"(\w+)\"")
 # Instructions that move no bytes, or whose bytes count elsewhere: at the start of a copy, in the body of a loop.
@@ -232,13 +234,80 @@ def _bytes(array: re.Match[str], padded: bool = False) -> int:
     return math.prod(sizes) * int(bits[0]) // 8 if bits else 0
 
 
-def costs(module: Module, analyse: Callable[[str], dict[str, float]], accessed_once: float) -> dict[str, Any]:
+class Cost(NamedTuple):
+    """What an instruction costs in each of its runs.
+
+    Attributes:
+        computation: that it is in.
+        op: the instruction.
+        operands: the shapes of its operands.
+        opcodes: of it, and of what is fused in it.
+        products: of each matrix product in it, the shapes of the result and of the operands.
+        kind: see `compile_check.Operation`.
+        runs: how often it runs in a step.
+        flops: floating point operations, of splash attention by formula.
+        bytes: read from and written to HBM.
+    """
+
+    computation: str
+    op: Instruction
+    operands: list[str]
+    opcodes: set[str]
+    products: list[list[str]]
+    kind: str
+    runs: int
+    flops: float
+    bytes: float
+
+    @property
+    def cycles(self) -> int | None:
+        """The compiler's estimate of its time; None where it makes none."""
+        found = _CYCLES.search(self.op.rest)
+        return int(found[1]) if found else None
+
+
+def instruction_costs(module: Module, analyse: Callable[[str], dict[str, float]]) -> list[Cost]:
+    """Computes what the instructions of a program cost, loops and ends of asynchronous ones aside.
+
+    Args:
+        module: the program.
+        analyse: XLA's cost analysis of a module's text. It counts of an operand that is sliced the part, and of a
+            buffer updated in place the update. It knows neither memories nor tiles, and no kernel.
+    """
+    found = []
+    for name, runs in module.runs.items():
+        for op in module.computations[name].values():
+            if op.opcode in _MOVES_NOTHING or op.opcode.endswith("-done"):
+                continue
+            fused = [module.computations[called] for called in op.called]
+            opcodes = {each.opcode for names in fused for each in names.values()}
+            opcodes |= {op.opcode, op.opcode.removesuffix("-start")}
+            kind = "copy" if op.opcode.startswith(("copy", "slice-start", "dynamic-slice")) else "elementwise"
+            kind = "matrix product" if opcodes & _PRODUCTS else kind
+            kind = "collective" if opcodes & _COLLECTIVES else "kernel" if op.opcode == "custom-call" else kind
+            cost = {} if kind == "kernel" else analyse(module.alone(name, op))
+            operands = [module.computations[name][operand].shape for operand in op.operands]
+            flops = _kernel_flops(op, operands) if kind == "kernel" else cost.get("flops", 0.0)
+            products = [
+                [each.shape, *(names[one].shape for one in each.operands)]
+                for names in fused
+                for each in names.values()
+                if each.opcode in _PRODUCTS
+            ] or [[op.shape, *operands]] * (op.opcode in _PRODUCTS)
+            moved = _hbm_bytes(op, operands, cost)
+            found.append(Cost(name, op, operands, opcodes, products, kind, runs, flops, moved))
+    return found
+
+
+def costs(
+    module: Module, instructions: list[Cost], analyse: Callable[[str], dict[str, float]], accessed_once: float
+) -> dict[str, Any]:
     """Computes what a step costs with all trips of its loops.
 
     Args:
         module: the program.
-        analyse: XLA's cost analysis of a module's text. It counts a loop as one trip, of an operand that is sliced the
-            part, and of a buffer updated in place the update. It knows neither memories nor tiles, and no kernel.
+        instructions: of `instruction_costs`.
+        analyse: likewise; it counts a loop as one trip.
         accessed_once: bytes accessed by the TPU compiler's own analysis, which counts a loop as one trip.
 
     Returns:
@@ -246,26 +315,17 @@ def costs(module: Module, analyse: Callable[[str], dict[str, float]], accessed_o
         `compile_check.Operation`.
     """
     rows: dict[tuple[str, ...], dict[str, Any]] = {}
+    for one in instructions:
+        key = {**origin(one.op.rest), "kind": one.kind}
+        row: dict[str, Any] = rows.setdefault((*key.values(),), {**key, "flops": 0.0, "bytes": 0.0})
+        row["flops"] += one.runs * one.flops
+        row["bytes"] += one.runs * one.bytes
     later = 0.0  # bytes of all trips of loops but the first
     for name, runs in module.runs.items():
         for op in module.computations[name].values():
             if op.opcode == "while":
                 trips = module.runs[op.attribute("body")] - runs
                 later += trips * analyse(module.alone(name, op))["bytes accessed"]
-            if op.opcode in _MOVES_NOTHING or op.opcode.endswith("-done"):
-                continue
-            opcodes = {each.opcode for called in op.called for each in module.computations[called].values()}
-            opcodes |= {op.opcode, op.opcode.removesuffix("-start")}
-            kind = "copy" if op.opcode.startswith(("copy", "slice-start", "dynamic-slice")) else "elementwise"
-            kind = "matrix product" if opcodes & {"dot", "convolution"} else kind
-            kind = "collective" if opcodes & _COLLECTIVES else "kernel" if op.opcode == "custom-call" else kind
-            cost = {} if kind == "kernel" else analyse(module.alone(name, op))
-            operands = [module.computations[name][operand].shape for operand in op.operands]
-            flops = _kernel_flops(op, operands) if kind == "kernel" else cost.get("flops", 0.0)
-            key = {**origin(op.rest), "kind": kind}
-            row: dict[str, Any] = rows.setdefault((*key.values(),), {**key, "flops": 0.0, "bytes": 0.0})
-            row["flops"] += runs * flops
-            row["bytes"] += runs * _hbm_bytes(op, operands, cost)
     return {
         "operations": list(rows.values()),
         "flops": sum(row["flops"] for row in rows.values()),

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -26,11 +26,12 @@ from typing import Any, Literal
 
 from tpu_kit.config.loader import ModelConfig, TrainConfig
 from tpu_kit.distributed.child_process import run_child, xla_cpu_environment
-from tpu_kit.machine.chips import GIB
+from tpu_kit.machine.chips import CHIPS, GIB
 from tpu_kit.machine.compatibility import PAIRINGS
 from tpu_kit.machine.slices import find_topology
 from tpu_kit.machine.storage import atomic
-from tpu_kit.model.shape_cache import shape_key
+from tpu_kit.model.shape_cache import read_shape, shape_key
+from tpu_kit.planning.compiler.step_estimate import Sizes, estimated_seconds
 from tpu_kit.planning.cost import Collective, Work
 from tpu_kit.planning.rollouts import rollout_of
 
@@ -78,6 +79,8 @@ class Compiled:
             buffers.
         collectives: by kind.
         operations: what each operation of the model costs.
+        estimated: by kind of work, the seconds that the compiler's cost model makes of it; see `step_estimate`. Empty
+            for a chip whose clock is not known.
         out_of_memory: the compiler's error, if the step does not fit.
         trace_seconds: seconds to trace the step.
         compile_seconds: seconds to compile it.
@@ -100,6 +103,7 @@ class Compiled:
     hbm_bytes: float | None = None
     collectives: tuple[Collective, ...] = ()
     operations: tuple[Operation, ...] = ()
+    estimated: Mapping[str, float] = field(default_factory=dict)
     out_of_memory: str | None = None
     trace_seconds: float
     compile_seconds: float
@@ -128,6 +132,7 @@ class Compiled:
             f"{text} ({self.argument_bytes / GIB:.2f} arguments, {self.temporary_bytes / GIB:.2f} temporaries), "
             f"{(self.flops or 0) / 1e12:.1f} TFLOP, {self.bytes_accessed / 1e9:.1f} GB moved, "
             f"compiled in {self.compile_seconds:.0f} s"
+            + (f", {1000 * sum(self.estimated.values()):.1f} ms by its cost model" if self.estimated else "")
         )
 
 
@@ -135,7 +140,10 @@ CACHE = Path("~/.cache/tpu_kit/compiled")
 
 _NEEDED = ("torch_xla", "jax", "jaxlib", "libtpu")
 # The modules that run the compiler and read its answer.
-_READERS = ("tpu_kit.planning.compiler.compile_check", "tpu_kit.xla.compiler", "tpu_kit.xla.hlo")
+_READERS = (
+    "tpu_kit.planning.compiler.compile_check", "tpu_kit.planning.compiler.step_estimate", "tpu_kit.xla.compiler",
+    "tpu_kit.xla.hlo",
+)  # fmt: skip
 _VERSIONS = ("torch", "torch_xla", "transformers", "peft", "jax", "jaxlib")
 # No lock on the chips, no log files; and kernels without their source lines, which would make another program where the
 # kit lies in another folder.
@@ -298,7 +306,12 @@ def _compile(request: dict[str, Any], show: Callable[[str], None]) -> dict[str, 
     if (known := _read(file)) is not None:
         return asdict(known)
     show(f"compiling for {request['topology']['name']}")
-    answer = compile_program(program, request)
+    kind, shape = CHIPS[request["topology"]["name"].partition(":")[0]], read_shape(config.model)
+
+    def also(module: Any, instructions: Any) -> dict[str, Any]:
+        return {"estimated": estimated_seconds(module, instructions, Sizes.of(shape, config.lora.r), kind)}
+
+    answer = compile_program(program, request, also)
     answer.pop("loop_trips", None)
     if (memory := answer.get("out_of_memory")) is not None:
         # Some errors leave the arguments out.
