@@ -35,7 +35,7 @@ def build(config: PreTrainedConfig) -> torch.nn.Module:
 )
 def test_a_model_needs_the_modules_of_its_own_families(config: PreTrainedConfig, more: list[str]) -> None:
     found = [module.__name__ for module in families._modules_for(build(config))]
-    assert found == [f"tpu_kit.model.{name}" for name in ("attention", "splash_attention", *more)]
+    assert found == [f"tpu_kit.model.{name}" for name in ("attention", "splash_attention", "rotary", *more)]
 
 
 def test_a_family_is_found_by_each_function_that_it_replaces() -> None:

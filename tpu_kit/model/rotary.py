@@ -1,12 +1,20 @@
-"""Constant rotary frequencies: a document of a row must not depend on the longest of its neighbours.
+"""Rotary embeddings: constant frequencies, and rotation by halves on XLA.
+
+A document of a row must not depend on the longest of its neighbours.
 
 transformers changes the rotary frequencies of a whole batch with its longest position: beyond a certain length
 "longrope" (Phi-3) uses its long factors and "dynamic" another base. A document would depend on its neighbours, and
 the host would read the device in every step. Up to `max_positions` the frequencies are constant.
+
+transformers rotates queries and keys as x cos + rotate_half(x) sin, which writes the rotated halves of each to memory,
+and again in the backward pass. On XLA the halves are rotated instead, with the same roundings; the gradient is the
+rotation by the opposite angle.
 """
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -61,3 +69,75 @@ def fix_rotary(model: torch.nn.Module) -> Callable[[], None]:
                 setattr(part, name, value)
 
     return undo
+
+
+# --------------------------------------------------------------------------------------------------- rotation by halves
+
+_FUNCTION = "apply_rotary_pos_emb"
+
+
+def connect(model: torch.nn.Module, frozen: bool = True) -> None:
+    """Lets the layers of a model of transformers rotate by halves on XLA; a second call does nothing.
+
+    The function is a global of the modules that define the layers. One that computes something else is left alone.
+    """
+    for module in map(sys.modules.__getitem__, {type(part).__module__ for part in model.modules()}):
+        own = vars(module).get(_FUNCTION)
+        if own is not None and not hasattr(own, "_tpu_kit_replaces") and _rotates_halves(own):
+            replaced = functools.partial(_rotate, own)
+            replaced._tpu_kit_replaces = own  # type: ignore[attr-defined]  # a partial takes attributes
+            setattr(module, _FUNCTION, replaced)
+
+
+def _rotates_halves(own: Callable[..., Any]) -> bool:
+    """Whether a function of a family computes x cos + rotate_half(x) sin for queries and keys: by an example."""
+    query, key, angles = (
+        torch.arange(24.0, device="cpu").view(1, 1, 3, 8).sin() * factor for factor in (1.0, 2.0, 3.0)
+    )
+    angles = angles[:, 0, :, :4].repeat(1, 1, 2)
+    try:
+        for dtype in (torch.float32, torch.bfloat16):  # some families round the result to the queries' dtype
+            given = query.to(dtype), key.to(dtype), angles.cos(), angles.sin()
+            if not all(map(torch.equal, own(*given), rotate_halves(*given))):
+                return False
+    except (TypeError, ValueError, RuntimeError, IndexError):  # it takes other arguments, or returns another thing
+        return False
+    return True
+
+
+def _rotate(
+    own: Callable[..., Any], q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any,
+    **kwargs: Any,
+) -> Any:  # fmt: skip
+    """Rotates queries and keys on XLA; by the family's own function elsewhere, and of a part of a head."""
+    if q.device.type != "xla" or not cos.shape[-1] == q.shape[-1] == k.shape[-1]:
+        return own(q, k, cos, sin, *args, **kwargs)
+    return rotate_halves(q, k, cos, sin, *args, **kwargs)
+
+
+def rotate_halves(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Computes what transformers' `apply_rotary_pos_emb` does, for angles whose two halves are equal."""
+    half = cos.shape[-1] // 2
+    cos, sin = cos[..., :half].unsqueeze(unsqueeze_dim), sin[..., :half].unsqueeze(unsqueeze_dim)
+    return _Rotation.apply(q, cos, sin), _Rotation.apply(k, cos, sin)
+
+
+def _by_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+class _Rotation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.dtype = x.dtype
+        return _by_halves(x, cos, sin)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _by_halves(upstream, cos, -sin).to(ctx.dtype), None, None

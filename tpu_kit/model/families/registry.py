@@ -39,6 +39,7 @@ class Family(NamedTuple):
 FAMILIES = (
     Family("tpu_kit.model.attention"),
     Family("tpu_kit.model.splash_attention"),
+    Family("tpu_kit.model.rotary", ("apply_rotary_pos_emb",)),
     Family(
         "tpu_kit.model.families.linear_attention",
         (
