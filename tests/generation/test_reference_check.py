@@ -231,6 +231,7 @@ def test_a_decoder_that_tells_its_layers_apart_runs_in_a_loop_and_its_decode_ste
     assert max(found.values()) < 1e-4, found
 
 
+@pytest.mark.slow  # quick siblings: families that are refused by the comparison on the CPU
 @xla
 def test_an_unknown_family_is_trained_on_xla_before_it_is_downloaded(monkeypatch, tmp_path):
     found, on_xla = [], reference_check._on_xla

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -120,10 +121,7 @@ from tpu_kit.model.loop.layer_inputs import Visibility
 from tpu_kit.xla.traced_program import lowering_for_tpu
 
 found = []
-for batch, heads, pairs, length, head_dim, window, cap, prefixes, sinks in (
-    (1, 14, 2, 1024, 64, None, None, True, False), (1, 64, 8, 2048, 64, 128, None, False, True),
-    (1, 4, 2, 1024, 256, 512, 50.0, False, False), (1, 8, 1, 1024, 512, None, None, False, False),
-):
+for batch, heads, pairs, length, head_dim, window, cap, prefixes, sinks in json.loads(os.environ["CASES"]):
     inputs = [create_placeholder_tensor((batch, count, length, head_dim), torch.bfloat16).requires_grad_()
               for count in (heads, pairs, pairs)]
     inputs += [create_placeholder_tensor((heads,), torch.float32).requires_grad_()] * sinks
@@ -169,9 +167,20 @@ def test_the_kernel_gives_the_numbers_of_the_reference_for_more_shapes() -> None
 
 @needs_jax
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, the TPU compiler")
-def test_the_tpu_compiler_takes_it_with_windows_soft_caps_sinks_and_head_sizes() -> None:
-    calls = json.loads(run_loaded(FOR_THE_TPU_COMPILER, env=ENVIRONMENT).stdout.splitlines()[-1])
-    assert calls == [4, 2, 2, 2]  # forward, and all of the backward; of prefixes again
+@pytest.mark.parametrize(
+    ("cases", "calls"),  # forward, and all of the backward; of prefixes again
+    [
+        ([(1, 14, 2, 1024, 64, None, None, True, False), (1, 4, 2, 1024, 256, 512, 50.0, False, False)], [4, 2]),
+        pytest.param(
+            [(1, 64, 8, 2048, 64, 128, None, False, True), (1, 8, 1, 1024, 512, None, None, False, False)], [2, 2],
+            marks=pytest.mark.slow,
+        ),
+    ],
+)  # fmt: skip
+def test_the_tpu_compiler_takes_it_with_windows_soft_caps_sinks_and_head_sizes(cases: Any, calls: list[int]) -> None:
+    environment = ENVIRONMENT | {"CASES": json.dumps(cases)}
+    found = json.loads(run_loaded(FOR_THE_TPU_COMPILER, env=environment).stdout.splitlines()[-1])
+    assert found == calls
 
 
 @needs_jax

@@ -67,7 +67,7 @@ def weights(result: TrainResult) -> dict[str, torch.Tensor]:
     return load_file(Path(result.adapter_dir) / "adapter_model.safetensors")
 
 
-@pytest.mark.parametrize("vision", [False, True])
+@pytest.mark.parametrize("vision", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_run_on_pictures_goes_on_bit_for_bit_and_peft_loads_its_adapter(
     vision: bool, images: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
