@@ -19,13 +19,14 @@ from tests.support.vision_models import save_model
 from tpu_kit.cli import main
 from tpu_kit.config.loader import ModelConfig, TrainConfig, load_config
 from tpu_kit.data.images import processors
-from tpu_kit.data.images.chats import carried
+from tpu_kit.data.images.chats import carried, encode
 from tpu_kit.data.images.encoding import ImageEncoding
 from tpu_kit.data.images.files import PictureFiles
 from tpu_kit.distributed.replica.backends import CpuRuntime
 from tpu_kit.distributed.replica.runtime import enter
 from tpu_kit.generation import answers, reference_check
 from tpu_kit.generation.answers import Sampling, generate
+from tpu_kit.generation.prompts import PromptCodec
 from tpu_kit.generation.reference_check import check_generation, check_training
 from tpu_kit.generation.requests import read_prompts
 from tpu_kit.machine.checks import Machine
@@ -198,6 +199,34 @@ def test_a_picture_that_changed_is_never_taken_for_the_one_before(tmp_path: Path
     picture(0, (300, 20)).save(tmp_path / "photo.png")
     with pytest.raises(ValueError, match=r"image photo\.png: it has 300 x 20 pixels, other than when the rows were"):
         images.tensors([ids], len(ids), 1)
+
+
+def test_a_picture_whose_file_ends_early_is_asked_in_black_and_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = config_of(save_model(tmp_path / "model", "gemma4_unified"), **{"model.images": True})
+    picture(0, (90, 64)).save(tmp_path / "photo.png")
+    whole = (tmp_path / "photo.png").read_bytes()
+    (tmp_path / "photo.png").write_bytes(whole[: len(whole) // 2])
+    asked = [{"role": "user", "content": [{"type": "image", "image": str(tmp_path / "photo.png")}]}]
+    (reply,) = generate(config, [asked], Sampling(NEW))
+    assert "its prompt is asked with black pictures" in capsys.readouterr().err
+    black = [{"role": "user", "content": [{"type": "image", "image": Image.new("RGB", (90, 64))}]}]
+    assert reply.tokens == generate(config, [black], Sampling(NEW))[0].tokens
+
+
+def test_a_chat_without_pictures_has_the_tokens_of_a_model_that_reads_text_alone(tmp_path: Path) -> None:
+    config = config_of(save_model(tmp_path / "model", "gemma4_unified"), **{"model.images": True})
+    tokenizer = load_tokenizer(config.model)
+    codec = PromptCodec(tokenizer, AutoModelForImageTextToText.from_pretrained(tmp_path / "model"), config.data)
+    said = [("system", "Be brief."), ("user", "  a "), ("assistant", "b"), ("user", "c")]
+    chat = [{"role": role, "content": content} for role, content in said]
+    assert encode(config, tokenizer, [chat, chat[1:2]]) == [codec.encode(chat), codec.encode(chat[1:2])]
+
+
+def test_a_mapping_without_messages_is_told() -> None:
+    with pytest.raises(ValueError, match=r'^prompt 1: it has no messages; write \{"messages": '):
+        generate(load_config(None, ["device_type=cpu"]), ["a", {"question": "What?"}])
 
 
 def test_a_chat_goes_on_after_a_line_that_cannot_be_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -143,6 +143,8 @@ def as_asked(prompts: Sequence[Prompt], chat: bool | None) -> list[Prompt]:
     """
     made: list[Prompt] = []
     for number, prompt in enumerate(prompts):
+        if isinstance(prompt, Mapping) and not prompt.get("messages"):
+            raise ValueError(f'prompt {number}: it has no messages; write {{"messages": [...]}}, or a text')
         if has_pictures(prompt):
             prompt = _with_bytes(prompt, number, chat)
         if chat and isinstance(prompt, str):
