@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 _TOLERANCE = 1e-3  # of the largest logit; in fp32 another order of summation changes 1e-7 to 1e-5 of it
 _GRADIENT_TOLERANCE = 2e-2  # of the norm of a tensor's gradient; XLA:CPU changes up to 1.5e-3 of it
-_ROUNDING, _MOST = 3.0, 0.2  # times transformers' own difference, and the largest bound of logits by that
+_ROUNDING, _MOST = 2.0, 0.2  # times transformers' own difference, and the largest bound of logits by that
 _SMALL = 1e-3  # of the largest gradient's norm; a key's bias has no gradient but rounding
 _MOST_PARAMETERS = 100_000_000  # of a narrow copy
 _VOCABULARY, _WINDOW = 128, 8
