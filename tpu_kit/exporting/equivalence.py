@@ -237,14 +237,15 @@ def _in_child(job: dict[str, Any]) -> Any:
         if done.status or not result.is_file():
             said = " ".join(done.last_lines(6).split())
             raise ValueError(f"the export cannot be read in a new process ({done.how}): {said}")
-        return torch.load(result)
+        return torch.load(result, weights_only=True)
 
 
 # ---------------------------------------------------------------------------------------------------- in the child
 
 
 def _read(job: dict[str, Any]) -> list[torch.Tensor]:
-    return logits(_stock(job), job["prompts"], pictures=torch.load(job["pictures"]) if "pictures" in job else ())
+    pictures = torch.load(job["pictures"], weights_only=True) if "pictures" in job else ()
+    return logits(_stock(job), job["prompts"], pictures=pictures)
 
 
 def _stock(job: dict[str, Any]) -> torch.nn.Module:
