@@ -16,10 +16,7 @@ from tpu_kit.model.families import registry as families
 from tpu_kit.model.loop.layer_inputs import Visibility
 from tpu_kit.model.rotary import fix_rotary
 from tpu_kit.model.shape import WITHOUT_ADAPTER, check_targets
-from tpu_kit.model.weights.loading import (
-    load_base,
-    load_frozen,  # also found beside load_model
-)
+from tpu_kit.model.weights.loading import load_base, load_frozen
 from tpu_kit.model.weights.quantization import QuantizedLinear
 from tpu_kit.model.weights.quantization import layers_of as linear_layers
 

@@ -19,7 +19,7 @@ from tpu_kit.machine.slices import TargetSlice
 from tpu_kit.model.shape import Linear, Shape
 from tpu_kit.model.sharding.sharding_rules import is_column, spec_of
 from tpu_kit.planning.memory.activation_memory import objective_beside
-from tpu_kit.planning.memory.argument_memory import model_tensors, teacher_shape, trained_count
+from tpu_kit.planning.memory.argument_memory import item_bytes, model_tensors, teacher_shape, trained_count
 from tpu_kit.planning.memory.image_memory import ImageShape, images_of
 from tpu_kit.planning.rollouts import WHOLE_ROWS, cache_bytes, rollout_of, update_plan
 
@@ -161,7 +161,7 @@ def _work(config: TrainConfig, shape: Shape, plan: BatchPlan) -> Work:
     times that backward (five products for two); a kernel leaves out the half that the causal mask hides.
     """
     tokens, length, lora = plan.batch_size * config.data.max_length, config.data.max_length, config.lora
-    compute = 4 if config.model.base_dtype == "fp32" else 2
+    compute = item_bytes(config.model.base_dtype)
     weights, attention = shape.linear_weights, config.model.attention
     again = 1 if config.optim.remat == "full" else 0
     linear = shape.active_weights * (2 + again + (0 if lora.r else 1))
@@ -204,7 +204,7 @@ def _work(config: TrainConfig, shape: Shape, plan: BatchPlan) -> Work:
 
 def image_work(config: TrainConfig, images: ImageShape, count: int) -> Work:
     """The work of the features of so many images in a pass; their tokens' is that of all tokens."""
-    size = 4 if config.model.base_dtype == "fp32" else 2
+    size = item_bytes(config.model.base_dtype)
     flops = count * images.flops(config.data.max_length, config.lora.vision)
     return Work(flops, TRAFFIC / 3 * count * images.ends() * size + images.weights * size)
 
@@ -247,7 +247,7 @@ def predicted_collectives(
         sent = passes * 2 * summed / data * (slices - 1) / slices
         yield exposed("all-reduce between slices", passes, sent, over_dcn=True)
 
-    states = float(tokens * shape.hidden * (4 if config.model.base_dtype == "fp32" else 2))
+    states = float(tokens * shape.hidden * item_bytes(config.model.base_dtype))
     columns = mesh.fsdp * mesh.model
     if columns > 1:
         yield exposed("all-to-all of embeddings", passes, passes * states * (columns - 1) / columns)
@@ -296,7 +296,7 @@ def _forward(shape: Shape, dtype: str, tokens: int, length: int, chunks: int, se
 
     Without chunks of the logits, the head is not computed.
     """
-    head, compute = shape.vocabulary * shape.hidden, 4 if dtype == "fp32" else 2
+    head, compute = shape.vocabulary * shape.hidden, item_bytes(dtype)
     flops = 2 * tokens * (shape.active_weights + _scores(shape, length) * seen + head * bool(chunks))
     traffic = TRAFFIC / 3 * _ends(shape) * tokens * compute + shape.linear_weights * WEIGHT_BYTES[dtype]
     return Work(flops, traffic + chunks * head * compute)
@@ -377,7 +377,7 @@ def predicted_work(config: TrainConfig, shape: Shape, where: TargetSlice) -> tup
     if (rollout := rollout_of(config, 1 if where.mesh else where.replicas)) is None:
         return update, {}
     mesh = where.mesh or Mesh()
-    parts, size = mesh.fsdp * mesh.model, 4 if config.model.base_dtype == "fp32" else 2
+    parts, size = mesh.fsdp * mesh.model, item_bytes(config.model.base_dtype)
     seen = 1.0 if config.model.attention == "sdpa" else 0.5
     rows, width = -(-rollout.prompts // mesh.data), rollout.widths[-1]
     read = _forward(shape, config.model.base_dtype, rows * width, width, 0, seen)

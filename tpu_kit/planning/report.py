@@ -11,6 +11,7 @@ from tpu_kit.machine.chips import GIB, KAGGLE_HOURS_PER_SESSION, KAGGLE_HOURS_PE
 from tpu_kit.machine.slices import find_slice
 from tpu_kit.machine.upload_rate import upload_rate
 from tpu_kit.planning.cost import factors, image_work, link_seconds, step_time
+from tpu_kit.planning.memory.argument_memory import item_bytes
 from tpu_kit.planning.memory.image_memory import images_of
 from tpu_kit.planning.mesh_choice import largest_models
 from tpu_kit.planning.planner import Plan
@@ -108,7 +109,7 @@ def _picture(best: Plan) -> list[str]:
     config, images = best.config, images_of(best.config)
     if images is None:
         return []
-    size = 4 if config.model.base_dtype == "fp32" else 2
+    size = item_bytes(config.model.base_dtype)
     time = step_time(image_work(config, images, 1), best.where.chip)
     memory = images.batch_bytes(1) / images.room + images.work_bytes(1, config.data.max_length, size) / images.room
     kind = "A picture" if len(images.columns) > 2 else "A tile of a picture"

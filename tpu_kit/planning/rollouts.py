@@ -17,7 +17,7 @@ from tpu_kit.config.schema import RlConfig
 from tpu_kit.machine.checks import Check, Machine
 from tpu_kit.model.shape import Shape
 from tpu_kit.model.sharding.sharding_rules import cache_spec
-from tpu_kit.planning.memory.argument_memory import padded, shape_of
+from tpu_kit.planning.memory.argument_memory import item_bytes, padded, shape_of
 
 if TYPE_CHECKING:
     from tpu_kit.planning.compiler.compile_check import Compiled
@@ -121,7 +121,7 @@ def update_plan(config: TrainConfig, replicas: int) -> BatchPlan:
 
 def cache_bytes(config: TrainConfig, shape: Shape, rows: int, slots: int, mesh: Mesh | None) -> int:
     """Bytes of a key/value cache on one device, in the compute dtype: its stacks (G, B, m, S, d) for the turns G."""
-    size, mesh = 4 if config.model.base_dtype == "fp32" else 2, mesh or Mesh()
+    size, mesh = item_bytes(config.model.base_dtype), mesh or Mesh()
     total = 0
     for kind, count in shape.counted:
         if not kind.cached_heads:

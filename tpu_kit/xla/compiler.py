@@ -16,10 +16,6 @@ _RESULT_LAYOUTS = "mhlo.xla_entry_computation_result_layout"
 LOW_EFFORT = -1.0  # of XLA's exec_time_optimization_effort, whose default is 0
 
 
-def _nothing(module: hlo.Module, instructions: list[hlo.Cost]) -> dict[str, Any]:
-    return {}
-
-
 def fingerprint(program: Program) -> str:
     """Hashes the program and its donated buffers, without names and source lines."""
     from jaxlib import xla_client
@@ -32,7 +28,9 @@ def fingerprint(program: Program) -> str:
 
 
 def compile_program(
-    program: Program, request: dict[str, Any], also: Callable[[hlo.Module, list[hlo.Cost]], dict[str, Any]] = _nothing
+    program: Program,
+    request: dict[str, Any],
+    also: Callable[..., dict[str, Any]] = lambda module, instructions: {},
 ) -> dict[str, Any]:
     """Compiles for the topology of `request` and returns the fields of `compile_check.Compiled`.
 

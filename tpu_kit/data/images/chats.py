@@ -14,7 +14,7 @@ from tpu_kit.data.images.files import PictureFiles
 from tpu_kit.data.images.processors import image_processor
 from tpu_kit.data.images.prompts import png
 from tpu_kit.data.rows.columns import Layout
-from tpu_kit.data.rows.messages import IMAGE_KEYS, IMAGE_PARTS
+from tpu_kit.data.rows.messages import IMAGE_PARTS, picture_of
 from tpu_kit.model.weights.source import read_config
 
 
@@ -50,11 +50,8 @@ def carried(prompt: Any, files: PictureFiles | None = None) -> Any:
     def part(given: Any) -> Any:
         if not isinstance(given, Mapping) or given.get("type") not in IMAGE_PARTS:
             return given
-        key = next((key for key in IMAGE_KEYS if given.get(key)), None)
-        if key is None:  # the picture is in "images"
-            return given
-        bare = key == "base64" and not str(given[key]).startswith("data:")
-        return {"type": given["type"], "bytes": read(f"data:;base64,{given[key]}" if bare else given[key])}
+        picture = picture_of(given)
+        return given if picture is None else {"type": given["type"], "bytes": read(picture)}
 
     def message(given: Mapping[str, Any]) -> dict[str, Any]:
         content = given.get("content")

@@ -57,7 +57,7 @@ IMAGE = "\ufdd0"
 """What stands in the text of a message where an image does: no character of any text."""
 _IMAGE_TAG = "<image>"
 IMAGE_PARTS = ("image", "image_url", "input_image")
-IMAGE_KEYS = ("image", "image_url", "path", "url", "base64", "bytes")
+_IMAGE_KEYS = ("image", "image_url", "path", "url", "base64", "bytes")
 
 
 def learns(message: Mapping[str, Any]) -> bool:
@@ -292,6 +292,13 @@ def _with_places(text: str, images: list[Any]) -> str:
     return text.replace(_IMAGE_TAG, IMAGE)
 
 
+def picture_of(part: Mapping[str, Any]) -> Any:
+    """Returns what a part of `IMAGE_PARTS` gives for its picture, base64 as a data URL; None if a column has it."""
+    key = next((key for key in _IMAGE_KEYS if is_filled(part.get(key))), None)
+    bare = key == "base64" and not str(part["base64"]).startswith("data:")
+    return None if key is None else f"data:;base64,{part[key]}" if bare else part[key]
+
+
 def _read_parts(parts: list[Any], name: str, images: list[Any] | None = None) -> tuple[str, str]:
     """Returns text and reasoning of a content in parts; adds its images to `images`, None for one of a column."""
     texts, thoughts = [], []
@@ -303,9 +310,7 @@ def _read_parts(parts: list[Any], name: str, images: list[Any] | None = None) ->
             texts.append(part["text"] if images is None else _with_places(part["text"], images))
         elif kind in IMAGE_PARTS and images is not None:
             texts.append(IMAGE)
-            key = next((key for key in IMAGE_KEYS if is_filled(part.get(key))), None)
-            bare = key == "base64" and not str(part[key]).startswith("data:")
-            images.append(f"data:;base64,{part[key]}" if bare else key and part[key])
+            images.append(picture_of(part))
         else:
             only = "only text can be trained on" if images is None else "only text and images can be trained on"
             only += ": images with model.images=true" * (images is None and kind in IMAGE_PARTS)

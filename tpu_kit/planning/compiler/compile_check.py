@@ -306,12 +306,8 @@ def _compile(request: dict[str, Any], show: Callable[[str], None]) -> dict[str, 
     if (known := _read(file)) is not None:
         return asdict(known)
     show(f"compiling for {request['topology']['name']}")
-    kind, shape = CHIPS[request["topology"]["name"].partition(":")[0]], read_shape(config.model)
-
-    def also(module: Any, instructions: Any) -> dict[str, Any]:
-        return {"estimated": estimated_seconds(module, instructions, Sizes.of(shape, config.lora.r), kind)}
-
-    answer = compile_program(program, request, also)
+    on = Sizes.of(read_shape(config.model), config.lora.r), CHIPS[request["topology"]["name"].partition(":")[0]]
+    answer = compile_program(program, request, lambda made, costs: {"estimated": estimated_seconds(made, costs, *on)})
     answer.pop("loop_trips", None)
     if (memory := answer.get("out_of_memory")) is not None:
         # Some errors leave the arguments out.

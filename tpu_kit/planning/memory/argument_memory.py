@@ -21,6 +21,11 @@ from tpu_kit.model.sharding.sharding_rules import Embedding, Placed, Tensor, pla
 LANES, ROWS, VECTOR = 128, 8, 1024
 
 
+def item_bytes(dtype: str) -> int:
+    """Returns the bytes of a number that a step computes with: int8 and int4 weights are used in bf16."""
+    return 4 if dtype == "fp32" else 2
+
+
 def padded(shape: Sequence[int], size: float, *, free: bool = False) -> int:
     """Bytes of an array in HBM, with the padding of its tiles.
 
@@ -109,8 +114,7 @@ def model_tensors(shape: Shape, config: TrainConfig, *, scanned: bool = True) ->
     all other weights are bf16 then.
     """
     dtype = config.model.base_dtype if config.lora.r else "fp32"
-    size = 4 if dtype == "fp32" else 2
-    return _model_tensors(shape, _Stack(config.lora, size, dtype, config.model.quant_group), scanned)
+    return _model_tensors(shape, _Stack(config.lora, item_bytes(dtype), dtype, config.model.quant_group), scanned)
 
 
 @lru_cache(64)  # a plan estimates many settings of one model
