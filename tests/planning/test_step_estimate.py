@@ -104,6 +104,19 @@ def test_a_copy_beside_enough_work_costs_nothing() -> None:
     assert found["copies that are waited for"] == 0
 
 
+def test_a_copy_beside_a_loop_is_covered_by_all_of_its_trips() -> None:
+    """One of 8 MiB takes 10 us, a trip 3 us and the loop 16."""
+    array, near = "f32[2048,1024]{1,0:T(8,128)}", "f32[2048,1024]{1,0:T(8,128)S(1)}"
+    begin = f"  %far = {array} parameter(5)\n  %begun = ({near}, {array}, u32[]{{:S(2)}}) copy-start(%far)\n"
+    end = f"  %here = {near} copy-done(%begun)\n"
+    text = STEP.replace("q: bf16[1,2,256,64])", "q: bf16[1,2,256,64], far: f32[2048,1024])")
+    text = text.replace("  %loop = ", f"{begin}  %loop = ").replace("  %h = ", f"{end}  %h = ")
+    name = "copies that are waited for"
+    assert estimate(text)[name] == pytest.approx(estimate(STEP)[name])
+    once = text.replace("constant(5)\n", "constant(1)\n")
+    assert estimate(once)[name] > 5e-6 > estimate(STEP)[name]
+
+
 def test_heads_narrower_than_a_matrix_unit_cost_more() -> None:
     """The kernel's FLOPs are for half of the unit's columns, as long as its bytes do not cost more."""
     wide = estimate(STEP.replace("[1,2,256,64]", "[1,2,4096,64]"))
