@@ -151,7 +151,7 @@ def test_a_run_on_pictures_is_exported_and_compared_with_pictures(
     stock = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32)
     ours = load_for_generation(config.model, tmp_path / "run" / "adapter")
     families.set_attention(base_model(ours), attention.SDPA)
-    ours._tpu_kit_compute_dtype = torch.float32  # type: ignore[assignment]
+    ours._tpu_kit_compute_dtype = torch.float32  # type: ignore[assignment]  # mypy expects a tensor or a module
     one, settings = vision_reference.documents(stock.config)[0], stock.config
     batch = {"input_ids": one.ids[None]} | vision_reference.images_of(settings, [one], [0], len(one.ids))
     with torch.no_grad():

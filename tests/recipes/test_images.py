@@ -87,7 +87,7 @@ def test_a_run_on_pictures_goes_on_bit_for_bit_and_peft_loads_its_adapter(
     batch = prepare_run(config).train.tensors(torch.arange(1).numpy())
     ours = load_for_generation(config.model, whole.adapter_dir)
     families.set_attention(models.base_model(ours), attention.SDPA)
-    ours._tpu_kit_compute_dtype = torch.float32  # type: ignore[assignment]
+    ours._tpu_kit_compute_dtype = torch.float32  # type: ignore[assignment]  # mypy expects a tensor or a module
     full = AutoModelForImageTextToText.from_pretrained(images / "model", dtype=torch.float32)
     theirs = PeftModel.from_pretrained(full, whole.adapter_dir).eval()
     families.connect(models.base_model(theirs), frozen=False)
@@ -125,7 +125,7 @@ def dies_while_decoding(config: TrainConfig, after: int) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
         return picture
 
-    PictureFiles.decoded = dying  # type: ignore[method-assign]
+    PictureFiles.decoded = dying  # type: ignore[method-assign]  # of this process, which is killed
     train(config)
 
 
@@ -220,7 +220,7 @@ def test_held_out_questions_are_answered_with_their_pictures(
     assert prepared.eval is not None
     model = load_for_generation(config.model)
     families.set_attention(models.base_model(model), attention.SDPA)
-    model._tpu_kit_compute_dtype = torch.float32  # type: ignore[assignment]
+    model._tpu_kit_compute_dtype = torch.float32  # type: ignore[assignment]  # mypy expects a tensor or a module
     batch = prepared.eval.tensors(np.arange(len(prepared.eval)))
     with torch.no_grad():
         logits = models.logits(model, batch)[:, :-1].flatten(0, 1)

@@ -161,7 +161,7 @@ class PictureFiles:
             elif not stat.S_ISREG(os.stat(address).st_mode):  # opening a pipe would never end
                 raise ValueError("this is not a regular file; name another")
             else:
-                opened = open(address, "rb")  # noqa: SIM115
+                opened = open(address, "rb")  # noqa: SIM115  closed below
         except (OSError, ValueError) as error:
             missing = isinstance(error, FileNotFoundError)
             raise RowError(f"image {name_of(source)}: {'no such file' if missing else error}") from error
