@@ -124,5 +124,10 @@ def test_heads_narrower_than_a_matrix_unit_cost_more() -> None:
     assert wide["attention kernel"] == pytest.approx(2 * flops / FLOPS)
 
 
+def test_the_queries_of_one_row_have_no_dimension_of_rows() -> None:
+    one = STEP.replace("bf16[1,2,256,64]{3,2,1,0", "bf16[2,256,64]{2,1,0").replace("bf16[1,2,256,64]", "bf16[2,256,64]")
+    assert estimate(one)["attention kernel"] == pytest.approx(estimate(STEP)["attention kernel"])
+
+
 def test_without_a_clock_there_is_no_estimate() -> None:
     assert estimate(STEP, "v6e") == {}

@@ -112,7 +112,7 @@ def _seconds(one: Cost, chip: Chip) -> float:
         return one.cycles / chip.clock
     narrow = 1.0
     if "splash" in one.op.name:
-        queries = next(array for shape in one.operands for array in _arrays(shape) if len(array) == 4)
+        queries = next(_arrays(shape)[0] for shape in one.operands if shape.startswith(("bf16", "f32")))
         narrow = max(1.0, MATRIX_UNIT / queries[-1])
     return max(narrow * one.flops / chip.bf16_flops, one.bytes / chip.hbm_bandwidth)
 
