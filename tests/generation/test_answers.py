@@ -422,10 +422,10 @@ def test_the_cache_is_changed_in_place_and_weights_are_read_at_each_call(on_xla:
         pairs = re.findall(
             r"\{(\d*)\}: \((\d+), \{\}", header.partition("input_output_alias=")[2].partition(", entry")[0]
         )
-        # The cache of eight rows, a stack for a loop over all layers: (3 layers, 8, 2 heads, slots, 8).
+        # The cache of eight rows, a stack for a loop over all layers: (3 layers, 8, 2 heads of 8 side by side).
         layout = header.partition("entry_computation_layout={(")[2]
         arguments, _, results = layout.partition(")->")
-        caches = [len(re.findall(r"f32\[3,8,2,160,8\]", part)) for part in (arguments, results)]
+        caches = [len(re.findall(r"f32\[3,8,1,160,16\]", part)) for part in (arguments, results)]
         if caches[0] and " while(" in text:
             aliased[file.name] = (caches, len(pairs))
     assert aliased, sorted(path.name for path in folder.iterdir())[:20]
@@ -521,6 +521,9 @@ def test_prefill_and_decode_compile_for_a_tpu_with_the_cache_in_place(tmp_path: 
     decode = found["decode"]
     weights = 2 * (2048 * 256 + 2 * (256 * (256 + 256 + 128 + 128) + 3 * 256 * 512))
     assert weights < decode["argument_bytes"] < weights + 2 * found["cache_bytes"] + 2**19
+    # Nor do layers in a loop copy it into another layout.
+    loops = found["decode in loops"]
+    assert loops["aliased_bytes"] >= found["cache_bytes"] > 4 * loops["temporary_bytes"], loops
 
 
 @pytest.mark.slow

@@ -11,21 +11,23 @@ from typing import Any
 from transformers import AutoConfig
 
 from tests.support.compiler_models import cache_bytes_per_token
-from tpu_kit.config.loader import load_config
+from tpu_kit.config.loader import as_trained, load_config
 from tpu_kit.machine.slices import find_topology
 from tpu_kit.planning.compiler.trace import trace_generation
 from tpu_kit.xla.compiler import compile_program
 
 
 def compile_both(model: str, rows: int, width: int, slots: int, *changes: str) -> dict[str, Any]:
-    """What the compiler says of prefill and decode for one v5e, and the bytes of the cache."""
+    """What the compiler says of prefill and decode for one v5e, also in training; and the bytes of the cache."""
     config = load_config(None, [f"model.name={model}", "lora.r=0", *changes])
+    limits = [f"rl.max_prompt_length={width}", f"rl.max_completion_length={slots - width}"]
+    trained = as_trained(load_config(None, [f"model.name={model}", "max_steps=1", f"max_length={slots}", *limits]))
     _, topology = find_topology("v5e", 1)
     request = {"num_replicas": 1, "effort": "full", "topology": asdict(topology)}
     settings = AutoConfig.from_pretrained(model)
     found: dict[str, Any] = {"cache_bytes": rows * slots * cache_bytes_per_token(settings, 2)}
-    for part in ("prefill", "decode"):
-        program = trace_generation(config, 1, part, rows=rows, width=width, slots=slots)
+    for part, run in (("prefill", config), ("decode", config), ("decode in loops", trained)):
+        program = trace_generation(run, 1, part.partition(" ")[0], rows=rows, width=width, slots=slots)
         stacks = [name for name in program.arguments if name.startswith("cache.")]
         found[part] = compile_program(program, request) | {"stacks": stacks}
     return found

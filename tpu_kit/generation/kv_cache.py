@@ -1,7 +1,7 @@
 """The cache of generation, and attention over it, for any model of transformers.
 
 A layer has two buffers, keys and values, (B, key-value heads, slots, size); see `Cache` for layers that run as a loop,
-and for layers with a state.
+and for layers with a state. On XLA, narrow heads of a loop lie side by side (`heads_beside`).
 A slot holds one token. Row i has a prompt of n_i tokens, padded on the right to the width P of the batch: key j < n_i
 is in slot j, and the mask hides the other slots up to P. Step t writes the keys of all rows into slot P + t, at
 position n_i + t. So all rows write to the same slot, and the mask is a function of n, P and t, which are inputs of the
@@ -23,8 +23,9 @@ from tpu_kit.model import attention, splash_attention
 from tpu_kit.model.loop import layer_inputs
 from tpu_kit.model.loop.layer_inputs import LayerCache
 from tpu_kit.model.sharding.sharding_rules import cache_spec
-from tpu_kit.xla.scan import Tensors, slice_at, write_slot
+from tpu_kit.xla.scan import Tensors, slice_at
 from tpu_kit.xla.sharding import constrain
+from tpu_kit.xla.slot_writes import write_slot
 
 CACHED = "tpu_kit_cached"
 
@@ -115,12 +116,14 @@ class Cache(LayerCache):
 
     def update(self, key: torch.Tensor, value: torch.Tensor, layer: int, *_: Any, **__: Any) -> Any:
         """Stores keys and values and returns those to attend to; called by the layers of transformers."""
+        count = heads_beside(key, value) if self._count > 1 else 1
+        new = {"keys": side_by_side(key, count), "values": side_by_side(value, count)}
         if not self.stacks:
-            for name, new in (("keys", key), ("values", value)):
-                self.buffers[layer, name] = Buffer(self._count, new.shape[1], None, new.shape[3])
+            for name, one in new.items():
+                self.buffers[layer, name] = Buffer(self._count, one.shape[1], None, one.shape[3])
             return key, value
         slot = self.step.slot if self.step else None
-        pair = [self._write(layer, name, new, slot) for name, new in (("keys", key), ("values", value))]
+        pair = [self._write(layer, name, one, slot) for name, one in new.items()]
         return pair if self.step else (key, value)
 
     def get_conv_state(self, layer: int, state_idx: int = 0) -> None:
@@ -212,6 +215,26 @@ class Cache(LayerCache):
         return other
 
 
+_LANES = 128  # of a TPU, which pads the minor dimension of an array to a multiple of them
+
+
+def heads_beside(key: torch.Tensor, value: torch.Tensor) -> int:
+    """Returns how many heads of layers in a loop lie side by side in the cache, so that they fill the lanes of a TPU.
+
+    The compiler would make slots or rows the minor dimension of narrower stacks, and each layer would copy its part.
+    Of layers one by one it copies no cache. On a mesh, heads stay apart, as it shards them.
+    """
+    if key.device.type != "xla" or active_mesh().size > 1 or key.shape[3] != value.shape[3]:
+        return 1
+    most = max(1, _LANES // key.shape[3])
+    return next(count for count in range(most, 0, -1) if key.shape[1] % count == 0)
+
+
+def side_by_side(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """Puts each `count` heads beside each other: (B, heads, n, D) to (B, heads / count, n, count * D)."""
+    return torch.cat([tensor[:, first::count] for first in range(count)], -1) if count > 1 else tensor
+
+
 def stack_spec(shape: Sequence[int]) -> Spec:
     """Returns the sharding of a stack, (G, B, heads, slots, size)."""
     return (None, *cache_spec(active_mesh(), shape[1:]))
@@ -277,10 +300,18 @@ def _attend_one(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scaling: float | None,
     softcap: float | None, s_aux: torch.Tensor | None, plain: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """Attention of a decode step over the cache: (B, key-value heads, query heads of each, D); plain = not on XLA."""
+    """Attention of a decode step over the cache; plain = not on XLA.
+
+    Returns:
+        (B, m, query heads of each m, D) for the m heads of the cache, one or more side by side.
+    """
     batch, heads, _, size = query.shape
     # The query heads of a key head become query positions, which avoids repeating the cache for each query head.
+    beside = key.shape[3] // size
     grouped = query.to(value.dtype).reshape(batch, key.shape[1], heads // key.shape[1], size)
+    if beside > 1:  # zeros meet the keys of the other heads
+        parts = enumerate(grouped.chunk(beside, 2))
+        grouped = torch.cat([F.pad(part, (at * size, (beside - 1 - at) * size)) for at, part in parts], 2)
     if softcap is None and s_aux is None and plain:
         return F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
     # On XLA the function above scales the whole cache instead of the query, and `matmul` joins rows and heads to one
@@ -291,4 +322,5 @@ def _attend_one(
     scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     sinks = None if s_aux is None else s_aux.view(*scores.shape[1:3], 1)
     weights = attention.weights_of(scores, sinks).to(value.dtype)
-    return torch.einsum("bhgs,bhsd->bhgd", weights, value)
+    output = torch.einsum("bhgs,bhsd->bhgd", weights, value)
+    return torch.cat([part.chunk(beside, 3)[at] for at, part in enumerate(output.chunk(beside, 2))], 2)

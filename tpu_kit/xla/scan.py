@@ -267,35 +267,6 @@ class Traced:
         return found[1 : 1 + self._carried] + found[end : end + len(zeros)]
 
 
-def write_slot(stack: torch.Tensor, new: torch.Tensor, place: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
-    """Returns a stack of buffers with `new` written into one of them, from a slot on, in place.
-
-    torch_xla lowers `index_copy` to a scatter, which a TPU cannot do in place.
-
-    Args:
-        stack: (G, B, heads, S, D).
-        new: (B, heads, n, D), of the same dtype.
-        place: of the buffer, () int64.
-        slot: (1,) int64.
-    """
-    if stack.device.type != "xla":
-        stack[place].index_copy_(2, slot + torch.arange(new.shape[2], device=new.device), new)
-        return stack
-    return _slot_writer()(stack, new, place, slot)
-
-
-@cache
-def _slot_writer() -> Any:
-    import torch_xla.core.xla_builder as xb
-    import torch_xla.core.xla_op_registry as registry
-
-    def lower(stack: Any, new: Any, place: Any, slot: Any) -> Any:
-        zero = xb.Op.scalar(slot.builder(), 0, dtype=xb.Type.S64)
-        return stack.dynamic_update_slice(new.broadcast((1,)), [place, zero, zero, slot.reshape(()), zero])
-
-    return registry.register("tpu_kit_write_slot", lower)
-
-
 def replace_contents(buffers: Sequence[torch.Tensor], found: list[torch.Tensor]) -> None:
     """Copies new contents into buffers, in place on XLA, and clears the list `found`.
 

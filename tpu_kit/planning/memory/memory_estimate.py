@@ -196,7 +196,7 @@ class _Rounds(_Step):
         yield made("prefill", (*model, "prompt_cache"), self.prefill(rollout.prompts, rollout.widths[-1]), code)
         if rollout.copies:
             yield made("samples", ("prompt_cache",), {"cache_copy": prompts}, 0, results=samples)
-        yield made("decode", (*model, cache), self.decode(rollout.samples, samples), code, also=cached)
+        yield made("decode", (*model, cache), self.decode(rollout.samples), code, also=cached)
         moment, beyond = self.alive.reported(update=False)
         passes = update_plan(config, self.alive.batches).gradient_accumulation
         reads, sent = (*model, "teacher_weights", "gradient_buffer", "batch"), {"batch": batch * passes}
@@ -216,14 +216,10 @@ class _Rounds(_Step):
         layer = max(most(kind.forward, tokens, tile) for kind in self.shape.kinds) * self.alive.compute / 2
         return {"weight_copies": self.alive.copies(), "layer": layer / mesh.fsdp}
 
-    def decode(self, rows: int, cache: int) -> dict[str, float]:
-        """Temporaries of decode steps: the cache in the layout in which slots are written, and logits.
-
-        Of the cache of layers that run as a loop half is copied: keys or values, or each in place of the other.
-        """
+    def decode(self, rows: int) -> dict[str, float]:
+        """Temporaries of decode steps: logits; the cache is read and written where it lies."""
         mesh, shape = self.mesh or Mesh(), self.shape
-        copied = sum(loop.period * loop.turns for loop in shape.loops if loop.turns > 1) / 2
         return {
-            "weight_copies": self.alive.copies(), "cache_copy": copied / shape.layers * cache,
+            "weight_copies": self.alive.copies(),
             "logits": LOGITS * 4.0 * -(-rows // mesh.data) * shape.vocabulary,
         }  # fmt: skip

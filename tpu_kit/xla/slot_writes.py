@@ -1,0 +1,50 @@
+"""Writes into the key/value cache of generation, in place."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+_SLOTS = 16  # rows of a tile of bf16, which a TPU writes whole
+
+
+def write_slot(stack: torch.Tensor, new: torch.Tensor, place: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
+    """Returns a stack of buffers with `new` written into one of them, from a slot on, in place.
+
+    torch_xla lowers `index_copy` to a scatter, which a TPU cannot do in place. Into a stack of several buffers a single
+    slot is written with its neighbours, which are read before: the compiler gives a stack the layout of what is written
+    into it, and that of a single slot is one which attention reads by copies of whole buffers.
+
+    Args:
+        stack: (G, B, heads, S, D).
+        new: (B, heads, n, D), of the same dtype.
+        place: of the buffer, () int64.
+        slot: (1,) int64.
+    """
+    if stack.device.type != "xla":
+        stack[place].index_copy_(2, slot + torch.arange(new.shape[2], device=new.device), new)
+        return stack
+    count = min(_SLOTS, stack.shape[3]) if new.shape[2] == 1 and stack.shape[0] > 1 else new.shape[2]
+    first = slot if count == new.shape[2] else (slot & -_SLOTS).clamp(max=stack.shape[3] - count)
+    return _slot_writer(count)(stack, new, place, first, slot - first)
+
+
+@cache
+def _slot_writer(count: int) -> Any:
+    import torch_xla.core.xla_builder as xb
+    import torch_xla.core.xla_op_registry as registry
+
+    def lower(stack: Any, new: Any, place: Any, first: Any, own: Any) -> Any:
+        zero = xb.Op.scalar(first.builder(), 0, dtype=xb.Type.S64)
+        start, part = [place, zero, zero, first.reshape(()), zero], new.broadcast((1,))
+        if count > new.shape().sizes[2]:
+            sizes = [1, *new.shape().sizes[:2], count, new.shape().sizes[3]]
+            places = xb.Op.iota(first.builder(), xb.Shape.create(xb.Type.S64, sizes), 3)
+            alone = new.reshape([1, *new.shape().sizes[:2], sizes[4]]).broadcast_in_dim(sizes, (0, 1, 2, 4))
+            mine = places == own.reshape(()).broadcast(sizes)
+            part = mine.select(alone, stack.dynamic_slice(start, sizes))
+        return stack.dynamic_update_slice(part, start)
+
+    return registry.register(f"tpu_kit_write_{count}_slots", lower)
