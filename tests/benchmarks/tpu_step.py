@@ -1,21 +1,29 @@
-"""The time of a training step by the TPU compiler's cost model, by kind of work: `python -m tests.benchmarks.tpu_step`.
+"""Times by the TPU compiler's cost model, ours beside Tunix's, by kind of work: `python -m tests.benchmarks.tpu_step`.
 
-LoRA r=16 on all linear layers, 4 x 1,024 tokens, compiled for one v5e chip; nothing is run. The estimate and what it
-leaves out: `tpu_kit/planning/compiler/step_estimate.py`. With `--settings remat=outputs` the runs have other settings.
-The compiler's answers are kept on disk.
+A training step: LoRA r=16 on all linear layers, 4 x 1,024 tokens. With `--decode` a token of 64 rows whose cache has
+512 slots, as `grpo` and evaluation while training decode it. All is compiled for one v5e chip; nothing is run. The
+estimate and what it leaves out: `tpu_kit/planning/compiler/step_estimate.py`. With `--settings remat=outputs` our runs
+have other settings. Tunix's answers are those of `tpu_peer`, with and without recomputation; the quicker one that fits
+counts. All answers are kept on disk.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from tpu_kit.config.loader import TrainConfig, load_config
+from tests.benchmarks.tpu_peer import compile_peer
+from tpu_kit.config.loader import TrainConfig, as_trained, load_config
+from tpu_kit.generation.decoder import BLOCK
 from tpu_kit.machine.chips import GIB
 from tpu_kit.planning.compiler.compile_check import Compiled, compile_step
 
 CHIP = "v5e:1x1"
-SETTINGS = ("device_type=tpu", "max_steps=10", "lora.r=16", "batch_size=4", "max_length=1024")
+ROWS, LENGTH = 4, 1024
+SETTINGS = ("device_type=tpu", "max_steps=10", "lora.r=16", f"batch_size={ROWS}", f"max_length={LENGTH}")
+DECODED = {"rows": 64, "width": 256, "slots": 512}
+SAMPLING = ("rl.max_prompt_length=256", "rl.max_completion_length=256")
 MODELS = {
     "qwen2.5-0.5b": ("model.name=Qwen/Qwen2.5-0.5B",),
     "llama-3.2-1b": ("model.name=meta-llama/Llama-3.2-1B",),
@@ -25,32 +33,71 @@ MODELS = {
 
 def configuration(model: str, changes: Sequence[str] = ()) -> TrainConfig:
     """The run of a model in `MODELS`."""
-    return load_config(None, [*SETTINGS, *MODELS[model], *changes])
+    return as_trained(load_config(None, [*SETTINGS, *MODELS[model], *changes]))
+
+
+def seconds(one: Compiled) -> float:
+    """The estimate of a program; infinite where it does not fit."""
+    return sum(one.estimated.values()) if one.fits else float("inf")
 
 
 def table(answers: dict[str, Compiled]) -> str:
-    """A column for each model: the compiler's figures, and below them the estimate by kind of work."""
-    figures = {
+    """A column for each program: the compiler's figures, and below them the estimate by kind of work."""
+    figures: dict[str, Callable[[Compiled], float | None]] = {
         "GiB": lambda one: one.total_bytes / GIB,
-        "TFLOP": lambda one: (one.flops or 0.0) / 1e12,
-        "HBM GB": lambda one: (one.hbm_bytes or 0.0) / 1e9,
+        "TFLOP": lambda one: None if one.flops is None else one.flops / 1e12,
+        "HBM GB": lambda one: None if one.hbm_bytes is None else one.hbm_bytes / 1e9,
         "compile s": lambda one: one.compile_seconds,
-        "estimated ms": lambda one: 1000 * sum(one.estimated.values()),
+        "estimated ms": lambda one: 1000 * seconds(one) if one.fits else None,
     }
     rows = {name: [figure(one) for one in answers.values()] for name, figure in figures.items()}
     kinds = dict.fromkeys(kind for one in answers.values() for kind in one.estimated)
     rows |= {f"of it {kind}": [1000 * one.estimated.get(kind, 0.0) for one in answers.values()] for kind in kinds}
     lines = [f"| | {' | '.join(answers)} |", f"|---|{'---:|' * len(answers)}"]
-    return "\n".join(lines + [f"| {name} | {' | '.join(f'{one:.2f}' for one in row)} |" for name, row in rows.items()])
+    cells = {name: " | ".join("-" if one is None else f"{one:.2f}" for one in row) for name, row in rows.items()}
+    return "\n".join(lines + [f"| {name} | {row} |" for name, row in cells.items()])
+
+
+def comparison(ours: Compiled, peers: dict[str, Compiled]) -> str:
+    """Our time and memory as shares of the peer's at its quickest setting that fits."""
+    name, best = min(peers.items(), key=lambda item: seconds(item[1]))
+    if not best.fits:
+        return "Tunix does not fit."
+    return (
+        f"Of {name}: {seconds(ours) / seconds(best):.2f} of the time, "
+        f"{ours.total_bytes / best.total_bytes:.2f} of the memory."
+    )
+
+
+def of_a_token(block: Compiled) -> Compiled:
+    """The figures of one of a program's `BLOCK` steps of decoding; memory and seconds of the compile stay."""
+    estimated = {kind: value / BLOCK for kind, value in block.estimated.items()}
+    return replace(
+        block, estimated=estimated, flops=(block.flops or 0.0) / BLOCK, hbm_bytes=(block.hbm_bytes or 0.0) / BLOCK
+    )
 
 
 def main() -> None:
-    """Compiles the steps and prints the table."""
+    """Compiles the programs and prints a table for each model."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--settings", nargs="+", default=[], metavar="key=value", help="as on the command line")
+    parser.add_argument("--decode", action="store_true", help="a decoded token in place of a training step")
+    parser.add_argument("--alone", action="store_true", help="without Tunix, whose environment is made when it is used")
     options = parser.parse_args()
-    print(table({name: compile_step(configuration(name, options.settings), CHIP) for name in options.models}))
+    for model in options.models:
+        config = configuration(model, [*options.settings, *(SAMPLING if options.decode else ())])
+        if options.decode:
+            ours = of_a_token(compile_step(config, CHIP, part="decode", sizes=DECODED))
+            asked = {"Tunix": ("decode", tuple(DECODED.values()), "NONE")}
+        else:
+            ours = compile_step(config, CHIP)
+            asked = {f"Tunix, remat={one}": ("step", (ROWS, LENGTH), one) for one in ("NONE", "DECODER")}
+        named = {} if options.alone else asked
+        peers = {name: compile_peer(model, config, CHIP, *request) for name, request in named.items()}
+        print(f"{table({model: ours} | peers)}\n", flush=True)
+        if peers:
+            print(f"{comparison(ours, peers)}\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import gzip
 import importlib.util
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.benchmarks import memory, objectives, tpu_step
+from tests.benchmarks import memory, objectives, tpu_peer, tpu_step
+from tests.planning.test_step_estimate import STEP
 from tests.support.child_processes import REPOSITORY, run_python
 from tpu_kit.planning.compiler.compile_check import Compiled
 
@@ -65,6 +68,47 @@ def test_the_table_of_estimated_steps_has_a_row_for_each_kind_of_work():
     assert lines[0] == "| | a | b |" and "| estimated ms | 70.00 | 50.00 |" in lines
     assert lines[-2:] == ["| of it loss | 20.00 | 0.00 |", "| of it adapters | 0.00 | 10.00 |"]
     assert all(tpu_step.configuration(model).lora.r == 16 for model in tpu_step.MODELS)
+    broken = replace(_compiled(20.0, 0.0, 9.0), fits=False, flops=None, hbm_bytes=None)
+    lines = tpu_step.table({"a": one, "b": broken}).splitlines()
+    assert "| TFLOP | 12.00 | - |" in lines and "| estimated ms | 70.00 | - |" in lines
+    told = tpu_step.comparison(one, {"x": broken, "y": replace(one, estimated={"loss": 0.14}, total_bytes=3 * 2**30)})
+    assert told == "Of y: 0.50 of the time, 0.50 of the memory."
+    assert tpu_step.comparison(one, {"x": broken}) == "Tunix does not fit."
+
+
+def test_a_decoded_token_is_a_sixteenth_of_the_program():
+    block = replace(_compiled(1.5, 16e12, 40.0), estimated={"loss": 0.016})
+    token = tpu_step.of_a_token(block)
+    assert (token.flops, token.estimated, token.total_bytes) == (1e12, {"loss": 0.001}, block.total_bytes)
+    assert tpu_step.configuration("qwen2.5-0.5b", tpu_step.SAMPLING).on_policy
+
+
+def test_a_program_of_tunix_is_compiled_once_and_read_by_our_estimate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("jaxlib.xla_client")
+    asked = list[dict[str, Any]]()
+    names = ("argument", "output", "alias", "temp", "generated_code")
+    stats = {f"{name}_size_in_bytes": 2**number for number, name in enumerate(names)}
+    says = {"trace_seconds": 1.0, "compile_seconds": 2.0}
+
+    def compiles(request: dict[str, Any], figures: Path, text: Path) -> None:
+        asked.append(request)
+        if request["remat"] == "NONE":
+            used = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 17.00G of 15.75G hbm."
+            figures.write_text(json.dumps(says | {"out_of_memory": used}))
+            return
+        text.write_bytes(gzip.compress(STEP.encode()))
+        figures.write_text(json.dumps(says | {"stats": stats, "accessed_once": 1e9}))
+
+    monkeypatch.setattr(tpu_peer, "FOLDER", tmp_path)
+    monkeypatch.setattr(tpu_peer, "_compile", compiles)
+    config = tpu_step.configuration("qwen2.5-0.5b")
+    for remat in ("DECODER", "NONE", "DECODER"):
+        found = tpu_peer.compile_peer("qwen2.5-0.5b", config, tpu_step.CHIP, "step", (4, 1024), remat)
+        assert found.fits == (remat == "DECODER") and found.compile_seconds == 2.0
+        assert found.total_bytes == (1 + 2 - 4 + 8 + 16 if found.fits else 17 * 2**30)
+        assert (found.estimated.get("attention kernel", 0) > 0) == found.fits
+    assert [one["remat"] for one in asked] == ["DECODER", "NONE"]
+    assert {(one["preset"], one["rank"], one["int8"]) for one in asked} == {("qwen2p5_0p5b", 16, False)}
 
 
 def test_the_memory_benchmark_says_which_goals_are_met_and_what_binds():

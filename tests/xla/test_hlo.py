@@ -310,6 +310,10 @@ def test_splash_counts_the_blocks_that_a_mask_leaves() -> None:
     assert flops("splash_mha_fwd_segmented_residuals_block_kv_512", 4, 4) == 2 * (1 + 2 + 3 + 4)
     assert flops("vmap_splash_mha_dkv_segmented_block_kv_dkv_512", 4, 4) == 5 * (1 + 2 + 3 + 4)
     assert flops("splash_mha_fwd_segmented_residuals_block_kv_512", 4, 2) == 2 * (1 + 2 + 2 + 2)  # a window
+    # Another trainer's backward pass may have two kernels, which both compute scores and the gradient of weights.
+    assert flops("splash_mha_dq_segmented_block_q_dq_512", 4, 4) == 3 * (1 + 2 + 3 + 4)
+    both = SPLASH.replace("  ROOT", "  %splash_mha_dq_1.2 = bf16[] constant(0)\n  ROOT")
+    assert costs(both.format(name="splash_mha_dkv_x", rows=4, width=4))["flops"] / product == 4 * (1 + 2 + 3 + 4)
     estimate = SPLASH.replace('_call"\n', '_call", backend_config={{"cost_estimate":{{"flops":77}}}}\n')
     assert costs(estimate.format(name="other", rows=4, width=4))["flops"] == 77
 

@@ -74,18 +74,33 @@ def compile_program(
             "out_of_memory": {**memory, "text": text},
         }
     seconds = time.monotonic() - start
-    stats = done.get_compiled_memory_stats()
-    module = hlo.Module(done.hlo_modules()[0].to_string())
-    client = xla_client.make_cpu_client()
+    once = done.cost_analysis()
+    once = once[0] if isinstance(once, list) else once
+    text = done.hlo_modules()[0].to_string()
+    figures = compiled_figures(text, done.get_compiled_memory_stats(), once["bytes accessed"], also)
+    return {"compile_seconds": seconds, **figures}
+
+
+def compiled_figures(
+    text: str, stats: Any, accessed_once: float, also: Callable[..., dict[str, Any]]
+) -> dict[str, Any]:
+    """Reads a compiled program, ours or another trainer's; returns what `compile_program` does, without seconds.
+
+    Args:
+        text: of the program.
+        stats: XLA's figures of its memory.
+        accessed_once: see `hlo.costs`.
+        also: see `compile_program`.
+    """
+    from jaxlib import xla_client
+
+    module, client = hlo.Module(text), xla_client.make_cpu_client()
 
     def analyse(text: str) -> Any:
         return xla_client._xla.hlo_module_cost_analysis(client, xla_client._xla.hlo_module_from_text(text))
 
-    once = done.cost_analysis()
-    once = once[0] if isinstance(once, list) else once
     instructions = hlo.instruction_costs(module, analyse)
     return {
-        "compile_seconds": seconds,
         "argument_bytes": stats.argument_size_in_bytes,
         "output_bytes": stats.output_size_in_bytes,
         "aliased_bytes": stats.alias_size_in_bytes,
@@ -94,7 +109,7 @@ def compile_program(
         "loop_trips": module.trips,
         "collectives": module.collectives(),
         **also(module, instructions),
-        **hlo.costs(module, instructions, analyse, once["bytes accessed"]),
+        **hlo.costs(module, instructions, analyse, accessed_once),
     }
 
 
