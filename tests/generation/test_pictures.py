@@ -161,7 +161,15 @@ def test_commands_and_files_ask_about_pictures(
         (["image=https://a.b/c.png", "prompt=a"], "images are not fetched from the web"),
         (["image=pictures/asked.jsonl", "prompt=a"], "no picture of the kinds"),
         ([*asked, "chat=false"], "chat=false, and a chat template says where its pictures are"),
-        ([*asked, "model.name=embedded"], "embedded has no part for images"),
+        ([*asked, "model.name=embedded"], "embedded has no part for images: name a model that sees, such as google/"),
+        (
+            ["image=pictures/photo.png", "prompt=<image> <image> a"],
+            "(<image>) 2 times, and 1 pictures: give image=FILE",
+        ),
+        (
+            ["prompt=<image> a", "model.images=true"],
+            "(<image>) 1 times, and 0 pictures: give image=FILE for each place",
+        ),
         ([*asked, f"model.name={bare}"], "has no chat template, which says where it is"),
     ):
         assert main(["generate", *here, *arguments]) in (1, 2), arguments
@@ -238,7 +246,7 @@ def test_a_chat_goes_on_after_a_line_that_cannot_be_asked(tmp_path: Path, capsys
     finally:
         enter(None)
     said = capsys.readouterr().out.split("\n> ")
-    assert "the messages have 1 places of images" in said[1]
+    assert "it has the place of a picture (<image>) 1 times, and 0 pictures: give image=FILE for each" in said[1]
     (reply,) = generate(config, [[{"role": "user", "content": "What is 2 + 3?"}]], Sampling(NEW))
     assert said[2].strip() == reply.text.strip()
 

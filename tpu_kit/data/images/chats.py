@@ -14,14 +14,17 @@ from tpu_kit.data.images.files import PictureFiles
 from tpu_kit.data.images.processors import image_processor
 from tpu_kit.data.images.prompts import png
 from tpu_kit.data.rows.columns import Layout
-from tpu_kit.data.rows.messages import IMAGE_PARTS, picture_of
+from tpu_kit.data.rows.messages import IMAGE_PARTS, IMAGE_TAG, picture_of
 from tpu_kit.model.weights.source import read_config
 
 
 def seeing(config: TrainConfig) -> TrainConfig:
     """Returns a run with the model's part for images; raises ValueError if it has none."""
     if getattr(read_config(config.model, needed=True), "vision_config", None) is None:
-        raise ValueError(f"a prompt has a picture, and model.name={config.model.name} has no part for images")
+        raise ValueError(
+            f"a prompt has a picture, and model.name={config.model.name} has no part for images: name a model that "
+            "sees, such as google/gemma-4-E2B-it, or an adapter that was trained on one with model.images=true"
+        )
     return replace(config, model=replace(config.model, images=True))
 
 
@@ -64,6 +67,20 @@ def carried(prompt: Any, files: PictureFiles | None = None) -> Any:
     return {**prompt, "messages": list(map(message, prompt["messages"])), "images": list(map(read, images))}
 
 
+def _check_places(number: int, asked: Mapping[str, Any]) -> None:
+    """Raises ValueError if a prompt says where pictures are, and has more or fewer of them."""
+    contents = [message.get("content") for message in asked["messages"]]
+    parts = [part for content in contents for part in (content if isinstance(content, list) else [{"text": content}])]
+    told = [part for part in parts if isinstance(part, Mapping)]
+    places = sum(str(part.get("text") or "").count(IMAGE_TAG) for part in told)
+    places += sum(part.get("type") in IMAGE_PARTS and picture_of(part) is None for part in told)
+    if places and places != (given := len(asked.get("images") or ())):
+        raise ValueError(
+            f"prompt {number}: it has the place of a picture ({IMAGE_TAG}) {places} times, and {given} pictures: give "
+            f"image=FILE for each place (in Python, images=[...]), or leave {IMAGE_TAG} out"
+        )
+
+
 def encode(config: TrainConfig, tokenizer: Any, prompts: Sequence[Any]) -> list[Any]:
     """Returns prompts in which chats are token ids, encoded as rows are, those with pictures as `PicturedIds`.
 
@@ -85,6 +102,7 @@ def encode(config: TrainConfig, tokenizer: Any, prompts: Sequence[Any]) -> list[
             made.append(prompt)
             continue
         row = prompt if isinstance(prompt, Mapping) else {"messages": prompt}
+        _check_places(number, row)
         try:
             talk = encoder.conversation({"messages": None, "images": None, "tools": None} | {**row})
             made.append(encoder.prompt_ids(talk))

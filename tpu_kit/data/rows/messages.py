@@ -55,7 +55,7 @@ _PLACE = re.compile(
 
 IMAGE = "\ufdd0"
 """What stands in the text of a message where an image does: no character of any text."""
-_IMAGE_TAG = "<image>"
+IMAGE_TAG = "<image>"
 IMAGE_PARTS = ("image", "image_url", "input_image")
 _IMAGE_KEYS = ("image", "image_url", "path", "url", "base64", "bytes")
 
@@ -288,8 +288,8 @@ def content_text(value: Any, place: str) -> str:
 
 def _with_places(text: str, images: list[Any]) -> str:
     """Returns a text with `IMAGE` for each tag of an image, for which None is added to `images`."""
-    images += [None] * text.count(_IMAGE_TAG)
-    return text.replace(_IMAGE_TAG, IMAGE)
+    images += [None] * text.count(IMAGE_TAG)
+    return text.replace(IMAGE_TAG, IMAGE)
 
 
 def picture_of(part: Mapping[str, Any]) -> Any:
