@@ -41,7 +41,10 @@ NAME = "ann/tuned"
         ({"model_id": NAME, "objective": "error-correction", "hub.format": "merged"},
          "has no place for the error-correction head; set hub.format=[adapter]"),
         ({"model_id": NAME, "objective": "error-correction-alone"}, "no format has a place for the head that this obj"),
-        ({"model_id": NAME, "model.images": True, "hub.format": "gguf-f16"}, "has no GGUF file of a part for images"),
+        (
+            {"model_id": NAME, "model.images": True, "lora.vision": True, "hub.format": "gguf-lora"},
+            "has gguf-lora, which holds no weights of the part for images; set hub.format=[adapter] or [gguf-f16]",
+        ),
     ],
 )  # fmt: skip
 def test_what_could_not_be_pushed_is_one_line(values: dict[str, Any], problem: str) -> None:

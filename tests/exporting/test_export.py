@@ -98,7 +98,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
         job = json.loads(json.dumps(job))  # as a new process gets it
         return equivalence.logits(equivalence._stock(job), job["prompts"])
 
-    monkeypatch.setattr(equivalence, "_in_child", run)
+    monkeypatch.setattr(equivalence, "in_child", run)
 
 
 def logits(model: Any) -> torch.Tensor:

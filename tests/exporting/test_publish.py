@@ -42,7 +42,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
         job = json.loads(json.dumps(job))
         return equivalence.logits(equivalence._stock(job), job["prompts"])
 
-    monkeypatch.setattr(equivalence, "_in_child", run)
+    monkeypatch.setattr(equivalence, "in_child", run)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -125,7 +125,7 @@ def test_exports_of_plain_text_have_no_chat_template(
 ) -> None:
     run = trained("plain", PLAIN)
     here = lambda job: equivalence.logits(equivalence._stock(job), job["prompts"])  # noqa: E731  a process takes seconds
-    monkeypatch.setattr(equivalence, "_in_child", here)
+    monkeypatch.setattr(equivalence, "in_child", here)
     done = export(run / "adapter", "merged", tmp_path / "merged", dtype="fp32")
     assert not list((tmp_path / "merged").glob("chat_template*"))
     assert not json.loads((tmp_path / "merged" / "tokenizer_config.json").read_text()).get("chat_template")

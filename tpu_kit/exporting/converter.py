@@ -78,13 +78,23 @@ def _fetch(archive: Path) -> None:
         fetched.replace(archive)
 
 
-def convert_model(folder: Path, target: Path, outtype: str, tools: Path) -> None:
+def convert_model(folder: Path, target: Path, outtype: str, tools: Path, *, projector: bool = False) -> None:
     """Writes a model that transformers saved, with its tokenizer, as GGUF in f16, bf16 or q8_0.
+
+    Args:
+        folder: of the model.
+        target: the file to write.
+        outtype: f16, bf16 or q8_0.
+        tools: the folder of `converter`.
+        projector: write its part for images (mmproj) instead of the language model.
 
     Raises:
         ValueError: llama.cpp's converter refuses the model or its tokenizer.
     """
     command = [str(tools / "convert_hf_to_gguf.py"), str(folder), "--outfile", str(target), "--outtype", outtype]
+    if projector:
+        _run([*command, "--mmproj"], target)
+        return
     try:  # transformers leaves out the layers that predict further tokens, and the converter would expect them
         _run([*command, "--no-mtp"], target)
     except ValueError as error:

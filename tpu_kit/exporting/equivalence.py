@@ -25,7 +25,8 @@ from tpu_kit.model.weights.source import model_class
 
 POSITIONS = 32  # last positions of a prompt, whose logits are compared
 NEW, LIKELIEST = 16, 10  # tokens that llama.cpp adds to a prompt, and the likeliest tokens that it reports for each
-_SECONDS = 3600
+GREEDY = {"n_predict": NEW, "temperature": 0, "n_probs": LIKELIEST, "cache_prompt": False}
+SECONDS = 3600
 
 LIMITS = {"fp32": (0.01, 0.99), "f16": (0.05, 0.95), "bf16": (0.3, 0.9), "q8_0": (0.3, 0.9)}
 """By the type of the weights: the largest difference of a logit, in standard deviations of the tuned model's logits
@@ -163,10 +164,10 @@ def reload(folder: Path, prompts: Sequence[Sequence[int]], base: dict[str, Any] 
     """
     job: dict[str, Any] = {"folder": str(folder.absolute()), "base": base, "prompts": [*prompts]}
     if not (pictures := pictures_of(prompts)):
-        return _in_child(job)
+        return in_child(job)
     with tempfile.TemporaryDirectory(prefix="tpu_kit-") as scratch:
         torch.save(pictures, file := f"{scratch}/pictures.pt")
-        return _in_child(job | {"pictures": file})
+        return in_child(job | {"pictures": file})
 
 
 Answer = list[tuple[int, dict[int, float]]]
@@ -192,25 +193,26 @@ def run_llama_cpp(
     """
     lora = str(adapter.absolute()) if adapter else None
     job = {"gguf": str(model.absolute()), "lora": lora, "prompts": [*prompts], "texts": [*texts]}
-    answers, lengths = _in_child(job)
+    answers, lengths = in_child(job)
     return answers, lengths
 
 
 def compare_llama_cpp(
-    model: torch.nn.Module, prompts: Sequence[Sequence[int]], answers: Sequence[Answer], effect: float, stored: str
-) -> LogitComparison:
+    model: torch.nn.Module, prompts: Sequence[Any], answers: Sequence[Answer], effect: float, stored: str,
+    by: str = "llama.cpp",
+) -> LogitComparison:  # fmt: skip
     """Compares the log-probabilities of llama.cpp with those of the tuned model for the same tokens."""
     differences, same, spreads = [], [], []
     for ids, answer in zip(prompts, answers, strict=True):
         tokens = [token for token, _ in answer]
-        (rows,) = logits(model, [[*ids, *tokens]], len(tokens) + 1)
+        (rows,) = logits(model, [ids + tokens], len(tokens) + 1)  # which keeps the pictures of ids
         for row, (_, top) in zip(rows[:-1], answer, strict=True):
             likeliest, logprobs = list(top), torch.log_softmax(row, 0)
             differences.append((logprobs[likeliest] - torch.tensor(list(top.values()))).abs())
             same.append(int(logprobs.argmax()) == max(likeliest, key=top.__getitem__))
             spreads.append(row.std())
     spread = torch.stack(spreads)
-    return _check("llama.cpp", "log-probabilities", torch.cat(differences), torch.tensor(same), spread, effect, stored)
+    return _check(by, "log-probabilities", torch.cat(differences), torch.tensor(same), spread, effect, stored)
 
 
 def _check(
@@ -223,15 +225,21 @@ def _check(
     )  # fmt: skip
 
 
-def _in_child(job: dict[str, Any]) -> Any:
-    """Runs this module in a new process, which touches no accelerator, and returns its result."""
+def in_child(
+    job: dict[str, Any], module: str = "tpu_kit.exporting.equivalence", variables: Mapping[str, str] = {}
+) -> Any:
+    """Runs a module with a job in a new process, which touches no accelerator, and returns its result.
+
+    `variables` are added to its environment.
+    """
     environment = os.environ | {"PJRT_DEVICE": "CPU", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
+    environment |= variables
     with tempfile.TemporaryDirectory(prefix="tpu_kit-") as folder:
         order, result = Path(folder) / "job.json", Path(folder) / "result.pt"
         order.write_text(json.dumps(job))
         try:
-            arguments = ["-m", "tpu_kit.exporting.equivalence", str(order), str(result)]
-            done = run_child(arguments, environment, seconds=_SECONDS)
+            arguments = ["-m", module, str(order), str(result)]
+            done = run_child(arguments, environment, seconds=SECONDS)
         except TimeoutError as error:
             raise ValueError(f"the export cannot be read in a new process: {error}") from None
         if done.status or not result.is_file():
@@ -267,25 +275,36 @@ def _stock(job: dict[str, Any]) -> torch.nn.Module:
     return model.eval()
 
 
-def _llama_cpp(job: dict[str, Any]) -> tuple[list[Answer], list[int]]:
+def llama_cpp(job: dict[str, Any], context: int) -> Any:
+    """Starts llama.cpp's server on the file "gguf" of a job, with "lora" or "projector", for `context` tokens.
+
+    "image_tokens" are those of a picture at most, where its size decides on them.
+    """
     xllamacpp = importlib.import_module("xllamacpp")  # it has no types
 
     params = xllamacpp.CommonParams()
-    params.model.path = job["gguf"]
-    params.n_ctx = max(map(len, job["prompts"])) + 2 * NEW
+    params.model.path, params.n_ctx = job["gguf"], context
     params.n_parallel, params.n_gpu_layers, params.warmup, params.fit_params = 1, 0, False, False
     # Waiting threads spin: where other programs use the cores too, fewer threads are faster.
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = max(1, (os.cpu_count() or 2) // 2)
-    if job["lora"]:
+    if job.get("lora"):
         params.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(job["lora"], 1.0)]
-    server = xllamacpp.Server(params)
-    answers = []
-    for prompt in job["prompts"]:
-        order = {"prompt": prompt, "n_predict": NEW, "temperature": 0, "n_probs": LIKELIEST, "cache_prompt": False}
-        places = server.handle_completions(order)["choices"][0]["logprobs"]["content"]
-        answers.append(
-            [(place["id"], {top["id"]: top["logprob"] for top in place["top_logprobs"]}) for place in places]
-        )
+    if job.get("projector"):
+        params.mmproj.path, params.mmproj_use_gpu = job["projector"], False
+    if job.get("image_tokens"):
+        params.image_min_tokens, params.image_max_tokens = 1, job["image_tokens"]
+    return xllamacpp.Server(params)
+
+
+def answer_of(places: Sequence[Mapping[str, Any]]) -> Answer:
+    """Returns an answer of llama.cpp's server from the places of its tokens."""
+    return [(place["id"], {top["id"]: top["logprob"] for top in place["top_logprobs"]}) for place in places]
+
+
+def _llama_cpp(job: dict[str, Any]) -> tuple[list[Answer], list[int]]:
+    server = llama_cpp(job, max(map(len, job["prompts"])) + 2 * NEW)
+    replies = [server.handle_completions({"prompt": prompt, **GREEDY}) for prompt in job["prompts"]]
+    answers = [answer_of(reply["choices"][0]["logprobs"]["content"]) for reply in replies]
     replies = [server.handle_completions({"prompt": text, "n_predict": 1}) for text in job["texts"]]
     return answers, [reply["usage"]["prompt_tokens"] for reply in replies]
 

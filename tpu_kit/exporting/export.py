@@ -83,7 +83,7 @@ def export(
         run_dir: the output of training, with config.yaml and adapter/: a folder, or gs://bucket/run; or its
             config.yaml or adapter.
         format: "adapter" for PEFT; "merged" for transformers; "vllm"; "gguf-f16", "gguf-bf16", "gguf-q8_0" for
-            llama.cpp and Ollama; "gguf-lora" for an adapter in llama.cpp.
+            llama.cpp and Ollama, with a second file for images; "gguf-lora" for an adapter in llama.cpp.
         out: as in `ExportOptions`; for gs://bucket/run `runs/<run_name>/export/<format>` by default.
         dtype: as in `ExportOptions`.
         base: as in `ExportOptions`.
@@ -134,11 +134,6 @@ def _export(folder: Path, copied: bool, options: ExportOptions, format: str) -> 
     if not (folder / "config.yaml").is_file():
         raise ValueError(f"{folder} has no config.yaml: give the folder that a run wrote (its output_dir)")
     config = load_config(read_yaml(folder / "config.yaml"))
-    if config.model.images and format.startswith("gguf"):
-        raise ValueError(
-            f"format={format}: {folder} is a run with model.images=true, and no GGUF file of a part for images "
-            "(mmproj) was compared with its model: use adapter, merged or vllm"
-        )
     run = replace(config, output_dir=None).output_path if copied else folder  # output_dir may be of another machine
     target = Path(options.out) if options.out else run / "export" / format
     if target.exists() and not (target / _MARKER).is_file() and not (target.is_dir() and not any(target.iterdir())):

@@ -1,4 +1,7 @@
-"""The formats of llama.cpp and Ollama: one GGUF file and a Modelfile, tried in llama.cpp if it is installed."""
+"""The formats of llama.cpp and Ollama: a GGUF file and a Modelfile, tried in llama.cpp if it is installed.
+
+A model that was trained with images gets a second file, its part for images; see `projector`.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from tpu_kit.exporting import projector
 from tpu_kit.exporting.converter import archive_at_hand, convert_adapter, convert_model, converter
 from tpu_kit.exporting.equivalence import LogitComparison, compare_llama_cpp, run_llama_cpp
 from tpu_kit.exporting.formats import merge, save_merged, save_model
@@ -32,29 +36,48 @@ def _refuse_experts(tuned: TunedModel) -> None:
 def write_model(tuned: TunedModel, outtype: str) -> Written:
     """Writes one GGUF file and a Modelfile; each weight is rounded once, from fp32."""
     _refuse_experts(tuned)
+    sees = tuned.config.model.images
+    if sees:
+        projector.refuse(tuned)
     checks = [merge(tuned)]
     scratch = tuned.part / "fp32"
     save_merged(tuned, scratch, torch.float32)
     target = tuned.part / f"{tuned.name}-{outtype}.gguf"
     with converter() as tools:
+        if sees:
+            projector.complete_settings(scratch)
         convert_model(scratch, target, outtype, tools)
+        seeing = projector.write(tuned, scratch, outtype, tools) if sees else None
     shutil.rmtree(scratch)
-    _write_modelfile(tuned, target.name)
+    _write_modelfile(tuned, target.name, projector=seeing.file.name if seeing else "")
     more, notes = _in_llama_cpp(tuned, target, outtype)
+    checks += more
+    if seeing:
+        notes.append(seeing.note)
+        more, told = projector.compare_pictures(tuned, target, seeing.file) if _has_llama_cpp() else ([], [])
+        checks, notes = checks + more, notes + told
     near = "its own template that is nearest to the file's chat template"
     notes.append(f"Ollama was not run: it uses {near if tuned.tokenizer.chat_template else 'the prompt as it is'}")
-    use = f"```sh\nllama-server -m {HERE}/{target.name} --jinja\nollama create {tuned.name} -f {HERE}/Modelfile\n```"
-    return Written(f"merged weights as GGUF ({outtype})", checks + more, notes, use)
+    options = projector.server_options(tuned, f"{HERE}/{seeing.file.name}") if seeing else ""
+    use = f"llama-server -m {HERE}/{target.name}{options} --jinja\nollama create {tuned.name} -f {HERE}/Modelfile"
+    return Written(f"merged weights as GGUF ({outtype})", checks, notes, f"```sh\n{use}\n```")
 
 
 def write_adapter(tuned: TunedModel) -> Written:
     """Writes the adapter as GGUF and a Modelfile, and tries it on the base model in f16."""
-    source = adapter_of(tuned, "gguf-f16")
+    source, sees = adapter_of(tuned, "gguf-f16"), tuned.config.model.images
     _refuse_experts(tuned)
+    if sees and tuned.config.lora.vision:
+        raise ValueError(
+            "GGUF adapters hold no weights of the part for images, and lora.vision=true trained some: export the "
+            "merged model (gguf-f16), or format=adapter for PEFT"
+        )
     scratch = tuned.part / "base"
     settings = replace(tuned.config.model, trust_remote_code=False)
     base = stream(settings) or load_base(settings, torch.float32)
     save_model(base, tuned.tokenizer, scratch, torch.float32)
+    if sees:
+        projector.complete_settings(scratch)
     target = tuned.part / f"{tuned.name}-lora-f16.gguf"
     plain = scratch / "base.gguf"
     with converter() as tools:
@@ -65,16 +88,22 @@ def write_adapter(tuned: TunedModel) -> Written:
     shutil.rmtree(scratch)
     _write_modelfile(tuned, "base.gguf", target.name)
     notes.append("the Modelfile expects the base model's own GGUF file beside it, as base.gguf")
-    use = f"```sh\nllama-server -m base.gguf --lora {HERE}/{target.name} --jinja\n```"
+    if sees:
+        notes.append("for pictures add the base model's own mmproj file; the adapter was tried on text alone")
+    options = projector.server_options(tuned, "mmproj-base.gguf") if sees else ""
+    use = f"```sh\nllama-server -m base.gguf{options} --lora {HERE}/{target.name} --jinja\n```"
     return Written("a LoRA adapter as GGUF", more, notes, use)
 
 
-def _write_modelfile(tuned: TunedModel, source: str, adapter: str = "") -> None:
+def _write_modelfile(tuned: TunedModel, source: str, adapter: str = "", projector: str = "") -> None:
     stops = [tuned.tokenizer.convert_ids_to_tokens(token) for token in tuned.stops]
-    (tuned.part / "Modelfile").write_text(modelfile(source, stops, tuned.config.data.system_prompt, adapter))
+    text = modelfile(source, stops, tuned.config.data.system_prompt, adapter, projector)
+    (tuned.part / "Modelfile").write_text(text)
 
 
-def modelfile(source: str, stops: Sequence[str], system_prompt: str | None, adapter: str = "") -> str:
+def modelfile(
+    source: str, stops: Sequence[str], system_prompt: str | None, adapter: str = "", projector: str = ""
+) -> str:
     """Returns the text of an Ollama Modelfile; Ollama chooses the chat template by the one in the GGUF file.
 
     Args:
@@ -82,8 +111,10 @@ def modelfile(source: str, stops: Sequence[str], system_prompt: str | None, adap
         stops: tokens that end an answer.
         system_prompt: the system prompt of training.
         adapter: the GGUF file of a LoRA adapter, if `source` is its base model.
+        projector: the GGUF file of the part for images, which Ollama takes as a second source.
     """
-    lines = [f"FROM ./{source}", *([f"ADAPTER ./{adapter}"] if adapter else [])]
+    lines = [f"FROM ./{source}", *([f"FROM ./{projector}"] if projector else [])]
+    lines += [f"ADAPTER ./{adapter}"] if adapter else []
     lines += [f'PARAMETER stop "{stop}"' for stop in stops]
     if system_prompt and '"""' in system_prompt:
         lines.append('# No SYSTEM: Ollama would end the system prompt at its """. Send it in each request')
@@ -102,8 +133,9 @@ def _in_llama_cpp(
     """Loads the file in llama.cpp, if it is installed, and compares its answers."""
     if not _has_llama_cpp():
         return [], ["not checked in llama.cpp, which is not installed: pip install xllamacpp, and export again"]
-    answers, lengths = run_llama_cpp(model, tuned.prompts, tuned.texts, adapter)
-    check = accept(compare_llama_cpp(tuned.model, tuned.prompts, answers, tuned.effect, stored))
+    prompts = projector.without_pictures(tuned) if tuned.config.model.images else tuned.prompts
+    answers, lengths = run_llama_cpp(model, prompts, tuned.texts, adapter)
+    check = accept(compare_llama_cpp(tuned.model, prompts, answers, tuned.effect, stored))
     counts = [len(tuned.tokenizer(text)["input_ids"]) for text in tuned.texts]
     if counts != lengths:
         raise ValueError(

@@ -191,7 +191,8 @@ def _prompts(
         from tpu_kit.assets.pictures import task
         from tpu_kit.data.images.chats import carried, encode
 
-        chats = [[{"role": "user", "content": text.replace("<image>", "").strip()}] for text in texts]
+        texts = [text.replace("<image>", "").strip() for text in texts]
+        chats = [[{"role": "user", "content": text}] for text in texts]
         asked = [{"messages": chat, "images": [task(number).image]} for number, chat in enumerate(chats)]
         prompts = encode(config, codec.tokenizer, [*map(carried, asked)])
     else:

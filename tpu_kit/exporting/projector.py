@@ -1,0 +1,281 @@
+"""The part for images of a GGUF export, llama.cpp's second file (mmproj), and what of it is compared.
+
+A new process reads the file with llama.cpp's library, or asks llama.cpp about a picture:
+`python -m tpu_kit.exporting.projector JOB.json RESULT` is that process.
+"""
+
+from __future__ import annotations
+
+import base64
+import importlib
+import json
+import math
+import os
+import re
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from tpu_kit.data.images.prompts import png
+from tpu_kit.exporting.converter import convert_model
+from tpu_kit.exporting.equivalence import (
+    GREEDY,
+    NEW,
+    SECONDS,
+    Answer,
+    LogitComparison,
+    answer_of,
+    compare_llama_cpp,
+    in_child,
+    llama_cpp,
+)
+from tpu_kit.exporting.formats import copy_processor
+from tpu_kit.exporting.tuned_model import TunedModel, accept
+from tpu_kit.model.base_model import base_model
+
+_OF_IMAGES = re.compile(r"vision|connector")  # in the names of the weights of a part for images
+_OF_SOUND = re.compile(r"(mm\.)?a\.")  # how names of the part for sound begin in the file
+ROUNDED = {"F32": 1e-7, "F16": 2.0**-11, "BF16": 2.0**-8}
+"""The largest error of a weight by the type that it is stored in, as a share of it."""
+_SMALLEST = 2.0**-25  # error of a number that f16 holds with fewer bits
+_QUESTION = "What is it?"
+PICTURES = "bf16"
+"""The limits of a comparison with pictures, a key of `equivalence.LIMITS`: a tower amplifies rounding.
+
+Of a tiny Gemma 4 with a tower, in f16, the largest difference was 0.13 standard deviations, of a tiny SmolVLM 0.02."""
+_SIDE = 512  # of a picture in pixels, where a processor names none
+_PLACE = "<__media__>"  # where a picture is in a prompt of llama.cpp
+
+
+class Projector(NamedTuple):
+    """The part for images that was written.
+
+    Attributes:
+        file: in GGUF.
+        note: what was compared.
+    """
+
+    file: Path
+    note: str
+
+
+def refuse(tuned: TunedModel) -> None:
+    """Raises ValueError for a model whose part for images the converter cannot write."""
+    settings = base_model(tuned.model).config
+    if settings.model_type == "gemma4_unified" and settings.audio_config is None:
+        raise ValueError(
+            f"llama.cpp's converter writes the part for images of Gemma 4 unified with that for sound alone, and "
+            f"{Path(tuned.config.model.name).name} has none: use format=merged (transformers) or format=vllm"
+        )
+
+
+def complete_settings(folder: Path) -> None:
+    """Adds to config.json what the converter looks for in the files of the hub, and transformers may leave out."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
+
+    settings = json.loads((folder / "config.json").read_text())
+    text = settings["text_config"]
+    if settings["model_type"] in ("smolvlm", "idefics3"):  # it converts the language model by its own class
+        text.setdefault("architectures", [CLASSES[text["model_type"]]])
+    elif settings["model_type"] == "gemma4_unified":
+        text.setdefault("moe_intermediate_size", None)
+    (folder / "config.json").write_text(json.dumps(settings, indent=2, sort_keys=True))
+
+
+def write(tuned: TunedModel, folder: Path, outtype: str, tools: Path) -> Projector:
+    """Writes the part for images as GGUF and compares its weights with the model's.
+
+    Args:
+        tuned: the model.
+        folder: of the merged model in fp32; gets the files of its processor.
+        outtype: of the language model; the part for images is in 16 bits beside q8_0.
+        tools: the folder of `converter`.
+
+    Raises:
+        ValueError: the converter refuses the model, or the file does not have its weights.
+    """
+    if unfetched := copy_processor(tuned.config.model, folder):
+        raise ValueError(f"{unfetched[0].partition(':')[0]}: the export needs them; run this with a network")
+    kind = "f16" if outtype == "q8_0" else outtype
+    target = tuned.part / f"mmproj-{tuned.name}-{kind}.gguf"
+    _keep_tiles(tuned, folder)
+    convert_model(folder, target, kind, tools, projector=True)
+    paths = os.pathsep.join([str(tools / "gguf-py"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    job = {"projector": str(target), "folder": str(folder)}
+    found = in_child(job, __name__, {"PYTHONPATH": paths})
+    if found["odd"] or found["missing"]:
+        odd = ", ".join([*found["odd"], *found["missing"]][:5])
+        raise ValueError(
+            f"{target.name} does not have the weights of the model's part for images ({odd}): the export was removed; "
+            "use format=merged" + (", or gguf-bf16 if a weight is too large for f16" if kind == "f16" else "")
+        )
+    return Projector(
+        target,
+        f"the {found['weights']} tensors of {target.name} have the values of the model's part for images, but for "
+        f"{found['largest']:.1e} of the largest of a tensor at most",
+    )
+
+
+def _keep_tiles(tuned: TunedModel, folder: Path) -> None:
+    """Writes into the processor's files how large a picture becomes before it is cut into tiles, as in training."""
+    if _most_tokens(tuned) or not (size := _processor(tuned).settings.get("size")):
+        return
+    for path in (folder / "preprocessor_config.json", folder / "processor_config.json"):
+        if path.is_file():
+            given = json.loads(path.read_text())
+            given.get("image_processor", given)["size"] = dict(size)
+            path.write_text(json.dumps(given))
+
+
+def without_pictures(tuned: TunedModel) -> list[Any]:
+    """Returns the questions of a run as prompts of text alone."""
+    from tpu_kit.data.images.chats import encode
+
+    chats = [[{"role": "user", "content": text}] for text in tuned.texts]
+    return encode(tuned.config, tuned.tokenizer, chats)
+
+
+def server_options(tuned: TunedModel, file: str) -> str:
+    """Returns the options with which llama-server takes pictures as in training."""
+    tokens = _most_tokens(tuned)
+    return f" --mmproj {file}" + (f" --image-min-tokens {tokens} --image-max-tokens {tokens}" if tokens else "")
+
+
+def _most_tokens(tuned: TunedModel) -> int | None:
+    """Returns the tokens of a picture at most, where its size decides on them; None for tiles."""
+    from tpu_kit.data.images.processors import Gemma4
+
+    processor = _processor(tuned)
+    return processor.sizes.tokens if isinstance(processor, Gemma4) else None
+
+
+def _processor(tuned: TunedModel) -> Any:
+    from tpu_kit.data.images.processors import image_processor
+
+    return image_processor(tuned.config.model, tuned.tokenizer, tuned.config.data)
+
+
+def compare_pictures(tuned: TunedModel, model: Path, projector: Path) -> tuple[list[LogitComparison], list[str]]:
+    """Compares llama.cpp's answers about pictures with those of the tuned model.
+
+    Args:
+        tuned: the merged model.
+        model: the language model's file.
+        projector: that of the part for images.
+
+    Returns:
+        The comparison; or what was not compared, if llama.cpp makes other tokens.
+
+    Raises:
+        ValueError: they differ.
+    """
+    from tpu_kit.data.images.chats import carried, encode
+
+    pictures = _pictures(tuned)
+    asked = [{"messages": [{"role": "user", "content": _QUESTION}], "images": [picture]} for picture in pictures]
+    prompts = encode(tuned.config, tuned.tokenizer, [*map(carried, asked)])
+    said = _text(tuned, list(prompts[0]), pictures[0].size)
+    job = {
+        "gguf": str(model.absolute()), "projector": str(projector.absolute()), "image_tokens": _most_tokens(tuned),
+        "texts": [said, said.removeprefix(tuned.tokenizer.bos_token or "")],  # which llama.cpp adds for some families
+        "pictures": [base64.b64encode(png(picture)).decode() for picture in pictures],
+        "context": 2 * max(map(len, prompts)) + 2 * NEW,
+    }  # fmt: skip
+    variables = {"LLAMA_MEDIA_MARKER": _PLACE}  # in place of a random text
+    answers, counts = list[Answer](), set[int]()
+    for ids, tried in zip(prompts, in_child(job, __name__, variables), strict=True):
+        counts |= {count for _, count in tried}
+        answers += [answer for answer, count in tried if count == len(ids)][:1]
+    if len(answers) < len(prompts):
+        made = " or ".join(map(str, sorted(counts)))
+        return [], [
+            f"not compared with pictures in llama.cpp, which makes {made} tokens of a prompt of {len(prompts[0])}"
+        ]
+    by = "llama.cpp, with pictures"
+    return [accept(compare_llama_cpp(tuned.model, prompts, answers, tuned.effect, PICTURES, by))], []
+
+
+def _text(tuned: TunedModel, ids: list[int], size: tuple[int, int]) -> str:
+    """Returns the text of token ids with `_PLACE` for the picture in it, whose tokens llama.cpp makes itself."""
+    width, height = size
+    tokens, _ = _processor(tuned).tokens(height, width)
+    start = next(at for at in range(len(ids)) if ids[at : at + len(tokens)] == tokens)
+    parts = ids[:start], ids[start + len(tokens) :]
+    return _PLACE.join(tuned.tokenizer.decode(part, clean_up_tokenization_spaces=False) for part in parts)
+
+
+def _pictures(tuned: TunedModel) -> list[Any]:
+    """Draws smooth pictures of a size that neither program scales much, as the two scale by other filters."""
+    from PIL import Image
+
+    processor, tokens = _processor(tuned), _most_tokens(tuned)
+    if tokens:
+        side = processor.patch * processor.pool * math.isqrt(tokens)
+    else:
+        side = processor.settings.get("size", {}).get("longest_edge") or _SIDE
+    rise = np.linspace(20, 235, side)
+    across, down = np.broadcast_to(rise, (side, side)), np.broadcast_to(rise[::-1, None], (side, side))
+    channels = [across, down, (across + down) / 2]
+    return [
+        Image.fromarray(np.stack([*channels[turned:], *channels[:turned]], -1).astype(np.uint8)) for turned in range(3)
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------- in the child
+
+
+def _compared(job: dict[str, Any]) -> dict[str, Any]:
+    """Pairs the tensors of the file with those of the model that hold the same values, in whatever order.
+
+    The converter renames them, and turns some. Rounding keeps the order of sorted values.
+    """
+    from safetensors import safe_open
+
+    gguf = importlib.import_module("gguf")  # llama.cpp's own
+    left: dict[str, np.ndarray] = {}
+    for path in sorted(Path(job["folder"]).glob("*.safetensors")):
+        with safe_open(path, framework="np") as file:
+            names = filter(_OF_IMAGES.search, file.keys())
+            left |= {name: np.sort(file.get_tensor(name), axis=None) for name in names}
+    odd, largest, count = list[str](), 0.0, 0
+    for tensor in gguf.GGUFReader(job["projector"]).tensors:
+        if _OF_SOUND.match(tensor.name):
+            continue
+        count += 1
+        values = np.sort(gguf.quants.dequantize(tensor.data, tensor.tensor_type), axis=None)
+        bound = ROUNDED[tensor.tensor_type.name]
+        for name, own in left.items():
+            if own.size == values.size and (np.abs(values - own) <= bound * np.abs(own) + _SMALLEST).all():
+                largest = max(largest, float(np.abs(values - own).max() / max(np.abs(own).max(), _SMALLEST)))
+                del left[name]
+                break
+        else:
+            odd.append(tensor.name)
+    return {"odd": odd, "missing": [*left], "largest": largest, "weights": count}
+
+
+def _asked(job: dict[str, Any]) -> list[list[tuple[Answer, int]]]:
+    """Returns for each picture llama.cpp's greedy answer to each text about it, and the prompt's tokens.
+
+    Only its own HTTP interface takes pictures beside the text of a prompt.
+    """
+    server = llama_cpp(job, job["context"])
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # of this computer
+
+    def answer(text: str, picture: str) -> tuple[Answer, int]:
+        order = json.dumps({"prompt": {"prompt_string": text, "multimodal_data": [picture]}, **GREEDY}).encode()
+        place, kind = f"{server.listening_address}/completion", {"Content-Type": "application/json"}
+        with opener.open(urllib.request.Request(place, order, kind), timeout=SECONDS) as reply:
+            said = json.load(reply)
+        return answer_of(said["completion_probabilities"]), said["tokens_evaluated"]
+
+    return [[answer(text, picture) for text in dict.fromkeys(job["texts"])] for picture in job["pictures"]]
+
+
+if __name__ == "__main__":
+    job = json.loads(Path(sys.argv[1]).read_text())
+    torch.save(_compared(job) if "folder" in job else _asked(job), sys.argv[2])
