@@ -86,6 +86,9 @@ class StreamedModel:
         whole = getattr(causal, causal.base_model_prefix, causal)
         if whole is not causal.get_decoder():  # a model for images reads a row of the embedding's weight itself
             units[id(causal.get_input_embeddings())] = whole
+            # Idefics3 takes the device of its first weight for that of its inputs.
+            first = next(part for part in whole.modules() if next(part.parameters(recurse=False), None) is not None)
+            units.setdefault(id(first), whole)
         parents = {id(child): part for part in model.modules() for child in part.children()}
         for part in model.modules():
             slots = [
