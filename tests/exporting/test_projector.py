@@ -112,6 +112,9 @@ def test_what_gguf_cannot_hold_of_a_run_on_pictures_is_refused_by_name(tmp_path:
     run = run_on_pictures(tmp_path, "gemma4_unified", **{"lora.vision": True})
     with pytest.raises(ValueError, match=r"Gemma 4 unified with that for sound alone, and base has none: use format=m"):
         export(run, "gguf-f16")
+    seeing = run_on_pictures(tmp_path / "tower", "gemma4")
+    with pytest.raises(ValueError, match=r"otherwise than models of Gemma 4, .* pip install xllamacpp.* format=merged"):
+        export(seeing, "gguf-f16")
     with pytest.raises(ValueError, match=r"hold no weights of the part for images, .*lora\.vision=true .*gguf-f16"):
         export(run, "gguf-lora")
 
@@ -145,6 +148,7 @@ def test_gemma_4_is_converted_with_the_weights_of_its_part_for_images(
     """llama.cpp is left out: its answers of random weights differ, even to questions of text alone."""
     pytest.importorskip("sentencepiece")
     monkeypatch.setattr(gguf, "_has_llama_cpp", lambda: False)
+    monkeypatch.setattr(projector, "refuse", lambda *_: None)
     base = save_for_llama_cpp(tmp_path / "base", family)
     changes = {"lora.r": 4, "model.images": True, "data.max_length": 512, "data.image_tokens": 70}
     make_run(tmp_path / "run", str(base), **changes)

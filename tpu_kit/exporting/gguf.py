@@ -38,7 +38,7 @@ def write_model(tuned: TunedModel, outtype: str) -> Written:
     _refuse_experts(tuned)
     sees = tuned.config.model.images
     if sees:
-        projector.refuse(tuned)
+        projector.refuse(tuned, _has_llama_cpp())
     checks = [merge(tuned)]
     scratch = tuned.part / "fp32"
     save_merged(tuned, scratch, torch.float32)

@@ -63,13 +63,22 @@ class Projector(NamedTuple):
     note: str
 
 
-def refuse(tuned: TunedModel) -> None:
-    """Raises ValueError for a model whose part for images the converter cannot write."""
+def refuse(tuned: TunedModel, compares: bool) -> None:
+    """Raises ValueError for a model whose part for images the converter cannot write, or that must be compared.
+
+    Of small random models of Gemma 4, llama.cpp gave other log-probabilities even for text.
+    """
     settings = base_model(tuned.model).config
     if settings.model_type == "gemma4_unified" and settings.audio_config is None:
         raise ValueError(
             f"llama.cpp's converter writes the part for images of Gemma 4 unified with that for sound alone, and "
             f"{Path(tuned.config.model.name).name} has none: use format=merged (transformers) or format=vllm"
+        )
+    if settings.model_type.startswith("gemma4") and not compares:
+        raise ValueError(
+            "llama.cpp was seen to answer otherwise than models of Gemma 4, so that such an export is written only "
+            "where it is compared: pip install xllamacpp, and export again; or use format=merged (transformers) or "
+            "format=vllm"
         )
 
 
