@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 from typing import Any
 
 import pytest
@@ -9,9 +11,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import Linear
 
+from tests.support.child_processes import run_loaded
 from tpu_kit.config.loader import load_config
 from tpu_kit.model.causal_lm import hidden_states
-from tpu_kit.model.loop.activation_checkpointing import fuse_lora
+from tpu_kit.model.loop.activation_checkpointing import _FusedLora, fuse_lora
 from tpu_kit.model.preparation import prepare_layers
 from tpu_kit.model.trainable import load_model
 
@@ -20,7 +23,7 @@ class Layers(torch.nn.Module):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.first = torch.nn.Linear(24, 40, dtype=dtype)
-        self.second = torch.nn.Linear(40, 8, bias=False, dtype=dtype)
+        self.second = torch.nn.Linear(40, 24, bias=False, dtype=dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.second(torch.nn.functional.silu(self.first(x)))
@@ -100,4 +103,42 @@ def test_layers_that_are_recomputed_are_not_fused(settings: dict[str, str], fuse
     config = load_config(None, {"model.name": "embedded", "base_dtype": "fp32", "r": 4, **settings})
     model = load_model(config.model, config.lora, seed=0).train()
     prepare_layers(model, config, "cpu")
-    assert any(type(layer) is not Linear for layer in model.modules() if isinstance(layer, Linear)) == fused
+    assert any(isinstance(layer, _FusedLora) for layer in model.modules() if isinstance(layer, Linear)) == fused
+
+
+ON_XLA = """
+import json, torch, torch_xla
+from tests.model.test_fused_lora import models
+from tpu_kit.model.loop.activation_checkpointing import chunk_mlp
+device, answers = torch_xla.device(), {}
+for case in ("plain", "few tokens", "switched off", "evaluation", "autocast"):
+    found, texts = [], []
+    for tiled in (False, True):
+        dtype = torch.float32 if case == "autocast" else torch.float64
+        model = models(dtype)[0].to(device).train(case != "evaluation")
+        if tiled:
+            chunk_mlp(model.base_model.model, 2 if case == "few tokens" else 48)
+        if case == "switched off":
+            model.disable_adapter_layers()
+        shape = (3, 2 if case == "few tokens" else 32, 24)
+        x = torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(1))
+        given = x.to(device).requires_grad_()
+        with torch.autocast("xla", torch.bfloat16, enabled=case == "autocast", cache_enabled=False):
+            output = model(given)
+        trained = [one for one in model.parameters() if one.requires_grad and case != "switched off"]
+        results = [output, *torch.autograd.grad(output.double().square().sum(), [given, *trained])]
+        texts.append(torch_xla._XLAC._get_xla_tensors_hlo(results))
+        found.append([one.detach().cpu().double() for one in results])
+    errors = [float((one - other).abs().max() / other.abs().max()) for other, one in zip(*found)]
+    answers[case] = max(errors), texts[1].count(" concatenate(")
+print(json.dumps(answers))
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="needs torch_xla")
+def test_in_tiles_on_xla_a_layer_is_one_product_and_others_compute_as_those_of_peft() -> None:
+    found = json.loads(run_loaded(ON_XLA).stdout.splitlines()[-1])
+    tiles = found["switched off"][1]  # which are put together
+    assert all(found[case][1] > tiles for case in ("plain", "evaluation", "autocast"))
+    assert max(found[case][0] for case in ("plain", "evaluation", "few tokens", "switched off")) < 1e-12
+    assert found["autocast"][0] < 2e-2
