@@ -1,9 +1,8 @@
 """What shipped configurations take of the chip they name, by the TPU compiler: `python -m tests.benchmarks.headline`.
 
 Every row is a configuration as `train` takes it, compiled at full effort, which is a minute or two each; what the
-compiler has said of a program before is taken from its cache. Nothing is run: speed and cost follow by `roofline` from
-the FLOPs and bytes that the compiler counts. --readme puts the table into tpu_kit/planning/README.md, as
-`make test-slow` does.
+compiler has said of a program before is taken from its cache. Nothing is run: speed and cost are those of the
+compiler's cost model. --readme puts the table into tpu_kit/planning/README.md, as `make test-slow` does.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from tests.support.child_processes import REPOSITORY
 from tpu_kit.config.loader import TrainConfig, load_config
 from tpu_kit.machine import chips
 from tpu_kit.planning.compiler.compile_check import compile_step
-from tpu_kit.planning.cost import Work, step_time
+from tpu_kit.planning.cost import timed
 
 GIB = 2**30
 ROWS = (
@@ -24,7 +23,7 @@ ROWS = (
 )  # fmt: skip
 """A configuration's name, which ends in its chip's, and what is changed in it."""
 COLUMNS = (
-    "configuration", "base", "rows x tokens", "GiB", "TFLOP a step", "GB accessed", "tokens/s", "$ a million tokens"
+    "configuration", "base", "rows x tokens", "GiB", "TFLOP a step", "HBM GB", "tokens/s", "$ a million tokens"
 )  # fmt: skip
 PAGE = REPOSITORY / "tpu_kit" / "planning" / "README.md"
 HEADER = f"| {' | '.join(COLUMNS)} |\n|---|---|---|---|{'---:|' * 4}\n"
@@ -48,12 +47,12 @@ def line(row: str) -> str:
     config, chip = configuration(row), chips.chip(row.split()[0].rpartition("-")[2])
     found = compile_step(config, f"{chip.name}:1x1")
     assert found.fits, f"{row}: {found}"
-    assert found.flops and found.bytes_accessed and chip.price and isinstance(config.optim.batch_size, int)
-    seconds = step_time(Work(found.flops, found.bytes_accessed), chip).seconds
+    assert found.flops and found.hbm_bytes and chip.price and isinstance(config.optim.batch_size, int)
+    seconds = timed(sum(found.estimated.values()), 0.0, (), chip).seconds
     speed = config.optim.batch_size * config.data.max_length / seconds
     return known(row) + (
         f"{found.total_bytes / GIB:.2f} of {found.limit_bytes / GIB:.2f} | {found.flops / 1e12:.0f} | "
-        f"{found.bytes_accessed / 1e9:.0f} | {speed:,.0f} | {chip.price.on_demand / speed / 3600 * 1e6:.2f} |\n"
+        f"{found.hbm_bytes / 1e9:.0f} | {speed:,.0f} | {chip.price.on_demand / speed / 3600 * 1e6:.2f} |\n"
     )
 
 

@@ -39,7 +39,7 @@ def measured(tmp_path: Path, **found: object) -> Calibration:
 
 def test_plan_uses_what_was_measured_and_says_so(config: TrainConfig, tmp_path: Path) -> None:
     (before,) = plan(config)
-    assert "Time is a roofline and was not measured; assumed" in format_plans(config, [before], details=True)
+    assert "Time is estimated and was not measured; assumed" in format_plans(config, [before], details=True)
     known = measured(tmp_path, memory=1.25, time=1.5)
     (after,) = plan(config)
     assert after.time and before.time and after.time.seconds == pytest.approx(1.5 * before.time.seconds)
@@ -50,7 +50,7 @@ def test_plan_uses_what_was_measured_and_says_so(config: TrainConfig, tmp_path: 
     text, peak = format_plans(config, [after], details=True), after.peak_bytes / GIB
     assert f"peak {peak:.2f} GiB predicted, {1.25 * peak:.2f} as measured on this machine, of 15.75" in text
     assert f"step {before.time.seconds:.3f} s predicted, {after.time.seconds:.3f} as measured on this machine" in text
-    assert "Time is a roofline, of v5litepod-1 times what was measured on this machine" in text
+    assert "Time is estimated, of v5litepod-1 times what was measured on this machine" in text
     (other,) = plan(config, ["v6e"])
     assert other.note == "" and other.time and other.time.measured is None, "another chip was not measured"
 
@@ -67,11 +67,11 @@ def test_less_memory_than_the_compiler_says_makes_no_room(config: TrainConfig, t
 
 def test_before_a_training_the_outlook_says_it(config: TrainConfig, tmp_path: Path) -> None:
     at = fake(tmp_path / "root", V5E)
-    assert "by roofline, not measured" in str(check_before_launch(config, at=at))
+    assert "estimated, not measured" in str(check_before_launch(config, at=at))
     measured(tmp_path, memory=0.9, time=2.0)
     found = check_before_launch(config, at=at)
     assert found.time and found.setting
-    assert f"as measured on this machine ({found.time.predicted:.3f} s predicted by roofline)" in str(found)
+    assert f"as measured on this machine ({found.time.predicted:.3f} s estimated)" in str(found)
     assert f"GiB by formula, {0.9 * found.setting.peak_bytes / GIB:.2f} GiB as measured on this machine" in str(found)
 
 

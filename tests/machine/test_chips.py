@@ -14,7 +14,9 @@ def test_every_figure_has_a_source_and_no_source_lacks_its_figure() -> None:
     """The comments of a chip's table name figures and their sources."""
     text = (REPOSITORY / "tpu_kit/machine/chips.toml").read_text()
     for table in re.split(r"^(?=\[)", text, flags=re.MULTILINE)[2:]:
-        figures = set(re.findall(r"^(\w+(?:bytes|flops|bandwidth)|cores|clock) = ", table, flags=re.MULTILINE))
+        figures = set(
+            re.findall(r"^(\w+(?:bytes|flops|bandwidth)|cores|clock|matrix_unit) = ", table, flags=re.MULTILINE)
+        )
         sources = {name for names in re.findall(r"^# ([\w ]+): .", table, flags=re.MULTILINE) for name in names.split()}
         assert sources - {"devices_per_chip"} == figures, table
         where = "us-central" if "accelerator_prefix" in table else "us-"  # as `pod` prints it

@@ -325,9 +325,9 @@ def test_measured_memory_is_compared_and_kept(home: Path, monkeypatch: pytest.Mo
 def test_a_ratio_beyond_belief_is_a_failure_and_not_kept(home: Path) -> None:
     contact = first_contact(home, "v5e")
     for ratio, status in ((4.1, "warning"), (0.4, "warning"), (1.5, "ok")):
-        record = contact._measure("Step time", lambda r=ratio: {"a": compare(r, 1.0)}, TIME_RATIOS, "the roofline")  # type: ignore[misc]
+        record = contact._measure("Step time", lambda r=ratio: {"a": compare(r, 1.0)}, TIME_RATIOS, "the estimate")  # type: ignore[misc]
         assert (record.status, contact.measured.time) == (status, ratio if status == "ok" else None)
-        assert record.found == f"a: {ratio:.2f} of the roofline"
+        assert record.found == f"a: {ratio:.2f} of the estimate"
         assert bool(record.fix) == (status != "ok")
 
 
@@ -335,13 +335,13 @@ def test_a_ratio_beyond_belief_is_a_failure_and_not_kept(home: Path) -> None:
 def test_time_is_compared_with_the_roofline_of_a_chip_that_is_known(home: Path) -> None:
     contact, step = first_contact(home), {"seconds": 0.009, "peak_bytes": None}
     contact._steps_taken["embedded, 2 x 128 tokens"] = step
-    record = contact._measure("Step time", contact._time, TIME_RATIOS, "the roofline")
+    record = contact._measure("Step time", contact._time, TIME_RATIOS, "the estimate")
     assert (record.status, contact.measured.time) == ("skipped", None)
     assert record.found == "0.009 s, not compared: no peak of xla-cpu is known"
     with pytest.raises(verify.NotMeasured, match="xla-cpu counts no memory"):
         contact._memory()
     contact.measured = calibration.begin("v5e", home / "report.json")
-    record = contact._measure("Step time", contact._time, TIME_RATIOS, "the roofline")
+    record = contact._measure("Step time", contact._time, TIME_RATIOS, "the estimate")
     (figures,) = record.figures.values()
     assert 0.004 < figures["predicted"] < 0.005, "of so small a step the host's share is nearly all"
     assert record.status == "ok" and contact.measured.time == 0.009 / figures["predicted"]

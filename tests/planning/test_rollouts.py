@@ -221,7 +221,7 @@ def test_a_pass_that_the_compiler_refuses_becomes_smaller(small: Path, monkeypat
 
     def answer(config: TrainConfig, topology: str, devices: int) -> dict[str, Any]:
         asked.append(config.optim.batch_size)
-        more = {"accumulate": GIB * config.optim.batch_size}  # type: ignore[operator]  # a number
+        more = {"accumulate": 3 * GIB * config.optim.batch_size}  # type: ignore[operator]  # a number
         return {one.name: compiled(one.own + more.get(one.name, 0)) for one in estimate(config).programs}
 
     monkeypatch.setattr(run_on_slice, "compile_programs", answer)

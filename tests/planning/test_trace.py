@@ -103,8 +103,8 @@ def test_traced_programs(traced: list[dict[str, Any]]) -> None:
     assert one["hash"] == slow["hash"] and eight["hash"] == two["hash"], "a number of the run is a constant"
     assert len({case["hash"] for case in (eight, one, average, twice, full, sdpa, kept)}) == 7
 
-    # The second tile waits for all of the first: forward for its output, and backward for the gradient that it gives and
-    # the sums of six adapter matrices.
+    # The second tile waits for all of the first: forward for its output, backward for the gradient it gives and the
+    # sums of six adapter matrices.
     assert tiled["barriers"] == untiled["barriers"] + 2
     assert tiled["held"] == 1 + 6 + 2, "the second tile may begin before the first has ended"
 

@@ -27,7 +27,7 @@ class Calibration:
     Attributes:
         device: a chip's name, such as "v5e", or "xla-cpu".
         memory: measured peak of a step over the compiler's figure; None if not measured.
-        time: measured time of a step over the roofline's; None if not measured.
+        time: measured time of a step over the estimate of it; None if not measured.
         splash: why the splash kernel failed; empty if it passed or was not checked.
         scan: why the loop over layers failed; empty if it passed or was not checked.
         report: path of the report with the details.
@@ -49,7 +49,7 @@ class Calibration:
     def __str__(self) -> str:
         """Describes the ratios; empty if nothing was measured."""
         parts = [] if self.memory is None else [f"memory {self.memory:.2f} of the compiler's figure"]
-        parts += [] if self.time is None else [f"step time {self.time:.2f} of the roofline's"]
+        parts += [] if self.time is None else [f"step time {self.time:.2f} of the estimate"]
         return f"measured on this machine, {self.made}: {', '.join(parts)}" if parts else ""
 
     @property

@@ -71,7 +71,8 @@ class Chip:
         hbm_bytes: memory as published, read as GiB.
         usable_hbm_bytes: per device; the largest program arguments that libtpu 0.0.21 accepted, or CUDA's total memory.
         bf16_flops: peak dense FLOP/s: not the peaks for int8 or fp8 (v5e 393, v6e 1836, v7x 4614) or with sparsity.
-        clock: cycles/s of a TensorCore.
+        clock: cycles/s of a TensorCore; None for a chip that libtpu 0.0.21 does not compile for.
+        matrix_unit: rows and columns of a matrix unit; None for a GPU, which multiplies small tiles.
         hbm_bandwidth: bytes/s.
         ici_bandwidth: bytes/s between chips, over all links and both directions (NVLink for GPUs).
         dcn_bandwidth: bytes/s that a chip can send to other slices, all chips of a host at once.
@@ -90,6 +91,7 @@ class Chip:
     usable_hbm_bytes: int | None = None
     bf16_flops: float | None = None
     clock: float | None = None
+    matrix_unit: int | None = None
     hbm_bandwidth: float
     ici_bandwidth: float | None = None
     dcn_bandwidth: float | None = None

@@ -1,7 +1,8 @@
 """Estimates the work of a step and how long it takes.
 
-The time of a step is a roofline: its floating point operations and its HBM traffic, against the chip's peaks at
-assumed efficiencies. The counts were fitted to the compiler's, nothing was timed on a TPU.
+The time of a step is that of its matrix products and that of the traffic between them, one after the other: a TPU does
+few of them at once. Counts and efficiencies were fitted to the TPU compiler's cost model of v5e, see
+`compiler.step_estimate`; nothing was timed on a TPU.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from tpu_kit.machine.chips import Chip
 from tpu_kit.machine.slices import TargetSlice
 from tpu_kit.model.shape import Linear, Shape
 from tpu_kit.model.sharding.sharding_rules import is_column, spec_of
-from tpu_kit.planning.memory.activation_memory import objective_beside
-from tpu_kit.planning.memory.argument_memory import item_bytes, model_tensors, teacher_shape, trained_count
+from tpu_kit.planning.memory.activation_memory import SPLASH_BLOCK, objective_beside
+from tpu_kit.planning.memory.argument_memory import LANES, item_bytes, model_tensors, teacher_shape, trained_count
 from tpu_kit.planning.memory.image_memory import ImageShape, images_of
 from tpu_kit.planning.rollouts import WHOLE_ROWS, cache_bytes, rollout_of, update_plan
 
 if TYPE_CHECKING:
     from tpu_kit.planning.compiler.compile_check import Compiled
 
-MXU_EFFICIENCY = 0.6
-"""Share of the peak FLOP/s that matrix products reach: an assumption."""
+MXU_EFFICIENCY = 0.93
+"""Share of the peak FLOP/s that matrix products reach, by the compiler's cost model."""
 HBM_EFFICIENCY = 0.8
 """Share of the peak bandwidth that streaming reaches: an assumption."""
 ICI_EFFICIENCY = 0.7
@@ -40,9 +41,25 @@ SYNCHRONOUS_GATHERS = 0.1
 """Share of the gathered weights that the compiler does not overlap with computation: 0.004 to 0.46."""
 MODEL_REDUCES = 10
 """All-reduces of a layer's activations over the model axis in a pass, forward, recomputation and backward."""
-TRAFFIC = 25.0
-"""HBM traffic of a layer's activations in a step, over the bytes of the inputs and outputs of its linear layers; the
-compiler counts 20 to 32."""
+STATES_TRAFFIC, TILES_TRAFFIC = 9.2, 15.0
+"""HBM traffic between the products of a layer in a step, over the bytes of its hidden states, (T, H): of norms,
+residuals and casts; and more where the MLP runs over tiles, which are cut out and put together."""
+HEADS_TRAFFIC, PARTS_TRAFFIC = 54.0, 7.6
+"""The same over the bytes of queries, keys and values, their heads padded to the lanes: for rope and the layouts of
+attention's kernel; and for each block of keys but one, for which the kernel makes a gradient of the queries."""
+SPILLED_TRAFFIC, ON_CHIP = 63.0, 2**25
+"""More of both for arrays of more bytes than stay on the chip, as the share that does not."""
+ADDED_TRAFFIC = 3.8
+"""The same over the inputs and outputs of products to which an adapter's product is added by itself."""
+LEAST_TRAFFIC = 1.15e8
+"""Bytes for which the small operations of a layer in a step, of any number of tokens, take as long."""
+KEPT_TRAFFIC = 8.8
+"""HBM traffic of the results that remat=outputs keeps: stacks of them are cleared, written and read."""
+LOSS_TRAFFIC = 2.0
+"""HBM traffic of the loss over the bytes of the logits in fp32."""
+ROWS_TRAFFIC = 6.0
+"""HBM traffic of the rows of chosen experts and of the patches of a tower, over the inputs and outputs of their linear
+layers: an assumption."""
 SCORES_TRAFFIC = 22.0
 """The same for sdpa's scores, over one array of (B, n, S, S)."""
 STATE_TRAFFIC, STATE_PRODUCTS = 10.0, 7.5
@@ -86,27 +103,37 @@ class Collective:
 
 @dataclass(frozen=True)
 class Work:
-    """The work of a step on one device: FLOPs, bytes moved in HBM, and the collectives."""
+    """The work of a step on one device: FLOPs, bytes moved in HBM, and the collectives.
+
+    `narrow` are those FLOPs whose operands may be narrower than a matrix unit, after their width: of adapters the rank,
+    of attention the size of a head.
+    """
 
     flops: float
     traffic: float
     collectives: tuple[Collective, ...] = ()
+    narrow: tuple[tuple[int, float], ...] = ()
 
     def __add__(self, more: Work) -> Work:
-        return Work(self.flops + more.flops, self.traffic + more.traffic, (*self.collectives, *more.collectives))
+        return Work(
+            self.flops + more.flops, self.traffic + more.traffic, (*self.collectives, *more.collectives),
+            (*self.narrow, *more.narrow),
+        )  # fmt: skip
 
     def repeated(self, times: float) -> Work:
         """The work of as many runs; of collectives only the bytes that are moved."""
         moved = [replace(one, moved=times * one.moved, synchronous=times * one.synchronous) for one in self.collectives]
-        return Work(times * self.flops, times * self.traffic, tuple(moved))
+        narrow = tuple((width, times * flops) for width, flops in self.narrow)
+        return Work(times * self.flops, times * self.traffic, tuple(moved), narrow)
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step by cause: the larger of `compute` and `memory`, plus the others.
+    """Seconds of a step by cause: of its matrix products, of the traffic between them, and the others.
 
-    `all_reduce` is the part of the collectives that computation does not hide, `rollout` an update's part of it,
-    `measured` the factor that `verify` measured on this machine, if it did.
+    By the compiler's cost model, `compute` is all of both. `all_reduce` is the part of the collectives that computation
+    does not hide, `rollout` an update's part of it, `measured` the factor that `verify` measured on this machine, if it
+    did.
     """
 
     compute: float
@@ -123,8 +150,13 @@ class StepTime:
 
     @property
     def predicted(self) -> float:
-        """The whole step, by roofline."""
-        return max(self.compute, self.memory) + self.all_reduce + self.host + self.rollout
+        """The whole step, without `measured`."""
+        return self.device + self.all_reduce + self.host + self.rollout
+
+    @property
+    def device(self) -> float:
+        """What the device computes, without collectives."""
+        return self.compute + self.memory
 
 
 def work(config: TrainConfig, shape: Shape, plan: BatchPlan, mesh: Mesh | None = None, slices: int = 1) -> Work:
@@ -158,11 +190,11 @@ def _work(config: TrainConfig, shape: Shape, plan: BatchPlan) -> Work:
     A matrix product of N weights takes 2 N FLOPs a token, its gradient to the input as many, to the weight as many
     where that is trained. remat=full adds the forward pass of the layers, without the last product of the MLP, whose
     result only a norm would need (then a tiled MLP is computed twice). Attention takes 4 S n d a token forward, and 2.5
-    times that backward (five products for two); a kernel leaves out the half that the causal mask hides.
+    times that backward (five products for two); a kernel leaves out the blocks that the causal mask hides.
     """
     tokens, length, lora = plan.batch_size * config.data.max_length, config.data.max_length, config.lora
-    compute = item_bytes(config.model.base_dtype)
-    weights, attention = shape.linear_weights, config.model.attention
+    dtype, attention = config.model.base_dtype, config.model.attention
+    compute = item_bytes(dtype)
     again = 1 if config.optim.remat == "full" else 0
     linear = shape.active_weights * (2 + again + (0 if lora.r else 1))
     tiled = (config.optim.mlp_tile or tokens) < tokens and config.optim.scan_layers != "off"
@@ -175,20 +207,26 @@ def _work(config: TrainConfig, shape: Shape, plan: BatchPlan) -> Work:
             linear += again * count * sum(one.inputs * one.outputs for one in kind.mlp_linears)
     trained = trained_count(shape, config)
     adapters = trained * (3 + again) if lora.r else 0.0
-    seen = 1.0 if attention == "sdpa" else 0.5
-    scores = _scores(shape, length) * (3.5 + again) * seen
+    seen = _seen(attention, length)
+    attending = {kind.head_dim: 0.0 for kind in shape.kinds}
+    for kind, count in shape.counted:
+        attending[kind.head_dim] += 2.0 * length * count * kind.heads * kind.head_dim * (3.5 + again) * seen
     head, states = shape.vocabulary * shape.hidden, sum(count * kind.state for kind, count in shape.counted)
-    scores += STATE_PRODUCTS * states * (3 + again)
+    scores = sum(attending.values()) + STATE_PRODUCTS * states * (3 + again)
     flops = 2 * tokens * (linear + adapters + scores + head * (2 if lora.r else 3))
+    narrow = [(lora.r, adapters), *attending.items()]
 
     chunks = -(-tokens // min(config.optim.loss_chunk, tokens))
-    read = weights * (2 + again) * WEIGHT_BYTES[config.model.base_dtype]
-    traffic = TRAFFIC * _ends(shape) * tokens * compute + read + 2 * chunks * head * compute
-    traffic += STATE_TRAFFIC * states * tokens
+    traffic = _between(shape, tokens, compute, _key_blocks(length), tiled and again == 1)
+    traffic += LOSS_TRAFFIC * 4 * tokens * shape.vocabulary + 2 * chunks * head * compute
+    traffic += ADDED_TRAFFIC * _added(config, shape, tokens) * tokens * compute + STATE_TRAFFIC * states * tokens
+    if config.optim.remat == "outputs":
+        outputs = sum(count * sum(one.outputs for one in kind.linears) for kind, count in shape.counted)
+        traffic += KEPT_TRAFFIC * outputs * tokens * compute
     if config.model.attention == "sdpa":
         heads = sum(count * kind.heads for kind, count in shape.counted)
         traffic += SCORES_TRAFFIC * tokens * length * heads * compute
-    done = Work(flops, traffic)
+    done = Work(flops, traffic, narrow=tuple((width, 2 * tokens * each) for width, each in narrow if width))
     if (images := images_of(config)) is not None:
         done += image_work(config, images, plan.batch_size * images.room)
     if config.teacher is not None and (teacher := teacher_shape(config)) is not None:
@@ -206,7 +244,7 @@ def image_work(config: TrainConfig, images: ImageShape, count: int) -> Work:
     """The work of the features of so many images in a pass; their tokens' is that of all tokens."""
     size = item_bytes(config.model.base_dtype)
     flops = count * images.flops(config.data.max_length, config.lora.vision)
-    return Work(flops, TRAFFIC / 3 * count * images.ends() * size + images.weights * size)
+    return Work(flops, ROWS_TRAFFIC / 3 * count * images.ends() * size + images.weights * size)
 
 
 def predicted_collectives(
@@ -298,7 +336,7 @@ def _forward(shape: Shape, dtype: str, tokens: int, length: int, chunks: int, se
     """
     head, compute = shape.vocabulary * shape.hidden, item_bytes(dtype)
     flops = 2 * tokens * (shape.active_weights + _scores(shape, length) * seen + head * bool(chunks))
-    traffic = TRAFFIC / 3 * _ends(shape) * tokens * compute + shape.linear_weights * WEIGHT_BYTES[dtype]
+    traffic = _between(shape, tokens, compute, _key_blocks(length)) / 3 + shape.linear_weights * WEIGHT_BYTES[dtype]
     return Work(flops, traffic + chunks * head * compute)
 
 
@@ -307,13 +345,57 @@ def _scores(shape: Shape, length: int) -> float:
     return 2.0 * length * sum(count * kind.heads * kind.head_dim for kind, count in shape.counted)
 
 
-def _ends(shape: Shape) -> int:
-    """Elements of a token in the inputs and outputs of the linear layers, and of the chosen experts, of all layers."""
-    return sum(
-        count * times * (one.inputs + one.outputs)
+def _key_blocks(length: int) -> int:
+    return -(-length // SPLASH_BLOCK)
+
+
+def _seen(attention: str, length: int) -> float:
+    """The share of the scores that attention computes: a kernel leaves out the blocks after the diagonal."""
+    return 1.0 if attention == "sdpa" else (1 + 1 / _key_blocks(length)) / 2
+
+
+def _between(shape: Shape, tokens: int, size: int, blocks: int, tiled: bool = False) -> float:
+    """Bytes of the traffic between the products of all layers in a step.
+
+    Args:
+        shape: of the model.
+        tokens: of a pass.
+        size: bytes of a value.
+        blocks: of keys in a row.
+        tiled: whether MLPs run over tiles.
+    """
+    moved = 0.0
+    for kind, count in shape.counted:
+        states = tokens * shape.hidden * size
+        moved += count * LEAST_TRAFFIC + count * states * (
+            STATES_TRAFFIC + tiled * TILES_TRAFFIC + SPILLED_TRAFFIC * _spilled(states)
+        )
+        head = -(-kind.head_dim // LANES) * LANES * tokens * size
+        passes = HEADS_TRAFFIC + PARTS_TRAFFIC * (blocks - 1) + SPILLED_TRAFFIC * _spilled(kind.heads * head)
+        moved += count * (kind.heads + 2 * kind.kv_heads) * head * passes
+        for each in kind.experts:
+            rows = each.chosen * sum(one.inputs + one.outputs for one in each.linears)
+            moved += ROWS_TRAFFIC * count * rows * tokens * size
+    return moved
+
+
+def _spilled(size: float) -> float:
+    """The share of an array of so many bytes that is not on the chip."""
+    return max(0.0, 1 - ON_CHIP / size) if size else 0.0
+
+
+def _added(config: TrainConfig, shape: Shape, tokens: int) -> float:
+    """Elements of a token in the inputs and outputs of products to which an adapter's product is added by itself.
+
+    `activation_checkpointing` joins both into one product in the tiles of an MLP.
+    """
+    lora, tile = config.lora, config.optim.mlp_tile or tokens
+    joins = tile < tokens and config.optim.remat == "full" and config.model.base_dtype in ("bf16", "fp32")
+    joins = joins and not (lora.dora or lora.dropout or config.launch.mesh)
+    return float(lora.r > 0) * sum(
+        count * (one.inputs + one.outputs)
         for kind, count in shape.counted
-        for times, linears in ((1, kind.linears), *((each.chosen, each.linears) for each in kind.experts))
-        for one in linears
+        for one in (kind.attention_linears if joins else kind.linears)
     )
 
 
@@ -329,9 +411,18 @@ def step_time(done: Work, chip: Chip, measured: float | None = None) -> StepTime
         raise ValueError(f"how fast a {chip.name} is in bf16 is not known; choose another chip")
     peak = chip.bf16_flops / chip.devices_per_chip
     bandwidth = chip.hbm_bandwidth / chip.devices_per_chip
-    compute, memory = done.flops / (peak * MXU_EFFICIENCY), done.traffic / (bandwidth * HBM_EFFICIENCY)
-    exposed = link_seconds(done.collectives, chip, synchronous=True)
-    exposed += max(0.0, link_seconds(done.collectives, chip) - exposed - max(compute, memory))
+    idle = sum(flops * max(0.0, (chip.matrix_unit or 0) / width - 1) for width, flops in done.narrow)
+    compute, memory = (done.flops / MXU_EFFICIENCY + idle) / peak, done.traffic / (bandwidth * HBM_EFFICIENCY)
+    return timed(compute, memory, done.collectives, chip, measured)
+
+
+def timed(
+    compute: float, memory: float, collectives: Iterable[Collective], chip: Chip, measured: float | None = None
+) -> StepTime:
+    """Adds the part of the collectives that computation does not hide; see `step_time`."""
+    moved = list(collectives)
+    exposed = link_seconds(moved, chip, synchronous=True)
+    exposed += max(0.0, link_seconds(moved, chip) - exposed - compute - memory)
     return StepTime(compute=compute, memory=memory, all_reduce=exposed, measured=measured)
 
 
@@ -340,29 +431,30 @@ def predict_time(
 ) -> StepTime:
     """Estimates the seconds of a step on a slice, and of an update's part of a rollout.
 
-    The counts are the compiler's of `compile_check.compile_programs`, or the formula's where they are larger, as splash
-    attention reports no FLOPs; those of the formula alone without `compiled`, or where the step does not fit. All
+    They are those of the compiler's cost model; of the formula without `compiled`, or where a program does not fit. All
     completions of a rollout count at their longest.
     """
     config = seen_on(where.device_type, config)
     update, rollout = predicted_work(config, shape, where)
     passes = update_plan(config, where.replicas).gradient_accumulation
-    if compiled and all(one.flops is not None for one in compiled.values()):
-        done = Work(0.0, 0.0)
+    chip, measured = where.chip, where.calibration.time
+    time = step_time(update, chip, measured)
+    each = {name: step_time(done, chip).predicted for name, done in rollout.items()}
+    if compiled and all(one.estimated for one in compiled.values()):
+        device, moved = 0.0, list[Collective]()
         for name, one in compiled.items():
+            seconds, done = sum(one.estimated.values()), one.generation_work()
             if name in rollout:
-                made = one.generation_work()
-                rollout[name] = replace(made, flops=max(made.flops, rollout[name].flops))
-            else:
-                made = Work(one.flops or 0.0, one.bytes_accessed or 0.0, one.collectives)
-                done += made.repeated(passes if name == "accumulate" else 1)
-        moved = done.collectives if where.mesh else update.collectives
-        update = replace(done, flops=max(done.flops, update.flops), collectives=moved)
-    time = step_time(update, where.chip, where.calibration.time)
+                each[name] = timed(seconds, 0.0, done.collectives, chip).predicted
+                continue
+            runs = passes if name == "accumulate" else 1
+            device += runs * seconds
+            moved += Work(0.0, 0.0, one.collectives).repeated(runs).collectives
+        time = timed(device, 0.0, moved if where.mesh else update.collectives, chip, measured)
     if (sizes := rollout_of(config, 1 if where.mesh else where.replicas)) is None:
         return time
-    runs = {"decode": -(-sizes.tokens // sizes.block)}
-    seconds = sum(runs.get(name, 1) * step_time(done, where.chip).predicted for name, done in rollout.items())
+    blocks = {"decode": -(-sizes.tokens // sizes.block)}
+    seconds = sum(blocks.get(name, 1) * one for name, one in each.items())
     return replace(time, host=HOST_SECONDS * (passes + 1), rollout=seconds / config.rl.updates_per_rollout)
 
 
@@ -378,8 +470,8 @@ def predicted_work(config: TrainConfig, shape: Shape, where: TargetSlice) -> tup
         return update, {}
     mesh = where.mesh or Mesh()
     parts, size = mesh.fsdp * mesh.model, item_bytes(config.model.base_dtype)
-    seen = 1.0 if config.model.attention == "sdpa" else 0.5
     rows, width = -(-rollout.prompts // mesh.data), rollout.widths[-1]
+    seen = _seen(config.model.attention, width)
     read = _forward(shape, config.model.base_dtype, rows * width, width, 0, seen)
     rows = -(-rollout.samples // mesh.data)
     head, whole = shape.vocabulary * shape.hidden, -(-rows // WHOLE_ROWS) * WHOLE_ROWS
@@ -405,7 +497,8 @@ def predicted_work(config: TrainConfig, shape: Shape, where: TargetSlice) -> tup
     if config.optim.objective == "policy" and config.rl.updates_per_rollout > 1:
         tokens = plan.batch_size * config.data.max_length
         chunks = -(-tokens // config.optim.loss_chunk)
-        before = _forward(shape, config.model.base_dtype, tokens, config.data.max_length, chunks, seen)
+        length = config.data.max_length
+        before = _forward(shape, config.model.base_dtype, tokens, length, chunks, _seen(config.model.attention, length))
         found["before"] = before.repeated(plan.gradient_accumulation / mesh.model)
     return update, found
 

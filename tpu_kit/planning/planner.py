@@ -153,7 +153,8 @@ def _planned(config: TrainConfig, shape: Shape, where: TargetSlice, rows: Count,
     return Plan(
         config=config, shape=shape, where=where, compiled=picked.compiled, settings=tuple(settings), advice=advice,
         run=time_plan(
-            where.chip, where.chips, where.name, picked.time.seconds, updates.count, held, where.service
+            where.chip, where.chips, where.name, picked.time.seconds, updates.count, held, where.service,
+            picked.compiling,
         ),
         checkpoint_bytes=held, inference=inference(picked), updates=updates.count, unknown=updates.reason,
         note="; ".join(filter(None, notes)), tensors=tuple(table(shape, config, mesh)) if mesh else (),

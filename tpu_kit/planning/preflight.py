@@ -54,7 +54,7 @@ class Preflight:
 
     @property
     def time(self) -> StepTime | None:
-        """The time of a step, by roofline; None where it is not known."""
+        """The time of a step, by formula; None where it is not known."""
         return self.setting.time if self.setting and self.setting.where.chip.bf16_flops else None
 
     @property
@@ -67,7 +67,7 @@ class Preflight:
         """Describes how long so many updates take, and how that is known."""
         besides = "compiling, evaluation and checkpoints come on top"
         if self.time is not None:
-            how = "by roofline, not measured" if self.time.measured is None else "as measured on this machine"
+            how = "estimated, not measured" if self.time.measured is None else "as measured on this machine"
             return f"about {_duration(updates * self.time.seconds)} {how}; {besides}"
         one = self.setting
         learns = self.config.on_policy  # from as many tokens as the model writes
@@ -100,9 +100,9 @@ def _table(one: Setting, time: StepTime | None) -> list[str]:
     elif ratio := room.calibration.memory:
         lines[0] += f", {ratio * peak / GIB:.2f} GiB as measured on this machine"
     if time is not None:
-        how = "by roofline, not measured"
+        how = "estimated, not measured"
         if time.measured is not None:
-            how = f"as measured on this machine ({time.predicted:.3f} s predicted by roofline)"
+            how = f"as measured on this machine ({time.predicted:.3f} s estimated)"
         most = "at most " if one.config.on_policy else ""
         lines.append(f"step             {most}{time.seconds:.3f} s, {one.speed:,.0f} tokens/s {how}")
     return lines

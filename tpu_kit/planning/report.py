@@ -16,7 +16,7 @@ from tpu_kit.planning.memory.image_memory import images_of
 from tpu_kit.planning.mesh_choice import largest_models
 from tpu_kit.planning.planner import Plan
 from tpu_kit.planning.rollouts import program_count, program_rows, rollout_of
-from tpu_kit.planning.run_cost import RESTART_SECONDS, SPOT_HOURS_BETWEEN_INTERRUPTIONS
+from tpu_kit.planning.run_cost import BESIDE_COMPILING, COMPILING, SPOT_HOURS_BETWEEN_INTERRUPTIONS
 
 MOST_SETTINGS = 8
 _FACTORS = ("batch_size", "replicas", "gradient_accumulation")
@@ -79,7 +79,7 @@ def format_plans(config: TrainConfig, plans: Sequence[Plan], given: Sequence[str
     for one in plans:
         lines += ["", *_details(one)]
     assumed = ", ".join(f"{name} {value:g}" for name, value in factors().items())
-    return "\n".join([*lines, "", f"Time is a roofline{_measured(plans)}; assumed: {assumed}."])
+    return "\n".join([*lines, "", f"Time is estimated{_measured(plans)}; assumed: {assumed}."])
 
 
 _BYTES = {"gguf-q8_0": 34 / 32, "adapter": 4.0}  # of a parameter in an export, if it is not of 16 bits
@@ -115,7 +115,7 @@ def _picture(best: Plan) -> list[str]:
     kind = "A picture" if len(images.columns) > 2 else "A tile of a picture"
     return [
         f"{kind} takes {images.tokens} tokens at most, {memory / MIB:,.1f} MiB while its features are made, and "
-        f"{1e3 * max(time.compute, time.memory):,.2g} ms beside its tokens; a row has room for {images.room}"
+        f"{1e3 * time.device:,.2g} ms beside its tokens; a row has room for {images.room}"
     ]
 
 
@@ -175,9 +175,9 @@ def _details(one: Plan) -> list[str]:
         "Young 1974; the mean time is an assumption"
     )
     lines += [f"  {sentence}" for sentence in one.run.sessions.values()]
-    took = f"{RESTART_SECONDS / 60:g} min until the first new step are an assumption"
-    if made := one.compiled.values():
-        took = f"{sum(each.trace_seconds + each.compile_seconds for each in made) / 60:.1f} min on this machine"
+    took = f"{(BESIDE_COMPILING + COMPILING) / 60:g} min until the first new step are an assumption"
+    if one.compiled:
+        took = f"{one.compiling / 60:.1f} min on this machine"
     lines.append(f"  each start compiles the {'programs' if one.config.on_policy else 'step'}: {took}")
     if one.updates is not None:
         lines.append(f"  {one.updates:,} updates")
@@ -237,7 +237,7 @@ def mesh_lines(one: Plan) -> list[str]:
     """The devices of the mesh, and its collectives against computation; nothing without a mesh."""
     if one.where.mesh is None:
         return []
-    links, busy = link_seconds(one.collectives, one.where.chip), max(one.time.compute, one.time.memory)
+    links, busy = link_seconds(one.collectives, one.where.chip), one.time.device
     return [
         f"mesh {one.where.mesh}: devices {one.where.mesh.layout()}; rows divided by {one.where.replicas}",
         f"collectives take {links:.2f} s of the links and computation {busy:.2f} s; {one.time.all_reduce:.2f} s of "

@@ -32,8 +32,8 @@ SAVE_BYTES_PER_SECOND = 200e6
 """Speed of a checkpoint from the device to a disk or bucket: an assumption."""
 SAVE_SECONDS = 2.0
 """Time of an empty checkpoint: an assumption."""
-RESTART_SECONDS = 300.0
-"""From an interruption to the first new step, compiling included: an assumption."""
+BESIDE_COMPILING, COMPILING = 120.0, 180.0
+"""Seconds from an interruption to the first new step, without compiling and of it: assumptions."""
 
 
 @dataclass(frozen=True)
@@ -174,11 +174,11 @@ class TimePlan:
 
 def time_plan(
     chip: Chip, chips: int, slice_name: str, step_seconds: float, updates: int | None, checkpoint_bytes: float,
-    service: str = "",
+    service: str = "", compiling: float = COMPILING,
 ) -> TimePlan:  # fmt: skip
     """Plans the time of a run: `updates` of `step_seconds` on so many `chips`, with checkpoints of so many bytes.
 
-    They are paid for unless a `service` gives them away.
+    They are paid for unless a `service` gives them away. Each start compiles for so many seconds.
 
     The interval between checkpoints, sqrt(2 x checkpoint time x mean time between failures), is that of J. W. Young, "A
     first order approximation to the optimum checkpoint interval", CACM 17(9), 1974: of an interval t the share cost / t
@@ -187,7 +187,7 @@ def time_plan(
     save = SAVE_SECONDS + checkpoint_bytes / SAVE_BYTES_PER_SECOND
     failures = SPOT_HOURS_BETWEEN_INTERRUPTIONS * 3600
     interval = math.sqrt(2 * save * failures)
-    lost = save / interval + interval / (2 * failures) + RESTART_SECONDS / failures
+    lost = save / interval + interval / (2 * failures) + (BESIDE_COMPILING + compiling) / failures
     hours, on_demand, spot, sessions = None, None, None, {}
     if updates is not None:
         hours = updates * step_seconds / 3600

@@ -23,6 +23,7 @@ from tpu_kit.planning.cost import StepTime, predict_time
 from tpu_kit.planning.memory.argument_memory import VECTOR
 from tpu_kit.planning.memory.memory_estimate import Memory, estimate
 from tpu_kit.planning.rollouts import cache_bytes, program_rows, update_plan, whole_prompts
+from tpu_kit.planning.run_cost import COMPILING
 
 EXACT_RESERVE = 0.01
 """Share of a device's memory that a compiled setting leaves free, for what a run holds beside the step, such as the
@@ -82,6 +83,12 @@ class Setting:
         rest = most.total_bytes - arguments - new - (most.code_bytes or 0)  # not reported if the step does not fit
         codes = sum(one.code_bytes or 0 for one in self.compiled.values())
         return {**beside, "arguments": arguments, "temporaries": rest, "code": codes, "unaliased_outputs": new}
+
+    @property
+    def compiling(self) -> float:
+        """Seconds to trace and compile the programs on this machine, or as assumed where the compiler was not asked."""
+        made = self.compiled.values()
+        return sum(one.trace_seconds + one.compile_seconds for one in made) if made else COMPILING
 
     @property
     def source(self) -> str:

@@ -31,6 +31,7 @@ def compile_program(
     program: Program,
     request: dict[str, Any],
     also: Callable[..., dict[str, Any]] = lambda module, instructions: {},
+    seconds: Callable[[hlo.Cost], float] = lambda one: 0.0,
 ) -> dict[str, Any]:
     """Compiles for the topology of `request` and returns the fields of `compile_check.Compiled`.
 
@@ -38,6 +39,7 @@ def compile_program(
         program: what to compile.
         request: num_replicas, topology and effort, as `compile_check.compile_step` takes them.
         also: makes further fields of the compiled module and of what its instructions cost.
+        seconds: of one run of an instruction.
 
     Raises:
         ValueError: the compiler refuses the program for another reason than memory, or does not know the topology.
@@ -73,16 +75,20 @@ def compile_program(
             "argument_bytes": program.argument_bytes // program.mesh.size,
             "out_of_memory": {**memory, "text": text},
         }
-    seconds = time.monotonic() - start
+    taken = time.monotonic() - start
     once = done.cost_analysis()
     once = once[0] if isinstance(once, list) else once
     text = done.hlo_modules()[0].to_string()
-    figures = compiled_figures(text, done.get_compiled_memory_stats(), once["bytes accessed"], also)
-    return {"compile_seconds": seconds, **figures}
+    figures = compiled_figures(text, done.get_compiled_memory_stats(), once["bytes accessed"], also, seconds)
+    return {"compile_seconds": taken, **figures}
 
 
 def compiled_figures(
-    text: str, stats: Any, accessed_once: float, also: Callable[..., dict[str, Any]]
+    text: str,
+    stats: Any,
+    accessed_once: float,
+    also: Callable[..., dict[str, Any]],
+    seconds: Callable[[hlo.Cost], float] = lambda one: 0.0,
 ) -> dict[str, Any]:
     """Reads a compiled program, ours or another trainer's; returns what `compile_program` does, without seconds.
 
@@ -91,6 +97,7 @@ def compiled_figures(
         stats: XLA's figures of its memory.
         accessed_once: see `hlo.costs`.
         also: see `compile_program`.
+        seconds: of one run of an instruction.
     """
     from jaxlib import xla_client
 
@@ -109,7 +116,7 @@ def compiled_figures(
         "loop_trips": module.trips,
         "collectives": module.collectives(),
         **also(module, instructions),
-        **hlo.costs(module, instructions, analyse, accessed_once),
+        **hlo.costs(module, instructions, analyse, accessed_once, seconds),
     }
 
 

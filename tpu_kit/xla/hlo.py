@@ -300,7 +300,11 @@ def instruction_costs(module: Module, analyse: Callable[[str], dict[str, float]]
 
 
 def costs(
-    module: Module, instructions: list[Cost], analyse: Callable[[str], dict[str, float]], accessed_once: float
+    module: Module,
+    instructions: list[Cost],
+    analyse: Callable[[str], dict[str, float]],
+    accessed_once: float,
+    seconds: Callable[[Cost], float] = lambda one: 0.0,
 ) -> dict[str, Any]:
     """Computes what a step costs with all trips of its loops.
 
@@ -309,6 +313,7 @@ def costs(
         instructions: of `instruction_costs`.
         analyse: likewise; it counts a loop as one trip.
         accessed_once: bytes accessed by the TPU compiler's own analysis, which counts a loop as one trip.
+        seconds: of one run of an instruction.
 
     Returns:
         flops, bytes_accessed and hbm_bytes of `compile_check.Compiled`, and operations with the fields of
@@ -317,9 +322,10 @@ def costs(
     rows: dict[tuple[str, ...], dict[str, Any]] = {}
     for one in instructions:
         key = {**origin(one.op.rest), "kind": one.kind}
-        row: dict[str, Any] = rows.setdefault((*key.values(),), {**key, "flops": 0.0, "bytes": 0.0})
+        row: dict[str, Any] = rows.setdefault((*key.values(),), {**key, "flops": 0.0, "bytes": 0.0, "seconds": 0.0})
         row["flops"] += one.runs * one.flops
         row["bytes"] += one.runs * one.bytes
+        row["seconds"] += one.runs * seconds(one)
     later = 0.0  # bytes of all trips of loops but the first
     for name, runs in module.runs.items():
         for op in module.computations[name].values():

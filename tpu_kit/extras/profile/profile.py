@@ -11,16 +11,15 @@ from functools import partial
 from pathlib import Path
 
 from tpu_kit.config.hub import HubConfig
-from tpu_kit.config.loader import ConfigError, TrainConfig, batch_arithmetic
+from tpu_kit.config.loader import ConfigError, TrainConfig
 from tpu_kit.data.prepare import on_disk
 from tpu_kit.distributed.launch import launch
 from tpu_kit.extras.profile.recorder import WARM_UP, Recording, record, window
 from tpu_kit.extras.profile.report import Cost, Profile
 from tpu_kit.extras.profile.timeline import BUCKETS, Trace, read_trace
 from tpu_kit.machine.storage.output_location import make_output_folder, resolve_output_dir
-from tpu_kit.model.shape_cache import read_shape
 from tpu_kit.planning.compiler.compile_check import compile_step
-from tpu_kit.planning.cost import Work, step_time, work
+from tpu_kit.planning.cost import timed, work
 from tpu_kit.planning.planner import plan
 from tpu_kit.recipes.run_plan import plan_run
 
@@ -100,20 +99,18 @@ def _predicted(config: TrainConfig, chip: str) -> Profile:
         raise ValueError(f"the TPU compiler cannot compile for {where.name}; name another chip, such as v5e")
     part = "accumulate" if config.on_policy else "step"
     compiled = compile_step(config, where.topology, num_replicas=where.devices, part=part)
-    if not compiled.fits or compiled.flops is None or compiled.hbm_bytes is None:
+    if not compiled.fits:
         raise ValueError(f"there is no step to profile: {compiled}. `plan {chip}` tells what to change")
-    own = work(config, read_shape(config.model), batch_arithmetic(config, where.replicas))
-    done = Work(compiled.flops, compiled.hbm_bytes, compiled.collectives if where.mesh else own.collectives)
-    time = step_time(done, where.chip, where.calibration.time)
+    moved = compiled.collectives if where.mesh else work(config, planned.shape, planned.update).collectives
+    time = timed(sum(compiled.estimated.values()), 0.0, moved, where.chip, where.calibration.time)
     split = dict.fromkeys(BUCKETS, 0.0) | {
-        "device compute": max(time.compute, time.memory), "exposed collectives": time.all_reduce,
+        "device compute": time.device, "exposed collectives": time.all_reduce,
         "host tracing": time.host,
     }  # fmt: skip
-    costs = []
-    for one in compiled.operations:
-        alone = step_time(Work(one.flops, one.bytes), where.chip)
-        name = one.operation.rpartition("xla__scan/call/")[2] or one.kind
-        costs.append(Cost(name, one.source, one.kind, max(alone.compute, alone.memory)))
+    costs = tuple(
+        Cost(one.operation.rpartition("xla__scan/call/")[2] or one.kind, one.source, one.kind, one.seconds)
+        for one in compiled.operations
+    )
     return Profile(
-        config=config, device=where.name, replicas=where.replicas, split=split, costs=tuple(costs), compiled=compiled
+        config=config, device=where.name, replicas=where.replicas, split=split, costs=costs, compiled=compiled
     )

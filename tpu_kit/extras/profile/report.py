@@ -21,7 +21,6 @@ from tpu_kit.extras.profile.recorder import Recording
 from tpu_kit.extras.profile.timeline import PHASES, Trace
 from tpu_kit.machine.chips import GIB
 from tpu_kit.planning.compiler.compile_check import Compiled
-from tpu_kit.planning.cost import factors
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -175,8 +174,7 @@ def _short(name: str) -> str:
 
 def _notes(p: Profile) -> list[str]:
     if p.compiled is not None:
-        assumed = ", ".join(f"{name} {value:g}" for name, value in factors().items())
-        return [f"times are a roofline at assumed efficiencies: {assumed}", f"the step {p.compiled}"]
+        return ["times are those of the TPU compiler's cost model, not measured", f"the step {p.compiled}"]
     first = p.recordings[0]
     counts = ", ".join(f"{count} {name}" for name, count in first.counts.items())
     return [

@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -31,7 +31,7 @@ from tpu_kit.machine.compatibility import PAIRINGS
 from tpu_kit.machine.slices import find_topology
 from tpu_kit.machine.storage import atomic
 from tpu_kit.model.shape_cache import read_shape, shape_key
-from tpu_kit.planning.compiler.step_estimate import Sizes, estimated_seconds
+from tpu_kit.planning.compiler.step_estimate import Sizes, estimated_seconds, instruction_seconds
 from tpu_kit.planning.cost import Collective, Work
 from tpu_kit.planning.rollouts import rollout_of
 
@@ -48,6 +48,7 @@ class Operation:
         kind: of the work: "matrix product", "kernel", "collective", "copy" or "elementwise".
         flops: of all its runs in a step.
         bytes: read from and written to HBM, likewise.
+        seconds: that the compiler's cost model takes them for, likewise; 0 of collectives.
     """
 
     operation: str
@@ -55,6 +56,7 @@ class Operation:
     kind: str
     flops: float
     bytes: float
+    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +81,7 @@ class Compiled:
             buffers.
         collectives: by kind.
         operations: what each operation of the model costs.
-        estimated: by kind of work, the seconds that the compiler's cost model makes of it; see `step_estimate`. Empty
-            for a chip whose clock is not known.
+        estimated: by kind of work, the seconds that the compiler's cost model makes of it; see `step_estimate`.
         out_of_memory: the compiler's error, if the step does not fit.
         trace_seconds: seconds to trace the step.
         compile_seconds: seconds to compile it.
@@ -306,8 +307,11 @@ def _compile(request: dict[str, Any], show: Callable[[str], None]) -> dict[str, 
     if (known := _read(file)) is not None:
         return asdict(known)
     show(f"compiling for {request['topology']['name']}")
-    on = Sizes.of(read_shape(config.model), config.lora.r), CHIPS[request["topology"]["name"].partition(":")[0]]
-    answer = compile_program(program, request, lambda made, costs: {"estimated": estimated_seconds(made, costs, *on)})
+    sizes_of, chip = Sizes.of(read_shape(config.model), config.lora.r), CHIPS[request["topology"]["name"].split(":")[0]]
+    answer = compile_program(
+        program, request, lambda made, costs: {"estimated": estimated_seconds(made, costs, sizes_of, chip)},
+        partial(instruction_seconds, chip=chip),
+    )  # fmt: skip
     answer.pop("loop_trips", None)
     if (memory := answer.get("out_of_memory")) is not None:
         # Some errors leave the arguments out.

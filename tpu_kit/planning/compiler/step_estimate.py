@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from tpu_kit.model.shape import Shape
     from tpu_kit.xla.hlo import Cost, Module
 
-MATRIX_UNIT = 128
-"""Rows and columns of a matrix unit (256 since v6e)."""
 _SLICES = {"dynamic-slice", "dynamic-update-slice"}
 
 
@@ -72,10 +70,8 @@ def estimated_seconds(module: Module, instructions: list[Cost], sizes: Sizes, ch
         chip: that the program is for.
 
     Returns:
-        Seconds of a step by kind, the largest first; empty where the chip's clock is not known.
+        Seconds of a step by kind, the largest first.
     """
-    if chip.clock is None or chip.bf16_flops is None:
-        return {}
     spent: dict[str, float] = defaultdict(float)
     known = {(one.computation, one.op.name): one for one in instructions}
     alone: dict[str, float] = {}  # of one run of a computation
@@ -92,10 +88,10 @@ def estimated_seconds(module: Module, instructions: list[Cost], sizes: Sizes, ch
                 spent["copies that are waited for"] += module.runs[computation] * max(0.0, end - now)
                 now = max(now, end)
             elif (one := known.get((computation, op.name))) is not None and one.kind != "collective":
-                if op.opcode.endswith("-start") and one.cycles is None:
+                if _is_beside(one):
                     free = ends[op.name] = max(free, now) + one.bytes / chip.hbm_bandwidth
                     continue
-                taken = _seconds(one, chip)
+                taken = instruction_seconds(one, chip)
                 spent[_kind(one, sizes, computation != module.entry)] += one.runs * taken
                 now += taken
         alone[computation] = now
@@ -105,16 +101,22 @@ def estimated_seconds(module: Module, instructions: list[Cost], sizes: Sizes, ch
     return dict(sorted(spent.items(), key=lambda item: -item[1]))
 
 
-def _seconds(one: Cost, chip: Chip) -> float:
-    """Returns the time of one run of an instruction."""
-    assert chip.clock is not None and chip.bf16_flops is not None
+def instruction_seconds(one: Cost, chip: Chip) -> float:
+    """Returns the time of one run of an instruction; 0 of a collective and of a copy beside the computation."""
+    assert chip.clock is not None and chip.bf16_flops is not None  # of each chip that can be compiled for
+    if one.kind == "collective" or _is_beside(one):
+        return 0.0
     if one.cycles is not None:
         return one.cycles / chip.clock
     narrow = 1.0
     if "splash" in one.op.name:
         queries = next(_arrays(shape)[0] for shape in one.operands if shape.startswith(("bf16", "f32")))
-        narrow = max(1.0, MATRIX_UNIT / queries[-1])
+        narrow = max(1.0, (chip.matrix_unit or 0) / queries[-1])
     return max(narrow * one.flops / chip.bf16_flops, one.bytes / chip.hbm_bandwidth)
+
+
+def _is_beside(one: Cost) -> bool:
+    return one.op.opcode.endswith("-start") and one.cycles is None
 
 
 def _arrays(shape: str) -> list[list[int]]:

@@ -1,0 +1,54 @@
+"""The formula's time of a step against the TPU compiler's cost model, as recorded."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.benchmarks.step_times import FILE, correlation, setting
+from tpu_kit.planning.compiler.compile_check import Compiled
+from tpu_kit.planning.cost import HOST_SECONDS
+
+ANSWERS: list[dict[str, Any]] = json.loads(FILE.read_text())
+MODELS = sorted({one["model"] for one in ANSWERS})
+
+
+def of_a_token(answers: list[dict[str, Any]]) -> tuple[list[float], list[float]]:
+    """Seconds of a token by the compiler, and by formula."""
+    runs = [(setting(one), sum(one["estimated"].values()) + HOST_SECONDS) for one in answers]
+    return (
+        [seconds / run.update.tokens_per_update for run, seconds in runs],
+        [run.time.seconds / run.update.tokens_per_update for run, _ in runs],
+    )
+
+
+def test_the_formula_is_near_the_cost_model_of_the_compiler() -> None:
+    compiler, formula = of_a_token(ANSWERS)
+    errors = [abs(one / other - 1) for one, other in zip(formula, compiler, strict=True)]
+    assert statistics.median(errors) < 0.05 and max(errors) < 0.2
+    assert correlation(compiler, formula) > 0.95
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_setting_that_is_the_fastest_by_formula_is_near_the_fastest_of_the_compiler(model: str) -> None:
+    compiler, formula = of_a_token([one for one in ANSWERS if one["model"] == model])
+    assert correlation(compiler, formula) > 0.75
+    chosen = compiler[formula.index(min(formula))]
+    assert chosen <= 1.05 * min(compiler)
+
+
+def test_a_compiled_step_takes_what_the_cost_model_says() -> None:
+    one = ANSWERS[0]
+    run = setting(one)
+    step = Compiled(
+        topology="v5e:1x1", fits=True, limit_bytes=run.where.limit, total_bytes=one["total_bytes"], flops=1e12,
+        estimated=one["estimated"], trace_seconds=1.0, compile_seconds=1.0, libtpu="0.0.21", program="x",
+    )  # fmt: skip
+    assert replace(run, compiled={"step": step}).time.seconds == pytest.approx(
+        sum(one["estimated"].values()) + HOST_SECONDS
+    )
+    assert replace(run, compiled={"step": replace(step, estimated={})}).time == run.time
