@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import tarfile
+from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -52,7 +53,7 @@ class GGUFReader:
 
 
 @pytest.fixture
-def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A converter that writes what it is asked into the file that is returned; no llama.cpp."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("ASKED", str(tmp_path / "asked"))
@@ -75,7 +76,8 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         return projector._compared(json.loads(json.dumps(job)))
 
     monkeypatch.setattr(projector, "in_child", here)
-    return tmp_path / "asked"
+    yield tmp_path / "asked"
+    sys.modules.pop("gguf", None)  # the one above
 
 
 def run_on_pictures(folder: Path, family: str, **changes: object) -> Path:
