@@ -216,7 +216,7 @@ configs:
 """
 
 
-def test_a_folder_as_the_hub_has_it(tmp_path: Path) -> None:
+def test_a_folder_as_the_hub_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "data").mkdir()
     for name, rows in (
         ("train-00000-of-00002", ROWS[:3]),
@@ -227,6 +227,9 @@ def test_a_folder_as_the_hub_has_it(tmp_path: Path) -> None:
     write(tmp_path / "README.md", "# Rows\n")
     assert load(str(tmp_path)).to_list() == ROWS and load(str(tmp_path), "train[:4]").to_list() == ROWS[:4]
     assert load(str(tmp_path), "test").to_list() == ROWS[:2]
+    with monkeypatch.context() as here:
+        here.chdir(tmp_path.parent)
+        assert load(tmp_path.name).to_list() == ROWS, "a relative path"
     with pytest.raises(ValueError, match=r"there is no split 'dev'; .* has (train, test|test, train)"):
         load(str(tmp_path), "dev")
     write(tmp_path / "other.jsonl", lines(ROWS[:1]))

@@ -183,7 +183,8 @@ def _folder_files(folder: str, subset: str, split: str) -> _Files:
     if len(names) == 1:  # `datasets` takes the files of one kind and one way of naming splits, without a word of others
         inner = (path.relative_to(folder) for path in Path(folder).rglob("*") if path.name not in _ABOUT_ROWS)
         visible = [path for path in inner if not any(part.startswith(".") for part in path.parts)]
-        left = sorted(str(path) for path in visible if _kind(path.name) and str(Path(folder, path)) not in used)
+        root = Path(folder).absolute()  # as `datasets` names the files
+        left = sorted(str(path) for path in visible if _kind(path.name) and str(root / path) not in used)
         if left:
             listed = shorten(", ".join(left), 200)
             raise ValueError(f"{advice}, or move away those that are in no split: {listed}")
