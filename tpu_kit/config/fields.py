@@ -129,16 +129,20 @@ class ConfigField:
             try:
                 self.check(result)
             except ValueError as error:
-                raise ValueError(f"{self.name}: {show(value)} {error}") from error
+                raise ValueError(f"{self.name}: {show(value)} {error}{self._near(value)}") from error
         return result
 
     def _limits(self) -> str:
         return " and ".join(f"{name.replace('_', ' ')} {limit}" for name, limit in self.bounds.items())
 
-    def _fix(self, value: object) -> str:
+    def _near(self, value: object) -> str:
         choices = [c for m in _members(self.hint) if get_origin(m) is Literal for c in get_args(m)]
-        if near := closest(str(value), choices):
-            return f'; did you mean "{near[0]}"?'
+        near = closest(str(value), choices)
+        return f'; did you mean "{near[0]}"?' if near else ""
+
+    def _fix(self, value: object) -> str:
+        if near := self._near(value):
+            return near
         if str in _members(self.hint) and isinstance(value, bool | int | float):
             return f'; write it in quotes: "{value}"'
         if value and isinstance(value, str) and tuple[str, ...] in _members(self.hint):

@@ -140,6 +140,12 @@ def check_objective(name: str) -> None:
         raise ValueError(f"must be {', '.join(installed(OBJECTIVES))} or module:function")
 
 
+def check_format(name: str) -> None:
+    """Raises ValueError if a text is no format of rows. It does not import the module of module:function."""
+    if name != "auto" and name not in FORMATS and not FUNCTION.fullmatch(name):
+        raise ValueError(f"must be auto, {', '.join(FORMATS)} or module:function")
+
+
 def check_rows_held_out(count: float) -> None:
     """Raises ValueError if `data.eval_rows` is neither a number of rows nor a share."""
     if count > 1 and count != int(count):
@@ -153,15 +159,16 @@ def check_updates_between(count: float) -> None:
 
 
 def check_roles(columns: Mapping[str, str], fmt: str) -> None:
-    """Raises ValueError if no row of `data.format` has columns of all these roles; with "auto" no row of any format.
+    """Raises ValueError if no row of `data.format` has columns of all these roles.
 
+    With "auto", and with a function of the user's, which makes rows of any format, no row of any format.
     A name with an empty value may be a role, or a column that is left out.
     """
     known = sorted({role for roles in ROLES.values() for role in roles})
     named = {role for role, column in columns.items() if column}
     if unknown := sorted(named - set(known)):
         raise ValueError(f"names the unknown role {', '.join(unknown)}; the roles are {', '.join(known)}")
-    formats = ROLES if fmt == "auto" else {fmt: ROLES[fmt]}
+    formats = {fmt: ROLES[fmt]} if fmt in ROLES else ROLES
     if not any(named <= set(roles) for roles in formats.values()):
         of_each = "; ".join(f"{name} has {', '.join(roles)}" for name, roles in formats.items())
         raise ValueError(f"names {', '.join(sorted(named))}; {of_each}: name roles of one format, or set data.format")

@@ -20,6 +20,7 @@ from tpu_kit.config.named_values import (
     REWARDS,
     VERIFIERS,
     DataFormat,
+    check_format,
     check_objective,
     check_rewards,
     check_rows_held_out,
@@ -88,8 +89,11 @@ class DataConfig:
         at_least=0,
         check=check_rows_held_out,
     )
-    format: DataFormat = knob(  # noqa: RUF009 - a dataclasses.field
-        "auto", "What a row holds; auto looks at the column names. prompt has no reply, for models that sample them."
+    format: DataFormat | str = knob(  # noqa: RUF009 - a dataclasses.field
+        "auto",
+        "What a row holds; auto looks at the column names. prompt has no reply, for models that sample them. "
+        "module:function makes messages, a text, or an object with prompt and completion, of each row.",
+        check=check_format,
     )
     columns: dict[str, str] | None = knob(  # noqa: RUF009 - a dataclasses.field, not a shared dictionary
         None,

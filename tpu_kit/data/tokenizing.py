@@ -24,6 +24,7 @@ from tpu_kit.data.chat.chat_template import ensure_chat_template, freeze_date
 from tpu_kit.data.rows.column_values import read_layout
 from tpu_kit.data.rows.columns import Layout
 from tpu_kit.data.rows.field_values import RowError, alternatives, decoded, without_decoding, without_none
+from tpu_kit.data.rows.own_format import own_function, own_rows
 from tpu_kit.data.rows.records import LOCATION, PROBLEM
 from tpu_kit.data.rows.schemas import NO_REPLY, expected_answer, final_answer, problem
 from tpu_kit.data.rows.sources import check_rows, load_rows
@@ -157,9 +158,15 @@ def tokenize(
         processor: of a model for images (`data.images.processors.ImageProcessor`); None for text.
 
     Raises:
-        ValueError: as `load_rows`, `detect_layout` and `check_rows`.
+        ValueError: as `load_rows`, `own_rows`, `detect_layout` and `check_rows`.
     """
-    rows = without_decoding(load_rows(source, split, config.seed, skip=config.on_bad_row == "skip"))
+    skip = config.on_bad_row == "skip"
+    rows = without_decoding(load_rows(source, split, config.seed, skip=skip))
+    if function := own_function(config.format):
+        rows = own_rows(rows, config.format, function, source, _processes(len(rows), config.num_proc))
+        check_rows(rows, rows[PROBLEM][:], source, skip=skip)
+        asks_alone = "prompt" in rows.column_names and not {"completion", "answer"} & {*rows.column_names}
+        rows, config = without_decoding(rows), replace(config, format="prompt" if asks_alone else "auto")
     encoder = _encoder(rows, tokenizer, config, source, like, processor)
     name, folder = _fingerprint(rows, encoder), Path(datasets_config.HF_DATASETS_CACHE) / "tpu_kit"
     folder.mkdir(parents=True, exist_ok=True)
@@ -182,7 +189,7 @@ def tokenize(
         columns = made(load_from_cache_file=False).with_format("arrow")[:].combine_chunks()
     bad = columns.filter(pc.not_equal(columns["error"], ""))
     problems = dict(zip(bad["row"].to_pylist(), bad["error"].to_pylist(), strict=True))
-    shown = check_rows(rows, [problems.get(i) for i in range(len(rows))], source, skip=config.on_bad_row == "skip")
+    shown = check_rows(rows, [problems.get(i) for i in range(len(rows))], source, skip=skip)
     columns = columns.filter(pc.equal(columns["error"], "")).combine_chunks()
     flat = {
         name: columns[name].combine_chunks().flatten().to_numpy(zero_copy_only=False)

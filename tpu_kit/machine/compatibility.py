@@ -9,9 +9,11 @@ import contextlib
 import importlib
 import importlib.metadata
 import shlex
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 Python = tuple[int, int]  # major and minor version
@@ -87,6 +89,35 @@ def installed_version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def code_of(name: str) -> bytes:
+    """Returns the code of the user's function "module:function", which tells whether it has changed.
+
+    It is the file of the module, and of those beside it, or of its package, that it imports, one after the other. It is
+    empty without a file, as of a notebook's cell.
+    """
+    if name.startswith("__main__:"):
+        return b""
+    module = importlib.import_module(name.partition(":")[0])
+    package, file = module.__name__.partition(".")[0], getattr(module, "__file__", None)
+    if file is None:
+        return b""
+    folder = Path(file).parents[module.__name__.count(".") + (Path(file).name == "__init__.py")]
+    files: dict[str, bytes] = {}
+    waiting = [module]
+    while waiting:
+        one = waiting.pop()
+        file = getattr(one, "__file__", None)
+        beside = file is not None and Path(file).is_relative_to(folder) and "site-packages" not in Path(file).parts
+        if file is None or one.__name__ in files or not (beside or one.__name__.partition(".")[0] == package):
+            continue
+        files[one.__name__] = Path(file).read_bytes()
+        for value in [sys.modules.get(one.__name__.rpartition(".")[0]), *vars(one).values()]:
+            of = getattr(value, "__module__", None)
+            imported = value if isinstance(value, ModuleType) else sys.modules.get(of) if isinstance(of, str) else None
+            waiting += [imported] if isinstance(imported, ModuleType) else []
+    return b"".join(files[name] for name in sorted(files))
 
 
 def find_pairing(version: Version) -> Pairing | None:

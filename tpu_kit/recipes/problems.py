@@ -13,6 +13,7 @@ import torch
 
 from tpu_kit.config.loader import ConfigError, TrainConfig
 from tpu_kit.data.prepare import Prepared
+from tpu_kit.data.rows.own_format import own_function
 from tpu_kit.distributed.hosts import Hosts
 from tpu_kit.exporting.hub.publish import hub_problems
 from tpu_kit.generation.evaluation.held_out_answers import check_answers
@@ -54,8 +55,9 @@ def tell(problems: Iterable[ValueError]) -> None:
 
 
 def of_machine(config: TrainConfig, hosts: Hosts) -> list[ValueError]:
-    """Trackers, the verifier, the hub, which host 0 alone asks, and what several hosts do not do."""
+    """Trackers, the verifier, an own format, the hub, which host 0 alone asks, and what several hosts do not do."""
     found = [*caught(check_tracking, config), *caught(verifier_named, config.tracking.verifier)]
+    found += caught(own_function, config.data.format)
     if hosts.count > 1 and config.distill.files:
         text = "distill.files is not for several hosts: set it to null, so that each host runs the teacher"
         found.append(ValueError(text))

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +14,7 @@ from tpu_kit.config.named_values import FUNCTION
 from tpu_kit.config.resuming import ANEW, changes
 from tpu_kit.config.schema import TrainConfig, flatten
 from tpu_kit.data.prepare import Prepared
-from tpu_kit.machine.compatibility import installed_version
+from tpu_kit.machine.compatibility import code_of, installed_version
 from tpu_kit.machine.storage.local_folder import open_folder
 from tpu_kit.machine.storage.object_store import is_url, parent
 from tpu_kit.model.weights import base_identity
@@ -242,31 +238,7 @@ def versions(config: TrainConfig) -> dict[str, str]:
     """Returns what trains, for the checkpoint: versions of packages, and hashes of the code of own functions."""
     names = ("tpu_kit", "torch", "torch_xla", "transformers", "peft")
     found = {name: version for name in names if (version := installed_version(name))}
-    for name in filter(FUNCTION.fullmatch, (config.optim.objective, *config.rl.reward_funcs)):
-        if name.startswith("__main__:"):
-            continue  # of a notebook's cell: no file
-        if code := _own_code(importlib.import_module(name.partition(":")[0])):
+    for name in filter(FUNCTION.fullmatch, (config.optim.objective, *config.rl.reward_funcs, config.data.format)):
+        if code := code_of(name):
             found[name] = f"code {hashlib.blake2s(code, digest_size=4).hexdigest()}"
     return found
-
-
-def _own_code(module: ModuleType) -> bytes:
-    """Returns the files of a module and of those beside it, or of its package, that it imports, one after the other."""
-    package, file = module.__name__.partition(".")[0], getattr(module, "__file__", None)
-    if file is None:
-        return b""
-    folder = Path(file).parents[module.__name__.count(".") + (Path(file).name == "__init__.py")]
-    files: dict[str, bytes] = {}
-    waiting = [module]
-    while waiting:
-        one = waiting.pop()
-        file = getattr(one, "__file__", None)
-        beside = file is not None and Path(file).is_relative_to(folder) and "site-packages" not in Path(file).parts
-        if file is None or one.__name__ in files or not (beside or one.__name__.partition(".")[0] == package):
-            continue
-        files[one.__name__] = Path(file).read_bytes()
-        for value in [sys.modules.get(one.__name__.rpartition(".")[0]), *vars(one).values()]:
-            of = getattr(value, "__module__", None)
-            imported = value if isinstance(value, ModuleType) else sys.modules.get(of) if isinstance(of, str) else None
-            waiting += [imported] if isinstance(imported, ModuleType) else []
-    return b"".join(files[name] for name in sorted(files))

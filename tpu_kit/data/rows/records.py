@@ -83,7 +83,7 @@ def _json(stream: Any, file: str) -> Iterator[Record]:
     if begin.lstrip().startswith("["):  # an array of rows, perhaps over many lines, or an array on each line
         array, location, problem = _decode("".join(_text_lines(stream, file)), 1)
         if not problem:
-            yield from (_as_row(row, f"row {number}") for number, row in enumerate(array))
+            yield from (as_record(row, f"row {number}") for number, row in enumerate(array))
             return
         if _decode(begin, 1)[2]:
             raise ValueError(f"data source {file}, {location}: {problem}")
@@ -91,7 +91,7 @@ def _json(stream: Any, file: str) -> Iterator[Record]:
     for number, line in enumerate(_text_lines(stream, file), start=1):
         if line.strip():
             value, location, problem = _decode(line.rstrip(), number)
-            yield Record(location, {}, problem) if problem else _as_row(value, location)
+            yield Record(location, {}, problem) if problem else as_record(value, location)
 
 
 def _decode(text: str, line: int) -> tuple[Any, str, str]:
@@ -121,7 +121,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_object)
 _NOT_FINITE = (math.inf, -math.inf)
 
 
-def _as_row(value: Any, location: str) -> Record:
+def as_record(value: Any, location: str) -> Record:
     """Returns a decoded value as a row, or why Arrow cannot hold it; cells of NaN and infinity become null."""
     if not isinstance(value, dict):
         return Record(location, {}, f"a row must be an object, not {json.dumps(value)[:30]}")
@@ -181,7 +181,7 @@ def write_records(records: Callable[[], Iterator[tuple[str, Record]]], target: P
     A column of texts and numbers becomes text; a column with lists or objects becomes JSON.
 
     Args:
-        records: iterates over the rows, each with its file; called twice.
+        records: iterates over the rows, each with its file, or "" if the location names it; called twice.
         target: the file.
     """
     kinds: dict[str, set[type]] = {}
@@ -194,7 +194,8 @@ def write_records(records: Callable[[], Iterator[tuple[str, Record]]], target: P
     with atomic.replacing(target, shared=True) as part, ArrowWriter(path=str(part), features=columns) as writer:
         for file, record in records():
             row = {name: _cell(record.values.get(name), feature) for name, feature in features.items()}
-            writer.write(row | {LOCATION: f"{Path(file).name}, {record.location}", PROBLEM: record.problem or None})
+            place = f"{Path(file).name}, {record.location}" if file else record.location
+            writer.write(row | {LOCATION: place, PROBLEM: record.problem or None})
         writer.finalize()
 
 

@@ -161,7 +161,7 @@ def _place_problems(config: TrainConfig, in_own_image: bool) -> list[str]:
             continue
         if is_path(name, place) or Path(place).exists():
             problems.append(f"{name}: {place!r} is on this machine, and the hosts cannot read it; {advice}")
-    for name in ("optim.objective", "tracking.verifier"):
+    for name in ("optim.objective", "tracking.verifier", "data.format"):
         if re.fullmatch(r"[\w.]+:\w+", config[name]) and not config[name].startswith("regex:") and not in_own_image:
             advice = "use --with jobset or xpk, and --image with an image that has it"
             problems.append(f"{name}: the hosts do not have the module of {config[name]}; {advice}")
