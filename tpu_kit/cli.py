@@ -179,7 +179,7 @@ def _read_own(kinds: Sequence[type], pairs: Sequence[str], problems: list[str]) 
                 if get_origin(field.hint) is tuple:  # an item for each time that it is set
                     values[name] = field.read((*values.get(name, ()), text))
                 else:
-                    values[name] = field.read(text if field.text_only else read_value(name, text))
+                    values[name] = field.read(text if field.is_text(text) else read_value(name, text))
             except ValueError as error:
                 problems += error.problems if isinstance(error, ConfigError) else [str(error)]
         try:

@@ -182,8 +182,8 @@ def test_knobs_of() -> None:
     found = knobs_of(Outer)
     assert list(found) == ["inner.a", "b"]  # without a help text a field is no parameter
     a = found["inner.a"]
-    assert (a.leaf, a.default, a.help, a.bounds, a.text_only) == ("a", 1, "The a.", {"at_least": 1}, False)
-    assert found["b"].text_only
+    assert (a.leaf, a.default, a.help, a.bounds, a.is_text("1")) == ("a", 1, "The a.", {"at_least": 1}, False)
+    assert found["b"].is_text("1")
     assert Outer().b == "x"
 
 

@@ -22,6 +22,7 @@ from tpu_kit.config.loader import (
 )
 from tpu_kit.config.named_values import ROLES
 from tpu_kit.config.schema import parameters
+from tpu_kit.config.sections.data import DataSource
 
 TOKEN = "hf_" + "abcdefghij" * 4
 
@@ -146,6 +147,16 @@ def test_assignment(text: str, name: str, value: object) -> None:
     config = load_config(overrides=["model.name=a/b", text])
     assert config[name] == value
     assert type(config[name]) is type(value)
+
+
+@pytest.mark.parametrize("value", [["a.jsonl", "b.jsonl"], ("a.jsonl", "b.jsonl"), "[a.jsonl, b.jsonl]"])
+def test_a_list_of_sources_in_a_notebook_and_on_the_command_line(value: Any) -> None:
+    expected = load_config(None, "source=[a.jsonl,b.jsonl]").data
+    assert load_config(None, parameters={"source": value}).data == expected
+    assert [one.source for one in expected.mix] == ["a.jsonl", "b.jsonl"]
+    assert load_config(None, "source=[ab].jsonl").data.source == "[ab].jsonl", "a glob"
+    (problem,) = problems(parameters={"source": "[a, {b: 1]"})
+    assert problem.startswith("data.source: '[a, {b: 1]', line 1: not valid YAML: expected ',' or '}'")
 
 
 def test_one_assignment_needs_no_list() -> None:
@@ -326,6 +337,8 @@ def random_value(rng: random.Random, hint: Any) -> Any:
         return rng.randint(1, 2**31)
     if kind is float:
         return rng.random() * 10 ** rng.randint(-12, 0)
+    if kind is DataSource:
+        return DataSource(source=random_value(rng, str), weight=random_value(rng, float))
     if kind is str:
         return "".join(rng.choices(pieces, k=rng.randint(1, 4)))
     return random_value(rng, rng.choice(get_args(hint))) if kind is not type(None) else None

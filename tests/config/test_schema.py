@@ -225,6 +225,60 @@ def test_contradictions_of_an_objective(values: dict[str, Any], text: str) -> No
     assert found[0].startswith(text), found[0]
 
 
+TWO = ["a.jsonl", "b.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"data__source": []}, "data.source: [] is empty; the default is 'embedded'"),
+        ({"data__source": 5}, "data.source: 5 is not text or a list of sources; write it in quotes: \"5\""),
+        ({"data__source": ["a.jsonl", {"source": "b.jsonl", "weight": 0, "repeat": 1, "fromat": "cot"}, {"weight": 1}]},
+         "data.source: source 2, b.jsonl: weight: 0 is out of range; give a number above 0 (the default is null); "
+         "source 2, b.jsonl: fromat: no such key; did you mean format?; "
+         "source 3: source: missing; name a file or a data set of the hub"),
+        ({"data__source": ["a.jsonl", {"source": "b.jsonl", "weight": 2, "tokens": 0.1}]},
+         "data.source: source 2, b.jsonl: weight and tokens say how much of it is trained; give one of them"),
+        ({"data__source": ["a.jsonl", "synthetic"]}, "data.source: source 2: random tokens are no part of a mix; set"),
+        ({"data__source": [{"source": "a.jsonl", "tokens": 0.5}, {"source": "b.jsonl", "tokens": 0.4}]},
+         "data.source: the shares tokens of all sources add up to 0.9; make it 1, or give one of them no share"),
+        ({"data__source": [{"source": "a.jsonl", "tokens": 1}, "b.jsonl"]},
+         "data.source: the shares tokens add up to 1 and leave none for the other sources; lower them"),
+        ({"data__source": [{"source": "a.jsonl", "name": "x"}, {"source": "b.jsonl", "name": "x"}]},
+         "data.source: x is the name of 2 sources; rename them"),
+        ({"data__source": [{"source": "a.jsonl", "name": "x/y"}, "b.jsonl"]},
+         "data.source: source 1, x/y: name: 'x/y' is no name for metrics; use letters, digits, dots and dashes"),
+        ({"data__source": ["a.jsonl", {"source": "b\nc"}]}, "data.source: ['a.jsonl', 'b\\nc'] is no name that a file"),
+        ({"data__source": ["a.jsonl", {"source": "b", "columns": {"text": "t"}, "format": "cot"}]},
+         "data.source: ['a.jsonl', {'source': 'b', 'columns': {'text': 't'}, 'format': 'cot'}] has b, whose columns="
+         "{'text': 't'} names text; cot has "),
+        ({"data__source": ["a.jsonl", {"source": "b", "split": "test"}], "data__eval_split": "test"},
+         "data.eval_split: 'test' is the training split; name another split"),
+        ({"data__order": "sequence"}, "data.order: 'sequence' is for several sources; remove it, or give data.source"),
+        ({"data__pack_apart": True}, "data.pack_apart: true is for several sources; remove it, or give data.source"),
+        ({"data__source": TWO, "data__order": "round_robin", "data__curriculum": "level"},
+         "data.curriculum: 'level' and data.order=round_robin are two orders; remove one of them"),
+        ({"data__source": TWO, "data__order": "sequence", "optim__objective": "policy"},
+         "data.order: 'sequence' is for rows that are packed before the run, not for samples; remove it"),
+        ({"data__source": [{"source": "a", "tokens": 0.5}, "b"], "optim__objective": "policy"},
+         "data.source: [{'source': 'a', 'tokens': 0.5}, 'b'] has shares of tokens, which are sampled here"),
+        ({"data__format": "mine"}, "data.format: 'mine' must be auto, cot, messages, prompt_completion, text, prompt"),
+    ],
+)  # fmt: skip
+def test_problems_of_a_mix(values: dict[str, Any], text: str) -> None:
+    (found,) = problems(**values)
+    assert found.startswith(text), found
+
+
+def test_a_source_has_what_it_sets_and_else_what_the_section_has() -> None:
+    config = load_config({"data": {"split": "dev", "source": ["a.jsonl", {"source": "x/b.json", "loss_on": "all"}]}})
+    assert [(one.source, one.split, one.loss_on) for one in config.data.by_source] == [
+        ("a.jsonl", "dev", "completion"), ("x/b.json", "dev", "all")
+    ]  # fmt: skip
+    assert config.data.source_names == ("a", "b") and load_config(config.to_dict()) == config
+    assert load_config({"data": {"source": [{"source": "a.jsonl"}]}}).data.source == "a.jsonl", "one name is no mix"
+
+
 def test_all_contradictions_of_a_distillation_are_told_at_once() -> None:
     found = problems(distill__teacher="t", distill__top_k=8, distill__hidden_weight=1, optim__objective="a:b")
     assert [one.partition(":")[0] for one in found] == ["optim.objective", "distill.hidden_weight", "distill.top_k"]

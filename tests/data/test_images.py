@@ -28,6 +28,7 @@ from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_stri
 from tests.support.vision_functions import ALSO, CONFIGS, TOKENS, _processed, image_processor, picture
 from tests.support.vision_models import save_model, settings_of, tokenizer_of
 from tpu_kit.config.loader import DataConfig, ModelConfig
+from tpu_kit.config.sections.data import DataSource
 from tpu_kit.data import tokenizing
 from tpu_kit.data.batching import IGNORED, BatchError, best_fill
 from tpu_kit.data.images import columns, processors
@@ -619,7 +620,7 @@ def test_batches_hold_what_documents_hold_alone(
     rows = [asked(f"What {number}?", images=[f"{number % 7}.jpg"] * (number % 3)) for number in range(12)]
     packed = prepared(models(family), folder, rows, max_length=700)
     alone = prepared(models(family), folder, rows, max_length=700, packing=False).train
-    data, most = packed.train, alone.further._encoding.processor.sizes.tokens
+    data, most = packed.train, alone.further._processor.sizes.tokens
     single = {int(row): alone.tensors(np.array([number])) for number, row in enumerate(alone.documents.source_rows)}
     assert packed.report.images.room == data.further.room
     batch = data.tensors(np.arange(len(data)))
@@ -635,6 +636,27 @@ def test_batches_hold_what_documents_hold_alone(
             end, slot, seen = end + length, slot + slots, seen + 1
         assert not batch["pixels"][row, slot:].any() and (batch["image_index"][row, end:] == -1).all()
     assert seen == 12
+
+
+def test_a_mix_has_the_pictures_of_each_source(models: Callable[[str], ModelConfig], folder: Path) -> None:
+    """Each source names its pictures from its own folder; one has rows without any."""
+    rows = [asked(f"What {number}?", images=[f"{number % 7}.jpg"] * (number % 3)) for number in range(12)]
+    whole = prepared(models("smolvlm"), folder, rows, max_length=700, eval_rows=3)
+    (folder / "other").mkdir()
+    for number in range(7):
+        (folder / "other" / f"{number}.jpg").write_bytes((folder / f"{number}.jpg").read_bytes())
+    parts = [folder / "first.jsonl", folder / "other" / "second.jsonl"]
+    for path, part in zip(parts, (rows[:5], rows[5:]), strict=True):
+        path.write_text("".join(json.dumps(row) + "\n" for row in part))
+    section = DataConfig(eval_rows=3, max_length=700, think_open="<t>", think_close="</t>",
+                         source=tuple(DataSource(source=str(path)) for path in parts))  # fmt: skip
+    mix = prepare_with(models("smolvlm"), section)
+    assert mix.fingerprint == whole.fingerprint and len(whole.train) == len(mix.train)
+    batches = [one.train.tensors(np.arange(len(one.train))) for one in (whole, pickle.loads(pickle.dumps(mix)))]
+    assert batches[0].keys() == batches[1].keys()
+    assert all(torch.equal(batches[0][name], batches[1][name]) for name in batches[0])
+    assert [image.size for image in mix.pictures(2)] == [image.size for image in whole.pictures(2)]
+    assert mix.eval_prompt_ids == whole.eval_prompt_ids
 
 
 def test_data_for_other_processes_is_the_same(models: Callable[[str], ModelConfig], folder: Path) -> None:

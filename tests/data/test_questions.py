@@ -13,8 +13,8 @@ import pytest
 from tests.support.tiny_tokenizer import CHATML, tiny_tokenizer
 from tpu_kit.config.loader import DataConfig
 from tpu_kit.data.held_out import NONE, QUESTIONS, Questions
+from tpu_kit.data.mixing import tokenize_sources
 from tpu_kit.data.prepare import Prepared, prepare
-from tpu_kit.data.tokenizing import tokenize
 
 TOOLS = "{% if tools %}{{ '<|im_start|>tools\n' + (tools | tojson) + '<|im_end|>\n' }}{% endif %}"
 CALLS = CHATML.replace(
@@ -65,7 +65,8 @@ def question_of(path: Path, row: dict[str, Any], template: str = TOOLS + CALLS, 
     tokenizer = tiny_tokenizer(
         template.replace("ARGUMENTS", settings.pop("arguments", "(c.function.arguments|tojson)"))
     )
-    return int(tokenize(str(path), "train", tokenizer, DataConfig(source=str(path), **settings)).questions[0])
+    config = DataConfig(source=str(path), **settings)
+    return int(tokenize_sources(config, tokenizer).questions[0])
 
 
 def agent(arguments: Any, **call: Any) -> list[dict[str, Any]]:
@@ -110,7 +111,7 @@ def test_an_earlier_prompt_has_its_system_turn(tmp_path: Path) -> None:
     long = {"messages": [*under("x")["messages"], {"role": "user", "content": "More?"}, ANSWER]}
     config = replace(DataConfig(), source=str(tmp_path / "rows.jsonl"))
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, [long, under("x"), under("y")])))
-    made = tokenize(config.source, "train", tiny_tokenizer(), config)
+    made = tokenize_sources(config, tiny_tokenizer())
     assert made.earlier.tolist() == [made.questions[1]] and made.questions[2] not in made.earlier
 
 

@@ -250,7 +250,7 @@ def malformed(rng: random.Random, file: Path) -> tuple[Callable[[], TrainConfig]
         leaf = parameters()[name].leaf
         if way == 0 or leaf == "seed" or value == "a\0b":
             values[name] = value
-        elif way == 1 and not parameters()[name].text_only:
+        elif way == 1 and not parameters()[name].is_text(json.dumps(value)):
             texts.append(f"{name}={json.dumps(value)}")
         else:
             lines.append(f"{name}: {json.dumps(value)}")

@@ -20,6 +20,7 @@ from PIL import Image
 from tests.support.child_processes import PYTHONPATH, REPOSITORY, run_python
 from tests.support.kernels import run_cell
 from tpu_kit.config.loader import ConfigError, TrainConfig, load_config
+from tpu_kit.data.mixing import SourceCounts
 from tpu_kit.distributed.preemption import RESULT_TYPE
 from tpu_kit.machine.checks import Check
 from tpu_kit.notebook import cells as cells_module
@@ -134,7 +135,7 @@ def test_displays_are_text_outside_ipython(tmp_path: Path, capsys: pytest.Captur
     (tmp_path / "metrics.jsonl").write_text(start + METRICS)
     cells_module.show_example([("What is <b>?", False), ("42", True)])
     cells_module.show_table([{"question": "1+1", "share": 0.123456789}, {"question": "2\n+2", "share": None}])
-    cells_module.show_lengths(types.SimpleNamespace(lengths=(10, 20, 30), fill=0.9), max_length=25)
+    cells_module.show_lengths(types.SimpleNamespace(lengths=(10, 20, 30), fill=0.9, sources=()), max_length=25)
     with cells_module.live(tmp_path):
         pass
     cells_module.show_config(TrainConfig(), all_settings=True)
@@ -173,6 +174,18 @@ def test_answers_before_and_after(tmp_path: Path, capsys: pytest.CaptureFixture[
     (tmp_path / "eval.json").write_text('{"base":')
     with pytest.raises(ValueError, match=r"eval.json is damaged \(.*delete it, or write it anew by evaluate adapter="):
         cells_module.show_answers(tmp_path)
+
+
+def test_a_mix_is_shown_by_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sources = [SourceCounts("a", "cot", 9, 9, 1.0, 60, 30), SourceCounts("b", "text", 9, 9, 1.0, 40, 10)]
+    report: Any = types.SimpleNamespace(lengths=(10, 20, 30), fill=0.9, sources=sources)
+    cells_module.show_lengths(report, max_length=25)
+    assert "\nof the tokens with loss a 75%, b 25%" in capsys.readouterr().out
+    assert len(cells_module._lengths(report, 25, "title").axes) == 2
+    records = [{"kind": "eval", "step": step, "loss": 3.0 - step, "loss/a": 3.0 / step} for step in (1, 3)]
+    evaluations = "".join(json.dumps(record) + "\n" for record in records)
+    (tmp_path / "metrics.jsonl").write_text(evaluations + METRICS)
+    assert "eval loss/a 3.0000 -> 1.0000" in displays._curves(tmp_path)["text/plain"]
 
 
 def test_nothing_to_show_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

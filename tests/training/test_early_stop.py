@@ -28,8 +28,8 @@ LOSSES = (5.0, 3.0, 3.0, 4.0, 2.5, 2.5, 6.0)  # of the weights after each update
 def measure(monkeypatch: pytest.MonkeyPatch, losses: tuple[float, ...] = LOSSES) -> None:
     """Lets the evaluations of a real run find these losses."""
 
-    def held_out_loss(loop: trainer.Trainer) -> float:
-        return losses[int(loop.state.applied) - 1]
+    def held_out_loss(loop: trainer.Trainer) -> tuple[float, dict[str, float]]:
+        return losses[int(loop.state.applied) - 1], {}
 
     monkeypatch.setattr(trainer.Trainer, "_held_out_loss", held_out_loss)
 

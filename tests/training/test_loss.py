@@ -14,7 +14,7 @@ from tpu_kit.config.mesh import Mesh
 from tpu_kit.distributed.replica.mesh import use_mesh
 from tpu_kit.model.base_model import OutputHead
 from tpu_kit.training.losses import loss as loss_module
-from tpu_kit.training.losses.loss import IGNORE, Likelihood, chunked, head_outputs, shift_labels
+from tpu_kit.training.losses.loss import IGNORE, Likelihood, SourcedLikelihood, chunked, head_outputs, shift_labels
 
 TOKENS, WIDTH, VOCABULARY = 37, 16, 50
 
@@ -68,6 +68,21 @@ def test_equals_the_plain_loss_and_its_gradients(softcap, smoothing, with_bias, 
         torch.autograd.grad(loss / 3, inputs), torch.autograd.grad(expected / 3, inputs), strict=True
     ):
         assert relative(ours, theirs) < 1e-6
+
+
+@pytest.mark.parametrize(("softcap", "scale"), [(None, 1.0), (5.0, 0.3)])
+def test_losses_of_sources_are_those_of_their_tokens(softcap: float | None, scale: float) -> None:
+    hidden, weight, _, labels = example()
+    sources = torch.arange(TOKENS) % 4  # the first of four is none of three
+    head = OutputHead(weight, None, softcap, scale)
+    loss, *by_source = chunked(SourcedLikelihood(head, sources=3), hidden, head, [labels, sources], 8, sums=4)
+    (alone,) = chunked(Likelihood(head), hidden, head, [labels], 8)
+    assert torch.equal(loss, alone), "bit for bit"
+    ours, theirs = (torch.autograd.grad(one, [hidden, weight]) for one in (loss, alone))
+    assert all(map(torch.equal, ours, theirs))
+    for number, one in enumerate(by_source, start=1):
+        mine = torch.where(sources == number, labels, IGNORE)
+        assert relative(one, plain(hidden, weight, mine, softcap, logit_scale=scale)) < 1e-6
 
 
 @pytest.mark.parametrize("chunk", [1, 37, 64])

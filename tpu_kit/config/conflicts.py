@@ -18,10 +18,11 @@ if TYPE_CHECKING:
     from tpu_kit.config.schema import OptimConfig, TrainConfig
 
 _NAMES = (
-    "model.name", "model.revision", "model.gguf_file", "model.quant_cache", "data.source", "data.eval_source",
-    "data.split", "data.eval_split", "output_dir", "tracking.wandb_project",
+    "model.name", "model.revision", "model.gguf_file", "model.quant_cache", "data.eval_source", "data.eval_split",
+    "output_dir", "tracking.wandb_project",
 )  # fmt: skip
 
+_ARRANGED = ("sequence", "round_robin", True)  # of data.order and data.pack_apart
 _SEQUENCE_EPSILON = 0.1  # far above what clips a ratio of whole completions (GSPO, arXiv:2507.18071: 3e-4 and 4e-4)
 
 
@@ -31,8 +32,10 @@ def conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
 
     if config.run_name in (".", "..") or set(config.run_name) & set('/\\:*?"<>|') or not _is_name(config.run_name):
         yield "run_name", "cannot name a folder; use letters, digits, dots and dashes, 200 bytes at most"
-    for name in _NAMES:
-        if config[name] is not None and not all(_is_name(part) for part in config[name].split("/") if part):
+    named = [(name, config[name]) for name in _NAMES]
+    named += [(f"data.{name}", getattr(one, name)) for one in data.by_source for name in ("source", "split")]
+    for name, value in named:
+        if value is not None and not all(_is_name(part) for part in value.split("/") if part):
             yield name, "is no name that a file or a folder could have; write one without line breaks or blank ends"
     if config.remote and not re.fullmatch(r"gs://[^/]+(/.*)?|hf://.*", config.remote):
         yield "output_dir", "is neither a folder nor a gs:// address; use one of them, such as gs://bucket/run"
@@ -46,10 +49,14 @@ def conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
     if lora.experts and (lora.dropout or lora.dora):
         name = "dora" if lora.dora else "dropout"
         yield f"lora.{name} lora.experts", "is not for adapters of experts; remove it, or set lora.experts=0"
-    try:
-        check_roles(data.columns or {}, data.format)
-    except ValueError as error:
-        yield "data.columns data.format", str(error)
+    for one, name in zip(data.by_source, data.source_names or ("",), strict=True):
+        try:
+            check_roles(one.columns or {}, one.format)
+        except ValueError as error:
+            if one.columns == data.columns:
+                yield "data.columns data.format", str(error)
+            else:
+                yield "data.source data.format", f"has {name}, whose columns={one.columns} {error}"
     if data.date is not None and not _is_date(data.date):
         yield "data.date", "is no day of the form 2025-12-31; write one, or null for the day on which the run starts"
     if data.think_open == data.think_close:
@@ -59,6 +66,7 @@ def conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
     yield from _objective_conflicts(config)
     yield from _policy_conflicts(config)
     yield from _evaluation_conflicts(config)
+    yield from _mix_conflicts(config)
     yield from _image_conflicts(config)
     yield from _schedule_conflicts(config.optim)
     yield from _batch_conflicts(config)
@@ -232,7 +240,7 @@ def _evaluation_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
     data = config.data
     rows = "data.eval_rows data.eval_source data.eval_split"
     answers = "tracking.generate_rows", "tracking.eval_generate_rows"
-    if data.eval_source is None and data.eval_split == data.split:
+    if data.eval_source is None and data.eval_split in [one.split for one in data.by_source]:
         yield "data.eval_split data.split", "is the training split; name another split, or null to hold out eval_rows"
     if data.source == "synthetic":
         for name in ("data.eval_source", "data.eval_split", "data.eval_rows", *answers):
@@ -243,6 +251,24 @@ def _evaluation_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
             if config[name]:
                 advice = "remove that, or set data.eval_source or data.eval_split"
                 yield f"{name} {rows}", f"needs rows to evaluate on, but data.eval_rows=0; {advice}"
+
+
+def _mix_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
+    """Yields what several sources, and rows in an order, do not have."""
+    data, arranged = config.data, [name for name in ("order", "pack_apart") if config[f"data.{name}"] in _ARRANGED]
+    for name in arranged if not data.mix else ():
+        yield f"data.{name} data.source", "is for several sources; remove it, or give data.source a list"
+    if data.curriculum is not None:
+        arranged.append("curriculum")
+        if data.order != "mix":
+            yield "data.curriculum data.order", f"and data.order={data.order} are two orders; remove one of them"
+    if not config.on_policy:
+        return
+    because = "distill.on_policy" if config.distill.on_policy else "optim.objective"
+    for name in arranged:
+        yield f"data.{name} {because}", "is for rows that are packed before the run, not for samples; remove it"
+    if any(one.tokens is not None for one in data.mix):
+        yield f"data.source {because}", "has shares of tokens, which are sampled here; give weight in their place"
 
 
 def _image_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:

@@ -57,17 +57,25 @@ class ConfigError(ValueError):
         return type(self), (self.problems,)  # the default would rebuild it from the joined text
 
 
-def knob(default: T, help: str, *, check: Callable[[Any], object] | None = None, **bounds: float) -> T:
+def knob(
+    default: T,
+    help: str,
+    *,
+    check: Callable[[Any], object] | None = None,
+    convert: Callable[[Any], Any] | None = None,
+    **bounds: float,
+) -> T:
     """Declares a dataclass field.
 
     Args:
         default: its default.
         help: its meaning; --help prints it.
         check: raises ValueError with what is wrong with a value other than None, and what to do.
+        convert: returns a plain value as the declared type has it, of a type that is not plain; raises as `check`.
         bounds: the numbers that it takes: at_least, above, at_most, below. Texts and None have no bounds.
     """
     assert bounds.keys() <= _BOUNDS.keys(), bounds
-    return field(default=default, metadata={"help": help, "bounds": bounds, "check": check})
+    return field(default=default, metadata={"help": help, "bounds": bounds, "check": check, "convert": convert})
 
 
 @dataclass(frozen=True)
@@ -80,15 +88,20 @@ class ConfigField:
     help: str
     bounds: Mapping[str, float]
     check: Callable[[Any], object] | None = None
+    convert: Callable[[Any], Any] | None = None
 
     @property
     def leaf(self) -> str:
         """The name without its section."""
         return self.name.rpartition(".")[2]
 
-    @property
-    def text_only(self) -> bool:
-        """Whether it takes only text and null, so that the shell's text is the value and not YAML."""
+    def is_text(self, text: str) -> bool:
+        """Whether the shell's text is the value and not YAML: it takes only text and null, or converts what is a list.
+
+        A name may begin with a bracket, as the glob [ab].jsonl.
+        """
+        if self.convert is not None:
+            return not (text.startswith("[") and text.endswith("]"))
         return all(m in (str, types.NoneType) or get_origin(m) is Literal for m in _members(self.hint))
 
     def __str__(self) -> str:
@@ -103,6 +116,11 @@ class ConfigField:
         """
         if is_secret_value(value):
             raise ValueError(f"{self.name}: the value looks like a secret; {SECRET_ADVICE}")
+        if self.convert is not None:
+            try:
+                value = self.convert(value)
+            except ValueError as error:
+                raise ValueError(f"{self.name}: {error}") from error
         for member in _members(self.hint):
             with suppress(TypeError, ValueError, OverflowError):
                 result = _as(value, member)
@@ -184,9 +202,7 @@ def show(value: object) -> str:
     """Returns a value as the user would write it, shortened, and never a secret."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
-    if isinstance(value, tuple):
-        value = list(value)
-    text = repr(value)
+    text = repr(list(value) if isinstance(value, tuple) else value)
     if is_secret_value(text):
         return "(hidden: it looks like a secret)"
     return text if len(text) <= 80 else text[:77] + "..."
@@ -202,6 +218,7 @@ def wanted(hint: Any) -> str:
         types.NoneType: "null",
         tuple[str, ...]: "a list of texts",
         tuple[float, ...]: "a list of numbers",
+        tuple: "a list of sources",
         dict: "a mapping of texts to texts",
         Callable: "a function",
     }
@@ -275,6 +292,8 @@ def _members(hint: Any) -> tuple[Any, ...]:
 def _as(value: Any, kind: Any) -> Any:
     """Returns `value` as one plain type; raises TypeError, ValueError or OverflowError if it has another type."""
     origin = get_origin(kind)
+    if is_dataclass(kind) and type(value) is kind:
+        return value
     if origin is Literal and isinstance(value, str) and value in get_args(kind):
         return value
     if kind is types.NoneType and value is None:

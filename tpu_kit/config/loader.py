@@ -129,6 +129,12 @@ class _Reader:
                         f"{name}: given twice, as {show(seen[name])} and as {show(value)}; remove one of them"
                     )
                 seen[name] = value
+                known = parameters().get(name)
+                if known and known.convert and isinstance(value, str) and not known.is_text(value):
+                    try:  # papermill gives a list as its text
+                        value = read_value(name, value)
+                    except ConfigError as error:
+                        self.problems += error.problems
                 self._set(name, value, source)
         if "data.columns" in seen and (roles := [name for name in seen if name.startswith("data.columns.")]):
             self.problems.append(f"data.columns: given twice, as a whole and as {roles[0]}; remove one of them")
@@ -140,7 +146,7 @@ class _Reader:
                 self.problems.append(f"{show(text)} is not key=value, such as optim.batch_size=4")
                 continue
             for name in self._names(key, value):
-                if name.startswith("data.columns.") or parameters()[name].text_only:
+                if name.startswith("data.columns.") or parameters()[name].is_text(value):
                     self._set(name, None if value in ("null", "None") else value, "command line")
                     continue
                 try:

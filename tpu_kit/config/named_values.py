@@ -146,6 +146,12 @@ def check_format(name: str) -> None:
         raise ValueError(f"must be auto, {', '.join(FORMATS)} or module:function")
 
 
+def check_source_name(name: str) -> None:
+    """Raises ValueError if a text cannot name a source, as in the metric eval_loss/NAME."""
+    if name != name.strip() or not name.isprintable() or "/" in name:
+        raise ValueError("is no name for metrics; use letters, digits, dots and dashes")
+
+
 def check_rows_held_out(count: float) -> None:
     """Raises ValueError if `data.eval_rows` is neither a number of rows nor a share."""
     if count > 1 and count != int(count):

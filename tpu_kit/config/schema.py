@@ -19,16 +19,14 @@ from tpu_kit.config.mesh import parse_rules
 from tpu_kit.config.named_values import (
     REWARDS,
     VERIFIERS,
-    DataFormat,
-    check_format,
     check_objective,
     check_rewards,
-    check_rows_held_out,
     check_updates_between,
     check_verifier,
     layer_pairs,
 )
 from tpu_kit.config.registry import OBJECTIVES, installed
+from tpu_kit.config.sections.data import DataConfig, DataSource
 
 
 @dataclass(frozen=True)
@@ -68,69 +66,6 @@ class LoraConfig:
     vision: bool = knob(False, "Adapters for the projector too, which brings images into the text model.")
     init: Literal["default", "gaussian"] = knob("default", "PEFT's initialisation.")
     adapter: str | None = knob(None, "The adapter folder of a run, also in gs://, whose weights training starts from.")
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """Where the rows come from and how they become tokens."""
-
-    source: str = knob(
-        "embedded",
-        'Hub id (openai/gsm8k:main), path, glob or gs:// of jsonl/json/csv/tsv/parquet, "embedded", or "synthetic": '
-        "rows of random tokens, for rehearsals; split=train[:N] sets their number.",
-    )
-    eval_source: str | None = knob(None, "Another source of evaluation rows, in the same forms as source.")
-    split: str = knob("train", "The split of source to train on.")
-    eval_split: str | None = knob(None, "The split to evaluate on, of eval_source if that is given, else of source.")
-    eval_rows: int | float | None = knob(
-        None,
-        "Rows held out from source for evaluation if eval_source and eval_split are null, or below 1 their share of "
-        "the questions; 0 = none, null = a tenth, 64 at most.",
-        at_least=0,
-        check=check_rows_held_out,
-    )
-    format: DataFormat | str = knob(  # noqa: RUF009 - a dataclasses.field
-        "auto",
-        "What a row holds; auto looks at the column names. prompt has no reply, for models that sample them. "
-        "module:function makes messages, a text, or an object with prompt and completion, of each row.",
-        check=check_format,
-    )
-    columns: dict[str, str] | None = knob(  # noqa: RUF009 - a dataclasses.field, not a shared dictionary
-        None,
-        "Role -> column, or a field of one (reward_model.ground_truth), as in {question: problem, answer: target}; an "
-        "empty name leaves out the role or the column.",
-    )
-    think_open: str = knob("<think>", "Text before the reasoning; Gemma 4's is <|channel>thought.")
-    think_close: str = knob("</think>", "Text between the reasoning and the answer; Gemma 4's is <channel|>.")
-    system_prompt: str | None = knob(None, "The system prompt of conversations without one.")
-    date: str | None = knob(
-        None, "The day that chat templates take for today, such as 2025-12-31; null = the day on which the run starts."
-    )
-    loss_on: Literal["completion", "all"] = knob("completion", "The tokens that carry loss: the answers, or all.")
-    max_length: int = knob(1024, "Tokens per packed row; every batch has this width.", at_least=8)
-    packing: bool = knob(True, "Put several examples in a row; none attends to another.")
-    too_long: Literal["truncate", "drop", "split", "error"] = knob(
-        "truncate", "What to do with an example over max_length; split cuts plain text into examples of max_length."
-    )
-    special_text: Literal["keep", "split"] = knob(
-        "keep",
-        "What a special token's text, such as <|im_end|>, in a row or a prompt becomes: keep = that token, as in other "
-        "trainers; split = plain text, so that it ends no turn.",
-    )
-    on_bad_row: Literal["stop", "skip"] = knob(
-        "stop", "What to do with a row that cannot be used; skip leaves out up to half of them, counted and shown."
-    )
-    images_per_row: int | None = knob(
-        None, "Images, or tiles of images, that a packed row has room for; null = what fills the rows.", at_least=1
-    )
-    image_tokens: int | None = knob(
-        None,
-        "Tokens of an image at most, which is its resolution (Gemma 4: 70, 140, 280, 560 or 1120); null = the model's.",
-        at_least=1,
-    )
-    num_proc: int | None = knob(None, "Processes that tokenize; null = by cores and rows.", at_least=1, at_most=1024)
-    seed: int = knob(0, "Seed of the held-out split and of the order of rows.", at_least=0, at_most=2**32 - 1)
-    shuffle: bool = knob(True, "Shuffle the training rows, anew each epoch.")
 
 
 USUAL = "usual for this model"
@@ -585,4 +520,6 @@ def _plain(value: Any) -> Any:
     """Returns a copy of `value` for JSON."""
     if isinstance(value, dict):
         return dict(value)
-    return list(value) if isinstance(value, tuple) else value
+    if isinstance(value, tuple):
+        return [one.plain() if isinstance(one, DataSource) else one for one in value]
+    return value

@@ -127,6 +127,34 @@ def _fullest(sizes: list[int], left: list[int], largest: int, row_length: int) -
     return combination
 
 
+@dataclass(frozen=True, eq=False)
+class Grouping:
+    """How the packed rows of groups follow one another in an epoch.
+
+    Attributes:
+        of_rows: int64 (rows,), the group of each row.
+        turns: whether the groups take turns, row by row, until each has ended; else a group follows another.
+    """
+
+    of_rows: np.ndarray
+    turns: bool
+
+    def arranged(self, order: np.ndarray) -> np.ndarray:
+        """Returns rows in the order of their groups; those of a group keep theirs."""
+        groups = self.of_rows[order]
+        by_group = np.argsort(groups, kind="stable")
+        if not self.turns:
+            return order[by_group]
+        _, firsts, counts = np.unique(groups[by_group], return_index=True, return_counts=True)
+        turn = np.empty_like(order)
+        turn[by_group] = np.arange(len(order)) - np.repeat(firsts, counts)
+        return order[np.lexsort((groups, turn))]
+
+    def fingerprint(self) -> str:
+        """Returns a hash of the groups."""
+        return hashlib.blake2b(self.of_rows.tobytes() + bytes([self.turns]), digest_size=16).hexdigest()
+
+
 class PackedDataset:
     """Rows of `length` tokens, each with one or more whole documents.
 
@@ -135,7 +163,9 @@ class PackedDataset:
         length: tokens of a row.
         packing: False puts one document in each row.
         pad_id: the token id in empty slots. It is never compared with anything.
-        order: the document numbers row after row, and how many documents each row has, if the caller has packed them.
+        order: the document numbers row after row, and how many documents each row has, if the caller has packed them;
+            a document may be in several rows.
+        grouping: arranges the rows of an epoch.
         further: adds further tensors, such as `data.images.columns.ImageColumns`; None for text.
 
     Attributes:
@@ -145,14 +175,14 @@ class PackedDataset:
 
     def __init__(
         self, documents: Documents, length: int, *, packing: bool = True, pad_id: int = 0,
-        order: tuple[np.ndarray, np.ndarray] | None = None, further: Any = None,
+        order: tuple[np.ndarray, np.ndarray] | None = None, grouping: Grouping | None = None, further: Any = None,
     ) -> None:  # fmt: skip
         lengths = documents.lengths
         assert len(documents) and lengths.min() > 0 and lengths.max() <= length
         every = np.arange(len(documents))
         by_rows, counts = order or (best_fill(lengths, length) if packing else (every, np.ones_like(every)))
         self._order, self._row_ends, self.further = by_rows, np.cumsum(counts), further
-        self.documents, self.length, self.pad_id = documents, length, pad_id
+        self.documents, self.length, self.pad_id, self.grouping = documents, length, pad_id, grouping
         self.row_tokens = np.add.reduceat(lengths[self._order], np.r_[0, self._row_ends[:-1]])
         self.columns: Mapping[str, Callable[[np.ndarray], torch.Tensor]] = {}
         self._token_starts = np.cumsum(lengths) - lengths
@@ -234,7 +264,7 @@ class PackedDataset:
 
 
 @lru_cache(maxsize=2)  # the current epoch, and the next one, whose first batches are prefetched
-def permutation(rows: int, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
+def permutation(rows: int, seed: int, epoch: int, shuffle: bool = True, grouping: Grouping | None = None) -> np.ndarray:
     """Returns the order of rows in an epoch: (rows,) int64, read-only.
 
     It sorts raw output of a bit generator, which NumPy keeps the same in all versions, unlike `Generator.permutation`.
@@ -242,20 +272,23 @@ def permutation(rows: int, seed: int, epoch: int, shuffle: bool = True) -> np.nd
     order = np.arange(rows)
     if shuffle:
         order = np.argsort(np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(rows), kind="stable")
+    if grouping is not None:
+        order = grouping.arranged(order)
     order.flags.writeable = False  # the updates of the epoch are views of it
     return order
 
 
 def eval_batches(
-    dataset: PackedDataset, shards: Sequence[int], data_size: int, batch_size: int
+    dataset: PackedDataset, shards: Sequence[int], data_size: int, batch_size: int, chosen: np.ndarray | None = None
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Yields the tensors of every row once over all `data_size` shards, as many batches for each.
+    """Yields the tensors of every row, or of the `chosen` ones, once over all `data_size` shards, as many for each.
 
     The rows of a batch are those of `shards`, `batch_size` for each; empty rows fill the last batches.
     """
-    count = -(-len(dataset) // (batch_size * data_size))
+    chosen = np.arange(len(dataset)) if chosen is None else chosen
+    count = -(-len(chosen) // (batch_size * data_size))
     rows = np.full(count * data_size * batch_size, -1)
-    rows[: len(dataset)] = np.arange(len(dataset))
+    rows[: len(chosen)] = chosen
     for mine in rows.reshape(count, data_size, batch_size)[:, shards].reshape(count, -1):
         yield dataset.tensors(mine)
 
@@ -343,9 +376,9 @@ def too_few_rows(dataset_rows: int, plan: BatchPlan) -> str:
     )
 
 
-def rows_of(update: Update, dataset_rows: int, data: DataConfig) -> np.ndarray:
+def rows_of(update: Update, dataset_rows: int, data: DataConfig, grouping: Grouping | None = None) -> np.ndarray:
     """Returns the packed rows of an update over all replicas and passes: (rows,) int64."""
-    order = permutation(dataset_rows, data.seed, update.epoch, data.shuffle)
+    order = permutation(dataset_rows, data.seed, update.epoch, data.shuffle, grouping)
     return order[update.first_row : update.first_row + update.rows]
 
 

@@ -10,10 +10,11 @@ import contextlib
 import hashlib
 import pickle
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from datasets import config as datasets_config
@@ -22,8 +23,25 @@ from tpu_kit.config.loader import DataConfig, ModelConfig
 from tpu_kit.data.batching import Documents, PackedDataset
 from tpu_kit.data.chat.chat_encoding import Encoder, Example, ReasoningCounts
 from tpu_kit.data.held_out import NONE, Questions, choose_questions, drawn, held_out_rows
+from tpu_kit.data.mixing import (
+    Epoch,
+    Mix,
+    SourceCounts,
+    apart,
+    count_sources,
+    epoch_of,
+    fill_of,
+    mix_of,
+    rows_of_epoch,
+    source_column,
+    sources_table,
+    tokenize_sources,
+)
 from tpu_kit.data.rows.sources import EMBEDDED_ROWS, SYNTHETIC, synthetic_rows
-from tpu_kit.data.tokenizing import RawRows, Tokenized, tokenize
+from tpu_kit.data.tokenizing import RawRows, Tokenized
+
+if TYPE_CHECKING:
+    import torch
 
 SAME_USERS = "the user turns of other rows under another system turn or other tools"
 DIFFERENT = f"rows have {SAME_USERS} and are different questions"
@@ -66,6 +84,7 @@ class DataReport:
         skipped: bad rows that `data.on_bad_row=skip` skips; of the other counts, only rows_read includes them.
         skipped_rows: the first bad rows, each with its problem.
         images: counts of images (`data.images.columns.ImageCounts`); None for text.
+        sources: an epoch by source, of a mix; the other counts have each document once.
     """
 
     source: str
@@ -95,6 +114,7 @@ class DataReport:
     skipped: int = 0
     skipped_rows: tuple[str, ...] = ()
     images: Any = None
+    sources: tuple[SourceCounts, ...] = ()
 
     def __str__(self) -> str:
         middle, tail = np.percentile(self.lengths, [50, 95]).astype(int)
@@ -104,8 +124,12 @@ class DataReport:
             lost = f"; WARNING: the rows hold reasoning for {held:,}, and {held - trained:,} lose some of it: "
             lost += "raise data.max_length" if self.truncated else "the tokenizer changes its text"
         blocks = f"; {empty:,} of the others with an empty reasoning block" if empty else ""
+        tokens, loss, of = self.tokens, self.loss_tokens, ""
+        if self.sources:
+            tokens, loss = (sum(counts) for counts in zip(*(one[-2:] for one in self.sources), strict=True))
+            of = " of an epoch"
         lines = [
-            f"source           {self.source}: {self.layout}",
+            *(self.mixed or [f"source           {self.source}: {self.layout}"]),
             f"rows             {self.rows_read:,} read, {self.rows_used:,} used{self._split_text()}",
             *([f"held out         {self._held_out_text()}"] if self.held_out else []),
             *([f"same user turns  {self.same_users:,} {DIFFERENT}"] if self.same_users else []),
@@ -113,12 +137,17 @@ class DataReport:
             f"too long         {self.dropped_too_long:,} dropped, {self.truncated:,} truncated, "
             f"{self.dropped_no_loss:,} dropped because truncation left no loss{self._lost_text()}",
             *([f"special tokens   {self._special_text()}"] if self.special_rows else []),
-            f"tokens           {self.tokens:,}, with loss {self.loss_tokens:,} ({self.loss_tokens / self.tokens:.0%})",
+            f"tokens           {tokens:,}{of}, with loss {loss:,} ({loss / tokens:.0%})",
             f"tokens of a row  median {middle}, 95 % up to {tail}, longest {max(self.lengths)}",
             f"packed           {self.packed_rows:,} rows, {self.fill:.1%} full",
             *(self.images.lines(self.tokens) if self.images else []),
         ]
         return "\n".join(lines + ([f"bad rows         {self.skipped_text}"] if self.skipped else []))
+
+    @property
+    def mixed(self) -> list[str]:
+        """The lines of the sources of a mix; empty without a mix."""
+        return sources_table(self.sources) if self.sources else []
 
     def _split_text(self) -> str:
         if self.documents == self.rows_used:
@@ -198,6 +227,9 @@ class Prepared:
         tasks: the training rows to answer in reinforcement learning; None without it.
         eval_asked: for each held-out row its prompt as messages, or text.
         new_tokens: of `new_tokens.new_tokens`, which adapters leave as they are.
+        mix: the sources of the training rows; None without a mix.
+        eval_mix: the same of the held-out rows.
+        eval_numbers: of the held-out rows in the numbers of `eval_mix`.
     """
 
     train: PackedDataset
@@ -213,6 +245,9 @@ class Prepared:
     tasks: Tasks | None = None
     eval_asked: list[Any] = field(default_factory=list)
     new_tokens: tuple[str, ...] = ()
+    mix: Mix | None = None
+    eval_mix: Mix | None = None
+    eval_numbers: np.ndarray = field(default_factory=lambda: NONE)
 
     @property
     def images_per_row(self) -> int | None:
@@ -244,6 +279,28 @@ class Prepared:
             f"WARNING: {count} token id{'s' if count > 1 else ''} of the rows had no text in pre-training "
             f"({names}{more}), so their embeddings mean nothing, and LoRA leaves them as they are; lora.r=0 trains them"
         )
+
+    def place(self, row: int) -> str:
+        """Names a row of the training data by its number, and that of its source in a mix."""
+        return str(row) if self.mix is None else self.mix.place(row)
+
+    def columns(self, wanted: Collection[str]) -> dict[str, Callable[[np.ndarray], torch.Tensor]]:
+        """Returns the columns of the training rows, of these names, that a mix has besides the data."""
+        return {"sources": source_column(self.train, self.mix)} if self.mix and "sources" in wanted else {}
+
+    def eval_source(self, row: int) -> str:
+        """Returns the source of a held-out row in a mix; empty without a mix."""
+        return "" if self.eval_mix is None else self.eval_mix.names[int(self.eval_mix.of(self.eval_numbers[row]))]
+
+    def eval_parts(self) -> dict[str, np.ndarray]:
+        """Returns the packed held-out rows of each source of a mix, or all of them as those of "" without a mix."""
+        assert self.eval is not None
+        rows = np.arange(len(self.eval))
+        if self.eval_mix is None:
+            return {"": rows}
+        firsts = np.array([self.eval.documents_of(row)[0] for row in rows.tolist()])  # a row is of one source
+        sources = self.eval_mix.of(self.eval.documents.source_rows[firsts])
+        return {name: rows[sources == i] for i, name in enumerate(self.eval_mix.names) if (sources == i).any()}
 
     def example(self, number: int = 0) -> Example:
         """Returns one training document, for `decoded_example`."""
@@ -294,13 +351,15 @@ def prepare(
         from tpu_kit.data.images.processors import image_processor
 
         processor = image_processor(model, tokenizer, config)
-    data = tokenize(config.source, config.split, tokenizer, config, processor=processor)
+    data = tokenize_sources(config, tokenizer, processor=processor)
     if processor is not None and not data.documents.images.pictures.any():
         raise ValueError(f"{data.source}: no row has an image; set model.images=false, or name their column in "
                          "data.columns={images: COLUMN}")  # fmt: skip
     held, train, counts = None, np.ones(len(data.documents), dtype=bool), dict[str, Any]()
     if eval_split := _eval_split(config):
-        held = tokenize(*eval_split, tokenizer, config, like=data.encoder.layout, processor=processor)
+        section, split = eval_split
+        like = [part.encoder.layout for part, _ in data.sources()] if section.mix else [data.encoder.layout]
+        held = tokenize_sources(section, tokenizer, split, like, processor)
         wanted = np.ones(len(held.documents), dtype=bool)
     elif config.eval_rows != 0 or run:
         picked = choose_questions(data.questions, data.earlier, config, learned)
@@ -308,13 +367,16 @@ def prepare(
         counts = {"held_out": data.count(~train), "repeated": data.count(~train & ~wanted)}
         counts["held_out_of"] = _held_out_of(data, len(picked), config)
     slots = max((_most_slots(one) for one in (data, held) if one), default=0)
-    packed, report = _pack(data, train, slots, same_users=data.same_users(), **counts)
+    arrange = partial(epoch_of, data=config)
+    packed, report, epoch = _pack(data, train, arrange, slots, same_users=data.same_users(), **counts)
     fingerprint = _fingerprint_of(packed, config)
-    tasks = None if max_prompt is None else _tasks(data, np.unique(data.documents.source_rows[train]), max_prompt)
+    tasks = None if max_prompt is None else _tasks(data, rows_of_epoch(data, train, epoch), max_prompt)
     trained = np.union1d(data.prompts(train), learned)
     if held is None:
         questions = Questions(trained, NONE)
-        return Prepared(packed, None, [], [], [], report, None, data.encoder, questions, fingerprint, tasks)
+        return Prepared(
+            packed, None, [], [], [], report, None, data.encoder, questions, fingerprint, tasks, mix=mix_of(data)
+        )
     if run:
         wanted |= held.one_of_each(run.held_out)
     chosen = wanted & ~np.isin(held.questions, run.trained if run else trained)
@@ -326,12 +388,14 @@ def prepare(
     same_users = {"same_users": held.count(chosen & np.isin(held.users, data.users[train]))}
     counts |= {"skipped": 0, "skipped_rows": ()} if held is data else same_users  # told of the training rows
     room = packed.further and packed.further.room
-    eval_data, eval_report = _pack(held, chosen, slots, room, **counts)
-    raw = held.raw_rows(drawn(np.unique(eval_data.documents.source_rows), config.seed))
+    eval_data, eval_report, _ = _pack(held, chosen, apart, slots, room, **counts)
+    numbers = drawn(np.unique(eval_data.documents.source_rows), config.seed)
+    raw = held.raw_rows(numbers)
     questions = Questions(trained, np.unique(held.questions[chosen]))
     return Prepared(
-        packed, eval_data, *raw[:3], report, eval_report, data.encoder, questions, fingerprint, tasks, raw.asked
-    )
+        packed, eval_data, *raw[:3], report, eval_report, data.encoder, questions, fingerprint, tasks, raw.asked,
+        mix=mix_of(data), eval_mix=mix_of(held), eval_numbers=numbers,
+    )  # fmt: skip
 
 
 def _held_out_of(data: Tokenized, picked: int, config: DataConfig) -> str:
@@ -356,6 +420,7 @@ def _tasks(data: Tokenized, numbers: np.ndarray, max_prompt: int) -> Tasks:
 
 def _fingerprint_of(packed: PackedDataset, config: DataConfig) -> str:
     order = f"{packed.fingerprint()} {config.seed} {config.shuffle}"
+    order += f" {packed.grouping.fingerprint()}" if packed.grouping else ""
     return hashlib.blake2b(order.encode(), digest_size=16).hexdigest()
 
 
@@ -374,14 +439,15 @@ def _synthetic(config: DataConfig, vocab_size: int | None) -> Prepared:
     return Prepared(packed, None, [], [], [], report, None, None, None, _fingerprint_of(packed, config))
 
 
-def _eval_split(config: DataConfig) -> tuple[str, str] | None:
-    """Returns source and split of the evaluation rows; None if training rows are split."""
+def _eval_split(config: DataConfig) -> tuple[DataConfig, str] | None:
+    """Returns the data section and the split of the evaluation rows; None if training rows are split."""
     if config.eval_source:
-        return config.eval_source, config.eval_split or ("eval" if config.eval_source == "embedded" else "train")
+        elsewhere = replace(config, source=config.eval_source)
+        return elsewhere, config.eval_split or ("eval" if config.eval_source == "embedded" else "train")
     if config.eval_split:
-        return config.source, config.eval_split
+        return config, config.eval_split
     if config.source in ("embedded", "embedded-images") and config.eval_rows != 0:
-        return config.source, f"eval[:{held_out_rows(config, EMBEDDED_ROWS['train'])}]"
+        return config, f"eval[:{held_out_rows(config, EMBEDDED_ROWS['train'])}]"
     return None
 
 
@@ -392,13 +458,19 @@ def _most_slots(tokens: Tokenized) -> int:
 
 
 def _pack(
-    tokens: Tokenized, chosen: np.ndarray, slots: int = 0, room: int | None = None, **counts: Any
-) -> tuple[PackedDataset, DataReport]:
-    """Applies `too_long` to the chosen documents and packs them.
+    tokens: Tokenized,
+    chosen: np.ndarray,
+    arrange: Callable[[Tokenized, np.ndarray], Epoch],
+    slots: int = 0,
+    room: int | None = None,
+    **counts: Any,
+) -> tuple[PackedDataset, DataReport, Epoch]:
+    """Applies `too_long` to the chosen documents and packs those of an epoch.
 
     Args:
         tokens: the documents.
         chosen: which of them.
+        arrange: makes the epoch of those that may be used.
         slots: the most image slots of any document.
         room: image slots of a row, where they are known.
         **counts: further counts of the report.
@@ -409,8 +481,8 @@ def _pack(
         worst = int(np.argmax(np.where(long, tokens.full_lengths, 0)))
         raise ValueError(
             f"{tokens.source}: {long.sum()} rows have more than data.max_length={config.max_length} tokens, the "
-            f"longest is row {documents.source_rows[worst]} with {tokens.full_lengths[worst]}. Raise it, or set "
-            "data.too_long=truncate, drop, or split for plain text"
+            f"longest is {tokens.place(documents.source_rows[worst])} with {tokens.full_lengths[worst]}. Raise it, or "
+            "set data.too_long=truncate, drop, or split for plain text"
         )
     dropped = long if config.too_long == "drop" else np.zeros_like(long)
     if documents.images is not None:  # a document is never cut within its images
@@ -423,39 +495,45 @@ def _pack(
             f"{tokens.source}: no loss tokens left: data.max_length={config.max_length} is too short for all "
             f"{chosen.sum()} rows; the shortest has {tokens.full_lengths[chosen].min()} tokens; raise it"
         )
-    selected = documents.select(used)
+    epoch = arrange(tokens, used)
+    kept = np.zeros_like(used)
+    kept[epoch.documents] = True
+    selected, own = documents.select(kept), epoch._replace(documents=(np.cumsum(kept) - 1)[epoch.documents])
     pad_id = tokens.encoder.tokenizer.pad_token_id or 0  # any id: padding has segment 0 and no label
     if selected.images is None:
-        packed = PackedDataset(selected, config.max_length, packing=config.packing, pad_id=pad_id)
+        order, grouping = own.packed(fill_of(selected.lengths, config))
+        packed = PackedDataset(selected, config.max_length, pad_id=pad_id, order=order, grouping=grouping)
     else:
         from tpu_kit.data.images.columns import packed_with_images
 
-        packed, images = packed_with_images(selected, tokens, pad_id, slots, room)
+        packed, images = packed_with_images(selected, tokens, own, pad_id, slots, room)
         counts["images"] = images._replace(dropped=int(documents.images.pictures[dropped & chosen].sum()))
-    special = used & (tokens.special != "")
+    special, left = kept & (tokens.special != ""), chosen & (kept | ~used)
     counts = {"skipped": tokens.skipped, "skipped_rows": tokens.skipped_rows, **counts}
-    return packed, DataReport(
+    report = DataReport(
         source=tokens.source,
         layout=str(tokens.encoder.layout),
-        rows_read=len(tokens.rows),
-        rows_used=tokens.count(used),
+        rows_read=tokens.rows_read,
+        rows_used=tokens.count(kept),
         documents=len(selected),
         tokens=int(selected.lengths.sum()),
         loss_tokens=int(selected.loss_mask.sum()),
         packed_rows=len(packed),
         fill=packed.fill(),
-        lengths=tuple(tokens.full_lengths[used].tolist()),
-        reasoning=ReasoningCounts(*tokens.reasoning[used].sum(axis=0).tolist()),
+        lengths=tuple(tokens.full_lengths[kept].tolist()),
+        reasoning=ReasoningCounts(*tokens.reasoning[kept].sum(axis=0).tolist()),
         dropped_too_long=int(dropped.sum()),
-        truncated=int((long & used).sum()),
+        truncated=int((long & kept).sum()),
         dropped_no_loss=int((chosen & ~dropped & ~learns).sum()),
-        all_tokens=int(tokens.full_lengths[chosen].sum()),
-        whole_tokens=int(tokens.whole_lengths[chosen].sum()),
+        all_tokens=int(tokens.full_lengths[left].sum()),
+        whole_tokens=int(tokens.whole_lengths[left].sum()),
         special_rows=tokens.count(special),
         special_names=tuple(sorted({*tokens.special[special]})[:3]),
         special_split=config.special_text == "split",
+        sources=count_sources(tokens, used, epoch.documents),
         **counts,
     )
+    return packed, report, epoch
 
 
 # ------------------------------------------------------------------------------------------------ for other processes

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -67,6 +67,26 @@ class RawRows(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Opened:
+    """The rows of a source, and what encodes them.
+
+    Attributes:
+        source: the source.
+        rows: all its rows.
+        encoder: of the rows.
+    """
+
+    source: str
+    rows: Dataset
+    encoder: Encoder
+
+    @cached_property
+    def key(self) -> str:
+        """A hash of the rows and of all that makes their tokens; to be read once all sources are opened."""
+        return _fingerprint(self.rows, self.encoder)
+
+
+@dataclass(frozen=True)
 class Tokenized:
     """The documents of all usable rows of one source; the arrays are int64.
 
@@ -102,6 +122,19 @@ class Tokenized:
     reasoning: np.ndarray
     skipped: int
     skipped_rows: tuple[str, ...]
+
+    @property
+    def rows_read(self) -> int:
+        """The number of rows of the source."""
+        return len(self.rows)
+
+    def place(self, row: int) -> str:
+        """Names a row in an error."""
+        return f"row {row} of {self.source}"
+
+    def sources(self) -> Iterator[tuple[Tokenized, int]]:
+        """Yields each source with the number of its first row."""
+        yield self, 0
 
     def prompts(self, chosen: np.ndarray) -> np.ndarray:
         """Returns the prompts of all trained replies in the rows of the chosen documents."""
@@ -144,22 +177,22 @@ class Tokenized:
         return RawRows(rows, prompts, ids, [talk.asked for talk in talks])
 
 
-def tokenize(
-    source: str, split: str, tokenizer: Any, config: DataConfig, like: Layout | None = None, processor: Any = None
-) -> Tokenized:
-    """Loads the rows of a source and tokenises them, or reads them from the cache of `datasets`.
+def opened_source(
+    config: DataConfig, tokenizer: Any, split: str | None = None, like: Layout | None = None, processor: Any = None
+) -> Opened:
+    """Loads the rows of a source, and finds how they are encoded; it may change the tokenizer's chat template.
 
     Args:
-        source: the source.
-        split: its split.
+        config: the data section, with one source.
         tokenizer: the tokenizer.
-        config: the data section.
+        split: in place of that of the section.
         like: the layout of the training rows: what their values decide holds for these rows too.
         processor: of a model for images (`data.images.processors.ImageProcessor`); None for text.
 
     Raises:
-        ValueError: as `load_rows`, `own_rows`, `detect_layout` and `check_rows`.
+        ValueError: as `load_rows`, `own_rows` and `detect_layout`.
     """
+    source, split = str(config.source), split or config.split
     skip = config.on_bad_row == "skip"
     rows = without_decoding(load_rows(source, split, config.seed, skip=skip))
     if function := own_function(config.format):
@@ -167,8 +200,19 @@ def tokenize(
         check_rows(rows, rows[PROBLEM][:], source, skip=skip)
         asks_alone = "prompt" in rows.column_names and not {"completion", "answer"} & {*rows.column_names}
         rows, config = without_decoding(rows), replace(config, format="prompt" if asks_alone else "auto")
-    encoder = _encoder(rows, tokenizer, config, source, like, processor)
-    name, folder = _fingerprint(rows, encoder), Path(datasets_config.HF_DATASETS_CACHE) / "tpu_kit"
+    return Opened(source, rows, _encoder(rows, tokenizer, config, source, like, processor))
+
+
+def tokenized(opened: Opened) -> Tokenized:
+    """Tokenises the rows of a source, or reads their tokens from the cache of `datasets`.
+
+    Raises:
+        ValueError: as `check_rows`.
+    """
+    source, rows, encoder = opened.source, opened.rows, opened.encoder
+    config, processor = encoder.config, encoder.images and encoder.images.processor
+    skip = config.on_bad_row == "skip"
+    name, folder = opened.key, Path(datasets_config.HF_DATASETS_CACHE) / "tpu_kit"
     folder.mkdir(parents=True, exist_ok=True)
     used = [*encoder.layout.needed(rows.column_names), *({PROBLEM} & {*rows.column_names})]
     cached = any(folder.glob(f"{name}*.arrow"))
@@ -250,7 +294,10 @@ def _encoder(
             "of a reply would be trained without its question. Set truncate, drop or error, or raise data.max_length"
         )
     if plain and config.system_prompt:
-        raise ValueError("data.system_prompt needs chats; these rows are plain text, without a chat template")
+        raise ValueError(
+            "data.system_prompt needs chats; these rows are plain text, without a chat template: remove it, or give it "
+            "to the sources of a mix that are chats"
+        )
     images = None
     if processor is not None:
         from tpu_kit.data.images.encoding import ImageEncoding
@@ -343,7 +390,8 @@ def _split(example: Example, config: DataConfig) -> list[Example]:
 def _fingerprint(rows: Dataset, encoder: Encoder) -> str:
     tokenizer, config = encoder.tokenizer, asdict(encoder.config)
     for setting in ("source", "eval_source", "split", "eval_split", "date", "eval_rows", "seed", "shuffle", "num_proc",
-                    "packing", "on_bad_row", "images_per_row", "image_tokens"):  # fmt: skip
+                    "packing", "on_bad_row", "images_per_row", "image_tokens", "order", "curriculum",
+                    "pack_apart"):  # fmt: skip
         del config[setting]  # represented by the rows or the template, or applied after tokenising
     config["too_long"] = config["too_long"] == "split"  # the others are applied after tokenising
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}

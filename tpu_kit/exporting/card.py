@@ -28,10 +28,9 @@ def hub_id(name: str) -> str | None:
     return None if local else name
 
 
-def hub_data(config: TrainConfig, name: str = "data.source") -> str | None:
-    """Returns the data set of the hub that a parameter names, without its configuration; None for other rows."""
-    source = config[name]
-    if not source or is_path(name, source) or re.search(r"[*?\[]", source):
+def hub_data(source: str | None) -> str | None:
+    """Returns the data set of the hub that a source names, without its configuration; None for other rows."""
+    if not source or is_path("data.source", source) or re.search(r"[*?\[]", source):
         return None
     return hub_id(source.partition(":")[0])
 
@@ -79,8 +78,10 @@ def model_card(
     shares = [Accuracy.of(side["accuracy"]["correct"], side["accuracy"]["total"]) for side in sides]
     newest = [record for record in records if record["kind"] == "eval"][-1:]
     versions = {name: version for name in _VERSIONS if (version := installed_version(name))}
-    trained, held = hub_data(config), hub_data(config, "data.eval_source" if config.data.eval_source else "data.source")
-    fields: dict[str, Any] = {**licence, "datasets": list(dict.fromkeys(filter(None, (trained, held)))) or None}
+    sources = [str(one.source) for one in config.data.by_source]
+    trained = [hub_data(source) for source in sources]
+    held = hub_data(config.data.eval_source or (sources[0] if len(sources) == 1 else None))
+    fields: dict[str, Any] = {**licence, "datasets": list(dict.fromkeys(filter(None, (*trained, held)))) or None}
     if base:
         fields |= {"base_model": base, "base_model_relation": relation}
     if held and answers and shares[1].total:
@@ -92,7 +93,9 @@ def model_card(
         str(Path(__file__).with_name("model_card.jinja")),
         config=config, settings=_settings(config), kind=kind, use=use, checks=checks, method=method, base=base,
         named=base or Path(config.model.name).name, commit=config.model.revision if base else None, licence=licence,
-        source=config.data.source if trained else Path(config.data.source).name,
+        source=", ".join(
+            source if on_hub else Path(source).name for source, on_hub in zip(sources, trained, strict=True)
+        ),
         answers=answers, sides=sides, unknown=UNKNOWN, shares=shares, versions=versions,
         last=next((record for record in reversed(records) if record["kind"] == "train"), None),
         # As `trainer.Trainer.weights`.
@@ -105,7 +108,7 @@ def _results(config: TrainConfig, data: str, share: Accuracy, answers: Mapping[s
     """The evaluation of the tuned model in the form that the hub reads."""
     from huggingface_hub import EvalResult
 
-    source = config.data.eval_source or config.data.source
+    source = config.data.eval_source or str(config.data.source)
     interval = f"Wilson's 95 % interval {share.low:.3f} to {share.high:.3f}, {share.total} rows"
     return [
         EvalResult(

@@ -48,7 +48,7 @@ def free_memory(at: Machine) -> float | None:
     return max(0.0, free)
 
 
-_SOURCES = ("model.name", "data.source", "data.eval_source", "lora.adapter", "distill.teacher")
+_SOURCES = ("model.name", "data.eval_source", "lora.adapter", "distill.teacher")
 _FOLDERS = ("lora.adapter", "distill.files")  # never an id of the hub
 _DATA_FILE = re.compile(r"\.(jsonl|json|ndjson|csv|tsv|parquet)(\.(gz|bz2|xz|zst))?$", re.IGNORECASE)
 
@@ -62,13 +62,14 @@ def is_path(name: str, source: str) -> bool:
 def check_files(config: TrainConfig) -> Check:
     """Checks that the files and folders of this machine that the run reads exist."""
     texts, fixes = [], []
-    for name in _SOURCES:
-        if not config[name] or not is_path(name, config[name]):
+    read = [("data.source", str(one.source)) for one in config.data.by_source]
+    for name, source in [*((name, config[name]) for name in _SOURCES), *read]:
+        if not source or not is_path(name, source):
             continue
-        path = Path(config[name]).expanduser()
+        path = Path(source).expanduser()
         if path.exists() or glob.glob(str(path)):
             continue
-        texts.append(f"{name}={config[name]}: there is no such file or folder")
+        texts.append(f"{name}={source}: there is no such file or folder")
         near = closest(path.name, [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else [], 0.85)
         fixes.append(f"{name}={path.parent / near[0] if near else f'its path, absolute or from {Path.cwd()}'}")
     if texts:

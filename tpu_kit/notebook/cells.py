@@ -223,16 +223,28 @@ def _data_url(image: Any) -> str:
 
 
 def show_lengths(report: DataReport, max_length: int) -> None:
-    """Shows the lengths of the examples against `max_length`, and how full the packed rows are."""
+    """Shows the lengths of the examples against `max_length`, how full the packed rows are, and the shares of a mix."""
     alone = sum(min(length, max_length) for length in report.lengths) / (len(report.lengths) * max_length)
     longer = sum(length > max_length for length in report.lengths)
     text = f"{len(report.lengths)} examples, longest {max(report.lengths)} tokens, {longer} over {max_length}; "
     text += f"rows {report.fill:.0%} full, {alone:.0%} with one example in each"
+    if report.sources:
+        loss = sum(one.loss_tokens for one in report.sources)
+        shares = (f"{one.name} {one.loss_tokens / loss:.0%}" for one in report.sources)
+        text += f"\nof the tokens with loss {', '.join(shares)}"
     show(picture(_lengths(report, max_length, text), text))
 
 
 def _lengths(report: DataReport, max_length: int, title: str) -> Figure:
-    figure, (axes,) = new_figure(8, 2.5)
+    figure, (axes, *others) = new_figure(8, 2.5, columns=2 if report.sources else 1)
+    for by_source in others:
+        for shift, name in enumerate(("tokens", "loss_tokens")):
+            counts = [getattr(one, name) for one in report.sources]
+            places = [place + 0.4 * shift for place in range(len(counts))]
+            by_source.barh(places, [count / sum(counts) for count in counts], height=0.4, label=name.replace("_", " "))
+        by_source.set_yticks(range(len(report.sources)), [one.name for one in report.sources])
+        by_source.set(xlabel="share of an epoch")
+        by_source.legend()
     # Bars of a fortieth of the axis: of the lengths' own range, those of short rows would be too narrow to see.
     longest = max(max_length, *report.lengths)
     step = -(-longest // 40)

@@ -137,6 +137,10 @@ def _curves(output_dir: str | Path) -> Bundle:
                 low, high = ([record[f"accuracy_{end}"] for record in points] for end in ("low", "high"))
                 loss.fill_between(steps, low, high, alpha=0.2, label="its 95 % interval")
             summary.append(f"{kind} {names[kind]} {values[0]:.4f} -> {values[-1]:.4f} at step {steps[-1]}")
+    for name in dict.fromkeys(key for record in records["eval"] for key in record if key.startswith("loss/")):
+        points = [record for record in records["eval"] if record.get(name) is not None]  # of a source of a mix
+        loss.plot([one["step"] for one in points], [one[name] for one in points], "--", label=f"eval {name}")
+        summary.append(f"eval {name} {points[0][name]:.4f} -> {points[-1][name]:.4f}" if points else name)
     loss.set(xlabel="step", ylabel="reward, held-out accuracy" if rewarded else "loss (nats per token)")
     loss.legend()
     speed.plot([record["step"] for record in train], [record["tokens_per_second"] for record in train], marker=".")

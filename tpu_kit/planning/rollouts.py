@@ -42,7 +42,7 @@ def check_sampling(config: TrainConfig) -> None:
     used = _SAMPLING if config.distill.on_policy else ()
     changed = (one.name for one in fields(known) if getattr(config.rl, one.name) != getattr(known, one.name))
     found = [f"rl.{name}: has no effect {instead}" for name in changed if name not in used]
-    if config.data.format == "prompt" and not config.on_policy:
+    if any(one.format == "prompt" for one in config.data.by_source) and not config.on_policy:
         text = "'prompt' has no replies to train on; train with grpo or distill.on_policy, or name columns"
         found.append(f"data.format: {text}")
     if found:

@@ -89,15 +89,15 @@ def count_updates(config: TrainConfig, replicas: int, rows: Count) -> Count:
 
 def _costly(config: TrainConfig) -> str:
     """Says why the rows are not counted; empty where they can be counted."""
-    source, known = config.data.source, "; set optim.max_steps"
-    if source != "embedded":
+    size, known = 0, "; set optim.max_steps"
+    for source in (str(one.source) for one in config.data.by_source if one.source != "embedded"):
         if "://" in source:
             return f"data.source={source} is in an object store, and is not read for a plan{known}"
         files = [Path(name) for name in glob.glob(source)]
         files = [file for path in files for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file()]
         if not files:
             return f"data.source={source} is not on this machine{known}"
-        if (size := sum(file.stat().st_size for file in files)) > MOST_BYTES:
+        if (size := size + sum(file.stat().st_size for file in files)) > MOST_BYTES:
             return f"data.source={source} has {size / MIB:.0f} MiB, too much to tokenise for a plan{known}"
     return ""
 
@@ -110,15 +110,22 @@ def _count_by_characters(config: TrainConfig) -> Count:
 
     data = config.data
     try:
-        rows = load_rows(data.source, data.split, skip=True)
+        sources = [load_rows(str(one.source), one.split, skip=True) for one in data.by_source]
     except ValueError as error:  # the run raises it too
         return Count(None, str(error))
-    elsewhere = data.eval_source or data.eval_split or data.source == "embedded"
-    count = len(rows) if elsewhere else max(1, len(rows) - held_out_rows(data, len(rows)))
+    elsewhere, every = data.eval_source or data.eval_split or data.source == "embedded", sum(map(len, sources))
+    left = 1.0 if elsewhere else max(1, every - held_out_rows(data, every)) / every
+    copies = [one.copies for one in data.mix] or [1.0]
     if config.on_policy or not data.packing:
-        return Count(count)
-    rows = rows.select_columns([name for name in rows.column_names if name != LOCATION])
-    tokens = sum(map(_characters, rows)) / CHARACTERS_PER_TOKEN * count / len(rows)
+        return Count(max(1, round(left * sum(len(rows) * often for rows, often in zip(sources, copies, strict=True)))))
+    tokens = (
+        left
+        / CHARACTERS_PER_TOKEN
+        * sum(
+            often * sum(map(_characters, rows.select_columns([name for name in rows.column_names if name != LOCATION])))
+            for rows, often in zip(sources, copies, strict=True)
+        )
+    )
     reason = f"its rows were counted by {CHARACTERS_PER_TOKEN} characters a token, as its tokenizer is not here"
     return Count(max(1, math.ceil(tokens / data.max_length)), f"model.name={config.model.name}: {reason}")
 

@@ -57,7 +57,7 @@ def tell(problems: Iterable[ValueError]) -> None:
 def of_machine(config: TrainConfig, hosts: Hosts) -> list[ValueError]:
     """Trackers, the verifier, an own format, the hub, which host 0 alone asks, and what several hosts do not do."""
     found = [*caught(check_tracking, config), *caught(verifier_named, config.tracking.verifier)]
-    found += caught(own_function, config.data.format)
+    found += [error for one in config.data.by_source for error in caught(own_function, one.format)]
     if hosts.count > 1 and config.distill.files:
         text = "distill.files is not for several hosts: set it to null, so that each host runs the teacher"
         found.append(ValueError(text))

@@ -49,8 +49,9 @@ def fine_tune(
     """Trains in one replica; the first replica of each host returns the result.
 
     Its metrics: loss (of the last window) and eval_loss (of the weights in adapter_dir), nats per loss token;
-    eval_accuracy with tracking.eval_generate_rows; eval_step, the step of both; train_seconds of all launches, with
-    evaluations and checkpoints; skipped_updates; compiles on XLA and a GPU; and `metrics.peak_memory`.
+    eval_accuracy with tracking.eval_generate_rows; of a mix eval_loss/NAME and eval_accuracy/NAME of each source;
+    eval_step, the step of all these; train_seconds of all launches, with evaluations and checkpoints; skipped_updates;
+    compiles on XLA and a GPU; and `metrics.peak_memory`.
 
     Args:
         config: the run, that of the plan.
@@ -93,7 +94,7 @@ def trainer(
         source = stack.enter_context(
             source_of_updates(config, prepared, plan.batch, rt, model, objective, reward_funcs, plan.updates)
         )
-        prepared.train.columns = plan.columns()
+        prepared.train.columns = {**plan.columns(), **prepared.columns(objective.columns)}
         untrained = ""
         if rt.rank == 0:
             for line in plan.resume_point.described(config, plan.record) if plan.resume_point else ():

@@ -187,7 +187,7 @@ def plan_run(
     plan = resumed(RunPlan(config, backend), today or date.today().isoformat())
     plan, objective = with_model(plan)
     problems.tell(problems.of_model(plan, objective))
-    with _rows_saved(dataset, plan.config.data.source):
+    with _rows_saved(dataset, str(plan.config.data.source)):
         prepared = prepare_run(plan.config, plan.settings)
         plan = with_data(plan, prepared)
         problems.tell(problems.of_data(plan, prepared, reward_funcs))

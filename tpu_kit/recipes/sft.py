@@ -123,6 +123,9 @@ def _launch(plan: RunPlan, prepared: Prepared, reward_funcs: Sequence[Any] | Non
     config, outlook = plan.config, plan.outlook
     assert outlook is not None
     if not plan.shown:
+        if mixed := "".join(f"{line}\n" for line in prepared.report.mixed):  # of the report, which the replica prints
+            print(mixed, end="")
+            plan = replace(plan, report=plan.report.removeprefix(mixed))
         print(outlook, flush=True)
     if pushed := describe_push(config):
         print(pushed, flush=True)

@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from tpu_kit.config.fields import ConfigError
@@ -178,9 +179,11 @@ class Evaluations:
         self._patience = patience
         self._records = [record for record in records if record["kind"] == "eval"]
 
-    def add(self, step: int, loss: float, accuracy: float | None) -> None:
-        """Adds an evaluation; a loss or accuracy that is not finite counts as not measured."""
-        measured = {"loss": loss, "accuracy": math.nan if accuracy is None else accuracy}
+    def add(
+        self, step: int, loss: float, accuracy: float | None, by_source: Mapping[str, float] = MappingProxyType({})
+    ) -> None:
+        """Adds an evaluation, as `Tracker.log_eval`; what is not finite counts as not measured."""
+        measured = {"loss": loss, "accuracy": math.nan if accuracy is None else accuracy, **by_source}
         finite = {name: value if math.isfinite(value) else None for name, value in measured.items()}
         self._records.append({"kind": "eval", "step": step, **finite})
 
@@ -210,7 +213,10 @@ class Evaluations:
         return sum(record["step"] > first for record in self._records)
 
     def figures(self, step: int | None = None) -> dict[str, float]:
-        """Returns eval_loss, eval_accuracy and eval_step of a step, by default of the newest evaluation."""
+        """Returns eval_loss, eval_accuracy and eval_step of a step, by default of the newest evaluation.
+
+        In a mix also eval_loss/NAME and eval_accuracy/NAME of each source.
+        """
         record = next((record for record in reversed(self._records) if step in (None, record["step"])), None)
         if record is None:
             return {}
@@ -218,7 +224,9 @@ class Evaluations:
         figures = {"eval_step": float(record["step"])}
         if loss is not None or accuracy is None:
             figures = {"eval_loss": math.nan if loss is None else loss, **figures}
-        return figures if accuracy is None else {**figures, "eval_accuracy": accuracy}
+        figures |= {} if accuracy is None else {"eval_accuracy": accuracy}
+        by_source = {name: value for name, value in record.items() if "/" in name and value is not None}
+        return figures | {f"eval_{name}": value for name, value in by_source.items()}
 
 
 class Tracker:
@@ -345,19 +353,29 @@ class Tracker:
         record |= apart_from({*record, "kind", "step", "seconds", "nonfinite"}, extra)
         return self._write("train", step, record)
 
-    def log_start(self, loss: float, vocabulary: int | None) -> dict[str, Any]:
+    def log_start(
+        self, loss: float, vocabulary: int | None, by_source: Mapping[str, float] = MappingProxyType({})
+    ) -> dict[str, Any]:
         """Writes the record of the held-out rows before the first update, prints it and returns it.
 
         Args:
             loss: of the rows, nats.
             vocabulary: number of tokens that the model chooses among; None where the loss is not their likelihood.
+            by_source: of a mix, "loss/NAME" -> loss.
         """
         self._bar.write(describe_start(loss, vocabulary), file=sys.stdout)
         sys.stdout.flush()
-        return self._write(BEFORE_TRAINING, 0, {"loss": loss, "uniform": math.log(vocabulary) if vocabulary else None})
+        uniform = math.log(vocabulary) if vocabulary else None
+        return self._write(BEFORE_TRAINING, 0, {"loss": loss, "uniform": uniform, **by_source})
 
     def log_eval(
-        self, step: int, *, loss: float, accuracy: float | None = None, interval: tuple[float, float] | None = None
+        self,
+        step: int,
+        *,
+        loss: float,
+        accuracy: float | None = None,
+        interval: tuple[float, float] | None = None,
+        by_source: Mapping[str, float] = MappingProxyType({}),
     ) -> dict[str, Any]:
         """Writes one evaluation record and returns it.
 
@@ -366,9 +384,10 @@ class Tracker:
             loss: of held-out rows, nats.
             accuracy: the share of correct answers.
             interval: its ends.
+            by_source: of a mix, "loss/NAME" and "accuracy/NAME" -> value.
         """
         ends = dict(zip(("accuracy_low", "accuracy_high"), interval or (), strict=False))
-        values = {"loss": loss, "perplexity": self._perplexity(loss), "accuracy": accuracy, **ends}
+        values = {"loss": loss, "perplexity": self._perplexity(loss), "accuracy": accuracy, **ends, **by_source}
         return self._write("eval", step, values)
 
     def _perplexity(self, loss: float) -> float | None:

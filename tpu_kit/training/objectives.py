@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import abc
 import inspect
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from tpu_kit.config.loader import ModelConfig, OptimConfig, TrainConfig
 from tpu_kit.config.named_values import imported
 from tpu_kit.config.registry import OBJECTIVES
 from tpu_kit.model import causal_lm as models
-from tpu_kit.training.losses.loss import IGNORE, Likelihood, chunked, rows_in_chunks, shift_labels
+from tpu_kit.training.losses.loss import IGNORE, Likelihood, SourcedLikelihood, chunked, rows_in_chunks, shift_labels
 
 
 class Sums(NamedTuple):
@@ -62,6 +63,12 @@ class Objective(abc.ABC):
     divisor: str | None = None
     columns: Mapping[str, tuple[int, torch.dtype]] = MappingProxyType({})
     trains_model = True
+
+    def means(self, sums: Mapping[str, float], weight: float) -> dict[str, float]:
+        """Returns what logs show of the `extra` sums of some updates, of this weight; nan where nothing was summed."""
+        others = {name: total for name, total in sums.items() if name != self.divisor}
+        divisor = sums[self.divisor] if self.divisor else weight
+        return {name: total / divisor if divisor else math.nan for name, total in others.items()}
 
     def check(self) -> None:  # noqa: B027  optional
         """Checks before the launch that the run's model and data suit the loss; raises ValueError if they do not."""
@@ -116,6 +123,40 @@ class SupervisedObjective(Objective):
         return Sums(loss, (labels != IGNORE).sum().float())
 
 
+class MixObjective(SupervisedObjective):
+    """The supervised loss of a mix, whose logs show the loss of each source, `loss/NAME`.
+
+    Batches that are trained have the source of each token, from 1 on; those that are evaluated are of one source each.
+    """
+
+    columns = MappingProxyType({"sources": (1, torch.int32)})
+
+    def __init__(self, optim: OptimConfig, names: Sequence[str]) -> None:
+        super().__init__(optim)
+        self._names = tuple(names)
+        self.extra = (*(f"loss/{name}" for name in names), *(f"tokens/{name}" for name in names))
+
+    def means(self, sums: Mapping[str, float], weight: float) -> dict[str, float]:
+        """See `Objective.means`; sources that the updates had no token of are left out."""
+        counts = {name: sums[f"tokens/{name}"] for name in self._names}
+        return {f"loss/{name}": sums[f"loss/{name}"] / count for name, count in counts.items() if count}
+
+    def of_states(
+        self, model: torch.nn.Module, hidden: torch.Tensor, batch: Mapping[str, torch.Tensor], head: models.OutputHead
+    ) -> Sums:
+        """See `SupervisedObjective.of_states`."""
+        if "sources" not in batch:
+            return super().of_states(model, hidden, batch, head)
+        labels, count = shift_labels(batch["labels"], batch["segment_ids"]), len(self._names)
+        (hidden, labels, sources), chunk = rows_in_chunks(self._optim.loss_chunk, [hidden, labels, batch["sources"]])
+        likelihood = SourcedLikelihood(head, self._optim.label_smoothing if model.training else 0.0, count)
+        inputs = [labels.flatten(), sources.flatten()]
+        loss, *losses = chunked(likelihood, hidden.flatten(0, 1), head, inputs, chunk, sums=1 + count)
+        carries = inputs[0] != IGNORE
+        counts = [(carries & (inputs[1] == number)).sum().float() for number in range(1, count + 1)]
+        return Sums(loss, carries.sum().float(), (*(one.detach() for one in losses), *counts))
+
+
 class FunctionObjective(Objective):
     """The user's function of a model and a batch, as in `Objective.__call__`."""
 
@@ -138,7 +179,8 @@ def objective_of(config: TrainConfig) -> Objective:
     if config.distill.teacher is not None:
         path = "tpu_kit.training.losses.distillation:DistillationObjective"
     elif name == "supervised":
-        return SupervisedObjective(config.optim)
+        names = config.data.source_names
+        return MixObjective(config.optim, names) if names else SupervisedObjective(config.optim)
     try:
         target = imported(path)
     except ValueError as error:

@@ -238,7 +238,8 @@ def versions(config: TrainConfig) -> dict[str, str]:
     """Returns what trains, for the checkpoint: versions of packages, and hashes of the code of own functions."""
     names = ("tpu_kit", "torch", "torch_xla", "transformers", "peft")
     found = {name: version for name in names if (version := installed_version(name))}
-    for name in filter(FUNCTION.fullmatch, (config.optim.objective, *config.rl.reward_funcs, config.data.format)):
+    formats = [one.format for one in config.data.by_source]
+    for name in filter(FUNCTION.fullmatch, (config.optim.objective, *config.rl.reward_funcs, *formats)):
         if code := code_of(name):
             found[name] = f"code {hashlib.blake2s(code, digest_size=4).hexdigest()}"
     return found

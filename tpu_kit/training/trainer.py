@@ -81,7 +81,7 @@ class Trainer:
         updates: Updates,
         total: int,
         record: Record,
-        count_correct: Callable[[], tuple[int, int]],
+        count_correct: Callable[[], tuple[int, ...]],
         checkpoints: CheckpointManager | None,
         predicted_bytes: int | None = None,
         parts: HostParts | None = None,
@@ -100,7 +100,8 @@ class Trainer:
             total: number of updates of the run.
             record: what checkpoints say of the run.
             count_correct: lets the model answer this replica's part of the held-out rows; returns the correct answers,
-                and the rows with an answer to compare with. Called with `tracking.eval_generate_rows`.
+                and the rows with an answer to compare with, of all and of each source of a mix. Called with
+                `tracking.eval_generate_rows`.
             checkpoints: of rank 0, which saves.
             predicted_bytes: of the memory of a device.
             parts: of each host, where the state is sharded over hosts.
@@ -268,9 +269,8 @@ class Trainer:
         self._logged = last.step
         self.skipped += skipped
         sums = dict(zip(self.objective.extra, report.extra, strict=True))
-        divisor = sums.pop(self.objective.divisor, weight) if self.objective.divisor else weight
         self.metrics["loss"] = report.loss / weight if weight else 0.0 if self._split else math.nan
-        extra: dict[str, Any] = {name: total / divisor if divisor else math.nan for name, total in sums.items()}
+        extra: dict[str, Any] = self.objective.means(sums, weight)
         reads = {f"{name}_per_step": (pending.now[name] - pending.before[name]) / steps
                  for name in ("host_syncs", "fallbacks") if name in pending.now}  # fmt: skip
         extra |= (measured := self.updates.metrics(pending.window))
@@ -310,15 +310,15 @@ class Trainer:
         """Warns about skipped updates; raises ValueError with optim.on_nan=stop, or after too many in a row."""
         optim, first = self.config.optim, int(report.first_skipped)
         update = next(update for update in window if update.step == first)
-        rows = self.updates.source_rows(update)
+        rows = [self.prepared.place(row) for row in self.updates.source_rows(update)]
         rise = ""
         if optim.max_loss_rise and report.usual:
             rise = f" or explodes (more than {optim.max_loss_rise:g} above the mean {report.usual:.4g})"
         text = (
             f"{report.skipped:.0f} of {len(window)} updates had a loss or gradient that is not finite{rise}, the first "
-            f"at step {first} with the rows {', '.join(map(str, rows[:_SHOWN_ROWS]))}"
+            f"at step {first} with the rows {', '.join(rows[:_SHOWN_ROWS])}"
             f"{f' and {len(rows) - _SHOWN_ROWS} more' if len(rows) > _SHOWN_ROWS else ''} of "
-            f"{self.config.data.source}, counted from 0"
+            f"{', '.join(str(one.source) for one in self.config.data.by_source)}, counted from 0"
         )
         if optim.on_nan == "stop":
             raise ValueError(f"{text}. Look at these rows, lower optim.learning_rate, or set optim.on_nan=skip")
@@ -352,41 +352,48 @@ class Trainer:
         """Measures the held-out loss before the first update, by the program of all evaluations."""
         with self._tracker.untimed() if self._tracker else contextlib.nullcontext():
             self.model.eval()
-            loss, objective = self._held_out_loss(), self.config.optim.objective
+            (loss, by_source), objective = self._held_out_loss(), self.config.optim.objective
         if self._tracker is not None:
             vocabulary = models.text_config(self.model).vocab_size if objective == "supervised" else None
-            self._tracker.log_start(loss, vocabulary)
+            self._tracker.log_start(loss, vocabulary, by_source)
 
     def _evaluate(self, step: int) -> None:
         self.model.eval()
         with self.state.averaged():
-            loss = math.nan if self.updates.generator else self._held_out_loss()
-            accuracy = self._held_out_accuracy() if self.config.tracking.eval_generate_rows else None
+            loss, by_source = (math.nan, {}) if self.updates.generator else self._held_out_loss()
+            accuracy, others = self._held_out_accuracy() if self.config.tracking.eval_generate_rows else (None, {})
         self.model.train()
         share = accuracy.share if accuracy else None
         if self._tracker is not None:
             interval = (accuracy.low, accuracy.high) if accuracy else None
-            self._tracker.log_eval(step, loss=loss, accuracy=share, interval=interval)
-        self.evaluations.add(step, loss, share)
+            self._tracker.log_eval(step, loss=loss, accuracy=share, interval=interval, by_source=by_source | others)
+        self.evaluations.add(step, loss, share, by_source | others)
 
-    def _held_out_loss(self) -> float:
+    def _held_out_loss(self) -> tuple[float, dict[str, float]]:
+        """Returns the loss of the held-out rows, and that of each source of a mix, by "loss/NAME"."""
         assert self.prepared.eval is not None
-        rt, sums = self.rt, self._on_device((0.0, 0.0))
-        for batch in eval_batches(self.prepared.eval, rt.data_shards, rt.data_size, self.plan.batch_size):
-            eval_step(self.model, rt.to_device([batch])[0], sums, self.objective, rt)
-            rt.sync()
-        total, count = self.rt.to_host([sums])[0].tolist()
-        return total / count if count else math.nan
+        rt, parts, each = self.rt, self.prepared.eval_parts(), list[torch.Tensor]()
+        for rows in parts.values():
+            each.append(sums := self._on_device((0.0, 0.0)))
+            for batch in eval_batches(self.prepared.eval, rt.data_shards, rt.data_size, self.plan.batch_size, rows):
+                eval_step(self.model, rt.to_device([batch])[0], sums, self.objective, rt)
+                rt.sync()
+        totals = [one.tolist() for one in rt.to_host(each)]
+        every = [sum(column) for column in zip(*totals, strict=True)]
+        *losses, mean = (total / count if count else math.nan for total, count in (*totals, every))
+        return mean, {f"loss/{name}": loss for name, loss in zip(parts, losses, strict=True) if name}
 
-    def _held_out_accuracy(self) -> Accuracy:
-        """Returns the correct answers to held-out rows with an answer to compare with."""
+    def _held_out_accuracy(self) -> tuple[Accuracy, dict[str, float]]:
+        """Returns the correct answers to held-out rows with an answer to compare with, and shares by source."""
         sums = self._on_device(self._count_correct())
         self.rt.all_reduce([sums])
         self.rt.sync()
-        correct, count = self.rt.to_host([sums])[0].tolist()
-        return Accuracy.of(int(correct), int(count))
+        counts = self.rt.to_host([sums])[0].tolist()
+        every, *others = (Accuracy.of(int(a), int(b)) for a, b in zip(counts[::2], counts[1::2], strict=True))
+        names = self.prepared.eval_mix.names if self.prepared.eval_mix else ()
+        return every, {f"accuracy/{name}": one.share for name, one in zip(names, others, strict=True) if one.total}
 
-    def _on_device(self, sums: tuple[float, float]) -> torch.Tensor:
+    def _on_device(self, sums: tuple[float, ...]) -> torch.Tensor:
         return self.rt.to_device([{"sums": torch.tensor(sums, dtype=torch.float32)}])[0]["sums"]
 
     def warning(self, final: Mapping[str, float]) -> str:

@@ -54,7 +54,7 @@ class Updates:
 
     def _made(self, step: int) -> Iterator[tuple[Update, int, list[Tensors]]]:
         for update in islice(self.all(), step, None):
-            taken = rows_of(update, self.rows, self._config.data)
+            taken = rows_of(update, self.rows, self._config.data, self._data.grouping)
             mine = shard_rows(taken, update, self._plan, self._rt.data_shards)
             try:
                 batches = [self._data.tensors(part) for part in mine]
@@ -66,7 +66,7 @@ class Updates:
 
     def source_rows(self, update: Update) -> list[int]:
         """Returns the data set rows of an update, sorted."""
-        packed = rows_of(update, self.rows, self._config.data)
+        packed = rows_of(update, self.rows, self._config.data, self._data.grouping)
         return sorted({row for number in packed for row in self._data.source_rows(number)})
 
     def metrics(self, window: Sequence[Update]) -> dict[str, float]:

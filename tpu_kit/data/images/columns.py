@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from datasets import Dataset
 
 from tpu_kit.config.loader import DataConfig
 from tpu_kit.data.batching import IGNORED, BatchError, Documents, PackedDataset
@@ -59,6 +60,16 @@ class ImageCounts(NamedTuple):
         ]
 
 
+class _Source(NamedTuple):
+    """The rows of one source, with what reads their pictures."""
+
+    name: str
+    rows: Dataset
+    layout: Layout
+    config: DataConfig
+    encoding: ImageEncoding
+
+
 class ImageColumns:
     """Makes the tensors of images of packed rows; picklable.
 
@@ -68,18 +79,17 @@ class ImageColumns:
         room: image slots of a row.
 
     Attributes:
-        rows: the rows of the source.
         room: image slots of a row.
     """
 
     def __init__(self, tokens: Any, images: DocumentImages, room: int) -> None:
-        encoder = tokens.encoder
-        names = encoder.layout.needed(tokens.rows.column_names)
-        self.rows, self.room, self.images = tokens.rows.select_columns(names), room, images
-        self._source: str = tokens.source
-        self._layout: Layout = encoder.layout
-        self._config: DataConfig = encoder.config
-        self._encoding: ImageEncoding = encoder.images
+        self.room, self.images = room, images
+        self._parts: list[tuple[int, _Source]] = []  # of each source, with the number of its first row
+        for part, first in tokens.sources():
+            rows = part.rows.select_columns(part.encoder.layout.needed(part.rows.column_names))
+            encoder = part.encoder
+            self._parts.append((first, _Source(part.source, rows, encoder.layout, encoder.config, encoder.images)))
+        self._processor = tokens.encoder.images.processor
         self._start()
 
     def _start(self) -> None:
@@ -96,24 +106,30 @@ class ImageColumns:
 
     def pictures(self, row: int, count: int | None = None) -> list[Any]:
         """Returns the pictures, of PIL, of a row of the source; raises RowError if one cannot be decoded."""
-        return [self._encoding.files.decoded(source) for source in self._sources(row, count)]
+        images, source = self._images(row, count)
+        return [source.encoding.files.decoded(image) for image in images]
 
-    def _sources(self, row: int, count: int | None) -> tuple[Any, ...]:
-        return conversation(self.rows[int(row)], self._layout, self._config).images[:count]
+    def _images(self, row: int, count: int | None) -> tuple[tuple[Any, ...], _Source]:
+        """Returns what a row gives for its first images, and its source."""
+        first, source = self._part(row)
+        return conversation(source.rows[int(row) - first], source.layout, source.config).images[:count], source
+
+    def _part(self, row: int) -> tuple[int, _Source]:
+        return next(part for part in reversed(self._parts) if part[0] <= row)
 
     def with_pictures(self, ids: list[int], documents: Documents, number: int) -> list[int]:
         """Returns the ids of a document, which carry its pictures."""
         slots = self.images.of(number).tolist()
         if not slots:
             return ids
-        sources = self._sources(documents.source_rows[number], int(self.images.pictures[number]))
-        return PicturedIds(ids, sources, slots, self._encoding.files, self._encoding.processor)
+        images, source = self._images(documents.source_rows[number], int(self.images.pictures[number]))
+        return PicturedIds(ids, images, slots, source.encoding.files, self._processor)
 
     def fingerprint(self) -> bytes:
         """Returns a hash of all pictures and of what makes their pixels."""
         images = self.images
         arrays = (images.pictures, images.slots, images.tokens, images.digests)
-        return self._encoding.processor.identity.encode() + b"".join(one.tobytes() for one in arrays)
+        return self._processor.identity.encode() + b"".join(one.tobytes() for one in arrays)
 
     def add(self, dataset: PackedDataset, rows: np.ndarray, tensors: dict[str, torch.Tensor]) -> None:
         """Adds the tensors of images of some rows.
@@ -128,7 +144,7 @@ class ImageColumns:
         Raises:
             BatchError: more pictures are damaged than `MOST_BROKEN` and `BROKEN_SHARE` allow.
         """
-        processor = self._encoding.processor
+        processor = self._processor
         for name, (shape, dtype) in vision.columns_of(processor.sizes, self.room, dataset.length).items():
             tensors[name] = torch.zeros(len(rows), *shape, dtype=dtype)
         index, jobs = tensors["image_index"].fill_(-1), []
@@ -162,8 +178,8 @@ class ImageColumns:
 
     def _pixels(self, documents: Documents, number: int) -> tuple[np.ndarray, np.ndarray | None] | RowError:
         try:
-            sources = self._sources(documents.source_rows[number], int(self.images.pictures[number]))
-            return pixels_of(sources, self.images.of(number).tolist(), self._encoding.files, self._encoding.processor)
+            images, source = self._images(documents.source_rows[number], int(self.images.pictures[number]))
+            return pixels_of(images, self.images.of(number).tolist(), source.encoding.files, self._processor)
         except RowError as error:
             return error
 
@@ -173,20 +189,22 @@ class ImageColumns:
                 return
             self._broken.add(row)
             broken, most = len(self._broken), MOST_BROKEN + BROKEN_SHARE * (self.images.pictures > 0).sum()
-        text = f"row {row} of {self._source}, counted from 0: {error}"
+        first, source = self._part(row)
+        text = f"row {row - first} of {source.name}, counted from 0: {error}"
         if broken > most:
             raise BatchError(f"{broken} rows have pictures that cannot be decoded, the last is {text}; correct them")
         print(f"warning: {text}; its document carries no loss", file=sys.stderr, flush=True)
 
 
 def packed_with_images(
-    documents: Documents, tokens: Any, pad_id: int, at_least: int, room: int | None
+    documents: Documents, tokens: Any, epoch: Any, pad_id: int, at_least: int, room: int | None
 ) -> tuple[PackedDataset, ImageCounts]:
     """Packs documents with images into rows that hold at most K.
 
     Args:
         documents: those used.
         tokens: the `Tokenized` that they are of.
+        epoch: the `mixing.Epoch` of their numbers.
         pad_id: as in `PackedDataset`.
         at_least: the most image slots of a document that is packed, now or later.
         room: K, where it is known.
@@ -199,7 +217,7 @@ def packed_with_images(
     if given is not None and images.slots.max() > given:
         worst = int(images.slots.argmax())
         raise ValueError(
-            f"data.images_per_row={given}: row {documents.source_rows[worst]} of {tokens.source} has "
+            f"data.images_per_row={given}: {tokens.place(documents.source_rows[worst])} has "
             f"{images.slots[worst]} images or tiles; raise it, or set it to null"
         )
     length = config.max_length
@@ -207,9 +225,15 @@ def packed_with_images(
     if room is None:
         room = fewest_images(documents.lengths, images.slots, length, max(1, at_least)) if config.packing else at_least
     room = max(1, room)
-    order = best_fill_of_images(documents.lengths, images.slots, length, room) if config.packing else None
+
+    def fill(members: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        if not config.packing:
+            return np.arange(len(members)), np.ones(len(members), dtype=np.int64)
+        return best_fill_of_images(documents.lengths[members], images.slots[members], length, room)
+
+    order, grouping = epoch.packed(fill)
     further = ImageColumns(tokens, images, room)
-    dataset = PackedDataset(documents, length, packing=config.packing, pad_id=pad_id, order=order, further=further)
+    dataset = PackedDataset(documents, length, pad_id=pad_id, order=order, grouping=grouping, further=further)
     counts = ImageCounts(
         int(images.pictures.sum()), int((images.pictures > 0).sum()), int(images.tokens.sum()), int(images.slots.sum()),
         room, len(dataset), 0,

@@ -116,6 +116,11 @@ class DocumentImages:
         tokens = self.tokens[np.repeat(keep, self.slots)]
         return DocumentImages(self.pictures[keep], self.slots[keep], tokens, self.digests[keep])
 
+    def joined(self, several: Sequence[DocumentImages]) -> DocumentImages:
+        """Returns the images of all documents of several, of which this is the first."""
+        names = ("pictures", "slots", "tokens", "digests")
+        return DocumentImages(*(np.concatenate([getattr(one, name) for one in several]) for name in names))
+
     def of(self, document: int) -> np.ndarray:
         """Returns the soft tokens of the slots of a document."""
         return self.tokens[self._ends[document] - self.slots[document] : self._ends[document]]

@@ -151,18 +151,19 @@ def _place_problems(config: TrainConfig, in_own_image: bool) -> list[str]:
     """The parameters that name something of this machine, which the hosts do not have."""
     problems = []
     copy = f"copy it (gcloud storage cp -r ... {config.remote or 'gs://BUCKET/run'}/) and give its gs:// address"
-    for name, advice in (
-        ("data.source", copy), ("data.eval_source", copy), ("lora.adapter", copy),
-        ("model.name", "give its name on the Hugging Face hub"),
-        ("distill.teacher", "give its name on the Hugging Face hub"), ("distill.files", "set distill.files=null"),
-    ):  # fmt: skip
-        place = config[name]
+    for name, place, advice in (
+        *(("data.source", str(one.source), copy) for one in config.data.by_source),
+        *((name, config[name], copy) for name in ("data.eval_source", "lora.adapter")),
+        *((name, config[name], "give its name on the Hugging Face hub") for name in ("model.name", "distill.teacher")),
+        ("distill.files", config.distill.files, "set distill.files=null"),
+    ):
         if place is None or place in _GENERATED or "://" in place:
             continue
         if is_path(name, place) or Path(place).exists():
             problems.append(f"{name}: {place!r} is on this machine, and the hosts cannot read it; {advice}")
-    for name in ("optim.objective", "tracking.verifier", "data.format"):
-        if re.fullmatch(r"[\w.]+:\w+", config[name]) and not config[name].startswith("regex:") and not in_own_image:
+    named = [(name, config[name]) for name in ("optim.objective", "tracking.verifier")]
+    for name, value in [*named, *(("data.format", one.format) for one in config.data.by_source)]:
+        if re.fullmatch(r"[\w.]+:\w+", value) and not value.startswith("regex:") and not in_own_image:
             advice = "use --with jobset or xpk, and --image with an image that has it"
-            problems.append(f"{name}: the hosts do not have the module of {config[name]}; {advice}")
+            problems.append(f"{name}: the hosts do not have the module of {value}; {advice}")
     return problems

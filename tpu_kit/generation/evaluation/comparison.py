@@ -25,6 +25,7 @@ class Sample:
         answer: the reply of the model, with the opening tag of its reasoning if the prompt ends in the tag.
         correct: the verdict of the verifier; None if it did not judge the row.
         error: the error of the verifier; empty without one.
+        source: the name of the row's source in a mix; empty without a mix.
     """
 
     question: str
@@ -32,6 +33,7 @@ class Sample:
     answer: str
     correct: bool | None
     error: str = ""
+    source: str = ""
 
     @property
     def verdict(self) -> str:
@@ -77,6 +79,15 @@ class Evaluation:
         return sum(bool(sample.error) for sample in self.samples)
 
     @property
+    def by_source(self) -> dict[str, Accuracy]:
+        """The accuracy of the rows of each source of a mix; empty without a mix."""
+        found: dict[str, list[bool]] = {sample.source: [] for sample in self.samples if sample.source}
+        for sample in self.samples:
+            if sample.source and sample.correct is not None:
+                found[sample.source].append(sample.correct)
+        return {name: Accuracy.of(sum(correct), len(correct)) for name, correct in found.items()}
+
+    @property
     def reasons(self) -> bool:
         """Whether the form of reasoning says something: rows or answers have some."""
         return self.rows_reason or self.format_adherence > 0
@@ -88,6 +99,7 @@ class Evaluation:
         """Returns name and value of each measure, for a table."""
         return {
             "correct (95 % interval)": str(self.accuracy),
+            **{f"correct, {name}": str(accuracy) for name, accuracy in self.by_source.items()},
             **({"well-formed reasoning": f"{self.format_adherence:.1%}"} if self.reasons else {}),
             "tokens per answer": f"{self.mean_tokens:.1f}",
             f"cut off at {self.max_new_tokens}": f"{self.unfinished:.1%}",
@@ -100,6 +112,8 @@ class Evaluation:
         plain = asdict(self)
         del plain["samples"]
         plain["accuracy"]["share"] = self.accuracy.share if self.accuracy.total else None
+        by_source = {name: {"correct": one.correct, "total": one.total} for name, one in self.by_source.items()}
+        plain |= {"by_source": by_source} if by_source else {}
         return {**plain, "failed": self.failed, "reasons": self.reasons}
 
 

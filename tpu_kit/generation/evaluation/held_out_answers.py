@@ -77,7 +77,7 @@ def check_answers(config: TrainConfig, prepared: Prepared, model: PreTrainedConf
 
 def count_correct(
     model: Any, config: TrainConfig, prepared: Prepared, rt: Runtime, generator: Generator | None = None
-) -> tuple[int, int]:
+) -> tuple[int, ...]:
     """Lets a model in training answer `tracking.eval_generate_rows` rows; every replica takes a part of them.
 
     It warns of answers whose verifier failed, which count as not judged.
@@ -85,7 +85,8 @@ def count_correct(
     If `generator` is given, it answers with its compiled programs and its own token limit.
 
     Returns:
-        The correct answers in this replica's part, and the rows with an answer to compare with.
+        The correct answers in this replica's part, and the rows with an answer to compare with; then the same of each
+        source of a mix.
     """
     assert prepared.encoder is not None, "there are held-out rows"
     ids = prompt_ids(prepared, config.tracking.eval_generate_rows)
@@ -97,17 +98,25 @@ def count_correct(
         model, prepared.encoder.tokenizer, rt, max_prompt=max(map(len, ids)), max_new_tokens=limit,
         batch_size=min(ANSWERED_AT_ONCE, -(-len(ids) // rt.world_size)), data=data,
     )  # fmt: skip
-    answers = []
+    answers, sources = [], list[str]()
     for (row, _), reply in generator.share(ids, sampling).items():
         begun = prepared.eval_asked[row] if prepared.eval_asked else None
         text = opened(prepared.eval_prompts[row], data, begun) + reply.text
         answers.append((prepared.eval_rows[row], text))
+        sources.append(prepared.eval_source(row))
     verdicts = judge_all(answers, data, rule)
     if errors := [verdict.error for verdict in verdicts if verdict.error]:
         text = f"{len(errors)} of {len(verdicts)} answers of replica {rt.rank} were not judged"
         print(f"warning: {text}, the verifier raised {errors[0]}", file=sys.stderr, flush=True)
-    judged = [verdict.correct for verdict in verdicts if verdict.correct is not None]
-    return sum(judged), len(judged)
+    judged = [
+        (verdict.correct, source)
+        for verdict, source in zip(verdicts, sources, strict=True)
+        if verdict.correct is not None
+    ]
+    every = [[correct for correct, _ in judged]]
+    for name in prepared.eval_mix.names if prepared.eval_mix else ():
+        every.append([correct for correct, source in judged if source == name])
+    return tuple(count for each in every for count in (sum(each), len(each)))
 
 
 def prompt_ids(prepared: Prepared, count: int | None) -> list[list[int]]:
@@ -140,12 +149,12 @@ def judged_answers(
         for prompt, begun, reply in zip(prompts, asked, replies, strict=True)
     ]
     verdicts = judge_all([*zip(rows, texts, strict=True)], config.data, rule)
-    for row, prompt, messages, text, verdict in zip(rows, prompts, asked, texts, verdicts, strict=True):
+    each = zip(rows, prompts, asked, texts, verdicts, strict=True)
+    for number, (row, prompt, messages, text, verdict) in enumerate(each):
         expected = row.get("answer")
         question = str(row.get("question") or (as_text(messages) if messages else prompt))
-        samples.append(
-            Sample(question, None if expected is None else str(expected), text, verdict.correct, verdict.error)
-        )
+        said = None if expected is None else str(expected)
+        samples.append(Sample(question, said, text, verdict.correct, verdict.error, prepared.eval_source(number)))
     judged = [sample.correct for sample in samples if sample.correct is not None]
     return Evaluation(
         accuracy=Accuracy.of(sum(judged), len(judged)),

@@ -84,6 +84,31 @@ class Likelihood:
         return [loss], slope.to(dtype)
 
 
+@dataclass(frozen=True)
+class SourcedLikelihood(Likelihood):
+    """As `Likelihood`, with a sum of the losses of the tokens of each source after the loss.
+
+    The second input is the source of each token, from 1 on; label smoothing is not in these sums.
+
+    Attributes:
+        sources: number of sources.
+    """
+
+    sources: int = 1
+
+    def __call__(
+        self, logits: torch.Tensor, inputs: Tensors, constants: Tensors, grad: bool
+    ) -> tuple[Tensors, torch.Tensor | None]:
+        """See `ChunkLoss`."""
+        labels, sources = inputs
+        (loss,), slope = super().__call__(logits, [labels], constants, grad)
+        scaled = self.head.scaled(logits)
+        is_label = torch.arange(scaled.shape[-1], device=labels.device) == labels[:, None]
+        losses = torch.logsumexp(scaled, -1) - torch.where(is_label, scaled, 0.0).sum(-1)
+        of_source = ((labels != IGNORE) & (sources == number) for number in range(1, self.sources + 1))
+        return [loss, *(torch.where(mine, losses, 0.0).sum() for mine in of_source)], slope
+
+
 def _in_one_pass(
     logits: torch.Tensor, labels: torch.Tensor, dtype: torch.dtype, grad: bool
 ) -> tuple[Tensors, torch.Tensor | None]:

@@ -1,0 +1,439 @@
+"""Joins the tokenised sources of a mix, and arranges what an epoch trains: how much of each, and in which order.
+
+Questions are held out over all sources together, before weights and shares choose rows: another mix of the same sources
+is evaluated on the same questions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from tpu_kit.config import text_tables
+from tpu_kit.config.sections.data import DataConfig
+from tpu_kit.data.batching import Documents, Grouping, PackedDataset, best_fill, permutation
+from tpu_kit.data.rows.columns import Layout
+from tpu_kit.data.rows.field_values import plain_value
+from tpu_kit.data.rows.records import LOCATION, PROBLEM
+from tpu_kit.data.tokenizing import Opened, RawRows, Tokenized, opened_source, tokenized
+
+_STAGE_ROWS = 16  # packed rows of a stage of a curriculum, within which documents are packed and shuffled
+
+MOST_TIMES = 4
+"""How often rows may be repeated in an epoch without a warning (Muennighoff et al., arXiv:2305.16264)."""
+
+_NONE = Documents(*(np.zeros(0, dtype=kind) for kind in (np.int32, bool, np.int64, np.int64)))
+
+Packed = tuple[np.ndarray, np.ndarray]
+"""The document numbers row after row, and how many documents each row has."""
+
+
+class Mix(NamedTuple):
+    """The sources of a mix, by which rows of all of them are numbered.
+
+    Attributes:
+        names: of the sources.
+        starts: int64 (sources,), the number of the first row of each.
+    """
+
+    names: tuple[str, ...]
+    starts: np.ndarray
+
+    def of(self, rows: Any) -> np.ndarray:
+        """Returns the source of each row, its index in `names`."""
+        return np.searchsorted(self.starts, rows, side="right") - 1
+
+    def place(self, row: int) -> str:
+        """Names a row by its source and its number there, from 0."""
+        source = int(self.of(row))
+        return f"{row - self.starts[source]} of {self.names[source]}"
+
+
+@dataclass(frozen=True)
+class Mixed(Tokenized):
+    """The documents of several sources, one source after another, with the numbers of `mix` for their rows.
+
+    Attributes:
+        parts: the sources, whose documents are those of the mix alone.
+        mix: their names.
+    """
+
+    parts: tuple[Tokenized, ...]
+    mix: Mix
+
+    @classmethod
+    def of(cls, parts: Sequence[Tokenized], names: tuple[str, ...]) -> Mixed:
+        """Joins sources; the encoder is that of the first one whose turns the chat template makes, if there is one."""
+        starts = np.cumsum([0, *(len(part.rows) for part in parts)])[:-1]
+        firsts = np.cumsum([0, *(len(part.documents) for part in parts)])[:-1]
+        joined = {
+            name: np.concatenate([getattr(part, name) for part in parts])
+            for name in ("full_lengths", "whole_lengths", "questions", "users", "special", "earlier", "reasoning")
+        }
+        earlier = np.concatenate([part.earlier_documents + first for part, first in zip(parts, firsts, strict=True)])
+        shown = [f"{name}, {text}" for part, name in zip(parts, names, strict=True) for text in part.skipped_rows]
+        chat = next((part for part in parts if part.encoder.layout.turns_by == "template"), parts[0])
+        return cls(
+            source=", ".join(names), rows=chat.rows, encoder=chat.encoder,
+            documents=_joined([part.documents for part in parts], starts), earlier_documents=earlier, **joined,
+            skipped=sum(part.skipped for part in parts), skipped_rows=tuple(shown),
+            parts=tuple(replace(part, documents=_NONE) for part in parts), mix=Mix(names, starts),
+        )  # fmt: skip
+
+    @property
+    def rows_read(self) -> int:
+        """See `Tokenized.rows_read`."""
+        return sum(part.rows_read for part in self.parts)
+
+    def place(self, row: int) -> str:
+        """See `Tokenized.place`."""
+        return f"row {self.mix.place(row)}"
+
+    def raw_rows(self, numbers: np.ndarray) -> RawRows:
+        """See `Tokenized.raw_rows`."""
+        sources, made = self.mix.of(numbers), dict[int, Any]()
+        for source, (part, start) in enumerate(zip(self.parts, self.mix.starts, strict=True)):
+            places = np.flatnonzero(sources == source)
+            if len(places):
+                values = zip(*part.raw_rows(numbers[places] - start), strict=True)
+                made |= dict(zip(places.tolist(), values, strict=True))
+        return RawRows(*map(list, zip(*(made[place] for place in range(len(numbers))), strict=True)))
+
+    def sources(self) -> Iterator[tuple[Tokenized, int]]:
+        """See `Tokenized.sources`."""
+        return zip(self.parts, self.mix.starts.tolist(), strict=True)
+
+
+def _joined(documents: Sequence[Documents], starts: np.ndarray) -> Documents:
+    names = ("input_ids", "loss_mask", "lengths")
+    arrays = [np.concatenate([getattr(one, name) for one in documents]) for name in names]
+    rows = np.concatenate([one.source_rows + start for one, start in zip(documents, starts, strict=True)])
+    images = documents[0].images
+    joined = None if images is None else images.joined([one.images for one in documents])
+    return Documents(arrays[0], arrays[1], arrays[2], rows, joined)
+
+
+def tokenize_sources(
+    data: DataConfig,
+    tokenizer: Any,
+    split: str | None = None,
+    like: Sequence[Layout | None] | None = None,
+    processor: Any = None,
+) -> Tokenized:
+    """Tokenises the source of a data section, or each source of a mix by itself.
+
+    Args:
+        data: the section.
+        tokenizer: the tokenizer.
+        split: of all sources, in place of their own.
+        like: the layouts of the training rows of each source.
+        processor: as in `opened_source`.
+
+    Raises:
+        ValueError: with the problems of all sources.
+    """
+    parts, problems = list[tuple[str, Opened]](), list[str]()
+    names = data.source_names or (str(data.source),)
+    for name, one, layout in zip(names, data.by_source, like or [None] * len(names), strict=True):
+        try:
+            parts.append((name, opened_source(one, tokenizer, split, layout, processor)))
+        except ValueError as error:
+            problems.append(_named(name, error, data))
+    keys, made = dict[str, str](), dict[str, Tokenized]()
+    # All are opened before the first is tokenised: rows with reasoning switch it on in the template for all sources.
+    for name, part in parts:
+        if other := keys.get(part.key):
+            if split is None:  # else they are parts of one set, which is measured once
+                problems.append(f"{name} and {other} have the same rows: keep one, with repeat: 2 to train it twice")
+            continue
+        keys[part.key] = name
+        try:
+            made[name] = tokenized(part)
+        except ValueError as error:
+            problems.append(_named(name, error, data))
+    raise_all(problems)
+    return Mixed.of([*made.values()], tuple(made)) if data.mix else made[names[0]]
+
+
+def _named(name: str, error: ValueError, data: DataConfig) -> str:
+    return f"{name}: {error}" if data.mix else str(error)
+
+
+def raise_all(problems: Sequence[str]) -> None:
+    """Raises one ValueError with all problems, if there are any."""
+    if len(problems) == 1:
+        raise ValueError(problems[0])
+    if problems:
+        raise ValueError("\n  - ".join([f"{len(problems)} problems of the sources:", *problems]))
+
+
+# ------------------------------------------------------------------------------------------------------------ an epoch
+
+
+class Epoch(NamedTuple):
+    """What an epoch trains.
+
+    Attributes:
+        documents: int64, the numbers of the documents, some of them several times.
+        groups: int64, the group of each of them, or None; a packed row has documents of one group.
+        order: how the rows of groups are arranged; None: as all rows.
+        of_stage: how many groups are shuffled together.
+    """
+
+    documents: np.ndarray
+    groups: np.ndarray | None = None
+    order: str | None = None
+    of_stage: int = 1
+
+    def packed(self, fill: Callable[[np.ndarray], Packed]) -> tuple[Packed, Grouping | None]:
+        """Packs the documents; `fill` packs some, by their numbers, and returns their places among these."""
+        if self.groups is None:
+            order, counts = fill(self.documents)
+            return (self.documents[order], counts), None
+        by_group = np.argsort(self.groups, kind="stable")
+        groups, firsts = np.unique(self.groups[by_group], return_index=True)
+        packed = list[Packed]()
+        for members in np.split(self.documents[by_group], firsts[1:]):
+            order, counts = fill(members)
+            packed.append((members[order], counts))
+        orders, of_rows = (np.concatenate(each) for each in zip(*packed, strict=True))
+        rows = np.repeat(groups // self.of_stage, [len(counts) for _, counts in packed])
+        return (orders, of_rows), Grouping(rows, self.order == "round_robin") if self.order else None
+
+
+def apart(tokens: Tokenized, used: np.ndarray) -> Epoch:
+    """Returns all used documents once, those of a mix packed by source."""
+    documents = np.flatnonzero(used)
+    if not isinstance(tokens, Mixed):
+        return Epoch(documents)
+    return Epoch(documents, tokens.mix.of(tokens.documents.source_rows[documents]))
+
+
+def epoch_of(tokens: Tokenized, used: np.ndarray, data: DataConfig) -> Epoch:
+    """Chooses the documents of an epoch by the weights and shares of their sources, and arranges them.
+
+    Args:
+        tokens: the documents.
+        used: bool (documents,), those that may be trained.
+        data: the data section.
+
+    Raises:
+        ValueError: with all weights that leave none, shares that cannot be met, and columns of a curriculum that lack.
+    """
+    documents = np.flatnonzero(used)
+    if isinstance(tokens, Mixed):
+        documents = np.concatenate(_chosen(tokens, documents, data))
+    groups: np.ndarray | None = None
+    order: str | None = None
+    of_stage = 1
+    if isinstance(tokens, Mixed) and (data.pack_apart or data.order != "mix"):
+        groups = tokens.mix.of(tokens.documents.source_rows[documents])
+        order = None if data.order == "mix" else data.order
+    if data.curriculum is not None:
+        values = _column(tokens, data.curriculum, tokens.documents.source_rows[documents])
+        by_value = np.argsort(values, kind="stable")
+        documents, values = documents[by_value], values[by_value]
+        stages = _stages(values, tokens.documents.lengths[documents], _STAGE_ROWS * data.max_length * data.packing)
+        sources = np.zeros_like(stages) if groups is None else groups[by_value]
+        order, of_stage = "curriculum", int(1 + sources.max())
+        groups = stages * of_stage + sources
+    return Epoch(documents, groups, order, of_stage)
+
+
+def _chosen(tokens: Mixed, documents: np.ndarray, data: DataConfig) -> list[np.ndarray]:
+    """Returns the documents of each source, as often as an epoch has them."""
+    rows, lengths = tokens.documents.source_rows, tokens.documents.lengths
+    sources = tokens.mix.of(rows[documents])
+    of_source = [documents[sources == source] for source in range(len(data.mix))]
+    found = [np.zeros(0, dtype=np.int64)] * len(data.mix)
+    problems = list[str]()
+    for number, (one, mine, name) in enumerate(zip(data.mix, of_source, tokens.mix.names, strict=True)):
+        different = len(np.unique(rows[mine]))
+        if not different:
+            problems.append(
+                f"{name}: none of its {tokens.parts[number].rows_read:,} rows is left: they are held out or too "
+                "long; raise data.max_length, lower data.eval_rows, or remove it"
+            )
+        elif one.tokens is None:
+            whole, part = divmod(one.copies, 1)
+            found[number] = _copies(mine, rows, int(whole), round(part * different), data.seed)
+            if not len(found[number]):
+                few = f"leaves none of its {different:,} rows; set {1 / different:.1g} or more, or remove it"
+                problems.append(f"{name}: weight={one.weight:g} {few}")
+    raise_all(problems)
+    shares = [(number, one.tokens) for number, one in enumerate(data.mix) if one.tokens is not None]
+    if not shares:
+        return found
+    have = [int(lengths[mine].sum()) for mine in of_source]
+    others = sum(int(lengths[mine].sum()) for mine in found)
+    # Without others all of one source is trained, once, and as much of the rest as their shares say.
+    left = 1 - sum(share for _, share in shares)
+    total = others / left if others else min(have[number] / share for number, share in shares)
+    for number, share in shares:
+        mine, target = of_source[number], round(share * total)
+        whole, rest = divmod(target, have[number])
+        order = _drawn(rows[mine], data.seed)
+        ends = np.cumsum([0, *_tokens_of(order, rows[mine], lengths[mine])])
+        found[number] = _copies(mine, rows, whole, int(np.abs(ends - rest).argmin()), data.seed)
+        if not len(found[number]):
+            least = int(np.diff(ends).min())
+            problems.append(
+                f"{tokens.mix.names[number]}: tokens={share:g} of {round(total):,} tokens are {target:,}, and its "
+                f"shortest row has {least:,}, so no row meets that; raise it to {least / total:.1g} or more"
+            )
+    raise_all(problems)
+    return found
+
+
+def _copies(documents: np.ndarray, rows: np.ndarray, whole: int, more: int, seed: int) -> np.ndarray:
+    """Returns documents `whole` times, and once more those of the first `more` rows in random order."""
+    again = documents[np.isin(rows[documents], _drawn(rows[documents], seed)[:more])]
+    return np.concatenate([np.tile(documents, whole), again])
+
+
+def _drawn(rows: np.ndarray, seed: int) -> np.ndarray:
+    """Returns the different rows in random order, the same with all versions of NumPy."""
+    different = np.unique(rows)
+    return different[permutation(len(different), seed, 0)]
+
+
+def _tokens_of(order: np.ndarray, rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Returns the tokens of all documents of each row in `order`."""
+    different, places = np.unique(rows, return_inverse=True)
+    return np.bincount(places, weights=lengths).astype(np.int64)[np.searchsorted(different, order)]
+
+
+def _column(tokens: Tokenized, name: str, rows: np.ndarray) -> np.ndarray:
+    """Returns the number of each row in a column; raises ValueError with the sources that lack one."""
+    different, places = np.unique(rows, return_inverse=True)
+    values, problems = list[float](), list[str]()
+    for part, start in tokens.sources():
+        mine = different[(different >= start) & (different < start + part.rows_read)] - start
+        if name not in part.rows.column_names:
+            listed = ", ".join(column for column in part.rows.column_names if column not in (LOCATION, PROBLEM))
+            problems.append(f"{part.source}: data.curriculum={name}: no such column; the data has {listed}")
+            continue
+        feature = part.rows.features[name]
+        for row, value in zip(mine.tolist(), part.rows.select(mine)[name], strict=True):
+            try:
+                values.append(float(plain_value(value, feature)))
+            except (TypeError, ValueError):
+                problems.append(f"{part.source}: data.curriculum={name}: row {row} holds {value!r}, which is no number")
+                break
+    raise_all(problems)
+    return np.array(values)[places]
+
+
+def _stages(values: np.ndarray, lengths: np.ndarray, tokens: int) -> np.ndarray:
+    """Returns the stage of each of the sorted values: one begins at another value after at least `tokens` tokens."""
+    begins, before = np.zeros(len(values), dtype=np.int64), np.cumsum(lengths) - lengths
+    first = 0
+    for start in (np.flatnonzero(np.diff(values)) + 1).tolist():
+        if before[start] - before[first] >= tokens:
+            begins[first := start] = 1
+    return np.cumsum(begins)
+
+
+def rows_of_epoch(tokens: Tokenized, chosen: np.ndarray, epoch: Epoch) -> np.ndarray:
+    """Returns the rows of a run that samples: those of the chosen documents, of a mix as often as an epoch has them."""
+    rows = tokens.documents.source_rows
+    if not isinstance(tokens, Mixed):
+        return np.unique(rows[chosen])
+    different = np.unique(epoch.documents)
+    first = different[np.unique(rows[different], return_index=True)[1]]  # a row may have several documents
+    return np.sort(rows[epoch.documents[np.isin(epoch.documents, first)]])
+
+
+def mix_of(tokens: Tokenized) -> Mix | None:
+    """Returns the sources of a mix; None for one source."""
+    return tokens.mix if isinstance(tokens, Mixed) else None
+
+
+def fill_of(lengths: np.ndarray, data: DataConfig) -> Callable[[np.ndarray], Packed]:
+    """Returns `Epoch.packed`'s `fill` of documents of these lengths."""
+
+    def fill(documents: np.ndarray) -> Packed:
+        every = np.arange(len(documents))
+        return best_fill(lengths[documents], data.max_length) if data.packing else (every, np.ones_like(every))
+
+    return fill
+
+
+def source_column(dataset: PackedDataset, mix: Mix) -> Callable[[np.ndarray], torch.Tensor]:
+    """Returns the entry of `PackedDataset.columns` with the source of each token, from 1 on; 0 in empty slots."""
+    sources = mix.of(dataset.documents.source_rows).astype(np.int32) + 1
+
+    def read(rows: np.ndarray) -> torch.Tensor:
+        column = np.zeros((len(rows), dataset.length), dtype=np.int32)
+        for i, row in enumerate(rows):
+            documents = dataset.documents_of(row) if row >= 0 else np.zeros(0, dtype=np.int64)
+            tokens = np.repeat(sources[documents], dataset.documents.lengths[documents])
+            column[i, : len(tokens)] = tokens
+        return torch.from_numpy(column)
+
+    return read
+
+
+# ----------------------------------------------------------------------------------------------------------- the report
+
+
+class SourceCounts(NamedTuple):
+    """One source of a mix in the report.
+
+    Attributes:
+        name: the name.
+        layout: the format and the columns used.
+        rows_read: rows of the source.
+        rows_used: rows with a document of an epoch.
+        times: how often an epoch has each of the rows that may be trained, on average.
+        tokens: of an epoch.
+        loss_tokens: those that carry loss.
+    """
+
+    name: str
+    layout: str
+    rows_read: int
+    rows_used: int
+    times: float
+    tokens: int
+    loss_tokens: int
+
+
+def count_sources(tokens: Tokenized, used: np.ndarray, documents: np.ndarray) -> tuple[SourceCounts, ...]:
+    """Counts the documents of an epoch by source; empty without a mix."""
+    if not isinstance(tokens, Mixed):
+        return ()
+    mine, rows, lengths = tokens.documents, tokens.documents.source_rows, tokens.documents.lengths
+    starts = np.cumsum(lengths) - lengths
+    loss = np.add.reduceat(mine.loss_mask.astype(np.int64), starts)
+    of_used, of_epoch = tokens.mix.of(rows[used]), tokens.mix.of(rows[documents])
+    found = []
+    for source, part in enumerate(tokens.parts):
+        here = documents[of_epoch == source]
+        found.append(SourceCounts(
+            tokens.mix.names[source], str(part.encoder.layout), part.rows_read, len(np.unique(rows[here])),
+            len(here) / max(1, int((of_used == source).sum())), int(lengths[here].sum()), int(loss[here].sum()),
+        ))  # fmt: skip
+    return tuple(found)
+
+
+def sources_table(sources: Sequence[SourceCounts]) -> list[str]:
+    """Returns the lines of the report for the sources of a mix."""
+    tokens, loss = (sum(counts) for counts in zip(*((one.tokens, one.loss_tokens) for one in sources), strict=True))
+    rows: list[dict[str, object]] = [
+        {
+            "source": one.name, "rows": f"{one.rows_used:,} of {one.rows_read:,}", "times": f"{one.times:.3g}",
+            "tokens": f"{one.tokens:,}", "of all": f"{one.tokens / tokens:.1%}",
+            "with loss": f"{one.loss_tokens:,}", "of all loss": f"{one.loss_tokens / loss:.1%}",
+        }
+        for one in sources
+    ]  # fmt: skip
+    layouts = [f"{'source':<16} {one.name}: {one.layout}" for one in sources]
+    often = [f"{one.name} {one.times:.0f} times" for one in sources if one.times > MOST_TIMES]
+    told = f"{'':<16} WARNING: an epoch has rows of {', '.join(often)}; after {MOST_TIMES} times they teach little more"
+    table = [f"{'mix' if not i else '':<16} {line}" for i, line in enumerate(text_tables.to_text(rows).splitlines())]
+    return [*layouts, *table, *[told] * bool(often)]
