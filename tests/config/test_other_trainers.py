@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
@@ -256,7 +257,9 @@ def test_adamw_of_small_moments_is_adamw_for_adapters_alone(write: Any, name: st
         ("report_to: mlflow", "set tracking.wandb=online or tracking.tensorboard=true"),
         ("resume_from_checkpoint: out/checkpoint-5", "checkpoint.resume=auto resumes from the newest checkpoint"),
         ("adapter: dora", "adapter: 'dora' has no counterpart here; it may be lora or qlora; set lora.r"),
-        ("datasets: [{path: a}, {path: b}]", "set data.source to one source"),
+        ("test_datasets: [{path: a}, {path: b}]", "for evaluation there is one source, data.eval_source"),
+        ("datasets: [{path: a}, {path: b, type: alpaca}]", "datasets[2]: datasets.type: 'alpaca' has no counterpart"),
+        ("datasets: [{path: a, fraction: 0.5}, {path: b}]", "has no share above 0 for each of 2 data sets"),
         ("datasets: [{path: a, type: alpaca}]", "datasets.type: 'alpaca' has no counterpart here; it writes prompts"),
         ("datasets: [{path: a, shards: 4}]", "datasets.shards: 4 has no counterpart here; the rows are read by"),
         ("special_tokens: {eos_token: x}", "special_tokens.eos_token: 'x' has no counterpart here; model.name's"),
@@ -322,6 +325,64 @@ def test_a_file_of_llama_factory_is_not_trls(write: Any) -> None:
     assert full.lora.r == 0
     assert "may be lora or full" in problems(write(LLAMA_FACTORY.replace("type: lora", "type: freeze")))[0]
     assert "answers (sft)" in problems(write(LLAMA_FACTORY.replace("stage: sft", "stage: dpo")))[0]
+
+
+MIXES = [
+    # Of axolotl, of TRL, texts for continued pre-training.
+    ("base_model: a/b\ndatasets: [{path: c/d, name: main, type: chat_template, field_messages: talk, weight: 0.5}, "
+     "{path: json, data_files: e.jsonl, split: 'train[:9]'}]",
+     [{"source": "c/d:main", "format": "messages", "columns": {"messages": "talk"}, "weight": 0.5},
+      {"source": "e.jsonl", "split": "train[:9]"}], {}),
+    ("base_model: a/b\ndatasets: [{path: c/d, weight: 2}]", [{"source": "c/d", "weight": 2.0}], {}),
+    ("model_name_or_path: a/b\ndatasets: [{path: c/d, fraction: 1}, {path: e/f, fraction: 3, split: dev}]\n"
+     "test_split_size: 0.1",
+     [{"source": "c/d", "tokens": 0.25}, {"source": "e/f", "tokens": 0.75, "split": "dev"}], {"eval_rows": 0.1}),
+    ("model_name_or_path: a/b\ndatasets: [{path: c/d}, {path: e/f}]", ["c/d", "e/f"], {}),
+    ("base_model: a/b\npretraining_dataset: [{path: c/d, name: x, type: pretrain}, {path: e/f, text_column: body}]",
+     [{"source": "c/d:x", "columns": {"text": "text"}}, {"source": "e/f", "columns": {"text": "body"}}],
+     {"format": "text", "too_long": "split"}),
+    ("base_model: a/b\npretraining_dataset: c/d", [{"source": "c/d", "columns": {"text": "text"}}], {"format": "text"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "sources", "others"), MIXES)
+def test_lists_of_data_sets_are_mixes(read: Any, text: str, sources: list[Any], others: dict[str, Any]) -> None:
+    config, notes = read(text)
+    assert [one.plain() for one in config.data.mix] == sources
+    assert {name: getattr(config.data, name) for name in others} == others
+    assert "data.source=[" in notes and "absent: set data.source" not in notes
+    if "fraction" in text:
+        assert "it is the share of the rows there, and of the tokens here; an epoch ends with the first source" in notes
+
+
+LISTED = {
+    "mine": {"file_name": "mine.json", "columns": {"prompt": "ask", "query": "more", "response": "say"}},
+    "talks": {"hf_hub_url": "a/b", "subset": "main", "split": "dev", "num_samples": 9, "formatting": "sharegpt",
+              "columns": {"messages": "talk"}, "tags": {"role_tag": "from", "content_tag": "value"}},
+    "pairs": {"file_name": "pairs.json", "ranking": True},
+    "odd": {"file_name": "odd.json", "formatting": "sharegpt", "tags": {"role_tag": "who"}},
+}  # fmt: skip
+
+
+def test_data_sets_of_llama_factory_are_those_of_its_list(
+    write: Any, read: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("data").mkdir()
+    Path("data/dataset_info.json").write_text(json.dumps(LISTED))
+    mine = {"source": "data/mine.json", "name": "mine",
+            "columns": {"question": "ask", "context": "more", "answer": "say"}}  # fmt: skip
+    talks = {"source": "a/b:main", "split": "dev[:9]", "name": "talks", "columns": {"messages": "talk"}}
+    config, _ = read(LLAMA_FACTORY + "dataset: mine,talks\n")
+    assert [one.plain() for one in config.data.mix] == [mine, talks]
+    shares = "mix_strategy: interleave_under\ninterleave_probs: 0.2,0.8\n"
+    config, notes = read(LLAMA_FACTORY + "dataset: mine, talks\n" + shares)
+    assert [one.tokens for one in config.data.mix] == [0.2, 0.8] and "and of the tokens here" in notes
+    told = problems(write(LLAMA_FACTORY + "dataset: [mine, pairs, odd]\nmix_strategy: interleave_over\n"))
+    assert [text.partition(": ")[0] for text in told] == ["dataset", "dataset", "mix_strategy"]
+    assert "pairs, in data/dataset_info.json: preference pairs" in told[0] and "its role_tag=who is not read" in told[1]
+    assert "repeats the smaller data sets until all have ended" in told[2]
+    assert "it names entries" in problems(write(LLAMA_FACTORY + "dataset: lost\n"))[0]
 
 
 def test_the_list_of_data_sets_of_llama_factory_is_no_configuration(write: Any) -> None:

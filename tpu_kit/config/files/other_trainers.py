@@ -11,12 +11,13 @@ import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from tpu_kit.config.fields import is_secret_name, show
+from tpu_kit.config.files.mixtures import LISTS, factory_mix, is_mix, mixed
 
 _TABLES = tomllib.loads(Path(__file__).with_name("other_trainers.toml").read_text(encoding="utf-8"))
 NAMES: dict[str, str] = _TABLES["names"]
@@ -85,9 +86,12 @@ def translate(values: Mapping[str, Any], ours: Collection[str]) -> Translation:
     if values and all(isinstance(item, Mapping) and item.keys() & {*registry["keys"]} for item in values.values()):
         return Translation("", problems=[f"{next(iter(values))}: {registry['text']}"])
     trainers: dict[str, dict[str, Any]] = _TABLES["trainers"]
-    flat = dict(_flat(values))
+    lists = {key: values[key] for key in LISTS if key in values and is_mix(key, values[key])}
+    flat = dict(_flat({key: value for key, value in values.items() if key not in lists}))
     _name_sources(flat)
-    present = {key: value for key, value in flat.items() if value is not None}
+    present = {key: value for key, value in flat.items() if value is not None} | lists
+    if lists:
+        present["data.source"] = "given"
     fitting = [name for name, table in trainers.items() if all(present.keys() & keys.split() for keys in table["keys"])]
     trainer = next(iter(fitting), "")
     absent = trainers[trainer]["absent"] if trainer else {}
@@ -95,6 +99,10 @@ def translate(values: Mapping[str, Any], ours: Collection[str]) -> Translation:
     case = _case({**absent, **present}, trainer)
 
     result = Translation(trainer)
+    if trainer == "LLaMA-Factory":
+        factory_mix(flat, result)
+    for key, value in lists.items():
+        mixed(key, value, result, partial(_of_entry, case=case))
     if "no evaluation" not in case:
         _share_evaluations(flat, result)
     for key, value in flat.items():
@@ -115,6 +123,16 @@ def translate(values: Mapping[str, Any], ours: Collection[str]) -> Translation:
         unused = _rule(names.split()[0], "", case).get("case")  # such as the layers of adapters, where there are none
         if not unused and present.keys().isdisjoint(names.split()):
             result.notes.append(f"{names.split()[0]} is absent: {difference}")
+    return result
+
+
+def _of_entry(entry: Mapping[str, Any], case: Collection[str]) -> Translation:
+    """Translates the keys of one data set of a list."""
+    result, flat = Translation(""), dict(entry)
+    _name_sources(flat)
+    for key, value in flat.items():
+        if value is not None:
+            result.add(key, value, _rule(key, value, case))
     return result
 
 
@@ -154,7 +172,7 @@ def _case(values: Mapping[str, Any], trainer: str) -> frozenset[str]:
 
 def _name_sources(theirs: dict[str, Any]) -> None:
     """Adds the configuration of a data set to its name, and puts the file of a data set in its place."""
-    for key in ("datasets", "test_datasets"):
+    for key in ("datasets", "test_datasets", "pretraining_dataset"):
         if theirs.get(f"{key}.path") in _ROW_FILES and isinstance(theirs.get(f"{key}.data_files"), str):
             theirs[f"{key}.path"] = theirs.pop(f"{key}.data_files")
     for configuration, name in _TABLES["configurations"].items():

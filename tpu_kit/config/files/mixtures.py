@@ -1,0 +1,163 @@
+"""Translates lists of data sets of axolotl, TRL and LLaMA-Factory to `data.source` as a list.
+
+An entry of the list has the keys that other_trainers.toml has for `datasets`; `mixed` makes one source of each.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tpu_kit.config.fields import show
+
+if TYPE_CHECKING:
+    from tpu_kit.config.files.other_trainers import Translation
+
+LISTS = ("datasets", "pretraining_dataset")
+"""The keys of lists of data sets."""
+_SHARED_ROWS = "it is the share of the rows there, and of the tokens here"
+_UNTIL = "an epoch ends with the first source whose rows are all taken, as there"
+_ROLES = {
+    "prompt": "question",
+    "query": "context",
+    "response": "answer",
+}  # theirs -> ours; others are the same
+_TAGS = {"role": ("role", "from"), "content": ("content", "value"), "user": ("user", "human"),
+         "assistant": ("assistant", "gpt"), "observation": ("observation", "tool"), "function": ("function_call",),
+         "system": ("system",)}  # fmt: skip
+
+
+def is_mix(key: str, value: Any) -> bool:
+    """Returns whether the value of one of `LISTS` needs a list of sources: several, or a part of one."""
+    if key == "pretraining_dataset":
+        return bool(value)
+    entries = value if isinstance(value, list) else [value]
+    named = [entry for entry in entries if isinstance(entry, Mapping)]
+    return len(named) == len(entries) and (len(entries) > 1 or any({"weight", "fraction"} & {*one} for one in named))
+
+
+def mixed(key: str, value: Any, result: Translation, translated: Callable[[Mapping[str, Any]], Translation]) -> None:
+    """Adds a list of data sets to a translation.
+
+    Args:
+        key: one of `LISTS`.
+        value: its value.
+        result: gets `data.source`, and the notes and problems of all entries.
+        translated: translates the keys of one entry.
+    """
+    entries = value if isinstance(value, list) else [value]
+    sources, fractions = list[dict[str, Any]](), list[Any]()
+    for number, entry in enumerate(entries, start=1):
+        entry = dict(entry) if isinstance(entry, Mapping) else {"path": entry}
+        fractions.append(entry.pop("fraction", None))
+        if key == "pretraining_dataset":
+            entry.setdefault("text_column", "text")
+        of_entry = translated({f"{key}.{name}": item for name, item in entry.items()})
+        result.notes += [f"{key}[{number}]: {note}" for note in of_entry.notes]
+        result.problems += [f"{key}[{number}]: {problem}" for problem in of_entry.problems]
+        sources.append(_source(of_entry.values))
+    if key == "pretraining_dataset":
+        result.values |= {"data.format": "text", "data.too_long": "split"}
+        result.notes.append(f"{key} -> data.format='text', data.too_long='split': all of a text is trained")
+    if any(fraction is not None for fraction in fractions):
+        _share(sources, fractions, "fraction", result)
+    _add(f"{key}=...", sources, result)
+
+
+def _source(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns translated values of one entry, such as data.columns.text, as a source."""
+    source: dict[str, Any] = {}
+    for name, value in values.items():
+        leaf = name.removeprefix("data.")
+        if leaf.startswith("columns."):
+            source.setdefault("columns", {})[leaf.removeprefix("columns.")] = value
+        else:
+            source[leaf] = value
+    return source
+
+
+def _share(sources: Sequence[dict[str, Any]], shares: Sequence[Any], name: str, result: Translation) -> None:
+    """Gives sources shares, which need not add up to 1."""
+    numbers = [share for share in shares if isinstance(share, int | float) and share > 0]
+    if len(numbers) < len(sources) or len(shares) != len(sources):
+        few = f"has no share above 0 for each of {len(sources)} data sets; give each one, or none"
+        result.problems.append(f"{name}: {show(list(shares))} {few}")
+        return
+    for source, share in zip(sources, numbers, strict=True):
+        source["tokens"] = share / sum(numbers)
+    result.notes.append(f"{name}={show(list(shares))} -> tokens of each source: {_SHARED_ROWS}; {_UNTIL}")
+
+
+def _add(said: str, sources: list[dict[str, Any]], result: Translation) -> None:
+    if not all(sources):  # a problem was told
+        return
+    if len(sources) == 1 and sources[0].keys() == {"source"}:
+        result.values["data.source"] = sources[0]["source"]
+    else:
+        result.values["data.source"] = sources
+    result.notes.append(f"{said} -> data.source={show(result.values['data.source'])}")
+
+
+# -------------------------------------------------------------------------------------------------- LLaMA-Factory
+
+
+def factory_mix(values: dict[str, Any], result: Translation) -> None:
+    """Takes the data sets of LLaMA-Factory out of `values`, if the list that describes them is on this machine."""
+    folder = Path(str(values.get("dataset_dir") or "data"))
+    named, listed = values.get("dataset"), _described(folder)
+    names = [one.strip() for one in named.split(",")] if isinstance(named, str) else named
+    if listed is None or not isinstance(names, list) or not all(name in listed for name in names):
+        return
+    sources = list[dict[str, Any]]()
+    for name in names:
+        source, problem = _of_entry(folder, name, listed[name], str(values.get("stage")))
+        sources.append(source)
+        result.problems += [f"dataset: {name}, in {folder}/dataset_info.json: {problem}"] if problem else []
+    strategy, probabilities = values.pop("mix_strategy", None) or "concat", values.pop("interleave_probs", None)
+    if isinstance(probabilities, str):
+        probabilities = [float(one) for one in probabilities.split(",")]
+    if strategy == "interleave_under" and len(sources) > 1:
+        _share(sources, probabilities or [1] * len(sources), "interleave_probs", result)
+    elif strategy != "concat":
+        result.problems.append(
+            f"mix_strategy: {strategy!r} has no counterpart here; it repeats the smaller data sets until all have "
+            "ended: set mix_strategy=interleave_under, or give the sources of data.source a weight"
+        )
+    del values["dataset"]
+    _add(f"dataset={show(named)}", sources, result)
+
+
+def _described(folder: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads((folder / "dataset_info.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _of_entry(folder: Path, name: str, entry: Mapping[str, Any], stage: str) -> tuple[dict[str, Any], str]:
+    """Returns an entry of dataset_info.json as a source, and why it is none; empty if it is one."""
+    place = entry.get("hf_hub_url") or (entry.get("file_name") and str(folder / entry["file_name"]))
+    if not place:
+        return {}, "it is neither a file nor a data set of the hub; download it, and give its file_name"
+    if entry.get("ranking") or {"chosen", "rejected", "kto_tag"} & {*entry.get("columns", {})}:
+        return {}, "preference pairs (DPO, KTO) are not supported; remove it"
+    subset = entry.get("subset")
+    source: dict[str, Any] = {"source": f"{place}:{subset}" if subset else place, "name": name.replace("/", "-")}
+    split, count = entry.get("split"), entry.get("num_samples")
+    if split or count:
+        source["split"] = f"{split or 'train'}[:{count}]" if count else split
+    columns = {
+        "text" if stage == "pt" and role == "prompt" else _ROLES.get(role, role): column
+        for role, column in entry.get("columns", {}).items()
+        if column
+    }
+    if columns:
+        source["columns"] = columns
+    for tag, said in entry.get("tags", {}).items():
+        if said not in _TAGS.get(tag.removesuffix("_tag"), ()):
+            known = ", ".join(_TAGS.get(tag.removesuffix("_tag"), ())) or "none of this tag"
+            return {}, f"its {tag}={said} is not read, and {known} is; rename it in the file"
+    return source, ""
