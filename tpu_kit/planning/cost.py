@@ -55,6 +55,8 @@ LEAST_TRAFFIC = 1.15e8
 """Bytes for which the small operations of a layer in a step, of any number of tokens, take as long."""
 KEPT_TRAFFIC = 8.8
 """HBM traffic of the results that remat=outputs keeps: stacks of them are cleared, written and read."""
+INT4_TRAFFIC = 46.0
+"""Bytes that take as long as a weight in int4 is converted in a pass, by compiled steps of 8B and 14B models."""
 LOSS_TRAFFIC = 2.0
 """HBM traffic of the loss over the bytes of the logits in fp32."""
 ROWS_TRAFFIC = 6.0
@@ -220,6 +222,8 @@ def _work(config: TrainConfig, shape: Shape, plan: BatchPlan) -> Work:
     traffic = _between(shape, tokens, compute, _key_blocks(length), tiled and again == 1)
     traffic += LOSS_TRAFFIC * 4 * tokens * shape.vocabulary + 2 * chunks * head * compute
     traffic += ADDED_TRAFFIC * _added(config, shape, tokens) * tokens * compute + STATE_TRAFFIC * states * tokens
+    if dtype == "int4":
+        traffic += INT4_TRAFFIC * shape.linear_weights
     if config.optim.remat == "outputs":
         outputs = sum(count * sum(one.outputs for one in kind.linears) for kind, count in shape.counted)
         traffic += KEPT_TRAFFIC * outputs * tokens * compute
