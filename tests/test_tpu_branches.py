@@ -86,6 +86,7 @@ BRANCHES: dict[str, tuple[int, str, str]] = {
     "smoke_test": (1, NEVER, VERIFY),
     "verify._Checks.__init__": (1, NEVER, VERIFY),
     "verify._Checks._cores": (1, NEVER, VERIFY),
+    "verify._Checks._time": (1, NEVER, VERIFY),
     "verify._Checks._shapes": (
         1,
         NEVER,

@@ -119,7 +119,7 @@ def test_plan_shows_what_fits_and_what_to_do(folder: Path) -> None:
     outputs = outputs_of(folder, "3-")
     text = shown(outputs)
     assert re.search(r"^v5litepod-1 +1 +yes +[\d.]+ of 15\.75 ", text, re.MULTILINE)
-    assert "settings fit v5litepod-" in text and "The cheapest that fits: " in text
+    assert re.search(r"settings fit v(5litepod|6e)-", text) and "The cheapest that fits: " in text
     assert "name = 'Qwen/Qwen2.5-0.5B-Instruct'\n" in text and "\nglobal_batch_size = 64\n" in text
     (bars,) = [output.data["image/png"] for output in outputs if "image/png" in output.get("data", {})]
     assert base64.b64decode(bars).startswith(b"\x89PNG")

@@ -51,7 +51,7 @@ def test_the_bars_are_the_settings(plans: list[Plan], sharded: Plan, mesh: bool)
 
 @pytest.mark.parametrize("lengths", [(30, 41, 40), (8192, 12), (1,), (9000, 5000)])
 def test_bars_of_lengths_can_be_seen(lengths: tuple[int, ...]) -> None:
-    axes = cells._lengths(SimpleNamespace(lengths=lengths, fill=1.0), 8192, "rows 3% full").axes[0]  # type: ignore[arg-type]
+    axes = cells._lengths(SimpleNamespace(lengths=lengths, fill=1.0, sources=()), 8192, "rows 3% full").axes[0]  # type: ignore[arg-type]
     low, high = axes.get_xlim()
     bars = [bar for bar in axes.patches if bar.get_height()]
     assert sum(bar.get_height() for bar in bars) == len(lengths)

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from tpu_kit.data.images.prompts import png
 from tpu_kit.exporting.converter import convert_model
 from tpu_kit.exporting.equivalence import (
     GREEDY,
@@ -183,6 +182,7 @@ def compare_pictures(tuned: TunedModel, model: Path, projector: Path) -> tuple[l
         ValueError: they differ.
     """
     from tpu_kit.data.images.chats import carried, encode
+    from tpu_kit.data.images.prompts import png
 
     pictures = _pictures(tuned)
     asked = [{"messages": [{"role": "user", "content": _QUESTION}], "images": [picture]} for picture in pictures]
