@@ -30,9 +30,9 @@ from tpu_kit.planning.rollouts import check_sampling, program_rows, warnings_of
 from tpu_kit.planning.run_cost import Count, TimePlan, count_rows, count_updates, time_plan
 from tpu_kit.planning.run_on_slice import Advice, Inference, Setting, advise, inference, largest, with_rows
 
-TIE = 0.02
-"""Settings whose speeds differ by less count as equally fast: the one with fewest passes is picked, as it compiles
-sooner."""
+TIE = 0.05
+"""Settings whose speeds differ by less count as equally fast, as the compiler's cost model does not tell them apart. Of
+them the one with fewest passes is picked, as it compiles sooner, then the one with most rows in an update."""
 MOST_UNTIMED_ROWS = 8
 """Most rows of `batch_size=auto` on a CPU, where more are not faster, and on a GPU of unknown speed."""
 MOST_TOKENS = 2**31
@@ -244,7 +244,7 @@ def fastest(settings: Sequence[Setting]) -> Setting:
     if fitting[0].where.chip.bf16_flops is None:
         return fitting[0]
     near = [one for one in fitting if one.speed > (1 - TIE) * fitting[0].speed]
-    return min(near, key=lambda one: (one.update.gradient_accumulation, one.peak_bytes))
+    return min(near, key=lambda one: (one.update.gradient_accumulation, -one.update.global_batch_size, one.peak_bytes))
 
 
 def verified(settings: Sequence[Setting]) -> tuple[Setting, str]:
