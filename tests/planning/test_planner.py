@@ -269,6 +269,18 @@ def compiled(total: int, **changes: Any) -> Compiled:
     return Compiled(**values | changes)
 
 
+def test_interruptions_cost_the_seconds_of_a_compile(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spot = []
+    for seconds in (60.0, 3660.0):
+        monkeypatch.setattr(
+            compile_check, "compile_step", lambda *_, t=seconds, **__: compiled(2**31, compile_seconds=t)
+        )
+        (found,) = plan(run(small, "batch_size=4", "remat=full", "max_steps=100000"), exact=True)
+        assert found.run.spot is not None and found.run.on_demand is not None
+        spot.append(found.run.spot)
+    assert spot[1] == pytest.approx(spot[0] * (1 + 1 / 6), rel=0.05)  # an hour more in each six
+
+
 def test_the_pick_is_verified(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 

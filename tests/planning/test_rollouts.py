@@ -23,6 +23,7 @@ from tpu_kit.model.shape_cache import read_shape
 from tpu_kit.notebook.doctor import diagnose
 from tpu_kit.planning import run_on_slice
 from tpu_kit.planning.compiler.compile_check import compile_programs
+from tpu_kit.planning.cost import HOST_SECONDS
 from tpu_kit.planning.memory.memory_estimate import estimate
 from tpu_kit.planning.oom_recovery import next_setting, out_of_memory, suggestion
 from tpu_kit.planning.planner import Plan, plan
@@ -214,6 +215,23 @@ def test_the_formula_is_near_the_compiler(answer: dict[str, Any]) -> None:
 
 def estimated(config: TrainConfig, answer: dict[str, Any]) -> Any:
     return estimate(config, num_replicas=answer["replicas"], mesh=recorded.mesh_of(answer))
+
+
+def test_a_compiled_rollout_takes_what_the_cost_model_says(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spent = {"prefill": 0.5, "samples": 0.25, "decode": 0.125, "accumulate": 0.75, "apply": 0.0625}
+
+    def answer(config: TrainConfig, topology: str, devices: int) -> dict[str, Any]:
+        programs = estimate(config).programs
+        return {one.name: compiled(one.own, estimated={"other": spent[one.name]}) for one in programs}
+
+    monkeypatch.setattr(run_on_slice, "compile_programs", answer)
+    (found,) = plan(run(small, "batch_size=4", "remat=full"), exact=True)
+    sizes, passes = rollout_of(found.config, 1), found.update.gradient_accumulation
+    assert sizes is not None
+    blocks = -(-sizes.tokens // sizes.block)
+    host = HOST_SECONDS * (2 + blocks)  # of each program that runs
+    assert found.time.rollout == pytest.approx(0.5 + 0.25 + blocks * 0.125 + host)
+    assert found.time.device == pytest.approx(passes * 0.75 + 0.0625)
 
 
 def test_a_pass_that_the_compiler_refuses_becomes_smaller(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,7 +75,7 @@ SIZES = Sizes(1024, 128, 16, frozenset({2}), frozenset({64}), frozenset({384}))
 FLOPS, BANDWIDTH, CLOCK = 197e12, 819e9, 1.5e9
 
 
-def estimate(text: str) -> dict[str, float]:
+def estimate(text: str, chip: str = "v5e") -> dict[str, float]:
     xla_client = pytest.importorskip("jaxlib.xla_client")
     client = xla_client.make_cpu_client()
 
@@ -83,7 +83,7 @@ def estimate(text: str) -> dict[str, float]:
         return dict(xla_client._xla.hlo_module_cost_analysis(client, xla_client._xla.hlo_module_from_text(text)))
 
     module = hlo.Module(text)
-    return estimated_seconds(module, hlo.instruction_costs(module, analyse), SIZES, CHIPS["v5e"])
+    return estimated_seconds(module, hlo.instruction_costs(module, analyse), SIZES, CHIPS[chip])
 
 
 def test_cycles_count_each_trip_by_kind_of_work_and_the_rest_by_formula() -> None:
@@ -122,6 +122,9 @@ def test_heads_narrower_than_a_matrix_unit_cost_more() -> None:
     wide = estimate(STEP.replace("[1,2,256,64]", "[1,2,4096,64]"))
     flops = 2 * 2 * (2 * 2048 * 2048 * 64) * 3
     assert wide["attention kernel"] == pytest.approx(2 * flops / FLOPS)
+    larger = estimate(STEP.replace("[1,2,256,64]", "[1,2,4096,64]"), "v6e")  # of 256 columns
+    assert larger["attention kernel"] == pytest.approx(4 * flops / 918e12)
+    assert larger["base products"] == pytest.approx(5 * 3000 / 1.75e9)
 
 
 def test_the_queries_of_one_row_have_no_dimension_of_rows() -> None:

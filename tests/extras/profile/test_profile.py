@@ -20,6 +20,7 @@ from tpu_kit.extras.profile.profile import Profile, profile
 from tpu_kit.extras.profile.recorder import record
 from tpu_kit.extras.profile.timeline import PREFIX, Event, Trace, read_trace
 from tpu_kit.machine.checks import Machine
+from tpu_kit.planning.compiler.compile_check import Compiled, Operation
 
 __all__ = ["world"]
 pytestmark = pytest.mark.usefixtures("quick_xla")
@@ -210,6 +211,23 @@ def test_on_xla_compiles_are_told(run: Run) -> None:
     compiled = run(profile_functions.recompiles, device_type="xla-cpu", num_replicas=1, remat="outputs")
     assert compiled.recordings[0].counts["compiles"] >= STEPS
     assert "recompilation" in [one.rule for one in compiled.advice]
+
+
+def test_a_predicted_profile_has_the_times_of_the_cost_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spent = {"base products": 0.2, "other": 0.07}
+    operations = (
+        Operation("model/mm", "a.py:1", "matrix product", 1e12, 1e9, 0.2), Operation("", "", "copy", 0.0, 1e9, 0.05),
+    )  # fmt: skip
+    step = Compiled(
+        topology="v5e:1x1", fits=True, limit_bytes=2**34, total_bytes=2**30, flops=1e12, hbm_bytes=2e9, estimated=spent,
+        operations=operations, trace_seconds=1.0, compile_seconds=1.0, libtpu="0.0.21", program="x",
+    )  # fmt: skip
+    monkeypatch.setattr(profiling, "compile_step", lambda *_, **__: step)
+    model = write_config(tmp_path / "tiny", TINY)
+    found = profile(load_config(None, [f"model.name={model}", "max_length=256", "batch_size=4"]), chip="v5e")
+    assert found.split["device compute"] == pytest.approx(0.27)
+    assert [one.seconds for one in found.costs] == [0.2, 0.05]
+    assert "times are those of the TPU compiler's cost model, not measured" in str(found)
 
 
 @needs_libtpu
