@@ -266,7 +266,7 @@ def autocast_now(device_type: str) -> dict[str, Any]:
 
 def chunk_mlp(mlp: torch.nn.Module, tokens: int) -> None:
     """Makes an MLP, (B, S, H) to (B, S, H), run over tiles of up to `tokens` tokens; in place."""
-    _extend(_lora_layers(mlp), _JoinedLora)
+    _extend(_lora_layers(mlp), _FusedLora, takes=staticmethod(_in_tile_on_xla))
     _extend([mlp], _Tiled, tile_tokens=tokens)
 
 
@@ -407,7 +407,21 @@ def fuse_lora(model: torch.nn.Module) -> None:
 
     Not for layers that are recomputed: selective checkpointing keeps the base product, which is added to in place.
     """
-    _extend(_lora_layers(model), _FusedLora)
+    _extend(_lora_layers(model), _FusedLora, takes=staticmethod(_on_the_cpu))
+
+
+def _on_the_cpu(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
+    """Whether all is in one dtype on the CPU."""
+    same = all(one.dtype == x.dtype for one in weights)
+    return x.device.type == "cpu" and same and not torch.is_autocast_enabled("cpu")
+
+
+def _in_tile_on_xla(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
+    """Whether it is a tile: of stacks whose matrices a loop over layers joins, the compiler makes copies.
+
+    Of a 0.5B model they took 0.5 GiB.
+    """
+    return x.device.type == "xla" and _in_tile.get()
 
 
 def _lora_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -417,11 +431,13 @@ def _lora_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [layer for layer in layers if type(layer.base_layer) is torch.nn.Linear]
 
 
-class _PlainLora(torch.nn.Module):
+class _FusedLora(torch.nn.Module):
     """Computes as PEFT's layer wherever it is more than a linear layer with one adapter.
 
     Such are layers with dropout or DoRA, merged or switched off ones, and those whose base is trained.
     """
+
+    takes: ClassVar[Callable[..., bool]]
 
     def forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         name = self.active_adapters[0]
@@ -429,51 +445,21 @@ class _PlainLora(torch.nn.Module):
         if plain and len(self.active_adapters) == 1:
             base, a, b = self.base_layer, self.lora_A[name], self.lora_B[name]
             drops = self.training and getattr(self.lora_dropout[name], "p", 0)
-            if not drops and b.bias is None and not base.weight.requires_grad and self.takes(x):
-                return self.product(x, base.weight, base.bias, a.weight, b.weight, self.scaling[name])
+            weights = base.weight, a.weight, b.weight
+            if not drops and b.bias is None and not base.weight.requires_grad and self.takes(x, weights):
+                kind = x.device.type
+                dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+                bias = None if base.bias is None else base.bias.to(dtype)
+                return _LoraProduct.apply(*(one.to(dtype) for one in (x, *weights)), bias, self.scaling[name])
         result: torch.Tensor = super().forward(x, *args, **kwargs)
         return result
 
 
-class _FusedLora(_PlainLora):
-    def takes(self: Any, x: torch.Tensor) -> bool:
-        """Whether all is in one dtype on the CPU."""
-        same = {x.dtype, *(one.dtype for one in self.parameters())} == {x.dtype}
-        return x.device.type == "cpu" and same and not torch.is_autocast_enabled("cpu")
-
-    def product(self, *given: Any) -> torch.Tensor:
-        result: torch.Tensor = _LoraProduct.apply(*given)
-        return result
-
-
-class _JoinedLora(_PlainLora):
-    """On XLA within the tiles of an MLP.
-
-    Of stacks whose matrices a loop over layers joins, the compiler makes copies: of a 0.5B model 0.5 GiB.
-    """
-
-    def takes(self, x: torch.Tensor) -> bool:
-        return x.device.type == "xla" and _in_tile.get()
-
-    def product(self, *given: Any) -> torch.Tensor:
-        return _joined_product(*given)
-
-
-def _joined_product(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor, scaling: float
-) -> torch.Tensor:
-    """Computes x W' + bias + scaling (x A') B' as one product of [x, scaling x A'] and [W, B]'."""
-    kind = x.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-    bias = None if bias is None else bias.to(dtype)
-    return _JoinedProduct.apply(x.to(dtype), weight.to(dtype), bias, a.to(dtype), b.to(dtype), scaling)
-
-
-class _JoinedProduct(torch.autograd.Function):
-    """See `_joined_product`; with a gradient for x, A and B."""
+class _LoraProduct(torch.autograd.Function):
+    """x W' + bias + scaling (x A') B', with a gradient for x, A and B."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, weight: Any, bias: Any, a: Any, b: Any, scaling: float) -> torch.Tensor:
+    def forward(ctx: Any, x: Any, weight: Any, a: Any, b: Any, bias: Any, scaling: float) -> torch.Tensor:
         low = torch.nn.functional.linear(x, a) * scaling
         ctx.save_for_backward(x, weight, a, b, low)
         ctx.scaling = scaling
@@ -486,42 +472,23 @@ class _JoinedProduct(torch.autograd.Function):
         of_low = (upstream @ b) * ctx.scaling
         of_x = _sum_of_products(upstream, of_low, weight, a) if ctx.needs_input_grad[0] else None
         of_a, of_b = (one.flatten(0, -2).t() @ other.flatten(0, -2) for one, other in ((of_low, x), (upstream, low)))
-        return of_x, None, None, of_a, of_b, None
+        return of_x, None, of_a, of_b, None, None
 
 
 def _sum_of_products(
     wide: torch.Tensor, low: torch.Tensor, weight: torch.Tensor, other: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Computes wide @ weight + low @ other + bias: as one product where joining the matrices moves fewer bytes.
+    """Computes wide @ weight + low @ other + bias; on XLA as one product where joining the matrices moves fewer bytes.
 
     A TPU writes the joined matrix anew in each step, and is spared a second pass over the result: fewer bytes where
     there are at least as many tokens as rows of the matrix.
     """
+    if wide.device.type == "cpu":
+        rows = wide.flatten(0, -2)
+        result = rows @ weight if bias is None else torch.addmm(bias, rows, weight)
+        return result.addmm_(low.flatten(0, -2), other).view(*wide.shape[:-1], -1)
     if wide.numel() // wide.shape[-1] < weight.shape[0]:
         result = wide @ weight + low @ other
     else:
         result = torch.cat([wide, low], dim=-1) @ torch.cat([weight, other])
     return result if bias is None else result + bias
-
-
-class _LoraProduct(torch.autograd.Function):
-    """x W' + bias + scaling (x A') B', with a gradient for x, A and B."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Any, weight: Any, bias: Any, a: Any, b: Any, scaling: float) -> torch.Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        low = rows @ a.T
-        ctx.save_for_backward(rows, weight, a, b, low)
-        ctx.scaling, ctx.shape = scaling, x.shape
-        result = torch.nn.functional.linear(rows, weight, bias).addmm_(low, b.T, alpha=scaling)
-        return result.view(*x.shape[:-1], -1)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        rows, weight, a, b, low = ctx.saved_tensors
-        gradient = gradients[0].reshape(-1, gradients[0].shape[-1])
-        of_low = (gradient @ b) * ctx.scaling
-        of_x = None
-        if ctx.needs_input_grad[0]:
-            of_x = (gradient @ weight).addmm_(of_low, a).view(ctx.shape)
-        return of_x, None, None, of_low.T @ rows, (gradient.T @ low) * ctx.scaling, None
