@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tpu_kit.generation.evaluation.evaluate import evaluate, evaluate_adapter
     from tpu_kit.planning.planner import plan
     from tpu_kit.recipes.grpo import grpo
+    from tpu_kit.recipes.preference import dpo
     from tpu_kit.recipes.result import TrainResult
     from tpu_kit.recipes.sft import train
 

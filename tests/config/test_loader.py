@@ -388,6 +388,7 @@ def test_to_dict_is_plain() -> None:
         "data",
         "optim",
         "rl",
+        "preference",
         "distill",
         "checkpoint",
         "launch",

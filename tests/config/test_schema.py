@@ -183,7 +183,7 @@ def test_output_path() -> None:
     ("values", "text"),
     [
         ({"optim__objective": "mine"},
-         "optim.objective: 'mine' must be supervised, error-correction, error-correction-alone, policy or "
+         "optim.objective: 'mine' must be supervised, error-correction, error-correction-alone, policy, preference or "
          "module:function"),
         ({"optim__objective": "error-correction", "tracking__eval_generate_rows": 4},
          "tracking.eval_generate_rows: 4 would answer without the head; set it to 0"),

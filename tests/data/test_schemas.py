@@ -81,7 +81,7 @@ def test_overridden() -> None:
         (
             "prompt chosen rejected",
             {},
-            "preference rows, pairs of a chosen and a rejected reply .* are not supported. To",
+            "preference rows, pairs of a chosen and a rejected reply, are for dpo. To",
         ),
         ("question", {"format": "cot"}, "missing columns: format cot needs answer; .*.columns={answer: COLUMN}"),
         ("question answer", {"format": "text"}, "format text needs text"),

@@ -354,7 +354,7 @@ UNWANTED = r"line 2: its label is {}, so it is not wanted; remove such rows, or 
         ([{"prompt": [user("a")], "solution": "4"}], r"without a reply. For grpo .*answer: solution}; to train on the text"),
         ([{"question": "a", "answer": [reply("b")]}], r"column 'answer' holds messages, and answer is text: set data.columns="),
         ([{"dialog": [user("a"), reply("b")], "id": 1}], r"they fit no format; .* Name them, for example data.columns={messages: dialog}"),
-        ([{"prompt": "a", "chosen": "b", "rejected": "c"}], r"preference rows, .* are not supported. To train on the chosen replies: "),
+        ([{"prompt": "a", "chosen": "b", "rejected": "c"}], r"preference rows, .* are for dpo. To train on the chosen replies alone: "),
     ],
 )  # fmt: skip
 def test_rows_are_refused_by_name(rows: Any, text: str, tmp_path: Path) -> None:

@@ -10,7 +10,9 @@ held-out split is in the training split, whatever the seeds and the numbers of r
 
 import hashlib
 import itertools
+import operator
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -240,6 +242,49 @@ def cot_rows(split: str, n: int, seed: int = 0) -> list[dict[str, str]]:
         seen.add(question)
         rows.append({"question": question, "reasoning": "\n".join(lines), "answer": str(answer)})
     return rows
+
+
+_STEP = re.compile(r"(\d+) ([-+*/]) (\d+) = (\d+)")
+_SIGNS: dict[str, Callable[[int, int], float]] = {
+    "+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv,
+}  # fmt: skip
+
+
+def preference_rows(split: str, n: int, seed: int = 0) -> list[dict[str, str]]:
+    """Generates the problems of `cot_rows` with a right and a wrong solution: a step is wrong, and all after it follow.
+
+    Returns:
+        Rows `dict(question, chosen, rejected)`.
+
+    Raises:
+        ValueError: as `cot_rows`.
+    """
+    rng, rows = random.Random(f"tpu_kit wrong {split} {seed}"), list[dict[str, str]]()
+    for row in cot_rows(split, n, seed):
+        reasoning, answer = row["reasoning"], row["answer"]
+        while (wrong := _with_error(reasoning, rng)) is None or wrong[1] == answer:
+            pass
+        chosen, rejected = (f"<think>\n{steps}\n</think>\n{said}" for steps, said in ((reasoning, answer), wrong))
+        rows.append({"question": row["question"], "chosen": chosen, "rejected": rejected})
+    return rows
+
+
+def _with_error(reasoning: str, rng: random.Random) -> tuple[str, str] | None:
+    """Returns steps with one wrong result, and the answer that follows; None if they leave the numbers 1..LIMIT."""
+    lines = reasoning.split("\n")
+    changed, wrong = dict[str, str](), rng.randrange(len(lines))
+    for number in range(wrong, len(lines)):
+        step = _STEP.search(lines[number])
+        assert step is not None, "each line is a step"
+        first, sign, second, result = step.groups()
+        a, b = changed.get(first, first), changed.get(second, second)
+        value = _SIGNS[sign](int(a), int(b))
+        value += rng.choice((-3, -2, -1, 1, 2, 3)) * (number == wrong)
+        if not float(value).is_integer() or not 1 <= value <= LIMIT:
+            return None
+        changed[result] = str(int(value))
+        lines[number] = _STEP.sub(f"{a} {sign} {b} = {changed[result]}", lines[number])
+    return "\n".join(lines), changed[result]
 
 
 def model_dir() -> Path:

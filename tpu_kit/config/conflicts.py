@@ -23,6 +23,7 @@ _NAMES = (
 )  # fmt: skip
 
 _ARRANGED = ("sequence", "round_robin", True)  # of data.order and data.pack_apart
+_SMOOTHED = ("robust", "exo_pair", "simpo")  # losses with label smoothing
 _SEQUENCE_EPSILON = 0.1  # far above what clips a ratio of whole completions (GSPO, arXiv:2507.18071: 3e-4 and 4e-4)
 
 
@@ -65,6 +66,7 @@ def conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
         yield from _mesh_conflicts(config, config.launch.mesh)
     yield from _objective_conflicts(config)
     yield from _policy_conflicts(config)
+    yield from _preference_conflicts(config)
     yield from _evaluation_conflicts(config)
     yield from _mix_conflicts(config)
     yield from _image_conflicts(config)
@@ -122,6 +124,10 @@ def _without_effect(config: TrainConfig) -> Iterator[tuple[str, str]]:
          "gradient_accumulation global_batch_size batch_growth_factor label_smoothing early_stop_patience",
          "distill.on_policy" if distill.on_policy else "optim.objective",
          f"is not for {sampler}: an update has as many passes as its completions need; remove it"),
+        (config.on_pairs, "optim", "label_smoothing", "optim.objective",
+         "smooths the likelihood of tokens; in dpo set preference.pref_smoothing"),
+        (config.on_pairs, "rl", " ".join(leaf.name for leaf in fields(rl)), "optim.objective",
+         "is of grpo; in dpo set the section preference (pref_beta, losses), or remove it"),
         (optim.batch_growth_factor == 1, "optim", "batch_growth_steps batch_growth_max batch_growth_lr",
          "optim.batch_growth_factor", no_growth),
     )  # fmt: skip
@@ -223,6 +229,44 @@ def _policy_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
     if config.optim.eval_steps is not None and not config.tracking.eval_generate_rows:
         text = f"evaluates answers alone in {sampler}; set tracking.eval_generate_rows to 200 or more, or this to null"
         yield "optim.eval_steps tracking.eval_generate_rows", text
+
+
+def _preference_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
+    """Yields the contradictions between the parameters of runs on pairs of replies."""
+    preference, lora = config.preference, config.lora
+    losses = {*preference.losses}
+    if preference.loss_weights is not None and len(preference.loss_weights) != len(preference.losses):
+        text = (
+            f"gives {len(preference.loss_weights)} weights for the {len(preference.losses)} losses; give one for each"
+        )
+        yield "preference.loss_weights preference.losses", text
+    if preference.pref_smoothing and losses.isdisjoint(_SMOOTHED):
+        yield "preference.pref_smoothing preference.losses", f"is of {', '.join(_SMOOTHED)}; remove it, or use one"
+    if "exo_pair" in losses and not preference.pref_smoothing:
+        yield "preference.pref_smoothing preference.losses", "must be above 0 with exo_pair, as 1e-3"
+    if preference.reference == "step" and preference.compares:
+        if lora.adapter:
+            text = "is where training starts, and preference.reference=step compares with the model without any adapter"
+            yield "lora.adapter preference.reference", text + "; set preference.reference=start"
+        if not lora.r:
+            yield "preference.reference lora.r", "needs an adapter to leave out, and lora.r=0 has none; set it to start"
+    if not config.on_pairs:
+        return
+    if config.distill.teacher is not None:
+        yield "distill.teacher optim.objective", "is for train and distill, and dpo has losses of its own; remove it"
+    for name in ("data.eval_source", "data.source"):
+        if config[name] == "synthetic":
+            yield name, "has random tokens and no pairs of replies; name rows with a chosen and a rejected reply"
+    for number, one in enumerate(config.data.by_source):
+        where = f"data.source[{number}].format" if config.data.mix else "data.format"
+        if one.format not in ("auto", "preference") and ":" not in one.format:
+            yield "data.format", f"({where}={one.format}) is of rows with one reply, and dpo needs pairs; remove it"
+        if one.loss_on == "all":
+            yield "data.loss_on", "trains prompts, too, and dpo compares replies; remove it"
+    if config.data.too_long == "split":
+        yield "data.too_long", "cuts plain text, and a pair stays whole; set truncate, drop or error"
+    if config.model.images:
+        yield "model.images", "is not for pairs of replies; set it to false"
 
 
 def _is_date(text: str) -> bool:

@@ -320,10 +320,25 @@ def of_rewards(config: TrainConfig) -> TrainConfig:
     return replace(config, optim=optim)
 
 
-def as_trained(config: TrainConfig) -> TrainConfig:
-    """Returns the run as its command trains it: `grpo` where `rl` has a parameter, but with `distill.on_policy`.
+def of_preferences(config: TrainConfig) -> TrainConfig:
+    """Sets what `dpo` needs besides the section `preference`."""
+    # The unit of the loss is not nats per token, so the limit of its rise has no meaning.
+    optim = replace(config.optim, objective="preference", max_loss_rise=None)
+    data = config.data if config.data.format != "auto" else replace(config.data, format="preference")
+    if config.sources.get("optim.learning_rate") == USUAL and optim.learning_rate == config.usual_rate:
+        optim = replace(optim, learning_rate=None)
+    return replace(config, optim=optim, data=data)
 
-    The stored configuration of a run has every parameter, with the objective that it was trained by.
+
+def as_trained(config: TrainConfig) -> TrainConfig:
+    """Returns the run as its command trains it: `grpo` where `rl` has a parameter, `dpo` where `preference` has one.
+
+    The stored configuration of a run has every parameter, with the objective that it was trained by. The section `rl`
+    of a run with `distill.on_policy` is that of `distill`.
     """
-    sets = any(name.startswith("rl.") for name in config.sources) and "optim.objective" not in config.sources
-    return of_rewards(config) if sets and not config.distill.on_policy else config
+    sections = {name.partition(".")[0] for name in config.sources}
+    if "optim.objective" in config.sources:
+        return config
+    if "rl" in sections and not config.distill.on_policy:
+        return of_rewards(config)
+    return of_preferences(config) if "preference" in sections else config

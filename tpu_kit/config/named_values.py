@@ -27,7 +27,7 @@ class RowFormat(NamedTuple):
     roles: tuple[str, ...]
 
 
-DataFormat = Literal["auto", "cot", "messages", "prompt_completion", "text", "prompt"]
+DataFormat = Literal["auto", "cot", "messages", "prompt_completion", "text", "prompt", "preference"]
 FORMATS = {
     "cot": RowFormat(
         "tpu_kit.data.rows.schemas:read_problem", ("question", "answer"),
@@ -43,6 +43,10 @@ FORMATS = {
     ),
     "text": RowFormat("tpu_kit.data.rows.schemas:read_text", ("text",), ("text",)),
     "prompt": RowFormat("tpu_kit.data.rows.schemas:read_prompt", ("prompt",), ("system", "prompt", "tools", "answer")),
+    "preference": RowFormat(
+        "tpu_kit.data.rows.preferences:read_pair", ("chosen", "rejected"),
+        ("system", "history", "messages", "prompt", "question", "context", "tools", "chosen", "rejected"),
+    ),
 }  # fmt: skip
 """The formats of rows by name; chats have reasoning and answer if their last turn is in columns of its own."""
 

@@ -16,6 +16,7 @@ COMMANDS = {
     "checkpoints": "tpu_kit.recipes.commands:checkpoints",
     "distill": "tpu_kit.recipes.commands:distill",
     "doctor": "tpu_kit.notebook.commands:doctor",
+    "dpo": "tpu_kit.recipes.commands:dpo",
     "evaluate": "tpu_kit.recipes.commands:evaluate",
     "export": "tpu_kit.recipes.commands:export",
     "generate": "tpu_kit.recipes.commands:generate",
@@ -35,6 +36,7 @@ OBJECTIVES = {
     "error-correction": "tpu_kit.extras.error_correction.head:ErrorCorrectionObjective",
     "error-correction-alone": "tpu_kit.extras.error_correction.head:ErrorCorrectionObjective",
     "policy": "tpu_kit.training.losses.policy_gradient:PolicyObjective",
+    "preference": "tpu_kit.training.losses.preference:PreferenceObjective",
 }
 """The classes of `optim.objective`, which also takes module:function and module:class."""
 
@@ -45,6 +47,7 @@ NAMES = {
     "TrainResult": "tpu_kit.recipes.result:TrainResult",
     "batch_arithmetic": "tpu_kit.config.loader:batch_arithmetic",
     "describe": "tpu_kit.config.loader:describe",
+    "dpo": "tpu_kit.recipes.preference:dpo",
     "evaluate": "tpu_kit.generation.evaluation.evaluate:evaluate",
     "evaluate_adapter": "tpu_kit.generation.evaluation.evaluate:evaluate_adapter",
     "export": "tpu_kit.exporting.export:export",

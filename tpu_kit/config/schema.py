@@ -27,6 +27,7 @@ from tpu_kit.config.named_values import (
 )
 from tpu_kit.config.registry import OBJECTIVES, installed
 from tpu_kit.config.sections.data import DataConfig, DataSource
+from tpu_kit.config.sections.preference import PreferenceConfig
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,8 @@ class LoraConfig:
 
 USUAL = "usual for this model"
 """The source of a learning rate that nobody has given."""
-# The rates of `grpo` and of all else, by whether the model is the embedded one, whose million weights take larger
-# steps, and whether adapters are trained.
+# The rates of `grpo` and `dpo`, and of all else, by whether the model is the embedded one, whose million weights take
+# larger steps, and whether adapters are trained.
 _USUAL_RATES = {
     (True, True): (6e-4, 5e-3), (True, False): (2e-4, 2e-3), (False, True): (2e-5, 2e-4), (False, False): (2e-6, 2e-5),
 }  # fmt: skip
@@ -102,8 +103,8 @@ class OptimConfig:
     )
     optimizer: Literal["adamw", "adafactor"] = knob("adamw", "adafactor keeps hardly any moments. Both run on XLA.")
     learning_rate: float | None = knob(
-        None, "The peak, after warm-up; null = 2e-4, a tenth of that with lora.r=0 and a tenth in grpo, and more for "
-        "the embedded model.", above=0,
+        None, "The peak, after warm-up; null = 2e-4, a tenth of that with lora.r=0 and a tenth in grpo and dpo, more "
+        "for the embedded model.", above=0,
     )  # fmt: skip
     min_learning_rate_ratio: float = knob(
         0.0, "Where the schedule ends, as a share of the peak.", at_least=0, at_most=1
@@ -366,6 +367,7 @@ class TrainConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     distill: DistillConfig = field(default_factory=DistillConfig)
     rl: RlConfig = field(default_factory=RlConfig)
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
@@ -417,7 +419,7 @@ class TrainConfig:
     def usual_rate(self) -> float:
         """The learning rate where none is given."""
         rewarded, tuned = _USUAL_RATES[self.model.name == "embedded", bool(self.lora.r)]
-        return rewarded if self.optim.objective == "policy" else tuned
+        return rewarded if self.optim.objective in ("policy", "preference") else tuned
 
     @property
     def teacher(self) -> ModelConfig | None:
@@ -434,9 +436,14 @@ class TrainConfig:
         return self.optim.objective == "policy" or self.distill.on_policy
 
     @property
-    def recipe(self) -> Literal["train", "distill", "grpo"]:
+    def on_pairs(self) -> bool:
+        """Whether the run trains on pairs of a chosen and a rejected reply: `dpo`."""
+        return self.optim.objective == "preference"
+
+    @property
+    def recipe(self) -> Literal["train", "distill", "grpo", "dpo"]:
         """The command that starts such a run."""
-        return "distill" if self.distill.teacher else "grpo" if self.on_policy else "train"
+        return "distill" if self.distill.teacher else "grpo" if self.on_policy else "dpo" if self.on_pairs else "train"
 
     @property
     def generates(self) -> bool:

@@ -44,6 +44,7 @@ class Documents:
         lengths: int64 (documents,), none of them 0.
         source_rows: int64 (documents,), the data set row of each document.
         images: of the documents (`data.images.encoding.DocumentImages`); None for text.
+        pairs: int32 (documents, N) of pairs of replies: a `data.pairs.PairTokens`, later a `Unit` each; else None.
     """
 
     input_ids: np.ndarray
@@ -51,6 +52,7 @@ class Documents:
     lengths: np.ndarray
     source_rows: np.ndarray
     images: Any = None
+    pairs: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -60,7 +62,7 @@ class Documents:
         tokens = np.repeat(keep, self.lengths)
         images = None if self.images is None else self.images.select(keep)
         arrays = self.input_ids[tokens], self.loss_mask[tokens], self.lengths[keep], self.source_rows[keep]
-        return Documents(*arrays, images)
+        return Documents(*arrays, images, None if self.pairs is None else self.pairs[keep])
 
 
 def best_fill(lengths: np.ndarray, row_length: int) -> tuple[np.ndarray, np.ndarray]:

@@ -114,7 +114,8 @@ def _joined(documents: Sequence[Documents], starts: np.ndarray) -> Documents:
     rows = np.concatenate([one.source_rows + start for one, start in zip(documents, starts, strict=True)])
     images = documents[0].images
     joined = None if images is None else images.joined([one.images for one in documents])
-    return Documents(arrays[0], arrays[1], arrays[2], rows, joined)
+    pairs = [one.pairs for one in documents if one.pairs is not None]
+    return Documents(arrays[0], arrays[1], arrays[2], rows, joined, np.concatenate(pairs) if pairs else None)
 
 
 def tokenize_sources(

@@ -20,6 +20,7 @@ import numpy as np
 from datasets import config as datasets_config
 
 from tpu_kit.config.loader import DataConfig, ModelConfig
+from tpu_kit.config.sections.data import GENERATED
 from tpu_kit.data.batching import Documents, PackedDataset
 from tpu_kit.data.chat.chat_encoding import Encoder, Example, ReasoningCounts
 from tpu_kit.data.held_out import NONE, Questions, choose_questions, drawn, held_out_rows
@@ -37,6 +38,7 @@ from tpu_kit.data.mixing import (
     sources_table,
     tokenize_sources,
 )
+from tpu_kit.data.pairs import PairColumns, PairCounts, PairLayout, as_chosen, as_units, with_reply
 from tpu_kit.data.rows.sources import EMBEDDED_ROWS, SYNTHETIC, synthetic_rows
 from tpu_kit.data.tokenizing import RawRows, Tokenized
 
@@ -85,6 +87,7 @@ class DataReport:
         skipped_rows: the first bad rows, each with its problem.
         images: counts of images (`data.images.columns.ImageCounts`); None for text.
         sources: an epoch by source, of a mix; the other counts have each document once.
+        pairs: counts of all pairs, held-out ones included; None without pairs.
     """
 
     source: str
@@ -115,6 +118,7 @@ class DataReport:
     skipped_rows: tuple[str, ...] = ()
     images: Any = None
     sources: tuple[SourceCounts, ...] = ()
+    pairs: PairCounts | None = None
 
     def __str__(self) -> str:
         middle, tail = np.percentile(self.lengths, [50, 95]).astype(int)
@@ -141,6 +145,7 @@ class DataReport:
             f"tokens of a row  median {middle}, 95 % up to {tail}, longest {max(self.lengths)}",
             f"packed           {self.packed_rows:,} rows, {self.fill:.1%} full",
             *(self.images.lines(self.tokens) if self.images else []),
+            *(self.pairs.lines() if self.pairs else []),
         ]
         return "\n".join(lines + ([f"bad rows         {self.skipped_text}"] if self.skipped else []))
 
@@ -252,7 +257,7 @@ class Prepared:
     @property
     def images_per_row(self) -> int | None:
         """The images, or tiles, that a packed row has room for; None for text."""
-        return self.train.further.room if self.train.further is not None else None
+        return self.train.further.room if self.train.documents.images is not None else None
 
     def __str__(self) -> str:
         lines = str(self.report).splitlines()
@@ -303,15 +308,20 @@ class Prepared:
         return {name: rows[sources == i] for i, name in enumerate(self.eval_mix.names) if (sources == i).any()}
 
     def example(self, number: int = 0) -> Example:
-        """Returns one training document, for `decoded_example`."""
-        ids, mask = self.train.document(number)
+        """Returns one training document, for `decoded_example`; of a pair that with the chosen reply."""
+        ids, mask = with_reply(self.train, number)
         return Example(ids.tolist(), mask.tolist())
+
+    def eval_document(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the token ids and the loss mask of a held-out document, of a pair those with the chosen reply."""
+        assert self.eval is not None
+        return with_reply(self.eval, number)
 
     def pictures(self, number: int = 0) -> list[Any]:
         """Returns the pictures, of PIL, of one training document; empty for text."""
-        if self.train.further is None:
-            return []
         documents = self.train.documents
+        if documents.images is None:
+            return []
         found: list[Any] = self.train.further.pictures(
             documents.source_rows[number], int(documents.images.pictures[number])
         )
@@ -327,6 +337,7 @@ def prepare(
     learned: np.ndarray = NONE,
     max_prompt: int | None = None,
     model: ModelConfig | None = None,
+    pairs: PairLayout | None = None,
 ) -> Prepared:
     """Loads, holds out, tokenises, checks and packs.
 
@@ -340,6 +351,7 @@ def prepare(
         learned: prompts that the run's model was trained on before, int64: not held out, and kept as trained on.
         max_prompt: keep the rows of training for reinforcement learning, with prompts of at most so many tokens.
         model: trains on rows with images; None, or without `images`, on text.
+        pairs: how pairs of replies become units of rows; None for rows with one reply.
 
     Raises:
         ValueError: rows, columns, files or settings are wrong; the text names them.
@@ -355,20 +367,30 @@ def prepare(
     if processor is not None and not data.documents.images.pictures.any():
         raise ValueError(f"{data.source}: no row has an image; set model.images=false, or name their column in "
                          "data.columns={images: COLUMN}")  # fmt: skip
-    held, train, counts = None, np.ones(len(data.documents), dtype=bool), dict[str, Any]()
+    counts = dict[str, Any]()
+    if pairs is not None:
+        data, counts["pairs"] = as_units(data, pairs.shares)
+    elif data.documents.pairs is not None:
+        data = as_chosen(data)
+    held, train = None, np.ones(len(data.documents), dtype=bool)
     if eval_split := _eval_split(config):
         section, split = eval_split
         like = [part.encoder.layout for part, _ in data.sources()] if section.mix else [data.encoder.layout]
         held = tokenize_sources(section, tokenizer, split, like, processor)
+        if pairs is not None:
+            held = as_units(held, pairs.shares)[0]
+        elif held.documents.pairs is not None:
+            held = as_chosen(held)
         wanted = np.ones(len(held.documents), dtype=bool)
     elif config.eval_rows != 0 or run:
         picked = choose_questions(data.questions, data.earlier, config, learned)
         held, train, wanted = data, ~np.isin(data.questions, picked), data.one_of_each(picked)
-        counts = {"held_out": data.count(~train), "repeated": data.count(~train & ~wanted)}
+        counts |= {"held_out": data.count(~train), "repeated": data.count(~train & ~wanted)}
         counts["held_out_of"] = _held_out_of(data, len(picked), config)
     slots = max((_most_slots(one) for one in (data, held) if one), default=0)
     arrange = partial(epoch_of, data=config)
     packed, report, epoch = _pack(data, train, arrange, slots, same_users=data.same_users(), **counts)
+    packed.further = packed.further if pairs is None else PairColumns(packed.documents, pairs)
     fingerprint = _fingerprint_of(packed, config)
     tasks = None if max_prompt is None else _tasks(data, rows_of_epoch(data, train, epoch), max_prompt)
     trained = np.union1d(data.prompts(train), learned)
@@ -387,8 +409,11 @@ def prepare(
     counts = {"seen_in_training": held.count(wanted & ~chosen)}
     same_users = {"same_users": held.count(chosen & np.isin(held.users, data.users[train]))}
     counts |= {"skipped": 0, "skipped_rows": ()} if held is data else same_users  # told of the training rows
-    room = packed.further and packed.further.room
+    room = packed.further.room if packed.documents.images is not None else None
     eval_data, eval_report, _ = _pack(held, chosen, apart, slots, room, **counts)
+    if pairs is not None:
+        eval_data.further = PairColumns(eval_data.documents, pairs)
+        eval_data.further.scale = eval_data.further.share(eval_data, np.arange(len(eval_data)))
     numbers = drawn(np.unique(eval_data.documents.source_rows), config.seed)
     raw = held.raw_rows(numbers)
     questions = Questions(trained, np.unique(held.questions[chosen]))
@@ -446,7 +471,7 @@ def _eval_split(config: DataConfig) -> tuple[DataConfig, str] | None:
         return elsewhere, config.eval_split or ("eval" if config.eval_source == "embedded" else "train")
     if config.eval_split:
         return config, config.eval_split
-    if config.source in ("embedded", "embedded-images") and config.eval_rows != 0:
+    if config.source in GENERATED and config.eval_rows != 0:
         return config, f"eval[:{held_out_rows(config, EMBEDDED_ROWS['train'])}]"
     return None
 

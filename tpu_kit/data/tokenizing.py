@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -10,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 import pyarrow.compute as pc
@@ -21,12 +22,13 @@ from tpu_kit.config.loader import DataConfig
 from tpu_kit.data.batching import Documents
 from tpu_kit.data.chat.chat_encoding import Encoder, Example, ReasoningCounts
 from tpu_kit.data.chat.chat_template import ensure_chat_template, freeze_date
+from tpu_kit.data.pairs import joined
 from tpu_kit.data.rows.column_values import read_layout
 from tpu_kit.data.rows.columns import Layout
 from tpu_kit.data.rows.field_values import RowError, alternatives, decoded, without_decoding, without_none
 from tpu_kit.data.rows.own_format import own_function, own_rows
 from tpu_kit.data.rows.records import LOCATION, PROBLEM
-from tpu_kit.data.rows.schemas import NO_REPLY, expected_answer, final_answer, problem
+from tpu_kit.data.rows.schemas import NO_REPLY, Conversation, conversation, expected_answer, final_answer, problem
 from tpu_kit.data.rows.sources import check_rows, load_rows
 
 _LOOKED_AT = 1000  # rows of plain text, to see whether it has turns
@@ -48,6 +50,9 @@ _IMAGES = Features(  # of documents with images
         "files": List(Value("string")), "stamps": List(Value("string")),
     }
 )  # fmt: skip
+
+
+_PAIRS = Features({"pair": List(Value("int32"))})  # of rows of preferences: `PairTokens`
 
 
 class RawRows(NamedTuple):
@@ -136,6 +141,12 @@ class Tokenized:
         """Yields each source with the number of its first row."""
         yield self, 0
 
+    def selected(self, keep: np.ndarray, documents: Documents, full_lengths: np.ndarray) -> Self:
+        """Returns the documents of a mask, made anew, with their lengths before truncation."""
+        names = ("questions", "users", "special", "reasoning")
+        kept = {name: getattr(self, name)[keep] for name in names}
+        return replace(self, documents=documents, full_lengths=full_lengths, whole_lengths=full_lengths, **kept)
+
     def prompts(self, chosen: np.ndarray) -> np.ndarray:
         """Returns the prompts of all trained replies in the rows of the chosen documents."""
         return np.concatenate([self.questions[chosen], self.earlier[chosen[self.earlier_documents]]])
@@ -199,7 +210,8 @@ def opened_source(
         rows = own_rows(rows, config.format, function, source, _processes(len(rows), config.num_proc))
         check_rows(rows, rows[PROBLEM][:], source, skip=skip)
         asks_alone = "prompt" in rows.column_names and not {"completion", "answer"} & {*rows.column_names}
-        rows, config = without_decoding(rows), replace(config, format="prompt" if asks_alone else "auto")
+        made = "preference" if {"chosen", "rejected"} <= {*rows.column_names} else "prompt" if asks_alone else "auto"
+        rows, config = without_decoding(rows), replace(config, format=made)
     return Opened(source, rows, _encoder(rows, tokenizer, config, source, like, processor))
 
 
@@ -222,7 +234,7 @@ def tokenized(opened: Opened) -> Tokenized:
         batched=True,
         with_indices=True,
         remove_columns=used,
-        features=_DOCUMENT if processor is None else Features({**_DOCUMENT, **_IMAGES}),
+        features=_features(encoder),
         num_proc=_processes(len(rows), config.num_proc),
         cache_file_name=str(folder / f"{name}.arrow"),
         new_fingerprint=name,
@@ -245,12 +257,21 @@ def tokenized(opened: Opened) -> Tokenized:
     documents = Documents(flat["input_ids"], flat["loss_mask"], lengths.astype(np.int64), numbers["row"])
     if processor is not None:
         documents = replace(documents, images=_images_of(columns))
+    if encoder.layout.format == "preference":
+        sizes = columns["pair"].combine_chunks().flatten().to_numpy(zero_copy_only=False)
+        documents = replace(documents, pairs=sizes.reshape(len(documents), -1))
     return Tokenized(
         source, rows, encoder, documents, numbers["full_length"], numbers["whole_length"], numbers["question"],
         numbers["users"], numbers["special"], flat["earlier"],
         np.repeat(np.arange(len(documents)), earlier), flat["reasoning"].reshape(-1, len(ReasoningCounts._fields)),
         len(bad), shown,
     )  # fmt: skip
+
+
+def _features(encoder: Encoder) -> Features:
+    """Returns the columns of tokenised documents."""
+    pairs = _PAIRS if encoder.layout.format == "preference" else {}
+    return Features({**_DOCUMENT, **(_IMAGES if encoder.images is not None else {}), **pairs})
 
 
 def _is_stale(columns: Any, encoder: Encoder) -> bool:
@@ -288,6 +309,8 @@ def _encoder(
         prompts = (layout.plain(row).get(layout.columns["prompt"]) for row in rows)
         plain = isinstance(next((prompt for prompt in prompts if isinstance(prompt, str | list)), None), str)
         plain &= layout.columns["prompt"] not in layout.chats
+    if layout.format == "preference":
+        plain = _is_plain(rows, layout, config)
     if config.too_long == "split" and layout.format != "text":
         raise ValueError(
             f"data.too_long=split cuts plain text (format text), and {source} has the format {layout.format}: the rest "
@@ -316,6 +339,14 @@ def _encoder(
     return replace(encoder, layout=replace(encoder.layout, turns_by=turns))
 
 
+def _is_plain(rows: Dataset, layout: Layout, config: DataConfig) -> bool:
+    """Whether the first row that can be read is plain text."""
+    for row in rows:
+        with contextlib.suppress(AttributeError, KeyError, RecursionError, TypeError, ValueError):
+            return isinstance(conversation(row, layout, config).messages, str)
+    return False
+
+
 def _plain_text(row: Mapping[str, Any], encoder: Encoder) -> str:
     """Returns the text of a row; empty if it cannot be read, which is told when it is tokenised."""
     try:
@@ -336,8 +367,7 @@ def _tokenize_rows(batch: Mapping[str, list[Any]], numbers: list[int], encoder: 
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as exception:  # an unexpected form
             made, error = [{}], f"it cannot be read as {encoder.layout.format}: {type(exception).__name__}: {exception}"
         entries += [entry | {"row": number, "error": error} for entry in made]
-    names = _DOCUMENT if encoder.images is None else {**_DOCUMENT, **_IMAGES}
-    return {name: [entry.get(name) for entry in entries] for name in names}
+    return {name: [entry.get(name) for entry in entries] for name in _features(encoder)}
 
 
 def _tokenize_row(row: Mapping[str, Any], encoder: Encoder) -> list[dict[str, Any]]:
@@ -347,6 +377,8 @@ def _tokenize_row(row: Mapping[str, Any], encoder: Encoder) -> list[dict[str, An
     *earlier, question = talk.questions(config)
     of_row = {"question": question, "users": talk.questions(config, users_alone=True)[-1], "earlier": earlier,
               "special": encoder.special_text(talk)}  # fmt: skip
+    if talk.rejected is not None:
+        return [of_row | _of_pair(talk, talk.rejected, encoder)]
     documents, entries = encoder.documents(talk), list[dict[str, Any]]()
     for document in documents:
         example = encoder.encode(document)
@@ -366,6 +398,24 @@ def _tokenize_row(row: Mapping[str, Any], encoder: Encoder) -> list[dict[str, An
     if len(documents) > 1 and not isinstance(talk.messages, str):
         entries[0]["whole_length"] = len(encoder.chat_ids(talk.messages, talk.tools))
     return entries
+
+
+def _of_pair(chosen: Conversation, rejected: Conversation, encoder: Encoder) -> dict[str, Any]:
+    """Returns the columns of a pair, whose replies are cut when it becomes a unit."""
+    sides = []
+    for name, talk in (("chosen", chosen), ("rejected", rejected)):
+        documents = encoder.documents(talk)
+        if len(documents) > 1:
+            raise RowError(
+                f"the {name} reply has several turns, which the chat template renders differently in one chat; give "
+                "one turn"
+            )
+        sides.append((encoder.encode(documents[0]), documents[0]))
+    (first, document), (second, _) = sides
+    ids, mask, pair = joined(first, second)
+    special = encoder.special_text(chosen) or encoder.special_text(rejected)
+    return {"input_ids": ids, "loss_mask": mask, "full_length": len(ids), "whole_length": len(ids), "special": special,
+            "reasoning": encoder.count_reasoning(document, first), "pair": pair}  # fmt: skip
 
 
 def _of_pictures(pictures: Sequence[Any], slots: Sequence[list[int]]) -> dict[str, Any]:

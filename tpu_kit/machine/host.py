@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tpu_kit.config.fields import closest
 from tpu_kit.config.loader import TrainConfig
+from tpu_kit.config.sections.data import GENERATED
 from tpu_kit.machine import chips, hub
 from tpu_kit.machine.checks import Check, Machine
 from tpu_kit.machine.chips import GIB
@@ -88,7 +89,7 @@ def check_hub(at: Machine, config: TrainConfig) -> Check:
     in_file = Path(settings.HF_TOKEN_PATH).is_file() and not at.environ.get("HF_TOKEN")
     text = f"token in {settings.HF_TOKEN_PATH if in_file else 'HF_TOKEN'}" if token else "no token"
     sources = [config[name] for name in _SOURCES if config[name] and not is_path(name, config[name])]
-    away = [s for s in sources if s != "embedded" and "://" not in s and "*" not in s and not Path(s).exists()]
+    away = [s for s in sources if s not in GENERATED and "://" not in s and "*" not in s and not Path(s).exists()]
     if settings.HF_HUB_OFFLINE:
         return Check(name, "skipped", f"offline by HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE; {text}")
     endpoint = hub.endpoint()

@@ -10,7 +10,7 @@ import inspect
 import linecache
 import sys
 import traceback
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tpu_kit.config.fields import hide_secrets
-from tpu_kit.config.loader import TrainConfig
+from tpu_kit.config.loader import ConfigError, TrainConfig
 from tpu_kit.config.named_values import imported
+from tpu_kit.config.sections.preference import PreferenceConfig
 from tpu_kit.model import causal_lm as models
 from tpu_kit.model import trainable
 from tpu_kit.model.states_head import StatesHead, file_names, find_head, title
@@ -48,10 +49,21 @@ def check_objective(config: TrainConfig, objective: Objective | None = None) -> 
                 f"{' and '.join(file_names(head))}, and name the copy"
             )
     check_sampling(config)
+    check_pairs(config)
     objective = objective or objective_of(config)
     objective.check()
     if ":" in config.optim.objective:
         _check_own(config, objective)
+
+
+def check_pairs(config: TrainConfig) -> None:
+    """Raises ConfigError for parameters of pairs of replies in a run that has none."""
+    known = PreferenceConfig()
+    if not config.on_pairs and config.preference != known:
+        changed = [
+            one.name for one in fields(known) if getattr(config.preference, one.name) != getattr(known, one.name)
+        ]
+        raise ConfigError([f"preference.{name}: has no effect here; train with dpo, or remove it" for name in changed])
 
 
 def _check_own(config: TrainConfig, objective: Objective) -> None:

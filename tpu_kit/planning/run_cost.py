@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tpu_kit.config.loader import BatchPlan, TrainConfig, batch_arithmetic
+from tpu_kit.config.sections.data import GENERATED
 from tpu_kit.machine.chips import (
     FREE_SLICES,
     KAGGLE_HOURS_PER_SESSION,
@@ -55,15 +56,16 @@ def count_rows(config: TrainConfig) -> Count:
     if not _has_tokenizer(config):
         return _count_by_characters(config)
     # Here, because they load torch, transformers and datasets.
+    from tpu_kit.data.pairs import PairLayout
     from tpu_kit.data.prepare import prepare
     from tpu_kit.model.weights.source import load_tokenizer
 
     data = config.data
-    elsewhere = data.eval_source or data.eval_split or data.source == "embedded"
+    elsewhere = data.eval_source or data.eval_split or data.source in GENERATED
     data = replace(data, eval_source=None, eval_split=None, eval_rows=0 if elsewhere else data.eval_rows)
     most = config.rl.longest_prompt(data.max_length) if config.on_policy else None
     try:
-        prepared = prepare(data, load_tokenizer(config.model), max_prompt=most)
+        prepared = prepare(data, load_tokenizer(config.model), max_prompt=most, pairs=PairLayout.of(config))
         return Count(len(prepared.tasks.numbers) if prepared.tasks else len(prepared.train))
     except ValueError as error:  # the run raises it too
         return Count(None, str(error))
@@ -90,7 +92,7 @@ def count_updates(config: TrainConfig, replicas: int, rows: Count) -> Count:
 def _costly(config: TrainConfig) -> str:
     """Says why the rows are not counted; empty where they can be counted."""
     size, known = 0, "; set optim.max_steps"
-    for source in (str(one.source) for one in config.data.by_source if one.source != "embedded"):
+    for source in (str(one.source) for one in config.data.by_source if one.source not in GENERATED):
         if "://" in source:
             return f"data.source={source} is in an object store, and is not read for a plan{known}"
         files = [Path(name) for name in glob.glob(source)]
@@ -113,7 +115,7 @@ def _count_by_characters(config: TrainConfig) -> Count:
         sources = [load_rows(str(one.source), one.split, skip=True) for one in data.by_source]
     except ValueError as error:  # the run raises it too
         return Count(None, str(error))
-    elsewhere, every = data.eval_source or data.eval_split or data.source == "embedded", sum(map(len, sources))
+    elsewhere, every = data.eval_source or data.eval_split or data.source in GENERATED, sum(map(len, sources))
     left = 1.0 if elsewhere else max(1, every - held_out_rows(data, every)) / every
     copies = [one.copies for one in data.mix] or [1.0]
     if config.on_policy or not data.packing:

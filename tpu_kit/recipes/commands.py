@@ -6,12 +6,13 @@ import argparse
 import contextlib
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from tpu_kit.config.commands import BAD_USAGE, CONFIG, JSON, OK, PREEMPTED, command, switch
-from tpu_kit.config.loader import ConfigError, describe
+from tpu_kit.config.loader import ConfigError, TrainConfig, describe, of_preferences, of_rewards
 from tpu_kit.exporting.options import ExportOptions
 from tpu_kit.generation.requests import AnsweringModel, Prompts
 from tpu_kit.generation.sampling import Sampling
@@ -53,15 +54,35 @@ def distill(args: argparse.Namespace) -> int:
 )
 def grpo(args: argparse.Namespace) -> int:
     """Train a model on its own answers, by rewards."""
-    return _fine_tune(args, "tpu_kit.recipes.grpo")
+    return _fine_tune(args, "tpu_kit.recipes.grpo", of_rewards)
 
 
-def _fine_tune(args: argparse.Namespace, module: str) -> int:
-    """Plans a run, and trains it unless `--dry-run` is given; `module` has the recipe."""
+@command(
+    "source=FILE has rows with a chosen and a rejected reply; losses=[sigmoid] names the losses, pref_beta=0.1 says\n"
+    "how close the model stays to its start; adapter=FOLDER is where it starts, run_name=NAME where it writes.\n\n"
+    + _TRAINS,
+    _RUN,
+)
+def dpo(args: argparse.Namespace) -> int:
+    """Train a model on pairs of a better and a worse reply."""
+    return _fine_tune(args, "tpu_kit.recipes.preference", of_preferences)
+
+
+def _fine_tune(
+    args: argparse.Namespace, module: str, trained: Callable[[TrainConfig], TrainConfig] | None = None
+) -> int:
+    """Plans a run, and trains it unless `--dry-run` is given.
+
+    Args:
+        args: of the command.
+        module: has the recipe.
+        trained: returns the run as the recipe trains it.
+    """
     if args.json and not args.dry_run:
         raise ConfigError(["--json: is for --dry-run, which prints the run plan; add it"])
     if not args.dry_run:
-        print(describe(args.config), flush=True)  # before torch is imported, which takes seconds
+        shown = trained(args.config) if trained else args.config
+        print(describe(shown), flush=True)  # before torch is imported, which takes seconds
     recipe = import_module(module)
     if args.dry_run:
         from tpu_kit.recipes.sft import dry_run

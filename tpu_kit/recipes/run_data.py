@@ -9,6 +9,7 @@ from tpu_kit.config.loader import BatchPlan, TrainConfig
 from tpu_kit.config.schema import LEAST_UPDATES
 from tpu_kit.data.chat.new_tokens import new_tokens
 from tpu_kit.data.held_out import NONE, Questions
+from tpu_kit.data.pairs import PairLayout
 from tpu_kit.data.prepare import Prepared, prepare
 from tpu_kit.data.rows.sources import SYNTHETIC
 from tpu_kit.machine.storage.run_folder import find_run
@@ -44,6 +45,7 @@ def prepare_run(config: TrainConfig, model: PreTrainedConfig | None = None) -> P
         learned=start.trained if start else NONE,
         max_prompt=max_prompt,
         model=config.model,
+        pairs=PairLayout.of(config),
     )
     if tokenizer is None or not config.lora.r:  # full fine-tuning trains the embeddings
         return prepared

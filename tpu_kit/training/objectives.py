@@ -57,12 +57,17 @@ class Objective(abc.ABC):
         divisor: the one of these by which logs divide the others; None for the weight.
         columns: name -> (numbers for each token, dtype) of tensors that the batch has besides, (B, S * numbers) each.
         trains_model: whether the model's own parameters get gradients, or `model.objective` alone.
+        measures_held_out: whether evaluations report the `extra` sums, too.
+        shares_prompts: whether documents of a row see a common prefix, in models where `attention.sees_all` holds; then
+            a batch has the column prefix_ids.
     """
 
     extra: tuple[str, ...] = ()
     divisor: str | None = None
     columns: Mapping[str, tuple[int, torch.dtype]] = MappingProxyType({})
     trains_model = True
+    measures_held_out = False
+    shares_prompts = False
 
     def means(self, sums: Mapping[str, float], weight: float) -> dict[str, float]:
         """Returns what logs show of the `extra` sums of some updates, of this weight; nan where nothing was summed."""

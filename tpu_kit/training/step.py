@@ -282,8 +282,9 @@ def eval_step(
     objective: Objective,
     runtime: Runtime,
 ) -> None:
-    """Adds the loss and the weight of one batch of each replica to `sums`, (2,) fp32, in place."""
+    """Adds the loss, the weight and N of the `extra` sums of a batch of each replica to `sums`, (2 + N,) fp32."""
     with torch.no_grad():
-        totals = torch.stack(objective(model, batch)[:2])
+        loss, weight, extra = objective(model, batch)
+        totals = torch.stack([loss, weight, *extra][: len(sums)])
         runtime.all_reduce([totals])
         sums.add_(totals)

@@ -155,7 +155,7 @@ class Trainer:
         self._logged, self._rows, self._tokens = state["logged"], state["rows"], state["tokens"]
         self._seconds, self.skipped = state["train_seconds"], state["skipped"]
         self.metrics = {name: math.nan if value is None else value for name, value in state["metrics"].items()}
-        if self.updates.splits:
+        if self.updates.keeps_state:
             self.updates.restore(checkpoint.document("updates"))
         self._history, self._wandb_id = checkpoint.document("history"), state.get("wandb_id")
         self.evaluations = Evaluations(self.config.optim.early_stop_patience, self._history or ())
@@ -188,6 +188,8 @@ class Trainer:
         rt = self.rt
         status: Status = "finished"
         self._started = time.monotonic()
+        if self.step < self.total and not self.updates.begin(self.step, agreement):
+            return "preempted"
         if self.step == 0 and self.total and self.prepared.eval is not None and not self.updates.splits:
             self._evaluate_start()
         self.model.train()
@@ -292,7 +294,10 @@ class Trainer:
                 **peak_memory(self.rt, self.predicted_bytes),
             )
         if self.rt.rank == 0:
-            for text in (*self._slowness.notice(pending.before, pending.now, steps), *self.updates.warnings(extra)):
+            for text in (
+                *self._slowness.notice(pending.before, pending.now, steps),
+                *self.updates.warnings(extra, last.step),
+            ):
                 _warn(text)
             if good and not weight and not self._split:
                 _warn(
@@ -356,6 +361,8 @@ class Trainer:
         if self._tracker is not None:
             vocabulary = models.text_config(self.model).vocab_size if objective == "supervised" else None
             self._tracker.log_start(loss, vocabulary, by_source)
+            for text in self.updates.warnings(by_source, 0):
+                _warn(text)
 
     def _evaluate(self, step: int) -> None:
         self.model.eval()
@@ -370,18 +377,20 @@ class Trainer:
         self.evaluations.add(step, loss, share, by_source | others)
 
     def _held_out_loss(self) -> tuple[float, dict[str, float]]:
-        """Returns the loss of the held-out rows, and that of each source of a mix, by "loss/NAME"."""
+        """Returns the loss of the held-out rows; by name that of each source of a mix, and what the loss measures."""
         assert self.prepared.eval is not None
         rt, parts, each = self.rt, self.prepared.eval_parts(), list[torch.Tensor]()
+        extra = self.objective.extra if self.objective.measures_held_out else ()
         for rows in parts.values():
-            each.append(sums := self._on_device((0.0, 0.0)))
+            each.append(sums := self._on_device((0.0,) * (2 + len(extra))))
             for batch in eval_batches(self.prepared.eval, rt.data_shards, rt.data_size, self.plan.batch_size, rows):
                 eval_step(self.model, rt.to_device([batch])[0], sums, self.objective, rt)
                 rt.sync()
         totals = [one.tolist() for one in rt.to_host(each)]
         every = [sum(column) for column in zip(*totals, strict=True)]
-        *losses, mean = (total / count if count else math.nan for total, count in (*totals, every))
-        return mean, {f"loss/{name}": loss for name, loss in zip(parts, losses, strict=True) if name}
+        *losses, mean = (total / count if count else math.nan for total, count, *_ in (*totals, every))
+        more = self.objective.means(dict(zip(extra, every[2:], strict=True)), every[1]) if extra else {}
+        return mean, {f"loss/{name}": loss for name, loss in zip(parts, losses, strict=True) if name} | more
 
     def _held_out_accuracy(self) -> tuple[Accuracy, dict[str, float]]:
         """Returns the correct answers to held-out rows with an answer to compare with, and shares by source."""
@@ -474,7 +483,7 @@ class Trainer:
             stored = sections(tensors)
             files, documents = result_files(self.model, stored.get("average", stored["parameters"]), self.config)
             files["training"] = tensors
-        documents |= {"updates": self.updates.document(self.step)} if self.updates.splits else {}
+        documents |= {"updates": self.updates.document(self.step)} if self.updates.keeps_state else {}
         documents |= {"state": state, "config": self.config.to_dict(), "history": self._tracker.history}
         documents |= self.record.identities
         metrics = {**self.metrics, **self.evaluations.figures(self.step)}

@@ -27,11 +27,13 @@ class Updates:
 
     Attributes:
         splits: whether the number of passes changes, so that an update is two programs.
+        keeps_state: whether a checkpoint needs a `document`.
         generator: answers held-out rows in place of their loss; None computes the loss.
         rows: number of rows of an epoch.
     """
 
     splits = False
+    keeps_state = False
     generator: Generator | None = None
 
     def __init__(self, config: TrainConfig, prepared: Prepared, plan: BatchPlan, rt: Runtime) -> None:
@@ -41,6 +43,10 @@ class Updates:
     def all(self) -> Iterator[Update]:
         """Yields the updates of the whole run."""
         return updates(self.rows, self._plan, self._config.optim)
+
+    def begin(self, step: int, agreement: PreemptionGuard) -> bool:
+        """Makes what all updates after a step need, on the device; returns False if the run is to stop before."""
+        return True
 
     def after(self, step: int, agreement: PreemptionGuard) -> Iterator[tuple[Update, int, list[Tensors]]]:
         """Yields the updates after a step, their tokens on all replicas without padding, and this replica's batches.
@@ -73,8 +79,8 @@ class Updates:
         """Returns further numbers for the log of some updates, each of which is asked for once."""
         return {}
 
-    def warnings(self, means: Mapping[str, float]) -> list[str]:
-        """Returns what to say about the means of a log, once each."""
+    def warnings(self, means: Mapping[str, float], step: int) -> list[str]:
+        """Returns what to say about the means of a log at a step, once each; step 0 is the first evaluation."""
         return []
 
     def document(self, step: int) -> dict[str, Any]:

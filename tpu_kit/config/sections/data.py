@@ -12,6 +12,9 @@ from typing import Any, Literal
 from tpu_kit.config.fields import closest, knob, knobs_of
 from tpu_kit.config.named_values import DataFormat, check_format, check_rows_held_out, check_source_name
 
+GENERATED = ("embedded", "embedded-images", "embedded-pairs")
+"""The sources whose rows code makes, with a split for evaluation."""
+
 _AMOUNTS = ("weight", "tokens", "repeat")
 _OF_DATA = ("split", "columns", "format", "system_prompt", "loss_on")  # null is the value of the data section
 _ROWS = re.compile(r"\.(jsonl|json|ndjson|csv|tsv|parquet)(\.\w+)?$")

@@ -366,12 +366,13 @@ def _missing_text(
     """Returns which columns a format lacks, and how to name them."""
     if not fmt and {"chosen", "rejected"} <= {column.strip().lower() for column in columns}:
         return (
-            "preference rows, pairs of a chosen and a rejected reply (DPO, ORPO), are not supported. To train on the "
-            "chosen replies: data.columns={question: prompt, answer: chosen}, with the names of your columns"
+            "preference rows, pairs of a chosen and a rejected reply, are for dpo. To train on the chosen replies "
+            "alone: data.columns={question: prompt, answer: chosen}, with the names of your columns"
         )
     wanted = f"format {fmt} needs {' and '.join(missing)}" if fmt else "they fit no format"
     without = f" ({', '.join(empty)} without values)" if empty else ""
     without += " (for grpo, prompts alone are data.format=prompt)" if not fmt and has_prompt else ""
+    without += " (rows with one reply and a label, of KTO, are not pairs)" if fmt == "preference" else ""
     example = f"{missing[0]}: COLUMN" if fmt else "question: problem, reasoning: rationale, answer: target"
     if not fmt and (chats := [column for column, kind in kinds.items() if kind == "turns"]):
         example = f"messages: {chats[0]}"

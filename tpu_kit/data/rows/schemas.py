@@ -1,8 +1,8 @@
 """Reads the conversation of a row from the columns that `columns.py` found.
 
 `config.named_values.FORMATS` names the formats, each with the function that reads it: `cot` (question, reasoning,
-answer), `messages` (chats, with tools), `prompt_completion`, `text` and `prompt`. `chat_encoding.py` encodes the
-conversation as token ids.
+answer), `messages` (chats, with tools), `prompt_completion`, `text`, `prompt` and `preference`. `chat_encoding.py`
+encodes the conversation as token ids.
 """
 
 import contextlib
@@ -54,6 +54,7 @@ class Conversation(NamedTuple):
         added: messages at the start that are not of the row: 1 with the system turn of `data.system_prompt`, else 0.
         begun: words with which the last reply begins and that are in the prompt; the model continues them.
         images: what the row gives for each `messages.IMAGE` in the texts; later each a `data.images.files.Picture`.
+        rejected: of a pair, the same prompt with the rejected reply.
     """
 
     messages: list[dict[str, Any]] | str
@@ -62,6 +63,7 @@ class Conversation(NamedTuple):
     added: int = 0
     begun: str = ""
     images: tuple[Any, ...] = ()
+    rejected: "Conversation | None" = None
 
     @property
     def asked(self) -> Any:
@@ -165,6 +167,10 @@ def conversation(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> 
     if not config.system_prompt or isinstance(talk.messages, str) or talk.messages[0]["role"] == "system":
         return talk
     turn = {"role": "system", "content": config.system_prompt}
+    if talk.rejected is not None:
+        assert not isinstance(talk.rejected.messages, str)
+        other = talk.rejected._replace(messages=[turn, *talk.rejected.messages], first=talk.rejected.first + 1, added=1)
+        talk = talk._replace(rejected=other)
     return talk._replace(messages=[turn, *talk.messages], first=talk.first + 1, added=1)
 
 
@@ -174,7 +180,7 @@ def _of_row(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conve
         if is_wanted(column, row.get(column)) is False:
             raise RowError(
                 f"its {column} is {str(row[column]).lower()}, so it is not wanted; remove such rows, or set "
-                f"data.columns={{{column}: ''}} to train on them (there is no preference tuning)"
+                f"data.columns={{{column}: ''}} to train on them"
             )
     talk: Conversation = imported(FORMATS[layout.format].read)(row, layout, config)
     return talk
@@ -246,7 +252,7 @@ def read_problem(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> 
     """Reads a question and its answer, with reasoning or without; raises RowError as `conversation`."""
     column, system, tools = layout.columns["question"], _system(row, layout, config), _tools(row, layout)
     question, reasoning, answer = problem(row, layout, config).values()
-    earlier = _history(row, layout)
+    earlier = history(row, layout)
     turns = [*earlier, {"role": "user", "content": question}, _reply(row, layout, config, tools, reasoning, answer)]
     messages = read_messages(turns, column, 1, system, config, layout)
     if not earlier:
@@ -280,12 +286,12 @@ def read_completion(row: Mapping[str, Any], layout: Layout, config: DataConfig) 
     columns = layout.columns
     prompt, completion = (_turns(row, columns[role], layout) for role in ("prompt", "completion"))
     if isinstance(prompt, list) and prompt and all(isinstance(turn, Mapping) for turn in prompt):
-        if not _is_turns(completion):
+        if not is_turns(completion):
             completion = [{"role": "assistant", "content": _cell(row, columns["completion"])}]
         system = _system(row, layout, config)
         messages = read_messages(prompt + completion, columns["completion"], len(prompt), system, config, layout)
         return _continued(messages, len(messages) - len(completion), _tools(row, layout))
-    if _is_turns(completion):
+    if is_turns(completion):
         raise RowError("prompt and completion must both be text or both be lists of messages")
     for role in ("system", "tools"):
         if is_filled(row.get(columns.get(role, ""))):
@@ -298,7 +304,8 @@ def read_completion(row: Mapping[str, Any], layout: Layout, config: DataConfig) 
     return Conversation(asked + _cell(row, columns["completion"]), len(asked))
 
 
-def _is_turns(value: Any) -> TypeGuard[list[Any]]:
+def is_turns(value: Any) -> TypeGuard[list[Any]]:
+    """Whether a value is a list with messages."""
     return isinstance(value, list) and any(
         isinstance(turn, Mapping) and ("role" in turn or "from" in turn) for turn in value
     )
@@ -307,11 +314,11 @@ def _is_turns(value: Any) -> TypeGuard[list[Any]]:
 def _turns(row: Mapping[str, Any], column: str, layout: Layout) -> Any:
     """Returns a cell of messages, or one message, as their list; any other cell as it is."""
     value = parsed(row.get(column), column) if column in layout.chats else row.get(column)
-    is_one = isinstance(value, Mapping) and _is_turns([value]) and bool({"content", "value", "tool_calls"} & {*value})
+    is_one = isinstance(value, Mapping) and is_turns([value]) and bool({"content", "value", "tool_calls"} & {*value})
     return [value] if is_one else value
 
 
-def _history(row: Mapping[str, Any], layout: Layout) -> list[dict[str, Any]]:
+def history(row: Mapping[str, Any], layout: Layout) -> list[dict[str, Any]]:
     """Returns the turns before the question, from a list of messages or of pairs of a question and its reply."""
     column = layout.columns.get("history", "")
     value = row.get(column)
@@ -319,7 +326,7 @@ def _history(row: Mapping[str, Any], layout: Layout) -> list[dict[str, Any]]:
         value = parsed(value, column)
     if not is_filled(value):
         return []
-    if _is_turns(value):
+    if is_turns(value):
         return list(value)
     turns: list[dict[str, Any]] = []
     for pair in value if isinstance(value, list) else [None]:
@@ -465,10 +472,10 @@ def _last_turn(
         return []
     if is_answered:
         said = turns[-1].get("content", turns[-1].get("value"))
-        if said == row[columns["answer"]] or (_is_turns(given) and turns[-len(given) :] == given):
+        if said == row[columns["answer"]] or (is_turns(given) and turns[-len(given) :] == given):
             return []
         raise RowError(f"column {columns['messages']!r} ends in a reply, and {columns['answer']!r} holds another")
-    if _is_turns(given):
+    if is_turns(given):
         if is_filled(row.get(columns.get("reasoning", ""))):
             raise RowError(
                 f"column {columns['answer']!r} holds messages, and column {columns['reasoning']!r} their reasoning; "

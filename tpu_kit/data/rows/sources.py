@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -74,6 +74,8 @@ def load_rows(source: str, split: str = "train", seed: int = 0, *, skip: bool = 
     """
     if source == "embedded":
         rows = _embedded(split, seed)
+    elif source == "embedded-pairs":
+        rows = _embedded(split, seed, embedded.preference_rows)
     elif source == "embedded-images":
         rows = _embedded_images(split, seed)
     elif any(os.path.isfile(os.path.join(source, name)) for name in _SAVED):  # false, too, where it may not be read
@@ -313,12 +315,12 @@ def _cause(error: BaseException) -> str:
     return "it has no rows" if "corresponds to no data" in text or "BatchSize must be greater" in text else text
 
 
-def _embedded(split: str, seed: int) -> Dataset:
+def _embedded(split: str, seed: int, make: Callable[..., list[dict[str, str]]] = embedded.cot_rows) -> Dataset:
     match = _SPLIT.fullmatch(split)
     if not match or match[1] not in EMBEDDED_ROWS:
         raise ValueError(f'data source embedded has the splits "train" and "eval", as in "train[:100]", not {split!r}')
     count = int(match[2]) if match[2] else EMBEDDED_ROWS[match[1]]
-    return Dataset.from_list(embedded.cot_rows(match[1], count, seed))
+    return Dataset.from_list(make(match[1], count, seed))
 
 
 def _embedded_images(split: str, seed: int) -> Dataset:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from tpu_kit.config.fields import ConfigError, closest
 from tpu_kit.config.loader import TrainConfig
 from tpu_kit.config.schema import RlConfig
+from tpu_kit.config.sections.data import GENERATED
 from tpu_kit.distributed.detection import slice_problems
 from tpu_kit.machine.chips import Chip, Topology, parse_accelerator_type
 from tpu_kit.machine.host import is_path
@@ -22,7 +23,6 @@ _ON_GKE = ("jobset", "xpk")
 _IN_A_ZONE = ("xpk", "gcloud")
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")  # what all four accept: xpk allows 40 characters
 _IMAGE = re.compile(r"([\w.-]+(:\d+)?/)?[a-z0-9]+([._/-]+[a-z0-9]+)*(:[\w.-]+|@sha256:[0-9a-f]{64})")
-_GENERATED = ("embedded", "synthetic")
 
 
 class Offer(NamedTuple):
@@ -157,7 +157,7 @@ def _place_problems(config: TrainConfig, in_own_image: bool) -> list[str]:
         *((name, config[name], "give its name on the Hugging Face hub") for name in ("model.name", "distill.teacher")),
         ("distill.files", config.distill.files, "set distill.files=null"),
     ):
-        if place is None or place in _GENERATED or "://" in place:
+        if place is None or place in (*GENERATED, "synthetic") or "://" in place:
             continue
         if is_path(name, place) or Path(place).exists():
             problems.append(f"{name}: {place!r} is on this machine, and the hosts cannot read it; {advice}")

@@ -148,10 +148,10 @@ def evaluate(config: TrainConfig, prepared: Prepared, adapter_dir: str | Path | 
     count, rule = config.tracking.generate_rows or None, verifier_named(config.tracking.verifier)
     source_rows = prepared.eval.documents.source_rows
     documents = np.flatnonzero(np.isin(source_rows, drawn(np.unique(source_rows), config.data.seed)[:count]))
-    ids, masks = zip(*map(prepared.eval.document, documents.tolist()), strict=True)
+    ids, masks = zip(*map(prepared.eval_document, documents.tolist()), strict=True)
     ask = GenerationRequest(prompt_ids(prepared, count), Sampling(config.tracking.generate_tokens))
     rows, images = [each.tolist() for each in ids], prepared.eval.further
-    if images is not None:
+    if prepared.eval.documents.images is not None:
         numbered = zip(rows, documents.tolist(), strict=True)
         rows = [images.with_pictures(row, prepared.eval.documents, number) for row, number in numbered]
     answers = answer(config, [ask], rows, adapter_dir=adapter_dir, batch_size=ANSWERED_AT_ONCE)

@@ -59,7 +59,7 @@ def trace_step(config: TrainConfig, num_replicas: int, part: str = "step") -> Pr
         split = SplitStep(model, state, objective, config.optim, replica) if part != "step" else None
         rows, length = plan.batch_size * shards, config.data.max_length
         columns = {name: (1, dtype) for name, dtype in ROW.items()} | dict(objective.columns)
-        if config.optim.objective == "policy" and attention.sees_all(model):
+        if objective.shares_prompts and attention.sees_all(model):
             columns |= {"prefix_ids": (1, torch.int32)}
         shapes: dict[str, Any] = {name: ((length * width,), dtype) for name, (width, dtype) in columns.items()}
         if config.model.images:

@@ -17,6 +17,7 @@ from tpu_kit.config.loader import TrainConfig
 from tpu_kit.data.batching import Documents, PackedDataset
 from tpu_kit.model import causal_lm as models
 from tpu_kit.training.losses.loss import IGNORE, Likelihood, chunked, rows_in_chunks, shift_labels, token_logprobs
+from tpu_kit.training.losses.segment_sums import sum_by_segment
 from tpu_kit.training.objectives import Cost, Objective, Sums
 
 GAP = 0.1
@@ -34,6 +35,7 @@ class PolicyObjective(Objective):
 
     extra = ("tokens", "entropy", "clip_low", "clip_high", "kl", "sampler_gap", "sampler_gap_outside")
     divisor = "tokens"
+    shares_prompts = True
 
     def __init__(self, config: TrainConfig) -> None:
         self._rl, self._chunk = config.rl, config.optim.loss_chunk
@@ -104,7 +106,7 @@ class PolicyObjective(Objective):
         old = batch["old_logps"] if "old_logps" in batch else logps.detach()
         log_ratio = (logps - old) * mask
         if rl.importance_sampling_level == "sequence":
-            log_ratio = sum_by_document(log_ratio * batch["share"], segments)
+            log_ratio = sum_by_segment(log_ratio * batch["share"], segments)
         ratio = log_ratio.exp()
         low, high = (ratio < 1 - rl.epsilon) & (advantages < 0), ratio > 1 + rl.epsilon_high
         if rl.loss_type == "cispo":
@@ -127,15 +129,9 @@ class PolicyObjective(Objective):
     def _correction(self, difference: torch.Tensor, segments: torch.Tensor) -> torch.Tensor:
         """Computes importance weights for the difference between trainer and sampler, (B, S)."""
         level, _, bound = self.correction.partition("_")
-        ratio = (sum_by_document(difference, segments) if level == "sequence" else difference).exp()
+        ratio = (sum_by_segment(difference, segments) if level == "sequence" else difference).exp()
         cap = self._rl.importance_sampling_cap
         return ratio.clamp(max=cap) if bound == "truncate" else torch.where(ratio <= cap, ratio, 0.0)
-
-
-def sum_by_document(values: torch.Tensor, segments: torch.Tensor) -> torch.Tensor:
-    """Returns at each position of packed rows (B, S) the sum over the positions of its document."""
-    same = segments[:, :, None] == segments[:, None, :]
-    return torch.where(same, values[:, None, :], 0.0).sum(-1)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from tpu_kit.generation.generator import Generator
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.machine.storage import atomic
 from tpu_kit.model import attention
+from tpu_kit.training.losses.pair_updates import PairUpdates
 from tpu_kit.training.losses.policy_gradient import GAP, PolicyObjective, Sampled, pack
 from tpu_kit.training.losses.rollout import (
     Judge,
@@ -93,7 +94,10 @@ def source_of_updates(
     reward_funcs: Sequence[Any] | None,
     total: int,
 ) -> Iterator[Updates]:
-    """Yields where the batches of a run of `total` updates come from: packed rows, or rollouts with their rewards."""
+    """Yields where the batches of a run of `total` updates come from: packed rows, pairs, or rollouts with rewards."""
+    if config.on_pairs:
+        yield PairUpdates(config, prepared, plan, rt, model, objective)
+        return
     if not config.on_policy:
         yield Updates(config, prepared, plan, rt)
         return
@@ -123,6 +127,7 @@ class Rollouts(Updates):
     """
 
     splits = True
+    keeps_state = True
 
     def __init__(
         self,
@@ -193,7 +198,7 @@ class Rollouts(Updates):
         means = {name: [metrics[name] for metrics in each if name in metrics] for name in names}
         return {name: sum(values) / len(values) for name, values in means.items()}
 
-    def warnings(self, means: Mapping[str, float]) -> list[str]:
+    def warnings(self, means: Mapping[str, float], step: int) -> list[str]:
         """Says once when no reward teaches anything, and when sampler and trainer differ much.
 
         After the first of several updates of a rollout, sampler and trainer do differ.

@@ -1,0 +1,78 @@
+"""The preference section: what `dpo` learns from pairs of replies, with the losses of TRL by their names there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tpu_kit.config.fields import knob
+
+FREE = ("simpo", "orpo", "sft")
+"""The losses that compare with no reference."""
+LOSSES = (
+    "sigmoid", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down",
+    "discopop", "sigmoid_norm", *FREE,
+)  # fmt: skip
+_SORTED = "sorts the pairs of a batch, so its loss would depend on how rows are divided into passes; use sigmoid"
+REFUSED = {
+    "aot": _SORTED, "aot_pair": _SORTED, "aot_unpaired": _SORTED,
+    "cpo": "is sigmoid without a reference; use simpo or orpo", "kto_pair": "is no loss of TRL any more; use apo_zero",
+    "kto": "is for rows with one reply, which are not supported; use pairs of a chosen and a rejected one",
+}  # fmt: skip
+"""Names of losses that there are elsewhere -> what to do instead."""
+
+
+def check_losses(names: tuple[str, ...]) -> None:
+    """Raises ValueError if a text is no loss, or one is given twice."""
+    problems = [f"{name!r} {REFUSED[name]}" for name in names if name in REFUSED]
+    problems += [
+        f"{name!r} is no loss; use {', '.join(LOSSES)}" for name in names if name not in LOSSES and name not in REFUSED
+    ]
+    problems += ["names a loss twice; set loss_weights"] * (len({*names}) < len(names))
+    if problems or not names:
+        raise ValueError("; ".join(problems) or f"names no loss; use {', '.join(LOSSES)}")
+
+
+@dataclass(frozen=True)
+class PreferenceConfig:
+    """What `dpo` learns from pairs of a chosen and a rejected reply; losses and formulas are TRL's."""
+
+    losses: tuple[str, ...] = knob(
+        ("sigmoid",),
+        f"Losses of a pair, which are added: {', '.join(LOSSES)}. sigmoid is DPO's own; simpo, orpo and sft compare "
+        "with no reference.",
+        check=check_losses,
+    )
+    loss_weights: tuple[float, ...] | None = knob(None, "A weight for each loss; null = 1.")
+    pref_beta: float = knob(
+        0.1, "TRL's beta: rewards are this times the difference of log-probabilities (simpo: 2 or more).", above=0
+    )
+    pref_smoothing: float = knob(
+        0.0, "TRL's label_smoothing: the share of pairs that are labelled the wrong way round; of robust, exo_pair and "
+        "simpo.", at_least=0, below=0.5,
+    )  # fmt: skip
+    simpo_gamma: float = knob(0.5, "The margin that simpo asks of a pair's rewards.", at_least=0)
+    discopop_tau: float = knob(0.05, "The temperature of discopop.", above=0)
+    f_divergence: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = knob(
+        "reverse_kl", "The divergence from the reference that the losses of scores limit."
+    )
+    f_alpha: float = knob(0.5, "The coefficient of alpha_divergence.", above=0)
+    ld_alpha: float | None = knob(
+        None, "Weight of the tokens of the longer reply beyond the length of the shorter one (LD-DPO); null = 1.",
+        at_least=0, at_most=1,
+    )  # fmt: skip
+    reference: Literal["start", "step"] = knob(
+        "start",
+        "start: the model as it starts, with its adapter, computed once before the first update; step: the model "
+        "without its adapter, computed in each update.",
+    )
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weight of each loss."""
+        return dict(zip(self.losses, self.loss_weights or (1.0,) * len(self.losses), strict=True))
+
+    @property
+    def compares(self) -> bool:
+        """Whether a loss compares with a reference."""
+        return not {*self.losses} <= {*FREE}

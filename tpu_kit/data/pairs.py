@@ -1,0 +1,289 @@
+"""Pairs of replies as units of packed rows: the prompt once, then the chosen and the rejected reply.
+
+A unit is one document of `batching.Documents`, so packing never splits it. In it each reply is a segment that begins
+with the last token of the prompt, which predicts its first one; the tokens before are a prefix that both replies see
+(`layer_inputs.Visibility`). For models that cannot share a prefix each reply is a segment with its own prompt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from tpu_kit.data.batching import Documents, PackedDataset
+from tpu_kit.data.rows.preferences import common_length
+
+if TYPE_CHECKING:
+    from tpu_kit.config.loader import TrainConfig
+    from tpu_kit.data.chat.chat_encoding import Example
+    from tpu_kit.data.tokenizing import Tokenized
+
+
+class PairTokens(NamedTuple):
+    """The sizes of a pair of tokenised replies, each after its prompt, in tokens.
+
+    Attributes:
+        prompt: with which both begin and that carry no loss.
+        chosen: of the prompt and the chosen reply.
+        same: with which both begin.
+        moved: 1 if the prompt ends earlier than the loss of one of them begins, else 0.
+    """
+
+    prompt: int
+    chosen: int
+    same: int
+    moved: int
+
+
+class Unit(NamedTuple):
+    """The segments of a unit, in tokens; the rest is the rejected reply.
+
+    Attributes:
+        prefix: that both replies see; 0 if they have their own prompts.
+        chosen: of the segment with the chosen reply.
+    """
+
+    prefix: int
+    chosen: int
+
+
+class PairLayout(NamedTuple):
+    """How pairs become units.
+
+    Attributes:
+        shares: whether both replies see one copy of the prompt.
+        learns_prompt: whether the prompt of the chosen reply has labels too, which needs its own copy.
+        ld_alpha: weight of the tokens of the longer reply beyond the length of the shorter one.
+    """
+
+    shares: bool
+    learns_prompt: bool = False
+    ld_alpha: float = 1.0
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> PairLayout | None:
+        """Returns the layout of a run; None for a run without pairs."""
+        if not config.on_pairs:
+            return None
+        from tpu_kit.model.shape_cache import read_shape
+
+        learns_prompt = "orpo" in config.preference.losses  # as in TRL, where its likelihood is that of the prompt, too
+        alpha = 1.0 if config.preference.ld_alpha is None else config.preference.ld_alpha
+        return cls(not learns_prompt and read_shape(config.model).sees_all, learns_prompt, alpha)
+
+
+class PairCounts(NamedTuple):
+    """Counts of pairs for the report.
+
+    Attributes:
+        pairs: usable.
+        equal: left out, as both replies are the same.
+        cut_equal: left out, as both replies are the same after truncation.
+        no_room: left out, as the prompt leaves no room for a token of each reply.
+        moved: usable ones whose prompt ends earlier than in one of the two renderings.
+        tokens: of the units.
+        apart: of the same pairs as two documents each.
+    """
+
+    pairs: int
+    equal: int
+    cut_equal: int
+    no_room: int
+    moved: int
+    tokens: int
+    apart: int
+
+    def lines(self) -> list[str]:
+        """Returns the lines of the report."""
+        reasons = {
+            "have the same reply twice": self.equal, "have the same reply twice after truncation": self.cut_equal,
+            "have a prompt that fills data.max_length": self.no_room,
+        }  # fmt: skip
+        left_out = "".join(f"; left out: {count:,} {reason}" for reason, count in reasons.items() if count)
+        shared = f", {1 - self.tokens / self.apart:.0%} fewer than as two documents" if self.tokens < self.apart else ""
+        lines = [
+            f"pairs            {self.pairs:,}, {self.tokens / self.pairs:.0f} tokens each{shared}{left_out}",
+        ]
+        if self.moved:
+            lines.append(
+                f"prompts          {self.moved:,} end before the loss of one reply begins: the two are rendered "
+                "differently from there on"
+            )
+        return lines
+
+
+def joined(chosen: Example, rejected: Example) -> tuple[list[int], list[bool], PairTokens]:
+    """Returns the tokens and the loss mask of both replies, one after the other, and their sizes."""
+    (ids, mask), (other, other_mask) = chosen, rejected
+    same = common_length(ids, other)
+    begins = mask.index(True), other_mask.index(True)
+    prompt = min(same, *begins)
+    return [*ids, *other], [*mask, *other_mask], PairTokens(prompt, len(ids), same, int(prompt < max(begins)))
+
+
+def as_units(tokens: Tokenized, shares: bool) -> tuple[Tokenized, PairCounts]:
+    """Makes units of at most `data.max_length` tokens of tokenised pairs, and leaves out those without a lesson.
+
+    The end of the longer reply is cut first, and never the prompt.
+
+    Raises:
+        ValueError: no pair is left.
+    """
+    documents, length = tokens.documents, tokens.encoder.config.max_length
+    assert documents.pairs is not None and not len(tokens.earlier)
+    prompt, chosen, same, moved = documents.pairs.astype(np.int64).T
+    prefix = np.maximum(prompt - 1, 0) * shares
+    whole = np.stack([chosen, documents.lengths - chosen]) - prefix
+    room, shorter = length - prefix, whole.min(0)
+    most = np.where(2 * shorter <= room, room - shorter, room // 2)
+    kept = np.minimum(whole, np.maximum(most, 0))
+
+    # The place of each token in its reply, with the prompt.
+    starts = np.repeat(np.cumsum(documents.lengths) - documents.lengths, documents.lengths)
+    place = np.arange(len(documents.input_ids)) - starts
+    of_chosen, of_prefix, *of_kept = (np.repeat(one, documents.lengths) for one in (chosen, prefix, *(prefix + kept)))
+    is_rejected = place >= of_chosen
+    place = np.where(is_rejected, place - of_chosen, place)
+    taken = (place < np.where(is_rejected, of_kept[1], of_kept[0])) & ~(is_rejected & (place < of_prefix))
+    learned = [
+        np.add.reduceat((documents.loss_mask & taken & side).astype(np.int64), np.unique(starts))
+        for side in (~is_rejected, is_rejected)
+    ]
+    equal = (same == chosen) & (whole[0] == whole[1])
+    no_room = (np.minimum(*learned) == 0) & ~equal
+    cut_equal = (kept[0] == kept[1]) & (same >= prefix + kept[0]) & ~equal & ~no_room
+    usable = ~(equal | cut_equal | no_room)
+    if not usable.any():
+        raise ValueError(
+            f"{tokens.source}: no pair is left of {len(usable):,}: {equal.sum():,} have the same reply twice, "
+            f"{cut_equal.sum():,} after truncation to data.max_length={length}, and {no_room.sum():,} have prompts "
+            "that fill it; raise it, or give other rows"
+        )
+    chosen_tokens = np.repeat(usable, documents.lengths) & taken
+    lengths = (prefix + kept.sum(0))[usable]
+    made = replace(
+        documents, input_ids=documents.input_ids[chosen_tokens], loss_mask=documents.loss_mask[chosen_tokens],
+        lengths=lengths, source_rows=documents.source_rows[usable],
+        pairs=np.stack([prefix, kept[0]], 1)[usable].astype(np.int32),
+    )  # fmt: skip
+    counts = PairCounts(
+        int(usable.sum()), int(equal.sum()), int(cut_equal.sum()), int(no_room.sum()), int(moved[usable].sum()),
+        int(lengths.sum()), int((kept.sum(0) + 2 * prefix)[usable].sum()),
+    )  # fmt: skip
+    full = prefix + whole.sum(0)
+    return tokens.selected(usable, made, full[usable]), counts
+
+
+def as_chosen(tokens: Tokenized) -> Tokenized:
+    """Makes documents of the chosen replies alone, of at most `data.max_length` tokens, of tokenised pairs."""
+    documents, encoder = tokens.documents, tokens.encoder
+    assert documents.pairs is not None
+    whole = documents.pairs[:, PairTokens._fields.index("chosen")].astype(np.int64)
+    lengths = np.minimum(whole, encoder.config.max_length)
+    starts = np.repeat(np.cumsum(documents.lengths) - documents.lengths, documents.lengths)
+    kept = np.arange(len(documents.input_ids)) - starts < np.repeat(lengths, documents.lengths)
+    made = replace(
+        documents, input_ids=documents.input_ids[kept], loss_mask=documents.loss_mask[kept], lengths=lengths, pairs=None
+    )
+    note = "the chosen replies alone are used; dpo compares both"
+    encoder = replace(encoder, layout=replace(encoder.layout, notes=(*encoder.layout.notes, note)))
+    return replace(tokens.selected(np.ones(len(documents), dtype=bool), made, whole), encoder=encoder)
+
+
+def with_reply(dataset: PackedDataset, number: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the token ids and the loss mask of a document, of a pair those with the chosen reply."""
+    ids, mask = dataset.document(number)
+    if dataset.documents.pairs is None:
+        return ids, mask
+    end = int(dataset.documents.pairs[number].sum())
+    return ids[:end], mask[:end]
+
+
+class PairColumns:
+    """The tensors of pairs in batches of packed rows; picklable. It is a `PackedDataset.further`.
+
+    position_ids, segment_ids and labels are replaced, prefix_ids added if the replies share prompts. Others, (B, S):
+
+        pairs: int32, the number of the token's pair in its row, from 1; 0 in empty slots.
+        sign: fp32, at the positions that predict tokens with loss 1 in the chosen and -1 in the rejected reply, with
+            `ld_alpha` its multiple, 0 elsewhere.
+        reference: fp32, the reference's log-probability of a reply at its first such position, 0 elsewhere.
+        token_share: fp32, at the positions whose negative log-likelihood counts for sft and orpo, pairs / tokens; 0
+            elsewhere.
+
+    Args:
+        documents: the units.
+        layout: how they were made.
+
+    Attributes:
+        units: int32 (documents, 2), a `Unit` each.
+        reference: fp32 (documents, 2), the log-probabilities of the chosen and the rejected reply; NaN until known.
+        scale: multiplies token_share, which makes it pairs / tokens of what is summed.
+    """
+
+    def __init__(self, documents: Documents, layout: PairLayout) -> None:
+        assert documents.pairs is not None
+        self.units, self.layout, self.scale = documents.pairs, layout, 1.0
+        self.reference = np.full(self.units.shape, np.nan, dtype=np.float32)
+        sizes = np.stack([self.units.sum(1), documents.lengths - self.units.sum(1)], 1).flatten()
+        starts = (np.cumsum(sizes) - sizes)[::2]  # of each unit, and behind its chosen reply
+        ends = np.stack([starts, starts + sizes[::2]], 1).flatten()
+        learned = np.add.reduceat(documents.loss_mask.astype(np.int64), ends)[::2]
+        self._counted = self.units[:, 1] - 1 if layout.learns_prompt else learned
+
+    def share(self, dataset: PackedDataset, rows: np.ndarray) -> float:
+        """Returns pairs / tokens with a token_share of some rows."""
+        numbers = np.concatenate([dataset.documents_of(row) for row in rows.tolist()])
+        return len(numbers) / float(self._counted[numbers].sum())
+
+    def fingerprint(self) -> bytes:
+        """Returns a hash of the units and their layout."""
+        return self.units.tobytes() + repr(self.layout).encode()
+
+    def add(self, dataset: PackedDataset, rows: np.ndarray, tensors: dict[str, torch.Tensor]) -> None:
+        """Replaces and adds the tensors of some rows; see `PackedDataset.tensors`."""
+        shape = tensors["input_ids"].shape
+        kinds = {"pairs": torch.int32, "sign": torch.float32, "reference": torch.float32, "token_share": torch.float32}
+        kinds |= {"prefix_ids": torch.int32} if self.layout.shares else {}
+        tensors |= {name: torch.zeros(shape, dtype=dtype) for name, dtype in kinds.items()}
+        arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
+        for i, row in enumerate(rows):
+            segment = start = 0
+            for pair, number in enumerate(dataset.documents_of(row) if row >= 0 else (), 1):
+                ids, mask = dataset.document(number)
+                here = {name: array[i, start : start + len(ids)] for name, array in arrays.items()}
+                segment = self._fill(here, int(number), pair, segment, ids, mask)
+                start += len(ids)
+        tensors["token_share"] *= self.scale
+
+    def _fill(
+        self, here: dict[str, np.ndarray], number: int, pair: int, segment: int, ids: np.ndarray, mask: np.ndarray
+    ) -> int:
+        """Writes one unit; returns the number of its last segment."""
+        unit = Unit(*self.units[number].tolist())
+        first, second = unit.prefix, unit.prefix + unit.chosen
+        here["pairs"][:] = pair
+        if unit.prefix:
+            segment += 1
+            here["segment_ids"][:first], here["position_ids"][:first] = segment, np.arange(first)
+        if self.layout.shares:
+            here["prefix_ids"][:first], here["prefix_ids"][first:] = pair, -pair
+        sides = (slice(first, second), slice(second, len(ids)))
+        lengths = [int(mask[side].sum()) for side in sides]
+        for side, sign in zip(sides, (1.0, -1.0), strict=True):
+            segment += 1
+            tokens = np.arange(side.stop - side.start)
+            here["segment_ids"][side], here["position_ids"][side] = segment, unit.prefix + tokens
+            predicts = side.start + np.flatnonzero(mask[side]) - 1
+            weights = np.where(np.arange(len(predicts)) < min(lengths), 1.0, self.layout.ld_alpha)
+            here["sign"][predicts] = sign * weights
+            here["reference"][predicts[0]] = self.reference[number, int(sign < 0)]
+            if sign > 0:
+                here["token_share"][predicts] = 1.0
+                if self.layout.learns_prompt:
+                    here["labels"][first + 1 : second] = ids[first + 1 : second]
+                    here["token_share"][first : second - 1] = 1.0
+        return segment

@@ -1,0 +1,144 @@
+"""Reads rows of preferences: a prompt with a chosen and a rejected reply, in the forms that data sets have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from tpu_kit.config.loader import DataConfig
+from tpu_kit.data.rows import schemas
+from tpu_kit.data.rows.columns import Layout, role_of
+from tpu_kit.data.rows.field_values import RowError, is_filled, parsed
+from tpu_kit.data.rows.messages import content_text
+from tpu_kit.data.rows.schemas import Conversation, is_turns, read_completion
+
+_PROMPT, _COMPLETION = "prompt", "completion"
+
+
+def read_pair(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
+    """Reads the chosen conversation of a row, with the rejected one as its `rejected`.
+
+    The prompt is a list of messages, the text of a question, which becomes a user turn, or plain text in a column
+    `prompt`, as in TRL. Without a prompt it is the common beginning of both replies. Replies that repeat the prompt,
+    as whole chats do, are read without it.
+
+    Raises:
+        RowError: as `schemas.conversation`; or the two replies are in different forms.
+    """
+    columns = layout.columns
+    prompt = _prompt(row, layout)
+    chosen, rejected = (_reply(row, columns[role], layout) for role in ("chosen", "rejected"))
+    if isinstance(chosen, list) != isinstance(rejected, list):
+        raise RowError(f"columns {columns['chosen']!r} and {columns['rejected']!r} must both be text or both messages")
+    if isinstance(chosen, list) and isinstance(rejected, list):
+        prompt, chosen, rejected = _of_turns(prompt, chosen, rejected, columns)
+    elif prompt is None:
+        prompt, chosen, rejected = _of_texts(str(chosen), str(rejected))
+    of_system = {"system": columns["system"]} if "system" in columns else {}
+    of_tools = {"tools": columns["tools"]} if "tools" in columns else {}
+    read = replace(layout, columns={_PROMPT: _PROMPT, _COMPLETION: _COMPLETION, **of_system, **of_tools})
+    made = {name: row.get(name) for name in (*of_system.values(), *of_tools.values())} | {_PROMPT: prompt}
+    sides = []
+    for role, value in (("chosen", chosen), ("rejected", rejected)):
+        try:
+            sides.append(_side({**made, _COMPLETION: value}, read, config))
+        except RowError as error:
+            text = str(error).replace(f"column {_COMPLETION!r}", f"column {columns[role]!r}")
+            raise RowError(text.replace(f"column {_PROMPT!r}", "the prompt")) from error
+    return sides[0]._replace(rejected=sides[1])
+
+
+def _side(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
+    """Reads a prompt with one of its replies."""
+    prompt, reply = row[_PROMPT], row[_COMPLETION]
+    if prompt == "" and isinstance(reply, str):
+        if not reply.strip():
+            raise RowError(f"column {_COMPLETION!r} is empty")
+        return Conversation(reply, 0)
+    return read_completion(row, layout, config)
+
+
+def _prompt(row: Mapping[str, Any], layout: Layout) -> Any:
+    """Returns the prompt of a row as messages or as plain text; None without one."""
+    columns = layout.columns
+    for role in ("messages", "prompt"):
+        value = row.get(columns.get(role, ""))
+        if columns.get(role, "") in layout.chats or role == "messages":
+            value = parsed(value, columns.get(role, ""))
+        if is_turns(value) or (role == "prompt" and isinstance(value, str) and value.strip()):
+            return value
+        if role in columns and is_filled(value):
+            form = "a list of messages" if role == "messages" else "a text or a list of messages"
+            raise RowError(f"column {columns[role]!r} must be {form}, got {str(value)[:60]!r}")
+    if "question" not in columns:
+        return None
+    question = content_text(row.get(columns["question"]), f"column {columns['question']!r}")
+    context = row.get(columns.get("context", ""))
+    if is_filled(context):
+        question = f"{question}\n\n{content_text(context, columns['context'])}"
+    if not question.strip():
+        raise RowError(f"column {columns['question']!r} is empty")
+    return [*schemas.history(row, layout), {"role": "user", "content": question}]
+
+
+def _reply(row: Mapping[str, Any], column: str, layout: Layout) -> str | list[Any]:
+    """Returns a reply as text or as messages, of a list of several replies the first one."""
+    value = row.get(column)
+    if column in layout.chats:
+        value = parsed(value, column)
+    if isinstance(value, Mapping) and is_turns([value]):
+        value = [value]
+    if is_turns(value):
+        return list(value)
+    if isinstance(value, list) and value and all(isinstance(one, str) for one in value):
+        value = value[0]
+    if not isinstance(value, str) or not value.strip():
+        raise RowError(f"column {column!r} has no reply: {str(value)[:60]!r}; a pair needs a chosen and a rejected one")
+    return value
+
+
+def _of_turns(prompt: Any, chosen: list[Any], rejected: list[Any], columns: Mapping[str, str]) -> tuple[Any, Any, Any]:
+    """Returns the messages of the prompt and of both replies, which may be whole chats."""
+    same = 0
+    while same < min(len(chosen), len(rejected)) - 1 and _same_turn(chosen[same], rejected[same]):
+        same += 1
+    begins = role_of(chosen[0]) not in ("assistant", "tool") or same > 0
+    if not begins:
+        if prompt is None:
+            raise RowError(
+                f"columns {columns['chosen']!r} and {columns['rejected']!r} begin with a reply, and the row has no "
+                "prompt; name its column, as in data.columns={prompt: COLUMN}"
+            )
+        return ([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt), chosen, rejected
+    if not same:
+        raise RowError("the chosen and the rejected chat begin with different turns, so they have no common prompt")
+    shared = chosen[:same]
+    said = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}] if prompt else []
+    users = [_said(turn) for turn in said if role_of(turn) == "user"]
+    if users and users[-1] not in [_said(turn) for turn in shared if role_of(turn) == "user"]:
+        return [*said, *shared], chosen[same:], rejected[same:]
+    return (said if len(said) > len(shared) else shared), chosen[same:], rejected[same:]
+
+
+def _said(turn: Mapping[str, Any]) -> str:
+    return str(turn.get("content") or turn.get("value") or "").strip()
+
+
+def _same_turn(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return role_of(one) == role_of(other) and _said(one) == _said(other)
+
+
+def _of_texts(chosen: str, rejected: str) -> tuple[str, str, str]:
+    """Returns the whole words with which two texts begin alike, and their ends, each with the space before it."""
+    same = common_length(chosen, rejected)
+    while same and not chosen[same - 1].isspace():
+        same -= 1
+    same -= chosen[:same].endswith(" ")
+    return chosen[:same], chosen[same:], rejected[same:]
+
+
+def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Returns how many items two sequences begin with alike."""
+    shorter = min(len(one), len(other))
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), shorter)

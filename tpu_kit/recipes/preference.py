@@ -1,0 +1,28 @@
+"""Preference tuning (DPO and its family): the run of `sft.train` on pairs of a chosen and a rejected reply."""
+
+from __future__ import annotations
+
+from datasets import Dataset, DatasetDict
+
+from tpu_kit.config.loader import TrainConfig, of_preferences
+from tpu_kit.recipes import sft
+from tpu_kit.recipes.result import TrainResult
+
+
+def configured(config: TrainConfig) -> TrainConfig:
+    """Returns the run as `dpo` trains it."""
+    return of_preferences(config)
+
+
+def dpo(config: TrainConfig, dataset: Dataset | DatasetDict | None = None, *, exact: bool = False) -> TrainResult:
+    """Trains a model on pairs of replies, by the losses of `config.preference`.
+
+    Args:
+        config: the run; its section `preference`.
+        dataset: as in `sft.train`; rows need a chosen and a rejected reply.
+        exact: as in `sft.train`.
+
+    Raises:
+        ValueError: as in `sft.train`.
+    """
+    return sft.train(configured(config), dataset, exact=exact)

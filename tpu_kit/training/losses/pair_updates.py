@@ -1,0 +1,134 @@
+"""The updates of runs on pairs of replies, and their reference, which is computed before the first update."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+
+from tpu_kit.config.loader import BatchPlan, TrainConfig
+from tpu_kit.data.batching import PackedDataset, Update, eval_batches, prefetch, rows_of
+from tpu_kit.data.pairs import PairColumns
+from tpu_kit.data.prepare import Prepared
+from tpu_kit.distributed.preemption import PreemptionGuard
+from tpu_kit.distributed.progress import open_bar
+from tpu_kit.distributed.replica.runtime import Runtime
+from tpu_kit.training.losses.preference import PreferenceObjective, first_of_pairs
+from tpu_kit.training.objectives import Objective
+from tpu_kit.training.update_sources import Tensors, Updates
+
+_FALLEN = -1.0  # rewards of both replies from which on the model gives up what it could
+_GAP = 0.1  # nats of a token by which the model may differ from its reference before the first update
+_OfBatch = list[list[list[float]]]
+"""row -> pair -> the log-probabilities of its chosen and its rejected reply."""
+
+
+class PairUpdates(Updates):
+    """The updates of packed pairs.
+
+    With `preference.reference=start` the reference is the model before the first update, with the adapter that it
+    starts from. The log-probabilities of all replies are computed then, in the run's own shapes, and are a part of each
+    checkpoint: two numbers a pair.
+    """
+
+    def __init__(
+        self, config: TrainConfig, prepared: Prepared, plan: BatchPlan, rt: Runtime, model: torch.nn.Module,
+        objective: Objective,
+    ) -> None:  # fmt: skip
+        super().__init__(config, prepared, plan, rt)
+        assert isinstance(objective, PreferenceObjective)
+        self._model, self._objective, self._told = model, objective, set[str]()
+        self._compares = config.preference.compares
+        self._sets = {"train": prepared.train} | ({"eval": prepared.eval} if prepared.eval is not None else {})
+        self.keeps_state = self._compares and config.preference.reference == "start"
+
+    def begin(self, step: int, agreement: PreemptionGuard) -> bool:
+        """See `Updates.begin`: computes the reference of a new run."""
+        if step or not self.keeps_state:
+            return True
+        self._model.eval()
+        start = time.monotonic()
+        found = {name: self._of_replica(rows, agreement) for name, rows in self._sets.items()}
+        if not agreement.should_run(step + 1):
+            return False
+        for name, mine in found.items():
+            passes = zip(*self._rt.exchange(mine), strict=True)  # of all replicas, as `eval_batches` divides the rows
+            by_row = chain.from_iterable(chain.from_iterable(passes))
+            self._set(name, [pair for row in by_row for pair in row])
+        if self._rt.rank == 0:
+            pairs, seconds = sum(len(rows.documents) for rows in self._sets.values()), time.monotonic() - start
+            print(f"reference        {pairs:,} pairs by the model as it starts, in {seconds:.0f} s", flush=True)
+        return True
+
+    def _of_replica(self, rows: PackedDataset, agreement: PreemptionGuard) -> list[_OfBatch]:
+        """Computes the log-probabilities of the pairs in this replica's rows; incomplete if the run is to stop."""
+        rt, size, found = self._rt, self._plan.batch_size, list[_OfBatch]()
+        batches = prefetch(eval_batches(rows, rt.data_shards, rt.data_size, size))
+        shown = open_bar("reference", -(-len(rows) // (size * rt.data_size)), unit="batch")
+        with shown if rt.rank == 0 else contextlib.nullcontext() as bar:
+            for batch in batches:
+                if agreement.stopped_before(1):
+                    break
+                (sent,) = rt.to_device([batch])
+                both = self._objective.logprobs(self._model, sent)
+                rt.sync()
+                (values,) = rt.to_host([both])
+                firsts = first_of_pairs(batch["pairs"])
+                found.append([row[:, mask].T.tolist() for row, mask in zip(values.unbind(1), firsts, strict=True)])
+                if bar is not None:
+                    bar.update()
+        return found
+
+    def _set(self, name: str, pairs: Sequence[Sequence[float]]) -> None:
+        """Gives the pairs of a data set, in the order of its packed rows, their reference."""
+        rows = self._sets[name]
+        numbers = np.concatenate([rows.documents_of(row) for row in range(len(rows))])
+        table: np.ndarray = np.zeros((len(rows.documents), 2), dtype=np.float32)
+        table[numbers] = pairs
+        columns_of(rows).reference = table  # the array before may be of a file that all replicas map
+
+    def document(self, step: int) -> dict[str, Any]:
+        """See `Updates.document`: the reference of all pairs."""
+        return {name: columns_of(rows).reference.tolist() for name, rows in self._sets.items()}
+
+    def restore(self, document: Mapping[str, Any]) -> None:
+        """See `Updates.restore`."""
+        for name, rows in self._sets.items():
+            columns_of(rows).reference = np.array(document[name], dtype=np.float32)
+
+    def _made(self, step: int) -> Iterator[tuple[Update, int, list[Tensors]]]:
+        """As `Updates`; what counts tokens is divided by those of the whole update."""
+        for update, tokens, batches in super()._made(step):
+            taken = rows_of(update, self.rows, self._config.data, self._data.grouping)
+            share = columns_of(self._data).share(self._data, taken)
+            for batch in batches:
+                batch["token_share"] *= share
+            yield update, tokens, batches
+
+    def warnings(self, means: Mapping[str, float], step: int) -> list[str]:
+        """Says once when both rewards fall far, and when the model is not its reference as it starts."""
+        found, rewards = {}, [means.get(f"rewards/{name}", 0.0) for name in ("chosen", "rejected")]
+        if step and self._compares and max(rewards) < _FALLEN:
+            found["fallen"] = (
+                f"the rewards of the chosen and the rejected replies are both far below 0 ({rewards[0]:.2g} and "
+                f"{rewards[1]:.2g}), so the model moves away from both. Lower optim.learning_rate, raise "
+                "preference.pref_beta, or set losses=[sigmoid,sft], which keeps the chosen ones likely"
+            )
+        if not step and (gap := means.get("reference_gap", 0.0)) > _GAP:
+            found["gap"] = (
+                f"the log-probability of a token differs by {gap:.2g} nats between the model before the first update "
+                f"and its reference (usually below {_GAP:g}). Set model.base_dtype=fp32 to see whether rounding is why"
+            )
+        told, self._told = self._told, self._told | found.keys()
+        return [text for name, text in found.items() if name not in told]
+
+
+def columns_of(rows: PackedDataset) -> PairColumns:
+    """Returns what makes the tensors of pairs of a data set."""
+    assert isinstance(rows.further, PairColumns)
+    return rows.further

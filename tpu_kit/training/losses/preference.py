@@ -1,0 +1,265 @@
+"""Losses of pairs of a chosen and a rejected reply: DPO and its family, on packed units of `data.pairs`.
+
+The names and formulas are those of TRL 1.16: of its `DPOTrainer`, and for simpo and orpo of its `CPOTrainer` (without
+the likelihood that `cpo_alpha` weights there) and `ORPOTrainer`. Sums are over the whole update, so the loss depends on
+neither the rows of a pass nor the number of replicas.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from tpu_kit.config.loader import TrainConfig
+from tpu_kit.config.sections.preference import PreferenceConfig
+from tpu_kit.model import causal_lm as models
+from tpu_kit.training.losses.loss import Likelihood, chunked, rows_in_chunks, shift_labels, token_logprobs
+from tpu_kit.training.losses.segment_sums import sum_by_segment
+from tpu_kit.training.objectives import Cost, Objective, Sums
+
+_ELSEWHERE = -1.0
+"""A log-probability for positions without a pair: at 0 the odds of a reply are infinite, and so are gradients."""
+_MOST_EXPONENT = 80.0  # of which fp32 has the exponential
+
+
+class Scores(NamedTuple):
+    """The numbers of each pair, fp32 of one shape.
+
+    Attributes:
+        chosen: log-probability of the reply, summed over its tokens.
+        rejected: the same of the other one.
+        chosen_ratio: its difference from the reference's.
+        rejected_ratio: the same of the other one.
+        chosen_tokens: number of tokens of the reply.
+        rejected_tokens: the same of the other one.
+    """
+
+    chosen: torch.Tensor
+    rejected: torch.Tensor
+    chosen_ratio: torch.Tensor
+    rejected_ratio: torch.Tensor
+    chosen_tokens: torch.Tensor
+    rejected_tokens: torch.Tensor
+
+
+def _score(ratio: torch.Tensor, preference: PreferenceConfig) -> torch.Tensor:
+    """Computes f' of the likelihood ratio for an f-divergence (Wang et al., arXiv:2309.16240)."""
+    kind, alpha = preference.f_divergence, preference.f_alpha - 1.0
+    if kind == "forward_kl":
+        return 1 - torch.exp(-ratio)
+    if kind == "js_divergence":
+        return math.log(2) + F.logsigmoid(ratio)
+    if kind == "alpha_divergence" and abs(alpha) >= 1e-6:
+        return (torch.exp((alpha * ratio).clamp(max=_MOST_EXPONENT)) - 1.0) / alpha
+    return ratio
+
+
+def _delta(scores: Scores, preference: PreferenceConfig) -> torch.Tensor:
+    return _score(scores.chosen_ratio, preference) - _score(scores.rejected_ratio, preference)
+
+
+def _mean_delta(scores: Scores, preference: PreferenceConfig) -> torch.Tensor:
+    """The difference of the scores by token."""
+    chosen = _score(scores.chosen_ratio, preference) / scores.chosen_tokens
+    return chosen - _score(scores.rejected_ratio, preference) / scores.rejected_tokens
+
+
+def _sigmoid(scores: Scores, p: PreferenceConfig) -> torch.Tensor:
+    return -F.logsigmoid(p.pref_beta * _delta(scores, p))
+
+
+def _hinge(scores: Scores, p: PreferenceConfig) -> torch.Tensor:
+    return torch.relu(1 - p.pref_beta * _delta(scores, p))
+
+
+def _ipo(scores: Scores, p: PreferenceConfig) -> torch.Tensor:
+    return (_mean_delta(scores, p) - 1 / (2 * p.pref_beta)) ** 2
+
+
+def _robust(scores: Scores, p: PreferenceConfig) -> torch.Tensor:
+    logits, wrong = p.pref_beta * _delta(scores, p), p.pref_smoothing
+    return (wrong * F.logsigmoid(-logits) - (1 - wrong) * F.logsigmoid(logits)) / (1 - 2 * wrong)
+
+
+def _exo_pair(scores: Scores, p: PreferenceConfig) -> torch.Tensor:
+    logits, wrong = p.pref_beta * _delta(scores, p), p.pref_smoothing
+    won = torch.sigmoid(logits) * (F.logsigmoid(logits) - math.log1p(-wrong))
+    return won + torch.sigmoid(-logits) * (F.logsigmoid(-logits) - math.log(wrong))
+
+
+def _nca_pair(scores: Scores, p: PreferenceConfig) -> torch.Tensor:
+    chosen, rejected = p.pref_beta * scores.chosen_ratio, p.pref_beta * scores.rejected_ratio
+    return -F.logsigmoid(chosen) - 0.5 * F.logsigmoid(-chosen) - 0.5 * F.logsigmoid(-rejected)
+
+
+def _bco_pair(scores: Scores, p: PreferenceConfig) -> torch.Tensor:
+    return -F.logsigmoid(p.pref_beta * scores.chosen_ratio) - F.logsigmoid(-p.pref_beta * scores.rejected_ratio)
+
+
+def _sppo_hard(scores: Scores, p: PreferenceConfig) -> torch.Tensor:
+    half = 0.5 / p.pref_beta
+    return (scores.chosen_ratio - half) ** 2 + (scores.rejected_ratio + half) ** 2
+
+
+def _apo_zero(scores: Scores, p: PreferenceConfig) -> torch.Tensor:
+    return 1 - torch.sigmoid(p.pref_beta * scores.chosen_ratio) + torch.sigmoid(p.pref_beta * scores.rejected_ratio)
+
+
+def _apo_down(scores: Scores, p: PreferenceConfig) -> torch.Tensor:
+    apart = scores.chosen_ratio - scores.rejected_ratio
+    return torch.sigmoid(p.pref_beta * scores.chosen_ratio) + 1 - torch.sigmoid(p.pref_beta * apart)
+
+
+def _discopop(scores: Scores, p: PreferenceConfig) -> torch.Tensor:
+    logits = p.pref_beta * _delta(scores, p)
+    share = torch.sigmoid(logits / p.discopop_tau)
+    return -F.logsigmoid(logits) * (1 - share) + torch.exp(-logits) * share
+
+
+def _sigmoid_norm(scores: Scores, p: PreferenceConfig) -> torch.Tensor:
+    return -F.logsigmoid(p.pref_beta * _mean_delta(scores, p))
+
+
+def _simpo(scores: Scores, p: PreferenceConfig) -> torch.Tensor:
+    apart = scores.chosen / scores.chosen_tokens - scores.rejected / scores.rejected_tokens
+    logits, wrong = p.pref_beta * apart - p.simpo_gamma, p.pref_smoothing
+    return -(1 - wrong) * F.logsigmoid(logits) - wrong * F.logsigmoid(-logits)
+
+
+def _orpo(scores: Scores, p: PreferenceConfig) -> torch.Tensor:
+    chosen, rejected = scores.chosen / scores.chosen_tokens, scores.rejected / scores.rejected_tokens
+    return -p.pref_beta * F.logsigmoid(_log_odds(chosen) - _log_odds(rejected))
+
+
+def _log_odds(log_p: torch.Tensor) -> torch.Tensor:
+    """Computes log(p / (1 - p)), by the form of log(1 - p) that is exact for this p (Maechler, 2012)."""
+    near_one = log_p >= -math.log(2)
+    small = torch.where(near_one, log_p, _ELSEWHERE)
+    large = torch.where(near_one, _ELSEWHERE, log_p)
+    return log_p - torch.where(near_one, torch.log(-torch.expm1(small)), torch.log1p(-torch.exp(large)))
+
+
+LOSSES: Mapping[str, Callable[[Scores, PreferenceConfig], torch.Tensor]] = {
+    "sigmoid": _sigmoid, "hinge": _hinge, "ipo": _ipo, "robust": _robust, "exo_pair": _exo_pair,
+    "nca_pair": _nca_pair, "bco_pair": _bco_pair, "sppo_hard": _sppo_hard, "apo_zero": _apo_zero,
+    "apo_down": _apo_down, "discopop": _discopop, "sigmoid_norm": _sigmoid_norm, "simpo": _simpo, "orpo": _orpo,
+}  # fmt: skip
+"""The loss of each pair, by name. sft, and the likelihood of orpo, are sums over tokens besides."""
+
+
+class PreferenceObjective(Objective):
+    """The losses of `preference.losses`, each a mean over pairs; sft and the likelihood of orpo are means over tokens.
+
+    A batch has the columns of `data.pairs.PairColumns`. Logs show by pair: the rewards of both replies, which are
+    `pref_beta` times the difference of log-probabilities from the reference (without a reference: the mean
+    log-probability of a token), their margin, the share of pairs whose chosen reply has the larger one, the
+    log-probabilities of the replies, and reference_gap, the mean of |log-probability - reference's| of a token.
+    """
+
+    extra: tuple[str, ...] = (
+        "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen", "logps/rejected",
+        "reference_gap",
+    )  # fmt: skip
+    measures_held_out = True
+    shares_prompts = True
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._preference, self._chunk = config.preference, config.optim.loss_chunk
+        floats = ("sign", "reference", "token_share")
+        self.columns = {"pairs": (1, torch.int32), **{name: (1, torch.float32) for name in floats}}
+        self.shares_prompts = "orpo" not in config.preference.losses
+        self._in_step = config.preference.compares and config.preference.reference == "step"
+        if not config.preference.compares:
+            self.extra = tuple(name for name in self.extra if name != "reference_gap")
+
+    def cost(self, tokens: int, hidden_size: int) -> Cost:
+        """See `Objective.cost`: the log-probabilities are computed before the loss; perhaps the reference's, too."""
+        return Cost(output_products=1, forwards=int(self._in_step))
+
+    def logprobs(self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Computes the log-probabilities of both replies without a gradient.
+
+        Returns:
+            (2, B, S), at each position of a pair those of its chosen and its rejected reply.
+        """
+        with torch.no_grad():
+            labels = shift_labels(batch["labels"], batch["segment_ids"])
+            hidden = models.hidden_states(model, batch)
+            logps, _ = token_logprobs(hidden, models.output_embedding(model), labels, self._chunk)
+            return sum_by_segment(torch.stack(_sides(logps, batch["sign"])), batch["pairs"])
+
+    def __call__(self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> Sums:
+        """See `Objective.__call__`."""
+        head, labels = models.output_embedding(model), shift_labels(batch["labels"], batch["segment_ids"])
+        reference = None
+        if self._in_step:
+            with model.disable_adapter():  # type: ignore[operator]  # of PEFT; mypy takes it for a tensor
+                reference = self.logprobs(model, batch)
+        hidden = models.hidden_states(model, batch)
+        logps, _ = token_logprobs(hidden, head, labels, self._chunk)
+        learns = torch.is_grad_enabled()
+        logps.requires_grad_(learns)
+        loss, parts, count = self._loss(logps, batch, reference)
+        if learns:
+            (slope,) = torch.autograd.grad(loss, logps)
+            (hidden, labels, slope), chunk = rows_in_chunks(self._chunk, [hidden, labels, slope])
+            inputs = [labels.flatten(), -slope.flatten()]
+            (weighted,) = chunked(Likelihood(head), hidden.flatten(0, 1), head, inputs, chunk)
+            # The value of the loss, with the gradient of the weighted sum of log-probabilities.
+            loss = loss.detach() + (weighted - weighted.detach())
+        return Sums(loss, count, tuple(part.detach() for part in parts))
+
+    def _loss(
+        self, logps: torch.Tensor, batch: Mapping[str, torch.Tensor], reference: torch.Tensor | None
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor]:
+        """Computes the summed loss, the sums of `extra`, and the number of pairs."""
+        preference, pairs, sign = self._preference, batch["pairs"], batch["sign"]
+        first = first_of_pairs(pairs)
+        count = first.sum().to(torch.float32)
+        tokens = [(sign > 0).to(sign.dtype), (sign < 0).to(sign.dtype)]
+        if reference is None and preference.compares:
+            reference = sum_by_segment(torch.stack([batch["reference"] * side for side in tokens]), pairs)
+        sums = sum_by_segment(torch.stack([*_sides(logps, sign), *tokens]), pairs)
+        sums = torch.cat([sums, torch.zeros_like(sums[:2]) if reference is None else reference])
+        each = [torch.where(first, one, _ELSEWHERE) for one in sums]
+        chosen, rejected, chosen_tokens, rejected_tokens, *others = each
+        scores = Scores(chosen, rejected, chosen - others[0], rejected - others[1], chosen_tokens, rejected_tokens)
+
+        loss = logps.new_zeros(())
+        for name, weight in preference.weights.items():
+            if name in LOSSES:
+                loss = loss + weight * torch.where(first, LOSSES[name](scores, preference), 0.0).sum()
+            if name in ("sft", "orpo"):
+                loss = loss - weight * (batch["token_share"] * logps).sum()
+        return loss, self._measured(scores, first), count
+
+    def _measured(self, scores: Scores, first: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Computes the sums of `extra` over pairs."""
+        beta = self._preference.pref_beta
+        if self._preference.compares:
+            rewards = [beta * scores.chosen_ratio, beta * scores.rejected_ratio]
+        else:
+            rewards = [
+                beta * scores.chosen / scores.chosen_tokens,
+                beta * scores.rejected / scores.rejected_tokens,
+            ]
+        each = [*rewards, rewards[0] - rewards[1], (rewards[0] > rewards[1]).float()]
+        each += [scores.chosen, scores.rejected]
+        if self._preference.compares:
+            gap = scores.chosen_ratio.abs() + scores.rejected_ratio.abs()
+            each.append(gap / (scores.chosen_tokens + scores.rejected_tokens))
+        return tuple(torch.where(first, one, 0.0).sum().float() for one in each)
+
+
+def first_of_pairs(pairs: torch.Tensor) -> torch.Tensor:
+    """Returns the mask of the first position of each pair, by the column `pairs`, (B, S)."""
+    return (pairs > 0) & (pairs != F.pad(pairs[:, :-1], (1, 0)))
+
+
+def _sides(logps: torch.Tensor, sign: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the weighted log-probabilities of the chosen and of the rejected replies, 0 elsewhere."""
+    return logps * sign.clamp(min=0), logps * (-sign).clamp(min=0)
