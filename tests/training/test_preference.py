@@ -18,7 +18,7 @@ from tpu_kit.data.pairs import PairColumns, PairLayout, PairTokens, as_units
 from tpu_kit.data.tokenizing import Tokenized
 from tpu_kit.model import causal_lm as models
 from tpu_kit.training.losses.preference import PreferenceObjective
-from tpu_kit.training.losses.segment_sums import sum_by_segment
+from tpu_kit.training.losses.segment_sums import last_of_segments, sum_by_segment
 
 # Prompts, chosen and rejected replies of several lengths, one of a single token.
 SIZES = [(3, 5, 4), (3, 1, 6), (5, 7, 2), (2, 4, 4), (1, 6, 3)]
@@ -249,9 +249,8 @@ def test_log_probabilities_of_the_reference_are_those_of_the_update() -> None:
     rows, objective = packed(pairs_of(), layout_of(config, True)), PreferenceObjective(config)
     batch = rows.tensors(np.arange(len(rows)))
     both = objective.logprobs(model, batch)
-    first = (batch["pairs"] > 0) & (batch["pairs"] != torch.nn.functional.pad(batch["pairs"][:, :-1], (1, 0)))
     order = np.concatenate([rows.documents_of(row) for row in range(len(rows))])
-    rows.further.reference[order] = both[:, first].T.numpy()
+    rows.further.reference[order] = both[:, last_of_segments(batch["pairs"])].T.numpy()
     sums = objective(model, rows.tensors(np.arange(len(rows))))
     assert float(sums.loss / sums.weight) == pytest.approx(np.log(2), abs=1e-6)
     assert float(sums.extra[-1]) < 1e-5

@@ -18,7 +18,8 @@ from tpu_kit.data.prepare import Prepared
 from tpu_kit.distributed.preemption import PreemptionGuard
 from tpu_kit.distributed.progress import open_bar
 from tpu_kit.distributed.replica.runtime import Runtime
-from tpu_kit.training.losses.preference import PreferenceObjective, first_of_pairs
+from tpu_kit.training.losses.preference import PreferenceObjective
+from tpu_kit.training.losses.segment_sums import last_of_segments
 from tpu_kit.training.objectives import Objective
 from tpu_kit.training.update_sources import Tensors, Updates
 
@@ -78,8 +79,8 @@ class PairUpdates(Updates):
                 both = self._objective.logprobs(self._model, sent)
                 rt.sync()
                 (values,) = rt.to_host([both])
-                firsts = first_of_pairs(batch["pairs"])
-                found.append([row[:, mask].T.tolist() for row, mask in zip(values.unbind(1), firsts, strict=True)])
+                lasts = last_of_segments(batch["pairs"])
+                found.append([row[:, mask].T.tolist() for row, mask in zip(values.unbind(1), lasts, strict=True)])
                 if bar is not None:
                     bar.update()
         return found

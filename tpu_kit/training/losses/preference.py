@@ -18,7 +18,7 @@ from tpu_kit.config.loader import TrainConfig
 from tpu_kit.config.sections.preference import PreferenceConfig
 from tpu_kit.model import causal_lm as models
 from tpu_kit.training.losses.loss import Likelihood, chunked, rows_in_chunks, shift_labels, token_logprobs
-from tpu_kit.training.losses.segment_sums import sum_by_segment
+from tpu_kit.training.losses.segment_sums import last_of_segments, running_sum
 from tpu_kit.training.objectives import Cost, Objective, Sums
 
 _ELSEWHERE = -1.0
@@ -184,13 +184,13 @@ class PreferenceObjective(Objective):
         """Computes the log-probabilities of both replies without a gradient.
 
         Returns:
-            (2, B, S), at each position of a pair those of its chosen and its rejected reply.
+            (2, B, S), at the last position of each pair those of its chosen and its rejected reply.
         """
         with torch.no_grad():
             labels = shift_labels(batch["labels"], batch["segment_ids"])
             hidden = models.hidden_states(model, batch)
             logps, _ = token_logprobs(hidden, models.output_embedding(model), labels, self._chunk)
-            return sum_by_segment(torch.stack(_sides(logps, batch["sign"])), batch["pairs"])
+            return running_sum(torch.stack(_sides(logps, batch["sign"])), batch["pairs"])
 
     def __call__(self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> Sums:
         """See `Objective.__call__`."""
@@ -218,26 +218,26 @@ class PreferenceObjective(Objective):
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor]:
         """Computes the summed loss, the sums of `extra`, and the number of pairs."""
         preference, pairs, sign = self._preference, batch["pairs"], batch["sign"]
-        first = first_of_pairs(pairs)
-        count = first.sum().to(torch.float32)
+        last = last_of_segments(pairs)  # one position of each pair, with the sums over all of it
+        count = last.sum().to(torch.float32)
         tokens = [(sign > 0).to(sign.dtype), (sign < 0).to(sign.dtype)]
         if reference is None and preference.compares:
-            reference = sum_by_segment(torch.stack([batch["reference"] * side for side in tokens]), pairs)
-        sums = sum_by_segment(torch.stack([*_sides(logps, sign), *tokens]), pairs)
+            reference = running_sum(torch.stack([batch["reference"] * side for side in tokens]), pairs)
+        sums = running_sum(torch.stack([*_sides(logps, sign), *tokens]), pairs)
         sums = torch.cat([sums, torch.zeros_like(sums[:2]) if reference is None else reference])
-        each = [torch.where(first, one, _ELSEWHERE) for one in sums]
+        each = [torch.where(last, one, _ELSEWHERE) for one in sums]
         chosen, rejected, chosen_tokens, rejected_tokens, *others = each
         scores = Scores(chosen, rejected, chosen - others[0], rejected - others[1], chosen_tokens, rejected_tokens)
 
         loss = logps.new_zeros(())
         for name, weight in preference.weights.items():
             if name in LOSSES:
-                loss = loss + weight * torch.where(first, LOSSES[name](scores, preference), 0.0).sum()
+                loss = loss + weight * torch.where(last, LOSSES[name](scores, preference), 0.0).sum()
             if name in ("sft", "orpo"):
                 loss = loss - weight * (batch["token_share"] * logps).sum()
-        return loss, self._measured(scores, first), count
+        return loss, self._measured(scores, last), count
 
-    def _measured(self, scores: Scores, first: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _measured(self, scores: Scores, last: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Computes the sums of `extra` over pairs."""
         beta = self._preference.pref_beta
         if self._preference.compares:
@@ -252,12 +252,7 @@ class PreferenceObjective(Objective):
         if self._preference.compares:
             gap = scores.chosen_ratio.abs() + scores.rejected_ratio.abs()
             each.append(gap / (scores.chosen_tokens + scores.rejected_tokens))
-        return tuple(torch.where(first, one, 0.0).sum().float() for one in each)
-
-
-def first_of_pairs(pairs: torch.Tensor) -> torch.Tensor:
-    """Returns the mask of the first position of each pair, by the column `pairs`, (B, S)."""
-    return (pairs > 0) & (pairs != F.pad(pairs[:, :-1], (1, 0)))
+        return tuple(torch.where(last, one, 0.0).sum().float() for one in each)
 
 
 def _sides(logps: torch.Tensor, sign: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
