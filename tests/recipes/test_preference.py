@@ -1,0 +1,168 @@
+"""Training on pairs of replies, from the configuration to the weights, on the embedded model."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tpu_kit.cli import main
+from tpu_kit.config.loader import ConfigError, TrainConfig, load_config, of_preferences
+from tpu_kit.machine.checks import Machine
+from tpu_kit.planning.objective_check import check_objective
+from tpu_kit.recipes.preference import dpo
+from tpu_kit.recipes.sft import train
+from tpu_kit.training.losses.preference import PreferenceObjective
+from tpu_kit.training.metrics import read_metrics
+
+needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
+TINY = {
+    "device_type": "cpu", "num_replicas": 1, "source": "embedded-pairs", "split": "train[:40]", "eval_rows": 6,
+    "max_length": 256, "batch_size": 2, "learning_rate": 1e-2, "schedule": "constant", "max_steps": 4, "save_steps": 1,
+    "logging_steps": 1, "base_dtype": "fp32", "r": 4,
+}  # fmt: skip
+
+
+def run_of(folder: Path, **settings: Any) -> TrainConfig:
+    return load_config(None, TINY | {"output_dir": str(folder)} | settings)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "adapter" / "adapter_model.safetensors")
+
+
+def logged(folder: Path, name: str, kind: str = "train") -> list[float]:
+    return [record[name] for record in read_metrics(folder) if record["kind"] == kind and record.get(name) is not None]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    dpo(run_of(folder))
+    return folder
+
+
+def test_the_model_as_it_starts_is_the_reference_and_rewards_grow(undisturbed: Path) -> None:
+    (start,), losses = logged(undisturbed, "loss", "start"), logged(undisturbed, "loss")
+    assert start == pytest.approx(0.6931472, abs=1e-6) and losses[0] == pytest.approx(0.6931472, abs=1e-6)
+    assert logged(undisturbed, "reference_gap")[0] < 1e-5 < logged(undisturbed, "reference_gap")[-1]
+    margins, apart = (logged(undisturbed, f"rewards/{name}") for name in ("margins", "chosen"))
+    rejected = logged(undisturbed, "rewards/rejected")
+    assert all(m == pytest.approx(c - r, abs=1e-5) for m, c, r in zip(margins, apart, rejected, strict=True))
+    (held_out,) = logged(undisturbed, "rewards/accuracies", "eval")
+    assert 0 <= held_out <= 1 and held_out * 6 == pytest.approx(round(held_out * 6))
+
+
+def test_a_run_that_is_interrupted_ends_as_the_undisturbed_one(undisturbed: Path, tmp_path: Path) -> None:
+    """The reference is that of the start, which the resumed run reads from its checkpoint."""
+    dpo(run_of(tmp_path, max_steps=2))
+    assert dpo(run_of(tmp_path)).step == 4
+    assert all(torch.equal(weights(tmp_path)[name], value) for name, value in weights(undisturbed).items())
+    for name in ("loss", "rewards/margins", "logps/rejected"):
+        assert logged(tmp_path, name) == logged(undisturbed, name), name
+
+
+def test_a_run_that_is_stopped_while_its_reference_is_computed(
+    undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right, calls = PreferenceObjective.logprobs, list[int]()
+
+    def watched(objective: PreferenceObjective, *given: Any) -> torch.Tensor:
+        calls.append(len(calls))
+        if len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return right(objective, *given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PreferenceObjective, "logprobs", watched)
+        stopped = dpo(run_of(tmp_path))
+    assert stopped.status == "preempted" and stopped.step == 0 and len(calls) < 9
+    assert dpo(run_of(tmp_path)).status == "finished"
+    assert all(torch.equal(weights(tmp_path)[name], value) for name, value in weights(undisturbed).items())
+
+
+def test_a_run_that_continues_an_adapter_compares_with_that_adapter(tmp_path: Path) -> None:
+    """TRL's reference is the adapter's own start, too; where others take the bare base, the first loss is not ln 2."""
+    train(run_of(tmp_path / "sft", format="preference", max_steps=2))
+    adapter = str(tmp_path / "sft" / "adapter")
+    dpo(run_of(tmp_path / "dpo", adapter=adapter, max_steps=1))
+    assert logged(tmp_path / "dpo", "loss")[0] == pytest.approx(0.6931472, abs=1e-6)
+    with pytest.raises(
+        ConfigError, match=r"preference.reference=step compares with the model without any adapter; set"
+    ):
+        run_of(tmp_path / "step", adapter=adapter, reference="step")
+
+
+@pytest.fixture(scope="module")
+def small(world: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The settings of a run of a model of two layers, and the losses that it had on the CPU."""
+    common = {
+        "name": str(world / "model"), "max_steps": 3, "global_batch_size": 4, "batch_size": 2, "max_length": 128,
+        "losses": ["sigmoid", "sft"], "eval_steps": 1,
+    }  # fmt: skip
+    folder = tmp_path_factory.mktemp("small")
+    dpo(run_of(folder, **common))
+    return common | {"folder": folder}
+
+
+@needs_xla
+@pytest.mark.parametrize(
+    "where",
+    [{"num_replicas": 2}, pytest.param({"mesh": "fsdp=2", "num_replicas": None}, marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_replicas_and_a_mesh_learn_the_same(where: dict[str, Any], small: dict[str, Any], tmp_path: Path) -> None:
+    """Programs of a run: the reference, the update and the evaluation, and none is compiled after the first update."""
+    settings = {name: value for name, value in small.items() if name != "folder"}
+    dpo(run_of(tmp_path, **settings, device_type="xla-cpu", **where))
+    for name in ("loss", "rewards/margins", "logps/chosen"):
+        assert logged(tmp_path, name) == pytest.approx(logged(small["folder"], name), rel=1e-4, abs=1e-5), name
+        assert logged(tmp_path, name, "eval") == pytest.approx(
+            logged(small["folder"], name, "eval"), rel=1e-4, abs=1e-5
+        )
+    first, *later = logged(tmp_path, "compiles")
+    assert first >= 3 and later == [first, first], "compiles so far"
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"losses": ["aot"]}, "'aot' sorts the pairs of a batch, .*; use sigmoid"),
+        ({"losses": ["dpo"]}, "'dpo' is no loss; use sigmoid, hinge, ipo"),
+        ({"losses": ["kto"]}, "'kto' is for rows with one reply, which are not supported"),
+        ({"losses": ["ipo", "ipo"]}, "names a loss twice; set loss_weights"),
+        ({"losses": ["sigmoid", "sft"], "loss_weights": [1.0]}, "gives 1 weights for the 2 losses; give one for each"),
+        ({"losses": ["exo_pair"]}, "must be above 0 with exo_pair"),
+        ({"pref_smoothing": 0.1}, "is of robust, exo_pair, simpo; remove it, or use one"),
+        ({"reference": "step", "lora.r": 0}, "needs an adapter to leave out, and lora.r=0 has none; set it to start"),
+        ({"rl.beta": 0.1}, r"is of grpo; in dpo set the section preference \(pref_beta, losses\), or remove it"),
+        ({"optim.label_smoothing": 0.1}, "smooths the likelihood of tokens; in dpo set preference.pref_smoothing"),
+        ({"data.source": "synthetic"}, "has random tokens and no pairs of replies"),
+        ({"data.format": "cot"}, r"\(data.format=cot\) is of rows with one reply, and dpo needs pairs; remove it"),
+        ({"data.loss_on": "all"}, "trains prompts, too, and dpo compares replies; remove it"),
+        ({"data.too_long": "split"}, "cuts plain text, and a pair stays whole; set truncate, drop or error"),
+        ({"model.images": True}, "is not for pairs of replies; set it to false"),
+        ({"distill.teacher": "x"}, "is for train and distill, and dpo has losses of its own; remove it"),
+    ],
+)
+def test_settings_without_a_meaning_are_refused(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        of_preferences(load_config(None, settings))
+
+
+def test_parameters_of_pairs_are_refused_in_other_runs() -> None:
+    with pytest.raises(ConfigError, match=r"preference.pref_beta: has no effect here; train with dpo, or remove it"):
+        check_objective(load_config(None, {"pref_beta": 0.2}))
+
+
+def test_the_command_shows_the_pairs_before_the_launch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = [f"{name}={value}" for name, value in TINY.items()]
+    assert main(["dpo", *settings, f"output_dir={tmp_path}", "--dry-run"]) == 0
+    told = capsys.readouterr().out
+    assert "objective        preference" in told and "pairs            40, " in told
+    assert "fewer than as two documents" in told and not (tmp_path / "adapter").exists()
