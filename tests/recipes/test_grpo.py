@@ -37,7 +37,7 @@ from tpu_kit.distributed.replica.backends import CpuRuntime
 from tpu_kit.generation.decoder import Decoder
 from tpu_kit.generation.evaluation import held_out_answers, judging
 from tpu_kit.generation.evaluation.rewards import Judgement, Rewards
-from tpu_kit.generation.prompts import Completion
+from tpu_kit.generation.prompts import Completion, texts_of
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.machine.checks import Machine
 from tpu_kit.model.weights.source import load_tokenizer
@@ -50,7 +50,7 @@ from tpu_kit.recipes.sft import train
 from tpu_kit.training.losses import sampled_updates
 from tpu_kit.training.losses.policy_gradient import PolicyObjective
 from tpu_kit.training.losses.rollout import Rollout, documents, exchange
-from tpu_kit.training.losses.sampled_updates import GROUP_FILE, texts_of
+from tpu_kit.training.losses.sampled_updates import GROUP_FILE
 from tpu_kit.training.metrics import read_metrics
 from tpu_kit.training.step import SplitStep
 

@@ -272,3 +272,15 @@ def stop_ids(causal: Any, tokenizer: Any, data: DataConfig) -> set[int]:
     if stop:
         ids.add(tokenizer.convert_tokens_to_ids(stop))
     return ids - {None}
+
+
+def texts_of(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
+    """Returns what each token adds to the text of the four before it: a tokenizer may strip the space of a first one.
+
+    A character of several tokens belongs to its last one.
+    """
+    texts = []
+    for end in range(1, len(tokens) + 1):
+        whole, before = (tokenizer.decode(tokens[max(0, end - 5) : stop]).rstrip("\ufffd") for stop in (end, end - 1))
+        texts.append(whole[len(before) :])
+    return texts

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from tpu_kit.recipes.result import TrainResult
 
 # JupyterLab breaks the lines of a <pre> within words.
-_TEXT_STYLE = "font-family:monospace;white-space:pre-wrap;word-break:normal;overflow-wrap:anywhere"
+TEXT_STYLE = "font-family:monospace;white-space:pre-wrap;word-break:normal;overflow-wrap:anywhere"
 _SECRETS: Mapping[str, Callable[[str], str | None]] = {
     "environment": lambda name: os.environ.get(name),
     "Colab secrets": lambda name: importlib.import_module("google.colab.userdata").get(name),
@@ -204,7 +204,7 @@ def show_example(spans: Iterable[tuple[str, bool]], pictures: Sequence[Any] = ()
         safe = html.escape(text)
         marked += f"<mark style='background:#b7e4c7;color:#000'>{safe}</mark>" if carries_loss else safe
         plain += f"[[{text}]]" if carries_loss else text
-    show({"text/html": f"<pre style='{_TEXT_STYLE}'>{marked}</pre>", "text/plain": plain})
+    show({"text/html": f"<pre style='{TEXT_STYLE}'>{marked}</pre>", "text/plain": plain})
 
 
 _IMAGE_TOKENS = re.compile(r"(<[^<>\s]+>)\1{3,}")
@@ -348,7 +348,7 @@ def show_group(output_dir: str | Path) -> None:
         tokens = "".join(f"<span style='{style}'>{html.escape(token)}</span>" for token in each["tokens"])
         marked += f"<p><b>{head}</b>\n{tokens}</p>"
         plain += f"{head}\n{'|'.join(each['tokens'])}\n\n"
-    show({"text/html": f"<div style='{_TEXT_STYLE}'>{marked}</div>", "text/plain": plain})
+    show({"text/html": f"<div style='{TEXT_STYLE}'>{marked}</div>", "text/plain": plain})
 
 
 def check_run(config: TrainConfig, result: TrainResult) -> None:

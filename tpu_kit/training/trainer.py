@@ -369,6 +369,7 @@ class Trainer:
         with self.state.averaged():
             loss, by_source = (math.nan, {}) if self.updates.generator else self._held_out_loss()
             accuracy, others = self._held_out_accuracy() if self.config.tracking.eval_generate_rows else (None, {})
+            self.updates.evaluated(step)
         self.model.train()
         share = accuracy.share if accuracy else None
         if self._tracker is not None:

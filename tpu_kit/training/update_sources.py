@@ -83,6 +83,9 @@ class Updates:
         """Returns what to say about the means of a log at a step, once each; step 0 is the first evaluation."""
         return []
 
+    def evaluated(self, step: int) -> None:
+        """Called on all replicas after the held-out rows were measured, with the weights that they were measured by."""
+
     def document(self, step: int) -> dict[str, Any]:
         """Returns what a checkpoint needs besides to continue after a step, of values for JSON."""
         return {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
@@ -18,11 +19,14 @@ from tpu_kit.data.prepare import Prepared
 from tpu_kit.distributed.preemption import PreemptionGuard
 from tpu_kit.distributed.progress import open_bar
 from tpu_kit.distributed.replica.runtime import Runtime
+from tpu_kit.generation.prompts import texts_of
+from tpu_kit.machine.storage import atomic
 from tpu_kit.training.losses.preference import PreferenceObjective
 from tpu_kit.training.losses.segment_sums import last_of_segments
 from tpu_kit.training.objectives import Objective
 from tpu_kit.training.update_sources import Tensors, Updates
 
+PAIR_FILE = "pair.json"  # in a run's folder: a pair, with what each token has gained since the start
 _FALLEN = -1.0  # rewards of both replies from which on the model gives up what it could
 _GAP = 0.1  # nats of a token by which the model may differ from its reference before the first update
 _OfBatch = list[list[list[float]]]
@@ -43,8 +47,9 @@ class PairUpdates(Updates):
     ) -> None:  # fmt: skip
         super().__init__(config, prepared, plan, rt)
         assert isinstance(objective, PreferenceObjective)
-        self._model, self._objective, self._told = model, objective, set[str]()
+        self._model, self._objective, self._prepared, self._told = model, objective, prepared, set[str]()
         self._compares = config.preference.compares
+        self._first: list[float] | None = None  # of the tokens of the first held-out row, by the reference
         self._sets = {"train": prepared.train} | ({"eval": prepared.eval} if prepared.eval is not None else {})
         self.keeps_state = self._compares and config.preference.reference == "start"
 
@@ -75,15 +80,45 @@ class PairUpdates(Updates):
             for batch in batches:
                 if agreement.stopped_before(1):
                     break
-                (sent,) = rt.to_device([batch])
-                both = self._objective.logprobs(self._model, sent)
-                rt.sync()
-                (values,) = rt.to_host([both])
+                values = self._logprobs(batch)
                 lasts = last_of_segments(batch["pairs"])
-                found.append([row[:, mask].T.tolist() for row, mask in zip(values.unbind(1), lasts, strict=True)])
+                found.append([row[:2, mask].T.tolist() for row, mask in zip(values.unbind(1), lasts, strict=True)])
+                if rows is self._prepared.eval and len(found) == 1:
+                    self._first = values[2, 0].tolist()
                 if bar is not None:
                     bar.update()
         return found
+
+    def _logprobs(self, batch: Tensors) -> torch.Tensor:
+        """Computes `PreferenceObjective.logprobs` of a batch, on the host."""
+        (sent,) = self._rt.to_device([batch])
+        values = self._objective.logprobs(self._model, sent)
+        self._rt.sync()
+        return self._rt.to_host([values])[0]
+
+    def evaluated(self, step: int) -> None:
+        """See `Updates.evaluated`: writes the first held-out pair, with what each token has gained since the start."""
+        rows, rt = self._prepared.eval, self._rt
+        if rows is None or self._first is None:
+            return
+        batch = next(eval_batches(rows, rt.data_shards, rt.data_size, self._plan.batch_size))
+        now = self._logprobs(batch)[2, 0]
+        if rt.rank:
+            return
+        assert self._prepared.encoder is not None
+        tokenizer = self._prepared.encoder.tokenizer
+        gained = now - torch.tensor(self._first)
+        ids, here = batch["input_ids"][0], batch["pairs"][0] == 1
+        begin = int(torch.nonzero(batch["sign"][0])[0])
+        replies = {}
+        for name, sign in (("chosen", 1), ("rejected", -1)):
+            places = torch.nonzero(here & (batch["sign"][0].sign() == sign))[:, 0]
+            texts = texts_of(tokenizer, ids[places + 1].tolist())
+            reward = self._config.preference.pref_beta * float(gained[places].sum())
+            replies[name] = {"reward": reward, "tokens": texts, "gained": gained[places].tolist()}
+        text = json.dumps({"step": step, "prompt": tokenizer.decode(ids[: begin + 1]), **replies})
+        with contextlib.suppress(OSError):  # a full disk: the log says so
+            atomic.write_text(self._config.output_path / PAIR_FILE, text)
 
     def _set(self, name: str, pairs: Sequence[Sequence[float]]) -> None:
         """Gives the pairs of a data set, in the order of its packed rows, their reference."""
@@ -94,13 +129,15 @@ class PairUpdates(Updates):
         columns_of(rows).reference = table  # the array before may be of a file that all replicas map
 
     def document(self, step: int) -> dict[str, Any]:
-        """See `Updates.document`: the reference of all pairs."""
-        return {name: columns_of(rows).reference.tolist() for name, rows in self._sets.items()}
+        """See `Updates.document`: the reference of all pairs, and of the tokens of the pair that is shown."""
+        tables = {name: columns_of(rows).reference.tolist() for name, rows in self._sets.items()}
+        return {**tables, "first": self._first}
 
     def restore(self, document: Mapping[str, Any]) -> None:
         """See `Updates.restore`."""
         for name, rows in self._sets.items():
             columns_of(rows).reference = np.array(document[name], dtype=np.float32)
+        self._first = document["first"]
 
     def _made(self, step: int) -> Iterator[tuple[Update, int, list[Tensors]]]:
         """As `Updates`; what counts tokens is divided by those of the whole update."""

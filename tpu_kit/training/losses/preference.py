@@ -184,13 +184,14 @@ class PreferenceObjective(Objective):
         """Computes the log-probabilities of both replies without a gradient.
 
         Returns:
-            (2, B, S), at the last position of each pair those of its chosen and its rejected reply.
+            (3, B, S): at the last position of each pair those of its chosen and its rejected reply; and those of
+            single tokens, at the position that predicts each.
         """
         with torch.no_grad():
             labels = shift_labels(batch["labels"], batch["segment_ids"])
             hidden = models.hidden_states(model, batch)
             logps, _ = token_logprobs(hidden, models.output_embedding(model), labels, self._chunk)
-            return running_sum(torch.stack(_sides(logps, batch["sign"])), batch["pairs"])
+            return torch.cat([running_sum(torch.stack(_sides(logps, batch["sign"])), batch["pairs"]), logps[None]])
 
     def __call__(self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> Sums:
         """See `Objective.__call__`."""
@@ -198,7 +199,7 @@ class PreferenceObjective(Objective):
         reference = None
         if self._in_step:
             with model.disable_adapter():  # type: ignore[operator]  # of PEFT; mypy takes it for a tensor
-                reference = self.logprobs(model, batch)
+                reference = self.logprobs(model, batch)[:2]
         hidden = models.hidden_states(model, batch)
         logps, _ = token_logprobs(hidden, head, labels, self._chunk)
         learns = torch.is_grad_enabled()

@@ -25,6 +25,7 @@ from tpu_kit.distributed.replica.main_thread import CallEnded
 from tpu_kit.distributed.replica.runtime import Runtime
 from tpu_kit.generation.evaluation.rewards import Rewards
 from tpu_kit.generation.generator import Generator
+from tpu_kit.generation.prompts import texts_of
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.machine.storage import atomic
 from tpu_kit.model import attention
@@ -106,18 +107,6 @@ def source_of_updates(
         return
     with Rewards(config, reward_funcs) as rewards:
         yield Rollouts(config, prepared, plan, rt, model, objective, rewards, total)
-
-
-def texts_of(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
-    """Returns what each token adds to the text of the four before it: a tokenizer may strip the space of a first one.
-
-    A character of several tokens belongs to its last one.
-    """
-    texts = []
-    for end in range(1, len(tokens) + 1):
-        whole, before = (tokenizer.decode(tokens[max(0, end - 5) : stop]).rstrip("\ufffd") for stop in (end, end - 1))
-        texts.append(whole[len(before) :])
-    return texts
 
 
 class Rollouts(Updates):
