@@ -1,8 +1,9 @@
 # make train      the main job, rehearsed on this machine: the notebook that tunes a small model to reason, on 4 replicas
 # make distill    a smaller model that learns from the model of `make train`: notebook 6, by itself
 # make grpo       the tuned model improved by rewards of its own answers: notebook 7, by itself
+# make dpo        the tuned model improved by pairs of right and wrong solutions: notebook 8, by itself
 # make images     a tiny model that learns to answer questions about pictures: notebook 9, by itself
-# make notebooks  all eight notebooks in order, as a batch job; executed ones and HTML go to runs/notebooks
+# make notebooks  all nine notebooks in order, as a batch job; executed ones and HTML go to runs/notebooks
 # make release    sdist and wheel in dist/, checked as users install them; TAG=v0.1.0 for the release of a tag
 # make test       lint, types and the quick tests, the notebooks among them
 # All make their own environment in .venv first, from nothing but a Python 3.11 to 3.13 (PYTHON=... chooses another one).
@@ -33,7 +34,7 @@ REAL_ROWS := reasoning-gym==0.1.25
 # What builds and checks a release. README.md's first command is run in an environment of its own: several GB, as there.
 RELEASE_TOOLS := build==1.6.1 twine==7.0.0
 
-.PHONY: train distill grpo images train-real notebooks test test-slow test-newest newest-environment test-image release release-tools lint types install clean help
+.PHONY: train distill grpo dpo images train-real notebooks test test-slow test-newest newest-environment test-image release release-tools lint types install clean help
 
 help:
 	@sed -n '/^# make/,/^$$/s/^# //p' Makefile
@@ -52,6 +53,9 @@ distill: $(VENV)/installed
 # Eager on the CPU: a rehearsal on XLA:CPU takes twice the time.
 grpo: $(VENV)/installed
 	@$(BIN)/python -m tpu_kit notebooks notebooks/7-grpo.ipynb device_type=cpu num_replicas=1 remat=none
+
+dpo: $(VENV)/installed
+	@$(BIN)/python -m tpu_kit notebooks notebooks/8-preference.ipynb device_type=cpu num_replicas=1 remat=none
 
 images: $(VENV)/installed
 	@$(BIN)/python -m tpu_kit notebooks notebooks/9-images.ipynb device_type=cpu num_replicas=1

@@ -328,7 +328,7 @@ PATCHES = {
     "machine.surroundings: sys.path": "files of the working folder hide no package while it is imported",
     "notebook.cells: os.environ[SHOWN_REPORT]": "tells launched processes that the notebook showed the report",
     "notebook.cells: os.environ[name]": "a secret of the platform reaches launched processes by the environment alone",
-    "notebook.displays: os.environ[NO_BAR]": "tells launched processes that the notebook draws the progress",
+    "notebook.displays.runs: os.environ[NO_BAR]": "tells launched processes that the notebook draws the progress",
     "training.step: torch._dynamo.config.recompile_limit": "torch.compile has no argument for it",
     "xla.pallas: tpu_custom_call.get_ir_version": "jax 0.7 serialises for a newer libtpu than torch_xla's",
     "xla.sharding: jax.config": "torch_xla's sharding is that of GSPMD",

@@ -168,6 +168,16 @@ def test_a_model_learns_from_rewards(folder: Path) -> None:
     assert "expected: " in text and "rollout          2 prompts x 4 completions of up to 80 tokens; 6 updates" in text
 
 
+def test_a_model_learns_from_preferences(folder: Path) -> None:
+    outputs = outputs_of(folder, "8-")
+    text, html = shown(outputs), shown(outputs, "text/html")
+    assert f"{STEPS} of {STEPS} updates" in text and "fewer than as two documents" in text
+    assert "--- chosen:" in text and "--- rejected:" in text
+    assert "reference        " in text and "held-out pairs with the larger reward for the chosen reply: " in text
+    assert re.search(r"^rejected, reward [+-]\d", text, re.MULTILINE) and "<b>chosen, reward " in html
+    assert "problems gained" in text
+
+
 def test_questions_about_pictures_are_answered(folder: Path) -> None:
     outputs = outputs_of(folder, "9-")
     text = shown(outputs)

@@ -36,6 +36,8 @@ RUN_BY = {
     "make train": "test_notebooks.test_all_run_in_order_and_leave_html",  # its notebook, by the same command
     "make distill": "test_notebooks.test_a_student_learns_from_a_teacher",  # its notebook, by the same command
     "make images": "test_notebooks.test_questions_about_pictures_are_answered",  # its notebook, by the same command
+    "make dpo": "test_notebooks.test_a_model_learns_from_preferences",  # its notebook, by the same command
+    "python -m tpu_kit dpo": "test_dpo.test_the_command_shows_the_pairs_before_the_launch",
     "make grpo": "test_notebooks.test_a_model_learns_from_rewards",  # its notebook, by the same command
     "make train-real": "network",
     "make notebooks": "test_notebooks.test_all_run_in_order_and_leave_html",
@@ -230,7 +232,7 @@ def test_links_lead_to_files_and_headings() -> None:
 
 
 def test_the_readme_is_short_and_leads_to_each_room() -> None:
-    assert 150 <= len(TEXTS[MAIN].splitlines()) <= 227  # with what its first screen has to say
+    assert 150 <= len(TEXTS[MAIN].splitlines()) <= 229  # with what its first screen has to say
     for path in ROOMS:
         assert f"]({path.relative_to(REPOSITORY).as_posix()}" in TEXTS[MAIN], path
 

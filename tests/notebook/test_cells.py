@@ -24,7 +24,7 @@ from tpu_kit.data.mixing import SourceCounts
 from tpu_kit.distributed.preemption import RESULT_TYPE
 from tpu_kit.machine.checks import Check
 from tpu_kit.notebook import cells as cells_module
-from tpu_kit.notebook import displays
+from tpu_kit.notebook.displays import runs as displays
 from tpu_kit.notebook.kernel import check_names
 
 OWN = "# Parameters: change them here\nmax_steps = 5\nlearning_rate = 1e-4"
@@ -389,7 +389,7 @@ with notebook.live("run", every=0.1):
 assert "TPU_KIT_NO_BAR" not in os.environ
 """
 SHOW = """\
-from tpu_kit.notebook.displays import _curves
+from tpu_kit.notebook.displays.runs import _curves
 notebook.show(_curves("run"))
 notebook.show_example([("<script>", False), ("a & b", True)])
 notebook.show_table([{"answer": "<b>\\n2"}])

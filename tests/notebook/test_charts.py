@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from tpu_kit.config.loader import load_config
-from tpu_kit.notebook import cells, displays
+from tpu_kit.notebook import cells
+from tpu_kit.notebook.displays import runs as displays
 from tpu_kit.planning.planner import Plan, plan
 from tpu_kit.planning.report import next_parameters, pick, plan_row, why
 

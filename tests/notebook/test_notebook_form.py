@@ -15,7 +15,8 @@ import pytest
 from tests.support.child_processes import REPOSITORY
 
 NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
-NAMES = ["1-install", "2-verify", "3-plan", "4-train-cot-sft", "5-inference", "6-distill", "7-grpo", "9-images"]
+NAMES = ["1-install", "2-verify", "3-plan", "4-train-cot-sft", "5-inference", "6-distill", "7-grpo", "8-preference",
+         "9-images"]  # fmt: skip
 COLAB = "https://colab.research.google.com/github/tpu-kit/tpu_kit/blob/main/notebooks"
 KAGGLE = "https://kaggle.com/kernels/welcome?src=https://github.com/tpu-kit/tpu_kit/blob/main/notebooks"
 # Shapes of keys; 40 hexadecimal digits are one of W&B.
@@ -30,7 +31,7 @@ def cells_of(path: Path, kind: str = "code") -> list[Any]:
     return [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == kind]
 
 
-def test_there_are_eight() -> None:
+def test_there_are_nine() -> None:
     assert [path.stem for path in NOTEBOOKS] == NAMES
 
 

@@ -41,7 +41,7 @@ def first_training(notebook: str, monkeypatch: pytest.MonkeyPatch, **given: Any)
     raise AssertionError("nothing was trained")
 
 
-@pytest.mark.parametrize("name", ["6-distill", "7-grpo"])
+@pytest.mark.parametrize("name", ["6-distill", "7-grpo", "8-preference"])
 def test_the_start_learns_from_the_rows_of_the_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     mine = {"source": "mine.jsonl", "columns": {"question": "q"}, "max_length": 128, "device_type": "cpu"}

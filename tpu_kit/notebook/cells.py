@@ -20,11 +20,11 @@ from tpu_kit.config.loader import ConfigError, TrainConfig, load_config, read_ya
 from tpu_kit.distributed.detection import detect
 from tpu_kit.machine.checks import Check, verdict
 from tpu_kit.machine.storage.output_location import fetch_run, find_place
-from tpu_kit.notebook.displays import live as live
-from tpu_kit.notebook.displays import run_figures
-from tpu_kit.notebook.displays import show_memory as show_memory
-from tpu_kit.notebook.displays import show_mesh as show_mesh
-from tpu_kit.notebook.displays import show_settings as show_settings
+from tpu_kit.notebook.displays.runs import live as live
+from tpu_kit.notebook.displays.runs import run_figures
+from tpu_kit.notebook.displays.runs import show_memory as show_memory
+from tpu_kit.notebook.displays.runs import show_mesh as show_mesh
+from tpu_kit.notebook.displays.runs import show_settings as show_settings
 from tpu_kit.notebook.kernel import new_figure, parameters, picture, shorten_errors, show, show_table
 from tpu_kit.notebook.kernel import show_checks as show_checks
 from tpu_kit.training.metrics import read_metrics
@@ -355,15 +355,15 @@ def check_run(config: TrainConfig, result: TrainResult) -> None:
     """Checks that the loss of a run fell and that its weights exist; of a run that was ended early it tells that alone.
 
     Raises:
-        ValueError: the loss of the last logged updates is not below that of the first (not of `grpo`, whose loss is
-            about 0), the held-out loss did not fall, or the weights are missing.
+        ValueError: the loss of the last logged updates is not below that of the first (not of `grpo` and `dpo`, whose
+            losses differ more between rows than they fall), the held-out loss did not fall, or the weights are missing.
     """
     if result.status == "preempted":
         print(f"{result.ended} ({result.reason}): nothing to check; run the training cell again")
         return
     losses = [record["loss"] for record in read_metrics(config.output_path) if record["kind"] == "train"]
     if (
-        config.optim.objective != "policy"
+        config.recipe in ("train", "distill")
         and len(losses) > 1
         and (None in (losses[0], losses[-1]) or losses[-1] >= losses[0])
     ):

@@ -1,4 +1,4 @@
-"""Displays for the notebook of `dpo`: a pair of replies, the rewards of a run, and what each token of a pair has gained."""
+"""Displays for the notebook of `dpo`: a pair, the rewards of a run, and what each token of a pair has gained."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def show_pair(prepared: Prepared, number: int = 0) -> None:
     spans = [(decode(ids[: ends[0]]), False)]
     for name, begin, end in (("chosen", ends[0], ends[1]), ("rejected", ends[1], ends[2])):
         compared = begin + int(mask[begin:end].argmax())
-        spans += [(f"{decode(ids[begin:compared])}\n--- {name}:\n", False), (decode(ids[compared:end]), True)]
+        prompt = decode(ids[begin:compared]) if name == "chosen" else ""
+        spans += [(f"{prompt}\n--- {name}:\n", False), (decode(ids[compared:end]), True)]
     show_example(spans)
 
 
