@@ -14,6 +14,7 @@ import pytest
 from tests.distributed.test_hosts import together
 from tests.support import training_functions
 from tests.support.given_rows import examples_of, prepare_rows
+from tests.support.mapped_files import files_of
 from tests.support.object_store import free_port
 from tests.support.tiny_tokenizer import tiny_tokenizer
 from tpu_kit.assets.embedded import cot_rows
@@ -59,7 +60,7 @@ def test_what_is_read_is_what_was_prepared(cache: Path, eval_rows: int) -> None:
     assert (result.eval is None) == (eval_rows == 0)
     for mapped, whole in ((result.train, expected.train), (result.eval, expected.eval)):
         if mapped is not None and whole is not None:
-            assert not mapped.documents.input_ids.flags.writeable and len(mapped) == len(whole)
+            assert files_of(mapped) == {"arrays"} and len(mapped) == len(whole)
             batches = [packed.tensors(np.r_[np.arange(len(whole)), -1]) for packed in (mapped, whole)]
             assert all((batches[0][name] == batches[1][name]).all() for name in batches[1])
             assert mapped.source_rows(0) == whole.source_rows(0) and mapped.fill() == whole.fill()

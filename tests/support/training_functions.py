@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.support.mapped_files import files_of
 from tpu_kit.config.loader import LoraConfig, OptimConfig, TrainConfig
 from tpu_kit.data.prepare import MappedData
 from tpu_kit.distributed.detection import Backend
@@ -206,7 +207,7 @@ def prepared_data(config: TrainConfig, data: MappedData) -> None:
     digest = hashlib.blake2b(b"".join(tensor.numpy().tobytes() for tensor in tensors.values())).hexdigest()
     note = {
         "hash": digest, "fingerprint": prepared.fingerprint, "eval": prepared.eval_prompts,
-        "mapped": not prepared.train.documents.input_ids.flags.writeable, "report": str(prepared.report),
+        "mapped": files_of(prepared.train) == {"arrays"}, "report": str(prepared.report),
     }  # fmt: skip
     (config.output_path / f"rank-{rt.rank}.json").write_text(json.dumps(note))
     rt.barrier()

@@ -61,7 +61,7 @@ def packed(pairs: list[Pair], layout: PairLayout, length: int = ROW) -> PackedDa
     )  # fmt: skip
     made, _ = as_units(tokens, layout.shares)
     rows = PackedDataset(made.documents, length)
-    rows.further = PairColumns(made.documents, layout)
+    rows.further = PairColumns(rows, layout)
     rows.further.scale = rows.further.share(rows, np.arange(len(rows)))
     return rows
 

@@ -16,16 +16,22 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any, TypeVar
+from functools import cached_property, lru_cache
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 
 from tpu_kit.config.loader import BatchPlan, DataConfig, OptimConfig
 
+if TYPE_CHECKING:
+    from tpu_kit.data.tokenizing import Joined
+
 IGNORED = -100
 """The label of a position without loss, as in `torch.nn.functional.cross_entropy`."""
+
+_RUN = 1 << 16  # tokens that are looked at together
 
 T = TypeVar("T")
 
@@ -36,7 +42,7 @@ class BatchError(ValueError):
 
 @dataclass(frozen=True)
 class Documents:
-    """Tokenised documents one after another in flat arrays.
+    """Tokenised documents in flat arrays, which may be files of a cache that the process maps.
 
     Attributes:
         input_ids: int32 (tokens,).
@@ -45,24 +51,52 @@ class Documents:
         source_rows: int64 (documents,), the data set row of each document.
         images: of the documents (`data.images.encoding.DocumentImages`); None for text.
         pairs: int32 (documents, N) of pairs of replies: a `data.pairs.PairTokens`, later a `Unit` each; else None.
+        places: int64 (documents,), where each document starts in the flat arrays, which may hold more; None: they hold
+            these documents one after another.
     """
 
-    input_ids: np.ndarray
-    loss_mask: np.ndarray
+    input_ids: np.ndarray | Joined
+    loss_mask: np.ndarray | Joined
     lengths: np.ndarray
     source_rows: np.ndarray
     images: Any = None
     pairs: np.ndarray | None = None
+    places: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.lengths)
 
+    @cached_property
+    def starts(self) -> np.ndarray:
+        """Where each document starts in the flat arrays, int64 (documents,)."""
+        return np.cumsum(self.lengths) - self.lengths if self.places is None else self.places
+
     def select(self, keep: np.ndarray) -> Documents:
-        """Returns the documents where the boolean array `keep` is true."""
-        tokens = np.repeat(keep, self.lengths)
+        """Returns the documents where the boolean array `keep` is true, in the same flat arrays."""
         images = None if self.images is None else self.images.select(keep)
-        arrays = self.input_ids[tokens], self.loss_mask[tokens], self.lengths[keep], self.source_rows[keep]
-        return Documents(*arrays, images, None if self.pairs is None else self.pairs[keep])
+        arrays = self.input_ids, self.loss_mask, self.lengths[keep], self.source_rows[keep]
+        pairs = None if self.pairs is None else self.pairs[keep]
+        return Documents(*arrays, images, pairs, self.starts[keep])
+
+    def runs(self) -> Iterator[tuple[slice, slice]]:
+        """Yields all documents in order, those that follow one another in the flat arrays together.
+
+        Yields:
+            Their numbers, and their place in the flat arrays.
+        """
+        starts, ends = self.starts, self.starts + self.lengths
+        apart = (starts[1:] != ends[:-1]) | (np.diff(np.cumsum(self.lengths) // _RUN) > 0)
+        for first, last in pairwise([0, *(np.flatnonzero(apart) + 1).tolist(), len(self)]):
+            yield slice(first, last), slice(int(starts[first]), int(ends[last - 1]))
+
+    @cached_property
+    def loss_tokens(self) -> np.ndarray:
+        """How many tokens of each document carry loss, int64 (documents,)."""
+        counts = np.zeros(len(self), dtype=np.int64)
+        for numbers, tokens in self.runs():
+            firsts = self.starts[numbers] - tokens.start
+            counts[numbers] = np.add.reduceat(self.loss_mask[tokens], firsts, dtype=np.int64)
+        return counts
 
 
 def best_fill(lengths: np.ndarray, row_length: int) -> tuple[np.ndarray, np.ndarray]:
@@ -187,7 +221,6 @@ class PackedDataset:
         self.documents, self.length, self.pad_id, self.grouping = documents, length, pad_id, grouping
         self.row_tokens = np.add.reduceat(lengths[self._order], np.r_[0, self._row_ends[:-1]])
         self.columns: Mapping[str, Callable[[np.ndarray], torch.Tensor]] = {}
-        self._token_starts = np.cumsum(lengths) - lengths
 
     def __len__(self) -> int:
         return len(self._row_ends)
@@ -202,18 +235,19 @@ class PackedDataset:
 
     def document(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the token ids and the loss mask of one document."""
-        start = self._token_starts[number]
+        start = self.documents.starts[number]
         part = slice(start, start + self.documents.lengths[number])
         return self.documents.input_ids[part], self.documents.loss_mask[part]
 
     def column(self, values: np.ndarray) -> Callable[[np.ndarray], torch.Tensor]:
         """Returns an entry of `columns` for numbers of all tokens, (tokens,) in the order of `documents`."""
+        starts = np.cumsum(self.documents.lengths) - self.documents.lengths
 
         def read(rows: np.ndarray) -> torch.Tensor:
             column = np.zeros((len(rows), self.length), dtype=values.dtype)
             for i, row in enumerate(rows):
                 numbers = self.documents_of(row) if row >= 0 else ()
-                parts = [values[self._token_starts[n] :][: self.documents.lengths[n]] for n in numbers]
+                parts = [values[starts[n] :][: self.documents.lengths[n]] for n in numbers]
                 column[i, : sum(map(len, parts))] = np.concatenate([*parts, values[:0]])
             return torch.from_numpy(column)
 
@@ -230,7 +264,10 @@ class PackedDataset:
         """Returns a hash of tokens, loss masks and packing."""
         digest = hashlib.blake2b(str(self.length).encode(), digest_size=16)
         tokens = self.documents
-        for array in (tokens.input_ids, tokens.loss_mask, tokens.lengths, self._order, self._row_ends):
+        for flat in (tokens.input_ids, tokens.loss_mask):
+            for _, run in tokens.runs():
+                digest.update(np.ascontiguousarray(flat[run]).data)
+        for array in (tokens.lengths, self._order, self._row_ends):
             digest.update(np.ascontiguousarray(array).data)
         if self.further is not None:
             digest.update(self.further.fingerprint())

@@ -7,6 +7,7 @@ hashes and the seed alone, not on the order of the rows.
 from __future__ import annotations
 
 import hashlib
+import heapq
 import math
 import zipfile
 from pathlib import Path
@@ -109,5 +110,8 @@ def choose_questions(
         asked = f"data.eval_rows={show(config.eval_rows)}"
         raise ValueError(f"{asked} leaves nothing to train on: {problem} or set it to 0 for no evaluation")
     unique = np.setdiff1d(unique, trained)
-    salted = [hashlib.blake2b(f"{config.seed} {key}".encode()).digest() for key in unique]
-    return unique[sorted(range(len(unique)), key=salted.__getitem__)[:count]]
+
+    def salted(number: int) -> bytes:
+        return hashlib.blake2b(f"{config.seed} {unique[number]}".encode()).digest()
+
+    return unique[heapq.nsmallest(count, range(len(unique)), key=salted)]

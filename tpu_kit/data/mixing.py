@@ -19,7 +19,7 @@ from tpu_kit.data.batching import Documents, Grouping, PackedDataset, best_fill,
 from tpu_kit.data.rows.columns import Layout
 from tpu_kit.data.rows.field_values import plain_value
 from tpu_kit.data.rows.records import LOCATION, PROBLEM
-from tpu_kit.data.tokenizing import Opened, RawRows, Tokenized, opened_source, tokenized
+from tpu_kit.data.tokenizing import Joined, Opened, RawRows, Tokenized, opened_source, tokenized
 
 _STAGE_ROWS = 16  # packed rows of a stage of a curriculum, within which documents are packed and shuffled
 
@@ -70,18 +70,17 @@ class Mixed(Tokenized):
         """Joins sources; the encoder is that of the first one whose turns the chat template makes, if there is one."""
         starts = np.cumsum([0, *(len(part.rows) for part in parts)])[:-1]
         firsts = np.cumsum([0, *(len(part.documents) for part in parts)])[:-1]
-        joined = {
-            name: np.concatenate([getattr(part, name) for part in parts])
-            for name in ("full_lengths", "whole_lengths", "questions", "users", "special", "earlier", "reasoning")
-        }
+        names_of_arrays = ("full_lengths", "whole_lengths", "questions", "users", "special", "earlier", "reasoning")
+        joined = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names_of_arrays}
         earlier = np.concatenate([part.earlier_documents + first for part, first in zip(parts, firsts, strict=True)])
+        emptied: dict[str, Any] = dict.fromkeys((*names_of_arrays, "earlier_documents"), _NONE.lengths)
         shown = [f"{name}, {text}" for part, name in zip(parts, names, strict=True) for text in part.skipped_rows]
         chat = next((part for part in parts if part.encoder.layout.turns_by == "template"), parts[0])
         return cls(
             source=", ".join(names), rows=chat.rows, encoder=chat.encoder,
             documents=_joined([part.documents for part in parts], starts), earlier_documents=earlier, **joined,
             skipped=sum(part.skipped for part in parts), skipped_rows=tuple(shown),
-            parts=tuple(replace(part, documents=_NONE) for part in parts), mix=Mix(names, starts),
+            parts=tuple(replace(part, documents=_NONE, **emptied) for part in parts), mix=Mix(names, starts),
         )  # fmt: skip
 
     @property
@@ -109,13 +108,15 @@ class Mixed(Tokenized):
 
 
 def _joined(documents: Sequence[Documents], starts: np.ndarray) -> Documents:
-    names = ("input_ids", "loss_mask", "lengths")
-    arrays = [np.concatenate([getattr(one, name) for one in documents]) for name in names]
+    ids, masks = (Joined(getattr(one, name) for one in documents) for name in ("input_ids", "loss_mask"))
+    firsts = np.cumsum([0, *(len(one.input_ids) for one in documents)])[:-1]
+    lengths = np.concatenate([one.lengths for one in documents])
     rows = np.concatenate([one.source_rows + start for one, start in zip(documents, starts, strict=True)])
+    places = np.concatenate([one.starts + first for one, first in zip(documents, firsts, strict=True)])
     images = documents[0].images
     joined = None if images is None else images.joined([one.images for one in documents])
     pairs = [one.pairs for one in documents if one.pairs is not None]
-    return Documents(arrays[0], arrays[1], arrays[2], rows, joined, np.concatenate(pairs) if pairs else None)
+    return Documents(ids, masks, lengths, rows, joined, np.concatenate(pairs) if pairs else None, places)
 
 
 def tokenize_sources(
@@ -408,9 +409,7 @@ def count_sources(tokens: Tokenized, used: np.ndarray, documents: np.ndarray) ->
     """Counts the documents of an epoch by source; empty without a mix."""
     if not isinstance(tokens, Mixed):
         return ()
-    mine, rows, lengths = tokens.documents, tokens.documents.source_rows, tokens.documents.lengths
-    starts = np.cumsum(lengths) - lengths
-    loss = np.add.reduceat(mine.loss_mask.astype(np.int64), starts)
+    rows, lengths, loss = tokens.documents.source_rows, tokens.documents.lengths, tokens.documents.loss_tokens
     of_used, of_epoch = tokens.mix.of(rows[used]), tokens.mix.of(rows[documents])
     found = []
     for source, part in enumerate(tokens.parts):

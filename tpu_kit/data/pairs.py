@@ -7,18 +7,22 @@ with the last token of the prompt, which predicts its first one; the tokens befo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from tpu_kit.data.batching import Documents, PackedDataset
+from tpu_kit.data.rows.field_values import RowError
 from tpu_kit.data.rows.preferences import common_length
 
 if TYPE_CHECKING:
     from tpu_kit.config.loader import TrainConfig
-    from tpu_kit.data.chat.chat_encoding import Example
+    from tpu_kit.data.chat.chat_documents import Document
+    from tpu_kit.data.chat.chat_encoding import Encoder, Example
+    from tpu_kit.data.rows.schemas import Conversation
     from tpu_kit.data.tokenizing import Tokenized
 
 
@@ -115,13 +119,45 @@ class PairCounts(NamedTuple):
         return lines
 
 
-def joined(chosen: Example, rejected: Example) -> tuple[list[int], list[bool], PairTokens]:
-    """Returns the tokens and the loss mask of both replies, one after the other, and their sizes."""
-    (ids, mask), (other, other_mask) = chosen, rejected
-    same = common_length(ids, other)
-    begins = mask.index(True), other_mask.index(True)
+def columns_of_pair(
+    chosen: Conversation, documents: Sequence[Document], example: Example, encoder: Encoder
+) -> dict[str, Any]:
+    """Returns the columns of a tokenised pair; its replies are cut when it becomes a unit.
+
+    Args:
+        chosen: the conversation with the chosen reply, whose `rejected` has the other one.
+        documents: of the chosen one.
+        example: its tokens.
+        encoder: of the row.
+
+    Raises:
+        RowError: a reply has several turns that the chat template renders as documents of their own.
+    """
+    assert chosen.rejected is not None
+    others = encoder.documents(chosen.rejected)
+    for name, rendered in (("chosen", documents), ("rejected", others)):
+        if len(rendered) > 1:
+            raise RowError(
+                f"the {name} reply has several turns, which the chat template renders differently in one chat; give "
+                "one turn"
+            )
+    (ids, mask), (other, other_mask) = example, encoder.encode(others[0])
+    same, begins = common_length(ids, other), (mask.index(True), other_mask.index(True))
     prompt = min(same, *begins)
-    return [*ids, *other], [*mask, *other_mask], PairTokens(prompt, len(ids), same, int(prompt < max(begins)))
+    tokens = [*ids, *other]
+    return {
+        "input_ids": tokens, "loss_mask": [*mask, *other_mask], "full_length": len(tokens),
+        "whole_length": len(tokens), "pair": PairTokens(prompt, len(ids), same, int(prompt < max(begins))),
+        "special": encoder.special_text(chosen) or encoder.special_text(chosen.rejected),
+        "reasoning": encoder.count_reasoning(documents[0], example),
+    }  # fmt: skip
+
+
+def _flat(documents: Documents) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the token ids and the loss masks of documents, one after another."""
+    runs = [run for _, run in documents.runs()]
+    ids, masks = (np.concatenate([flat[run] for run in runs]) for flat in (documents.input_ids, documents.loss_mask))
+    return ids, masks
 
 
 def as_units(tokens: Tokenized, shares: bool) -> tuple[Tokenized, PairCounts]:
@@ -134,6 +170,7 @@ def as_units(tokens: Tokenized, shares: bool) -> tuple[Tokenized, PairCounts]:
     """
     documents, length = tokens.documents, tokens.encoder.config.max_length
     assert documents.pairs is not None and not len(tokens.earlier)
+    ids, mask = _flat(documents)
     prompt, chosen, same, moved = documents.pairs.astype(np.int64).T
     prefix = np.maximum(prompt - 1, 0) * shares
     whole = np.stack([chosen, documents.lengths - chosen]) - prefix
@@ -143,13 +180,13 @@ def as_units(tokens: Tokenized, shares: bool) -> tuple[Tokenized, PairCounts]:
 
     # The place of each token in its reply, with the prompt.
     starts = np.repeat(np.cumsum(documents.lengths) - documents.lengths, documents.lengths)
-    place = np.arange(len(documents.input_ids)) - starts
+    place = np.arange(len(ids)) - starts
     of_chosen, of_prefix, *of_kept = (np.repeat(one, documents.lengths) for one in (chosen, prefix, *(prefix + kept)))
     is_rejected = place >= of_chosen
     place = np.where(is_rejected, place - of_chosen, place)
     taken = (place < np.where(is_rejected, of_kept[1], of_kept[0])) & ~(is_rejected & (place < of_prefix))
     learned = [
-        np.add.reduceat((documents.loss_mask & taken & side).astype(np.int64), np.unique(starts))
+        np.add.reduceat((mask & taken & side).astype(np.int64), np.unique(starts))
         for side in (~is_rejected, is_rejected)
     ]
     equal = (same == chosen) & (whole[0] == whole[1])
@@ -165,9 +202,8 @@ def as_units(tokens: Tokenized, shares: bool) -> tuple[Tokenized, PairCounts]:
     chosen_tokens = np.repeat(usable, documents.lengths) & taken
     lengths = (prefix + kept.sum(0))[usable]
     made = replace(
-        documents, input_ids=documents.input_ids[chosen_tokens], loss_mask=documents.loss_mask[chosen_tokens],
-        lengths=lengths, source_rows=documents.source_rows[usable],
-        pairs=np.stack([prefix, kept[0]], 1)[usable].astype(np.int32),
+        documents, input_ids=ids[chosen_tokens], loss_mask=mask[chosen_tokens], lengths=lengths, places=None,
+        source_rows=documents.source_rows[usable], pairs=np.stack([prefix, kept[0]], 1)[usable].astype(np.int32),
     )  # fmt: skip
     counts = PairCounts(
         int(usable.sum()), int(equal.sum()), int(cut_equal.sum()), int(no_room.sum()), int(moved[usable].sum()),
@@ -184,10 +220,9 @@ def as_chosen(tokens: Tokenized) -> Tokenized:
     whole = documents.pairs[:, PairTokens._fields.index("chosen")].astype(np.int64)
     lengths = np.minimum(whole, encoder.config.max_length)
     starts = np.repeat(np.cumsum(documents.lengths) - documents.lengths, documents.lengths)
-    kept = np.arange(len(documents.input_ids)) - starts < np.repeat(lengths, documents.lengths)
-    made = replace(
-        documents, input_ids=documents.input_ids[kept], loss_mask=documents.loss_mask[kept], lengths=lengths, pairs=None
-    )
+    ids, mask = _flat(documents)
+    kept = np.arange(len(ids)) - starts < np.repeat(lengths, documents.lengths)
+    made = replace(documents, input_ids=ids[kept], loss_mask=mask[kept], lengths=lengths, places=None, pairs=None)
     note = "the chosen replies alone are used; dpo compares both"
     encoder = replace(encoder, layout=replace(encoder.layout, notes=(*encoder.layout.notes, note)))
     return replace(tokens.selected(np.ones(len(documents), dtype=bool), made, whole), encoder=encoder)
@@ -215,7 +250,7 @@ class PairColumns:
             elsewhere.
 
     Args:
-        documents: the units.
+        dataset: of the units.
         layout: how they were made.
 
     Attributes:
@@ -224,15 +259,12 @@ class PairColumns:
         scale: multiplies token_share, which makes it pairs / tokens of what is summed.
     """
 
-    def __init__(self, documents: Documents, layout: PairLayout) -> None:
-        assert documents.pairs is not None
-        self.units, self.layout, self.scale = documents.pairs, layout, 1.0
+    def __init__(self, dataset: PackedDataset, layout: PairLayout) -> None:
+        assert dataset.documents.pairs is not None
+        self.units, self.layout, self.scale = dataset.documents.pairs, layout, 1.0
         self.reference = np.full(self.units.shape, np.nan, dtype=np.float32)
-        sizes = np.stack([self.units.sum(1), documents.lengths - self.units.sum(1)], 1).flatten()
-        starts = (np.cumsum(sizes) - sizes)[::2]  # of each unit, and behind its chosen reply
-        ends = np.stack([starts, starts + sizes[::2]], 1).flatten()
-        learned = np.add.reduceat(documents.loss_mask.astype(np.int64), ends)[::2]
-        self._counted = self.units[:, 1] - 1 if layout.learns_prompt else learned
+        learned = [int(with_reply(dataset, number)[1].sum()) for number in range(len(self.units))]
+        self._counted = self.units[:, 1] - 1 if layout.learns_prompt else np.array(learned)
 
     def share(self, dataset: PackedDataset, rows: np.ndarray) -> float:
         """Returns pairs / tokens with a token_share of some rows."""

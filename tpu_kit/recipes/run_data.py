@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from tpu_kit.config.loader import BatchPlan, TrainConfig
 from tpu_kit.config.schema import LEAST_UPDATES
-from tpu_kit.data.chat.new_tokens import new_tokens
+from tpu_kit.data.chat.new_tokens import new_tokens, occurrences
 from tpu_kit.data.held_out import NONE, Questions
 from tpu_kit.data.pairs import PairLayout
 from tpu_kit.data.prepare import Prepared, prepare
@@ -49,7 +51,8 @@ def prepare_run(config: TrainConfig, model: PreTrainedConfig | None = None) -> P
     )
     if tokenizer is None or not config.lora.r:  # full fine-tuning trains the embeddings
         return prepared
-    return replace(prepared, new_tokens=new_tokens(config.model, text, tokenizer, prepared.train.documents.input_ids))
+    used = np.flatnonzero(occurrences(prepared.train.documents))
+    return replace(prepared, new_tokens=new_tokens(config.model, text, tokenizer, used))
 
 
 TEMPLATES = {

@@ -252,9 +252,10 @@ class ChatDocuments:
                 if part not in text and json.dumps(part)[1:-1] not in text:  # some write the results of tools as JSON
                     raise RowError(f"the chat template leaves out what message {i} says: {part[:60]!r}")
         calls = [len(message.get("tool_calls") or ()) for message in messages]
-        named = with_calls(messages, lambda call: {"name": PROBE})
-        if any(calls) and self._encoder.render(named, self._tools).count(PROBE) < sum(calls):
-            raise RowError(f"the chat template leaves out the tool calls of message {calls.index(max(calls))}")
+        if any(calls):
+            named = with_calls(messages, lambda call: {"name": PROBE})
+            if self._encoder.render(named, self._tools).count(PROBE) < sum(calls):
+                raise RowError(f"the chat template leaves out the tool calls of message {calls.index(max(calls))}")
         without = self._encoder.render(messages, None) if self._tools else ""
         for name in [str(tool.get("function", tool).get("name")) for tool in self._tools or ()]:
             if text.count(name) <= without.count(name):

@@ -12,12 +12,13 @@ import json
 import re
 import unicodedata
 import warnings
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from tpu_kit.data.chat.chat_documents import ChatDocuments, Document, with_calls
 from tpu_kit.data.chat.chat_template import PROBE, PromptEncoder, has_two_bos, plain_prompt
@@ -242,7 +243,8 @@ class Encoder(PromptEncoder):
         extra = has_two_bos(self.tokenizer, ids) and not document.literal
         ids, offsets = ids[extra:], offsets[extra:]
         borders = sorted({border for span in spans for border in span})
-        if any(a + 1 < b and bisect_right(borders, a) < bisect_left(borders, b) for a, b in offsets):
+        starts, ends = _columns(offsets)
+        if (np.searchsorted(borders, starts, side="right") < np.searchsorted(borders, ends)).any():
             # Generation starts from the tokens of the prompt alone, which has no token across its end.
             lead = next((i for i, (_, b) in enumerate(offsets) if b), 0)
             cut_ids, cut_offsets = ids[:lead], offsets[:lead]
@@ -252,11 +254,14 @@ class Encoder(PromptEncoder):
                 cut_ids += piece_ids
                 cut_offsets += [(a + x, a + y) for x, y in piece_offsets]
             if self.tokenizer.decode(cut_ids) == self.tokenizer.decode(ids):
-                ids, offsets = cut_ids, cut_offsets
-        starts, ends = [start for start, _ in spans], [end for _, end in spans]
-        mask = []
-        for a, b in offsets:
-            number = bisect_left(starts, b) - 1  # the last span that begins before the token ends
-            # Some tokenizers trim white space: a token of white space is then an empty range at its end.
-            mask.append(number >= 0 and (b <= ends[number] if a == b else a < ends[number]))
-        return ids, mask
+                ids, (starts, ends) = cut_ids, _columns(cut_offsets)
+        firsts, lasts = _columns(spans)
+        numbers = np.searchsorted(firsts, ends) - 1  # the last span that begins before the token ends
+        # Some tokenizers trim white space: a token of white space is then an empty range at its end.
+        mask = (numbers >= 0) & np.where(starts == ends, ends <= lasts[numbers], starts < lasts[numbers])
+        return ids, mask.tolist()
+
+
+def _columns(ranges: Sequence[tuple[int, int]]) -> np.ndarray:
+    """Returns the starts and the ends of ranges, (2, ranges)."""
+    return np.fromiter(chain.from_iterable(ranges), dtype=np.int64, count=2 * len(ranges)).reshape(-1, 2).T

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from tpu_kit.config.loader import ModelConfig
+from tpu_kit.data.batching import Documents
 from tpu_kit.model.weights.source import locate
 
 _BLOCKS, _BLOCK = 256, 8  # rows of the embeddings that are compared with: blocks, rows of a block
@@ -49,6 +50,17 @@ def new_tokens(model: ModelConfig, text: Any, tokenizer: Any, used: np.ndarray) 
     if looks_drawn(others).float().mean() < _ALIKE:
         new |= looks_drawn(rows)
     return tuple(added[number] for number, is_new in zip(numbers, new.tolist(), strict=True) if is_new)
+
+
+def occurrences(documents: Documents, *, with_loss: bool = False) -> np.ndarray:
+    """Returns how often each token id occurs in documents, or does so with loss, int64 (the largest id + 1,)."""
+    counts = np.zeros(0, dtype=np.int64)
+    for _, tokens in documents.runs():
+        ids = documents.input_ids[tokens]
+        found = np.bincount(ids[documents.loss_mask[tokens]] if with_loss else ids, minlength=len(counts))
+        found[: len(counts)] += counts
+        counts = found
+    return counts
 
 
 def _rows(model: ModelConfig, size: int, numbers: list[int]) -> torch.Tensor | None:

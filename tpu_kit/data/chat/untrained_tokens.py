@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from tpu_kit.data.chat.new_tokens import occurrences
 from tpu_kit.data.prepare import Prepared
 
 _SAME = 0.99  # cosine of two rows of the output layer; of SmolLM2's 49,152 rows 29 have such a neighbour among 1,024
@@ -46,8 +47,9 @@ def describe_untrained(prepared: Prepared, weight: torch.Tensor, adapters: bool)
     if prepared.encoder is None or prepared.tasks:
         return ""
     documents, tokenizer = prepared.train.documents, prepared.encoder.tokenizer
-    ids, counts = np.unique(documents.input_ids[documents.loss_mask], return_counts=True)
-    ids = ids.astype(np.int64)
+    counts = occurrences(documents, with_loss=True)
+    ids = np.flatnonzero(counts)
+    counts = counts[ids]
     found = np.isin(ids, untrained_tokens(weight, ids)) & ~np.isin(ids, [*tokenizer.added_tokens_decoder])
     if (share := counts[found].sum() / max(1, counts.sum())) < _LEAST_SHARE:
         return ""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pyarrow.compute as pc
 
 from tpu_kit.data.images.files import Picture, PictureFiles
 from tpu_kit.data.images.processors import ImageProcessor
@@ -96,6 +98,19 @@ class ImageEncoding:
         sources = [one.source for one in pictures[: len(slots)]]
         return PicturedIds(found, sources, counts, self.files, self.processor)
 
+    def columns(self, pictures: Sequence[Picture], slots: Sequence[list[int]]) -> dict[str, Any]:
+        """Returns the columns of a tokenised document's images.
+
+        Args:
+            pictures: those in the document.
+            slots: the soft tokens of each picture's slots.
+        """
+        digest = hashlib.blake2b("".join(one.digest for one in pictures).encode(), digest_size=8).digest()
+        files = [one for one in pictures if one.file]
+        return {"slots": [count for each in slots for count in each], "pictures": len(pictures),
+                "digest": int.from_bytes(digest, "little", signed=True), "files": [one.file for one in files],
+                "stamps": [one.stamp for one in files]}  # fmt: skip
+
 
 class DocumentImages:
     """The images of documents.
@@ -110,6 +125,14 @@ class DocumentImages:
     def __init__(self, pictures: np.ndarray, slots: np.ndarray, tokens: np.ndarray, digests: np.ndarray) -> None:
         self.pictures, self.slots, self.tokens, self.digests = pictures, slots, tokens, digests
         self._ends = np.cumsum(slots)
+
+    @classmethod
+    def read(cls, columns: Any) -> DocumentImages:
+        """Returns those of an Arrow table of tokenised documents, of `ImageEncoding.columns`."""
+        tokens = columns["slots"].combine_chunks().flatten().to_numpy(zero_copy_only=False)
+        slots = pc.list_value_length(columns["slots"]).to_numpy().astype(np.int64)
+        pictures, digests = (columns[name].to_numpy(zero_copy_only=False) for name in ("pictures", "digest"))
+        return cls(pictures, slots, tokens, digests)
 
     def select(self, keep: np.ndarray) -> DocumentImages:
         """Returns those of the documents where the boolean array `keep` is true."""

@@ -115,7 +115,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_object)
+_DECODER, _ENCODER = json.JSONDecoder(object_pairs_hook=_object), json.JSONEncoder(ensure_ascii=False)
 
 
 _NOT_FINITE = (math.inf, -math.inf)
@@ -126,7 +126,7 @@ def as_record(value: Any, location: str) -> Record:
     if not isinstance(value, dict):
         return Record(location, {}, f"a row must be an object, not {json.dumps(value)[:30]}")
     try:
-        json.dumps(value, ensure_ascii=False).encode()
+        _ENCODER.encode(value).encode()
     except UnicodeEncodeError:
         return Record(location, {}, "half of a surrogate pair (\\ud800 to \\udfff), which is no character")
     return Record(

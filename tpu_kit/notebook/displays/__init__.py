@@ -1,4 +1,5 @@
-"""What cells of notebooks show of runs and plans: live progress, curves, memory, pairs of replies.
+"""What cells of notebooks show of runs and plans.
 
+Offers the live progress, curves and figures of a run, the memory of a plan, and pairs of replies.
 Must not know how a run is made.
 """
