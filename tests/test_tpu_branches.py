@@ -94,6 +94,8 @@ BRANCHES: dict[str, tuple[int, str, str]] = {
     ),
     "preflight.Preflight.device_bytes": (1, RECORDED, "test_peak_memory"),
     "preflight.check_before_launch": (1, RECORDED, "test_rollouts"),
+    "batch_choice.settle": (1, RECORDED, "test_preflight"),
+    "planner._remats": (1, RECORDED, "test_preflight"),
     "install.decide": (3, RUNS, "test_install"),
     "slice_job._run_problems": (1, RUNS, "test_pods"),
     "install.look": (1, RECORDED, "test_install"),

@@ -51,6 +51,7 @@ def test_a_mesh_of_another_number_of_devices(text: str, problem: str) -> None:
         ({"mesh": "fsdp=8", "device_type": "cuda"}, "needs XLA, and launch.device_type=cuda"),
         ({"mesh": "fsdp=4,model=2", "base_dtype": "int4"}, "splits columns that int4 keeps two in a byte"),
         ({"mesh": "fsdp=8", "scan_layers": "off"}, "needs layers that run as a loop"),
+        ({"mesh": "fsdp=8", "remat": "none"}, "needs layers that run as a loop, which recomputes; set optim.remat="),
     ],
 )
 def test_what_a_mesh_cannot_be_with(changes: dict[str, Any], problem: str) -> None:

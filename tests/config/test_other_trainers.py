@@ -201,7 +201,7 @@ def test_absent_keys_have_the_defaults_of_the_trainer(read: Any) -> None:
         ("base_model: a/b\nadapter: lora\nval_set_size: 0\nevals_per_epoch: 4", {"optim.eval_steps": None}),
         ("optimizer: adafactor", {"optim.optimizer": "adafactor"}),
         ("gradient_checkpointing: false", {"optim.remat": "none"}),
-        ("gradient_checkpointing_kwargs: {use_reentrant: false}", {"optim.remat": "full"}),
+        ("gradient_checkpointing_kwargs: {use_reentrant: false}", {"optim.remat": "auto"}),
         ("lora_target_linear: true\nlora_target_modules: [q_proj]", {"lora.targets": "all-linear"}),
         ("model_name_or_path: a/b\neval_strategy: steps\neval_steps: 5\nuse_peft: true",
          {"data.eval_split": "test", "optim.eval_steps": 5, "lora.dropout": 0.05, "data.eval_rows": None}),

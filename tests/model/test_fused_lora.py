@@ -39,7 +39,7 @@ def models(dtype: torch.dtype = torch.float64, **settings: Any) -> tuple[Any, An
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.3)
         if fused:
-            fuse_lora(model)
+            fuse_lora(model, "cpu")
         pair.append(model)
     return pair[0], pair[1]
 

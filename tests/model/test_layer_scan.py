@@ -376,9 +376,11 @@ def test_going_on_from_a_checkpoint(
 
 def test_layers_are_loops_on_xla_and_where_they_are_asked_for() -> None:
     on, auto, off = (OptimConfig(scan_layers=choice) for choice in ("on", "auto", "off"))
+    whole = OptimConfig(remat="none")
     for optim, device_type, text in (
         (auto, "cpu", None), (off, "cuda", None), (on, "cpu", "2 x 1 in a loop"), (auto, "tpu", "2 x 1 in a loop"),
         (auto, "xla-cpu", "2 x 1 in a loop"), (off, "xla-cpu", "2 one by one"),
+        (whole, "tpu", None),
     ):  # fmt: skip
         decoder = decoder_of(tiny())
         found = layer_scan.scan_layers(decoder, optim, device_type)
@@ -482,14 +484,18 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], dict[str, An
 @needs_xla
 @pytest.mark.parametrize(
     ("replicas", "remat"),
-    [(1, "full"), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((4, "full"), (2, "outputs")))],
+    [
+        (1, "full"),
+        (1, "none"),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((4, "full"), (2, "outputs"))),
+    ],
 )
 def test_on_xla_it_is_one_program_with_the_same_numbers(
     tmp_path: Path, replicas: int, remat: str, alone: Callable[[], dict[str, Any]], plain: Callable[[], dict[str, Any]]
 ) -> None:
     expected = plain()["updates"]
     if replicas == 1:
-        found = alone()["updates"]
+        found = alone()["updates" if remat == "full" else "one by one"]
     else:
         found = launch(layer_functions.updates, at(tmp_path, "on", "xla-cpu", replicas, remat))
     assert found["alike"]

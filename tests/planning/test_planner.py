@@ -33,7 +33,7 @@ from tpu_kit.planning.compiler import compile_check
 from tpu_kit.planning.compiler.compile_check import Compiled, CompilerUnavailable
 from tpu_kit.planning.cost import step_time, work
 from tpu_kit.planning.memory.memory_estimate import Memory, estimate
-from tpu_kit.planning.planner import best_batch, plan
+from tpu_kit.planning.planner import best_setting, plan
 from tpu_kit.planning.report import format_plans
 from tpu_kit.planning.run_cost import count_rows, time_plan
 from tpu_kit.planning.run_on_slice import largest
@@ -78,12 +78,12 @@ def test_of_what_fits_the_fastest_is_picked(small: Path) -> None:
     assert batch.batch_size * batch.gradient_accumulation == 8
     limit = found.where.limit * (1 - RESERVE)
     assert found.peak_bytes <= limit
-    assert all(one.time.seconds >= found.time.seconds / 1.03 for one in found.settings if one.peak_bytes <= limit)
+    assert all(one.pace <= 1.03 * found.pace for one in found.settings if one.peak_bytes <= limit)
 
 
 def test_the_batch_that_auto_stands_for(small: Path, large: Path) -> None:
     v5e_8 = find_slice("v5e", 8)
-    rows = int(best_batch(run(small, "batch_size=auto", "remat=full"), v5e_8).config.optim.batch_size)
+    rows = int(best_setting(run(small, "batch_size=auto", "remat=full"), v5e_8).config.optim.batch_size)
     fits = plan(run(small, f"batch_size={rows}", "remat=full", "num_replicas=8"))[0]
     numbers = [f"batch_size={1 << power}" for power in range(8)]
     several = (plan(run(small, number, "remat=full", "num_replicas=8"), ["v5e-8"])[0] for number in numbers)
@@ -92,10 +92,10 @@ def test_the_batch_that_auto_stands_for(small: Path, large: Path) -> None:
     most = fits.advice.largest_batch if fits.advice else 0
     assert plan(run(small, f"batch_size={most}", "remat=full"))[0].fits
     assert not plan(run(small, f"batch_size={most + 1}", "remat=full"))[0].fits
-    dealt = best_batch(run(small, "batch_size=auto", "global_batch_size=24"), v5e_8)
+    dealt = best_setting(run(small, "batch_size=auto", "global_batch_size=24"), v5e_8)
     assert dealt.config.optim.batch_size in (1, 3)
     with pytest.raises(ValueError, match=r"not one row .* on v5litepod-1: .*GiB"):
-        best_batch(run(large, "batch_size=auto", "lora.r=0"), find_slice("v5e", 1))
+        best_setting(run(large, "batch_size=auto", "lora.r=0"), find_slice("v5e", 1))
 
 
 def test_what_to_change_when_nothing_fits(large: Path) -> None:
@@ -145,8 +145,29 @@ def test_kept_outputs_cost_memory_and_save_time(small: Path) -> None:
     assert found.advice is not None
     changes = [knob.change for knob in found.advice.knobs if "remat" in knob.change]
     assert changes == ["optim.remat=full"]
-    with pytest.raises(ValueError, match=r"^optim\.remat=none is .*; set optim\.remat=outputs$"):
-        plan(run(small, "remat=none"))
+
+
+@pytest.mark.parametrize("batch_size", ["4", "auto"])
+def test_layers_run_one_by_one_where_it_pays_for_the_longer_compile(batch_size: str, small: Path) -> None:
+    picked = {
+        updates: plan(run(small, f"batch_size={batch_size}", f"max_steps={updates}"))[0] for updates in (100, 100_000)
+    }
+    assert [one.config.optim.remat for one in picked.values()] == ["full", "none"]
+    few, many = picked.values()
+    extra = many.compiling - few.compiling
+    assert extra > 120 and many.waits == pytest.approx(extra / 100_000) and few.waits == 0
+    assert 100 * (few.time.seconds - many.time.seconds) < extra < 100_000 * (few.time.seconds - many.time.seconds)
+    assert many.fits and many.speed > 1.1 * few.speed
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [["source=openai/gsm8k:main"], ["max_steps=100000", "lora.r=0"], ["max_steps=100000", "lora.dropout=0.1"],
+     ["max_steps=100000", "scan_layers=on"], ["max_steps=100000", "mesh=fsdp=8"], ["max_steps=100000", "remat=full"]],
+)  # fmt: skip
+def test_they_do_not_where_it_cannot_be_told_or_loops_are_needed(settings: list[str], small: Path) -> None:
+    (found,) = plan(run(small, "batch_size=4", *settings))
+    assert found.config.optim.remat != "none"
 
 
 @pytest.mark.parametrize(
@@ -514,7 +535,7 @@ def test_the_report(small: Path, large: Path, capsys: pytest.CaptureFixture[str]
     assert main([*command, "--details"]) == 0
     printed = capsys.readouterr().out
     for text in ("v5litepod-8", "base_weights", "sqrt(2 x", "sessions" if "sessions" in printed else "session",
-                 "each start compiles the step: 5 min until the first new step are an assumption",
+                 "each start compiles the step: 1.1 min by formula, and 2 for all else are an assumption",
                  "MXU_EFFICIENCY 0.93", "the largest batch_size that fits is"):  # fmt: skip
         assert text in printed
     assert not capsys.readouterr().err

@@ -20,7 +20,7 @@ from tpu_kit.machine.slices import find_slice
 from tpu_kit.planning import preflight
 from tpu_kit.planning.compiler import compile_check
 from tpu_kit.planning.compiler.compile_check import Compiled
-from tpu_kit.planning.planner import MOST_UNTIMED_ROWS, best_batch
+from tpu_kit.planning.planner import MOST_UNTIMED_ROWS, best_setting
 from tpu_kit.planning.preflight import check_before_launch
 
 GIB = 2**30
@@ -61,14 +61,26 @@ def test_a_mesh_is_shown_and_its_bad_settings_are_refused(small: Path, tmp_path:
         assert part in str(error.value)
 
 
-def test_a_loop_over_layers_refuses_to_keep_everything(small: Path, tmp_path: Path) -> None:
-    at, text = host(tmp_path / "cpu", 64), r"^optim\.remat=none is .*; set optim\.remat=outputs$"
-    assert check_before_launch(run(small, "remat=none", "device_type=cpu"), at=at).setting is not None
-    for settings in (["device_type=xla-cpu"], ["device_type=cpu", "scan_layers=on"]):
-        with pytest.raises(ValueError, match=text):
-            check_before_launch(run(small, "remat=none", *settings), at=at)
-    with pytest.raises(ValueError, match=text):
-        check_before_launch(run(small, "remat=none"), at=fake(tmp_path / "tpu", V5E))
+def test_remat_is_chosen_on_a_tpu_for_the_updates_of_the_run(small: Path, tmp_path: Path) -> None:
+    at, settings = fake(tmp_path / "tpu", V5E), ("device_type=tpu", "batch_size=4", "epochs=50")
+    short, long = (
+        check_before_launch(load_config(None, [f"model.name={small}", *settings]), at=at, rows=rows)
+        for rows in (400, 40_000)
+    )
+    assert (short.config.optim.remat, long.config.optim.remat) == ("full", "none")
+    assert "optim.remat=auto is none: the fastest that leaves 8% of 15.75 GiB, by formula" in str(long)
+    assert long.fits and long.time and short.time and long.time.seconds < 0.85 * short.time.seconds
+    assert check_before_launch(run(small, *settings[:2], "remat=outputs"), at=at).config.optim.remat == "outputs"
+    large = check_before_launch(run(small, "device_type=tpu", "batch_size=512"), at=at)
+    assert large.config.optim.remat == "full" and "optim.remat=auto is full: which takes least" in str(large)
+
+
+def test_off_a_tpu_remat_is_full_unless_it_is_set(small: Path, tmp_path: Path) -> None:
+    at = host(tmp_path / "cpu", 64)
+    for remat, chosen in (("auto", "full"), ("none", "none"), ("outputs", "outputs")):
+        for device_type in ("cpu", "xla-cpu"):
+            found = check_before_launch(run(small, f"remat={remat}", f"device_type={device_type}"), at=at)
+            assert found.config.optim.remat == chosen and "optim.remat=auto" not in str(found)
 
 
 def test_minutes_of_rounding_are_told(tmp_path: Path) -> None:
@@ -85,7 +97,7 @@ def test_auto_on_a_tpu_is_the_planner_s_choice(small: Path, tmp_path: Path) -> N
     at = fake(tmp_path / "root", *[V5E] * 8)
     config = run(small, "batch_size=auto", "global_batch_size=64", "device_type=tpu")
     found = check_before_launch(config, at=at)
-    assert found.config.optim.batch_size == best_batch(config, find_slice("v5e", 8)).config.optim.batch_size
+    assert found.config.optim.batch_size == best_setting(config, find_slice("v5e", 8)).config.optim.batch_size
     plan = batch_arithmetic(found.config, 8)
     assert plan.global_batch_size == 64 and plan.batch_size * plan.gradient_accumulation == 8
     assert found.room is not None and (found.room.name, found.room.replicas) == ("v5litepod-8", 8)
@@ -191,7 +203,7 @@ def test_the_compiler_is_asked_only_if_told_to(small: Path, tmp_path: Path, monk
     assert asked[-1] == (2, "v5e:2x4") and "by formula, as the compiler cannot run: no libtpu" in str(given)
     here = check_before_launch(run(small, "device_type=cpu"), exact=True, at=host(tmp_path / "host", 8))
     assert "GiB by formula, which is made for TPUs and not for cpu\nmemory limit     " in str(here)
-    assert "not by the TPU compiler" in str(here) and len(asked) == 2
+    assert "not by the TPU compiler" in str(here) and len(asked) == 3
 
 
 def test_what_may_not_fit_is_said(tmp_path: Path) -> None:

@@ -108,6 +108,14 @@ def test_time_follows_the_sizes(small: Path) -> None:
     assert eight is not None and eight.rollout < time.rollout and eight.predicted < time.predicted / 3
 
 
+def test_a_long_run_decodes_and_trains_its_layers_one_by_one(small: Path) -> None:
+    short, long = (plan(run(small, "batch_size=4", f"max_steps={count}"))[0] for count in (100, 10_000))
+    assert (short.config.optim.remat, long.config.optim.remat) == ("full", "none")
+    # By the compiler's cost model a token takes 0.60 of the time in a loop.
+    assert 0.5 < long.time.rollout / short.time.rollout < 0.8
+    assert long.fits and long.peak_bytes > short.peak_bytes
+
+
 def test_shapes_on_replicas_and_on_a_mesh(small: Path) -> None:
     config = run(small, "batch_size=4")
     rollout = rollout_of(config, 8)

@@ -20,17 +20,20 @@ from datasets import Dataset
 from safetensors.torch import load_file, save_file
 
 from tests.distributed.test_hosts import together
+from tests.machine.test_checks import V5E, fake
 from tests.support.cached_model import put_in_cache, use_cache
 from tests.support.child_processes import PYTHONPATH, child_environment
 from tests.support.object_store import free_port
 from tpu_kit.cli import main
 from tpu_kit.config.loader import ConfigError, TrainConfig, load_config
+from tpu_kit.distributed import detection
 from tpu_kit.distributed.detection import Backend
 from tpu_kit.distributed.hosts import Hosts
 from tpu_kit.distributed.meeting import Meeting
 from tpu_kit.distributed.replica.backends import CpuRuntime
 from tpu_kit.distributed.replica.runtime import Outdated, enter
 from tpu_kit.machine.checks import Machine
+from tpu_kit.planning import planner, run_cost
 from tpu_kit.recipes import problems, sft
 from tpu_kit.recipes.replica import fine_tune
 from tpu_kit.recipes.run_plan import RunPlan, plan_run
@@ -322,6 +325,26 @@ def test_a_dry_run_prints_the_plan_and_leaves_nothing(
     assert main([*command[:-1], "--json"]) == 2 and "--json: is for --dry-run" in capsys.readouterr().err
     assert main(["distill", *command[1:]]) == 2 and "names no teacher" in capsys.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+def test_a_dry_run_on_a_tpu_chooses_remat(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    at = fake(tmp_path / "root", V5E)
+    monkeypatch.setattr(detection, "Machine", lambda: at)
+    # Of so small a model all settings are nearly as fast, and a second of the compiler is worth all updates.
+    monkeypatch.setattr(planner, "TIE", 1e-9)
+    monkeypatch.setattr(run_cost, "LAYER_COMPILING", 1e-5)
+    command = ["train", str(tmp_path / "my.yaml"), "--dry-run", "--json"]
+    chosen = {}
+    for updates in (2, 10**4):
+        config = run(world, tmp_path / "runs/run", device_type="tpu", max_steps=updates)
+        (tmp_path / "my.yaml").write_text(config.to_yaml())
+        assert main(command) == 0
+        found = json.loads(capsys.readouterr().out)
+        (chosen[updates],) = (note for note in found["notes"] if note.startswith("optim.remat=auto is "))
+        assert found["memory"]["fits"] and f"auto is {found['config']['optim']['remat']}: " in chosen[updates]
+    assert [note.partition(":")[0].split()[-1] for note in chosen.values()] == ["full", "none"]
 
 
 def test_a_dry_run_does_without_the_checkpoint_that_train_fetches(world: Path, tmp_path: Path) -> None:

@@ -558,7 +558,7 @@ def test_a_run_keeps_the_batch_that_auto_chose(
     assert "optim.batch_size=auto is 8: the most that leaves 50% of " in capfd.readouterr().out
     assert first.metrics["host_peak_bytes"] > 2**28
     # Where the run was, its rows count: nothing is chosen anew, whatever memory there is now.
-    monkeypatch.setattr(batch_choice, "best_batch", lambda *_: pytest.fail("chosen anew"))
+    monkeypatch.setattr(batch_choice, "best_setting", lambda *_: pytest.fail("chosen anew"))
     config = configure(**settings, max_steps=2)
     assert sft.train(config).step == 2
     printed = capfd.readouterr().out

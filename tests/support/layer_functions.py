@@ -23,6 +23,7 @@ from tpu_kit.generation.reference_check import _adapted_copy, _of_transformers, 
 from tpu_kit.model import causal_lm as models
 from tpu_kit.model import trainable
 from tpu_kit.model.loop import layer_calls, layer_scan
+from tpu_kit.model.loop.activation_checkpointing import fuse_lora
 from tpu_kit.model.loop.layer_calls import decoder_layers
 from tpu_kit.model.weights.source import load_tokenizer, read_config
 from tpu_kit.training.objectives import SupervisedObjective
@@ -55,8 +56,10 @@ def updates(config: TrainConfig) -> dict[str, Any]:
     rt = runtime.current()
     keeps = config.optim.remat == "outputs"
     model = scanned(tile=None if keeps else TILE, keeps=keeps) if config.optim.scan_layers == "on" else tiny()
+    if config.optim.remat == "none":
+        fuse_lora(model, rt.device_type)
     model = models.to_device(model, rt.local_device)
-    optim = replace(OPTIM, ema_decay=0.9)
+    optim = replace(OPTIM, ema_decay=0.9, remat=config.optim.remat)
     state = TrainState(model, rt.local_device, optim)
     sums = torch.zeros(2).to(rt.local_device)
     rt.sync()
@@ -116,9 +119,13 @@ def gradients_with_dropout(config: TrainConfig) -> dict[str, Any]:
 
 
 def on_one_device(config: TrainConfig) -> dict[str, Any]:
-    """`updates`, `gradients_with_dropout`, `own_decoder`, on XLA also `alike_loops` and `loops_of_step`: one launch."""
+    """`updates`, `gradients_with_dropout`, `own_decoder`, on XLA also `alike_loops` and `loops_of_step`: one launch.
+
+    On XLA `updates` also with layers one by one that keep everything.
+    """
     found: dict[str, Any] = {"updates": updates(config), "dropout": gradients_with_dropout(config)}
     if runtime.current().is_xla:
+        found["one by one"] = updates(replace(config, optim=replace(config.optim, scan_layers="auto", remat="none")))
         found |= {"alike": alike_loops(config), "loops": loops_of_step(config)}
     return {**found, "own": own_decoder(own_config(config.output_path, config.launch.device_type))}
 

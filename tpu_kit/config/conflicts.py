@@ -71,19 +71,17 @@ def conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
     yield from _mix_conflicts(config)
     yield from _image_conflicts(config)
     yield from _schedule_conflicts(config.optim)
+    yield from _remat_conflicts(config)
     yield from _batch_conflicts(config)
     yield from hub_conflicts(config)
     yield from _without_effect(config)
 
 
-def check_remat(config: TrainConfig, device_type: str) -> None:
-    """Raises ValueError if `optim.remat` is none and layers run as a loop on `device_type`, as a loop recomputes."""
-    looped = device_type in ("tpu", "xla-cpu") or config.optim.scan_layers == "on" or config.distill.layers is not None
-    if config.optim.remat == "none" and looped:
-        raise ValueError(
-            "optim.remat=none is for layers that do not run as a loop, and here they do (on a TPU, on xla-cpu, with "
-            "optim.scan_layers=on and with distill.layers); set optim.remat=outputs"
-        )
+def _remat_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
+    looped = {"optim.scan_layers=on": config.optim.scan_layers == "on", "distill.layers": bool(config.distill.layers)}
+    for setting in (setting for setting, given in looped.items() if given and config.optim.remat == "none"):
+        text = f"is for layers that do not run as a loop, and with {setting} they do; set optim.remat=outputs"
+        yield f"optim.remat {setting.partition('=')[0]}", text
 
 
 def _without_effect(config: TrainConfig) -> Iterator[tuple[str, str]]:
@@ -157,6 +155,8 @@ def _mesh_conflicts(config: TrainConfig, mesh: str) -> Iterator[tuple[str, str]]
             yield f"launch.mesh {name}", text
     if config.optim.scan_layers == "off":
         yield "launch.mesh optim.scan_layers", "needs layers that run as a loop; remove optim.scan_layers=off"
+    if config.optim.remat == "none":
+        yield "launch.mesh optim.remat", "needs layers that run as a loop, which recomputes; set optim.remat=outputs"
 
 
 def _objective_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:

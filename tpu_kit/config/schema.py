@@ -122,14 +122,16 @@ class OptimConfig:
     ema_decay: float = knob(
         0.0, "Keep an average of the trained weights with this decay; 0 = off.", at_least=0, below=1
     )
-    remat: Literal["none", "outputs", "full"] = knob(
-        "full",
+    remat: Literal["auto", "none", "outputs", "full"] = knob(
+        "auto",
         "full computes each layer again in the backward pass to save memory; outputs all but products and attention; "
-        "none nothing: on CUDA and CPU only, where layers do not run as a loop.",
+        "none nothing: then layers run one by one, and on XLA compile for minutes. auto takes on a TPU what is "
+        "predicted to end the run first, and full elsewhere.",
     )
     scan_layers: Literal["auto", "on", "off"] = knob(
         "auto",
-        "Run equal layers as a loop over stacked weights; auto does so on XLA, on everywhere; off: none are equal.",
+        "Run equal layers as a loop over stacked weights; auto does so on XLA unless remat=none, on everywhere; off: "
+        "none are equal.",
     )
     mlp_tile: int | None = knob(
         2048,
@@ -161,6 +163,11 @@ class OptimConfig:
         0, "Seed of the initialisation and of dropout; seed= without a section sets data.seed too.",
         at_least=0, at_most=2**32 - 1,
     )  # fmt: skip
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the backward pass computes whole layers again: remat=full, and auto before it is chosen."""
+        return self.remat in ("auto", "full")
 
 
 @dataclass(frozen=True)

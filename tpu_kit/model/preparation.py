@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tpu_kit.config.conflicts import check_remat
 from tpu_kit.model import attention
 from tpu_kit.model.base_model import base_model
 from tpu_kit.model.families import registry as families
@@ -38,9 +37,8 @@ def prepare_layers(model: torch.nn.Module, config: TrainConfig, device_type: str
         As `scan_layers`.
 
     Raises:
-        ValueError: as `scan_layers`, `check_remat` and `families.check_trained`.
+        ValueError: as `scan_layers` and `families.check_trained`.
     """
-    check_remat(config, device_type)
     families.check_trained(model, device_type)
     use_attention(model, config.model.attention, device_type)
     optim, decoder = config.optim, base_model(model).get_decoder()
@@ -48,8 +46,8 @@ def prepare_layers(model: torch.nn.Module, config: TrainConfig, device_type: str
     families.loop_layers(base_model(model), optim, device_type)
     if scanned is None and optim.remat != "none":
         enable_remat(model, optim.remat == "outputs")
-    elif scanned is None and device_type == "cpu":  # in a checkpoint, hooks of its parameters would not be called
-        activation_checkpointing.fuse_lora(model)
+    elif scanned is None and device_type != "cuda":  # in a checkpoint, hooks of parameters would not be called
+        activation_checkpointing.fuse_lora(model, device_type)
     return scanned
 
 

@@ -77,6 +77,9 @@ GATHERED_TRAFFIC = 3.0
 """HBM traffic of gathered weights beside the products' reads, over their bytes: they are written and copied."""
 LOGITS_TRAFFIC = 10.0
 """Passes over the fp32 logits (B, V) of a decode step, to draw tokens."""
+LOOP_TRAFFIC = 2.0
+"""Times as long as a decode step reads the weights of layers and the cache where layers run as a loop, by compiled ones
+of 0.5B and 1B models: a loop fetches nothing ahead."""
 COPY_TRAFFIC = 5.0
 """HBM traffic of the copy of the prompts' cache for the samples, over the bytes of the copies."""
 
@@ -197,7 +200,7 @@ def _work(config: TrainConfig, shape: Shape, plan: BatchPlan) -> Work:
     tokens, length, lora = plan.batch_size * config.data.max_length, config.data.max_length, config.lora
     dtype, attention = config.model.base_dtype, config.model.attention
     compute = item_bytes(dtype)
-    again = 1 if config.optim.remat == "full" else 0
+    again = int(config.optim.recomputes)
     linear = shape.active_weights * (2 + again + (0 if lora.r else 1))
     tiled = (config.optim.mlp_tile or tokens) < tokens and config.optim.scan_layers != "off"
     for kind, count in shape.counted:
@@ -391,15 +394,17 @@ def _spilled(size: float) -> float:
 def _added(config: TrainConfig, shape: Shape, tokens: int) -> float:
     """Elements of a token in the inputs and outputs of products to which an adapter's product is added by itself.
 
-    `activation_checkpointing` joins both into one product in the tiles of an MLP.
+    `activation_checkpointing` joins both into one product in the tiles of an MLP, and everywhere with remat=none.
     """
-    lora, tile = config.lora, config.optim.mlp_tile or tokens
-    joins = tile < tokens and config.optim.remat == "full" and config.model.base_dtype in ("bf16", "fp32")
-    joins = joins and not (lora.dora or lora.dropout or config.launch.mesh)
-    return float(lora.r > 0) * sum(
+    lora, optim = config.lora, config.optim
+    joins = config.model.base_dtype in ("bf16", "fp32") and not (lora.dora or lora.dropout or config.launch.mesh)
+    if not lora.r or (joins and optim.remat == "none"):
+        return 0.0
+    in_tiles = joins and optim.recomputes and (optim.mlp_tile or tokens) < tokens
+    return 1.0 * sum(
         count * (one.inputs + one.outputs)
         for kind, count in shape.counted
-        for one in (kind.attention_linears if joins else kind.linears)
+        for one in (kind.attention_linears if in_tiles else kind.linears)
     )
 
 
@@ -483,8 +488,10 @@ def predicted_work(config: TrainConfig, shape: Shape, where: TargetSlice) -> tup
     cache = cache_bytes(config, shape, rollout.samples, rollout.slots, where.mesh)
     flops = 2 * whole * (shape.active_weights + head + trained + _scores(shape, rollout.slots)) / parts
     weights = sum(kind.weights(whole) * number for kind, number in shape.counted)
-    traffic = (weights * WEIGHT_BYTES[config.model.base_dtype] + head * size + 4 * trained) / parts
-    traffic += cache + LOGITS_TRAFFIC * 4 * rows * shape.vocabulary
+    looped = where.mesh or (config.optim.remat != "none" and config.optim.scan_layers != "off")
+    layers = (weights * WEIGHT_BYTES[config.model.base_dtype] + 4 * trained) / parts + cache
+    traffic = (LOOP_TRAFFIC if looped else 1.0) * layers + head * size / parts
+    traffic += LOGITS_TRAFFIC * 4 * rows * shape.vocabulary
     block, moved = rollout.block, list[Collective]()
     if parts > 1:
         each = sum(

@@ -121,7 +121,7 @@ def _candidates(config: TrainConfig, batch: BatchPlan) -> Iterator[TrainConfig]:
     # Batch growth rounds the number of passes down, so that other passes may make other updates.
     most = 0 if optim.batch_growth_steps is not None else batch.batch_size - 1
     smaller = [n for n in range(most, 0, -1) if learns or each % n == 0]
-    remats: list[Literal["none", "outputs", "full"]] = ["none", "outputs", "full"]
+    remats: list[Literal["auto", "none", "outputs", "full"]] = ["none", "outputs", "full"]
     for remat in remats[remats.index(optim.remat) :]:
         for rows in smaller if remat == config.optim.remat else [batch.batch_size, *smaller]:
             yield replace(config, optim=replace(optim, batch_size=rows, remat=remat))

@@ -7,13 +7,13 @@ that does not fit.
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from tpu_kit.config.conflicts import check_remat
 from tpu_kit.config.loader import ConfigError, TrainConfig, as_trained, batch_arithmetic
 from tpu_kit.config.mesh import mesh_size
 from tpu_kit.config.schema import LEAST_UPDATES, MOST_ROWS
@@ -37,6 +37,7 @@ MOST_UNTIMED_ROWS = 8
 """Most rows of `batch_size=auto` on a CPU, where more are not faster, and on a GPU of unknown speed."""
 MOST_TOKENS = 2**31
 """Tokens of a pass at which indices overflow."""
+Remat = Literal["auto", "full", "outputs", "none"]
 _COMPILED = (
     "argument_bytes", "temporary_bytes", "output_bytes", "aliased_bytes", "code_bytes", "flops", "bytes_accessed",
     "compile_seconds", "program",
@@ -105,10 +106,9 @@ def plan(config: TrainConfig, chips: Sequence[str] = ("v5e",), exact: bool = Fal
 
     Raises:
         ValueError: of `slices.find_slice`, `shape_cache.read_shape` or `memory_estimate.estimate`; or the global batch
-            cannot be split over any of them; or as `check_remat`, `check_sampling` and `check_objective`.
+            cannot be split over any of them; or as `check_sampling` and `check_objective`.
     """
     config = as_trained(config)
-    check_remat(config, "tpu")
     check_sampling(config)
     if ":" in config.optim.objective:  # the user's own; the check loads torch
         from tpu_kit.planning.objective_check import check_objective
@@ -151,7 +151,8 @@ def _planned(config: TrainConfig, shape: Shape, where: TargetSlice, rows: Count,
         moved = step.collectives
     notes = [meshed, *warnings_of(config, 1 if mesh else where.replicas), *notes, *where.calibration.notes, unverified]
     return Plan(
-        config=config, shape=shape, where=where, compiled=picked.compiled, settings=tuple(settings), advice=advice,
+        config=config, shape=shape, where=where, compiled=picked.compiled, waits=picked.waits, settings=tuple(settings),
+        advice=advice,
         run=time_plan(
             where.chip, where.chips, where.name, picked.time.seconds, updates.count, held, where.service,
             picked.compiling,
@@ -162,24 +163,23 @@ def _planned(config: TrainConfig, shape: Shape, where: TargetSlice, rows: Count,
     )  # fmt: skip
 
 
-def best_batch(config: TrainConfig, where: TargetSlice, exact: bool = False, rows: Count | None = None) -> Setting:
-    """Chooses the batch for `optim.batch_size=auto`: the fastest that fits; only the batch changes.
+def best_setting(config: TrainConfig, where: TargetSlice, exact: bool = False, rows: Count | None = None) -> Setting:
+    """Chooses what `auto` leaves open of `optim.batch_size` and `optim.remat`: the fastest that fits.
 
     Args:
-        config: the run.
+        config: the run; a number in optim.batch_size is kept, also the default one.
         where: the slice, or this machine; of unknown speed it has `MOST_UNTIMED_ROWS` at most.
         exact: whether the TPU compiler verifies the formula's pick.
         rows: of the data, where they were counted; see `LEAST_UPDATES`.
 
     Raises:
-        ValueError: as `plan`; or not one row fits, with what to change.
+        ValueError: as `plan`; or with optim.batch_size=auto not one row fits, with what to change.
     """
-    optim = replace(config.optim, batch_size="auto")
-    config = replace(config, optim=optim, sources=dict(config.sources) | {"optim.remat": "code"})
+    config = replace(config, sources=dict(config.sources) | {"optim.batch_size": "code"})
     settings = candidates(config, read_shape(config.model), where, rows or Count(None))
     known = where.chip.bf16_flops is not None
     best = verified(settings)[0] if exact and known else fastest(settings)
-    if not best.fits:
+    if config.optim.batch_size == "auto" and not best.fits:
         advice: Any = "use fewer replicas or passes, shorter rows or a smaller model, or give a number"
         passes = max(batch_arithmetic(one.config, where.replicas).gradient_accumulation for one in settings)
         each = f" in each of {passes:,} passes" if passes > 1 else ""
@@ -198,10 +198,7 @@ def candidates(config: TrainConfig, shape: Shape, where: TargetSlice, rows: Coun
         ValueError: the rows of an update cannot be split over the replicas, or those of a pass are too many.
     """
     found, known = list[Setting](), where.chip.bf16_flops is not None
-    remats: tuple[Literal["full", "outputs", "none"], ...] = ("full", "outputs") if where.mesh is None else ("full",)
-    if "optim.remat" in config.sources:
-        remats = (config.optim.remat,)
-    for remat in remats:
+    for remat in _remats(config, where, shape):
         base = Setting(replace(config, optim=replace(config.optim, remat=remat)), shape, where)
         for number, whole in _batches(base, rows, MOST_ROWS if known else MOST_UNTIMED_ROWS):
             if number * config.data.max_length >= MOST_TOKENS:
@@ -212,7 +209,37 @@ def candidates(config: TrainConfig, shape: Shape, where: TargetSlice, rows: Coun
             passes = config.optim.gradient_accumulation if whole is None else 1
             one = with_rows(base.config, number, global_batch_size=whole, gradient_accumulation=passes)
             found.append(replace(base, config=one))
-    return sorted(found, key=lambda one: (-one.speed if known else -one.update.batch_size, one.peak_bytes))
+    least = min(one.compiling for one in found)
+    found = [replace(one, waits=_wait(one, one.compiling - least, rows, config.optim.remat)) for one in found]
+    return sorted(found, key=lambda one: (-one.pace if known else -one.update.batch_size, one.peak_bytes))
+
+
+def _wait(one: Setting, longer: float, rows: Count, asked: Remat) -> float:
+    """An update's part of the seconds by which a setting compiles `longer`.
+
+    If the number of updates is not known, it is infinite for layers one by one that nobody `asked` for.
+    """
+    if not longer:
+        return 0.0
+    if updates := count_updates(one.config, one.where.replicas, rows).count:
+        return longer / updates
+    return math.inf if (asked, one.config.optim.remat) == ("auto", "none") else 0.0
+
+
+def _remats(config: TrainConfig, where: TargetSlice, shape: Shape) -> Sequence[Remat]:
+    """The values of `optim.remat` that are candidates.
+
+    With none, layers run one by one. It was compared with the compiler for adapters on decoders of usual layers.
+    """
+    optim, lora = config.optim, config.lora
+    if optim.remat != "auto":
+        return [optim.remat]
+    if where.device_type != "tpu" or where.mesh is not None:
+        return ["full"]
+    usual = not any(kind.experts or kind.state for kind in shape.kinds) and lora.r and not lora.dropout
+    alone = optim.scan_layers == "auto" and config.teacher is None and not config.model.images
+    alone = alone and optim.objective in ("supervised", "policy")
+    return ["full", "outputs", "none"] if usual and alone else ["full", "outputs"]
 
 
 def _batches(base: Setting, rows: Count, limit: int) -> Iterator[tuple[int, int | None]]:
@@ -243,7 +270,7 @@ def fastest(settings: Sequence[Setting]) -> Setting:
         return min(settings, key=lambda one: one.peak_bytes)
     if fitting[0].where.chip.bf16_flops is None:
         return fitting[0]
-    near = [one for one in fitting if one.speed > (1 - TIE) * fitting[0].speed]
+    near = [one for one in fitting if one.pace >= (1 - TIE) * fitting[0].pace]
     return min(near, key=lambda one: (one.update.gradient_accumulation, -one.update.global_batch_size, one.peak_bytes))
 
 

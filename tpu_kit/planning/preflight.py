@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from tpu_kit.config.conflicts import check_remat
 from tpu_kit.config.loader import TrainConfig
 from tpu_kit.config.mesh import Mesh
 from tpu_kit.distributed.detection import Backend, detect, device_memory_budget, seen_on
@@ -20,7 +19,7 @@ from tpu_kit.machine.chips import GIB
 from tpu_kit.machine.slices import TargetSlice
 from tpu_kit.model.shape import Shape
 from tpu_kit.model.shape_cache import read_shape
-from tpu_kit.planning.batch_choice import filled_batch, settle_batch
+from tpu_kit.planning.batch_choice import filled_batch, settle
 from tpu_kit.planning.cost import StepTime, work
 from tpu_kit.planning.mesh_choice import check_mesh, placed
 from tpu_kit.planning.planner import verified
@@ -120,7 +119,7 @@ def check_before_launch(
 
     Args:
         config: the run.
-        exact: whether the TPU compiler verifies the batch size, given or chosen by `auto`.
+        exact: whether the TPU compiler verifies the batch size and remat, given or chosen by `auto`.
         at: the machine; this one by default.
         rows: packed rows of the training data, or prompts of a run that samples; None where they are not known yet.
         backend: of `detect`, if it was found before; it has the hosts.
@@ -128,10 +127,9 @@ def check_before_launch(
 
     Raises:
         ConfigError: the batch cannot be split over the replicas, or the rows do not fill one.
-        ValueError: as `detection.detect` and `check_remat`; `optim.batch_size=auto` cannot be chosen.
+        ValueError: as `detection.detect`; `optim.batch_size=auto` cannot be chosen.
     """
     backend = backend or detect(config.launch, at)
-    check_remat(config, backend.device_type)
     room = device_memory_budget(config, at, backend=backend)
     config, notes = room.calibration.apply(config) if room else (config, [])
     notes += room.calibration.notes if room else []
@@ -142,12 +140,14 @@ def check_before_launch(
         shape, problem = None, str(error)
     config, room, mesh, placing = _placed(config, room, shape, backend)
     notes += placing
-    if config.optim.batch_size == "auto":
-        if room is None or shape is None:
-            problem = problem or "how much memory this machine has is not known"
-            raise ValueError(f"optim.batch_size=auto: {problem}; give a number, such as optim.batch_size=4")
-        config, reason = settle_batch(config, room, exact, rows, began or {})
-        notes.append(reason)
+    if room is not None and shape is not None:
+        config, reasons = settle(config, room, exact, rows, began or {})
+        notes += reasons
+    elif config.optim.batch_size == "auto":
+        problem = problem or "how much memory this machine has is not known"
+        raise ValueError(f"optim.batch_size=auto: {problem}; give a number, such as optim.batch_size=4")
+    if config.optim.remat == "auto":  # nothing to choose by
+        config = replace(config, optim=replace(config.optim, remat="full"))
     shards = mesh.batch_shards if mesh else room.replicas if room else None
     if shards is not None:
         config, fewer = filled_batch(config, shards, rows)

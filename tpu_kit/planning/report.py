@@ -16,7 +16,7 @@ from tpu_kit.planning.memory.image_memory import images_of
 from tpu_kit.planning.mesh_choice import largest_models
 from tpu_kit.planning.planner import Plan
 from tpu_kit.planning.rollouts import program_count, program_rows, rollout_of
-from tpu_kit.planning.run_cost import BESIDE_COMPILING, COMPILING, SPOT_HOURS_BETWEEN_INTERRUPTIONS
+from tpu_kit.planning.run_cost import BESIDE_COMPILING, SPOT_HOURS_BETWEEN_INTERRUPTIONS
 
 MOST_SETTINGS = 8
 _FACTORS = ("batch_size", "replicas", "gradient_accumulation")
@@ -175,9 +175,9 @@ def _details(one: Plan) -> list[str]:
         "Young 1974; the mean time is an assumption"
     )
     lines += [f"  {sentence}" for sentence in one.run.sessions.values()]
-    took = f"{(BESIDE_COMPILING + COMPILING) / 60:g} min until the first new step are an assumption"
-    if one.compiled:
-        took = f"{one.compiling / 60:.1f} min on this machine"
+    took = f"{one.compiling / 60:.1f} min on this machine"
+    if not one.compiled:
+        took = f"{one.compiling / 60:.1f} min by formula, and {BESIDE_COMPILING / 60:g} for all else are an assumption"
     lines.append(f"  each start compiles the {'programs' if one.config.on_policy else 'step'}: {took}")
     if one.updates is not None:
         lines.append(f"  {one.updates:,} updates")

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tpu_kit.config.loader import BatchPlan, TrainConfig, batch_arithmetic
 from tpu_kit.config.sections.data import GENERATED
@@ -22,6 +23,9 @@ from tpu_kit.machine.chips import (
     Chip,
 )
 
+if TYPE_CHECKING:
+    from tpu_kit.model.shape import Shape
+
 MOST_BYTES = 32 * MIB
 """Size of the data up to which the rows are counted: tokenising more takes longer than about ten seconds."""
 CHARACTERS_PER_TOKEN = 4
@@ -33,8 +37,13 @@ SAVE_BYTES_PER_SECOND = 200e6
 """Speed of a checkpoint from the device to a disk or bucket: an assumption."""
 SAVE_SECONDS = 2.0
 """Time of an empty checkpoint: an assumption."""
-BESIDE_COMPILING, COMPILING = 120.0, 180.0
-"""Seconds from an interruption to the first new step, without compiling and of it: assumptions."""
+BESIDE_COMPILING = 120.0
+"""Seconds from an interruption to the first new step, without compiling: an assumption."""
+COMPILING, LAYER_COMPILING = 45.0, 20.0
+"""Seconds to compile a step, and more for each layer in a pass of its program: by compiled steps of 0.5B and 1B models,
+on two cores that others used as well."""
+SAMPLING_COMPILING = 1.8
+"""As many times longer for the programs of a run that samples: of prefills and decode steps each takes a fifth."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +192,7 @@ class TimePlan:
 
 def time_plan(
     chip: Chip, chips: int, slice_name: str, step_seconds: float, updates: int | None, checkpoint_bytes: float,
-    service: str = "", compiling: float = COMPILING,
+    service: str = "", compiling: float = 0.0,
 ) -> TimePlan:  # fmt: skip
     """Plans the time of a run: `updates` of `step_seconds` on so many `chips`, with checkpoints of so many bytes.
 
@@ -206,6 +215,15 @@ def time_plan(
             on_demand = hours * chips * chip.price.on_demand
             spot = chip.price.spot and hours * chips * (1 + lost) * chip.price.spot
     return TimePlan(hours, on_demand, spot, save, interval, max(1, round(interval / step_seconds)), sessions)
+
+
+def compile_seconds(config: TrainConfig, shape: Shape, passes: int) -> float:
+    """Estimates the seconds to compile a step of so many passes, or the programs of a run that samples."""
+    looped = config.optim.remat != "none" and config.optim.scan_layers != "off"
+    layers = shape.program_layers if looped else shape.layers
+    if config.on_policy:  # each pass of an update runs the same program
+        return SAMPLING_COMPILING * (COMPILING + layers * LAYER_COMPILING)
+    return COMPILING + passes * layers * LAYER_COMPILING
 
 
 def _sessions(service: str, hours: float, checkpoint_bytes: float) -> str:

@@ -23,7 +23,7 @@ from tpu_kit.planning.cost import StepTime, predict_time
 from tpu_kit.planning.memory.argument_memory import VECTOR
 from tpu_kit.planning.memory.memory_estimate import Memory, estimate
 from tpu_kit.planning.rollouts import cache_bytes, program_rows, update_plan, whole_prompts
-from tpu_kit.planning.run_cost import COMPILING
+from tpu_kit.planning.run_cost import compile_seconds
 
 EXACT_RESERVE = 0.01
 """Share of a device's memory that a compiled setting leaves free, for what a run holds beside the step, such as the
@@ -40,12 +40,14 @@ class Setting:
         shape: of its model.
         where: the slice, with the run's replicas or its mesh.
         compiled: the compiler's figures of each program; empty where it was not asked.
+        waits: an update's part of the seconds by which it compiles longer than another candidate, at one start.
     """
 
     config: TrainConfig
     shape: Shape
     where: TargetSlice
     compiled: Mapping[str, Compiled] = field(default_factory=dict)
+    waits: float = 0.0
 
     def compile(self) -> Setting:
         """The setting with the compiler's figures; raises `CompilerUnavailable`."""
@@ -86,9 +88,10 @@ class Setting:
 
     @property
     def compiling(self) -> float:
-        """Seconds to trace and compile the programs on this machine, or as assumed where the compiler was not asked."""
-        made = self.compiled.values()
-        return sum(one.trace_seconds + one.compile_seconds for one in made) if made else COMPILING
+        """Seconds to trace and compile the programs on this machine; estimated where the compiler was not asked."""
+        if made := self.compiled.values():
+            return sum(one.trace_seconds + one.compile_seconds for one in made)
+        return compile_seconds(self.config, self.shape, self.update.gradient_accumulation)
 
     @property
     def source(self) -> str:
@@ -127,6 +130,11 @@ class Setting:
     def speed(self) -> float:
         """Tokens a second."""
         return self.update.tokens_per_update / self.time.seconds
+
+    @property
+    def pace(self) -> float:
+        """Tokens a second of the run, in which it `waits` for the compiler."""
+        return self.update.tokens_per_update / (self.time.seconds + self.waits)
 
     def changed(self, name: str, value: Any) -> Setting:
         """The setting with another parameter, by formula; rows of a pass then determine those of an update."""
@@ -291,7 +299,7 @@ def _changes(config: TrainConfig, shape: Shape) -> Iterator[tuple[str, Any, str]
     changes: list[tuple[Any, str, Any, str]] = [
         (model.attention != "auto", "model.attention", "auto", "no slower"),
         (optim.loss_chunk > 256, "optim.loss_chunk", 256, "no slower"),
-        (optim.remat != "full", "optim.remat", "full", "a third more FLOPs"),
+        (not optim.recomputes, "optim.remat", "full", "a third more FLOPs"),
         (optim.mlp_tile is None or optim.mlp_tile > 512, "optim.mlp_tile", 512, "slower"),
         (optim.loss_chunk > 64, "optim.loss_chunk", 64, "slower"),
         (True, "optim.batch_size", 1, "more passes" if learns else "fewer rows an update"),

@@ -95,7 +95,11 @@ class RunPlan:
         weights = {NAME: None, **self.record.identities}
         return {
             **{f"{kind} weights of {names[kind]}": fingerprint(identity) for kind, identity in weights.items()},
-            "batch": {"optim.batch_size": config.optim.batch_size, "replicas of a host": self.backend.num_replicas},
+            "batch": {
+                "optim.batch_size": config.optim.batch_size,
+                "optim.remat": config.optim.remat,
+                "replicas of a host": self.backend.num_replicas,
+            },
             "data (hash)": self.record.fingerprint,
             "device": self.backend.device_type,
             "checkpoint": point and {"step": point.step, "files": digest_of(point)},

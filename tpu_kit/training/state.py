@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -20,6 +20,9 @@ from tpu_kit.model.sharding import partition
 from tpu_kit.model.sharding.sharding_rules import Embedding
 from tpu_kit.training.checkpoint.manifest import Checkpoint, Select
 from tpu_kit.training.optimizer import OPTIMIZERS
+
+if TYPE_CHECKING:
+    from tpu_kit.xla.scan import Traced
 
 SCALARS = ("applied", "report")
 
@@ -69,6 +72,7 @@ class TrainState:
         specs: how the parameters are sharded on a mesh, by name.
         optimizer: from `optimizer.OPTIMIZERS`.
         moments: of the optimizer, by name of the parameter and kind.
+        passes: forward and backward pass as `step` has traced them, by the shapes of a batch; None if it traces anew.
         average: exponential moving average of the parameters, by name, or None.
         applied: () number of applied updates, skipped ones excluded.
         report: (7 + N,) a packed `UpdateSums`. Each step makes a new tensor, so that the host can read the old one
@@ -110,6 +114,7 @@ class TrainState:
         # Zeros made on XLA would be constants of the first program, and the second step would compile again.
         start = {"applied": torch.zeros(()), "report": torch.zeros(len(UpdateSums._fields) - 1 + extra_sums)}
         start |= before.get("", {})
+        self.passes: dict[Any, Traced | None] = {}
         self.applied, self.report = (partition.move(start[name], device) for name in SCALARS)
         self.average = None
         if optim.ema_decay:  # the product makes a buffer: on XLA a copy would share the parameter's

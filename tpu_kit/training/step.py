@@ -26,7 +26,7 @@ from tpu_kit.training.checkpoint.manifest import Checkpoint
 from tpu_kit.training.objectives import Objective, Sums
 from tpu_kit.training.optimizer import is_matrix, wide
 from tpu_kit.training.state import TrainState, UpdateSums
-from tpu_kit.xla.scan import after
+from tpu_kit.xla.scan import Traced, after
 from tpu_kit.xla.sharding import constrain
 
 _LOSS_DECAY = 0.9  # of the running mean of the loss: about ten updates
@@ -128,18 +128,58 @@ def train_step(
             # Without this order XLA may start a pass before the previous one ends, and keep the activations of both.
             done = [param.grad for param in state.params.values() if param.grad is not None]
             batch = dict(zip(batch, after(done, list(batch.values())), strict=True))
-        totals = totals + _backward(model, batch, objective)
+        totals = totals + _backward(model, state, batch, objective, optim)
     with torch.no_grad():  # unless a new value is sharded as its tensor, the compiler chooses another sharding
         gradients = {name: constrain(_take_gradient(param), state.specs[name]) for name, param in state.params.items()}
         runtime.all_reduce([*gradients.values(), totals])
         _update(state, gradients, totals, control, optim)
 
 
-def _backward(model: torch.nn.Module, batch: Mapping[str, torch.Tensor], objective: Objective) -> torch.Tensor:
+def _backward(
+    model: torch.nn.Module,
+    state: TrainState,
+    batch: Mapping[str, torch.Tensor],
+    objective: Objective,
+    optim: OptimConfig,
+) -> torch.Tensor:
     """Adds the gradients of a pass to the parameters'; returns its sums, (2 + N,)."""
+    shapes = tuple((name, tensor.shape) for name, tensor in batch.items())
+    if shapes not in state.passes:
+        state.passes[shapes] = _traced(model, state, batch, objective) if _is_long(model, batch, optim) else None
+    if (traced := state.passes[shapes]) is not None:
+        sums_of_pass, *gradients = traced(*batch.values())
+        for param, gradient in zip(state.params.values(), gradients, strict=True):
+            param.grad = gradient if param.grad is None else param.grad.add_(gradient)
+        return sums_of_pass
     sums = objective(model, batch)
     sums.loss.backward()
     return torch.stack([sums.loss.detach(), sums.weight, *sums.extra])
+
+
+def _is_long(model: torch.nn.Module, batch: Mapping[str, torch.Tensor], optim: OptimConfig) -> bool:
+    """Whether a pass has too many operations to be traced in each step: layers one by one on XLA.
+
+    For 24 of them the host takes 0.3 s, more than a TPU. A user's objective may read values, which a trace lacks, and
+    dropouts draw other numbers in each step.
+    """
+    on_xla = next(iter(batch.values())).device.type == "xla" and active_mesh().size == 1
+    if not on_xla or optim.remat != "none" or ":" in optim.objective:
+        return False
+    return not any(isinstance(part, torch.nn.Dropout) and part.p > 0 for part in model.modules())
+
+
+def _traced(
+    model: torch.nn.Module, state: TrainState, batch: Mapping[str, torch.Tensor], objective: Objective
+) -> Traced:
+    """Traces a pass once: of the tensors of a batch it makes the sums and the gradients of all parameters."""
+
+    def run(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        with torch.enable_grad():
+            sums = objective(model, dict(zip(batch, tensors, strict=True)))
+            found = torch.autograd.grad(sums.loss, list(state.params.values()), materialize_grads=True)
+        return [torch.stack([sums.loss.detach(), sums.weight, *sums.extra]), *found]
+
+    return Traced("pass", run, list(batch.values()), [*model.parameters(), *model.buffers()])
 
 
 class SplitStep:
@@ -163,7 +203,7 @@ class SplitStep:
 
     def accumulate(self, batch: Mapping[str, torch.Tensor]) -> None:
         """Adds the gradients and sums of one pass; without a collective."""
-        self._totals.add_(_backward(self._model, batch, self._objective))
+        self._totals.add_(_backward(self._model, self._state, batch, self._objective, self._optim))
 
     def apply(self, control: torch.Tensor) -> None:
         """Makes the update of all passes since the last one, as `train_step`."""
@@ -255,11 +295,11 @@ def _update(
 def _groups(state: TrainState) -> Iterable[list[str]]:
     """Yields the names of the parameters that are updated together.
 
-    Off XLA small ones of one shape are: one by one, hundreds of adapters would make a GPU wait for its host.
+    Small ones of one shape are, except on a mesh: one by one, the device would wait until the host has traced hundreds.
     """
     groups: dict[Any, list[str]] = {}
     for name, param in state.params.items():
-        alone = param.device.type == "xla" or name in state.stacks
+        alone = active_mesh().size > 1 or name in state.stacks
         groups.setdefault(name if alone else param.shape, []).append(name)
     for names in groups.values():
         size = max(1, ALONE // state.params[names[0]].numel())

@@ -402,18 +402,22 @@ class _RecomputedScan(torch.autograd.Function):
 # ----------------------------------------------------------------------------------------------- LoRA beside its base
 
 
-def fuse_lora(model: torch.nn.Module) -> None:
-    """Makes the LoRA layers of a model on the CPU compute with fewer passes over memory; changes it in place.
+def fuse_lora(model: torch.nn.Module, device_type: str) -> None:
+    """Makes the LoRA layers of a model on the CPU or XLA compute with fewer passes over memory; changes it in place.
 
     Not for layers that are recomputed: selective checkpointing keeps the base product, which is added to in place.
     """
-    _extend(_lora_layers(model), _FusedLora, takes=staticmethod(_on_the_cpu))
+    _extend(_lora_layers(model), _FusedLora, takes=staticmethod(_on_the_cpu if device_type == "cpu" else _on_xla))
 
 
 def _on_the_cpu(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
     """Whether all is in one dtype on the CPU."""
     same = all(one.dtype == x.dtype for one in weights)
     return x.device.type == "cpu" and same and not torch.is_autocast_enabled("cpu")
+
+
+def _on_xla(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
+    return x.device.type == "xla"
 
 
 def _in_tile_on_xla(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:

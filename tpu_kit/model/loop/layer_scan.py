@@ -419,6 +419,7 @@ def scan_layers(
     Args:
         decoder: see `stack`.
         optim: scan_layers, remat and mlp_tile. scan_layers=off takes no layers for equal; on asks for loops anywhere.
+            With remat=none layers stay as they are, as a loop recomputes.
         device_type: of the run.
         inputs: of an encoder in place of a decoder.
 
@@ -428,7 +429,8 @@ def scan_layers(
     Raises:
         ValueError: the layers cannot run as a loop.
     """
-    if device_type not in ("tpu", "xla-cpu") and optim.scan_layers != "on" and not kept_after(decoder):
+    looped = device_type in ("tpu", "xla-cpu") and optim.remat != "none"
+    if not looped and optim.scan_layers != "on" and not kept_after(decoder):
         return None
     keeps = optim.remat == "outputs"
     try:

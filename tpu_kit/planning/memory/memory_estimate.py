@@ -192,7 +192,8 @@ class _Rounds(_Step):
             sizes = {part: math.ceil(size) for part, size in temporaries.items() if size}
             return ProgramPeak(name, arguments, more.pop("results", 0), sizes, code, beside, **more)
 
-        cached, code = {cache: samples}, LEAST_CODE + LAYER_CODE * self.shape.program_layers
+        layers = self.shape.program_layers if self.alive.scanned else self.shape.layers
+        cached, code = {cache: samples}, LEAST_CODE + LAYER_CODE * layers
         yield made("prefill", (*model, "prompt_cache"), self.prefill(rollout.prompts, rollout.widths[-1]), code)
         if rollout.copies:
             yield made("samples", ("prompt_cache",), {"cache_copy": prompts}, 0, results=samples)
