@@ -153,7 +153,7 @@ def parse(texts: Sequence[str]) -> argparse.Namespace:
         named = next((each.adapter for each in args.options if isinstance(each, AnsweringModel)), AUTO)
         answers = any(issubclass(kind, AnsweringModel) for kind in kinds)
         try:
-            args.config, args.adapter = read_command(args.config, args.settings, named, answers=answers)
+            args.config, args.adapter = read_command(args.config, args.settings, named, answers=answers, command=name)
         except ConfigError:
             raise
         except ValueError as error:  # a run or an adapter that is not there

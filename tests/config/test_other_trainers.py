@@ -1,4 +1,4 @@
-"""Files of TRL (SFT, GRPO) and axolotl: each value is translated exactly, noted as unneeded, or refused by name."""
+"""Files of TRL, axolotl and LLaMA-Factory: each value is translated exactly, noted as unneeded, or refused by name."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from tpu_kit.cli import main, parse
 from tpu_kit.config.files.other_trainers import NAMES, _rules_of, translate
-from tpu_kit.config.loader import ConfigError, TrainConfig, load_config
+from tpu_kit.config.loader import ConfigError, TrainConfig, as_trained, load_config
 from tpu_kit.config.schema import parameters
 
 TRL = """
@@ -246,7 +247,7 @@ def test_adamw_of_small_moments_is_adamw_for_adapters_alone(write: Any, name: st
         ("load_in_4bit: true\nload_in_8bit: true", "model.base_dtype: given twice, as 'int4' and as load_in_8bit=true"),
         ("load_in_4bit: true\nfp16: true", "a TPU has no float16"),
         ("evals_per_epoch: 4\nmax_steps: 100", "set optim.eval_steps, the updates between evaluations"),
-        ("rl: dpo", "rl: 'dpo': preference training (DPO, ORPO, KTO) and reward models are not supported; the kit"),
+        ("rl: grpo", "rl: 'grpo': files of such runs are not supported; the kit itself trains on rows, on pairs of re"),
         ("image_size: 512", "image_size: 512: images, sounds and videos are not supported: the kit trains on t"),
         ("push_to_hub: true", "push_to_hub: true: a push without the name of a repository is not supported: set hub"),
         ("push_to_hub: true\nhub_model_id: a/b\nhub_strategy: all_checkpoints", "hub_strategy: 'all_checkpoints': all"),
@@ -324,7 +325,7 @@ def test_a_file_of_llama_factory_is_not_trls(write: Any) -> None:
     full = load_config(write(LLAMA_FACTORY.replace("type: lora", "type: full")), {"source": "rows.jsonl"})
     assert full.lora.r == 0
     assert "may be lora or full" in problems(write(LLAMA_FACTORY.replace("type: lora", "type: freeze")))[0]
-    assert "answers (sft)" in problems(write(LLAMA_FACTORY.replace("stage: sft", "stage: dpo")))[0]
+    assert "answers (sft)" in problems(write(LLAMA_FACTORY.replace("stage: sft", "stage: rm")))[0]
 
 
 MIXES = [
@@ -380,7 +381,8 @@ def test_data_sets_of_llama_factory_are_those_of_its_list(
     assert [one.tokens for one in config.data.mix] == [0.2, 0.8] and "and of the tokens here" in notes
     told = problems(write(LLAMA_FACTORY + "dataset: [mine, pairs, odd]\nmix_strategy: interleave_over\n"))
     assert [text.partition(": ")[0] for text in told] == ["dataset", "dataset", "mix_strategy"]
-    assert "pairs, in data/dataset_info.json: preference pairs" in told[0] and "its role_tag=who is not read" in told[1]
+    assert "pairs, in data/dataset_info.json: it has pairs, which are for stage=dpo" in told[0]
+    assert "its role_tag=who is not read" in told[1]
     assert "repeats the smaller data sets until all have ended" in told[2]
     assert "it names entries" in problems(write(LLAMA_FACTORY + "dataset: lost\n"))[0]
 
@@ -408,6 +410,12 @@ def fields_of(module: str, file: str, name: str) -> dict[str, ast.expr]:
     return {node.target.id: node.value for node in pairs if node.value is not None}  # type: ignore[union-attr]
 
 
+OF_PAIRS = [
+    ("trainer/dpo_config.py", "DPOConfig"), ("experimental/cpo/cpo_config.py", "CPOConfig"),
+    ("experimental/orpo/orpo_config.py", "ORPOConfig"),
+]  # fmt: skip
+
+
 def test_every_parameter_of_trl_has_a_rule() -> None:
     theirs = {
         **fields_of("transformers", "training_args.py", "TrainingArguments"),
@@ -417,6 +425,7 @@ def test_every_parameter_of_trl_has_a_rule() -> None:
         **fields_of("trl", "trainer/model_config.py", "ModelConfig"),
         **fields_of("trl", "scripts/utils.py", "ScriptArguments"),
         **fields_of("trl", "scripts/grpo.py", "GRPOScriptArguments"),
+        **{name: value for place in OF_PAIRS for name, value in fields_of("trl", *place).items()},
     }
     ours = {parameter.leaf for parameter in parameters().values()}
     assert len(theirs) > 140
@@ -473,3 +482,289 @@ def test_a_push_of_theirs_is_one_of_ours(text: str, expected: tuple[Any, ...], t
     file.write_text(text if "base_model" in text else f"model_name_or_path: c/d\n{text}")
     hub = load_config(file).hub
     assert (hub.model_id, hub.private, hub.strategy, hub.format) == expected
+
+
+# ---------------------------------------------------------------------------------------------------- pairs of replies
+
+TRL_DPO = """
+model_name_or_path: embedded
+dataset_name: pairs.jsonl
+learning_rate: 5.0e-7
+num_train_epochs: 1
+per_device_train_batch_size: 2
+loss_type: [sigmoid, sft]
+loss_weights: [1.0, 0.5]
+beta: 0.05
+max_length: 2048
+max_prompt_length: 512
+truncation_mode: keep_start
+f_divergence_type: js_divergence
+f_alpha_divergence_coef: 0.7
+ld_alpha: 0.5
+precompute_ref_log_probs: true
+sync_ref_model: false
+use_weighting: false
+disable_dropout: true
+use_peft: true
+lora_r: 8
+lora_dropout: 0.05
+"""
+AXOLOTL_DPO = """
+base_model: a/b
+rl: dpo
+rl_beta: 0.2
+dpo_loss_type: [sigmoid, sft]
+dpo_loss_weights: [1.0, 0.2]
+datasets:
+  - path: c/d
+    type: chat_template.default
+    field_messages: conversation
+    field_chosen: good
+    field_rejected: bad
+    message_property_mappings: {role: role, content: content}
+    roles: {system: [system], user: [user], assistant: [assistant]}
+adapter: lora
+lora_r: 8
+lora_dropout: 0.05
+sequence_len: 2048
+micro_batch_size: 2
+learning_rate: 5e-6
+val_set_size: 0.0
+"""
+FACTORY_DPO = """
+model_name_or_path: a/b
+stage: dpo
+finetuning_type: lora
+lora_rank: 16
+lora_target: all
+pref_beta: 0.2
+pref_loss: sigmoid
+pref_ftx: 0.5
+dpo_label_smoothing: 0.0
+ld_alpha: 0.5
+dataset: pairs, talks
+template: llama3
+cutoff_len: 2048
+learning_rate: 5.0e-6
+"""
+PAIRS_LISTED = {
+    "pairs": {"file_name": "pairs.json", "ranking": True,
+              "columns": {"prompt": "ask", "query": "more", "chosen": "good", "rejected": "bad"}},
+    "talks": {"hf_hub_url": "a/b", "ranking": True, "formatting": "sharegpt",
+              "columns": {"messages": "talk", "chosen": "good", "rejected": "bad"}},
+    "answers": {"file_name": "mine.json"},
+    "labels": {"file_name": "kto.json", "columns": {"messages": "talk", "kto_tag": "good"}},
+}  # fmt: skip
+
+
+def test_a_file_of_trls_dpo_is_a_run_on_pairs(read: Any) -> None:
+    config, notes = read(TRL_DPO)
+    ours = {
+        "preference.losses": ("sigmoid", "sft"), "preference.loss_weights": (1.0, 0.5), "preference.pref_beta": 0.05,
+        "preference.f_divergence": "js_divergence", "preference.f_alpha": 0.7, "preference.ld_alpha": 0.5,
+        "preference.pref_smoothing": 0.0, "preference.reference": "start", "rl.beta": 0.0, "rl.max_prompt_length": None,
+        "data.max_length": 2048, "data.packing": False, "data.eval_rows": 0, "data.loss_on": "completion",
+        "optim.learning_rate": 5e-7, "optim.schedule": "linear", "optim.batch_size": 2, "optim.epochs": 1,
+        "optim.label_smoothing": 0.0, "lora.r": 8, "lora.dropout": 0.0, "optim.seed": 42, "checkpoint.save_steps": 500,
+    }  # fmt: skip
+    assert {name: config[name] for name in ours} == ours
+    assert as_trained(config).recipe == "dpo"
+    for text in (
+        "loss_type=['sigmoid', 'sft'], loss_weights=[1.0, 0.5] -> preference.losses=['sigmoid', 'sft'], preference.l",
+        "beta=0.05 -> preference.pref_beta=0.05", "precompute_ref_log_probs=true is ignored: the reference is computed",
+        "max_length=2048 -> data.max_length=2048: it is of the prompt with one reply there; a row here has the prompt ",
+        "max_prompt_length=512 is ignored: prompts are never cut", "use_weighting=false is ignored: it is the default",
+        "sync_ref_model=false is ignored: it is the default", "disable_dropout=true is ignored: lora.dropout is the on",
+        "lora_dropout=0.05 is ignored: trainers of pairs turn dropout off", "packing=false is the default of TRL DPO",
+    ):  # fmt: skip
+        assert f": {text}" in notes
+    assert "loss_type is absent" not in notes and "data.max_length is absent" not in notes
+    config, _ = read(TRL_DPO.replace("disable_dropout: true", "disable_dropout: false"))
+    assert config.lora.dropout == 0.05
+
+
+def test_absent_keys_of_pairs_have_the_defaults_of_trl(read: Any) -> None:
+    config, notes = read("model_name_or_path: a/b\nbeta: 0.1\n")
+    trl = {
+        "lora.r": 0, "optim.learning_rate": 1e-6, "optim.schedule": "linear", "optim.epochs": 3, "optim.batch_size": 8,
+        "data.packing": False, "data.max_length": 1024, "data.eval_rows": 0, "preference.losses": ("sigmoid",),
+    }  # fmt: skip
+    assert {name: config[name] for name in trl} == trl
+    assert "loss_type is absent: it is sigmoid (DPO) there and here; a file of ORPOTrainer looks the same: for" in notes
+    assert "data.max_length is absent: it is 1024 there, too, of the prompt with one reply; here a row of data" in notes
+    theirs = fields_of("trl", *OF_PAIRS[0]) | fields_of("trl", *OF_PAIRS[1])
+    trls = {
+        "f_alpha": "f_alpha_divergence_coef",
+        "f_divergence": "f_divergence_type",
+        "pref_smoothing": "label_smoothing",
+    }
+    for name in ("pref_beta", "pref_smoothing", "simpo_gamma", "discopop_tau", "f_divergence", "f_alpha", "ld_alpha"):
+        value = theirs[trls.get(name, name.removeprefix("pref_"))]
+        assert isinstance(value, ast.Call)
+        (default,) = [keyword.value for keyword in value.keywords if keyword.arg == "default"]
+        assert getattr(config.preference, name) == ast.literal_eval(default), name
+    for name, there in {"learning_rate": 1e-6, "max_length": 1024, "disable_dropout": True, "cpo_alpha": 1.0}.items():
+        (default,) = [one.value for one in theirs[name].keywords if one.arg == "default"]  # type: ignore[attr-defined]
+        assert ast.literal_eval(default) == there, name
+
+
+def test_the_command_decides_between_trainers_of_the_same_keys(write: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write("model_name_or_path: a/b\ndataset_name: c/d\n")
+    config = parse(["dpo", str(path)]).config
+    assert config.optim.learning_rate == 1e-6 and config.data.loss_on == "completion"
+    assert as_trained(config).recipe == "dpo", "also for plan and doctor, which look at the parameters"
+    assert "optim.batch_size=8 is the default of TRL DPO" in capsys.readouterr().err
+    assert parse(["train", str(path)]).config.optim.learning_rate == load_config(path).optim.learning_rate == 2e-5
+    with pytest.raises(ConfigError, match=r"'ipo' is not .*losses of pairs .dpo. are preference.losses"):
+        parse(["dpo", "loss_type=ipo"])
+    orpo = as_trained(parse(["dpo", str(path), "losses=[orpo]", "pref_beta=0.3"]).config)
+    assert orpo.preference.losses == ("orpo",) and orpo.data.format == "preference"
+
+
+PAIR_FILES = [
+    # TRL's CPO, whose likelihood is on; ORPO, which has no key of its own; older names; Unsloth's.
+    ("model_name_or_path: a/b\nloss_type: simpo\nsimpo_gamma: 1.0\nbeta: 2.0\nalpha: 0.0",
+     {"preference.losses": ("simpo", "sft"), "preference.loss_weights": (1.0, 1.0), "preference.simpo_gamma": 1.0,
+      "preference.pref_beta": 2.0, "lora.alpha": 32, "optim.learning_rate": 1e-6},
+     "loss_type='simpo' -> preference.losses=['simpo', 'sft'], preference.loss_weights=[1.0, 1.0]: cpo_alpha is absen"),
+    ("model_name_or_path: a/b\nloss_type: simpo\ncpo_alpha: 0.5",
+     {"preference.losses": ("simpo", "sft"), "preference.loss_weights": (1.0, 0.5)}, "cpo_alpha=0.5 -> preference.lo"),
+    ("model_name_or_path: a/b\nloss_type: simpo\ncpo_alpha: 0.0",
+     {"preference.losses": ("simpo",), "preference.loss_weights": None}, "cpo_alpha=0.0 -> preference.losses=['simpo'"),
+    ("model_name_or_path: a/b\nloss_type: alphapo", {"preference.losses": ("simpo",)}, "loss_type='alphapo' -> "),
+    ("model_name_or_path: a/b\nlosses: [orpo]\nbeta: 0.3",
+     {"preference.losses": ("orpo",), "preference.pref_beta": 0.3}, "beta=0.3 -> preference.pref_beta=0.3"),
+    ("model_name_or_path: a/b\nloss_type: robust\nlabel_smoothing: 0.1\ngenerate_during_eval: false",
+     {"preference.losses": ("robust",), "preference.pref_smoothing": 0.1, "optim.label_smoothing": 0.0},
+     "label_smoothing=0.1 -> preference.pref_smoothing=0.1"),
+    ("model_name_or_path: a/b\nbeta: 0.1\nrpo_alpha: 0.2",
+     {"preference.losses": ("sigmoid", "sft"), "preference.loss_weights": (1.0, 0.2)}, "rpo_alpha=0.2 -> preference"),
+    ("model_name: a/b\nmax_seq_length: 512\nloss_type: ipo\nbeta: 0.2\nper_device_train_batch_size: 2",
+     {"preference.losses": ("ipo",), "preference.pref_beta": 0.2, "data.max_length": 512, "data.packing": True},
+     "max_seq_length=512 -> data.max_length=512: it is of the prompt with one reply there"),
+    # axolotl
+    (AXOLOTL_DPO,
+     {"preference.losses": ("sigmoid", "sft"), "preference.loss_weights": (1.0, 0.2), "preference.pref_beta": 0.2,
+      "data.format": "preference", "data.columns": {"messages": "conversation", "chosen": "good", "rejected": "bad"},
+      "data.max_length": 2048, "data.packing": False, "lora.dropout": 0.0, "lora.r": 8, "optim.batch_size": 2},
+     "rl='dpo', dpo_loss_type=['sigmoid', 'sft'], dpo_loss_weights=[1.0, 0.2] -> preference.losses=['sigmoid', 'sft'"),
+    ("base_model: a/b\nrl: ipo\nprecompute_ref_log_probs: true\ndpo_use_weighting: false\ndpo_padding_free: true",
+     {"preference.losses": ("ipo",), "preference.pref_beta": 0.1}, "rl='ipo' -> preference.losses=['ipo']"),
+    ("base_model: a/b\nrl: simpo\nrl_beta: 2.0\nsimpo_gamma: 1.0\nmax_prompt_len: 512",
+     {"preference.losses": ("simpo", "sft"), "preference.loss_weights": (1.0, 1.0), "preference.pref_beta": 2.0},
+     "cpo_alpha is absent, and 1 there: sft keeps the chosen replies likely"),
+    ("base_model: a/b\nrl: orpo\norpo_alpha: 0.3\ndatasets: [{path: c/d, type: chat_template.argilla}]",
+     {"preference.losses": ("orpo",), "preference.pref_beta": 0.3, "data.columns": None}, "orpo_alpha=0.3 -> preferen"),
+    ("base_model: a/b\nrl: dpo\ndatasets: [{path: c/d, type: chatml.icr}]",
+     {"data.columns": {"question": "input"}, "data.format": "preference"}, "the tokenizer's own chat template is used"),
+    ("base_model: a/b\nrl: dpo\ndatasets: [{path: c/d, type: llama3.ultra}]",
+     {"data.columns": {"question": "prompt"}}, "datasets.type='llama3.ultra' -> data.format='preference'"),
+    ("base_model: a/b\nrl: dpo\ndatasets: [{path: c/d, type: llama3.argilla}]",
+     {"data.columns": {"question": "instruction"}}, "datasets.type='llama3.argilla' -> data.columns.question="),
+    ("base_model: a/b\nrl: dpo\ndatasets: [{path: c/d, type: {field_prompt: ask, field_chosen: good, field_rejected: "
+     "bad, prompt_format: '{prompt}', field_system: system}}]",
+     {"data.columns": {"prompt": "ask", "chosen": "good", "rejected": "bad"}, "data.format": "preference"},
+     "datasets.type.prompt_format='{prompt}' is ignored: the columns are used as they are"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "ours", "note"), PAIR_FILES)
+def test_losses_and_rows_of_pairs_are_translated_exactly(read: Any, text: str, ours: dict[str, Any], note: str) -> None:
+    config, notes = read(text)
+    assert {name: config[name] for name in ours} == ours
+    assert note in notes
+    trained = as_trained(config)
+    assert (trained.recipe, trained.data.format) == ("dpo", "preference")
+
+
+def test_two_data_sets_of_axolotls_pairs_are_a_mix(read: Any) -> None:
+    config, _ = read(
+        "base_model: a/b\nrl: dpo\ndatasets: [{path: c/d, type: chatml.intel}, {path: e/f, type: chat_template, "
+        "field_messages: talk, message_property_mappings: {role: from, content: value}, roles: {user: [user]}}]"
+    )
+    assert [one.plain() for one in config.data.mix] == [
+        {"source": "c/d", "format": "preference", "columns": {"question": "question"}},
+        {"source": "e/f", "format": "preference", "columns": {"messages": "talk"}},
+    ]
+
+
+def test_a_file_of_llama_factorys_dpo_is_a_run_on_pairs(
+    write: Any, read: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "of pairs {question: instruction, chosen: chosen, rejected: rejected}" in problems(write(FACTORY_DPO))[0]
+    Path("data").mkdir()
+    Path("data/dataset_info.json").write_text(json.dumps(PAIRS_LISTED))
+    config, notes = read(FACTORY_DPO)
+    ours = {
+        "preference.losses": ("sigmoid", "sft"), "preference.loss_weights": (1.0, 0.5), "preference.pref_beta": 0.2,
+        "preference.ld_alpha": 0.5, "data.max_length": 2048, "lora.r": 16, "optim.batch_size": 8, "data.packing": False,
+    }  # fmt: skip
+    assert {name: config[name] for name in ours} == ours and as_trained(config).recipe == "dpo"
+    assert [one.plain() for one in config.data.mix] == [
+        {"source": "data/pairs.json", "name": "pairs",
+         "columns": {"question": "ask", "context": "more", "chosen": "good", "rejected": "bad"}},
+        {"source": "a/b", "name": "talks", "columns": {"messages": "talk", "chosen": "good", "rejected": "bad"}},
+    ]  # fmt: skip
+    assert "sft is a mean over all tokens of the chosen replies here, over replies of their means there" in notes
+    config, notes = read(FACTORY_DPO.replace("pref_loss: sigmoid\npref_ftx: 0.5", "pref_loss: orpo"))
+    assert config.preference.losses == ("orpo",) and "its likelihood is that of the prompt, too, as in TRL" in notes
+    config, notes = read(FACTORY_DPO.replace("pref_loss: sigmoid\npref_ftx: 0.5", "pref_loss: simpo\nsimpo_gamma: 2"))
+    assert (config.preference.losses, config.preference.simpo_gamma) == (("simpo",), 2.0)
+    config, notes = read(FACTORY_DPO.replace("pref_loss: sigmoid\npref_ftx: 0.5\n", ""))
+    assert config.preference.losses == ("sigmoid",) and "the default loss -> preference.losses=['sigmoid']" in notes
+    told = problems(write(FACTORY_DPO.replace("pairs, talks", "[answers, labels]")))
+    assert "it has no pairs, which stage=dpo needs" in told[0] and "one reply and a label (KTO)" in told[1]
+    told = problems(write(FACTORY_DPO.replace("smoothing: 0.0", "smoothing: 0.1\npref_bco_weight: 1\nref_model: c/d")))
+    assert [text.split(":")[0] for text in told] == ["dpo_label_smoothing", "pref_bco_weight", "ref_model"]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("base_model: a/b\nrl: kto\nkto_desirable_weight: 0.5", "rl=kto: KTO, of rows with one reply and a label, is "),
+        ("model_name_or_path: a/b\nstage: kto\npref_beta: 0.1\nkto_chosen_weight: 1", "stage=kto: KTO, of rows with"),
+        ("model_name_or_path: a/b\nloss_type: kto\ndesirable_weight: 1.0", "train with dpo on pairs of a good and a b"),
+        ("model_name_or_path: a/b\nundesirable_weight: 1.0", "undesirable_weight: KTO, of rows with one reply and a l"),
+        ("model_name_or_path: a/b\nloss_type: aot", "preference.losses: ['aot'] 'aot' sorts the pairs of a batch"),
+        ("model_name_or_path: a/b\nbeta: 0.1\nloss_type: sigmod", "'sigmod' is no loss; use sigmoid, hinge"),
+        ("model_name_or_path: a/b\ncpo_alpha: 0.5\nloss_type: hinge",
+         "loss_type: 'hinge' of CPOTrainer compares with no reference, and here it does; set loss_type=simpo, or loss"),
+        ("model_name_or_path: a/b\ncpo_alpha: 0.5", "loss_type: 'sigmoid' of CPOTrainer compares with no reference"),
+        ("model_name_or_path: a/b\nloss_type: simpo\ncpo_alpha: much", "cpo_alpha: 'much' is not a number"),
+        ("model_name_or_path: a/b\nloss_type: simpo\nalpha: 0.3", "alpha: 0.3 has no counterpart here; rewards are lo"),
+        ("model_name_or_path: a/b\nbeta: 0.1\nsync_ref_model: true", "sync_ref_model: true has no counterpart here; t"),
+        ("model_name_or_path: a/b\nbeta: 0.1\nuse_weighting: true", "a pair has no weight by its likelihood or its le"),
+        ("model_name_or_path: a/b\nbeta: 0.1\ntruncation_mode: keep_end", "truncation_mode: 'keep_end' has no counter"),
+        ("model_name_or_path: a/b\nbeta: 0.1\nref_model: c/d", "the reference is the model as it starts, with lora.ad"),
+        ("model_name_or_path: a/b\nbeta: 0.1\ngenerate_during_eval: true", "set tracking.eval_generate_rows"),
+        ("model_name_or_path: a/b\nbeta: 0.1\nlabel_smoothing: 0.1", "preference.pref_smoothing: 0.1 is of robust, ex"),
+        ("model_name_or_path: a/b\nbeta: 0.1\nloss_type: [sigmoid, sft]\nloss_weights: [1]", "gives 1 weights for the"),
+        ("base_model: a/b\nrl: dpo\ndatasets: [{path: c/d, type: chatml}]", "write chatml.prompt_pairs, chatml.icr, c"),
+        ("base_model: a/b\nrl: dpo\ndatasets: [{path: c/d, type: zephyr.nectar}]", "write chat_template.default, or r"),
+        ("base_model: a/b\nrl: dpo\ndatasets: [{path: c/d, type: {prompt_format: '[INST] {prompt} [/INST]'}}]",
+         "datasets.type.prompt_format: '[INST] {prompt} [/INST]' has no counterpart here; it writes prompts of its ow"),
+        ("base_model: a/b\nrl: orpo\ncpo_alpha: 1.0", "cpo_alpha: 1.0 has no counterpart here; it is of simpo (cpo_al"),
+        ("base_model: a/b\nrl: dpo\ntrl: {beta: 0.1}", "it is of grpo; write its beta as rl_beta"),
+        ("base_model: a/b\nrl: dpo\nrl_beta: 0.1\norpo_alpha: 0.2", "preference.pref_beta: given twice, as 0.1 and as"),
+        ("model_name_or_path: a/b\nstage: sft\npref_loss: sigmoid\nsource: a.jsonl", "pref_loss: 'sigmoid' has no cou"),
+    ],
+)  # fmt: skip
+def test_what_pairs_have_no_counterpart_for_is_refused_by_name(write: Any, text: str, problem: str) -> None:
+    (found,) = problems(write(text))
+    assert problem in found and "\n" not in found
+
+
+def test_a_file_of_trl_is_planned_by_dpo(
+    write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    rows = [
+        {"question": f"What is {n} + 1?", "chosen": f"It is {n + 1}.", "rejected": f"It is {n + 2}."} for n in range(6)
+    ]
+    Path("pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    path = write(TRL_DPO.replace("max_length: 2048", "max_length: 256"))
+    assert main(["dpo", str(path), "--dry-run", "device_type=cpu"]) == 0
+    printed = capsys.readouterr().out
+    assert "pairs            6, " in printed and "3 updates" in printed

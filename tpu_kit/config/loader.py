@@ -62,6 +62,8 @@ def load_config(
     path: str | Path | Mapping[str, Any] | None = None,
     overrides: str | Sequence[str] | Mapping[str, Any] = (),
     parameters: Mapping[str, Any] | None = None,
+    *,
+    command: str = "",
 ) -> TrainConfig:
     """Reads a configuration, with the source of each value in `config.sources`.
 
@@ -71,6 +73,8 @@ def load_config(
         overrides: one or several `key=value` texts of the command line (the value in YAML; the last of a key wins), or
             a mapping.
         parameters: a notebook's parameters by leaf name, such as `{"batch_size": 2}`.
+        command: the command that reads a file, such as dpo: files of other trainers for it may look like those for
+            another one.
 
     Raises:
         ConfigError: with all problems of these.
@@ -83,7 +87,7 @@ def load_config(
     values = path if isinstance(path, Mapping) else {}
     if isinstance(path, str | Path):
         leaves = {parameter.leaf for parameter in all_parameters().values()}
-        translation = other_trainers.translate(_read_file(path), {*all_parameters(), *leaves})
+        translation = other_trainers.translate(_read_file(path), {*all_parameters(), *leaves}, command)
         for note in translation.notes:
             print(f"note: {path}: {note}", file=sys.stderr, flush=True)
         reader.problems += translation.problems

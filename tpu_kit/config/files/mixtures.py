@@ -142,8 +142,11 @@ def _of_entry(folder: Path, name: str, entry: Mapping[str, Any], stage: str) -> 
     place = entry.get("hf_hub_url") or (entry.get("file_name") and str(folder / entry["file_name"]))
     if not place:
         return {}, "it is neither a file nor a data set of the hub; download it, and give its file_name"
-    if entry.get("ranking") or {"chosen", "rejected", "kto_tag"} & {*entry.get("columns", {})}:
-        return {}, "preference pairs (DPO, KTO) are not supported; remove it"
+    if "kto_tag" in entry.get("columns", {}):
+        return {}, "rows with one reply and a label (KTO) are not supported; remove it"
+    ranked = entry.get("ranking") or {"chosen", "rejected"} & {*entry.get("columns", {})}
+    if bool(ranked) != (stage == "dpo"):
+        return {}, "it has pairs, which are for stage=dpo" if ranked else "it has no pairs, which stage=dpo needs"
     subset = entry.get("subset")
     source: dict[str, Any] = {"source": f"{place}:{subset}" if subset else place, "name": name.replace("/", "-")}
     split, count = entry.get("split"), entry.get("num_samples")

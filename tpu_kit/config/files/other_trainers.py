@@ -1,4 +1,4 @@
-"""Translates files of TRL's SFT and GRPO scripts, axolotl, LLaMA-Factory and TrainingArguments to the kit's parameters.
+"""Translates files of TRL's scripts, axolotl, LLaMA-Factory and TrainingArguments to the kit's parameters.
 
 other_trainers.toml has their names. Each key of theirs becomes a parameter of the kit, a note why it needs none, or a
 problem with what to do instead; keys that are ours or unknown are left to the loader.
@@ -18,6 +18,7 @@ from typing import Any, TypeGuard
 
 from tpu_kit.config.fields import is_secret_name, show
 from tpu_kit.config.files.mixtures import LISTS, factory_mix, is_mix, mixed
+from tpu_kit.config.files.pair_losses import METHODS, is_pair_loss, name_losses
 
 _TABLES = tomllib.loads(Path(__file__).with_name("other_trainers.toml").read_text(encoding="utf-8"))
 NAMES: dict[str, str] = _TABLES["names"]
@@ -78,10 +79,14 @@ class Translation:
             self.notes.append(f"{assignment} -> {name}={show(item)}{why}")
 
 
-def translate(values: Mapping[str, Any], ours: Collection[str]) -> Translation:
-    """Translates the values of a file; `ours` are the kit's names, with and without their sections."""
-    for key in _TABLES["not_trainers"].keys() & values.keys():
-        return Translation("", problems=[f"{key}: {_TABLES['not_trainers'][key]}"])
+def translate(values: Mapping[str, Any], ours: Collection[str], command: str = "") -> Translation:
+    """Translates the values of a file.
+
+    Args:
+        values: of the file.
+        ours: the kit's names, with and without their sections.
+        command: that reads the file; it decides between trainers whose files have the same keys.
+    """
     registry = _TABLES["registry"]
     if values and all(isinstance(item, Mapping) and item.keys() & {*registry["keys"]} for item in values.values()):
         return Translation("", problems=[f"{next(iter(values))}: {registry['text']}"])
@@ -92,15 +97,24 @@ def translate(values: Mapping[str, Any], ours: Collection[str]) -> Translation:
     present = {key: value for key, value in flat.items() if value is not None} | lists
     if lists:
         present["data.source"] = "given"
-    fitting = [name for name, table in trainers.items() if all(present.keys() & keys.split() for keys in table["keys"])]
+    signs = {*present, *(f"{key}={_text(present.get(key))}" for key in ("loss_type", "rl", "stage"))}
+    signs |= {"pair_loss"} if is_pair_loss(present.get("loss_type")) else set()
+    for sign, why in _TABLES["not_trainers"].items():
+        if sign in signs:
+            return Translation("", problems=[f"{sign}: {why}"])
+    fitting = [name for name, table in trainers.items() if all(signs & {*keys.split()} for keys in table["keys"])]
     trainer = next(iter(fitting), "")
-    absent = trainers[trainer]["absent"] if trainer else {}
+    trainer = trainers[trainer].get("commands", {}).get(command, trainer) if trainer else ""
+    usual = trainers[trainers[trainer].get("like", trainer)] if trainer else {"absent": {}, "differs": {}}
+    absent = usual["absent"]
     absent = {names.split()[0]: value for names, value in absent.items() if present.keys().isdisjoint(names.split())}
     case = _case({**absent, **present}, trainer)
 
     result = Translation(trainer)
     if trainer == "LLaMA-Factory":
         factory_mix(flat, result)
+    if "pairs" in case:
+        name_losses(flat, case, result)
     for key, value in lists.items():
         mixed(key, value, result, partial(_of_entry, case=case))
     if "no evaluation" not in case:
@@ -119,7 +133,7 @@ def translate(values: Mapping[str, Any], ours: Collection[str]) -> Translation:
             if result.value(name) is None:
                 result.defaults[name] = default
     result.notes += [f"{name}={show(value)} is the default of {trainer}" for name, value in result.defaults.items()]
-    for names, difference in trainers[trainer]["differs"].items() if trainer else ():
+    for names, difference in usual["differs"].items():
         unused = _rule(names.split()[0], "", case).get("case")  # such as the layers of adapters, where there are none
         if not unused and present.keys().isdisjoint(names.split()):
             result.notes.append(f"{names.split()[0]} is absent: {difference}")
@@ -128,7 +142,7 @@ def translate(values: Mapping[str, Any], ours: Collection[str]) -> Translation:
 
 def _of_entry(entry: Mapping[str, Any], case: Collection[str]) -> Translation:
     """Translates the keys of one data set of a list."""
-    result, flat = Translation(""), dict(entry)
+    result, flat = Translation(""), dict(_flat(entry))
     _name_sources(flat)
     for key, value in flat.items():
         if value is not None:
@@ -167,6 +181,9 @@ def _case(values: Mapping[str, Any], trainer: str) -> frozenset[str]:
         cases.add("few bits")
     if values.get("lora_target_linear") is True:
         cases.add("all linear")
+    of_pairs = values.get("rl") in METHODS or values.get("stage") == "dpo" or is_pair_loss(values.get("loss_type"))
+    if of_pairs or {"DPO", "CPO"} & cases:
+        cases |= {"pairs"} if values.get("disable_dropout") is False else {"pairs", "no dropout"}
     return frozenset(cases)
 
 

@@ -45,7 +45,12 @@ def run_config(run: Run, overrides: Sequence[str] = ()) -> TrainConfig:
 
 
 def read_command(
-    place: str | None, overrides: Sequence[str] = (), adapter: str | None = AUTO, *, answers: bool = True
+    place: str | None,
+    overrides: Sequence[str] = (),
+    adapter: str | None = AUTO,
+    *,
+    answers: bool = True,
+    command: str = "",
 ) -> tuple[TrainConfig, Path | str | None]:
     """Reads the configuration that a command names, and which adapter answers; None is the base model.
 
@@ -54,6 +59,7 @@ def read_command(
         overrides: `key=value` texts.
         adapter: a place as `find_run` takes it; AUTO, or None for the base model.
         answers: whether the command has an adapter answer; then a note on stderr says which one AUTO is.
+        command: its name, see `load_config`.
 
     Raises:
         ValueError: as `load_config` and `find_run`.
@@ -63,7 +69,7 @@ def read_command(
         with contextlib.suppress(ValueError):  # told when the adapter is read
             of_adapter = find_run(adapter)
             run = of_adapter if CONFIG in names_in(of_adapter.folder) else None
-    config = run_config(run, overrides) if run else load_config(place, overrides)
+    config = run_config(run, overrides) if run else load_config(place, overrides, command=command)
     if adapter != AUTO:
         return config, adapter
     if run and answers:

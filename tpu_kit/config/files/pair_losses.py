@@ -1,0 +1,85 @@
+"""Translates what other trainers call the losses of pairs of replies to `preference.losses` and their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+from tpu_kit.config.fields import show
+from tpu_kit.config.sections.preference import LOSSES, REFUSED
+
+if TYPE_CHECKING:
+    from tpu_kit.config.files.other_trainers import Translation
+
+METHODS = ("dpo", "ipo", "simpo", "orpo")
+"""The values of axolotl's `rl` that train on pairs."""
+
+
+def is_pair_loss(value: Any) -> bool:
+    """Returns whether a value of `loss_type` names losses of pairs."""
+    return bool({str(name) for name in _listed(value)} & {*LOSSES, *REFUSED})
+
+
+def name_losses(values: dict[str, Any], case: Collection[str], result: Translation) -> None:
+    """Takes the keys that name losses, and the weight of the likelihood beside them, out of the values of a file.
+
+    Args:
+        values: of the file, without sections.
+        case: the cases of other_trainers.toml.
+        result: gets `preference.losses` and `preference.loss_weights`.
+    """
+    said = dict[str, Any]()
+
+    def take(key: str, absent: Any = None) -> Any:
+        value = values.pop(key, None)
+        if value is None:
+            return absent
+        said[key] = value
+        return value
+
+    weights, likelihood, usual, why = None, "rpo_alpha", 0.0, ""
+    if "axolotl" in case:
+        method = take("rl")
+        names = _listed(take("dpo_loss_type", "sigmoid")) if method == "dpo" else [method]
+        weights = take("dpo_loss_weights")
+        if method == "simpo":
+            likelihood, usual = "cpo_alpha", 1.0
+    elif "LLaMA-Factory" in case:
+        names, likelihood = [take("pref_loss", "sigmoid")], "pref_ftx"
+        if names == ["orpo"]:
+            why = "its likelihood is that of the prompt, too, as in TRL"
+    elif "CPO" in case:
+        names, likelihood, usual = [take("loss_type", "sigmoid")], "cpo_alpha", 1.0
+        if names == ["alphapo"]:  # which turns that weight off
+            names, usual = ["simpo"], 0.0
+            values.pop("cpo_alpha", None)
+        if names != ["simpo"]:
+            text = "of CPOTrainer compares with no reference, and here it does; set loss_type=simpo, or losses=[orpo]"
+            result.problems.append(f"loss_type: {show(names[0])} {text}")
+            values.pop("cpo_alpha", None)
+            return
+    else:
+        names, weights = _listed(take("loss_type", [])), take("loss_weights")
+        if not names and "rpo_alpha" in values:
+            names = ["sigmoid"]
+    if usual and values.get(likelihood) is None:
+        why = f"{likelihood} is absent, and {usual:g} there: sft keeps the chosen replies likely"
+    weight = take(likelihood, usual)
+    if isinstance(weight, bool) or not isinstance(weight, int | float):
+        result.problems.append(f"{likelihood}: {show(weight)} is not a number")
+    elif weight:
+        weights = [*(weights if isinstance(weights, list) else [1.0] * len(names)), weight]
+        names = [*names, "sft"]
+        if likelihood == "pref_ftx":
+            why = "sft is a mean over all tokens of the chosen replies here, over replies of their means there"
+    made = {"preference.losses": names or None, "preference.loss_weights": weights}
+    made = {name: value for name, value in made.items() if value is not None}
+    result.values |= made
+    if made:
+        told = ", ".join(f"{name}={show(value)}" for name, value in made.items())
+        keys = ", ".join(f"{key}={show(value)}" for key, value in said.items())
+        result.notes.append(f"{keys or 'the default loss'} -> {told}" + (f": {why}" if why else ""))
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
