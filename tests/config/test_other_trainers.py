@@ -342,8 +342,18 @@ MIXES = [
     ("base_model: a/b\npretraining_dataset: [{path: c/d, name: x, type: pretrain}, {path: e/f, text_column: body}]",
      [{"source": "c/d:x", "columns": {"text": "text"}}, {"source": "e/f", "columns": {"text": "body"}}],
      {"format": "text", "too_long": "split"}),
-    ("base_model: a/b\npretraining_dataset: c/d", [{"source": "c/d", "columns": {"text": "text"}}], {"format": "text"}),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize("entry", ["c/d", "[{path: c/d, text_column: text, type: pretrain}]"])
+def test_texts_for_continued_pre_training_are_a_stream(read: Any, entry: str) -> None:
+    config, notes = read(f"base_model: a/b\nmax_steps: 9\npretraining_dataset: {entry}")
+    data = config.data
+    assert (data.source, data.columns, data.format, data.too_long) == ("c/d", {"text": "text"}, "text", "split")
+    assert data.streaming and config.optim.max_steps == 9
+    assert "pretraining_dataset=... -> data.source='c/d', data.streaming=true" in notes
+    with pytest.raises(ConfigError, match=r"optim.max_steps: null and a stream has no end of its own"):
+        read(f"base_model: a/b\npretraining_dataset: {entry}")
 
 
 @pytest.mark.parametrize(("text", "sources", "others"), MIXES)

@@ -176,7 +176,7 @@ def test_what_a_command_is_given_exists(command: str, tmp_path: Path, monkeypatc
         if one.endswith("my.yaml"):
             assert load_config(one).run_name == "my-run"
         elif equals and name in ("train", "plan", "doctor", "notebooks"):
-            load_config("my.yaml", one)
+            load_config("my.yaml", [each for each in given if "=" in each])  # one may need another
         elif one != "--help" and (equals or one.startswith("--")):
             text = COMMANDS[name].format_help()
             assert re.search(rf"(^|[\s\[]){re.escape(key)}\b", text), f"{name} does not explain {key}"

@@ -69,6 +69,7 @@ def conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
     yield from _preference_conflicts(config)
     yield from _evaluation_conflicts(config)
     yield from _mix_conflicts(config)
+    yield from _stream_conflicts(config)
     yield from _image_conflicts(config)
     yield from _schedule_conflicts(config.optim)
     yield from _remat_conflicts(config)
@@ -313,6 +314,55 @@ def _mix_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
         yield f"data.{name} {because}", "is for rows that are packed before the run, not for samples; remove it"
     if any(one.tokens is not None for one in data.mix):
         yield f"data.source {because}", "has shares of tokens, which are sampled here; give weight in their place"
+
+
+def _stream_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
+    """Yields what text without end does not have."""
+    data, tracking, distill = config.data, config.tracking, config.distill
+    if not data.streaming:
+        return
+    if config.optim.max_steps is None:
+        yield "optim.max_steps data.streaming", "and a stream has no end of its own; set the number of updates"
+    if data.mix:
+        yield "data.source data.streaming", "is a mix, and a stream is one source; name its files by a glob or a folder"
+    elif data.source in ("embedded", "embedded-images", "synthetic"):
+        yield "data.source data.streaming", "is no file of text; name files, a folder or a data set of the hub"
+    own_first = "is not for a stream, which holds out its first data.eval_rows rows; remove it"
+    prompts = "needs prompts, and a stream is plain text; "
+    rules = (
+        ("data.format", data.format not in ("auto", "text"), "is not plain text, which a stream is; set it to text"),
+        (
+            "data.too_long",
+            data.too_long != "split",
+            "loses a part of long texts, which a stream splits; set it to split",
+        ),
+        ("data.packing", not data.packing, "leaves rows unfilled, and a stream fills them; remove it"),
+        ("data.curriculum", data.curriculum is not None, "is an order of all rows, and a stream has some; remove it"),
+        ("data.split", "[" in data.split, "is a part of rows that a stream does not count; name the whole split"),
+        ("data.eval_source", data.eval_source is not None, own_first),
+        ("data.eval_split", data.eval_split is not None, own_first),
+        (
+            "data.eval_rows",
+            0 < (data.eval_rows or 0) < 1,
+            "is a share of rows that a stream does not count; set a number",
+        ),
+        (
+            "model.images",
+            config.model.images,
+            "is for chats with pictures, and a stream is plain text; set it to false",
+        ),
+        ("optim.objective", config.on_policy and not distill.on_policy, prompts + "use train in place of grpo"),
+        (
+            "optim.objective",
+            config.on_pairs,
+            "needs pairs of replies, and a stream is plain text; use train",
+        ),
+        ("distill.on_policy", distill.on_policy, prompts + "set it to false"),
+        ("distill.files", distill.files is not None, "holds logits of rows that are known before; set it to null"),
+        ("tracking.generate_rows", tracking.generate_rows > 0, prompts + "set it to 0"),
+        ("tracking.eval_generate_rows", tracking.eval_generate_rows > 0, prompts + "set it to 0"),
+    )
+    yield from ((f"{name} data.streaming", text) for name, wrong, text in rules if wrong)
 
 
 def _image_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:

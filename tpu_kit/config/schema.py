@@ -403,6 +403,9 @@ class TrainConfig:
                 values[name] = parameter.default  # the other parameters are still checked against each other
         for name, value in nest(values).items():
             object.__setattr__(self, name, SECTIONS[name](**value) if name in SECTIONS else value)
+        if self.data.streaming and "data.too_long" not in self.sources:  # the default loses the rest of long texts
+            object.__setattr__(self, "data", replace(self.data, too_long="split"))
+            values["data.too_long"] = "split"
         for names, text in conflicts(self):
             first, *others = names.split()
             if refused.isdisjoint([first, *others]):

@@ -6,6 +6,10 @@ documents of a row, and the positions of each document start at 0, so no documen
 Update `u` of an epoch takes rows `u * G` to `(u + 1) * G` of a permutation that depends on seed and epoch alone, where
 G is the global batch size; replicas and accumulation only divide these rows. A resumed run therefore needs nothing but
 its step, and may use another number of replicas.
+
+Text without end (`data.stream`) is no such function of configuration, rows and step. Update `u` takes the rows after
+those of update `u - 1`, shard after shard, and how many rows a shard has is known once it is tokenised. A resumed run
+needs its place: epoch, shard and row. Replicas and accumulation only divide the rows of an update there, too.
 """
 
 from __future__ import annotations
@@ -303,14 +307,18 @@ class PackedDataset:
 
 
 @lru_cache(maxsize=2)  # the current epoch, and the next one, whose first batches are prefetched
-def permutation(rows: int, seed: int, epoch: int, shuffle: bool = True, grouping: Grouping | None = None) -> np.ndarray:
-    """Returns the order of rows in an epoch: (rows,) int64, read-only.
+def permutation(
+    rows: int, seed: int, epoch: int, shuffle: bool = True, grouping: Grouping | None = None, shard: int = 0
+) -> np.ndarray:
+    """Returns the order of rows in an epoch, of a stream those of a shard: (rows,) int64, read-only.
 
     It sorts raw output of a bit generator, which NumPy keeps the same in all versions, unlike `Generator.permutation`.
     """
     order = np.arange(rows)
     if shuffle:
-        order = np.argsort(np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(rows), kind="stable")
+        order = np.argsort(
+            np.random.PCG64(np.random.SeedSequence([seed, epoch, shard])).random_raw(rows), kind="stable"
+        )
     if grouping is not None:
         order = grouping.arranged(order)
     order.flags.writeable = False  # the updates of the epoch are views of it
@@ -370,13 +378,13 @@ class Update:
     rows: int
 
 
-def updates(dataset_rows: int, plan: BatchPlan, optim: OptimConfig) -> Iterator[Update]:
+def updates(dataset_rows: float, plan: BatchPlan, optim: OptimConfig) -> Iterator[Update]:
     """Yields the updates of a run in order.
 
     The last rows of an epoch that do not fill an update are left out. Each epoch has another order.
 
     Args:
-        dataset_rows: packed rows of the training data.
+        dataset_rows: packed rows of the training data; infinity for a stream, whose updates count its rows.
         plan: rows, replicas and passes of an update at the start.
         optim: `max_steps` or `epochs` ends the run; `batch_growth_*` multiplies the passes.
 
@@ -388,7 +396,7 @@ def updates(dataset_rows: int, plan: BatchPlan, optim: OptimConfig) -> Iterator[
         passes = _passes(step, plan, optim)
         rows = plan.batch_size * plan.num_replicas * passes
         if rows > dataset_rows:
-            raise ValueError(too_few_rows(dataset_rows, replace(plan, gradient_accumulation=passes)))
+            raise ValueError(too_few_rows(int(dataset_rows), replace(plan, gradient_accumulation=passes)))
         if first_row + rows > dataset_rows:
             epoch, first_row = epoch + 1, 0
         if optim.max_steps is None:

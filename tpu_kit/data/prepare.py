@@ -85,6 +85,7 @@ class Prepared:
         mix: the sources of the training rows; None without a mix.
         eval_mix: the same of the held-out rows.
         eval_numbers: of the held-out rows in the numbers of `eval_mix`.
+        stream: of text without end (`data.stream.packed_shards.TextStream`), whose first rows are `train`; else None.
     """
 
     train: PackedDataset
@@ -103,6 +104,7 @@ class Prepared:
     mix: Mix | None = None
     eval_mix: Mix | None = None
     eval_numbers: np.ndarray = field(default_factory=lambda: NONE)
+    stream: Any = None
 
     @property
     def images_per_row(self) -> int | None:

@@ -266,7 +266,7 @@ def opened_source(
         asks_alone = "prompt" in rows.column_names and not {"completion", "answer"} & {*rows.column_names}
         made = "preference" if {"chosen", "rejected"} <= {*rows.column_names} else "prompt" if asks_alone else "auto"
         rows, config = without_decoding(rows), replace(config, format=made)
-    return Opened(source, rows, _encoder(rows, tokenizer, config, source, like, processor))
+    return Opened(source, rows, encoder_of(rows, tokenizer, config, source, like, processor))
 
 
 def tokenized(opened: Opened) -> Tokenized:
@@ -357,9 +357,10 @@ def _is_stale(columns: Any, encoder: Encoder) -> bool:
     return bool(encoder.images.files.stamps(files) != stamps)
 
 
-def _encoder(
+def encoder_of(
     rows: Dataset, tokenizer: Any, config: DataConfig, source: str, like: Layout | None, processor: Any
 ) -> Encoder:
+    """Finds how rows are encoded; arguments as in `opened_source`."""
     columns = [column for column in rows.column_names if column not in (LOCATION, PROBLEM)]
     try:
         layout = read_layout(rows, columns, config, processor is not None)
@@ -486,7 +487,7 @@ def _entries(row: _Row, encoder: Encoder) -> list[dict[str, Any]]:
     if talk.rejected is not None:
         return [row.cells | columns_of_pair(talk, row.documents, row.encoded[0][0], encoder)]
     for document, (example, pictures) in zip(row.documents, row.encoded, strict=True):
-        for part in _split(example, config) if config.too_long == "split" else [example]:
+        for part in split_text(example, config) if config.too_long == "split" else [example]:
             cut = Example(part.input_ids[: config.max_length], part.loss_mask[: config.max_length])
             entries.append(
                 {"input_ids": cut.input_ids, "loss_mask": cut.loss_mask, "full_length": len(part.input_ids),
@@ -500,7 +501,7 @@ def _entries(row: _Row, encoder: Encoder) -> list[dict[str, Any]]:
     return entries
 
 
-def _split(example: Example, config: DataConfig) -> list[Example]:
+def split_text(example: Example, config: DataConfig) -> list[Example]:
     """Cuts a text into examples of max_length tokens; none of one token, which would carry no loss."""
     count, length = len(example.input_ids), config.max_length
     cuts = list(range(0, count, length))
@@ -514,7 +515,7 @@ def _fingerprint(rows: Dataset, encoder: Encoder) -> str:
     tokenizer, config = encoder.tokenizer, asdict(encoder.config)
     for setting in ("source", "eval_source", "split", "eval_split", "date", "eval_rows", "seed", "shuffle", "num_proc",
                     "packing", "on_bad_row", "images_per_row", "image_tokens", "order", "curriculum",
-                    "pack_apart"):  # fmt: skip
+                    "pack_apart", "streaming"):  # fmt: skip
         del config[setting]  # represented by the rows or the template, or applied after tokenising
     config["too_long"] = config["too_long"] == "split"  # the others are applied after tokenising
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}

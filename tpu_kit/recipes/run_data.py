@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -12,7 +14,7 @@ from tpu_kit.config.schema import LEAST_UPDATES
 from tpu_kit.data.chat.new_tokens import new_tokens, occurrences
 from tpu_kit.data.held_out import NONE, Questions
 from tpu_kit.data.pairs import PairLayout
-from tpu_kit.data.prepare import Prepared, prepare
+from tpu_kit.data.prepare import MappedData, Prepared, on_disk, prepare
 from tpu_kit.data.rows.sources import SYNTHETIC
 from tpu_kit.machine.storage.run_folder import find_run
 from tpu_kit.model.base_model import check_vocabulary
@@ -22,6 +24,8 @@ from tpu_kit.training.outcome import MORE_UPDATES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+    from tpu_kit.recipes.run_plan import RunPlan
 
 SHOWN_REPORT = "TPU_KIT_SHOWN_REPORT"
 """In the environment: the data report of the plan that a notebook has shown, which a run does not print again."""
@@ -40,19 +44,38 @@ def prepare_run(config: TrainConfig, model: PreTrainedConfig | None = None) -> P
     tokenizer = None if config.data.source == SYNTHETIC else load_tokenizer(config.model)
     check_positions(config.data.max_length, getattr(text, "max_position_embeddings", None))
     check_vocabulary(len(tokenizer or ()), getattr(text, "vocab_size", None))
-    prepared = prepare(
-        config.data,
-        tokenizer,
-        vocab_size=getattr(text, "vocab_size", None),
-        learned=start.trained if start else NONE,
-        max_prompt=max_prompt,
-        model=config.model,
-        pairs=PairLayout.of(config),
-    )
+    if config.data.streaming:
+        from tpu_kit.data.stream.opening import prepare_stream
+
+        prepared = prepare_stream(config.data, tokenizer)
+    else:
+        prepared = prepare(
+            config.data,
+            tokenizer,
+            vocab_size=getattr(text, "vocab_size", None),
+            learned=start.trained if start else NONE,
+            max_prompt=max_prompt,
+            model=config.model,
+            pairs=PairLayout.of(config),
+        )
     if tokenizer is None or not config.lora.r:  # full fine-tuning trains the embeddings
         return prepared
     used = np.flatnonzero(occurrences(prepared.train.documents))
     return replace(prepared, new_tokens=new_tokens(config.model, text, tokenizer, used))
+
+
+@contextlib.contextmanager
+def for_replicas(plan: RunPlan, prepared: Prepared) -> Iterator[MappedData]:
+    """Yields the data for a launch, on a disk; a process makes the shards of a stream ahead of the training."""
+    with contextlib.ExitStack() as stack:
+        if prepared.stream is not None:
+            from tpu_kit.data.stream.feeder import feeding
+            from tpu_kit.data.stream.packed_shards import Place
+
+            point = plan.resume_point
+            place = Place(**point.checkpoint.document("updates")) if point else Place()
+            prepared = replace(prepared, stream=stack.enter_context(feeding(prepared.stream, place)))
+        yield stack.enter_context(on_disk(prepared))
 
 
 TEMPLATES = {
@@ -73,6 +96,10 @@ def data_report(prepared: Prepared, plan: BatchPlan, total: int, config: TrainCo
     if prepared.tasks:
         each = f"{config.num_generations} completions of up to {rl.max_completion_length} tokens"
         batch = f"rollout          {rl.prompts_per_rollout} prompts x {each}; {total:,} updates"
+    elif prepared.stream:
+        batch = (
+            f"batch            {plan}; {total:,} updates (optim.max_steps), {total * plan.tokens_per_update:,} tokens"
+        )
     else:
         left = len(prepared.train) % plan.global_batch_size
         batch = f"batch            {plan}; {total:,} updates; {left} rows of each epoch are left over"

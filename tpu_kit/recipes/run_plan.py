@@ -13,7 +13,7 @@ import contextlib
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from pathlib import Path
@@ -57,7 +57,7 @@ class RunPlan:
         settings: the model's configuration of transformers; None where loading the model explains why it has none.
         teacher: of distillation, with its commit; None without one.
         record: identities of the weights, versions, and after the later steps data and batch.
-        rows: packed rows of an epoch, or prompts of a run that samples.
+        rows: packed rows of an epoch, or prompts of a run that samples; None for a stream, which does not know them.
         teacher_files: of `distill.files`; None without them.
         outlook: memory and time of a replica.
         batch: rows and passes of an update; None where only the TPU's runtime knows the number of replicas.
@@ -101,6 +101,7 @@ class RunPlan:
                 "replicas of a host": self.backend.num_replicas,
             },
             "data (hash)": self.record.fingerprint,
+            "files of data.source": self.record.shards and versions_digest(self.record.shards),
             "device": self.backend.device_type,
             "checkpoint": point and {"step": point.step, "files": digest_of(point)},
             "updates": self.updates,
@@ -258,7 +259,9 @@ def with_data(plan: RunPlan, prepared: Prepared) -> RunPlan:
         config = replace(config, data=replace(config.data, images_per_row=prepared.images_per_row))
     files = TeacherFiles.of(config, prepared, plan.record.identities.get(TEACHER))
     record = plan.record._replace(fingerprint=prepared.fingerprint, rows_digest=rows_digest(prepared))
-    rows = len(tasks.numbers) if tasks else len(prepared.train)
+    rows: int | None = len(tasks.numbers) if tasks else len(prepared.train)
+    if prepared.stream is not None:
+        rows, record = None, record._replace(shards=prepared.stream.shards.versions())
     return replace(plan, config=config, record=record, rows=rows, teacher_files=files)
 
 
@@ -314,6 +317,12 @@ def prepare_columns(plan: RunPlan, prepared: Prepared) -> None:
 def objective_name(config: TrainConfig) -> str:
     """The objective, for the user."""
     return config.optim.objective if config.distill.teacher is None else "distillation"
+
+
+def versions_digest(shards: Mapping[str, str]) -> dict[str, Any]:
+    """The number of files of a stream, and a short hash of their names, order and versions."""
+    digest = hashlib.blake2b(repr([*shards.items()]).encode(), digest_size=8)
+    return {"count": len(shards), "hash": digest.hexdigest()}
 
 
 def digest_of(point: ResumePoint) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 from datasets import Dataset, DatasetDict
 
 from tpu_kit.config.loader import TrainConfig
-from tpu_kit.data.prepare import Prepared, on_disk
+from tpu_kit.data.prepare import Prepared
 from tpu_kit.data.rows.sources import saved_rows_path
 from tpu_kit.distributed.hosts import find_hosts, keep_log
 from tpu_kit.distributed.launch import launch
@@ -32,6 +32,7 @@ from tpu_kit.planning.oom_recovery import out_of_memory, suggestion
 from tpu_kit.recipes import problems
 from tpu_kit.recipes.replica import fine_tune
 from tpu_kit.recipes.result import TrainResult
+from tpu_kit.recipes.run_data import for_replicas
 from tpu_kit.recipes.run_plan import RunPlan, before_fetch, find_machine, plan_run, prepare_columns
 from tpu_kit.training.metrics import log_result
 from tpu_kit.training.resume import versions
@@ -133,7 +134,7 @@ def _launch(plan: RunPlan, prepared: Prepared, reward_funcs: Sequence[Any] | Non
         print(warning, file=sys.stderr, flush=True)
     prepare_columns(plan, prepared)
     try:
-        with on_disk(prepared) as data, CheckpointUploads(config, on=not meeting.hosts.index):
+        with for_replicas(plan, prepared) as data, CheckpointUploads(config, on=not meeting.hosts.index):
             function = functools.partial(fine_tune, plan=plan, data=data, reward_funcs=reward_funcs)
             result = launch(function, config, sharded=True, meeting=meeting, backend=plan.backend)
     except (RuntimeError, MemoryError) as error:

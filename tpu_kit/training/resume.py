@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from textwrap import shorten
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +41,7 @@ class Record(NamedTuple):
         fingerprint: `Prepared.fingerprint`.
         rows_digest: see `rows_digest`.
         global_batch_size: rows of an update.
+        shards: of a stream, the version of each file by its name.
     """
 
     identities: Mapping[str, Identity]
@@ -47,6 +49,7 @@ class Record(NamedTuple):
     fingerprint: str = ""
     rows_digest: str = ""
     global_batch_size: int | None = None
+    shards: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -120,8 +123,10 @@ class ResumePoint:
                 f"rows per update (optim.batch_size, passes, replicas): {rows_there} there, "
                 f"{record.global_batch_size} now"
             )
+        if text := _other_files(self.state.get("shards"), record.shards):
+            differ["shards"] = text
         other_data = record.fingerprint not in ("", self.state["fingerprint"])
-        if other_data and not any(name.startswith("data.") for name in differ):
+        if other_data and not any(name.startswith(("data.", "shards")) for name in differ):
             differ["data"] = "the data: other rows, tokens or packing than there, though its parameters are the same"
         return Comparison([*differ.values()], moved)
 
@@ -164,6 +169,19 @@ class ResumePoint:
         pairs |= {name: (new[name], old[name]) for name in new if old.get(name, new[name]) != new[name]}
         differ = "".join(f"; {name} is {after!r}, was {earlier!r}" for name, (after, earlier) in pairs.items())
         return [*lines, f"resumed          from step {self.step}, {self.checkpoint.path}{differ}"]
+
+
+def _other_files(before: Mapping[str, str] | None, now: Mapping[str, str] | None) -> str:
+    """Says which files of a stream are not what they were; empty if none is known to differ."""
+    if not before or now is None:
+        return ""
+    kinds = {
+        "has disappeared": [name for name in before if name not in now],
+        "is new": [name for name in now if name not in before],
+        "has changed": [name for name in now if before.get(name, now[name]) != now[name]],
+    }
+    found = [f"{shorten(', '.join(names), 300)} {said}" for said, names in kinds.items() if names]
+    return f"the shards of data.source: {'; '.join(found)}" if found else ""
 
 
 class Comparison(NamedTuple):

@@ -285,7 +285,7 @@ class Trainer:
                 lr=pending.rate,
                 tokens=pending.tokens,
                 compiles=pending.now.get("compiles", 0),
-                epoch=last.epoch + (last.first_row + last.rows) / self.updates.rows,
+                epoch=self.updates.epoch_after(last),
                 ahead=max(0.0, ahead),
                 skipped=float(skipped),
                 rows_per_update=last.rows,
@@ -315,7 +315,7 @@ class Trainer:
         """Warns about skipped updates; raises ValueError with optim.on_nan=stop, or after too many in a row."""
         optim, first = self.config.optim, int(report.first_skipped)
         update = next(update for update in window if update.step == first)
-        rows = [self.prepared.place(row) for row in self.updates.source_rows(update)]
+        rows = self.updates.places(update)
         rise = ""
         if optim.max_loss_rise and report.usual:
             rise = f" or explodes (more than {optim.max_loss_rise:g} above the mean {report.usual:.4g})"
@@ -476,7 +476,7 @@ class Trainer:
             "logged": self._logged, "rows": self._rows, "tokens": self._tokens, "skipped": self.skipped,
             "train_seconds": self._seconds, "metrics": finite,
             "fingerprint": self.record.fingerprint, "rows_digest": self.record.rows_digest,
-            "global_batch_size": self.record.global_batch_size,
+            "global_batch_size": self.record.global_batch_size, "shards": self.record.shards,
             "versions": self.record.versions, "wandb_id": self._tracker.wandb_id,
             "turns": self.prepared.encoder and self.prepared.encoder.layout.turns_by,
         }  # fmt: skip

@@ -38,6 +38,7 @@ class Updates:
 
     def __init__(self, config: TrainConfig, prepared: Prepared, plan: BatchPlan, rt: Runtime) -> None:
         self._config, self._data, self._plan, self._rt = config, prepared.train, plan, rt
+        self._place = prepared.place
         self.rows = len(prepared.train)
 
     def all(self) -> Iterator[Update]:
@@ -74,6 +75,14 @@ class Updates:
         """Returns the data set rows of an update, sorted."""
         packed = rows_of(update, self.rows, self._config.data, self._data.grouping)
         return sorted({row for number in packed for row in self._data.source_rows(number)})
+
+    def places(self, update: Update) -> list[str]:
+        """Names the data set rows of an update."""
+        return [self._place(row) for row in self.source_rows(update)]
+
+    def epoch_after(self, update: Update) -> float:
+        """Returns the epochs that are done after an update."""
+        return update.epoch + (update.first_row + update.rows) / self.rows
 
     def metrics(self, window: Sequence[Update]) -> dict[str, float]:
         """Returns further numbers for the log of some updates, each of which is asked for once."""

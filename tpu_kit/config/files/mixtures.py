@@ -61,6 +61,14 @@ def mixed(key: str, value: Any, result: Translation, translated: Callable[[Mappi
     if key == "pretraining_dataset":
         result.values |= {"data.format": "text", "data.too_long": "split"}
         result.notes.append(f"{key} -> data.format='text', data.too_long='split': all of a text is trained")
+        if len(sources) == 1 and not result.problems:
+            name = sources[0].pop("source")
+            result.values |= {f"data.{leaf}": item for leaf, item in sources[0].items()}
+            result.values |= {"data.source": name, "data.streaming": True, "data.packing": True}
+            result.notes.append(
+                f"{key}=... -> data.source={show(name)}, data.streaming=true, data.packing=true, as there"
+            )
+            return
     if any(fraction is not None for fraction in fractions):
         _share(sources, fractions, "fraction", result)
     _add(f"{key}=...", sources, result)

@@ -183,6 +183,11 @@ class DataConfig:
         at_least=1,
     )
     num_proc: int | None = knob(None, "Processes that tokenize; null = by cores and rows.", at_least=1, at_most=1024)
+    streaming: bool = knob(
+        False,
+        "Tokenise plain text shard by shard while it is trained, for optim.max_steps updates. Its first eval_rows rows "
+        "(null: 64) are held out, and long texts are split.",
+    )
     seed: int = knob(0, "Seed of the held-out split and of the order of rows.", at_least=0, at_most=2**32 - 1)
     shuffle: bool = knob(True, "Shuffle the training rows, anew each epoch.")
     order: Literal["mix", "sequence", "round_robin"] = knob(

@@ -26,6 +26,9 @@ PROBLEM = "tpu_kit:problem"
 """The column with the reason why a row cannot be read; None if it can."""
 
 
+_CHUNK = 2**20  # bytes that are read at a time to count lines
+
+
 class Record(NamedTuple):
     """One row of a file.
 
@@ -60,6 +63,51 @@ def read_records(system: Any, file: str, separator: str | None) -> Iterator[Reco
     except Exception as error:  # each compression has its own errors
         text = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"data source {file}: cannot be read: {text}; is the file whole?") from error
+
+
+def read_lines(system: Any, file: str, start: int, end: int) -> Iterator[Record]:
+    """Yields the rows of a part of a file of JSON lines: those of the lines that begin in a range of bytes.
+
+    Their locations are "byte N", as the lines before the part are not read; `line_of` counts them.
+
+    Args:
+        system: the fsspec file system that holds it.
+        file: its path there; it is not compressed.
+        start: the first byte of the range.
+        end: the byte after the last one.
+
+    Raises:
+        ValueError: the file is no text, or a JSON array, which cannot be divided.
+    """
+    with system.open(file, "rb") as stream:
+        if start:
+            stream.seek(start - 1)
+            stream.readline()  # the rest of a line that begins before
+        position = stream.tell()
+        while position < end and (line := stream.readline()):
+            location, position = f"byte {position}", position + len(line)
+            try:
+                text = line.decode("utf-8" if location != "byte 0" else "utf-8-sig").strip()
+            except UnicodeDecodeError as error:
+                raise ValueError(f"data source {file}, {location}: not UTF-8 text; save the file as UTF-8") from error
+            if location == "byte 0" and text.startswith("["):
+                raise ValueError(
+                    f"data source {file}: a JSON array of this size cannot be divided; write a row on each line"
+                )
+            if text:
+                value, _, problem = _decode(text, 1)
+                yield Record(location, {}, problem) if problem else as_record(value, location)
+
+
+def line_of(system: Any, file: str, location: str) -> str:
+    """Returns the location of a row of `read_lines` by its line; any other location as it is."""
+    if not location.startswith("byte "):
+        return location
+    left, lines = int(location.removeprefix("byte ")), 1
+    with system.open(file, "rb") as stream:
+        while chunk := stream.read(min(left, _CHUNK)):
+            left, lines = left - len(chunk), lines + chunk.count(b"\n")
+    return f"line {lines}"
 
 
 def _text_lines(stream: Any, file: str) -> Iterator[str]:
@@ -193,7 +241,7 @@ def write_records(records: Callable[[], Iterator[tuple[str, Record]]], target: P
     target.parent.mkdir(parents=True, exist_ok=True)
     with atomic.replacing(target, shared=True) as part, ArrowWriter(path=str(part), features=columns) as writer:
         for file, record in records():
-            row = {name: _cell(record.values.get(name), feature) for name, feature in features.items()}
+            row = {name: stored_cell(record.values.get(name), feature) for name, feature in features.items()}
             place = f"{Path(file).name}, {record.location}" if file else record.location
             writer.write(row | {LOCATION: place, PROBLEM: record.problem or None})
         writer.finalize()
@@ -210,7 +258,7 @@ def _feature(types: set[type]) -> Any:
     return Value("string") if types <= {str, int, float} else Json()
 
 
-def _cell(cell: Any, feature: Any) -> Any:
+def stored_cell(cell: Any, feature: Any) -> Any:
     """Returns a cell as its column stores it; in a column of text, whole numbers have no decimal point."""
     if cell is None or (isinstance(feature, Value) and feature.dtype != "string"):
         return cell

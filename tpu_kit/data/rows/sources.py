@@ -80,7 +80,7 @@ def load_rows(source: str, split: str = "train", seed: int = 0, *, skip: bool = 
         rows = _embedded_images(split, seed)
     elif any(os.path.isfile(os.path.join(source, name)) for name in _SAVED):  # false, too, where it may not be read
         rows = _from_saved(source, split)
-    elif files := _find_files(source, split):
+    elif files := find_files(source, split):
         rows = _from_parquet(source, split, files) if files.kind == "parquet" else _from_text(source, split, files)
         if files.kind != "parquet":
             check_rows(rows, rows[PROBLEM][:], source, skip=skip)
@@ -107,12 +107,17 @@ def check_rows(rows: Dataset, problems: Sequence[str | None], source: str, *, sk
     locations = [f"row {number}" for number in bad[:SHOWN]]
     if LOCATION in rows.column_names:
         locations = rows.select(bad[:SHOWN])[LOCATION][:]
-    found = [(location, problems[number]) for location, number in zip(locations, bad, strict=False)]
+    found = [(location, str(problems[number])) for location, number in zip(locations, bad, strict=False)]
+    return check_found(found, len(bad), len(problems), source, skip=skip)
+
+
+def check_found(found: Sequence[tuple[str, str]], bad: int, read: int, source: str, *, skip: bool) -> tuple[str, ...]:
+    """Does what `check_rows` does, for `bad` of the rows that were read, of which the first are `found`."""
     shown = tuple(f"{location}: {problem}" for location, problem in found)
-    most = 2 * len(bad) > len(problems)
+    most = 2 * bad > read
     if not bad or (skip and not most):
         return shown
-    more = f"; and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
+    more = f"; and {bad - SHOWN} more" if bad > SHOWN else ""
     advice = "" if most else ", or skip them with data.on_bad_row=skip"
     if skip:
         advice = "; data.on_bad_row=skip skips at most half of the rows, and these are more than half"
@@ -121,8 +126,7 @@ def check_rows(rows: Dataset, problems: Sequence[str | None], source: str, *, sk
         place, *others = (location for location, _ in same)
         told.append(f"{place}: {problem}" + (f" (also {', '.join(others)})" if others else ""))
     raise ValueError(
-        f"{source}: {len(bad)} of {len(problems)} rows cannot be used: {'; '.join(told)}{more}. "
-        f"Correct or delete them{advice}"
+        f"{source}: {bad} of {read} rows cannot be used: {'; '.join(told)}{more}. Correct or delete them{advice}"
     )
 
 
@@ -134,7 +138,7 @@ def synthetic_rows(split: str) -> int:
     return int(match[2]) if match[2] else SYNTHETIC_ROWS
 
 
-class _Files(NamedTuple):
+class Files(NamedTuple):
     """The paths of a source in a file system of fsspec, in order; the kind is "json", "csv" or "parquet"."""
 
     system: Any
@@ -142,29 +146,34 @@ class _Files(NamedTuple):
     kind: str
 
     def records(self) -> Iterator[tuple[str, Record]]:
+        """Yields the rows of JSON and CSV, each with its file."""
         for path in self.paths:
-            separator = ("\t" if ".tsv" in Path(path).name.lower() else ",") if self.kind == "csv" else None
-            for record in read_records(self.system, path, separator):
+            for record in self.records_of(path):
                 yield path, record
 
+    def records_of(self, path: str) -> Iterator[Record]:
+        """Yields the rows of one of the files, JSON or CSV."""
+        separator = ("\t" if ".tsv" in Path(path).name.lower() else ",") if self.kind == "csv" else None
+        return read_records(self.system, path, separator)
 
-def _find_files(source: str, split: str) -> _Files | None:
+
+def find_files(source: str, split: str) -> Files | None:
     """Returns the files of a path, glob or URL; None for a data set of the hub."""
     if registry := _registry(source):
         raise ValueError(registry)
     folder, _, subset = (source, "", "") if os.path.isdir(source) else source.rpartition(":")
     if os.path.isdir(folder):
         return _folder_files(folder, subset, split)
-    if not (kind := _kind(source)):
+    if not (kind := kind_of(source)):
         if "://" in source or "*" in source or os.path.isfile(source):
             raise ValueError(f"data source {source}: the name must end in {', '.join(_KINDS)}")
         return None
     if not re.match(r"train(\[|$)", split):
         raise ValueError(f"data source {source}: files have one split, train, not {split!r}")
-    return _Files(*_glob(source), kind)
+    return Files(*_glob(source), kind)
 
 
-def _folder_files(folder: str, subset: str, split: str) -> _Files:
+def _folder_files(folder: str, subset: str, split: str) -> Files:
     """Returns the files of a split of a folder, by its README and their names, as `datasets` finds them."""
     advice = f"data source {folder}: a folder; name the files in it, such as {Path(folder, '*.jsonl')}"
     logging.getLogger("huggingface_hub.repocard").setLevel(logging.ERROR)  # it warns of a README without metadata
@@ -186,15 +195,15 @@ def _folder_files(folder: str, subset: str, split: str) -> _Files:
         inner = (path.relative_to(folder) for path in Path(folder).rglob("*") if path.name not in _ABOUT_ROWS)
         visible = [path for path in inner if not any(part.startswith(".") for part in path.parts)]
         root = Path(folder).absolute()  # as `datasets` names the files
-        left = sorted(str(path) for path in visible if _kind(path.name) and str(root / path) not in used)
+        left = sorted(str(path) for path in visible if kind_of(path.name) and str(root / path) not in used)
         if left:
             listed = shorten(", ".join(left), 200)
             raise ValueError(f"{advice}, or move away those that are in no split: {listed}")
     paths = sorted(map(str, splits[name]))
-    if len(kinds := {_kind(path) for path in paths}) != 1 or None in kinds:
+    if len(kinds := {kind_of(path) for path in paths}) != 1 or None in kinds:
         listed = ", ".join(sorted(Path(path).suffix for path in paths))
         raise ValueError(f"{advice}; the split {name} has files of the kinds {listed}")
-    return _Files(fsspec.filesystem("file"), paths, str(kinds.pop()))
+    return Files(fsspec.filesystem("file"), paths, str(kinds.pop()))
 
 
 def _registry(source: str) -> str:
@@ -214,13 +223,13 @@ def _registry(source: str) -> str:
     return f"data source {source}: a list of data sets of LLaMA-Factory; {advice}data.columns" if sets else ""
 
 
-def _kind(path: str) -> str | None:
+def kind_of(path: str) -> str | None:
     """Returns the kind of a file by its name, without the suffix of a compression."""
     suffixes = [suffix for suffix in Path(path).suffixes if suffix not in _COMPRESSED]
     return _KINDS.get(suffixes[-1].lower()) if suffixes else None
 
 
-def _from_text(source: str, split: str, files: _Files) -> Dataset:
+def _from_text(source: str, split: str, files: Files) -> Dataset:
     stamps = [f"{path} {files.system.ukey(path)}" for path in files.paths]
     name = hashlib.blake2b(json.dumps([_VERSION, files.kind, stamps]).encode(), digest_size=16).hexdigest()
     target = Path(datasets_config.HF_DATASETS_CACHE) / "tpu_kit" / "rows" / f"{name}.arrow"
@@ -237,7 +246,7 @@ def _from_text(source: str, split: str, files: _Files) -> Dataset:
     return rows.select(range(part.from_ or 0, len(rows) if part.to is None else part.to))
 
 
-def _from_parquet(source: str, split: str, files: _Files) -> Dataset:
+def _from_parquet(source: str, split: str, files: Files) -> Dataset:
     paths = [files.system.unstrip_protocol(path) if "://" in source else path for path in files.paths]
     try:
         # Without the entity tag, the cache of an object would outlive its replacement.

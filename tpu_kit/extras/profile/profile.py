@@ -12,7 +12,6 @@ from pathlib import Path
 
 from tpu_kit.config.hub import HubConfig
 from tpu_kit.config.loader import ConfigError, TrainConfig
-from tpu_kit.data.prepare import on_disk
 from tpu_kit.distributed.launch import launch
 from tpu_kit.extras.profile.recorder import WARM_UP, Recording, record, window
 from tpu_kit.extras.profile.report import Cost, Profile
@@ -21,6 +20,7 @@ from tpu_kit.machine.storage.output_location import make_output_folder, resolve_
 from tpu_kit.planning.compiler.compile_check import compile_step
 from tpu_kit.planning.cost import timed, work
 from tpu_kit.planning.planner import plan
+from tpu_kit.recipes.run_data import for_replicas
 from tpu_kit.recipes.run_plan import plan_run
 
 MOST_STEPS = 200
@@ -54,7 +54,7 @@ def _measured(config: TrainConfig, steps: int) -> Profile:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     plan, prepared = plan_run(_short(config, folder, steps))
-    with on_disk(prepared) as data:
+    with for_replicas(plan, prepared) as data:
         launch(partial(record, plan=plan, data=data), plan.config, sharded=True, backend=plan.backend)
     recordings = tuple(Recording(**json.loads(file.read_text())) for file in sorted(folder.glob("recording-*.json")))
     if not recordings or not all(one.steps for one in recordings):

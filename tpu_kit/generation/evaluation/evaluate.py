@@ -113,6 +113,10 @@ def held_out(config: TrainConfig, run: Questions | None = None, plain: bool = Fa
     Raises:
         ValueError: as in `prepare`; or `plain` and a question is a chat of several turns.
     """
+    if config.data.streaming:
+        raise ValueError(
+            "data.streaming=true: a stream has no questions; set it to false, and data.source to rows with some"
+        )
     tokenizer, data = load_tokenizer(config.model), config.data
     if plain:
         tokenizer.chat_template, data = plain_template(tokenizer), dataclasses.replace(data, system_prompt=None)

@@ -45,6 +45,7 @@ from tpu_kit.training.losses.rollout import (
 )
 from tpu_kit.training.metrics import apart_from
 from tpu_kit.training.objectives import Objective
+from tpu_kit.training.streamed_updates import StreamUpdates
 from tpu_kit.training.update_sources import NextUpdateError, Tensors, Updates
 
 GROUP_FILE = "group.json"  # in a run's folder: a group of completions of the last rollout, with their rewards
@@ -68,9 +69,11 @@ def updates_of(prompts: int, config: TrainConfig) -> Iterator[Update]:
                 yield replace(rollout, step=step)
 
 
-def planned_updates(rows: int, batch: BatchPlan, config: TrainConfig) -> Iterator[Update]:
+def planned_updates(rows: float, batch: BatchPlan, config: TrainConfig) -> Iterator[Update]:
     """Yields the updates of a run, by its packed rows, or by its prompts if it samples."""
-    return updates_of(rows, config) if config.on_policy else updates(rows, batch, config.optim)
+    if config.data.streaming:
+        rows = math.inf
+    return updates_of(int(rows), config) if config.on_policy else updates(rows, batch, config.optim)
 
 
 def check_rollouts(
@@ -100,7 +103,7 @@ def source_of_updates(
         yield PairUpdates(config, prepared, plan, rt, model, objective)
         return
     if not config.on_policy:
-        yield Updates(config, prepared, plan, rt)
+        yield (Updates if prepared.stream is None else StreamUpdates)(config, prepared, plan, rt)
         return
     if config.distill.on_policy:
         yield Rollouts(config, prepared, plan, rt, model, objective, TeacherJudge(), total)

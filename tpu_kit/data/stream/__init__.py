@@ -1,0 +1,5 @@
+"""Text without end, for continued pre-training.
+
+Offers: an ordered list of shards (`shards`), their documents, packed (`text_stream`), and a process that makes them
+ahead of the training (`feeder`). Must not know: models and training.
+"""

@@ -1,0 +1,188 @@
+"""Opens a stream before a run: how its rows are encoded, what is held out, and what its first rows say of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+from datasets import Dataset
+
+from tpu_kit.config.loader import DataConfig
+from tpu_kit.data.batching import Documents, PackedDataset
+from tpu_kit.data.chat.chat_encoding import Example
+from tpu_kit.data.prepare import Prepared
+from tpu_kit.data.report import DataReport
+from tpu_kit.data.rows.field_values import without_decoding
+from tpu_kit.data.rows.records import Record, write_records
+from tpu_kit.data.stream.packed_shards import TextStream
+from tpu_kit.data.stream.shards import ShardError, Shards
+from tpu_kit.data.tokenizing import encoder_of
+from tpu_kit.machine.chips import MIB
+
+HELD_ROWS = 64
+"""The first rows that are held out where `data.eval_rows` is null."""
+_LOOKED_AT = 1000  # further rows that are looked at
+_LOOKED_BYTES = MIB  # and the most bytes of these, beyond which one row is enough
+
+
+@dataclass(frozen=True)
+class StreamReport(DataReport):
+    """What the first rows say of a stream; the counts are of the rows that were looked at.
+
+    Attributes:
+        shards: the shards, and the tokens in them.
+        held: the rows that are held out; empty without.
+    """
+
+    shards: str = ""
+    held: str = ""
+
+    def __str__(self) -> str:
+        middle, tail = np.percentile(self.lengths, [50, 95]).astype(int)
+        lines = [
+            f"source           {self.source}: {self.layout}",
+            f"shards           {self.shards}",
+            *([f"held out         {self.held}"] if self.held else []),
+            *([f"special tokens   {self._special_text()}"] if self.special_rows else []),
+            f"tokens of a row  median {middle}, 95 % up to {tail}, longest {max(self.lengths)}, of the first "
+            f"{self.rows_used:,}",
+        ]
+        return "\n".join(lines + ([f"bad rows         {self.skipped_text}"] if self.skipped else []))
+
+
+def open_stream(config: DataConfig, tokenizer: Any) -> tuple[TextStream, list[Record]]:
+    """Lists the shards of a stream, and finds how its rows are encoded; returns its first rows, too.
+
+    Raises:
+        ValueError: there are no such files, or the first shard has no rows, or no text.
+    """
+    config = replace(config, format="text")
+    shards = Shards.find(str(config.source), config.split)
+    held = HELD_ROWS if config.eval_rows is None else int(config.eval_rows)
+    most = held + _LOOKED_AT
+    with TemporaryDirectory() as folder:
+        if shards.kind == "parquet":
+            rows = without_decoding(shards.head_of_parquet(most))
+        else:
+            rows = _head(shards, held, most, Path(folder, "head.arrow"))
+        encoder = encoder_of(rows, tokenizer, config, str(config.source), None, None)
+        names = encoder.layout.needed(rows.column_names)
+        features = {} if shards.kind == "parquet" else {name: rows.features[name] for name in names}
+        stream = TextStream(shards, encoder, features, tuple(names), held)
+        return stream, list(islice(shards.records(shards.all[0], names), len(rows)))
+
+
+def _head(shards: Shards, held: int, most: int, target: Path) -> Dataset:
+    """Writes the first rows of the first shard, of JSON or CSV, as `load_rows` has them."""
+    first, records, size = shards.all[0], list[Record](), 0
+    for record in shards.records(first, ()):
+        records.append(record)
+        size += _bytes_of(record) if len(records) > held else 0
+        if len(records) >= most or size > _LOOKED_BYTES:
+            break
+    if not any(record.values for record in records):
+        problem = next((f": {shards.place(first, one.location)}: {one.problem}" for one in records), "; remove it")
+        raise ShardError(f"data source {shards.source}: {first} has no rows{problem}")
+    write_records(lambda: ((first.file.path, record) for record in records), target)
+    return without_decoding(Dataset.from_file(str(target)))
+
+
+def _bytes_of(record: Record) -> int:
+    return len(json.dumps(record.values, ensure_ascii=False).encode(errors="replace")) + 1
+
+
+def prepare_stream(config: DataConfig, tokenizer: Any) -> Prepared:
+    """Prepares a stream for a run; its training rows here are those that were looked at.
+
+    Raises:
+        ValueError: as `open_stream`; no row is left to train, or rows cannot be used.
+    """
+    stream, records = open_stream(config, tokenizer)
+    shard = stream.shards.all[0]
+    bad = list[tuple[str, str]]()
+    parts: tuple[list[tuple[int, Example]], list[tuple[int, Example]]] = [], []
+    for number, record in enumerate(records):
+        try:
+            parts[number >= stream.held].extend((number, document) for document in stream.encode(record))
+        except ValueError as error:
+            bad.append((stream.shards.place(shard, record.location), str(error)))
+    shown = stream.check_bad(bad, len(records))
+    held, sample = parts
+    if not sample:
+        raise ShardError(
+            f"data source {config.source}: {shard} has no rows to train besides the {stream.held} that are held out: "
+            "lower data.eval_rows, or put a larger file first"
+        )
+    train = _packed(stream, sample)
+    fingerprint = f"{train.fingerprint()} {config.seed} {config.shuffle} {stream.held}"
+    report = replace(
+        _report(stream, sample, records), skipped=len(bad), skipped_rows=shown,
+        shards=_shards_text(stream, sample, records),
+        held=f"the first {stream.held} rows of {shard}, which no epoch trains" if held else "",
+    )  # fmt: skip
+    return Prepared(
+        train, _packed(stream, held) if held else None, [], [], [], report,
+        _report(stream, held, records) if held else None, stream.encoder, None,
+        hashlib.blake2b(fingerprint.encode(), digest_size=16).hexdigest(), stream=stream,
+    )  # fmt: skip
+
+
+def _packed(stream: TextStream, documents: Sequence[tuple[int, Example]]) -> PackedDataset:
+    ids, masks = ([getattr(one, name) for _, one in documents] for name in Example._fields)
+    lengths = np.array([len(each) for each in ids])
+    arrays = np.concatenate(ids).astype(np.int32), np.concatenate(masks).astype(bool)
+    pad_id = stream.encoder.tokenizer.pad_token_id or 0
+    rows = np.array([row for row, _ in documents])
+    return PackedDataset(Documents(*arrays, lengths, rows), stream.encoder.config.max_length, pad_id=pad_id)
+
+
+def _report(
+    stream: TextStream, documents: Sequence[tuple[int, Example]], records: Sequence[Record]
+) -> StreamReport:  # fmt: skip
+    by_row = dict[int, int]()
+    for row, document in documents:
+        by_row[row] = by_row.get(row, 0) + len(document.input_ids)
+    special = [found for row in by_row if (found := _special(stream, records[row]))]
+    tokens = sum(by_row.values())
+    return StreamReport(
+        source=stream.shards.source, layout=str(stream.encoder.layout), rows_read=len(records), rows_used=len(by_row),
+        documents=len(documents), tokens=tokens, loss_tokens=sum(sum(one.loss_mask) for _, one in documents),
+        packed_rows=0, fill=1.0, lengths=tuple(by_row.values()), all_tokens=tokens,
+        special_rows=len(special), special_names=tuple(sorted({*special})[:3]),
+        special_split=stream.encoder.config.special_text == "split",
+    )  # fmt: skip
+
+
+def _special(stream: TextStream, record: Record) -> str:
+    return stream.encoder.special.find(record.values.get(stream.encoder.layout.columns["text"]))
+
+
+def _shards_text(stream: TextStream, sample: Sequence[tuple[int, Example]], records: Sequence[Record]) -> str:
+    """Says how many shards there are, and about how many tokens they have."""
+    shards, first = stream.shards, stream.shards.all[0]
+    counts = f"{stream.count:,} of {len(shards.files):,} file{'s' if len(shards.files) > 1 else ''}"
+    text = f"{counts}, {shards.size / MIB:,.1f} MiB"
+    rows = records[stream.held :]
+    per_row = sum(len(one.input_ids) for _, one in sample) / len(rows)
+    if shards.kind == "parquet":
+        with shards.system.open(first.file.path, "rb") as file:
+            of_file = pq.ParquetFile(file).metadata.num_rows * per_row
+    elif first.file.is_compressed:
+        return f"{text}; how many tokens they have is not known, as they are compressed"
+    else:
+        of_file = first.file.size / (sum(map(_bytes_of, rows)) / len(rows)) * per_row
+    epoch = of_file / first.file.size * shards.size
+    return f"{text}; about {_rounded(of_file / first.file.parts)} tokens a shard, {_rounded(epoch)} an epoch"
+
+
+def _rounded(count: float) -> str:
+    """Returns a number with two digits that count."""
+    return f"{float(f'{count:.2g}'):,.0f}"

@@ -1,0 +1,210 @@
+"""The documents of a shard, tokenised and packed into files: memory holds some rows of it at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tpu_kit.data.batching import Documents, PackedDataset, best_fill, permutation
+from tpu_kit.data.chat.chat_encoding import Encoder, Example
+from tpu_kit.data.rows.field_values import RowError
+from tpu_kit.data.rows.records import Record, stored_cell
+from tpu_kit.data.rows.sources import SHOWN, check_found
+from tpu_kit.data.stream.shards import Shard, ShardError, Shards
+from tpu_kit.data.tokenizing import split_text
+
+_ARRAYS = {"input_ids": np.int32, "loss_mask": np.bool_, "lengths": np.int64, "source_rows": np.int64,
+           "order": np.int64, "counts": np.int64}  # fmt: skip
+_ABOUT = "about.json"
+_BLOCK = 2**18  # characters of the rows that are tokenised at a time
+
+
+class Place(NamedTuple):
+    """Where a stream stands: before one of the packed rows of a shard, in the order in which they are trained.
+
+    Attributes:
+        epoch: complete passes over all shards before it.
+        shard: number of the shard.
+        row: number of the row; those before it were trained in this epoch.
+    """
+
+    epoch: int = 0
+    shard: int = 0
+    row: int = 0
+
+
+class PackedShard(NamedTuple):
+    """A shard as it is trained.
+
+    Attributes:
+        data: its packed rows.
+        order: the numbers of the rows as they are trained in an epoch.
+        skipped: how many of its rows could not be used, and the first of them; empty if all could.
+    """
+
+    data: PackedDataset
+    order: np.ndarray
+    skipped: str
+
+
+class Encoded(NamedTuple):
+    """The documents of some rows.
+
+    Attributes:
+        input_ids: int32 (tokens,).
+        loss_mask: bool (tokens,).
+        lengths: of the documents.
+        rows: of the documents, counted from the first of these rows.
+        problems: the rows that cannot be used, counted likewise, and why.
+    """
+
+    input_ids: np.ndarray
+    loss_mask: np.ndarray
+    lengths: list[int]
+    rows: list[int]
+    problems: list[tuple[int, str]]
+
+
+Ahead = Callable[[Iterator[list[Record]]], Iterator[tuple[list[Record], Encoded]]]
+
+
+@dataclass(frozen=True)
+class TextStream:
+    """A stream of plain text. It can be pickled.
+
+    Attributes:
+        shards: its shards.
+        encoder: of the rows.
+        features: of the columns of JSON and CSV, in which numbers may stand for texts; empty for parquet.
+        columns: the columns that a row is read from.
+        held: the first rows of the first shard that are held out, in all epochs.
+        folder: where a process of this host writes packed shards ahead of the training; None without one.
+    """
+
+    shards: Shards
+    encoder: Encoder
+    features: Mapping[str, Any]
+    columns: tuple[str, ...]
+    held: int
+    folder: Path | None = None
+
+    @cached_property
+    def count(self) -> int:
+        """The number of shards."""
+        return len(self.shards.all)
+
+    def shard(self, number: int) -> Shard:
+        """Returns a shard by its number, counted on from epoch to epoch."""
+        return self.shards.all[number % self.count]
+
+    def encode(self, record: Record) -> list[Example]:
+        """Returns the documents of a row, of `data.max_length` tokens at most; raises RowError."""
+        if record.problem:
+            raise RowError(record.problem)
+        row = {name: record.values.get(name) for name in self.columns}
+        try:
+            if self.features:
+                row = {name: stored_cell(cell, self.features[name]) for name, cell in row.items()}
+            talk = self.encoder.conversation(row)
+            whole = [self.encoder.encode(document) for document in self.encoder.documents(talk)]
+        except RowError:
+            raise
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:  # an unexpected form
+            raise RowError(f"it cannot be read as text: {type(error).__name__}: {error}") from error
+        return [part for document in whole for part in split_text(document, self.encoder.config)]
+
+    def encode_all(self, records: Sequence[Record]) -> Encoded:
+        """Returns the documents of some rows."""
+        documents, numbers, problems = list[Example](), list[int](), list[tuple[int, str]]()
+        for number, record in enumerate(records):
+            try:
+                made = self.encode(record)
+            except RowError as error:
+                problems.append((number, str(error)))
+            else:
+                documents += made
+                numbers += [number] * len(made)
+        ids = np.fromiter(chain.from_iterable(one.input_ids for one in documents), np.int32)
+        mask = np.fromiter(chain.from_iterable(one.loss_mask for one in documents), np.bool_)
+        return Encoded(ids, mask, [len(document.input_ids) for document in documents], numbers, problems)
+
+    def check_bad(self, bad: list[tuple[str, str]], read: int) -> tuple[str, ...]:
+        """Checks the rows that cannot be used, of those that were read; see `sources.check_found`."""
+        skip = self.encoder.config.on_bad_row == "skip"
+        return check_found(bad[:SHOWN], len(bad), read, self.shards.source, skip=skip)
+
+    def write(self, number: int, target: Path, encoded: Ahead | None = None) -> None:
+        """Tokenises and packs a shard into a folder, which appears when it is complete.
+
+        Args:
+            number: of the shard, counted on from epoch to epoch.
+            target: the folder.
+            encoded: makes what `encode_all` makes of blocks of rows, in their order; None makes it here.
+
+        Raises:
+            ValueError: the shard cannot be read, has changed since it was listed, or has no documents; or so many rows
+                cannot be used as an error names, and `data.on_bad_row` is stop.
+        """
+        shard, first = self.shard(number), 0 if number % self.count else self.held
+        self.shards.check(shard)
+        part = target.with_suffix(".part")
+        part.mkdir(parents=True)
+        lengths, rows, bad, read = list[int](), list[int](), list[tuple[str, str]](), first
+        with open(part / "input_ids", "wb") as ids, open(part / "loss_mask", "wb") as masks:
+            blocks = _blocks(islice(self.shards.records(shard, self.columns), first, None))
+            for block, made in (encoded or self._encoded)(blocks):
+                ids.write(made.input_ids.data)
+                masks.write(made.loss_mask.data)
+                lengths += made.lengths
+                rows += [read + row for row in made.rows]
+                for row, problem in made.problems:
+                    told = len(bad) < SHOWN
+                    bad.append((self.shards.place(shard, block[row].location) if told else "", problem))
+                read += len(block)
+                if len(bad) >= SHOWN and self.encoder.config.on_bad_row == "stop":
+                    break
+        shown = self.check_bad(bad, read - first)
+        if not lengths:
+            besides = f" besides the {first} that are held out: lower data.eval_rows" if first else ": remove it"
+            raise ShardError(f"data source {self.shards.source}: {shard} has no rows to train{besides}")
+        order, counts = best_fill(np.array(lengths), self.encoder.config.max_length)
+        for name, values in (("lengths", lengths), ("source_rows", rows), ("order", order), ("counts", counts)):
+            np.asarray(values, _ARRAYS[name]).tofile(part / name)
+        more = f"; and {len(bad) - len(shown)} more" if len(bad) > len(shown) else ""
+        skipped = f"{shard}: {len(bad)} rows skipped (data.on_bad_row): {'; '.join(shown)}{more}" if bad else ""
+        (part / _ABOUT).write_text(json.dumps({"skipped": skipped}))
+        os.rename(part, target)
+
+    def _encoded(self, blocks: Iterator[list[Record]]) -> Iterator[tuple[list[Record], Encoded]]:
+        return ((block, self.encode_all(block)) for block in blocks)
+
+    def read(self, number: int, folder: Path) -> PackedShard:
+        """Maps what `write` has written."""
+        config, pad_id = self.encoder.config, self.encoder.tokenizer.pad_token_id or 0
+        arrays = {name: np.memmap(folder / name, kind, "r") for name, kind in _ARRAYS.items()}
+        order = arrays.pop("order"), arrays.pop("counts")
+        data = PackedDataset(Documents(**arrays), config.max_length, pad_id=pad_id, order=order)
+        epoch, shard = divmod(number, self.count)
+        rows = permutation(len(data), config.seed, epoch, config.shuffle, shard=shard)
+        return PackedShard(data, rows, json.loads((folder / _ABOUT).read_text())["skipped"])
+
+
+def _blocks(records: Iterator[Record]) -> Iterator[list[Record]]:
+    """Yields rows in lists of about as many characters."""
+    block, size = list[Record](), 0
+    for record in records:
+        block.append(record)
+        size += sum(len(cell) for cell in record.values.values() if isinstance(cell, str))
+        if size >= _BLOCK or len(block) >= _BLOCK // 64:
+            yield block
+            block, size = [], 0
+    if block:
+        yield block
