@@ -732,10 +732,10 @@ def test_a_file_of_llama_factorys_dpo_is_a_run_on_pairs(
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("base_model: a/b\nrl: kto\nkto_desirable_weight: 0.5", "rl=kto: KTO, of rows with one reply and a label, is "),
-        ("model_name_or_path: a/b\nstage: kto\npref_beta: 0.1\nkto_chosen_weight: 1", "stage=kto: KTO, of rows with"),
-        ("model_name_or_path: a/b\nloss_type: kto\ndesirable_weight: 1.0", "train with dpo on pairs of a good and a b"),
-        ("model_name_or_path: a/b\nundesirable_weight: 1.0", "undesirable_weight: KTO, of rows with one reply and a l"),
+        ("base_model: a/b\nrl: kto\nkto_desirable_weight: 0.5", "rl=kto: files for KTO are not translated: write"),
+        ("model_name_or_path: a/b\nstage: kto\npref_beta: 0.1\nkto_chosen_weight: 1", "stage=kto: files for KTO are"),
+        ("model_name_or_path: a/b\nloss_type: kto\ndesirable_weight: 1.0", "files for KTO are not translated: write"),
+        ("model_name_or_path: a/b\nundesirable_weight: 1.0", "undesirable_weight: files for KTO are not translated"),
         ("model_name_or_path: a/b\nloss_type: aot", "preference.losses: ['aot'] 'aot' sorts the pairs of a batch"),
         ("model_name_or_path: a/b\nbeta: 0.1\nloss_type: sigmod", "'sigmod' is no loss; use sigmoid, hinge"),
         ("model_name_or_path: a/b\ncpo_alpha: 0.5\nloss_type: hinge",

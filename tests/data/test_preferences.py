@@ -37,7 +37,7 @@ def texts_of(prepared: Prepared, number: int = 0) -> tuple[str, str, str]:
     """The texts of the prompt and of both replies of a unit."""
     ids, mask = prepared.train.document(number)
     tokenizer = prepared.encoder.tokenizer
-    prefix, chosen = prepared.train.documents.pairs[number].tolist()
+    prefix, chosen, _ = prepared.train.documents.pairs[number].tolist()
     sides = slice(prefix, prefix + chosen), slice(prefix + chosen, len(ids))
     begin = int(np.argmax(mask[sides[0]]))
     prompt = tokenizer.decode([*ids[:prefix], *ids[sides[0]][:begin]])
@@ -194,7 +194,7 @@ def test_bad_rows_are_refused_by_name(row: dict[str, Any], text: str) -> None:
     [
         (
             {"prompt": Q, "completion": GOOD, "label": True},
-            "format preference needs chosen and rejected; .*of KTO, are not",
+            "format preference needs chosen and rejected; .*for losses=.kto",
         ),
         ({"question": Q, "chosen": GOOD}, "format preference needs rejected"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tpu_kit.assets.embedded import preference_rows
 from tpu_kit.cli import main
 from tpu_kit.config.loader import ConfigError, TrainConfig, load_config, of_preferences
 from tpu_kit.machine.checks import Machine
@@ -110,6 +112,25 @@ def small(world: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
     return common | {"folder": folder}
 
 
+def test_labelled_replies_are_trained_and_resumed(tmp_path: Path) -> None:
+    """The divergence of an update is over all its rows; replicas on XLA:CPU are in the slow suite."""
+    rows = [
+        {"question": row["question"], "completion": row[name], "label": name == "chosen"}
+        for row in preference_rows("train", 12) for name in ("chosen", "rejected")
+    ]  # fmt: skip
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {"source": str(tmp_path / "rows.jsonl"), "split": "train", "losses": ["kto"], "eval_rows": 2}
+    dpo(run_of(tmp_path / "whole", **settings))
+    assert logged(tmp_path / "whole", "loss")[0] == pytest.approx(0.5, abs=1e-6), "1 - sigmoid(0)"
+    assert logged(tmp_path / "whole", "kl")[0] == 0 and max(logged(tmp_path / "whole", "kl")) >= 0
+    dpo(run_of(tmp_path / "parts", **settings, max_steps=2))
+    dpo(run_of(tmp_path / "parts", **settings))
+    for name in ("loss", "rewards/chosen", "rewards/margins", "kl"):
+        assert logged(tmp_path / "parts", name) == logged(tmp_path / "whole", name), name
+    ours, theirs = weights(tmp_path / "parts"), weights(tmp_path / "whole")
+    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+
+
 @needs_xla
 @pytest.mark.parametrize(
     "where",
@@ -134,7 +155,13 @@ def test_replicas_and_a_mesh_learn_the_same(where: dict[str, Any], small: dict[s
     [
         ({"losses": ["aot"]}, "'aot' sorts the pairs of a batch, .*; use sigmoid"),
         ({"losses": ["dpo"]}, "'dpo' is no loss; use sigmoid, hinge, ipo"),
-        ({"losses": ["kto"]}, "'kto' is for rows with one reply, which are not supported"),
+        (
+            {"losses": ["kto", "sft"]},
+            "kto is for rows with one reply and a label, and the others",
+        ),
+        ({"losses": ["kto"], "reference": "step"}, "is not for kto, whose reference is the start; remove it"),
+        ({"losses": ["kto"], "data.format": "preference"}, r"is of other rows than losses=kto needs \(unpaired\)"),
+        ({"desirable_weight": 2.0}, r"is of kto; remove it, or set losses=\[kto\]"),
         ({"losses": ["ipo", "ipo"]}, "names a loss twice; set loss_weights"),
         ({"losses": ["sigmoid", "sft"], "loss_weights": [1.0]}, "gives 1 weights for the 2 losses; give one for each"),
         ({"losses": ["exo_pair"]}, "must be above 0 with exo_pair"),
@@ -143,7 +170,10 @@ def test_replicas_and_a_mesh_learn_the_same(where: dict[str, Any], small: dict[s
         ({"rl.beta": 0.1}, r"is of grpo; in dpo set the section preference \(pref_beta, losses\), or remove it"),
         ({"optim.label_smoothing": 0.1}, "smooths the likelihood of tokens; in dpo set preference.pref_smoothing"),
         ({"data.source": "synthetic"}, "has random tokens and no pairs of replies"),
-        ({"data.format": "cot"}, r"\(data.format=cot\) is of rows with one reply, and dpo needs pairs; remove it"),
+        (
+            {"data.format": "cot"},
+            r"\(data.format=cot\) is of other rows than losses=sigmoid needs \(pref",
+        ),
         ({"data.loss_on": "all"}, "trains prompts, too, and dpo compares replies; remove it"),
         ({"data.too_long": "split"}, "cuts plain text, and a pair stays whole; set truncate, drop or error"),
         ({"model.images": True}, "is not for pairs of replies; set it to false"),

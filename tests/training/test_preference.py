@@ -41,7 +41,7 @@ def pairs_of(sizes: list[tuple[int, int, int]] = SIZES) -> list[Pair]:
     return made
 
 
-def packed(pairs: list[Pair], layout: PairLayout, length: int = ROW) -> PackedDataset:
+def packed(pairs: list[Pair], layout: PairLayout, length: int = ROW, labels: list[int] | None = None) -> PackedDataset:
     """The pairs as tokenising makes them, in units, in packed rows."""
     ids, mask, sizes, lengths = list[int](), list[bool](), list[PairTokens](), list[int]()
     for prompt, chosen, rejected in pairs:
@@ -55,11 +55,15 @@ def packed(pairs: list[Pair], layout: PairLayout, length: int = ROW) -> PackedDa
         pairs=np.array(sizes, dtype=np.int32),
     )  # fmt: skip
     none = np.zeros(len(pairs), dtype=np.int64)
-    encoder: Any = SimpleNamespace(config=SimpleNamespace(max_length=length))
+    encoder: Any = SimpleNamespace(
+        config=SimpleNamespace(max_length=length), layout=SimpleNamespace(format="preference")
+    )
     tokens = Tokenized(
         "rows", None, encoder, documents, none, none, none, none, none, none[:0], none[:0], none, 0, ()  # type: ignore[arg-type]
     )  # fmt: skip
     made, _ = as_units(tokens, layout.shares)
+    if labels is not None:
+        made.documents.pairs[:, 2] = labels
     rows = PackedDataset(made.documents, length)
     rows.further = PairColumns(rows, layout)
     rows.further.scale = rows.further.share(rows, np.arange(len(rows)))
@@ -170,9 +174,75 @@ def trl_free(model: Any, config: TrainConfig, pairs: list[Pair]) -> tuple[torch.
     return loss, {name: float(value) for name, value in metrics.items()}
 
 
+def trl_kto(
+    model: Any, config: TrainConfig, pairs: list[Pair], labels: list[int], reference: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """TRL's method; the rejected replies of `pairs` are those of other rows, for the divergence."""
+    from trl.trainer.kto_trainer import KTOTrainer
+
+    class Alone(KTOTrainer):
+        def __init__(self) -> None:
+            pass
+
+        def _compute_kl_logps(self, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            return whole.sum(1).detach().chunk(2)[1]
+
+    both = batch_of(pairs)
+    own = {name: tensor.chunk(2)[0] for name, tensor in both.items()}
+    whole = token_logps(model, both)
+    zeros = torch.zeros_like(whole.chunk(2)[0])
+
+    def forward(**_: Any) -> Any:
+        return SimpleNamespace(log_probs=whole.chunk(2)[0], entropy=zeros, mean_logits=zeros, is_top1=zeros.bool())
+
+    p, trainer = config.preference, Alone()
+    trainer.model, trainer.accelerator, trainer.aux_loss_enabled = SimpleNamespace(training=True), ACCELERATOR, False
+    trainer.precompute_ref_logps = trainer.calculate_KL = True
+    trainer.beta, trainer.loss_type = p.pref_beta, "kto"
+    trainer.desirable_weight, trainer.undesirable_weight = p.desirable_weight, p.undesirable_weight
+    trainer._total_train_tokens, trainer._tp_size = 0, 1
+    trainer._metrics = defaultdict(lambda: defaultdict(list))
+    ref, ref_kl = reference.sum(1).chunk(2)
+    inputs = own | {"label": torch.tensor(labels).bool(), "ref_logps": ref, "ref_KL_logps": ref_kl}
+    loss = trainer._compute_loss(forward, inputs, False)
+    return loss, {name: values[-1] for name, values in trainer._metrics["train"].items()}
+
+
+@pytest.mark.parametrize("shares", [True, False])
+@pytest.mark.parametrize("away", [-0.3, 0.3])
+def test_loss_of_labelled_replies_is_that_of_trl(shares: bool, away: float) -> None:
+    """With a divergence above 0, and with one that is clamped at 0."""
+    config = run_config({"losses": ["kto"], "desirable_weight": 1.3, "undesirable_weight": 0.7})
+    model, pairs, labels, batch = tiny(), pairs_of(), [1, 0, 1, 1, 0], batch_of(pairs_of())
+    with torch.no_grad():
+        start = token_logps(model, batch)
+        noise = torch.randn(start.shape, generator=torch.Generator().manual_seed(1))
+        reference = (start + away + 0.1 * noise) * batch["completion_mask"][:, 1:]
+    theirs, metrics = trl_kto(model, config, pairs, labels, reference)
+    assert (metrics["kl"] > 0) is (away < 0)
+    trained = models.trainable_parameters(model)
+    wanted = dict(zip(trained, torch.autograd.grad(theirs, list(trained.values())), strict=True))
+
+    rows = packed(pairs, PairLayout(shares, label_weights=(1.3, 0.7)), labels=labels)
+    rows.further.reference = torch.stack(reference.sum(1).chunk(2), 1).numpy()
+    rows.further.kl = metrics["kl"]
+    objective = PreferenceObjective(config)
+    tensors = rows.tensors(np.arange(len(rows)))
+    assert {*tensors} - {"prefix_ids"} == {"input_ids", "labels", "position_ids", "segment_ids", *objective.columns}
+    sums = objective(model, tensors)
+    ours = sums.loss / sums.weight
+    assert float((ours - theirs).abs()) <= 1e-5
+    means = objective.means(dict(zip(objective.extra, map(float, sums.extra), strict=True)), float(sums.weight))
+    for name in ("rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected", "kl"):
+        assert means[name] == pytest.approx(metrics[name], abs=1e-5, rel=1e-5), name
+    found = dict(zip(trained, torch.autograd.grad(ours, list(trained.values())), strict=True))
+    largest = max(float(gradient.abs().max()) for gradient in wanted.values())
+    assert max(float((found[name] - wanted[name]).abs().max()) for name in wanted) <= 1e-5 * max(largest, 1e-3)
+
+
 SETTINGS = [
     *({"losses": [name], **({"pref_smoothing": 0.1} if name in ("robust", "exo_pair") else {})} for name in LOSSES
-      if name not in ("simpo", "orpo")),
+      if name not in ("simpo", "orpo", "kto")),
     {"losses": ["sigmoid", "sft"], "loss_weights": [1.0, 0.3]},
     {"losses": ["ipo"], "f_divergence": "js_divergence"},
     {"losses": ["sigmoid"], "f_divergence": "forward_kl"},

@@ -243,6 +243,11 @@ def _preference_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
         yield "preference.loss_weights preference.losses", text
     if preference.pref_smoothing and losses.isdisjoint(_SMOOTHED):
         yield "preference.pref_smoothing preference.losses", f"is of {', '.join(_SMOOTHED)}; remove it, or use one"
+    for name in ("desirable_weight", "undesirable_weight"):
+        if getattr(preference, name) != 1.0 and not preference.labelled:
+            yield f"preference.{name} preference.losses", "is of kto; remove it, or set losses=[kto]"
+    if preference.labelled and preference.reference == "step":
+        yield "preference.reference preference.losses", "is not for kto, whose reference is the start; remove it"
     if "exo_pair" in losses and not preference.pref_smoothing:
         yield "preference.pref_smoothing preference.losses", "must be above 0 with exo_pair, as 1e-3"
     if preference.reference == "step" and preference.compares:
@@ -260,8 +265,10 @@ def _preference_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
             yield name, "has random tokens and no pairs of replies; name rows with a chosen and a rejected reply"
     for number, one in enumerate(config.data.by_source):
         where = f"data.source[{number}].format" if config.data.mix else "data.format"
-        if one.format not in ("auto", "preference") and ":" not in one.format:
-            yield "data.format", f"({where}={one.format}) is of rows with one reply, and dpo needs pairs; remove it"
+        wanted = "unpaired" if preference.labelled else "preference"
+        if one.format not in ("auto", wanted) and ":" not in one.format:
+            text = f"({where}={one.format}) is of other rows than losses={','.join(preference.losses)} needs ({wanted})"
+            yield "data.format", text + "; remove it"
         if one.loss_on == "all":
             yield "data.loss_on", "trains prompts, too, and dpo compares replies; remove it"
     if config.data.too_long == "split":

@@ -328,7 +328,8 @@ def of_preferences(config: TrainConfig) -> TrainConfig:
     """Sets what `dpo` needs besides the section `preference`."""
     # The unit of the loss is not nats per token, so the limit of its rise has no meaning.
     optim = replace(config.optim, objective="preference", max_loss_rise=None)
-    data = config.data if config.data.format != "auto" else replace(config.data, format="preference")
+    form: Any = "unpaired" if config.preference.labelled else "preference"
+    data = config.data if config.data.format != "auto" else replace(config.data, format=form)
     if config.sources.get("optim.learning_rate") == USUAL and optim.learning_rate == config.usual_rate:
         optim = replace(optim, learning_rate=None)
     return replace(config, optim=optim, data=data)

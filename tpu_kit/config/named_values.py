@@ -27,7 +27,7 @@ class RowFormat(NamedTuple):
     roles: tuple[str, ...]
 
 
-DataFormat = Literal["auto", "cot", "messages", "prompt_completion", "text", "prompt", "preference"]
+DataFormat = Literal["auto", "cot", "messages", "prompt_completion", "text", "prompt", "preference", "unpaired"]
 FORMATS = {
     "cot": RowFormat(
         "tpu_kit.data.rows.schemas:read_problem", ("question", "answer"),
@@ -46,6 +46,10 @@ FORMATS = {
     "preference": RowFormat(
         "tpu_kit.data.rows.preferences:read_pair", ("chosen", "rejected"),
         ("system", "history", "messages", "prompt", "question", "context", "tools", "chosen", "rejected"),
+    ),
+    "unpaired": RowFormat(
+        "tpu_kit.data.rows.preferences:read_labelled", ("label",),
+        ("system", "history", "messages", "prompt", "question", "context", "tools", "completion", "label"),
     ),
 }  # fmt: skip
 """The formats of rows by name; chats have reasoning and answer if their last turn is in columns of its own."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from tpu_kit.data.batching import Documents, PackedDataset
+from tpu_kit.data.batching import Documents, PackedDataset, permutation
 from tpu_kit.data.rows.field_values import RowError
 from tpu_kit.data.rows.preferences import common_length
 
@@ -34,12 +34,14 @@ class PairTokens(NamedTuple):
         chosen: of the prompt and the chosen reply.
         same: with which both begin.
         moved: 1 if the prompt ends earlier than the loss of one of them begins, else 0.
+        label: 1 if the chosen reply is a good one, as it is in pairs; rows with one reply and a label may have 0.
     """
 
     prompt: int
     chosen: int
     same: int
     moved: int
+    label: int = 1
 
 
 class Unit(NamedTuple):
@@ -48,10 +50,12 @@ class Unit(NamedTuple):
     Attributes:
         prefix: that both replies see; 0 if they have their own prompts.
         chosen: of the segment with the chosen reply.
+        label: as in `PairTokens`.
     """
 
     prefix: int
     chosen: int
+    label: int = 1
 
 
 class PairLayout(NamedTuple):
@@ -61,11 +65,13 @@ class PairLayout(NamedTuple):
         shares: whether both replies see one copy of the prompt.
         learns_prompt: whether the prompt of the chosen reply has labels too, which needs its own copy.
         ld_alpha: weight of the tokens of the longer reply beyond the length of the shorter one.
+        label_weights: of rows with one reply and a label, the weights of good and of bad replies; None for pairs.
     """
 
     shares: bool
     learns_prompt: bool = False
     ld_alpha: float = 1.0
+    label_weights: tuple[float, float] | None = None
 
     @classmethod
     def of(cls, config: TrainConfig) -> PairLayout | None:
@@ -75,8 +81,10 @@ class PairLayout(NamedTuple):
         from tpu_kit.model.shape_cache import read_shape
 
         learns_prompt = "orpo" in config.preference.losses  # as in TRL, where its likelihood is that of the prompt, too
-        alpha = 1.0 if config.preference.ld_alpha is None else config.preference.ld_alpha
-        return cls(not learns_prompt and read_shape(config.model).sees_all, learns_prompt, alpha)
+        preference = config.preference
+        alpha = 1.0 if preference.ld_alpha is None else preference.ld_alpha
+        weights = (preference.desirable_weight, preference.undesirable_weight) if preference.labelled else None
+        return cls(not learns_prompt and read_shape(config.model).sees_all, learns_prompt, alpha, weights)
 
 
 class PairCounts(NamedTuple):
@@ -90,6 +98,7 @@ class PairCounts(NamedTuple):
         moved: usable ones whose prompt ends earlier than in one of the two renderings.
         tokens: of the units.
         apart: of the same pairs as two documents each.
+        good: those with the label of a good reply; None for pairs.
     """
 
     pairs: int
@@ -99,6 +108,7 @@ class PairCounts(NamedTuple):
     moved: int
     tokens: int
     apart: int
+    good: int | None = None
 
     def lines(self) -> list[str]:
         """Returns the lines of the report."""
@@ -108,9 +118,11 @@ class PairCounts(NamedTuple):
         }  # fmt: skip
         left_out = "".join(f"; left out: {count:,} {reason}" for reason, count in reasons.items() if count)
         shared = f", {1 - self.tokens / self.apart:.0%} fewer than as two documents" if self.tokens < self.apart else ""
-        lines = [
-            f"pairs            {self.pairs:,}, {self.tokens / self.pairs:.0f} tokens each{shared}{left_out}",
-        ]
+        each = f"{self.tokens / self.pairs:.0f} tokens each"
+        lines = [f"pairs            {self.pairs:,}, {each}{shared}{left_out}"]
+        if self.good is not None:
+            text = f"{self.pairs:,}, {self.good:,} of them good; with another row's reply {each}{shared}{left_out}"
+            lines = [f"labelled replies {text}"]
         if self.moved:
             lines.append(
                 f"prompts          {self.moved:,} end before the loss of one reply begins: the two are rendered "
@@ -153,6 +165,47 @@ def columns_of_pair(
     }  # fmt: skip
 
 
+def columns_of_label(talk: Conversation, document: Document, example: Example, encoder: Encoder) -> dict[str, Any]:
+    """Returns the columns of a tokenised reply with a label, which is cut when it becomes a unit."""
+    ids, mask = example
+    tokens = PairTokens(mask.index(True), len(ids), 0, 0, int(bool(talk.label)))
+    return {"input_ids": ids, "loss_mask": mask, "full_length": len(ids), "whole_length": len(ids), "pair": tokens,
+            "reasoning": encoder.count_reasoning(document, example)}  # fmt: skip
+
+
+def _with_partners(tokens: Tokenized) -> Tokenized:
+    """Adds to each labelled reply, as the rejected one, that of another row, after its own prompt.
+
+    The divergence of KTO is estimated on such mismatched pairs. The partner of a row depends on the seed alone.
+
+    Raises:
+        ValueError: there is one row.
+    """
+    documents = tokens.documents
+    assert documents.pairs is not None
+    count = len(documents)
+    if count < 2:
+        raise ValueError(f"{tokens.source}: kto compares each row with the reply of another one; give two or more rows")
+    order = permutation(count, tokens.encoder.config.seed, 0)
+    partner = np.empty(count, dtype=np.int64)
+    partner[order] = np.roll(order, 1)
+    flat, masks = _flat(documents)
+    ends = np.cumsum(documents.lengths)
+    starts, prompts = ends - documents.lengths, documents.pairs[:, 0]
+    ids, learned = list[np.ndarray](), list[np.ndarray]()
+    for number in range(count):
+        begin, other = starts[number], partner[number]
+        own, reply = slice(begin, ends[number]), slice(starts[other] + prompts[other], ends[other])
+        prompt = flat[begin : begin + prompts[number]]
+        ids += [flat[own], prompt, flat[reply]]
+        learned += [masks[own], np.zeros(len(prompt), dtype=bool), np.ones(reply.stop - reply.start, dtype=bool)]
+    lengths = documents.lengths + prompts + documents.lengths[partner] - prompts[partner]
+    made = replace(
+        documents, input_ids=np.concatenate(ids), loss_mask=np.concatenate(learned), lengths=lengths, places=None
+    )
+    return replace(tokens, documents=made)
+
+
 def _flat(documents: Documents) -> tuple[np.ndarray, np.ndarray]:
     """Returns the token ids and the loss masks of documents, one after another."""
     runs = [run for _, run in documents.runs()]
@@ -168,10 +221,12 @@ def as_units(tokens: Tokenized, shares: bool) -> tuple[Tokenized, PairCounts]:
     Raises:
         ValueError: no pair is left.
     """
+    labelled = tokens.encoder.layout.format == "unpaired"
+    tokens = _with_partners(tokens) if labelled else tokens
     documents, length = tokens.documents, tokens.encoder.config.max_length
     assert documents.pairs is not None and not len(tokens.earlier)
     ids, mask = _flat(documents)
-    prompt, chosen, same, moved = documents.pairs.astype(np.int64).T
+    prompt, chosen, same, moved, label = documents.pairs.astype(np.int64).T
     prefix = np.maximum(prompt - 1, 0) * shares
     whole = np.stack([chosen, documents.lengths - chosen]) - prefix
     room, shorter = length - prefix, whole.min(0)
@@ -203,18 +258,20 @@ def as_units(tokens: Tokenized, shares: bool) -> tuple[Tokenized, PairCounts]:
     lengths = (prefix + kept.sum(0))[usable]
     made = replace(
         documents, input_ids=ids[chosen_tokens], loss_mask=mask[chosen_tokens], lengths=lengths, places=None,
-        source_rows=documents.source_rows[usable], pairs=np.stack([prefix, kept[0]], 1)[usable].astype(np.int32),
+        source_rows=documents.source_rows[usable],
+        pairs=np.stack([prefix, kept[0], label], 1)[usable].astype(np.int32),
     )  # fmt: skip
     counts = PairCounts(
         int(usable.sum()), int(equal.sum()), int(cut_equal.sum()), int(no_room.sum()), int(moved[usable].sum()),
         int(lengths.sum()), int((kept.sum(0) + 2 * prefix)[usable].sum()),
+        int(label[usable].sum()) if labelled else None,
     )  # fmt: skip
     full = prefix + whole.sum(0)
     return tokens.selected(usable, made, full[usable]), counts
 
 
 def as_chosen(tokens: Tokenized) -> Tokenized:
-    """Makes documents of the chosen replies alone, of at most `data.max_length` tokens, of tokenised pairs."""
+    """Makes documents of the chosen, or the good, replies alone, of at most `data.max_length` tokens."""
     documents, encoder = tokens.documents, tokens.encoder
     assert documents.pairs is not None
     whole = documents.pairs[:, PairTokens._fields.index("chosen")].astype(np.int64)
@@ -223,9 +280,11 @@ def as_chosen(tokens: Tokenized) -> Tokenized:
     ids, mask = _flat(documents)
     kept = np.arange(len(ids)) - starts < np.repeat(lengths, documents.lengths)
     made = replace(documents, input_ids=ids[kept], loss_mask=mask[kept], lengths=lengths, places=None, pairs=None)
-    note = "the chosen replies alone are used; dpo compares both"
+    good = documents.pairs[:, PairTokens._fields.index("label")] > 0
+    which, compares = ("good", "all") if encoder.layout.format == "unpaired" else ("chosen", "both")
+    note = f"the {which} replies alone are used; dpo compares {compares}"
     encoder = replace(encoder, layout=replace(encoder.layout, notes=(*encoder.layout.notes, note)))
-    return replace(tokens.selected(np.ones(len(documents), dtype=bool), made, whole), encoder=encoder)
+    return replace(tokens.selected(good, made.select(good), whole[good]), encoder=encoder)
 
 
 def with_reply(dataset: PackedDataset, number: int) -> tuple[np.ndarray, np.ndarray]:
@@ -233,7 +292,8 @@ def with_reply(dataset: PackedDataset, number: int) -> tuple[np.ndarray, np.ndar
     ids, mask = dataset.document(number)
     if dataset.documents.pairs is None:
         return ids, mask
-    end = int(dataset.documents.pairs[number].sum())
+    unit = Unit(*dataset.documents.pairs[number].tolist())
+    end = unit.prefix + unit.chosen
     return ids[:end], mask[:end]
 
 
@@ -246,6 +306,8 @@ class PairColumns:
         sign: fp32, at the positions that predict tokens with loss 1 in the chosen and -1 in the rejected reply, with
             `ld_alpha` its multiple, 0 elsewhere.
         reference: fp32, the reference's log-probability of a reply at its first such position, 0 elsewhere.
+        desirable: fp32, with `label_weights` the weight of a reply, negative for a bad one; else there is none.
+        kl: fp32, with `label_weights` the estimated divergence of all replies that are compared.
         token_share: fp32, at the positions whose negative log-likelihood counts for sft and orpo, pairs / tokens; 0
             elsewhere.
 
@@ -254,7 +316,8 @@ class PairColumns:
         layout: how they were made.
 
     Attributes:
-        units: int32 (documents, 2), a `Unit` each.
+        units: int32 (documents, 3), a `Unit` each.
+        kl: the divergence that batches have.
         reference: fp32 (documents, 2), the log-probabilities of the chosen and the rejected reply; NaN until known.
         scale: multiplies token_share, which makes it pairs / tokens of what is summed.
     """
@@ -262,7 +325,8 @@ class PairColumns:
     def __init__(self, dataset: PackedDataset, layout: PairLayout) -> None:
         assert dataset.documents.pairs is not None
         self.units, self.layout, self.scale = dataset.documents.pairs, layout, 1.0
-        self.reference = np.full(self.units.shape, np.nan, dtype=np.float32)
+        self.kl = 0.0
+        self.reference = np.full((len(self.units), 2), np.nan, dtype=np.float32)
         learned = [int(with_reply(dataset, number)[1].sum()) for number in range(len(self.units))]
         self._counted = self.units[:, 1] - 1 if layout.learns_prompt else np.array(learned)
 
@@ -280,6 +344,7 @@ class PairColumns:
         shape = tensors["input_ids"].shape
         kinds = {"pairs": torch.int32, "sign": torch.float32, "reference": torch.float32, "token_share": torch.float32}
         kinds |= {"prefix_ids": torch.int32} if self.layout.shares else {}
+        kinds |= {"desirable": torch.float32, "kl": torch.float32} if self.layout.label_weights else {}
         tensors |= {name: torch.zeros(shape, dtype=dtype) for name, dtype in kinds.items()}
         arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
         for i, row in enumerate(rows):
@@ -290,6 +355,8 @@ class PairColumns:
                 segment = self._fill(here, int(number), pair, segment, ids, mask)
                 start += len(ids)
         tensors["token_share"] *= self.scale
+        if self.layout.label_weights:
+            tensors["kl"].fill_(self.kl)
 
     def _fill(
         self, here: dict[str, np.ndarray], number: int, pair: int, segment: int, ids: np.ndarray, mask: np.ndarray
@@ -298,6 +365,8 @@ class PairColumns:
         unit = Unit(*self.units[number].tolist())
         first, second = unit.prefix, unit.prefix + unit.chosen
         here["pairs"][:] = pair
+        if by_label := self.layout.label_weights:
+            here["desirable"][:] = by_label[0] if unit.label else -by_label[1]
         if unit.prefix:
             segment += 1
             here["segment_ids"][:first], here["position_ids"][:first] = segment, np.arange(first)

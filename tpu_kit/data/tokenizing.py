@@ -25,7 +25,7 @@ from tpu_kit.data.batching import Documents
 from tpu_kit.data.chat.chat_documents import Document
 from tpu_kit.data.chat.chat_encoding import Encoder, Example, ReasoningCounts
 from tpu_kit.data.chat.chat_template import ensure_chat_template, freeze_date
-from tpu_kit.data.pairs import columns_of_pair
+from tpu_kit.data.pairs import columns_of_label, columns_of_pair
 from tpu_kit.data.rows.column_values import read_layout
 from tpu_kit.data.rows.columns import Layout
 from tpu_kit.data.rows.field_values import RowError, alternatives, decoded, without_decoding, without_none
@@ -36,7 +36,7 @@ from tpu_kit.data.rows.sources import check_rows, load_rows
 
 _LOOKED_AT = 1000  # rows of plain text, to see whether it has turns
 _ROWS_PER_PROCESS = 10_000  # below this, a second process costs more time than it saves
-_CACHE_VERSION = 12  # increase it when the code below gives other tokens, or another error, for the same row
+_CACHE_VERSION = 13  # increase it when the code below gives other tokens, or another error, for the same row
 _DOCUMENT = Features(
     {
         "row": Value("int64"), "input_ids": List(Value("int32")), "loss_mask": List(Value("bool")),
@@ -312,7 +312,7 @@ def tokenized(opened: Opened) -> Tokenized:
         from tpu_kit.data.images.encoding import DocumentImages
 
         documents = replace(documents, images=DocumentImages.read(columns.filter(good)))
-    if encoder.layout.format == "preference":
+    if encoder.layout.format in ("preference", "unpaired"):
         sizes = columns.filter(good)["pair"].combine_chunks().flatten().to_numpy(zero_copy_only=False)
         documents = replace(documents, pairs=sizes.reshape(len(documents), -1))
     earlier, counts = _flat(columns["earlier"])
@@ -327,7 +327,7 @@ def tokenized(opened: Opened) -> Tokenized:
 
 def _features(encoder: Encoder) -> Features:
     """Returns the columns of tokenised documents."""
-    pairs = _PAIRS if encoder.layout.format == "preference" else {}
+    pairs = _PAIRS if encoder.layout.format in ("preference", "unpaired") else {}
     return Features({**_DOCUMENT, **(_IMAGES if encoder.images is not None else {}), **pairs})
 
 
@@ -375,7 +375,7 @@ def encoder_of(
         prompts = (layout.plain(row).get(layout.columns["prompt"]) for row in rows)
         plain = isinstance(next((prompt for prompt in prompts if isinstance(prompt, str | list)), None), str)
         plain &= layout.columns["prompt"] not in layout.chats
-    if layout.format == "preference":
+    if layout.format in ("preference", "unpaired"):
         plain = _is_plain(rows, layout, config)
     if config.too_long == "split" and layout.format != "text":
         raise ValueError(
@@ -484,6 +484,10 @@ def _encoded(row: _Row, encoder: Encoder) -> _Row:
 
 def _entries(row: _Row, encoder: Encoder) -> list[dict[str, Any]]:
     talk, config, entries = row.talk, encoder.config, list[dict[str, Any]]()
+    if talk.label is not None and len(row.documents) == 1:
+        return [row.cells | columns_of_label(talk, row.documents[0], row.encoded[0][0], encoder)]
+    if talk.label is not None:
+        raise RowError("the reply has several turns, which the chat template renders differently in one chat; give one")
     if talk.rejected is not None:
         return [row.cells | columns_of_pair(talk, row.documents, row.encoded[0][0], encoder)]
     for document, (example, pictures) in zip(row.documents, row.encoded, strict=True):

@@ -95,6 +95,10 @@ def slice_problems(config: TrainConfig) -> list[str]:
     if (replicas := config.launch.num_replicas) is not None:
         text = "one process drives the chips of a host, as a part of a mesh; remove it, or set launch.mesh=data=-1"
         problems.append(f"launch.num_replicas: {replicas} on a TPU slice of several hosts: {text}")
+    preference = config.preference
+    if config.on_pairs and preference.compares and preference.reference == "start":
+        text = "it is exchanged within one host; set it to step, or losses=[simpo] or [orpo], which have none"
+        problems.append(f"preference.reference: 'start' on a TPU slice of several hosts: {text}")
     return problems
 
 

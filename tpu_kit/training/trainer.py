@@ -357,6 +357,7 @@ class Trainer:
         """Measures the held-out loss before the first update, by the program of all evaluations."""
         with self._tracker.untimed() if self._tracker else contextlib.nullcontext():
             self.model.eval()
+            self.updates.evaluating()
             (loss, by_source), objective = self._held_out_loss(), self.config.optim.objective
         if self._tracker is not None:
             vocabulary = models.text_config(self.model).vocab_size if objective == "supervised" else None
@@ -367,6 +368,7 @@ class Trainer:
     def _evaluate(self, step: int) -> None:
         self.model.eval()
         with self.state.averaged():
+            self.updates.evaluating()
             loss, by_source = (math.nan, {}) if self.updates.generator else self._held_out_loss()
             accuracy, others = self._held_out_accuracy() if self.config.tracking.eval_generate_rows else (None, {})
             self.updates.evaluated(step)

@@ -92,6 +92,9 @@ class Updates:
         """Returns what to say about the means of a log at a step, once each; step 0 is the first evaluation."""
         return []
 
+    def evaluating(self) -> None:
+        """Called on all replicas before the held-out rows are measured."""
+
     def evaluated(self, step: int) -> None:
         """Called on all replicas after the held-out rows were measured, with the weights that they were measured by."""
 

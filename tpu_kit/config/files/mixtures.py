@@ -151,7 +151,7 @@ def _of_entry(folder: Path, name: str, entry: Mapping[str, Any], stage: str) -> 
     if not place:
         return {}, "it is neither a file nor a data set of the hub; download it, and give its file_name"
     if "kto_tag" in entry.get("columns", {}):
-        return {}, "rows with one reply and a label (KTO) are not supported; remove it"
+        return {}, "rows with one reply and a label (KTO) are a source of losses=[kto] alone; remove it"
     ranked = entry.get("ranking") or {"chosen", "rejected"} & {*entry.get("columns", {})}
     if bool(ranked) != (stage == "dpo"):
         return {}, "it has pairs, which are for stage=dpo" if ranked else "it has no pairs, which stage=dpo needs"

@@ -11,13 +11,12 @@ FREE = ("simpo", "orpo", "sft")
 """The losses that compare with no reference."""
 LOSSES = (
     "sigmoid", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down",
-    "discopop", "sigmoid_norm", *FREE,
+    "discopop", "sigmoid_norm", *FREE, "kto",
 )  # fmt: skip
 _SORTED = "sorts the pairs of a batch, so its loss would depend on how rows are divided into passes; use sigmoid"
 REFUSED = {
     "aot": _SORTED, "aot_pair": _SORTED, "aot_unpaired": _SORTED,
     "cpo": "is sigmoid without a reference; use simpo or orpo", "kto_pair": "is no loss of TRL any more; use apo_zero",
-    "kto": "is for rows with one reply, which are not supported; use pairs of a chosen and a rejected one",
 }  # fmt: skip
 """Names of losses that there are elsewhere -> what to do instead."""
 
@@ -29,6 +28,9 @@ def check_losses(names: tuple[str, ...]) -> None:
         f"{name!r} is no loss; use {', '.join(LOSSES)}" for name in names if name not in LOSSES and name not in REFUSED
     ]
     problems += ["names a loss twice; set loss_weights"] * (len({*names}) < len(names))
+    problems += ["kto is for rows with one reply and a label, and the others are not; leave them out"] * (
+        "kto" in names and len({*names}) > 1
+    )
     if problems or not names:
         raise ValueError("; ".join(problems) or f"names no loss; use {', '.join(LOSSES)}")
 
@@ -40,7 +42,7 @@ class PreferenceConfig:
     losses: tuple[str, ...] = knob(
         ("sigmoid",),
         f"Losses of a pair, which are added: {', '.join(LOSSES)}. sigmoid is DPO's own; simpo, orpo and sft compare "
-        "with no reference.",
+        "with no reference. kto is for rows with one reply and a label.",
         check=check_losses,
     )
     loss_weights: tuple[float, ...] | None = knob(None, "A weight for each loss; null = 1.")
@@ -53,6 +55,8 @@ class PreferenceConfig:
     )  # fmt: skip
     simpo_gamma: float = knob(0.5, "The margin that simpo asks of a pair's rewards.", at_least=0)
     discopop_tau: float = knob(0.05, "The temperature of discopop.", above=0)
+    desirable_weight: float = knob(1.0, "Weight of the replies that are labelled good, of kto.", at_least=0)
+    undesirable_weight: float = knob(1.0, "Weight of the replies that are labelled bad, of kto.", at_least=0)
     f_divergence: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = knob(
         "reverse_kl", "The divergence from the reference that the losses of scores limit."
     )
@@ -71,6 +75,11 @@ class PreferenceConfig:
     def weights(self) -> dict[str, float]:
         """The weight of each loss."""
         return dict(zip(self.losses, self.loss_weights or (1.0,) * len(self.losses), strict=True))
+
+    @property
+    def labelled(self) -> bool:
+        """Whether a row has one reply and a label, in place of two replies."""
+        return self.losses == ("kto",)
 
     @property
     def compares(self) -> bool:

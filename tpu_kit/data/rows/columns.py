@@ -372,7 +372,7 @@ def _missing_text(
     wanted = f"format {fmt} needs {' and '.join(missing)}" if fmt else "they fit no format"
     without = f" ({', '.join(empty)} without values)" if empty else ""
     without += " (for grpo, prompts alone are data.format=prompt)" if not fmt and has_prompt else ""
-    without += " (rows with one reply and a label, of KTO, are not pairs)" if fmt == "preference" else ""
+    without += " (rows with one reply and a label are for losses=[kto])" if fmt == "preference" else ""
     example = f"{missing[0]}: COLUMN" if fmt else "question: problem, reasoning: rationale, answer: target"
     if not fmt and (chats := [column for column, kind in kinds.items() if kind == "turns"]):
         example = f"messages: {chats[0]}"

@@ -1,4 +1,4 @@
-"""Reads rows of preferences: a prompt with a chosen and a rejected reply, in the forms that data sets have."""
+"""Reads rows of preferences, in the forms of data sets: a chosen and a rejected reply, or one reply and a label."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from tpu_kit.config.loader import DataConfig
 from tpu_kit.data.rows import schemas
-from tpu_kit.data.rows.columns import Layout, role_of
+from tpu_kit.data.rows.columns import Layout, is_wanted, role_of
 from tpu_kit.data.rows.field_values import RowError, is_filled, parsed
 from tpu_kit.data.rows.messages import content_text
 from tpu_kit.data.rows.schemas import Conversation, is_turns, read_completion
@@ -35,11 +35,8 @@ def read_pair(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Con
         prompt, chosen, rejected = _of_turns(prompt, chosen, rejected, columns)
     elif prompt is None:
         prompt, chosen, rejected = _of_texts(str(chosen), str(rejected))
-    of_system = {"system": columns["system"]} if "system" in columns else {}
-    of_tools = {"tools": columns["tools"]} if "tools" in columns else {}
-    read = replace(layout, columns={_PROMPT: _PROMPT, _COMPLETION: _COMPLETION, **of_system, **of_tools})
-    made = {name: row.get(name) for name in (*of_system.values(), *of_tools.values())} | {_PROMPT: prompt}
-    sides = []
+    read, made = _as_completion(row, layout)
+    made[_PROMPT], sides = prompt, []
     for role, value in (("chosen", chosen), ("rejected", rejected)):
         try:
             sides.append(_side({**made, _COMPLETION: value}, read, config))
@@ -47,6 +44,42 @@ def read_pair(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Con
             text = str(error).replace(f"column {_COMPLETION!r}", f"column {columns[role]!r}")
             raise RowError(text.replace(f"column {_PROMPT!r}", "the prompt")) from error
     return sides[0]._replace(rejected=sides[1])
+
+
+def read_labelled(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
+    """Reads a prompt with one reply and its label, which says whether the reply is a good one.
+
+    The prompt is as in `read_pair`. Without a column `completion` the reply is the last turn of the messages.
+
+    Raises:
+        RowError: as `schemas.conversation`; or the label says neither.
+    """
+    columns = layout.columns
+    name = columns["label"]
+    label = is_wanted(name, row.get(name))
+    if label is None:
+        raise RowError(f"column {name!r} holds {str(row.get(name))[:40]!r}, which is neither true nor false")
+    prompt = _prompt(row, layout)
+    if "completion" in columns:
+        reply: Any = _reply(row, columns["completion"], layout)
+    elif isinstance(prompt, list) and len(prompt) > 1 and role_of(prompt[-1]) == "assistant":
+        *prompt, last = prompt
+        reply = [last]
+    else:
+        raise RowError("the row has no reply: name its column, as in data.columns={completion: COLUMN}")
+    if isinstance(prompt, str) and isinstance(reply, list):
+        prompt = [{"role": "user", "content": prompt}]
+    read, made = _as_completion(row, layout)
+    return _side({**made, _PROMPT: "" if prompt is None else prompt, _COMPLETION: reply}, read, config)._replace(
+        label=label
+    )
+
+
+def _as_completion(row: Mapping[str, Any], layout: Layout) -> tuple[Layout, dict[str, Any]]:
+    """Returns the layout of a prompt with a completion, and the cells of the row beside these."""
+    beside = {role: layout.columns[role] for role in ("system", "tools") if role in layout.columns}
+    read = replace(layout, columns={_PROMPT: _PROMPT, _COMPLETION: _COMPLETION, **beside})
+    return read, {name: row.get(name) for name in beside.values()}
 
 
 def _side(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:

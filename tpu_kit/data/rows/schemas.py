@@ -1,7 +1,8 @@
 """Reads the conversation of a row from the columns that `columns.py` found.
 
 `config.named_values.FORMATS` names the formats, each with the function that reads it: `cot` (question, reasoning,
-answer), `messages` (chats, with tools), `prompt_completion`, `text`, `prompt` and `preference`. `chat_encoding.py`
+answer), `messages` (chats, with tools), `prompt_completion`, `text`, `prompt`, `preference` and
+`unpaired`. `chat_encoding.py`
 encodes the conversation as token ids.
 """
 
@@ -55,6 +56,7 @@ class Conversation(NamedTuple):
         begun: words with which the last reply begins and that are in the prompt; the model continues them.
         images: what the row gives for each `messages.IMAGE` in the texts; later each a `data.images.files.Picture`.
         rejected: of a pair, the same prompt with the rejected reply.
+        label: whether the reply is a good one, of rows that say so; else None.
     """
 
     messages: list[dict[str, Any]] | str
@@ -64,6 +66,7 @@ class Conversation(NamedTuple):
     begun: str = ""
     images: tuple[Any, ...] = ()
     rejected: "Conversation | None" = None
+    label: bool | None = None
 
     @property
     def asked(self) -> Any:

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tpu_kit.config.fields import ConfigError, closest
-from tpu_kit.config.loader import TrainConfig
-from tpu_kit.config.schema import RlConfig
+from tpu_kit.config.loader import TrainConfig, as_trained
 from tpu_kit.config.sections.data import GENERATED
 from tpu_kit.distributed.detection import slice_problems
 from tpu_kit.machine.chips import Chip, Topology, parse_accelerator_type
@@ -89,6 +88,7 @@ def check_job(
     Raises:
         ConfigError: with all problems, each with the value and what to do.
     """
+    config = as_trained(config)
     problems = [*_run_problems(config), *_place_problems(config, in_own_image=image is not None and engine in _ON_GKE)]
     secrets = tuple(name for name in SECRETS if os.environ.get(name))
     if config.tracking.wandb == "online" and "WANDB_API_KEY" not in secrets:
@@ -140,7 +140,7 @@ def _run_problems(config: TrainConfig) -> list[str]:
         problems.append(f"checkpoint.resume: 'never': {lost}; set resume=auto")
     if config.launch.device_type not in ("auto", "tpu"):
         problems.append(f"launch.device_type: {config.launch.device_type!r}: the hosts have TPUs; set device_type=tpu")
-    if config.on_policy or config.rl != RlConfig():
+    if config.on_policy:
         name, command = ("distill.on_policy",) * 2 if config.distill.on_policy else ("rl", "grpo")
         text = f"the files run `train`, and {command} runs on one host alone; start it there, or remove {name}"
         problems.append(f"{name}: {text}")

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from tpu_kit.config.hub import HubConfig
-from tpu_kit.config.loader import ConfigError, TrainConfig
+from tpu_kit.config.loader import ConfigError, TrainConfig, as_trained
 from tpu_kit.distributed.launch import launch
 from tpu_kit.extras.profile.recorder import WARM_UP, Recording, record, window
 from tpu_kit.extras.profile.report import Cost, Profile
@@ -44,6 +44,7 @@ def profile(config: TrainConfig, steps: int = 20, chip: str | None = None) -> Pr
     """
     if not 1 <= steps <= MOST_STEPS:
         raise ConfigError([f"steps={steps}: must be 1 to {MOST_STEPS}, so that the trace stays readable"])
+    config = as_trained(config)
     return _predicted(config, chip) if chip else _measured(config, steps)
 
 

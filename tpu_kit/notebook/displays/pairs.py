@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +49,11 @@ def show_rewards(output_dir: str | Path, held_out: int) -> None:
         rewards.plot(_steps(evaluated), [one[f"rewards/{name}"] for one in evaluated], "o--", label=f"{name}, held out")
     rewards.set(xlabel="step", ylabel="reward")
     rewards.legend()
-    shares.plot(_steps(train), [one["rewards/accuracies"] for one in train], marker=".", label="training pairs")
+    shares.plot(
+        _steps(train), [one.get("rewards/accuracies", math.nan) for one in train], marker=".", label="training pairs"
+    )
     text = ""
-    if after := [one for one in evaluated if one["step"]]:
+    if after := [one for one in evaluated if one["step"] and "rewards/accuracies" in one]:
         found = [Accuracy.of(round(one["rewards/accuracies"] * held_out), held_out) for one in after]
         shares.plot(_steps(after), [one.share for one in found], "o--", label="held-out pairs")
         shares.fill_between(_steps(after), [one.low for one in found], [one.high for one in found], alpha=0.2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -22,7 +22,7 @@ from tpu_kit.distributed.replica.runtime import Runtime
 from tpu_kit.generation.prompts import texts_of
 from tpu_kit.machine.storage import atomic
 from tpu_kit.training.losses.preference import PreferenceObjective
-from tpu_kit.training.losses.segment_sums import last_of_segments
+from tpu_kit.training.losses.segment_sums import last_of_segments, running_sum
 from tpu_kit.training.objectives import Objective
 from tpu_kit.training.update_sources import Tensors, Updates
 
@@ -96,10 +96,43 @@ class PairUpdates(Updates):
         self._rt.sync()
         return self._rt.to_host([values])[0]
 
+    def after(self, step: int, agreement: PreemptionGuard) -> Iterator[tuple[Update, int, list[Tensors]]]:
+        """See `Updates.after`; with kto the divergence over an update is computed before its passes."""
+        for update, tokens, batches in super().after(step, agreement):
+            if self._config.preference.labelled:
+                if not agreement.should_run(update.step):
+                    yield update, 0, []
+                    return
+                self._model.eval()
+                divergence = self._divergence(batches)
+                self._model.train()
+                for batch in batches:
+                    batch["kl"].fill_(divergence)
+            yield update, tokens, batches
+
+    def evaluating(self) -> None:
+        """See `Updates.evaluating`: with kto the divergence over all held-out rows."""
+        rows, rt = self._prepared.eval, self._rt
+        if self._config.preference.labelled and rows is not None:
+            batches = eval_batches(rows, rt.data_shards, rt.data_size, self._plan.batch_size)
+            columns_of(rows).kl = self._divergence(batches)
+
+    def _divergence(self, batches: Iterable[Tensors]) -> float:
+        """Estimates the divergence from the reference by the mismatched replies of all replicas; at least 0."""
+        total, count = 0.0, 0
+        for batch in batches:
+            values = self._logprobs(batch)[1]
+            lasts = last_of_segments(batch["pairs"])
+            reference = running_sum(batch["reference"] * (batch["sign"] < 0), batch["pairs"])
+            total += float((values - reference)[lasts].double().sum())
+            count += int(lasts.sum())
+        totals, counts = zip(*self._rt.exchange([total, count]), strict=True)
+        return max(0.0, sum(totals) / max(1, sum(counts)))
+
     def evaluated(self, step: int) -> None:
         """See `Updates.evaluated`: writes the first held-out pair, with what each token has gained since the start."""
         rows, rt = self._prepared.eval, self._rt
-        if rows is None or self._first is None:
+        if rows is None or self._first is None or self._config.preference.labelled:
             return
         batch = next(eval_batches(rows, rt.data_shards, rt.data_size, self._plan.batch_size))
         now = self._logprobs(batch)[2, 0]

@@ -148,7 +148,16 @@ LOSSES: Mapping[str, Callable[[Scores, PreferenceConfig], torch.Tensor]] = {
     "nca_pair": _nca_pair, "bco_pair": _bco_pair, "sppo_hard": _sppo_hard, "apo_zero": _apo_zero,
     "apo_down": _apo_down, "discopop": _discopop, "sigmoid_norm": _sigmoid_norm, "simpo": _simpo, "orpo": _orpo,
 }  # fmt: skip
-"""The loss of each pair, by name. sft, and the likelihood of orpo, are sums over tokens besides."""
+"""The loss of each pair, by name. sft, and the likelihood of orpo, are sums over tokens besides; kto has no pairs."""
+
+
+_OF_LABELS = ("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected")
+
+
+def _kto(ratio: torch.Tensor, kl: torch.Tensor, desirable: torch.Tensor, beta: float) -> torch.Tensor:
+    """The loss of a reply with a label (Ethayarajh et al., arXiv:2402.01306, equation 7), times its weight."""
+    away = torch.where(desirable > 0, ratio - kl, kl - ratio)
+    return desirable.abs() * (1 - torch.sigmoid(beta * away))
 
 
 class PreferenceObjective(Objective):
@@ -157,7 +166,9 @@ class PreferenceObjective(Objective):
     A batch has the columns of `data.pairs.PairColumns`. Logs show by pair: the rewards of both replies, which are
     `pref_beta` times the difference of log-probabilities from the reference (without a reference: the mean
     log-probability of a token), their margin, the share of pairs whose chosen reply has the larger one, the
-    log-probabilities of the replies, and reference_gap, the mean of |log-probability - reference's| of a token.
+    log-probabilities of the replies, and reference_gap, the mean of |log-probability - reference's| of a token. With
+    kto the chosen replies are those with the label of a good one and the rejected ones the others, each a mean over its
+    own, and kl is the estimated divergence.
     """
 
     extra: tuple[str, ...] = (
@@ -173,12 +184,25 @@ class PreferenceObjective(Objective):
         self.columns = {"pairs": (1, torch.int32), **{name: (1, torch.float32) for name in floats}}
         self.shares_prompts = "orpo" not in config.preference.losses
         self._in_step = config.preference.compares and config.preference.reference == "step"
-        if not config.preference.compares:
+        if config.preference.labelled:
+            self.columns |= {"desirable": (1, torch.float32), "kl": (1, torch.float32)}
+            self.extra = (*_OF_LABELS, "good", "bad", "reference_gap", "kl")
+        elif not config.preference.compares:
             self.extra = tuple(name for name in self.extra if name != "reference_gap")
+
+    def means(self, sums: Mapping[str, float], weight: float) -> dict[str, float]:
+        """See `Objective.means`; of labelled replies the good and the bad ones by themselves."""
+        if not self._preference.labelled:
+            return super().means(sums, weight)
+        counts = {"chosen": sums["good"], "rejected": sums["bad"]}
+        found = {name: sums[name] / count for name in _OF_LABELS if (count := counts[name.partition("/")[2]])}
+        if all(counts.values()):
+            found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
+        return found | {name: sums[name] / weight if weight else math.nan for name in ("reference_gap", "kl")}
 
     def cost(self, tokens: int, hidden_size: int) -> Cost:
         """See `Objective.cost`: the log-probabilities are computed before the loss; perhaps the reference's, too."""
-        return Cost(output_products=1, forwards=int(self._in_step))
+        return Cost(output_products=1, forwards=int(self._in_step or self._preference.labelled))
 
     def logprobs(self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Computes the log-probabilities of both replies without a gradient.
@@ -230,6 +254,12 @@ class PreferenceObjective(Objective):
         chosen, rejected, chosen_tokens, rejected_tokens, *others = each
         scores = Scores(chosen, rejected, chosen - others[0], rejected - others[1], chosen_tokens, rejected_tokens)
 
+        if preference.labelled:
+            desirable, kl = (torch.where(last, batch[name], 0.0) for name in ("desirable", "kl"))
+            losses = _kto(scores.chosen_ratio, kl, desirable, preference.pref_beta)
+            loss = torch.where(last, losses, 0.0).sum()
+            return loss, self._by_label(scores, last, desirable, kl), count
+
         loss = logps.new_zeros(())
         for name, weight in preference.weights.items():
             if name in LOSSES:
@@ -254,6 +284,17 @@ class PreferenceObjective(Objective):
             gap = scores.chosen_ratio.abs() + scores.rejected_ratio.abs()
             each.append(gap / (scores.chosen_tokens + scores.rejected_tokens))
         return tuple(torch.where(last, one, 0.0).sum().float() for one in each)
+
+    def _by_label(
+        self, scores: Scores, last: torch.Tensor, desirable: torch.Tensor, kl: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Computes the sums of `extra` over labelled replies."""
+        good, bad = last & (desirable > 0), last & (desirable < 0)
+        reward, gap = self._preference.pref_beta * scores.chosen_ratio, scores.chosen_ratio.abs() / scores.chosen_tokens
+        each = [(reward, good), (reward, bad), (scores.chosen, good), (scores.chosen, bad)]
+        ones = torch.ones_like(reward)
+        each += [(ones, good), (ones, bad), (gap, last), (kl, last)]
+        return tuple(torch.where(mask, one, 0.0).sum().float() for one, mask in each)
 
 
 def _sides(logps: torch.Tensor, sign: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
