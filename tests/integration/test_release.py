@@ -119,7 +119,7 @@ def test_what_a_wheel_lacks_or_has_too_much_is_told(
         with pytest.raises(release.Refused, match=f"^{refusal}$"):
             release.check_contents(REPOSITORY, tmp_path)
     else:
-        assert "8 notebooks without outputs" in release.check_contents(REPOSITORY, tmp_path)
+        assert "9 notebooks without outputs" in release.check_contents(REPOSITORY, tmp_path)
 
 
 def test_a_command_that_fails_is_told_in_one_line(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_missing_notebooks_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "new" / "my notebooks"
     assert main(["notebooks", "--copy", str(folder)]) == 0
-    assert contents(folder) == SHIPPED and len(SHIPPED) == 8
+    assert contents(folder) == SHIPPED and len(SHIPPED) == 9
     told = capsys.readouterr().out
     assert f"Copied into {folder}: 1-install.ipynb, " in told
     assert "Already" not in told
