@@ -46,6 +46,7 @@ def measure(folder: Path, seed: int, way: str, steps: int) -> dict[str, Any]:
             optim=replace(config.optim, learning_rate=rate),
         )  # fmt: skip
     result = (dpo if way == "dpo" else train)(config)
+    config = configured(config) if way == "dpo" else config
     asked = replace(config, tracking=replace(config.tracking, generate_rows=HELD_OUT, generate_tokens=80))
     prepared = prepare_run(asked)
     found = compare(evaluate(asked, prepared, adapter), evaluate(asked, prepared, result.adapter_dir))
