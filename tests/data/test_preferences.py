@@ -175,6 +175,7 @@ def test_a_run_without_pairs_uses_the_chosen_replies() -> None:
     ("row", "text"),
     [
         ({"prompt": Q, "chosen": GOOD, "rejected": ""}, "column 'rejected' has no reply: ''; a pair needs a chosen"),
+        ({"prompt": Q, "chosen": [GOOD], "rejected": [BAD, "It is 7."]}, "column 'rejected' holds 2 replies, and"),
         ({"prompt": Q, "chosen": [GOOD_TURN], "rejected": BAD}, "'chosen' and 'rejected' must both be text or"),
         ({"chosen": [GOOD_TURN], "rejected": [BAD_TURN]}, "begin with a reply, and the row has no prompt; name"),
         ({"chosen": [USER, GOOD_TURN], "rejected": [{"role": "user", "content": "Else?"}, BAD_TURN]},

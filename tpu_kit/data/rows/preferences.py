@@ -116,7 +116,7 @@ def _prompt(row: Mapping[str, Any], layout: Layout) -> Any:
 
 
 def _reply(row: Mapping[str, Any], column: str, layout: Layout) -> str | list[Any]:
-    """Returns a reply as text or as messages, of a list of several replies the first one."""
+    """Returns a reply as text or as messages."""
     value = row.get(column)
     if column in layout.chats:
         value = parsed(value, column)
@@ -125,6 +125,8 @@ def _reply(row: Mapping[str, Any], column: str, layout: Layout) -> str | list[An
     if is_turns(value):
         return list(value)
     if isinstance(value, list) and value and all(isinstance(one, str) for one in value):
+        if len(value) > 1:
+            raise RowError(f"column {column!r} holds {len(value)} replies, and a pair has one: make a row of each")
         value = value[0]
     if not isinstance(value, str) or not value.strip():
         raise RowError(f"column {column!r} has no reply: {str(value)[:60]!r}; a pair needs a chosen and a rejected one")
