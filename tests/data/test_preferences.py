@@ -13,6 +13,7 @@ import torch
 from tests.support.given_rows import prepare_rows
 from tests.support.tiny_tokenizer import tiny_tokenizer
 from tpu_kit.config.loader import DataConfig
+from tpu_kit.config.named_values import check_roles
 from tpu_kit.data.pairs import PairLayout
 from tpu_kit.data.prepare import Prepared
 
@@ -203,3 +204,11 @@ def test_bad_rows_are_refused_by_name(row: dict[str, Any], text: str) -> None:
 def test_rows_that_are_no_pairs_are_refused(columns: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         prepared_of([columns])
+
+
+def test_columns_of_dpo_may_be_named_before_its_format_is_known() -> None:
+    """A configuration is read before the command sets the format."""
+    check_roles({"question": "q", "completion": "a", "label": "b"}, "auto")
+    check_roles({"messages": "m", "chosen": "c", "rejected": "r"}, "auto")
+    with pytest.raises(ValueError, match="names completion, messages"):
+        check_roles({"messages": "m", "completion": "c"}, "auto")

@@ -54,6 +54,8 @@ FORMATS = {
 }  # fmt: skip
 """The formats of rows by name; chats have reasoning and answer if their last turn is in columns of its own."""
 
+_OF_DPO = ("preference", "unpaired")  # no names of columns alone make rows of these formats
+
 ROLES = {name: each.roles for name, each in FORMATS.items()}
 
 VERIFIERS = {
@@ -182,7 +184,11 @@ def check_roles(columns: Mapping[str, str], fmt: str) -> None:
     named = {role for role, column in columns.items() if column}
     if unknown := sorted(named - set(known)):
         raise ValueError(f"names the unknown role {', '.join(unknown)}; the roles are {', '.join(known)}")
-    formats = {fmt: ROLES[fmt]} if fmt in ROLES else ROLES
+    formats = (
+        {fmt: ROLES[fmt]}
+        if fmt in ROLES
+        else {name: roles for name, roles in ROLES.items() if name not in _OF_DPO or named & {*FORMATS[name].needed}}
+    )
     if not any(named <= set(roles) for roles in formats.values()):
         of_each = "; ".join(f"{name} has {', '.join(roles)}" for name, roles in formats.items())
         raise ValueError(f"names {', '.join(sorted(named))}; {of_each}: name roles of one format, or set data.format")
