@@ -56,7 +56,10 @@ def converter() -> Iterator[Path]:
         for member in files:
             name = member.name.partition(f"/{_INSIDE}")[2]
             if member.isfile() and (name in _SCRIPTS or name.startswith(_FOLDERS)):
-                files.extract(member.replace(name=name), folder, filter="data")
+                content, path = files.extractfile(member), Path(folder, name)
+                assert content is not None, "it is a file"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(content.read())  # Python before 3.11.4 has no filter to extract with
         yield Path(folder)
 
 
