@@ -81,6 +81,16 @@ def test_a_system_turn_and_earlier_turns_belong_to_the_prompt() -> None:
     assert "Be kind." in texts_of(config)[0]
 
 
+@pytest.mark.parametrize("columns", [("question", "context"), ("question", "passage"), ("instruction", "input")])
+def test_a_question_is_asked_with_its_context_as_in_fine_tuning(columns: tuple[str, str]) -> None:
+    """A passage comes before the question about it, and an instruction before its input, for both recipes."""
+    row = dict(zip(columns, (Q, "Ann counts."), strict=True))
+    pair = prepared_of([row | {"chosen": GOOD, "rejected": BAD}])
+    alone = prepare_rows(DataConfig(max_length=128, eval_rows=0), tiny_tokenizer(), [row | {"output": GOOD}])
+    ids, mask = alone.train.document(0)
+    assert texts_of(pair)[0] == alone.encoder.tokenizer.decode(ids[: mask.argmax()])
+
+
 @pytest.mark.parametrize(
     ("row", "wanted"),
     [

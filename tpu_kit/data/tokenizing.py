@@ -36,7 +36,7 @@ from tpu_kit.data.rows.sources import check_rows, load_rows
 
 _LOOKED_AT = 1000  # rows of plain text, to see whether it has turns
 _ROWS_PER_PROCESS = 10_000  # below this, a second process costs more time than it saves
-_CACHE_VERSION = 13  # increase it when the code below gives other tokens, or another error, for the same row
+_CACHE_VERSION = 14  # increase it when the code below gives other tokens, or another error, for the same row
 _DOCUMENT = Features(
     {
         "row": Value("int64"), "input_ids": List(Value("int32")), "loss_mask": List(Value("bool")),

@@ -7,11 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from tpu_kit.config.loader import DataConfig
-from tpu_kit.data.rows import schemas
 from tpu_kit.data.rows.columns import Layout, is_wanted, role_of
 from tpu_kit.data.rows.field_values import RowError, is_filled, parsed
-from tpu_kit.data.rows.messages import content_text
-from tpu_kit.data.rows.schemas import Conversation, is_turns, read_completion
+from tpu_kit.data.rows.schemas import Conversation, history, is_turns, question_of, read_completion
 
 _PROMPT, _COMPLETION = "prompt", "completion"
 
@@ -106,13 +104,7 @@ def _prompt(row: Mapping[str, Any], layout: Layout) -> Any:
             raise RowError(f"column {columns[role]!r} must be {form}, got {str(value)[:60]!r}")
     if "question" not in columns:
         return None
-    question = content_text(row.get(columns["question"]), f"column {columns['question']!r}")
-    context = row.get(columns.get("context", ""))
-    if is_filled(context):
-        question = f"{question}\n\n{content_text(context, columns['context'])}"
-    if not question.strip():
-        raise RowError(f"column {columns['question']!r} is empty")
-    return [*schemas.history(row, layout), {"role": "user", "content": question}]
+    return [*history(row, layout), {"role": "user", "content": question_of(row, layout)}]
 
 
 def _reply(row: Mapping[str, Any], column: str, layout: Layout) -> str | list[Any]:
@@ -126,10 +118,12 @@ def _reply(row: Mapping[str, Any], column: str, layout: Layout) -> str | list[An
         return list(value)
     if isinstance(value, list) and value and all(isinstance(one, str) for one in value):
         if len(value) > 1:
-            raise RowError(f"column {column!r} holds {len(value)} replies, and a pair has one: make a row of each")
+            raise RowError(f"column {column!r} holds {len(value)} replies, and a row has one: make a row of each")
         value = value[0]
     if not isinstance(value, str) or not value.strip():
-        raise RowError(f"column {column!r} has no reply: {str(value)[:60]!r}; a pair needs a chosen and a rejected one")
+        both = layout.format == "preference"
+        needs = "a pair needs a chosen and a rejected one" if both else "kto needs one in each row"
+        raise RowError(f"column {column!r} has no reply: {str(value)[:60]!r}; {needs}")
     return value
 
 

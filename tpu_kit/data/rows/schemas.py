@@ -1,9 +1,8 @@
 """Reads the conversation of a row from the columns that `columns.py` found.
 
 `config.named_values.FORMATS` names the formats, each with the function that reads it: `cot` (question, reasoning,
-answer), `messages` (chats, with tools), `prompt_completion`, `text`, `prompt`, `preference` and
-`unpaired`. `chat_encoding.py`
-encodes the conversation as token ids.
+answer), `messages` (chats, with tools), `prompt_completion`, `text` and `prompt`; `preferences.py` reads the others.
+`chat_encoding.py` encodes the conversation as token ids.
 """
 
 import contextlib
@@ -369,17 +368,24 @@ def problem(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> dict[
         RowError: a cell is empty, or is no text, number, object or list.
     """
     columns = layout.columns
-    question = _cell(row, columns["question"])
+    question = question_of(row, layout)
     options = options_of(row.get(columns["options"]), columns["options"]) if "options" in columns else {}
-    if "context" in columns and is_filled(row.get(columns["context"])):
-        context = _cell(row, columns["context"])
-        # A passage comes before the question about it; an instruction comes before its input.
-        first = columns["question"].strip().lower() == "instruction"
-        question = f"{question}\n\n{context}" if first else f"{context}\n\n{question}"
     if options:
         question += "\n\n" + "\n".join(f"{label}) {text}" for label, text in options.items())
     reasoning, answer = _solved(row, layout, config, options)
     return {"question": question, "reasoning": reasoning, "answer": answer}
+
+
+def question_of(row: Mapping[str, Any], layout: Layout) -> str:
+    """Returns the question of a row with its context; raises RowError if a cell is empty, or no text."""
+    columns = layout.columns
+    question = _cell(row, columns["question"])
+    if not is_filled(row.get(columns.get("context", ""))):
+        return question
+    context = _cell(row, columns["context"])
+    # A passage comes before the question about it; an instruction comes before its input.
+    first = columns["question"].strip().lower() == "instruction"
+    return f"{question}\n\n{context}" if first else f"{context}\n\n{question}"
 
 
 def expected_answer(row: Mapping[str, Any], layout: Layout) -> Any:
