@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tests.benchmarks.grpo import HELD_OUT, trained_start
 from tpu_kit.config.loader import load_config
 from tpu_kit.config.sections.preference import PreferenceConfig
 from tpu_kit.generation.evaluation.evaluate import compare, evaluate
@@ -23,18 +24,10 @@ from tpu_kit.recipes.preference import configured, dpo
 from tpu_kit.recipes.run_data import prepare_run
 from tpu_kit.recipes.sft import train
 
-HELD_OUT = 500
-START = 65  # updates; a start that solves more has less to learn
-
 
 def measure(folder: Path, seed: int, way: str, steps: int) -> dict[str, Any]:
     """Trains a start and then by one of the ways; returns both accuracies."""
-    here = {"device_type": "cpu", "num_replicas": 1, "seed": seed}
-    start = load_config("embedded-cot", here | {
-        "max_steps": START, "base_dtype": "fp32", "eval_rows": 16, "generate_rows": 0, "eval_steps": None,
-        "output_dir": str(folder / f"start-{seed}"),
-    })  # fmt: skip
-    adapter = train(start).adapter_dir
+    here, adapter = trained_start(folder, seed)
     config = load_config("embedded-dpo", here | {
         "lora.adapter": adapter, "output_dir": str(folder / f"{way}-{seed}"), "eval_rows": HELD_OUT, "max_steps": steps,
         "eval_steps": None, "eval_generate_rows": 0, "remat": "none",

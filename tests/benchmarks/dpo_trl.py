@@ -38,7 +38,7 @@ def of_kit(updates: int, folder: str) -> dict[str, Any]:
             clock.append(time.process_time())
             yield each
 
-    PairUpdates.after = timed  # type: ignore[method-assign]
+    PairUpdates.after = timed  # type: ignore[method-assign]  # timed from outside
     config = configured(load_config("embedded-dpo", {
         "name": str(Path(folder) / "model"), "device_type": "cpu", "num_replicas": 1, "max_steps": updates,
         "eval_rows": 0, "eval_steps": None, "eval_generate_rows": 0, "save_steps": 10**6, "remat": "none",
@@ -64,7 +64,7 @@ def of_trl(updates: int, folder: str, pairs: int) -> dict[str, Any]:
 
     clock: list[float] = []
 
-    class Clock(TrainerCallback):  # type: ignore[misc]
+    class Clock(TrainerCallback):  # type: ignore[misc]  # the base has no types
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             clock.append(time.process_time())
 

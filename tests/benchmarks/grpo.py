@@ -30,14 +30,19 @@ _T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5 % quantiles of Student's 
 REWARDS = {"auto": "auto", "random": "tests.support.reward_functions:random"}
 
 
-def measure(folder: Path, seed: int, rewards: str, **settings: Any) -> dict[str, Any]:
-    """Trains a start and then by rewards; returns both accuracies."""
+def trained_start(folder: Path, seed: int) -> tuple[dict[str, Any], str]:
+    """Trains a start; returns the settings of all runs of a seed, and its adapter."""
     here = {"device_type": "cpu", "num_replicas": 1, "seed": seed}
     start = load_config("embedded-cot", here | {
         "max_steps": START, "base_dtype": "fp32", "eval_rows": 16, "generate_rows": 0, "eval_steps": None,
         "output_dir": str(folder / f"start-{seed}"),
     })  # fmt: skip
-    adapter = train(start).adapter_dir
+    return here, str(train(start).adapter_dir)
+
+
+def measure(folder: Path, seed: int, rewards: str, **settings: Any) -> dict[str, Any]:
+    """Trains a start and then by rewards; returns both accuracies."""
+    here, adapter = trained_start(folder, seed)
     clock = time.process_time()
     config = load_config("embedded-grpo", here | {
         "lora.adapter": adapter, "output_dir": str(folder / f"{rewards}-{seed}"), "eval_rows": HELD_OUT,

@@ -278,6 +278,32 @@ def test_adamw_of_small_moments_is_adamw_for_adapters_alone(write: Any, name: st
         ("num_epochs: 1\nnum_train_epochs: 2", "optim.epochs: given twice, as 1 and as num_train_epochs=2"),
         ("epohcs:", "epohcs: no such parameter (given null); did you mean optim.epochs?"),
         ("per_device_train_batch_sise: 1", "per_device_train_batch_sise: no such parameter"),
+        ("base_model: a/b\nrl: kto\nkto_desirable_weight: 0.5", "rl=kto: files for KTO are not translated: write"),
+        ("model_name_or_path: a/b\nstage: kto\npref_beta: 0.1\nkto_chosen_weight: 1", "stage=kto: files for KTO are"),
+        ("model_name_or_path: a/b\nloss_type: kto\ndesirable_weight: 1.0", "files for KTO are not translated: write"),
+        ("model_name_or_path: a/b\nundesirable_weight: 1.0", "undesirable_weight: files for KTO are not translated"),
+        ("model_name_or_path: a/b\nloss_type: aot", "preference.losses: ['aot'] 'aot' sorts the pairs of a batch"),
+        ("model_name_or_path: a/b\nbeta: 0.1\nloss_type: sigmod", "'sigmod' is no loss; use sigmoid, hinge"),
+        ("model_name_or_path: a/b\ncpo_alpha: 0.5\nloss_type: hinge",
+         "loss_type: 'hinge' of CPOTrainer compares with no reference, and here it does; set loss_type=simpo, or loss"),
+        ("model_name_or_path: a/b\ncpo_alpha: 0.5", "loss_type: 'sigmoid' of CPOTrainer compares with no reference"),
+        ("model_name_or_path: a/b\nloss_type: simpo\ncpo_alpha: much", "cpo_alpha: 'much' is not a number"),
+        ("model_name_or_path: a/b\nloss_type: simpo\nalpha: 0.3", "alpha: 0.3 has no counterpart here; rewards are lo"),
+        ("model_name_or_path: a/b\nbeta: 0.1\nsync_ref_model: true", "sync_ref_model: true has no counterpart here; t"),
+        ("model_name_or_path: a/b\nbeta: 0.1\nuse_weighting: true", "a pair has no weight by its likelihood or its le"),
+        ("model_name_or_path: a/b\nbeta: 0.1\ntruncation_mode: keep_end", "truncation_mode: 'keep_end' has no counter"),
+        ("model_name_or_path: a/b\nbeta: 0.1\nref_model: c/d", "the reference is the model as it starts, with lora.ad"),
+        ("model_name_or_path: a/b\nbeta: 0.1\ngenerate_during_eval: true", "set tracking.eval_generate_rows"),
+        ("model_name_or_path: a/b\nbeta: 0.1\nlabel_smoothing: 0.1", "preference.pref_smoothing: 0.1 is of robust, ex"),
+        ("model_name_or_path: a/b\nbeta: 0.1\nloss_type: [sigmoid, sft]\nloss_weights: [1]", "gives 1 weights for the"),
+        ("base_model: a/b\nrl: dpo\ndatasets: [{path: c/d, type: chatml}]", "write chatml.prompt_pairs, chatml.icr, c"),
+        ("base_model: a/b\nrl: dpo\ndatasets: [{path: c/d, type: zephyr.nectar}]", "write chat_template.default, or r"),
+        ("base_model: a/b\nrl: dpo\ndatasets: [{path: c/d, type: {prompt_format: '[INST] {prompt} [/INST]'}}]",
+         "datasets.type.prompt_format: '[INST] {prompt} [/INST]' has no counterpart here; it writes prompts of its ow"),
+        ("base_model: a/b\nrl: orpo\ncpo_alpha: 1.0", "cpo_alpha: 1.0 has no counterpart here; it is of simpo (cpo_al"),
+        ("base_model: a/b\nrl: dpo\ntrl: {beta: 0.1}", "it is of grpo; write its beta as rl_beta"),
+        ("base_model: a/b\nrl: dpo\nrl_beta: 0.1\norpo_alpha: 0.2", "preference.pref_beta: given twice, as 0.1 and as"),
+        ("model_name_or_path: a/b\nstage: sft\npref_loss: sigmoid\nsource: a.jsonl", "pref_loss: 'sigmoid' has no cou"),
     ],
 )  # fmt: skip
 def test_what_has_no_counterpart_is_refused_by_name(write: Any, text: str, problem: str) -> None:
@@ -614,7 +640,8 @@ def test_absent_keys_of_pairs_have_the_defaults_of_trl(read: Any) -> None:
         (default,) = [keyword.value for keyword in value.keywords if keyword.arg == "default"]
         assert getattr(config.preference, name) == ast.literal_eval(default), name
     for name, there in {"learning_rate": 1e-6, "max_length": 1024, "disable_dropout": True, "cpo_alpha": 1.0}.items():
-        (default,) = [one.value for one in theirs[name].keywords if one.arg == "default"]  # type: ignore[attr-defined]
+        call: Any = theirs[name]
+        (default,) = [one.value for one in call.keywords if one.arg == "default"]
         assert ast.literal_eval(default) == there, name
 
 
@@ -727,42 +754,6 @@ def test_a_file_of_llama_factorys_dpo_is_a_run_on_pairs(
     assert "it has no pairs, which stage=dpo needs" in told[0] and "one reply and a label (KTO)" in told[1]
     told = problems(write(FACTORY_DPO.replace("smoothing: 0.0", "smoothing: 0.1\npref_bco_weight: 1\nref_model: c/d")))
     assert [text.split(":")[0] for text in told] == ["dpo_label_smoothing", "pref_bco_weight", "ref_model"]
-
-
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("base_model: a/b\nrl: kto\nkto_desirable_weight: 0.5", "rl=kto: files for KTO are not translated: write"),
-        ("model_name_or_path: a/b\nstage: kto\npref_beta: 0.1\nkto_chosen_weight: 1", "stage=kto: files for KTO are"),
-        ("model_name_or_path: a/b\nloss_type: kto\ndesirable_weight: 1.0", "files for KTO are not translated: write"),
-        ("model_name_or_path: a/b\nundesirable_weight: 1.0", "undesirable_weight: files for KTO are not translated"),
-        ("model_name_or_path: a/b\nloss_type: aot", "preference.losses: ['aot'] 'aot' sorts the pairs of a batch"),
-        ("model_name_or_path: a/b\nbeta: 0.1\nloss_type: sigmod", "'sigmod' is no loss; use sigmoid, hinge"),
-        ("model_name_or_path: a/b\ncpo_alpha: 0.5\nloss_type: hinge",
-         "loss_type: 'hinge' of CPOTrainer compares with no reference, and here it does; set loss_type=simpo, or loss"),
-        ("model_name_or_path: a/b\ncpo_alpha: 0.5", "loss_type: 'sigmoid' of CPOTrainer compares with no reference"),
-        ("model_name_or_path: a/b\nloss_type: simpo\ncpo_alpha: much", "cpo_alpha: 'much' is not a number"),
-        ("model_name_or_path: a/b\nloss_type: simpo\nalpha: 0.3", "alpha: 0.3 has no counterpart here; rewards are lo"),
-        ("model_name_or_path: a/b\nbeta: 0.1\nsync_ref_model: true", "sync_ref_model: true has no counterpart here; t"),
-        ("model_name_or_path: a/b\nbeta: 0.1\nuse_weighting: true", "a pair has no weight by its likelihood or its le"),
-        ("model_name_or_path: a/b\nbeta: 0.1\ntruncation_mode: keep_end", "truncation_mode: 'keep_end' has no counter"),
-        ("model_name_or_path: a/b\nbeta: 0.1\nref_model: c/d", "the reference is the model as it starts, with lora.ad"),
-        ("model_name_or_path: a/b\nbeta: 0.1\ngenerate_during_eval: true", "set tracking.eval_generate_rows"),
-        ("model_name_or_path: a/b\nbeta: 0.1\nlabel_smoothing: 0.1", "preference.pref_smoothing: 0.1 is of robust, ex"),
-        ("model_name_or_path: a/b\nbeta: 0.1\nloss_type: [sigmoid, sft]\nloss_weights: [1]", "gives 1 weights for the"),
-        ("base_model: a/b\nrl: dpo\ndatasets: [{path: c/d, type: chatml}]", "write chatml.prompt_pairs, chatml.icr, c"),
-        ("base_model: a/b\nrl: dpo\ndatasets: [{path: c/d, type: zephyr.nectar}]", "write chat_template.default, or r"),
-        ("base_model: a/b\nrl: dpo\ndatasets: [{path: c/d, type: {prompt_format: '[INST] {prompt} [/INST]'}}]",
-         "datasets.type.prompt_format: '[INST] {prompt} [/INST]' has no counterpart here; it writes prompts of its ow"),
-        ("base_model: a/b\nrl: orpo\ncpo_alpha: 1.0", "cpo_alpha: 1.0 has no counterpart here; it is of simpo (cpo_al"),
-        ("base_model: a/b\nrl: dpo\ntrl: {beta: 0.1}", "it is of grpo; write its beta as rl_beta"),
-        ("base_model: a/b\nrl: dpo\nrl_beta: 0.1\norpo_alpha: 0.2", "preference.pref_beta: given twice, as 0.1 and as"),
-        ("model_name_or_path: a/b\nstage: sft\npref_loss: sigmoid\nsource: a.jsonl", "pref_loss: 'sigmoid' has no cou"),
-    ],
-)  # fmt: skip
-def test_what_pairs_have_no_counterpart_for_is_refused_by_name(write: Any, text: str, problem: str) -> None:
-    (found,) = problems(write(text))
-    assert problem in found and "\n" not in found
 
 
 def test_a_file_of_trl_is_planned_by_dpo(

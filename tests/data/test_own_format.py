@@ -16,6 +16,7 @@ from tests.support.given_rows import prepare_rows
 from tests.support.tiny_tokenizer import tiny_tokenizer
 from tpu_kit.config.loader import ConfigError, DataConfig, load_config
 from tpu_kit.config.named_values import imported
+from tpu_kit.data.pairs import PairLayout
 from tpu_kit.data.prepare import Prepared, prepare
 from tpu_kit.distributed.hosts import ONE
 from tpu_kit.recipes import problems
@@ -33,6 +34,9 @@ def chat(row):
 
 def text(row):
     return f"{row['frage']} {row['antwort'][1]}"
+
+def better(row):
+    return {"prompt": row["frage"] + " ", "chosen": str(row["antwort"][1]), "rejected": "no"}
 
 def many(rows):
     return [pair(row) for row in rows]
@@ -80,6 +84,14 @@ def test_rows_of_a_function_are_those_of_a_file(function: str, rows: list[dict[s
     own = made(mine, function)
     assert own.fingerprint == same.fingerprint and own.eval_prompts == same.eval_prompts
     assert own.report.rows_read == 12 and made(mine, function, num_proc=2).fingerprint == same.fingerprint
+
+
+def test_a_function_may_return_pairs(mine: Path) -> None:
+    """`dpo` compares both replies, and `train` takes the chosen ones."""
+    config = DataConfig(source=str(mine / "rows.jsonl"), format="my_rows:better", eval_rows=2)
+    pairs = prepare(config, tiny_tokenizer(), pairs=PairLayout(True))
+    assert pairs.report.pairs is not None and pairs.report.pairs.pairs == 12
+    assert made(mine, "better").train.fingerprint() == made(mine, "pair").train.fingerprint()
 
 
 def test_the_function_of_the_readme(mine: Path) -> None:

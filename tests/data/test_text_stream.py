@@ -236,6 +236,7 @@ def test_what_is_no_stream_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
         ({"max_steps": None}, "optim.max_steps: null and a stream has no end of its own; set the number of updates"),
         ({"source": ["a.jsonl", "b.jsonl"]}, "is a mix, and a stream is one source; name its files by a glob"),
         ({"source": "embedded"}, "data.source: 'embedded' is no file of text; name files"),
+        ({"source": "embedded-pairs"}, "data.source: 'embedded-pairs' is no file of text; name files"),
         ({"format": "messages"}, "data.format: 'messages' is not plain text, which a stream is; set it to text"),
         ({"too_long": "drop"}, "data.too_long: 'drop' loses a part of long texts, which a stream splits"),
         ({"packing": False}, "data.packing: false leaves rows unfilled, and a stream fills them; remove it"),

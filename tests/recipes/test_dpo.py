@@ -10,15 +10,21 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
 
 from tpu_kit.assets.embedded import preference_rows
 from tpu_kit.cli import main
-from tpu_kit.config.loader import ConfigError, TrainConfig, load_config, of_preferences
+from tpu_kit.config.loader import ConfigError, ModelConfig, TrainConfig, load_config, of_preferences
 from tpu_kit.machine.checks import Machine
+from tpu_kit.model.weights.loading import load_base
+from tpu_kit.model.weights.source import load_tokenizer
+from tpu_kit.notebook.displays import pairs
 from tpu_kit.planning.objective_check import check_objective
+from tpu_kit.planning.planner import plan
 from tpu_kit.recipes.preference import dpo
 from tpu_kit.recipes.sft import train
+from tpu_kit.training.losses.pair_updates import PAIR_FILE
 from tpu_kit.training.losses.preference import PreferenceObjective
 from tpu_kit.training.metrics import read_metrics
 
@@ -58,6 +64,55 @@ def test_the_model_as_it_starts_is_the_reference_and_rewards_grow(undisturbed: P
     assert all(m == pytest.approx(c - r, abs=1e-5) for m, c, r in zip(margins, apart, rejected, strict=True))
     (held_out,) = logged(undisturbed, "rewards/accuracies", "eval")
     assert 0 <= held_out <= 1 and held_out * 6 == pytest.approx(round(held_out * 6))
+
+
+def test_a_held_out_pair_shows_what_each_token_has_gained(
+    undisturbed: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The gains are those that transformers computes of the base and of the tuned model."""
+    pair = json.loads((undisturbed / PAIR_FILE).read_text())
+    base, tokenizer = load_base(ModelConfig(base_dtype="fp32"), torch.float32).eval(), load_tokenizer(ModelConfig())
+    tuned = PeftModel.from_pretrained(base, undisturbed / "adapter")
+    for name in ("chosen", "rejected"):
+        shown = pair[name]
+        prompt = tokenizer(pair["prompt"], add_special_tokens=False).input_ids
+        ids = torch.tensor([prompt + tokenizer("".join(shown["tokens"]), add_special_tokens=False).input_ids])
+        assert ids.shape[1] == len(prompt) + len(shown["tokens"])
+        with torch.no_grad(), tuned.disable_adapter():
+            before = logprobs(tuned, ids)
+        with torch.no_grad():
+            gained = (logprobs(tuned, ids) - before)[len(prompt) - 1 :]
+        assert shown["gained"] == pytest.approx(gained.tolist(), abs=1e-4)
+        assert shown["reward"] == pytest.approx(0.1 * float(gained.sum()), abs=1e-4)
+    pairs.show_gains(undisturbed)
+    assert f"chosen, reward {pair['chosen']['reward']:+.3f}" in capsys.readouterr().out
+    pairs.show_gains(tmp_path)
+    assert "no pair.json in " in capsys.readouterr().out
+
+
+def logprobs(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    scores = model(input_ids=ids).logits[0, :-1].log_softmax(-1)
+    return scores.gather(1, ids[0, 1:, None])[:, 0]
+
+
+def test_a_reference_in_each_step_is_that_of_the_start(undisturbed: Path, tmp_path: Path) -> None:
+    """A new adapter changes nothing, so both are the base."""
+    dpo(run_of(tmp_path, reference="step"))
+    for name in ("loss", "rewards/chosen", "rewards/rejected", "reference_gap"):
+        assert logged(tmp_path, name) == pytest.approx(logged(undisturbed, name), rel=1e-4, abs=1e-5), name
+    assert not (tmp_path / PAIR_FILE).exists()
+
+
+def test_what_is_odd_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A reference that says more of both replies than the model does."""
+    right = PreferenceObjective.logprobs
+    monkeypatch.setattr(PreferenceObjective, "logprobs", lambda *given: right(*given) + 30.0)
+    dpo(run_of(tmp_path, max_steps=2))
+    told = capfd.readouterr().err
+    assert told.count("the rewards of the chosen and the rejected replies are both far below 0 (-3") == 1
+    assert told.count("nats between the model before the first update and its reference") == 1
 
 
 def test_a_run_that_is_interrupted_ends_as_the_undisturbed_one(undisturbed: Path, tmp_path: Path) -> None:
@@ -188,6 +243,13 @@ def test_settings_without_a_meaning_are_refused(settings: dict[str, Any], text: 
 def test_parameters_of_pairs_are_refused_in_other_runs() -> None:
     with pytest.raises(ConfigError, match=r"preference.pref_beta: has no effect here; train with dpo, or remove it"):
         check_objective(load_config(None, {"pref_beta": 0.2}))
+
+
+def test_a_file_with_a_parameter_of_pairs_is_planned_as_dpo_trains_it(tmp_path: Path) -> None:
+    (tmp_path / "my.yaml").write_text("data: {source: embedded-pairs}\npreference: {pref_beta: 0.2}\n")
+    config = load_config(tmp_path / "my.yaml", ["max_steps=10"])
+    (planned,) = plan(config)
+    assert planned.config.recipe == "dpo" and planned.config.optim.learning_rate == of_preferences(config).usual_rate
 
 
 def test_the_command_shows_the_pairs_before_the_launch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -360,6 +360,7 @@ def test_completions_that_are_cut_off_are_learned_from_or_not() -> None:
     [
         {"num_replicas": 2},
         {"device_type": "xla-cpu", "num_replicas": 1},
+        {"device_type": "xla-cpu", "num_replicas": 1, "remat": "none"},  # passes and tokens through layers one by one
         {"device_type": "xla-cpu", "num_replicas": 4},
         {"device_type": "xla-cpu", "num_replicas": None, "mesh": "fsdp=2"},
     ],

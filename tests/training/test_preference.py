@@ -58,8 +58,9 @@ def packed(pairs: list[Pair], layout: PairLayout, length: int = ROW, labels: lis
     encoder: Any = SimpleNamespace(
         config=SimpleNamespace(max_length=length), layout=SimpleNamespace(format="preference")
     )
+    rows: Any = None
     tokens = Tokenized(
-        "rows", None, encoder, documents, none, none, none, none, none, none[:0], none[:0], none, 0, ()  # type: ignore[arg-type]
+        "rows", rows, encoder, documents, none, none, none, none, none, none[:0], none[:0], none, 0, ()
     )  # fmt: skip
     made, _ = as_units(tokens, layout.shares)
     if labels is not None:
@@ -150,7 +151,7 @@ def trl_free(model: Any, config: TrainConfig, pairs: list[Pair]) -> tuple[torch.
 
     orpo, p = "orpo" in config.preference.losses, config.preference
 
-    class Alone(ORPOTrainer if orpo else CPOTrainer):  # type: ignore[misc]
+    class Alone(ORPOTrainer if orpo else CPOTrainer):  # type: ignore[misc]  # chosen at run time
         def __init__(self) -> None:
             pass
 
@@ -265,7 +266,7 @@ def test_loss_rewards_and_gradients_are_those_of_trl(settings: dict[str, Any], s
     with torch.no_grad():
         start = token_logps(model, batch)
         if config.preference.reference == "step":
-            with model.disable_adapter():  # type: ignore[operator]
+            with model.disable_adapter():  # type: ignore[operator]  # of PEFT; mypy takes it for a tensor
                 reference = token_logps(model, batch)
         else:
             reference = start + 0.3 * torch.randn(start.shape, generator=torch.Generator().manual_seed(1))

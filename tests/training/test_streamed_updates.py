@@ -62,7 +62,7 @@ def trained(updates: Updates, step: int = 0, last: int = 10**9) -> list[tuple[Up
         found.append((update, tokens, rows_of(batches)))
         if update.step == last:
             break
-    made.close()  # type: ignore[attr-defined]
+    made.close()  # type: ignore[attr-defined]  # a generator
     return found
 
 
@@ -189,7 +189,7 @@ def test_shards_are_made_ahead_for_all_replicas_and_then_removed(tmp_path: Path)
     expected = [[found[1:] for found in trained(source(config, prepared, 2, rank))] for rank in (0, 1)]
     ahead, _ = fed(prepared, tmp_path / "fed", Place())
     streams = [source(config, ahead, 2, rank).after(0, AGREEMENT) for rank in (0, 1)]
-    most, found = 0, [[], []]  # type: ignore[var-annotated]
+    most, found = 0, [list[Any](), list[Any]()]
     for _ in range(14):
         for rank in (0, 1):
             _, tokens, batches = next(streams[rank])

@@ -13,6 +13,7 @@ from tpu_kit.config.fields import near_multiples
 from tpu_kit.config.hub import hub_conflicts
 from tpu_kit.config.mesh import parse_mesh
 from tpu_kit.config.named_values import check_roles
+from tpu_kit.config.sections.data import GENERATED
 
 if TYPE_CHECKING:
     from tpu_kit.config.schema import OptimConfig, TrainConfig
@@ -332,7 +333,7 @@ def _stream_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
         yield "optim.max_steps data.streaming", "and a stream has no end of its own; set the number of updates"
     if data.mix:
         yield "data.source data.streaming", "is a mix, and a stream is one source; name its files by a glob or a folder"
-    elif data.source in ("embedded", "embedded-images", "synthetic"):
+    elif data.source in (*GENERATED, "synthetic"):
         yield "data.source data.streaming", "is no file of text; name files, a folder or a data set of the hub"
     own_first = "is not for a stream, which holds out its first data.eval_rows rows; remove it"
     prompts = "needs prompts, and a stream is plain text; "

@@ -176,7 +176,8 @@ def columns_of_label(talk: Conversation, document: Document, example: Example, e
 def _with_partners(tokens: Tokenized) -> Tokenized:
     """Adds to each labelled reply, as the rejected one, that of another row, after its own prompt.
 
-    The divergence of KTO is estimated on such mismatched pairs. The partner of a row depends on the seed alone.
+    The divergence of KTO is estimated on such mismatched pairs, without a gradient. The partner of a row depends on the
+    seed alone; a training row may have the reply of a held-out one.
 
     Raises:
         ValueError: there is one row.
@@ -285,6 +286,13 @@ def as_chosen(tokens: Tokenized) -> Tokenized:
     note = f"the {which} replies alone are used; dpo compares {compares}"
     encoder = replace(encoder, layout=replace(encoder.layout, notes=(*encoder.layout.notes, note)))
     return replace(tokens.selected(good, made.select(good), whole[good]), encoder=encoder)
+
+
+def with_pairs(tokens: Tokenized, layout: PairLayout | None) -> tuple[Tokenized, PairCounts | None]:
+    """Makes units of tokenised pairs for a run on pairs, and else documents of the chosen replies; see `as_units`."""
+    if layout is not None:
+        return as_units(tokens, layout.shares)
+    return (tokens if tokens.documents.pairs is None else as_chosen(tokens)), None
 
 
 def with_reply(dataset: PackedDataset, number: int) -> tuple[np.ndarray, np.ndarray]:

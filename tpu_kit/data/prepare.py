@@ -37,7 +37,7 @@ from tpu_kit.data.mixing import (
     source_column,
     tokenize_sources,
 )
-from tpu_kit.data.pairs import PairColumns, PairLayout, as_chosen, as_units, with_reply
+from tpu_kit.data.pairs import PairColumns, PairLayout, with_pairs, with_reply
 from tpu_kit.data.report import SAME_USERS, DataReport
 from tpu_kit.data.rows.sources import EMBEDDED_ROWS, SYNTHETIC, synthetic_rows
 from tpu_kit.data.tokenizing import RawRows, Tokenized
@@ -219,20 +219,12 @@ def prepare(
     if processor is not None and not data.documents.images.pictures.any():
         raise ValueError(f"{data.source}: no row has an image; set model.images=false, or name their column in "
                          "data.columns={images: COLUMN}")  # fmt: skip
-    counts = dict[str, Any]()
-    if pairs is not None:
-        data, counts["pairs"] = as_units(data, pairs.shares)
-    elif data.documents.pairs is not None:
-        data = as_chosen(data)
-    held, train = None, np.ones(len(data.documents), dtype=bool)
+    data, pair_counts = with_pairs(data, pairs)
+    held, train, counts = None, np.ones(len(data.documents), dtype=bool), dict[str, Any](pairs=pair_counts)
     if eval_split := _eval_split(config):
         section, split = eval_split
         like = [part.encoder.layout for part, _ in data.sources()] if section.mix else [data.encoder.layout]
-        held = tokenize_sources(section, tokenizer, split, like, processor)
-        if pairs is not None:
-            held = as_units(held, pairs.shares)[0]
-        elif held.documents.pairs is not None:
-            held = as_chosen(held)
+        held, _ = with_pairs(tokenize_sources(section, tokenizer, split, like, processor), pairs)
         wanted = np.ones(len(held.documents), dtype=bool)
     elif config.eval_rows != 0 or run:
         picked = choose_questions(data.questions, data.earlier, config, learned)

@@ -448,6 +448,13 @@ def test_another_name_of_a_slice_is_written_as_the_provider_does() -> None:
     assert "accelerators: tpu-v5litepod-64:1\n" in ENGINES["skypilot"](job, Path())[0]["task.yaml"]
 
 
+def test_a_file_of_pairs_is_trained_by_dpo() -> None:
+    files, _ = ENGINES["xpk"](make_job("xpk", reference="step"), Path())
+    assert files["start.sh"].endswith("exec env/bin/python -m tpu_kit dpo config.yaml\n")
+    with pytest.raises(ConfigError, match=r"preference.reference: 'start' on a TPU slice of several hosts: .* step"):
+        make_job("xpk", pref_beta=0.2)
+
+
 def test_a_run_with_a_teacher_is_distilled() -> None:
     files, _ = ENGINES["xpk"](make_job("xpk", teacher="Qwen/Qwen2.5-7B-Instruct"), Path())
     assert files["start.sh"].endswith("exec env/bin/python -m tpu_kit distill config.yaml\n")

@@ -71,9 +71,15 @@ def show_gains(output_dir: str | Path) -> None:
     """Shows a held-out pair token by token, with the log-probability that each has gained since the start.
 
     Green tokens are likelier than at the start, red ones less likely, the darker the more (in plain text each token
-    has its number of nats).
+    has its number of nats). Of a run that has no such pair it says why.
     """
-    pair = json.loads((Path(output_dir) / PAIR_FILE).read_text())
+    if not (file := Path(output_dir) / PAIR_FILE).exists():
+        print(
+            f"no {PAIR_FILE} in {output_dir}: it is written when held-out pairs are evaluated, and needs the tokens "
+            "of a reference from the start, which simpo, orpo, kto and reference=step do not keep"
+        )
+        return
+    pair = json.loads(file.read_text())
     print(f"step {pair['step']}: {pair['prompt']}")
     most = max(abs(gain) for name in ("chosen", "rejected") for gain in pair[name]["gained"]) or 1.0
     marked, plain = "", ""

@@ -1,8 +1,8 @@
 """Losses of pairs of a chosen and a rejected reply: DPO and its family, on packed units of `data.pairs`.
 
-The names and formulas are those of TRL 1.16: of its `DPOTrainer`, and for simpo and orpo of its `CPOTrainer` (without
-the likelihood that `cpo_alpha` weights there) and `ORPOTrainer`. Sums are over the whole update, so the loss depends on
-neither the rows of a pass nor the number of replicas.
+The names and formulas are those of TRL 1.16: of its `DPOTrainer`, for simpo and orpo of its `CPOTrainer` (without the
+likelihood that `cpo_alpha` weights there) and `ORPOTrainer`, and for kto of its `KTOTrainer`. Sums are over the whole
+update, so the loss depends on neither the rows of a pass nor the number of replicas.
 """
 
 from __future__ import annotations
@@ -176,7 +176,6 @@ class PreferenceObjective(Objective):
         "reference_gap",
     )  # fmt: skip
     measures_held_out = True
-    shares_prompts = True
 
     def __init__(self, config: TrainConfig) -> None:
         self._preference, self._chunk = config.preference, config.optim.loss_chunk
