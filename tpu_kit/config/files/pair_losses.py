@@ -11,8 +11,8 @@ from tpu_kit.config.sections.preference import LOSSES, REFUSED
 if TYPE_CHECKING:
     from tpu_kit.config.files.other_trainers import Translation
 
-METHODS = ("dpo", "ipo", "simpo", "orpo")
-"""The values of axolotl's `rl` that train on pairs."""
+METHODS = ("dpo", "ipo", "simpo", "orpo", "kto")
+"""The values of axolotl's `rl` that train on pairs, and kto on replies with a label."""
 
 
 def is_pair_loss(value: Any) -> bool:
@@ -45,7 +45,7 @@ def name_losses(values: dict[str, Any], case: Collection[str], result: Translati
         if method == "simpo":
             likelihood, usual = "cpo_alpha", 1.0
     elif "LLaMA-Factory" in case:
-        names, likelihood = [take("pref_loss", "sigmoid")], "pref_ftx"
+        names, likelihood = ["kto"] if "labels" in case else [take("pref_loss", "sigmoid")], "pref_ftx"
         if names == ["orpo"]:
             why = "its likelihood is that of the prompt, too, as in TRL"
     elif "CPO" in case:
@@ -59,7 +59,7 @@ def name_losses(values: dict[str, Any], case: Collection[str], result: Translati
             values.pop("cpo_alpha", None)
             return
     else:
-        names, weights = _listed(take("loss_type", [])), take("loss_weights")
+        names, weights = _listed(take("loss_type", ["kto"] if "KTO" in case else [])), take("loss_weights")
         if not names and "rpo_alpha" in values:
             names = ["sigmoid"]
     if usual and values.get(likelihood) is None:
@@ -67,6 +67,8 @@ def name_losses(values: dict[str, Any], case: Collection[str], result: Translati
     weight = take(likelihood, usual)
     if isinstance(weight, bool) or not isinstance(weight, int | float):
         result.problems.append(f"{likelihood}: {show(weight)} is not a number")
+    elif weight and names == ["kto"]:
+        result.problems.append(f"{likelihood}: {show(weight)} has no counterpart beside kto; set it to 0")
     elif weight:
         weights = [*(weights if isinstance(weights, list) else [1.0] * len(names)), weight]
         names = [*names, "sft"]

@@ -17,6 +17,7 @@ _SORTED = "sorts the pairs of a batch, so its loss would depend on how rows are 
 REFUSED = {
     "aot": _SORTED, "aot_pair": _SORTED, "aot_unpaired": _SORTED,
     "cpo": "is sigmoid without a reference; use simpo or orpo", "kto_pair": "is no loss of TRL any more; use apo_zero",
+    "apo_zero_unpaired": "is not here; use kto, which reads the same rows",
 }  # fmt: skip
 """Names of losses that there are elsewhere -> what to do instead."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -28,6 +29,7 @@ from tpu_kit.training.update_sources import Tensors, Updates
 
 PAIR_FILE = "pair.json"  # in a run's folder: a pair, with what each token has gained since the start
 _FALLEN = -1.0  # rewards of both replies from which on the model gives up what it could
+_MARGIN = 0.1  # of rewards, from which on it is asked whether the lengths of the replies alone make it
 _GAP = 0.1  # nats of a token by which the model may differ from its reference before the first update
 _OfBatch = list[list[list[float]]]
 """row -> pair -> the log-probabilities of its chosen and its rejected reply."""
@@ -182,13 +184,21 @@ class PairUpdates(Updates):
             yield update, tokens, batches
 
     def warnings(self, means: Mapping[str, float], step: int) -> list[str]:
-        """Says once when both rewards fall far, and when the model is not its reference as it starts."""
+        """Says once when both rewards fall far, lengths alone make the margin, or the model starts as another one."""
         found, rewards = {}, [means.get(f"rewards/{name}", 0.0) for name in ("chosen", "rejected")]
         if step and self._compares and max(rewards) < _FALLEN:
             found["fallen"] = (
                 f"the rewards of the chosen and the rejected replies are both far below 0 ({rewards[0]:.2g} and "
                 f"{rewards[1]:.2g}), so the model moves away from both. Lower optim.learning_rate, raise "
                 "preference.pref_beta, or set losses=[sigmoid,sft], which keeps the chosen ones likely"
+            )
+        margin, of_token = means.get("rewards/margins", 0.0), means.get("token_margins", math.inf)
+        if step and margin > _MARGIN and of_token <= 0:
+            found["length"] = (
+                f"the margin of the rewards is {margin:.2g}, and {of_token:.2g} if each reward is divided by the "
+                "number of tokens of its reply, so it comes from the lengths of the replies alone. Set "
+                "losses=[sigmoid_norm], which compares means of tokens, or preference.ld_alpha=0.5; or give replies of "
+                "similar lengths"
             )
         if not step and (gap := means.get("reference_gap", 0.0)) > _GAP:
             found["gap"] = (

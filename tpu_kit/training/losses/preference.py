@@ -166,14 +166,15 @@ class PreferenceObjective(Objective):
     A batch has the columns of `data.pairs.PairColumns`. Logs show by pair: the rewards of both replies, which are
     `pref_beta` times the difference of log-probabilities from the reference (without a reference: the mean
     log-probability of a token), their margin, the share of pairs whose chosen reply has the larger one, the
-    log-probabilities of the replies, and reference_gap, the mean of |log-probability - reference's| of a token. With
-    kto the chosen replies are those with the label of a good one and the rejected ones the others, each a mean over its
+    log-probabilities of the replies, token_margins, the margin of the rewards divided by the tokens of their replies,
+    and reference_gap, the mean of |log-probability - reference's| of a token. The last two need a reference. With kto
+    the chosen replies are those with the label of a good one and the rejected ones the others, each a mean over its
     own, and kl is the estimated divergence.
     """
 
     extra: tuple[str, ...] = (
         "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen", "logps/rejected",
-        "reference_gap",
+        "token_margins", "reference_gap",
     )  # fmt: skip
     measures_held_out = True
 
@@ -187,7 +188,7 @@ class PreferenceObjective(Objective):
             self.columns |= {"desirable": (1, torch.float32), "kl": (1, torch.float32)}
             self.extra = (*_OF_LABELS, "good", "bad", "reference_gap", "kl")
         elif not config.preference.compares:
-            self.extra = tuple(name for name in self.extra if name != "reference_gap")
+            self.extra = self.extra[:-2]
 
     def means(self, sums: Mapping[str, float], weight: float) -> dict[str, float]:
         """See `Objective.means`; of labelled replies the good and the bad ones by themselves."""
@@ -281,6 +282,7 @@ class PreferenceObjective(Objective):
         each += [scores.chosen, scores.rejected]
         if self._preference.compares:
             gap = scores.chosen_ratio.abs() + scores.rejected_ratio.abs()
+            each.append(rewards[0] / scores.chosen_tokens - rewards[1] / scores.rejected_tokens)
             each.append(gap / (scores.chosen_tokens + scores.rejected_tokens))
         return tuple(torch.where(last, one, 0.0).sum().float() for one in each)
 
