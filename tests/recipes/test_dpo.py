@@ -257,12 +257,6 @@ def test_a_real_model_learns_to_prefer_right_answers(tmp_path: Path) -> None:
         "batch_size": 2, "max_steps": 20, "save_steps": 20, "remat": "none",
     })  # fmt: skip
     dpo(config, Dataset.from_list(rows))
-    print(
-        logged(tmp_path, "loss", "start"),
-        logged(tmp_path, "loss"),
-        logged(tmp_path, "rewards/accuracies", "eval"),
-        logged(tmp_path, "rewards/margins", "eval"),
-    )
     assert logged(tmp_path, "loss")[0] == pytest.approx(math.log(2), abs=1e-5)
     (right,) = logged(tmp_path, "rewards/accuracies", "eval")
     assert Accuracy.of(round(48 * right), 48).low > 0.5, right

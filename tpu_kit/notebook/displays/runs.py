@@ -141,7 +141,8 @@ def _curves(output_dir: str | Path) -> Bundle:
         points = [record for record in records["eval"] if record.get(name) is not None]  # of a source of a mix
         loss.plot([one["step"] for one in points], [one[name] for one in points], "--", label=f"eval {name}")
         summary.append(f"eval {name} {points[0][name]:.4f} -> {points[-1][name]:.4f}" if points else name)
-    loss.set(xlabel="step", ylabel="reward, held-out accuracy" if rewarded else "loss (nats per token)")
+    unit = "mean over pairs" if any("logps/chosen" in record for record in train) else "nats per token"
+    loss.set(xlabel="step", ylabel="reward, held-out accuracy" if rewarded else f"loss ({unit})")
     loss.legend()
     speed.plot([record["step"] for record in train], [record["tokens_per_second"] for record in train], marker=".")
     speed.set(xlabel="step", ylabel="tokens per second", ylim=(0, None))
