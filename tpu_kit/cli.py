@@ -178,8 +178,10 @@ def _read_own(kinds: Sequence[type], pairs: Sequence[str], problems: list[str]) 
             try:
                 if get_origin(field.hint) is tuple:  # an item for each time that it is set
                     values[name] = field.read((*values.get(name, ()), text))
+                elif field.is_text(text):
+                    values[name] = field.read(None if text in ("null", "None") else text)
                 else:
-                    values[name] = field.read(text if field.is_text(text) else read_value(name, text))
+                    values[name] = field.read(read_value(name, text))
             except ValueError as error:
                 problems += error.problems if isinstance(error, ConfigError) else [str(error)]
         try:
