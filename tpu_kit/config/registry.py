@@ -17,7 +17,7 @@ COMMANDS = {
     "distill": "tpu_kit.recipes.commands:distill",
     "doctor": "tpu_kit.notebook.commands:doctor",
     "dpo": "tpu_kit.recipes.commands:dpo",
-    "evaluate": "tpu_kit.recipes.commands:evaluate",
+    "evaluate": "tpu_kit.recipes.evaluation.command:evaluate",
     "export": "tpu_kit.recipes.commands:export",
     "generate": "tpu_kit.recipes.commands:generate",
     "grpo": "tpu_kit.recipes.commands:grpo",

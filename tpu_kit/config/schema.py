@@ -5,6 +5,7 @@ conflicts.py has the rules across parameters. loader.py reads the values; other 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, is_dataclass, replace
 from functools import cache
@@ -477,6 +478,11 @@ class TrainConfig:
         if self.output_dir and not self.remote:
             return Path(self.output_dir).expanduser()
         return Path("runs") / self.run_name
+
+    @property
+    def served_name(self) -> str:
+        """The run's name as a file name, by which exports are served."""
+        return re.sub(r"[^\w.-]+", "-", self.run_name).strip("-.") or "model"
 
     @property
     def remote(self) -> str | None:

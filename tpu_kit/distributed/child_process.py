@@ -83,21 +83,25 @@ def run_child(
     given: str = "",
     seconds: float | None = None,
     on_line: Callable[[str], None] | None = None,
+    python: str | None = None,
 ) -> Ended:
     """Runs `python ARGUMENTS` with this package on its path, and ends the process and its children before it returns.
 
     `environment` is the whole of it, `given` the text of its stdin. `on_line` is called with each line of its stdout at
-    once, in a thread.
+    once, in a thread. `python` is the interpreter of another environment, which does not get this one's packages.
 
     Raises:
+        OSError: `python` cannot be started.
         TimeoutError: it ran longer than `seconds`.
     """
-    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), environment.get("PYTHONPATH")]))
+    if python is None:
+        path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), environment.get("PYTHONPATH")]))
+        environment = {**environment, "PYTHONPATH": path}
     with TemporaryFile("w+", errors="replace") as errors, TemporaryFile("w+") as stdin:
         stdin.write(given)
         stdin.seek(0)
         child = subprocess.Popen(
-            [sys.executable, *arguments], env={**environment, "PYTHONPATH": path}, stdin=stdin, stdout=subprocess.PIPE,
+            [python or sys.executable, *arguments], env={**environment}, stdin=stdin, stdout=subprocess.PIPE,
             stderr=errors, text=True, errors="replace", start_new_session=True,
         )  # fmt: skip
         lines: list[str] = []

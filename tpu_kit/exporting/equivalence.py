@@ -197,7 +197,7 @@ def run_llama_cpp(
     return answers, lengths
 
 
-def compare_llama_cpp(
+def compare_answers(
     model: torch.nn.Module, prompts: Sequence[Any], answers: Sequence[Answer], effect: float, stored: str,
     by: str = "llama.cpp",
 ) -> LogitComparison:  # fmt: skip

@@ -73,6 +73,7 @@ def export(
     *,
     dtype: str = "bf16",
     base: str | None = None,
+    vllm: str | None = None,
     push: str | None = None,
     private: bool = True,
     revision: str | None = None,
@@ -87,6 +88,7 @@ def export(
         out: as in `ExportOptions`; for gs://bucket/run `runs/<run_name>/export/<format>` by default.
         dtype: as in `ExportOptions`.
         base: as in `ExportOptions`.
+        vllm: as in `ExportOptions`.
         push: as in `ExportOptions`.
         private: as in `ExportOptions`.
         revision: as in `ExportOptions`.
@@ -97,7 +99,7 @@ def export(
             differs from the tuned model.
     """
     place = None if out is None else str(out)
-    (done,) = export_all(run_dir, ExportOptions((format,), place, dtype, base, push, private, revision))
+    (done,) = export_all(run_dir, ExportOptions((format,), place, dtype, base, vllm, push, private, revision))
     return done
 
 
@@ -149,10 +151,12 @@ def _export(folder: Path, copied: bool, options: ExportOptions, format: str) -> 
     kind.prepare()
     with atomic.replacing(target) as part, without_head(folder / "adapter") as adapter:
         tuned = open_tuned(config, folder, adapter, part, options.dtype, options.base or hub_id(config.model.name))
+        tuned.vllm = options.vllm
         _check_free_space(target, tuned, kind)
         part.mkdir(parents=True)
         written = kind.write(tuned)
-        checks, notes = written.checks, [_placed(note, options, format) for note in written.notes]
+        named = config.model.name
+        checks, notes = written.checks, [_placed(note, options, format, named) for note in written.notes]
         if options.push and not tuned.base_id:
             _name_base_alone(part / "adapter_config.json")
         if not tuned.tokenizer.chat_template:
@@ -161,7 +165,7 @@ def _export(folder: Path, copied: bool, options: ExportOptions, format: str) -> 
             notes.append(f"PEFT loads the adapter without the {title(head)}, tpu_kit's generate with it")
         licence = base_licence(tuned.base_id, config.model.revision) if options.push and tuned.base_id else {}
         card = model_card(
-            config, folder, written.kind, tuned.base_id, _placed(written.use, options, format),
+            config, folder, written.kind, tuned.base_id, _placed(written.use, options, format, named),
             [*map(str, checks), *notes], relation=kind.relation, licence=licence,
         )  # fmt: skip
         (part / "README.md").write_text(card)
@@ -181,19 +185,25 @@ def _name_base_alone(settings: Path) -> None:
         settings.write_text(json.dumps(named, indent=2, sort_keys=True))
 
 
-def _placed(text: str, options: ExportOptions, format: str) -> str:
-    """Names the repository in a text about how to load an export, if it is pushed."""
+def _placed(text: str, options: ExportOptions, format: str, base: str) -> str:
+    """Names the repository in a text about how to load an export, if it is pushed.
+
+    A base that is a folder of this machine is named without its path there.
+    """
     if not options.push or HERE not in text:
         return text
+    if Path(base).is_absolute():
+        text = text.replace(base, Path(base).name)
     first = format == options.format[0]
     if f'"{HERE}"' not in text:  # a command
         branch = f" --revision {options.revision}" if options.revision else ""
-        if first and f"{HERE}/" not in text:
+        if first and text.count(HERE) == 1 and f"{HERE}/" not in text:
             return text.replace(HERE, options.push + branch)
         here = Path(options.push).name
         part = "" if first else f' --include "{format}/*"'
         get = f"hf download {options.push}{part}{branch} --local-dir {here}"
-        return text.replace("```sh\n", f"```sh\n{get}\n").replace(HERE, here if first else f"{here}/{format}")
+        text = text.replace("```sh\n", f"```sh\n{get}\n") if "```" in text else f"{text}, after {get}"
+        return text.replace(HERE, here if first else f"{here}/{format}")
     branch = f', revision="{options.revision}"' if options.revision else ""
     if first:
         return text.replace(f'"{HERE}"', f'"{options.push}"{branch}')

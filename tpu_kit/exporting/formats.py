@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from tpu_kit.exporting.equivalence import LogitComparison, compare, logits, relo
 from tpu_kit.exporting.options import DTYPES
 from tpu_kit.exporting.streaming import StreamedModel
 from tpu_kit.exporting.tuned_model import HERE, Format, TunedModel, Written, accept, adapter_of
+from tpu_kit.exporting.vllm.check import RANKS, Served, check_in_vllm
 from tpu_kit.model.base_model import base_model
 from tpu_kit.model.causal_lm import cast
 from tpu_kit.model.families import experts
@@ -34,6 +37,9 @@ def adapter(tuned: TunedModel) -> Written:
     path = tuned.part / ADAPTER_FILES[0]
     settings = json.loads(path.read_text()) | {"base_model_name_or_path": named, "revision": model.revision}
     path.write_text(json.dumps(settings, indent=2, sort_keys=True))
+    rules = copy.deepcopy(base_model(tuned.model).generation_config)  # servers take the ends of answers from it
+    rules.eos_token_id = tuned.stops or None
+    rules.save_pretrained(tuned.part)
     unfetched = copy_processor(model, tuned.part)
     base = {"revision": model.revision, "gguf_file": model.gguf_file} | {
         "pretrained_model_name_or_path": locate(model) if model.name.startswith("embedded") else model.name
@@ -44,8 +50,8 @@ def adapter(tuned: TunedModel) -> Written:
     notes = unfetched + ([] if tuned.base_id else [unnamed])
     if (note := _other_class(tuned)) is not None:
         notes.append(note)
-    if tuned.config.lora.experts:
-        notes.append(_adapters_of_experts_in_vllm(tuned))
+    check_of_vllm, told = _in_vllm(tuned, settings, named)
+    notes += told
     use = (
         "```python\nfrom peft import AutoPeftModelForCausalLM\nfrom transformers import AutoTokenizer\n"
         f'model = AutoPeftModelForCausalLM.from_pretrained("{HERE}")\n'
@@ -59,7 +65,7 @@ def adapter(tuned: TunedModel) -> Written:
             f'model = PeftModel.from_pretrained(model, "{HERE}")\n'
             f'processor = AutoProcessor.from_pretrained("{HERE}")\n```'
         )
-    return Written("a LoRA adapter", [check], notes, use)
+    return Written("a LoRA adapter", [check, *check_of_vllm], notes, use)
 
 
 def _other_class(tuned: TunedModel) -> str | None:
@@ -74,15 +80,37 @@ def _other_class(tuned: TunedModel) -> str | None:
     )
 
 
-def _adapters_of_experts_in_vllm(tuned: TunedModel) -> str:
-    """Says how vLLM 0.33 serves PEFT's layout of adapters of experts, which it splits into those of gates and ups."""
-    if not all(part.has_gate for _, part in experts.modules_of(tuned.model)):
-        return "vLLM takes no adapters of experts without gates in PEFT's layout: export format=vllm"
-    name = json.dumps({"name": tuned.name, "path": HERE, "is_3d_lora_weight": True})
-    return (
-        f"vLLM, which was not run, serves it on its base with --enable-lora --enable-mixed-moe-lora-format "
-        f"--lora-modules '{name}'; format=vllm needs none of these"
-    )
+def _in_vllm(tuned: TunedModel, settings: Mapping[str, Any], base: str) -> tuple[list[LogitComparison], list[str]]:
+    """Says how vLLM serves an adapter, and compares it there; see `check_in_vllm`.
+
+    Args:
+        tuned: the run.
+        settings: of adapter_config.json.
+        base: the base model's name on the hub, or its folder.
+    """
+    rank = max([settings["r"], *(settings.get("rank_pattern") or {}).values()])
+    gateless = not all(part.has_gate for _, part in experts.modules_of(tuned.model))
+    reasons = {
+        "adapters with DoRA": settings.get("use_dora"), "trained modules beside the adapter":
+        settings.get("modules_to_save") or settings.get("trainable_token_indices"),
+        "adapters on a base in a GGUF file": tuned.config.model.gguf_file,
+        f"adapters of a rank above {RANKS[-1]} (this one has {rank})": rank > RANKS[-1],
+        "adapters of experts without gates in PEFT's layout": tuned.config.lora.experts and gateless,
+    }  # fmt: skip
+    if refused := [reason for reason, holds in reasons.items() if holds]:
+        return [], [f"vLLM takes no {' and no '.join(refused)}: export format=vllm"]
+    model = tuned.config.model
+    engine: dict[str, Any] = {"revision": model.revision} if model.revision else {}
+    engine |= {"tokenizer": HERE, "generation_config": HERE, "dtype": DTYPES[tuned.dtype], "enable_lora": True}
+    engine |= {"max_lora_rank": next(size for size in RANKS if size >= rank)}
+    request: dict[str, Any] = {}
+    if tuned.config.lora.experts:  # of which PEFT's layout has gates and ups in one tensor
+        engine, request = engine | {"enable_mixed_moe_lora_format": True}, {"is_3d_lora_weight": True}
+    embedded = model.name.startswith("embedded")  # whose folder depends on where the kit is installed
+    folder = "$(python -c 'from tpu_kit.assets.embedded import model_dir; print(model_dir())')"
+    served = Served(folder if embedded else base, tuned.config.served_name, engine, request)
+    checks, notes = check_in_vllm(tuned, served, locate(model) if embedded else model.name)
+    return checks, [f"vLLM serves it on its base with: {served.command}", *notes]
 
 
 def merge(tuned: TunedModel) -> LogitComparison:
@@ -124,9 +152,11 @@ def merged(tuned: TunedModel) -> Written:
 def for_vllm(tuned: TunedModel) -> Written:
     """Writes a folder for vLLM, and says with which command it serves it."""
     checks, notes = _write_merged(tuned)
-    command = f"vllm serve {HERE} --served-model-name {tuned.name} --dtype {DTYPES[tuned.dtype]}"
-    notes += [f"serve it with: {command}", "vLLM itself was not run: transformers read the files"]
-    return Written(f"merged weights in {tuned.dtype} for vLLM", checks, notes, f"```sh\n{command}\n```")
+    served = Served(HERE, tuned.config.served_name, {"dtype": DTYPES[tuned.dtype]})
+    compared, told = check_in_vllm(tuned, served)
+    notes += [f"serve it with: {served.command}", *told]
+    use = f"```sh\n{served.command}\n```"
+    return Written(f"merged weights in {tuned.dtype} for vLLM", checks + compared, notes, use)
 
 
 def _write_merged(tuned: TunedModel) -> tuple[list[LogitComparison], list[str]]:

@@ -16,7 +16,7 @@ import torch
 
 from tpu_kit.exporting import projector
 from tpu_kit.exporting.converter import archive_at_hand, convert_adapter, convert_model, converter
-from tpu_kit.exporting.equivalence import LogitComparison, compare_llama_cpp, run_llama_cpp
+from tpu_kit.exporting.equivalence import LogitComparison, compare_answers, run_llama_cpp
 from tpu_kit.exporting.formats import merge, save_merged, save_model
 from tpu_kit.exporting.streaming import stream
 from tpu_kit.exporting.tuned_model import HERE, Format, TunedModel, Written, accept, adapter_of
@@ -42,7 +42,7 @@ def write_model(tuned: TunedModel, outtype: str) -> Written:
     checks = [merge(tuned)]
     scratch = tuned.part / "fp32"
     save_merged(tuned, scratch, torch.float32)
-    target = tuned.part / f"{tuned.name}-{outtype}.gguf"
+    target = tuned.part / f"{tuned.config.served_name}-{outtype}.gguf"
     with converter() as tools:
         if sees:
             projector.complete_settings(scratch)
@@ -59,7 +59,8 @@ def write_model(tuned: TunedModel, outtype: str) -> Written:
     near = "its own template that is nearest to the file's chat template"
     notes.append(f"Ollama was not run: it uses {near if tuned.tokenizer.chat_template else 'the prompt as it is'}")
     options = projector.server_options(tuned, f"{HERE}/{seeing.file.name}") if seeing else ""
-    use = f"llama-server -m {HERE}/{target.name}{options} --jinja\nollama create {tuned.name} -f {HERE}/Modelfile"
+    name = tuned.config.served_name
+    use = f"llama-server -m {HERE}/{target.name}{options} --jinja\nollama create {name} -f {HERE}/Modelfile"
     return Written(f"merged weights as GGUF ({outtype})", checks, notes, f"```sh\n{use}\n```")
 
 
@@ -78,7 +79,7 @@ def write_adapter(tuned: TunedModel) -> Written:
     save_model(base, tuned.tokenizer, scratch, torch.float32)
     if sees:
         projector.complete_settings(scratch)
-    target = tuned.part / f"{tuned.name}-lora-f16.gguf"
+    target = tuned.part / f"{tuned.config.served_name}-lora-f16.gguf"
     plain = scratch / "base.gguf"
     with converter() as tools:
         convert_adapter(source, scratch, target, tools)
@@ -135,7 +136,7 @@ def _in_llama_cpp(
         return [], ["not checked in llama.cpp, which is not installed: pip install xllamacpp, and export again"]
     prompts = projector.without_pictures(tuned) if tuned.config.model.images else tuned.prompts
     answers, lengths = run_llama_cpp(model, prompts, tuned.texts, adapter)
-    check = accept(compare_llama_cpp(tuned.model, prompts, answers, tuned.effect, stored))
+    check = accept(compare_answers(tuned.model, prompts, answers, tuned.effect, stored))
     counts = [len(tuned.tokenizer(text)["input_ids"]) for text in tuned.texts]
     if counts != lengths:
         raise ValueError(

@@ -34,6 +34,10 @@ class ExportOptions:
     out: str | None = knob(None, "The folder; null = RUN_DIR/export/FORMAT. An earlier export there is replaced.")
     dtype: str = knob("bf16", f"The type of merged weights: {', '.join(DTYPES)}.")
     base: str | None = knob(None, "The base model's name on the hub, if training read it from a folder.")
+    vllm: str | None = knob(
+        None, "The Python interpreter of an environment with vLLM, in which the formats vllm and adapter are compared "
+        "with the tuned model; null = this environment, if it has vLLM; off = no comparison.",
+    )  # fmt: skip
     push: str | None = knob(None, "The repository on the Hugging Face hub to push the export to, such as ann/my-model.")
     private: bool = knob(True, "Whether a repository that push creates is private.")
     revision: str | None = knob(None, "The branch that push commits to; null = main.", check=check_branch)
@@ -52,6 +56,8 @@ class ExportOptions:
             )
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype}: there are {', '.join(DTYPES)}")
+        if self.vllm and {"vllm", "adapter"}.isdisjoint(self.format):
+            raise ValueError(f"vllm={self.vllm}: format={', '.join(self.format)} is not for vLLM; use vllm or adapter")
         if not self.push and (self.revision or not self.private):
             given = f"revision={self.revision}" if self.revision else "private=false"
             raise ValueError(f"{given}: it has no effect without push=owner/name")

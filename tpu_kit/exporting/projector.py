@@ -28,7 +28,7 @@ from tpu_kit.exporting.equivalence import (
     Answer,
     LogitComparison,
     answer_of,
-    compare_llama_cpp,
+    compare_answers,
     in_child,
     llama_cpp,
 )
@@ -109,7 +109,7 @@ def write(tuned: TunedModel, folder: Path, outtype: str, tools: Path) -> Project
     if unfetched := copy_processor(tuned.config.model, folder):
         raise ValueError(f"{unfetched[0].partition(':')[0]}: the export needs them; run this with a network")
     kind = "f16" if outtype == "q8_0" else outtype
-    target = tuned.part / f"mmproj-{tuned.name}-{kind}.gguf"
+    target = tuned.part / f"mmproj-{tuned.config.served_name}-{kind}.gguf"
     _keep_tiles(tuned, folder)
     convert_model(folder, target, kind, tools, projector=True)
     paths = os.pathsep.join([str(tools / "gguf-py"), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -205,7 +205,7 @@ def compare_pictures(tuned: TunedModel, model: Path, projector: Path) -> tuple[l
             f"not compared with pictures in llama.cpp, which makes {made} tokens of a prompt of {len(prompts[0])}"
         ]
     by = "llama.cpp, with pictures"
-    return [accept(compare_llama_cpp(tuned.model, prompts, answers, tuned.effect, PICTURES, by))], []
+    return [accept(compare_answers(tuned.model, prompts, answers, tuned.effect, PICTURES, by))], []
 
 
 def _text(tuned: TunedModel, ids: list[int], size: tuple[int, int]) -> str:

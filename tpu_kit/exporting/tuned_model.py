@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -52,6 +51,7 @@ class TunedModel:
         stops: ids of the tokens that end an answer.
         logits: the tuned model's, of `whole`.
         effect: mean difference between these and the base model's logits.
+        vllm: as in `ExportOptions`.
     """
 
     config: TrainConfig
@@ -68,11 +68,7 @@ class TunedModel:
     stops: list[int]
     logits: list[torch.Tensor]
     effect: float
-
-    @property
-    def name(self) -> str:
-        """The run's name as a file name."""
-        return re.sub(r"[^\w.-]+", "-", self.config.run_name).strip("-.") or "model"
+    vllm: str | None = None
 
 
 class Written(NamedTuple):

@@ -33,6 +33,23 @@ class AnsweringModel:
 
 
 @dataclass
+class JudgedModel(AnsweringModel):
+    """What `evaluate` asks."""
+
+    server: str | None = knob(
+        None, "A server with OpenAI's interface, such as http://localhost:8000 of vLLM, whose answers are judged in "
+        "place of a model's; OPENAI_API_KEY of the environment is its key.",
+    )  # fmt: skip
+    served_model: str | None = knob(None, "The model's name there; null = the name with which `export` serves the run.")
+
+    def __post_init__(self) -> None:
+        if self.server is None and self.served_model:
+            raise ValueError(f"served_model={self.served_model}: it has no effect without server=http://...")
+        if self.server is not None and not self.server.startswith(("http://", "https://")):
+            raise ValueError(f"server={self.server}: give its address, such as http://localhost:8000")
+
+
+@dataclass
 class Prompts(AnsweringModel):
     """What `generate` answers, and how often."""
 

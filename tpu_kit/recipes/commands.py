@@ -1,4 +1,4 @@
-"""The commands that train, ask, measure and export a model, and plan a run."""
+"""The commands that train, ask and export a model, and plan a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from tpu_kit.config.commands import BAD_USAGE, CONFIG, JSON, OK, PREEMPTED, command, switch
 from tpu_kit.config.loader import ConfigError, TrainConfig, describe, of_preferences, of_rewards
 from tpu_kit.exporting.options import ExportOptions
-from tpu_kit.generation.requests import AnsweringModel, Prompts
+from tpu_kit.generation.requests import Prompts
 from tpu_kit.generation.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -162,32 +162,6 @@ def generate(args: argparse.Namespace) -> int:
     replies = generation.generate(args.config, request.asked, sampling, request.n, batch_size=request.rows, **settings)
     texts = (f"[{row // request.n}.{row % request.n}] {reply.text.strip()}" for row, reply in enumerate(replies))
     print(json.dumps([vars(reply) for reply in replies]) if args.json else "\n\n".join(texts))
-    return OK
-
-
-@command(
-    "The held-out rows are those of the adapter's run, or else those of `train`, without questions that the training\n"
-    "data have too. generate_rows=200 limits the rows, generate_tokens the length of an answer; verifier judges it.\n"
-    "With an adapter the result is written as eval.json into the run's folder.\n\n"
-    "Exit codes: 0 done, 1 error, 2 bad arguments.",
-    CONFIG | JSON,
-    (AnsweringModel,),
-)
-def evaluate(args: argparse.Namespace) -> int:
-    """Compare the base and the tuned model on held-out rows."""
-    from tpu_kit.generation.evaluation import evaluate as evaluation
-
-    (options,) = args.options
-    if args.adapter:
-        comparison = evaluation.evaluate_adapter(args.config, args.adapter, chat=options.chat)
-        text, values = str(comparison), comparison.to_dict()
-    else:
-        prepared = evaluation.held_out(args.config, plain=options.chat is False)
-        report = evaluation.evaluate(args.config, prepared)
-        seen = prepared.eval_report.seen_in_training if prepared.eval_report else 0
-        text = f"base model only\n{report}\n{seen} rows left out, because the training data have their questions"
-        values = {"base": report.to_dict(), "seen_in_training": seen}
-    print(json.dumps(values, indent=2) if args.json else text)
     return OK
 
 

@@ -7,6 +7,7 @@ import json
 import math
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from tpu_kit.data.held_out import Questions, drawn
 from tpu_kit.data.prepare import Prepared, prepare
 from tpu_kit.generation.answers import GenerationRequest, answer
 from tpu_kit.generation.evaluation.comparison import Comparison, Evaluation, compare
-from tpu_kit.generation.evaluation.held_out_answers import ANSWERED_AT_ONCE, judged_answers, prompt_ids
+from tpu_kit.generation.evaluation.held_out_answers import ANSWERED_AT_ONCE, Reply, judged_answers, prompt_ids
 from tpu_kit.generation.evaluation.verifiers import verifier_named
 from tpu_kit.generation.prompts import plain_template
 from tpu_kit.generation.sampling import Sampling
@@ -34,6 +35,41 @@ _ABOUT = (
     "tokenizer_config.json",
     "chat_template.jinja",
 )  # of an adapter, without its weights
+
+
+class AdapterRows(NamedTuple):
+    """The rows on which an adapter is evaluated.
+
+    Attributes:
+        config: the run, with the base and the date of the adapter's.
+        prepared: the rows.
+        questions: of the adapter's run; None if they are not known.
+        plain: whether they are asked without a chat template.
+    """
+
+    config: TrainConfig
+    prepared: Prepared
+    questions: Questions | None
+    plain: bool
+
+
+def rows_of_adapter(
+    config: TrainConfig, adapter_dir: str | Path, prepared: Prepared | None = None, *, chat: bool | None = None
+) -> AdapterRows:
+    """Prepares the held-out rows of an adapter's run; arguments and errors as in `evaluate_adapter`."""
+    run, adapter_dir = find_run(adapter_dir).folder, adapter_of(adapter_dir)
+    with at_hand(adapter_dir, *_ABOUT) as folder:  # both models have one base
+        config = dataclasses.replace(config, model=base_of_adapter(config.model, folder))
+        plain = chat is False or (chat is None and not load_tokenizer(config.model, folder).chat_template)
+    questions = prepared.questions if prepared else Questions.read(run)
+    if questions and not config.data.date:  # so the folder is that of a run
+        with at_hand(run, "config.yaml") as folder:
+            trained = flatten(read_yaml(folder / "config.yaml")) if (folder / "config.yaml").is_file() else {}
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, date=trained.get("data.date")))
+    if prepared is None:
+        prepared = held_out(config, questions, plain)
+        _tell_form(prepared, plain, chat)
+    return AdapterRows(config, prepared, questions, plain)
 
 
 def evaluate_adapter(
@@ -57,21 +93,12 @@ def evaluate_adapter(
         LaunchError: a replica failed.
     """
     run, adapter_dir = find_run(adapter_dir).folder, adapter_of(adapter_dir)
-    with at_hand(adapter_dir, *_ABOUT) as folder:  # both models have one base
-        config = dataclasses.replace(config, model=base_of_adapter(config.model, folder))
-        plain = chat is False or (chat is None and not load_tokenizer(config.model, folder).chat_template)
-    questions = prepared.questions if prepared else Questions.read(run)
-    if questions and not config.data.date:  # so the folder is that of a run
-        with at_hand(run, "config.yaml") as folder:
-            trained = flatten(read_yaml(folder / "config.yaml")) if (folder / "config.yaml").is_file() else {}
-        config = dataclasses.replace(config, data=dataclasses.replace(config.data, date=trained.get("data.date")))
-    if prepared is None:
-        prepared = held_out(config, questions, plain)
-        _tell_form(prepared, plain, chat)
+    rows = rows_of_adapter(config, adapter_dir, prepared, chat=chat)
+    config, prepared = rows.config, rows.prepared
     with at_hand(adapter_dir) as folder, without_head(folder) as headless:
         base, tuned = evaluate(config, prepared), evaluate(config, prepared, folder)
         seen = prepared.eval_report.seen_in_training if prepared.eval_report else 0
-        comparison = compare(base, tuned, seen, training_data_known=questions is not None)
+        comparison = compare(base, tuned, seen, training_data_known=rows.questions is not None)
         if headless != folder:
             comparison = dataclasses.replace(comparison, head=compare(evaluate(config, prepared, headless), tuned))
     written = json.dumps(comparison.to_dict(), indent=2)
@@ -159,7 +186,7 @@ def evaluate(config: TrainConfig, prepared: Prepared, adapter_dir: str | Path | 
         numbered = zip(rows, documents.tolist(), strict=True)
         rows = [images.with_pictures(row, prepared.eval.documents, number) for row, number in numbered]
     answers = answer(config, [ask], rows, adapter_dir=adapter_dir, batch_size=ANSWERED_AT_ONCE)
-    judged = judged_answers(config, prepared, answers.completions[0], rule)
+    judged = judged_answers(config, prepared, [*map(Reply.of, answers.completions[0])], rule)
     logprobs = np.concatenate([np.array(rating.logprobs) for rating in answers.ratings])
     logprobs = logprobs[np.concatenate([mask[1:] for mask in masks])]
     return dataclasses.replace(judged, perplexity=math.exp(-logprobs.mean()), perplexity_tokens=len(logprobs))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tpu_kit.config.loader import ConfigError, TrainConfig
 from tpu_kit.data.prepare import Prepared
@@ -26,6 +26,25 @@ if TYPE_CHECKING:
 
 ANSWERED_AT_ONCE = 32
 """Rows that a replica answers at a time."""
+
+
+class Reply(NamedTuple):
+    """An answer that is judged.
+
+    Attributes:
+        text: without special tokens, and without the part that the prompt has.
+        tokens: their number, with the last one.
+        cut_off: whether it is as long as an answer may be, and has not ended.
+    """
+
+    text: str
+    tokens: int
+    cut_off: bool
+
+    @classmethod
+    def of(cls, completion: Completion) -> Reply:
+        """Returns the answer of a generator."""
+        return cls(completion.text, len(completion.tokens), completion.finish_reason == "length")
 
 
 def check_answers(config: TrainConfig, prepared: Prepared, model: PreTrainedConfig | None = None) -> None:
@@ -131,7 +150,7 @@ def prompt_ids(prepared: Prepared, count: int | None) -> list[list[int]]:
 
 
 def judged_answers(
-    config: TrainConfig, prepared: Prepared, replies: Sequence[Completion], rule: str | Verifier
+    config: TrainConfig, prepared: Prepared, replies: Sequence[Reply], rule: str | Verifier
 ) -> Evaluation:
     """Judges the replies to the first held-out rows; the result has no perplexity.
 
@@ -159,8 +178,8 @@ def judged_answers(
     return Evaluation(
         accuracy=Accuracy.of(sum(judged), len(judged)),
         format_adherence=sum(well_formed(sample.answer, config.data) for sample in samples) / len(samples),
-        mean_tokens=sum(len(reply.tokens) for reply in replies) / len(replies),
-        unfinished=sum(reply.finish_reason == "length" for reply in replies) / len(replies),
+        mean_tokens=sum(reply.tokens for reply in replies) / len(replies),
+        unfinished=sum(reply.cut_off for reply in replies) / len(replies),
         max_new_tokens=config.tracking.generate_tokens,
         samples=tuple(samples),
         rows_reason=bool(prepared.eval_report and prepared.eval_report.reasoning.held),

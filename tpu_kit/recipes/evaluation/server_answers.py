@@ -1,0 +1,166 @@
+"""Asks a server with OpenAI's interface, such as vLLM's, for answers to held-out rows, and judges them."""
+
+from __future__ import annotations
+
+import json
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+from tpu_kit.config.fields import hide_secrets
+from tpu_kit.config.loader import TrainConfig
+from tpu_kit.config.schema import DataConfig
+from tpu_kit.data.prepare import Prepared
+from tpu_kit.generation.evaluation.comparison import Evaluation
+from tpu_kit.generation.evaluation.held_out_answers import Reply, judged_answers
+from tpu_kit.generation.evaluation.verifiers import verifier_named
+from tpu_kit.generation.prompts import opened
+
+KEY = "OPENAI_API_KEY"
+"""The environment variable with the server's key, if it wants one."""
+_AT_ONCE = 16  # requests, which the server batches
+_SECONDS = 600.0  # for one answer, with the others that the server has
+_TRIES = 3  # of a request that finds the server busy or the connection cut
+
+
+class Server(NamedTuple):
+    """A server, and the model that is asked.
+
+    Attributes:
+        address: such as http://localhost:8000, with or without /v1.
+        model: its name there.
+    """
+
+    address: str
+    model: str
+
+    @property
+    def root(self) -> str:
+        """The address of its interface."""
+        return self.address.rstrip("/").removesuffix("/v1") + "/v1"
+
+
+def evaluate_server(config: TrainConfig, prepared: Prepared, server: Server, plain: bool = False) -> Evaluation:
+    """Lets a server answer the held-out rows greedily and judges the answers; there is no perplexity.
+
+    Chats are asked through the server's own chat template; the token ids of plain text are continued.
+
+    Args:
+        config: the run; `tracking.generate_rows` limits the rows, `tracking.generate_tokens` an answer, and
+            `tracking.verifier` judges it.
+        prepared: the data.
+        server: which is asked.
+        plain: whether chats are asked as plain text, too.
+
+    Raises:
+        ValueError: there are no held-out rows; the server cannot be reached, has no such model, or refuses a row.
+    """
+    if not prepared.eval_rows:
+        raise ValueError(
+            "there are no rows to evaluate on; hold out rows with data.eval_rows, or give data.eval_source"
+        )
+    rule, count = verifier_named(config.tracking.verifier), config.tracking.generate_rows or None
+    _check_model(server)
+    rows = range(len(prepared.eval_rows[:count]))
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        found = pool.map(lambda row: _answer(server, config, prepared, row, plain), rows)
+        return judged_answers(config, prepared, [*found], rule)
+
+
+def _check_model(server: Server) -> None:
+    listed = _request(server, "models")
+    names = [str(model.get("id")) for model in listed.get("data") or [] if isinstance(model, Mapping)]
+    if server.model not in names:
+        raise ValueError(
+            f"server={server.address} has {', '.join(names) or 'no model'}, and not {server.model}: give "
+            "served_model=NAME, or start it with the command that `export` prints"
+        )
+
+
+def _answer(server: Server, config: TrainConfig, prepared: Prepared, row: int, plain: bool) -> Reply:
+    """Returns the answer to a row."""
+    asked = prepared.eval_asked[row]
+    request = {"model": server.model, "temperature": 0, "max_tokens": config.tracking.generate_tokens}
+    if plain or isinstance(asked, str):
+        request["prompt"] = prepared.eval_prompt_ids[row]
+        made = _request(server, "completions", request)
+        choice = _choice(server, made)
+        text = str(choice.get("text") or "")
+    else:
+        chat = asked if isinstance(asked, Mapping) else {"messages": asked}
+        made = _request(server, "chat/completions", request | _with_system(chat, config.data))
+        choice = _choice(server, made)
+        text = _text(choice.get("message") or {}, config.data, prepared.eval_prompts[row])
+    tokens = int((made.get("usage") or {}).get("completion_tokens") or 0)
+    return Reply(text, tokens, choice.get("finish_reason") == "length")
+
+
+def _with_system(chat: Mapping[str, Any], data: DataConfig) -> dict[str, Any]:
+    messages: Sequence[Mapping[str, Any]] = chat["messages"]
+    if data.system_prompt and messages[0].get("role") != "system":
+        messages = [{"role": "system", "content": data.system_prompt}, *messages]
+    return {**{name: value for name, value in chat.items() if value}, "messages": [*messages]}
+
+
+def _choice(server: Server, made: Mapping[str, Any]) -> Mapping[str, Any]:
+    choices = made.get("choices")
+    if not (isinstance(choices, list) and choices and isinstance(choices[0], Mapping)):
+        raise ValueError(f"server={server.address} gave no answer: {str(made)[:200]}")
+    found: Mapping[str, Any] = choices[0]
+    return found
+
+
+def _text(message: Mapping[str, Any], data: DataConfig, prompt: str) -> str:
+    """Joins the reasoning, which a server may give by itself, and the answer."""
+    content = str(message.get("content") or "")
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    if not reasoning:
+        return content
+    begin = "" if opened(prompt, data) else f"{data.think_open}\n"
+    return f"{begin}{reasoning}\n{data.think_close}\n{content}"
+
+
+def _request(server: Server, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Returns the JSON object that the server answers.
+
+    Raises:
+        ValueError: it cannot be reached, refuses the request, or answers something else.
+    """
+    headers = {"Content-Type": "application/json"}
+    if key := os.environ.get(KEY):
+        headers["Authorization"] = f"Bearer {key}"
+    data = None if body is None else json.dumps(body).encode()
+    request, text = urllib.request.Request(f"{server.root}/{path}", data, headers), ""
+    for left in reversed(range(_TRIES)):
+        try:
+            with urllib.request.urlopen(request, timeout=_SECONDS) as response:
+                text = response.read().decode(errors="replace")
+            break
+        except urllib.error.HTTPError as error:
+            if error.code >= 500 and left:
+                continue
+            if error.code == 401:
+                raise ValueError(f"server={server.address} wants a key: set {KEY} in the environment") from None
+            said = _brief(error.read().decode(errors="replace"))
+            raise ValueError(f"server={server.address} refuses {path} (status {error.code}): {said}") from None
+        except OSError as error:
+            if body is not None and left:
+                continue
+            raise ValueError(
+                f"server={server.address} cannot be reached ({getattr(error, 'reason', error)}): start one with the "
+                "command that `export` prints"
+            ) from None
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(f"server={server.address} has no interface like OpenAI's: {path} says {_brief(text)!r}")
+    return found
+
+
+def _brief(text: str) -> str:
+    return hide_secrets(" ".join(text.split())[:300])
