@@ -14,6 +14,7 @@ from tpu_kit.config.fields import hide_secrets
 from tpu_kit.config.loader import TrainConfig
 from tpu_kit.config.schema import DataConfig
 from tpu_kit.data.prepare import Prepared
+from tpu_kit.distributed.progress import open_bar
 from tpu_kit.generation.evaluation.comparison import Evaluation
 from tpu_kit.generation.evaluation.held_out_answers import Reply, judged_answers
 from tpu_kit.generation.evaluation.verifiers import verifier_named
@@ -62,12 +63,20 @@ def evaluate_server(config: TrainConfig, prepared: Prepared, server: Server, pla
         raise ValueError(
             "there are no rows to evaluate on; hold out rows with data.eval_rows, or give data.eval_source"
         )
+    if config.model.images:
+        raise ValueError(f"server={server.address}: rows with pictures are not sent; evaluate the model itself")
     rule, count = verifier_named(config.tracking.verifier), config.tracking.generate_rows or None
     _check_model(server)
-    rows = range(len(prepared.eval_rows[:count]))
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
-        found = pool.map(lambda row: _answer(server, config, prepared, row, plain), rows)
-        return judged_answers(config, prepared, [*found], rule)
+    rows, replies = range(len(prepared.eval_rows[:count])), list[Reply]()
+    with ThreadPoolExecutor(_AT_ONCE) as pool, open_bar(server.model, len(rows), unit="answer") as bar:
+        try:
+            for reply in pool.map(lambda row: _answer(server, config, prepared, row, plain), rows):
+                replies.append(reply)
+                bar.update()
+        except ValueError:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return judged_answers(config, prepared, replies, rule)
 
 
 def _check_model(server: Server) -> None:
@@ -91,18 +100,20 @@ def _answer(server: Server, config: TrainConfig, prepared: Prepared, row: int, p
         text = str(choice.get("text") or "")
     else:
         chat = asked if isinstance(asked, Mapping) else {"messages": asked}
-        made = _request(server, "chat/completions", request | _with_system(chat, config.data))
+        made = _request(server, "chat/completions", request | _chat(chat, config.data))
         choice = _choice(server, made)
         text = _text(choice.get("message") or {}, config.data, prepared.eval_prompts[row])
     tokens = int((made.get("usage") or {}).get("completion_tokens") or 0)
     return Reply(text, tokens, choice.get("finish_reason") == "length")
 
 
-def _with_system(chat: Mapping[str, Any], data: DataConfig) -> dict[str, Any]:
+def _chat(chat: Mapping[str, Any], data: DataConfig) -> dict[str, Any]:
     messages: Sequence[Mapping[str, Any]] = chat["messages"]
     if data.system_prompt and messages[0].get("role") != "system":
         messages = [{"role": "system", "content": data.system_prompt}, *messages]
-    return {**{name: value for name, value in chat.items() if value}, "messages": [*messages]}
+    begun = {"add_generation_prompt": False, "continue_final_message": True}  # of vLLM: its words are continued
+    more = begun if messages[-1].get("role") == "assistant" else {}
+    return {**{name: value for name, value in chat.items() if value}, "messages": [*messages], **more}
 
 
 def _choice(server: Server, made: Mapping[str, Any]) -> Mapping[str, Any]:
