@@ -21,13 +21,14 @@ from tpu_kit.exporting.equivalence import LIKELIEST, NEW, SECONDS, LogitComparis
 from tpu_kit.exporting.tuned_model import HERE, TunedModel, accept
 from tpu_kit.generation.prompts import PromptCodec
 from tpu_kit.model.base_model import base_model
+from tpu_kit.model.families import experts
 
 OFF = "off"
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values of vLLM's max_lora_rank (config/lora.py of vLLM 0.32)."""
 _CACHE_GIB = 1  # of keys and values on a CPU; vLLM takes half of the memory without a number
 _UNKNOWN = re.compile(r"Model architectures \[(.*?)\] are not supported")
-_REASON = re.compile(r"^(?:\(\w+ pid=\d+\) )?(?:\w+\.)*\w*(?:Error|Exception): .*", re.MULTILINE)
+_REASON = re.compile(r"^(?:\(\w+ pid=\d+\) |\[rank\d+\]: )?(?:\w+\.)*\w*(?:Error|Exception): .*", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -101,10 +102,11 @@ def check_in_vllm(
     job = {
         "engine": engine, "tokens": NEW, "likeliest": LIKELIEST, "chats": chats, "prompts": prompts,
         "adapter": None if served.request is None else {"lora_path": str(tuned.part), **served.request},
+        "experts": any(True for _ in experts.modules_of(tuned.model)),
     }  # fmt: skip
     found = _run(python, job)
     if isinstance(found, str):
-        return [], [f"vLLM was not compared: it does not know {found}; other programs read the files"]
+        return [], [f"vLLM was not compared: {found}; other programs read the files"]
     by, replies = f"vLLM {found['version']}, in {tuned.dtype}", found["replies"]
     notes = _prompt_notes(tuned, prompts, [reply["prompt"] for reply in replies])
     for reply in replies:
@@ -145,7 +147,7 @@ def _check_end(tokens: Sequence[int], stops: Sequence[int], tokenizer: Any) -> N
 
 
 def _run(python: str, job: Mapping[str, Any]) -> Any:
-    """Returns what `child` answers, or the names of the architectures that vLLM does not know."""
+    """Returns what `child` answers, or why this vLLM cannot."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": str(_CACHE_GIB), "VLLM_NO_USAGE_STATS": "1",
@@ -163,9 +165,11 @@ def _run(python: str, job: Mapping[str, Any]) -> Any:
         except TimeoutError as error:
             raise ValueError(f"vLLM ({python}): {error}{off}") from None
         if unknown := _UNKNOWN.search(done.errors + done.output):
-            return unknown[1].replace("'", "")
+            names = unknown[1].replace("'", "")
+            return f"it does not know {names}"
         if done.status or not result.is_file():
             reasons = _REASON.findall(done.errors)
             said = " ".join((reasons[-1] if reasons else done.last_lines(4)).split())
             raise ValueError(f"vLLM ({python}) does not serve the export ({done.how}): {said}{off}")
-        return json.loads(result.read_text())
+        answer = json.loads(result.read_text())
+        return answer.get("unable") or answer

@@ -12,10 +12,16 @@ from typing import Any
 
 
 def answers(job: dict[str, Any]) -> dict[str, Any]:
-    """Returns vLLM's version and, for each prompt, its token ids, the reply's, and their likeliest tokens."""
+    """Returns vLLM's version and, for each prompt, its token ids, the reply's, and their likeliest tokens.
+
+    Or, as "unable", why this vLLM cannot answer.
+    """
     import vllm
     from vllm.lora.request import LoRARequest
+    from vllm.platforms import current_platform
 
+    if job["adapter"] and job["experts"] and current_platform.is_cpu():
+        return {"unable": "on a CPU it computes no adapters on a base with experts"}  # their kernels need Triton
     engine = vllm.LLM(**job["engine"], enforce_eager=True, disable_log_stats=True)
     sampling = engine.get_default_sampling_params()  # of the generation config, as the server's
     sampling.temperature, sampling.max_tokens, sampling.logprobs = 0.0, job["tokens"], job["likeliest"]
