@@ -44,7 +44,7 @@ from transformers import (
     Qwen3NextForCausalLM,
 )  # fmt: skip
 
-from tpu_kit.config.loader import DataConfig, LoraConfig, ModelConfig
+from tpu_kit.config.loader import DataConfig, LoraConfig, ModelConfig, load_config
 from tpu_kit.config.mesh import resolve_mesh
 from tpu_kit.distributed.replica.backends import CpuRuntime, MeshRuntime, SimulatedRuntime
 from tpu_kit.distributed.replica.mesh import start
@@ -54,6 +54,7 @@ from tpu_kit.generation.sampling import Sampling
 from tpu_kit.model import attention, trainable
 from tpu_kit.model import causal_lm as models
 from tpu_kit.model.loop.layer_scan import stack
+from tpu_kit.model.preparation import prepare_layers
 from tpu_kit.model.shape import WITHOUT_ADAPTER
 from tpu_kit.model.weights.quantization import Scheme, quantize_model
 from tpu_kit.model.weights.source import load_tokenizer
@@ -197,7 +198,7 @@ def different_samples(mine: list[Any], theirs: list[Any]) -> int:
 # ------------------------------------------------------------------------------------------ on XLA:CPU, in a child
 
 
-_GREEDY = ("gemma4 in loops", "llama with lora in loops")
+_GREEDY = ("gemma4 in loops", "llama with lora in loops", "llama with lora one by one")
 
 
 def _xla() -> Runtime:
@@ -223,10 +224,12 @@ def families(rt: Runtime) -> dict[str, bool]:
 def _same(rt: Runtime, *names: str) -> dict[str, bool]:
     found: dict[str, bool] = {}
     for family in names:
-        model = make(family.removesuffix(" in loops").removesuffix(" with lora"))
+        model = make(family.removesuffix(" in loops").removesuffix(" one by one").removesuffix(" with lora"))
         model = with_lora(model) if "lora" in family else model
         wanted = stock(model, MIXED)
         model = in_loops(model) if "loops" in family else model
+        if "one by one" in family:
+            assert prepare_layers(model, load_config({"optim.remat": "none"}), rt.device_type) is None
         found[family] = tokens(generator(model, rt).generate(MIXED, Sampling(max_new_tokens=NEW))) == wanted
     return found
 
