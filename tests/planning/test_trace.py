@@ -43,6 +43,7 @@ for model, replicas, *changes in json.loads(sys.argv[1]):
         "hash": fingerprint(program),
         "all_reduces": len(re.findall(r" all-reduce\\(", text)),
         "kernels": text.count('custom_call_target="tpu_custom_call"'),
+        "unfilled": text.count('custom_call_target="AllocateBuffer"'),
         "products": text.count(" dot("),
         "barriers": text.count(" opt-barrier("),
         "held": max([line.count("[") for line in text.splitlines() if " opt-barrier(" in line], default=0),
@@ -97,6 +98,8 @@ def test_traced_programs(traced: list[dict[str, Any]]) -> None:
     assert [case["all_reduces"] for case in (eight, two, one)] == [1, 1, 0]
     assert not any(case["logits"] for case in (eight, one, two, twice, full)), "full logits exist"
     assert one["kernels"] > 0 and kept["kernels"] > 0 and sdpa["kernels"] == 0
+    # Stacks that loops write: inputs of layers, gradients of seven adapters and of the loss's chunks, what is kept.
+    assert (one["unfilled"], kept["unfilled"]) == (1 + 2 * 7 + 1, 16 + 7 + 2)
     assert twice["kernels"] == 2 * one["kernels"]
     assert twice["barriers"] > 2 * one["barriers"], "one pass may begin before the other has ended"
     assert set(twice["donated"]) == set(one["donated"])

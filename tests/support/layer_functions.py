@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -121,8 +122,13 @@ def gradients_with_dropout(config: TrainConfig) -> dict[str, Any]:
 def on_one_device(config: TrainConfig) -> dict[str, Any]:
     """`updates`, `gradients_with_dropout`, `own_decoder`, on XLA also `alike_loops` and `loops_of_step`: one launch.
 
-    On XLA `updates` also with layers one by one that keep everything.
+    On XLA `updates` also with layers one by one that keep everything; and the stacks that a loop writes begin with
+    numbers that would be seen, as on a TPU they may begin with any.
     """
+    if runtime.current().is_xla:
+        scan_module._unfilled = lambda shape, dtype, given: torch.full(
+            shape, math.nan if dtype.is_floating_point else 77, dtype=dtype, device=given.device
+        )
     found: dict[str, Any] = {"updates": updates(config), "dropout": gradients_with_dropout(config)}
     if runtime.current().is_xla:
         found["one by one"] = updates(replace(config, optim=replace(config.optim, scan_layers="auto", remat="none")))

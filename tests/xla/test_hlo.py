@@ -290,6 +290,21 @@ def test_of_hbm_the_parts_that_move_are_counted() -> None:
     assert costs(everywhere)["hbm_bytes"] == taken + 2 * prefetched + written + stored + 3 * row + index
 
 
+ALLOCATION = """HloModule allocation, is_scheduled=true
+
+ENTRY %main {
+  %x = f32[8,128]{1,0:T(8,128)} parameter(0)
+  %free = f32[8,128]{1,0:T(8,128)} custom-call(%x), custom_call_target="AllocateBuffer"
+  ROOT %y = f32[8,128]{1,0:T(8,128)} copy(%free)
+}
+"""
+
+
+def test_memory_that_is_taken_as_it_is_costs_nothing() -> None:
+    found = costs(ALLOCATION)
+    assert found["operations"].keys() == {"copy"} and found["hbm_bytes"] == 2 * 8 * 128 * 4
+
+
 SPLASH = """HloModule splash, is_scheduled=true
 
 ENTRY %main {{

@@ -29,6 +29,7 @@ _BETWEEN_SLICES = re.compile(r"_xla_megascale_target=\"\{([\d,:]+)\}.*_xla_megas
 # Instructions that move no bytes, or whose bytes count elsewhere: at the start of a copy, in the body of a loop.
 _MOVES_NOTHING = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call", "conditional",
                   "opt-barrier", "after-all", "partition-id", "replica-id", "add-dependency"}  # fmt: skip
+_ALLOCATES = 'custom_call_target="AllocateBuffer"'
 # Operations on integers, by opcode or direction of a comparison.
 _INTEGERS: dict[str, Callable[..., Any]] = {
     "add": operator.add, "subtract": operator.sub, "multiply": operator.mul, "and": operator.and_, "or": operator.or_,
@@ -277,7 +278,7 @@ def instruction_costs(module: Module, analyse: Callable[[str], dict[str, float]]
     found, apart = [], "splash_mha_dq" in module.text
     for name, runs in module.runs.items():
         for op in module.computations[name].values():
-            if op.opcode in _MOVES_NOTHING or op.opcode.endswith("-done"):
+            if op.opcode in _MOVES_NOTHING or op.opcode.endswith("-done") or _ALLOCATES in op.rest:
                 continue
             fused = [module.computations[called] for called in op.called]
             opcodes = {each.opcode for names in fused for each in names.values()}

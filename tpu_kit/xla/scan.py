@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from tpu_kit.xla.traced_program import placeholder, refusing
+from tpu_kit.distributed.replica.mesh import active_mesh
+from tpu_kit.xla.traced_program import has_kernels, placeholder, refusing
 
 Tensors = list[torch.Tensor]
 Tree = Any
@@ -94,21 +95,31 @@ def _scan_on_xla(body: _FlatBody, carry: Tensors, inputs: Tensors, reverse: bool
     numbers, read = xla._get_tensors_xla_device_data_node(traced)
     if xla._get_seed_info_id() in numbers:  # the body draws random numbers: torch_xla's scan has a seed for each turn
         return _scan_impl_flat(body, carry, inputs, reverse=reverse)
-    zeros = [torch.zeros((turns, *output.shape), device=device, dtype=output.dtype) for output in outputs]
+    unfilled = [_unfilled((turns, *output.shape), output.dtype, [*carry, *inputs][0]) for output in outputs]
     # The hash tells neither which of the body's tensors a parameter is, nor which outputs are the same tensor.
     first: dict[int, int] = {}
     names = [*map(xla._xla_get_tensor_id, fakes), *numbers, *map(xla._xla_get_tensor_id, traced)]
     alike = tuple(first.setdefault(name, place) for place, name in enumerate(names))
-    shapes = tuple((tensor.shape, tensor.dtype) for tensor in (*carry, *inputs, *zeros))
+    shapes = tuple((tensor.shape, tensor.dtype) for tensor in (*carry, *inputs, *unfilled))
     key = xla._get_graph_hash(traced), alike, shapes, reverse
     if key not in _loops:
         computation, order, held = _lowered("FnComputation", fakes, traced, read)
-        loop = _loop("scan", computation, order, [carry, inputs, zeros, held], turns, end, reverse)
+        loop = _loop("scan", computation, order, [carry, inputs, unfilled, held], turns, end, reverse)
         _loops[key] = loop, [list(map(id, read)).index(id(tensor)) for tensor in held]
     loop, places = _loops[key]
-    everything = [torch.tensor(0, device=device), *carry, *inputs, *zeros, *(read[place] for place in places)]
+    everything = [torch.tensor(0, device=device), *carry, *inputs, *unfilled, *(read[place] for place in places)]
     found = xla._xla_user_computation("xla::scan", everything, loop)
     return found[1 : 1 + end], found[1 + len(fakes) : 1 + len(fakes) + len(outputs)]
+
+
+def _unfilled(shape: tuple[int, ...], dtype: torch.dtype, given: torch.Tensor) -> torch.Tensor:
+    """Returns a stack for a loop to write: zeros; on a TPU any contents, in memory taken when `given` is there."""
+    if not has_kernels() or active_mesh().size > 1:  # XLA:CPU lacks the call, and a mesh would not shard its result
+        return torch.zeros(shape, device=given.device, dtype=dtype)
+    import torch_xla
+
+    # With a side effect, as the compiler makes one call of equal ones without, and copies its result.
+    return torch_xla._XLAC._xla_custom_call([given], "AllocateBuffer", [shape], [dtype], True, "", 1, {})[0]
 
 
 def _lowered(
