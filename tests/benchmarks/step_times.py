@@ -30,6 +30,7 @@ Milliseconds of a step on one v5e: by the compiler's cost model, and by the form
 fitted to this table. Fitted to a random two thirds of it, the median error of the rest is 5 %. Each model has eight
 settings that were drawn once. Many of a model differ by less than the cost model tells apart, which limits how well
 their ranks can agree; the setting that is the fastest by formula takes at most 2 % more than the compiler's fastest.
+Rows without `remat=outputs` were compiled when loops still filled their stacks with zeros, which is 1 % of their time.
 `python -m tests.benchmarks.step_times` prints the table. Meshes, experts, layers with a state, full fine-tuning and
 other chips were not compared.
 

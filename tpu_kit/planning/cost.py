@@ -53,8 +53,8 @@ ADDED_TRAFFIC = 3.8
 """The same over the inputs and outputs of products to which an adapter's product is added by itself."""
 LEAST_TRAFFIC = 1.15e8
 """Bytes for which the small operations of a layer in a step, of any number of tokens, take as long."""
-KEPT_TRAFFIC = 8.8
-"""HBM traffic of the results that remat=outputs keeps: stacks of them are cleared, written and read."""
+KEPT_TRAFFIC = 4.0
+"""HBM traffic of the results that remat=outputs keeps: stacks of them are written and read; on a mesh also cleared."""
 INT4_TRAFFIC = 46.0
 """Bytes that take as long as a weight in int4 is converted in a pass, by compiled steps of 8B and 14B models."""
 LOSS_TRAFFIC = 2.0
