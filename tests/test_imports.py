@@ -290,7 +290,7 @@ CHANNELS = side_channels(KIT.sources)
 # Exports that are compared in vLLM are 170 of the recipe, which pushes them.
 # Stacks that a loop writes without a fill before are 12 of all that train or generate.
 CLOSURES = {
-    "training.step": 5_450, "training.trainer": 16_150, "generation.generator": 7_325, "recipes.sft": 45_340,
+    "training.step": 5_450, "training.trainer": 16_150, "generation.generator": 7_325, "recipes.sft": 45_350,
 }  # fmt: skip
 
 # The most modules of the kit that a module imports; goals: 15, and 25 for recipes and the modules on top.
