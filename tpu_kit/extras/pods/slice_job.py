@@ -142,7 +142,7 @@ def _run_problems(config: TrainConfig) -> list[str]:
         problems.append(f"launch.device_type: {config.launch.device_type!r}: the hosts have TPUs; set device_type=tpu")
     if config.on_policy:
         name, command = ("distill.on_policy",) * 2 if config.distill.on_policy else ("rl", "grpo")
-        text = f"the files run `train`, and {command} runs on one host alone; start it there, or remove {name}"
+        text = f"the files run `train` or `dpo`, and {command} runs on one host alone; start it there, or remove {name}"
         problems.append(f"{name}: {text}")
     return problems
 
