@@ -241,7 +241,7 @@ def without_end(folder: Path) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("damage", "told"),
-    [(scaled, "the export is not the tuned model .vLLM"), (asked_otherwise, "vLLM's prompt is 'Dear model, "),
+    [(scaled, "the export is not the tuned model .vLLM"), (asked_otherwise, "vLLM's prompt is 'Dear model,"),
      (without_end, "the export ends its answers elsewhere in vLLM")],
 )  # fmt: skip
 def test_what_is_broken_is_caught(

@@ -26,6 +26,7 @@ from tpu_kit.model.families import experts
 OFF = "off"
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values of vLLM's max_lora_rank (config/lora.py of vLLM 0.32)."""
+_MOST_TOKENS = 256  # of an answer
 _CACHE_GIB = 1  # of keys and values on a CPU; vLLM takes half of the memory without a number
 _UNKNOWN = re.compile(r"Model architectures \[(.*?)\] are not supported")
 _REASON = re.compile(r"^(?:\(\w+ pid=\d+\) |\[rank\d+\]: )?(?:\w+\.)*\w*(?:Error|Exception): .*", re.MULTILINE)
@@ -97,10 +98,12 @@ def check_in_vllm(
     given = tuned.config.data.system_prompt
     system = [{"role": "system", "content": given}] if given and chats else []
     prompts = [[*system, {"role": "user", "content": text}] if chats else text for text in tuned.texts]
-    engine = {"model": model or served.model, **served.engine, "max_model_len": max(map(len, tuned.prompts)) + 2 * NEW}
+    known = [len(whole) - len(prompt) for prompt, whole in zip(tuned.prompts, tuned.whole, strict=True)]
+    most = min(max(known) + NEW, _MOST_TOKENS)  # so that vLLM ends the answers that the run has ended
+    engine = {"model": model or served.model, **served.engine, "max_model_len": max(map(len, tuned.prompts)) + most + 1}
     engine = {name: str(tuned.part) if value == HERE else value for name, value in engine.items()}
     job = {
-        "engine": engine, "tokens": NEW, "likeliest": LIKELIEST, "chats": chats, "prompts": prompts,
+        "engine": engine, "tokens": most, "likeliest": LIKELIEST, "chats": chats, "prompts": prompts,
         "adapter": None if served.request is None else {"lora_path": str(tuned.part), **served.request},
         "experts": any(True for _ in experts.modules_of(tuned.model)),
     }  # fmt: skip
@@ -110,7 +113,7 @@ def check_in_vllm(
     by, replies = f"vLLM {found['version']}, in {tuned.dtype}", found["replies"]
     notes = _prompt_notes(tuned, prompts, [reply["prompt"] for reply in replies])
     for reply in replies:
-        _check_end(reply["tokens"], tuned.stops, tuned.tokenizer)
+        _check_end(reply["tokens"], most, tuned)
     answers = [
         [(token, {int(one): value for one, value in top.items()})
          for token, top in zip(reply["tokens"], reply["tops"], strict=True)]
@@ -135,14 +138,14 @@ def _prompt_notes(tuned: TunedModel, prompts: Sequence[Any], rendered: Sequence[
     )
 
 
-def _check_end(tokens: Sequence[int], stops: Sequence[int], tokenizer: Any) -> None:
-    """Raises ValueError if vLLM went on after a token that ends an answer, or ended without one."""
-    went_on = [token for token in tokens[:-1] if token in stops]
-    if went_on or (len(tokens) < NEW and tokens[-1] not in stops):
-        names = ", ".join(map(repr, tokenizer.convert_ids_to_tokens([*stops])))
+def _check_end(tokens: Sequence[int], most: int, tuned: TunedModel) -> None:
+    """Raises ValueError if vLLM went on after a token that ends an answer, or ended without one before `most`."""
+    went_on = any(token in tuned.stops for token in tokens[:-1])
+    if went_on or (len(tokens) < most and tokens[-1] not in tuned.stops):
+        names = ", ".join(map(repr, tuned.tokenizer.convert_ids_to_tokens(tuned.stops)))
         raise ValueError(
-            f"the export ends its answers elsewhere in vLLM: {tokenizer.decode(list(tokens))!r}, and the run's answers "
-            f"end with {names}. It was removed"
+            f"the export ends its answers elsewhere in vLLM: {tuned.tokenizer.decode(list(tokens))!r}, and the run's "
+            f"answers end with {names}. It was removed"
         )
 
 
