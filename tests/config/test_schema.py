@@ -87,7 +87,7 @@ def test_defaults_are_a_valid_run() -> None:
         ({"run_name": "a/b"}, "run_name: 'a/b' cannot name a folder; use letters, digits, dots and dashes"),
         ({"run_name": ".."}, "run_name: '..' cannot name a folder; "),
         ({"output_dir": "s3://bucket/run"}, "output_dir: 's3://bucket/run' is neither a folder nor a gs:// address; "),
-        ({"launch__device_type": "gpu"}, "launch.device_type: 'gpu' is not \"auto\", \"tpu\", \"cuda\", \"cpu\" or "),
+        ({"launch__device_type": "gpu"}, "launch.device_type: 'gpu' is not \"auto\", \"tpu\", \"torch-tpu\", "),
         ({"optim__learning_rate": 0}, "optim.learning_rate: 0 is out of range; give a number above 0 (the default is "),
         ({"optim__ema_decay": 1}, "optim.ema_decay: 1 is out of range; give a number at least 0 and below 1 "),
         ({"optim__batch_size": 0}, "optim.batch_size: 0 is out of range; give a number at least 1 "),

@@ -18,8 +18,10 @@ from tpu_kit.distributed.detection import detect
 from tpu_kit.distributed.hosts import Hosts
 from tpu_kit.distributed.launch import launch
 from tpu_kit.distributed.replica import runtime
+from tpu_kit.machine import torch_tpu
 from tpu_kit.machine.checks import Machine
 from tpu_kit.notebook.doctor import diagnose
+from tpu_kit.torch_tpu.environment import check_family
 
 needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
 
@@ -36,7 +38,8 @@ def machine(
         if nodes:
             (root / "dev").mkdir(exist_ok=True)
             (root / f"dev/accel{number}").touch()
-    return Machine(root=root, environ=environ or {}, version=lambda name: "2.9.0" if xla or name == "torch" else None)
+    packages = {"torch": "2.9.0"} | ({"torch_xla": "2.9.0"} if xla else {})
+    return Machine(root=root, environ=environ or {}, version=packages.get)
 
 
 @pytest.fixture
@@ -163,10 +166,122 @@ def test_a_tpu_without_torch_xla_never_trains_on_the_cpu_unasked(
     with pytest.raises(ValueError, match=f"device_type={wish}") as refusal:
         detect(LaunchConfig(wish), at)
     assert ("needs torch 2.11 or later" in str(refusal.value)) is ("torch_tpu" in packages)
+    assert ("torch_tpu 0.2.0 of 2026-10-19, without torch_xla" in str(refusal.value)) is ("torch_tpu" in packages)
     assert ("uv venv" if "torch_tpu" in packages else "pip install -r requirements-tpu.txt") in str(refusal.value)
     rows = {row.name: row for row in diagnose(load_config(None, [f"device_type={wish}"]), at)}
     assert rows["Device type"].status == rows["Packages"].status == "failure"
     assert ("uv venv" in rows["Packages"].fix) is ("torch_tpu" in packages)
+
+
+@pytest.mark.parametrize("wish", ["tpu", "xla-cpu"])
+@pytest.mark.usefixtures("gpus")
+def test_torch_tpu_beside_torch_xla_is_refused(tmp_path: Path, wish: Any) -> None:
+    at = machine(tmp_path, 1)
+    at = Machine(root=at.root, environ={}, version={"torch": "2.9.0", "torch_xla": "2.9.0", "torch_tpu": "0.2.0"}.get)
+    with pytest.raises(ValueError, match=r"torch_xla 2.9.0 and torch_tpu 0.2.0: .*own. Uninstall torch_tpu and"):
+        detect(LaunchConfig(wish), at)
+    assert detect(LaunchConfig("cpu"), at).device_type == "cpu"
+
+
+def with_torch_tpu(root: Path, tpus: int = 1, environ: Mapping[str, str] | None = None, **changes: Any) -> Machine:
+    """A machine with these chips and the tested torch_tpu, except for changed versions."""
+    packages = {**torch_tpu.TESTED, **changes}
+    return Machine(root=machine(root, tpus).root, environ=environ or {}, version=packages.get)
+
+
+@pytest.mark.usefixtures("gpus")
+def test_torch_tpu_is_taken_where_it_is_asked_for_alone(tmp_path: Path) -> None:
+    at = with_torch_tpu(tmp_path)
+    found = detect(LaunchConfig("torch-tpu"), at)
+    assert (found.device_type, found.num_replicas, found.reason) == ("torch-tpu", 1, "as asked for")
+    with pytest.raises(ValueError, match=r"device_type=cpu to train on the CPU, or torch-tpu, which is experimental$"):
+        detect(LaunchConfig(), at)
+    with pytest.raises(ValueError, match=r"device_type=cpu, or torch-tpu, which is experimental$"):
+        detect(LaunchConfig("tpu"), at)
+    plugin = with_torch_tpu(tmp_path / "none", 0, {"TPU_LIBRARY_PATH": "/a/plugin.so"})
+    assert detect(LaunchConfig("torch-tpu"), plugin).device_type == "torch-tpu"
+    room = detection.device_memory_budget(load_config(None, {"device_type": "torch-tpu"}), at)
+    assert room is not None and room.chip.name == "v5e"
+    room = detection.device_memory_budget(
+        load_config(None, {"device_type": "torch-tpu"}), with_torch_tpu(tmp_path / "8", 8)
+    )
+    assert room is not None and (room.devices, room.mesh) == (1, None), "one chip, and no mesh over the others"
+    rows = {row.name: row for row in diagnose(load_config(None, ["device_type=torch-tpu"]), at)}
+    assert rows["Packages"].status == rows["Device type"].status == "ok"
+    assert "torch_tpu 0.2.0 of 2026-10-19, without torch_xla" in rows["Packages"].found
+
+
+@pytest.mark.parametrize(
+    ("tpus", "changes", "environ", "message"),
+    [
+        (1, {"torch_tpu": "0.1.0"}, {}, "torch_tpu is 0.1.0, and must be 0.2.0, with which it was tested"),
+        (
+            1,
+            {"torch_tpu": "0.3.0", "jax": None},
+            {},
+            "torch_tpu is 0.3.0, and must be 0.2.0, jax is not installed, and",
+        ),
+        (1, {"torch_tpu": None}, {}, "torch_tpu is not installed, and must be 0.2.0"),
+        (1, {"torch_xla": "2.9.0"}, {}, "torch_xla 2.9.0 and torch_tpu 0.2.0: .* own. Uninstall torch_xla, or make"),
+        (0, {}, {}, "but this machine has no TPU. On Colab: .*device_type=cpu trains on this CPU"),
+        (0, {}, {"TPU_LIBRARY_PATH": "/site/libtpu/libtpu.so"}, "but this machine has no TPU"),
+    ],
+)
+@pytest.mark.usefixtures("gpus")
+def test_torch_tpu_is_refused_before_anything_starts(
+    tmp_path: Path, tpus: int, changes: dict[str, Any], environ: dict[str, str], message: str
+) -> None:
+    at = with_torch_tpu(tmp_path, tpus, environ, **changes)
+    with pytest.raises(ValueError, match=f"^launch.device_type=torch-tpu[:,].* {message}"):
+        detect(LaunchConfig("torch-tpu"), at)
+    rows = {row.name: row for row in diagnose(load_config(None, ["device_type=torch-tpu"]), at)}
+    assert rows["Device type"].status == "failure"
+    assert (rows["Packages"].status == "failure") is bool(changes)
+
+
+@pytest.mark.usefixtures("gpus")
+def test_a_chip_that_another_process_holds_is_refused(tmp_path: Path) -> None:
+    at = with_torch_tpu(tmp_path)
+    holder = tmp_path / "proc" / "4242"
+    (holder / "fd").mkdir(parents=True)
+    (holder / "fd" / "3").symlink_to(tmp_path / "dev/accel0")
+    (holder / "cmdline").write_text("python\0other.py\0")
+    with pytest.raises(ValueError, match=r"torch-tpu: the chip is held by PID 4242: python other.py. kill 4242$"):
+        detect(LaunchConfig("torch-tpu"), at)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["num_replicas=4"], "launch.num_replicas: 4 replicas on 1 host"),
+        (["objective=policy"], "the command: grpo is not supervised fine-tuning"),
+        (["objective=preference"], "the command: dpo is not supervised fine-tuning"),
+        (["distill.teacher=embedded"], "the command: distill is not supervised fine-tuning"),
+        (["distill.teacher=embedded", "distill.on_policy=true"], "the command: distill is not supervised"),
+        (["objective=my_losses:mine"], "optim.objective: my_losses:mine is not the supervised loss"),
+        (["model.images=true"], "model.images: the model sees pictures"),
+        (["remat=none", "lora.dropout=0.1"], "optim.remat lora.dropout: lora.dropout=0.1 outside of a loop"),
+    ],
+)
+@pytest.mark.usefixtures("gpus")
+def test_what_torch_tpu_does_not_do_is_refused_by_name(tmp_path: Path, changes: list[str], message: str) -> None:
+    config = load_config(None, ["device_type=torch-tpu", *changes])
+    found = detect(config.launch, with_torch_tpu(tmp_path))
+    (problem,) = detection.run_problems(config, found)
+    assert problem.startswith(message) and "which launch.device_type=torch-tpu does not do yet; " in problem
+
+
+def test_other_families_are_refused_by_name_on_torch_tpu_alone() -> None:
+    for family in ("qwen3_moe", "gpt_oss", "qwen3_5_text", "gemma4"):
+        check_family(family, "tpu")
+        with pytest.raises(ValueError, match="torch-tpu trains llama, qwen2, qwen3, gemma3_text, phi3 alone: use"):
+            check_family(family, "torch-tpu")
+    check_family("qwen2", "torch-tpu")
+
+
+def test_a_mesh_on_torch_tpu_is_refused_by_the_configuration() -> None:
+    with pytest.raises(ValueError, match=r"launch.mesh: .*needs XLA, and launch.device_type=torch-tpu; use tpu or"):
+        load_config(None, ["device_type=torch-tpu", "mesh=fsdp=4"])
 
 
 @pytest.mark.usefixtures("gpus")

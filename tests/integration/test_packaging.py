@@ -21,6 +21,7 @@ from packaging.utils import canonicalize_name
 
 import tpu_kit
 from tests.support.child_processes import REPOSITORY, child_environment, run_python
+from tpu_kit.machine import torch_tpu
 from tpu_kit.machine.compatibility import PACKAGES, PAIRINGS
 
 TRAINING = REPOSITORY / "notebooks" / "4-train-cot-sft.ipynb"
@@ -39,6 +40,7 @@ def read_requirements(name: str) -> dict[str, Requirement]:
 
 
 TPU, GPU = read_requirements("requirements-tpu.txt"), read_requirements("requirements-gpu.txt")
+TORCH_TPU = read_requirements("requirements-torch-tpu.txt")
 
 
 def test_the_pairing_is_pinned() -> None:
@@ -50,8 +52,18 @@ def test_the_pairing_is_pinned() -> None:
     assert {name: str(one.specifier) for name, one in here.items()} == pairing
 
 
+def test_torch_tpu_is_pinned() -> None:
+    tested = {canonicalize_name(name): f"=={pin}" for name, pin in torch_tpu.TESTED.items()}
+    assert {name: str(TORCH_TPU[name].specifier) for name in tested} == tested
+    extra = map(Requirement, PROJECT["optional-dependencies"]["torch-tpu"])
+    assert {canonicalize_name(one.name): str(one.specifier) for one in extra} == tested
+    backends = {canonicalize_name(name) for name in (*PACKAGES, *tested)}
+    ours, theirs = ({name: str(one) for name, one in of.items() if name not in backends} for of in (TPU, TORCH_TPU))
+    assert ours == theirs
+
+
 def test_requirements_are_pinned_and_agree() -> None:
-    for requirement in [*TPU.values(), *(value for name, value in GPU.items() if name != "torch")]:
+    for requirement in [*TPU.values(), *TORCH_TPU.values(), *(value for name, value in GPU.items() if name != "torch")]:
         assert re.fullmatch(r"==[0-9.]+", str(requirement.specifier)), f"{requirement} is not pinned"
     paired = {canonicalize_name(name) for name in PACKAGES}
     shared = {name: str(value) for name, value in TPU.items() if name not in paired}

@@ -44,6 +44,7 @@ RUN_BY = {
     "make test": "test_packaging.test_continuous_integration_runs_the_one_command",
     "make test-image": "network",
     "make test-newest": "network",
+    "make test-torch-tpu": "network",
     "make test-slow": "network",
     "make release": "network",
     "make install": "network",

@@ -155,12 +155,12 @@ def test_python(python: tuple[int, int], status: str, text: str) -> None:
             {"torch_tpu": "0.2.0"},
             False,
             "failure",
-            "torch_tpu 0.2.0 needs torch 2.11 or later, and the kit on a TPU "
-            "torch_xla 2.9.0 or 2.8.0 with the same torch: each needs an environment of its own",
+            "torch_xla 2.9.0 and torch_tpu 0.2.0: torch_tpu needs torch 2.11 or later, and "
+            "torch_xla 2.9.0 or 2.8.0 the same torch, so each needs an environment of its own",
             NEW,
         ),
         ({"torch_tpu": "0.2.0", "torch": "2.13.0", "torch_xla": None}, False, "warning", "trains on CPU and GPU", NEW),
-        ({"torch_tpu": "0.2.0", "torch": "2.13.0", "torch_xla": None}, True, "failure", "on a TPU torch_xla", NEW),
+        ({"torch_tpu": "0.2.0", "torch": "2.13.0", "torch_xla": None}, True, "failure", "without torch_xla (", NEW),
         ({"transformers": "5.15.0"}, True, "ok", "jaxlib", ""),
         ({"transformers": "5.14.0"}, True, "warning", "tested with 5.15 to 5.24", 'pip install "transformers==5.24.*"'),
         ({"transformers": "5.25.1"}, True, "warning", "5.25.1, tested with 5.15 to 5.24", "transformers==5.24.*"),

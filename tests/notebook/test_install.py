@@ -21,6 +21,7 @@ import pytest
 
 from tests.support.child_processes import REPOSITORY, run_python
 from tpu_kit.config.fields import ConfigError
+from tpu_kit.machine import torch_tpu
 from tpu_kit.machine.checks import Check, Machine
 from tpu_kit.machine.compatibility import PAIRINGS, installed_version, requirements
 from tpu_kit.machine.compatibility import REPOSITORY as ADDRESS
@@ -120,7 +121,51 @@ def test_what_is_wrong_is_named_and_mended(name: str, version: str, why: str) ->
 def test_torch_tpu_of_the_users_own_environment_stays() -> None:
     with pytest.raises(ValueError, match=r"uv venv --python 3.12 ~/tpu_kit-env") as told:
         decide(replace(LAPTOP, versions={"torch": "2.13.0", "torch-tpu": "0.2.0"}), hardware="tpu")
-    assert "torch_tpu 0.2.0 needs torch 2.11 or later, and the kit on a TPU torch_xla 2.9.0 or 2.8.0" in str(told.value)
+    for text in (
+        "torch_tpu 0.2.0 of 2026-10-19, without torch_xla (torch_xla 2.9.0 of 2025-11 is its last release): ",
+        "torch_tpu needs torch 2.11 or later, and torch_xla 2.9.0 or 2.8.0 the same torch",
+    ):
+        assert text in str(told.value)
+
+
+TORCH_TPU = {name.replace("_", "-"): pin for name, pin in torch_tpu.TESTED.items()}
+
+
+def test_torch_tpu_is_installed_where_it_is_asked_for() -> None:
+    decision = decide(replace(LAPTOP, versions=WITHOUT), "torch-tpu")
+    assert decision.add[:5] == (
+        "torch==2.13.0", "torch_tpu==0.2.0", "libtpu==0.0.52", "jax==0.10.2", "jaxlib==0.10.2",
+    )  # fmt: skip
+    others = {name: version for name, version in RIGHT.items() if name not in PAIR}
+    right = replace(LAPTOP, versions=others | TORCH_TPU)
+    assert decide(right, "torch-tpu").command == ()
+    assert "torch_tpu 0.2.0, libtpu 0.0.52, jax 0.10.2, jaxlib 0.10.2 pair" in str(decide(right, "torch-tpu"))
+    on_tpu = replace(right, platform="TPU VM", accelerator="1 x v5e")
+    assert (decide(on_tpu).kind, decide(on_tpu).command) == ("torch-tpu", ())  # as the notebooks' first cells ask
+    with pytest.raises(ValueError, match=r"Ways out:\n.*hardware='torch-tpu' here, and launch.device_type=torch-tpu"):
+        decide(replace(on_tpu, versions=on_tpu.versions | {"torch-tpu": "0.3.0"}))
+    for other in ("0.1.0", "0.3.0"):  # older and newer than tested
+        wrong = decide(replace(right, versions=right.versions | {"torch-tpu": other}), "torch-tpu")
+        assert (wrong.why, wrong.add) == ((f"torch_tpu is {other}, and must be 0.2.0",), ("torch_tpu==0.2.0",))
+    with pytest.raises(ValueError, match=r"torch_xla 2.9.0 and torch_tpu .* its own\nWays out:\n.*-torch-tpu.txt"):
+        decide(replace(LAPTOP, versions=RIGHT | {"torch-tpu": "0.2.0"}), "torch-tpu")
+    with pytest.raises(ValueError, match=r"hardware=torch-tpu, and here is torch_xla 2.9.0 \("):
+        decide(LAPTOP, "torch-tpu")
+
+
+@pytest.mark.parametrize(
+    ("versions", "said"),
+    [
+        (RIGHT, "torch_xla 2.9.0 (torch_xla 2.9.0 of 2025-11 is its last release; torch_tpu succeeds it)"),
+        (TORCH_TPU, "torch_tpu 0.2.0 of 2026-10-19, without torch_xla (torch_xla 2.9.0 of 2025-11 is its last"),
+        (TORCH_TPU | {"torch-tpu": "0.3.0"}, "torch_tpu 0.3.0, not the tested release, without torch_xla ("),
+        (RIGHT | TORCH_TPU, "torch_xla 2.9.0 and torch_tpu 0.2.0: torch_tpu needs torch 2.11 or later, and"),
+        (WITHOUT, "neither torch_xla nor torch_tpu"),
+    ],
+)
+def test_the_backend_of_an_image_is_told(versions: dict[str, str], said: str) -> None:
+    rows = {row["what"]: row["found"] for row in replace(LAPTOP, versions=versions).rows()}
+    assert rows["backend for TPUs"].startswith(said)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +213,8 @@ def test_a_way_out_installs_for_a_tpu_from_where_the_kit_came_from(source: str, 
 
 
 def test_the_pairs_are_shown() -> None:
-    assert [row["torch and torch_xla"] for row in pairings()] == [one.torch for one in PAIRINGS]
+    backends = [*(f"torch_xla {one.torch}" for one in PAIRINGS), "torch_tpu 0.2.0"]
+    assert [row["backend for TPUs"] for row in pairings()] == backends
     assert pairings()[0]["libtpu"] == "0.0.21 or 0.0.21.1"
 
 
@@ -241,7 +287,7 @@ def test_options_of_the_notebook() -> None:
     assert given("kit_source='git'") == {"kit_source": "git"}
     with pytest.raises(ConfigError, match="did you mean torch_index"):
         given("torch_inde='x'")
-    with pytest.raises(ConfigError, match="hardware='cpu': there are auto, tpu and gpu"):
+    with pytest.raises(ConfigError, match="hardware='cpu': there are auto, tpu, torch-tpu and gpu"):
         given("hardware='cpu'")
 
 

@@ -38,6 +38,9 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+PACKAGES = {"torch": "2.9.0", "torch_xla": "2.9.0"}
+
+
 def run(model: Path | str, *settings: str) -> TrainConfig:
     return load_config(None, [f"model.name={model}", "max_steps=10", *settings])
 
@@ -45,7 +48,7 @@ def run(model: Path | str, *settings: str) -> TrainConfig:
 def host(root: Path, gib: float) -> Machine:
     (root / "proc").mkdir(parents=True)
     (root / "proc/meminfo").write_text(f"MemAvailable: {int(gib * 2**20)} kB\n")
-    return Machine(root=root, environ={}, version=lambda name: "2.9.0")
+    return Machine(root=root, environ={}, version=PACKAGES.get)
 
 
 def test_a_mesh_is_shown_and_its_bad_settings_are_refused(small: Path, tmp_path: Path) -> None:
@@ -162,7 +165,11 @@ def test_auto_on_a_gpu_asks_nvidia_smi(name: str, small: Path, tmp_path: Path, m
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(detection, "gpu_count", lambda: 2)
-    at = Machine(root=tmp_path / "root", environ={"CUDA_VISIBLE_DEVICES": "3,4"}, version=lambda _: "2.9.0")
+    at = Machine(
+        root=tmp_path / "root",
+        environ={"CUDA_VISIBLE_DEVICES": "3,4"},
+        version={"torch": "2.9.0", "torch_xla": "2.9.0"}.get,
+    )
     found = check_before_launch(run(small, "batch_size=auto", "device_type=cuda"), at=at)
     assert found.room is not None and (found.room.limit, found.room.replicas) == (143771 * 2**20, 2)
     assert (tmp_path / "asked").read_text().endswith("-i 3\n")
@@ -174,7 +181,7 @@ def test_auto_on_a_gpu_asks_nvidia_smi(name: str, small: Path, tmp_path: Path, m
 
 def test_where_memory_is_not_known_auto_is_refused(small: Path, tmp_path: Path) -> None:
     (tmp_path / "root").mkdir()
-    at = Machine(root=tmp_path / "root", environ={}, version=lambda _: "2.9.0")
+    at = Machine(root=tmp_path / "root", environ={}, version=PACKAGES.get)
     with pytest.raises(ValueError, match="how much memory this machine has is not known; give a number, such as"):
         check_before_launch(run(small, "batch_size=auto", "device_type=cpu"), at=at)
     assert str(check_before_launch(run(small, "device_type=cpu"), at=at)) == ""

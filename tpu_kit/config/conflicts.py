@@ -148,7 +148,7 @@ def _mesh_conflicts(config: TrainConfig, mesh: str) -> Iterator[tuple[str, str]]
         yield "launch.mesh launch.num_replicas", "has its own number of devices; remove launch.num_replicas"
     if mesh == "auto":  # then replicas remain
         return
-    if config.launch.device_type in ("cuda", "cpu"):
+    if config.launch.device_type in ("torch-tpu", "cuda", "cpu"):
         text = f"needs XLA, and launch.device_type={config.launch.device_type}; use tpu or xla-cpu, or remove it"
         yield "launch.mesh launch.device_type", text
     for name in ("model.base_dtype", "distill.teacher_dtype"):

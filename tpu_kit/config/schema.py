@@ -311,8 +311,10 @@ class CheckpointConfig:
 class LaunchConfig:
     """Where it runs."""
 
-    device_type: Literal["auto", "tpu", "cuda", "cpu", "xla-cpu"] = knob(
-        "auto", "auto takes the TPU if there is one; xla-cpu rehearses the TPU's path on the CPU."
+    device_type: Literal["auto", "tpu", "torch-tpu", "cuda", "cpu", "xla-cpu"] = knob(
+        "auto",
+        "auto takes the TPU if there is one; xla-cpu rehearses the TPU's path on the CPU; torch-tpu is a TPU through "
+        "torch_tpu, experimental.",
     )
     num_replicas: int | None = knob(None, "Replicas of the model; null = all devices.", at_least=1, at_most=1024)
     mesh: str | None = knob(

@@ -11,13 +11,15 @@ from tpu_kit.config.mesh import Mesh, mesh_size, resolve_mesh
 from tpu_kit.config.schema import LaunchConfig, TrainConfig
 from tpu_kit.distributed.hosts import ONE, Hosts
 from tpu_kit.distributed.replica.runtime import DeviceType
-from tpu_kit.machine import chips
+from tpu_kit.machine import chips, torch_tpu
 from tpu_kit.machine.calibration import load
 from tpu_kit.machine.checks import Machine
 from tpu_kit.machine.chips import Chip
-from tpu_kit.machine.compatibility import beside_torch_tpu, environment_line
+from tpu_kit.machine.compatibility import environment_line
 from tpu_kit.machine.host import PROCESS_BYTES, free_memory
 from tpu_kit.machine.slices import TargetSlice, find_slice
+from tpu_kit.torch_tpu import limits
+from tpu_kit.torch_tpu.environment import NAME as TORCH_TPU
 
 REHEARSAL_REPLICAS = 4  # of xla-cpu, where neither the config nor the environment has a number
 # Share of memory that a choice of the batch leaves free, not measured. The formula is made for a TPU's compiler; a GPU
@@ -65,7 +67,8 @@ def detect(launch: LaunchConfig | None = None, at: Machine | None = None, hosts:
         device_type, reason = _choose(pjrt, at)
     else:
         device_type, reason = wish, "as asked for"
-        if wish != (pjrt_wish := _PJRT.get(pjrt, wish)) and (wish, pjrt_wish) != ("cpu", "xla-cpu"):
+        wants_xla = wish != TORCH_TPU  # PJRT_DEVICE is for torch_xla
+        if wants_xla and wish != (pjrt_wish := _PJRT.get(pjrt, wish)) and (wish, pjrt_wish) != ("cpu", "xla-cpu"):
             raise ValueError(
                 f"launch.device_type={wish}, but the environment says PJRT_DEVICE={pjrt}, which is {pjrt_wish}. Unset "
                 f"PJRT_DEVICE, or set launch.device_type={pjrt_wish}"
@@ -83,6 +86,13 @@ def detect(launch: LaunchConfig | None = None, at: Machine | None = None, hosts:
         return Backend(device_type, _replicas(device_type, launch.num_replicas, at), reason, hosts=hosts)
     found = _mesh(mesh, device_type, launch, at, hosts)
     return Backend(device_type, 1, reason, found if found.size > 1 else None, hosts)
+
+
+def run_problems(config: TrainConfig, backend: Backend) -> list[str]:
+    """What a run asks for that its backend does not do, with the fix."""
+    if backend.device_type == TORCH_TPU:
+        return limits.problems(config, backend.num_replicas or 1, backend.hosts.count)
+    return slice_problems(config) if backend.hosts.count > 1 and backend.mesh is not None else []
 
 
 def slice_problems(config: TrainConfig) -> list[str]:
@@ -115,18 +125,26 @@ def _choose(pjrt: str, at: Machine) -> tuple[DeviceType, str]:
     if signs:
         raise ValueError(
             f"launch.device_type=auto: this machine has a TPU ({signs}), and torch_xla, which drives it, is not "
-            f"installed. {_xla_advice(at)}\nor set launch.device_type=cpu to train on the CPU"
+            f"installed. {_xla_advice(at)}\nor set launch.device_type=cpu to train on the CPU{_experimental(at)}"
         )
     return "cpu", f"{no_tpu}, and no GPU; launch.device_type=xla-cpu rehearses the TPU's path here"
 
 
 def _require(device_type: str, at: Machine) -> None:
+    beside = at.version("torch_tpu")
+    if device_type in ("tpu", "xla-cpu") and beside and at.version("torch_xla"):
+        raise ValueError(
+            f"launch.device_type={device_type}: {torch_tpu.describe_backends(at.version)}. Uninstall torch_tpu and "
+            f"install requirements-tpu.txt, or make an environment with torch_xla:\n  {environment_line()}"
+        )
     if device_type in ("tpu", "xla-cpu") and at.version("torch_xla") is None:
         other = "cpu" if at.tpu_signs() else "auto with PJRT_DEVICE unset"
         raise ValueError(
             f"launch.device_type={device_type} needs torch_xla, which is not installed here. {_xla_advice(at)}\n"
-            f"or use launch.device_type={other}"
+            f"or use launch.device_type={other}{_experimental(at)}"
         )
+    if device_type == TORCH_TPU:
+        limits.check_machine(at)
     if device_type == "tpu" and not at.tpus() and not at.nodes():
         raise ValueError(
             "launch.device_type=tpu, but this machine has no TPU. On Colab: Runtime > Change runtime type; on Kaggle: "
@@ -141,9 +159,14 @@ def _require(device_type: str, at: Machine) -> None:
 
 def _xla_advice(at: Machine) -> str:
     """How to get torch_xla; beside torch_tpu it would replace the torch that torch_tpu needs."""
-    if beside := at.version("torch_tpu"):
-        return f"{beside_torch_tpu(beside)}. Make one for the kit with\n  {environment_line()}"
+    if at.version("torch_tpu"):
+        return f"Here is {torch_tpu.describe_backends(at.version)}. Make one with torch_xla:\n  {environment_line()}"
     return "Install it with\n  pip install -r requirements-tpu.txt"
+
+
+def _experimental(at: Machine) -> str:
+    """Names the backend of torch_tpu, which `auto` never chooses, where it can be tried."""
+    return f", or {TORCH_TPU}, which is experimental" if at.version("torch_tpu") and at.tpu_signs() else ""
 
 
 def _replicas(device_type: str, asked: int | None, at: Machine) -> int | None:
@@ -154,7 +177,7 @@ def _replicas(device_type: str, asked: int | None, at: Machine) -> int | None:
                 f"the environment says CPU_NUM_DEVICES={text!r}; it must be a number of replicas, 1 or more"
             )
         return asked or int(text)
-    if device_type == "cpu":
+    if device_type in ("cpu", TORCH_TPU):
         return asked or 1
     if device_type == "cuda":
         there = gpu_count()
@@ -170,7 +193,7 @@ def _replicas(device_type: str, asked: int | None, at: Machine) -> int | None:
 
 def _mesh(text: str, device_type: str, launch: LaunchConfig, at: Machine, hosts: Hosts) -> Mesh:
     """Reads a mesh for the devices of all hosts, which are alike; on XLA:CPU there are as many as it says."""
-    if device_type not in ("tpu", "xla-cpu"):
+    if device_type not in _PJRT.values():
         raise ValueError(
             f"launch.mesh={text} needs XLA, and the launch runs on {device_type}. Use launch.device_type=tpu or "
             "xla-cpu, or remove launch.mesh"
@@ -196,7 +219,7 @@ def seen_on(device_type: str, config: TrainConfig) -> TrainConfig:
     On a GPU or a CPU layers are a loop only where their states are compared with a teacher's. Attention on a GPU keeps
     no scores.
     """
-    if device_type == "tpu":
+    if device_type in ("tpu", TORCH_TPU):
         return config
     model, optim = config.model, config.optim
     if model.attention == "auto":
@@ -219,7 +242,7 @@ def device_memory_budget(
     at = at or Machine()
     backend = backend or detect(config.launch, at)
     hosts = backend.hosts
-    if backend.device_type == "tpu":
+    if backend.device_type in ("tpu", TORCH_TPU):
         found = at.tpus()
         if not found:  # device files alone, of a chip that is not known
             return None

@@ -37,6 +37,7 @@ from tpu_kit.model.loop import layer_inputs
 from tpu_kit.model.loop.layer_calls import kept_states, stacked_prefixes
 from tpu_kit.model.loop.layer_inputs import LayerInputs, Visibility
 from tpu_kit.model.rotary import fix_rotary
+from tpu_kit.torch_tpu.program import ModelProgram, trace_with
 from tpu_kit.xla.scan import Traced, replace_contents
 from tpu_kit.xla.sharding import constrain
 
@@ -196,7 +197,7 @@ class Decoder:
         self._time_limits = next((one for one in limits if one is not None), None)
         # The matrix products of a trained model may have another dtype than its weights; see causal_lm.py.
         self._dtype: torch.dtype = getattr(model, _COMPUTE, None) or self._causal.dtype
-        self._programs: dict[Any, Traced] = {}
+        self._programs: dict[Any, Traced | ModelProgram] = {}
         self._prompt_cache: Cache | None = None  # of the last shape
         self._buffers: dict[tuple[int, str], Buffer] = {}  # see `Cache.buffers`
         self.vocabulary = int(self._causal.get_output_embeddings().weight.shape[0])
@@ -236,7 +237,7 @@ class Decoder:
         """
         count, width = batch.ids.shape
         rows = rows or count
-        if self._rt.is_xla:
+        if self._rt.has_programs:
             assert width + steps <= self._slots, (width, steps, self._slots)
         cache = self.prompt_cache(rows, width + steps)
 
@@ -315,7 +316,7 @@ class Decoder:
         carried = [last, flags, torch.zeros(1, dtype=torch.int64)]
         carried += [self._occurred(batch, samples)] if plan.penalises else []
         if rules.reads_tokens:
-            slots = self._slots if self._rt.is_xla else width + len(uniforms)
+            slots = self._slots if self._rt.has_programs else width + len(uniforms)
             said = torch.nn.functional.pad(batch.ids, (0, slots - width)).repeat_interleave(samples, 0)
             carried.append(said)
         constant = [lengths, torch.tensor([width]), uniforms, sampling.knobs(self.vocabulary)]
@@ -337,7 +338,7 @@ class Decoder:
             (2, steps, B) fp32 on the host: token ids, -1 after the end of a row, and their log-probabilities. On XLA
             there are always `block` steps. On the CPU there are fewer once all rows have ended.
         """
-        if self._rt.is_xla:
+        if self._rt.has_programs:
             return self._decode_program(state, cache)
         reports = []
         for _ in range(steps):
@@ -468,14 +469,22 @@ class Decoder:
 
     def prompt_cache(self, rows: int, slots: int = 0) -> Cache:
         """Returns the cache of the prompts, of `slots` except on XLA; that of the last call if it fits."""
-        slots = self._slots if self._rt.is_xla else slots
+        slots = self._slots if self._rt.has_programs else slots
         if self._prompt_cache is not None and self._prompt_cache.rows_and_slots == (rows, slots):
             return self._prompt_cache
         if not self._buffers:  # one token through the layers; on XLA it is traced and never computed
             one = torch.zeros(1, 1, dtype=torch.int64, device=self._rt.local_device)
             empty = Cache({})
-            self._run(self._causal.get_decoder(), one, one, empty, "cpu")
-            empty.store_states()
+
+            def fill(one: torch.Tensor) -> list[torch.Tensor]:
+                self._run(self._causal.get_decoder(), one, one, empty, "cpu")
+                empty.store_states()
+                return []
+
+            if self._rt.traces_steps:
+                trace_with(self._model, fill, [one])
+            else:
+                fill(one)
             self._buffers = empty.buffers
         mesh, size, stacks = active_mesh(), 0, {}
         for name, need in self._buffers.items():
@@ -493,11 +502,14 @@ class Decoder:
         self, key: Any, fn: Any, example: Sequence[torch.Tensor], steps: int | None = None, carried: int = 0
     ) -> Any:
         """Returns a function as a program, which is made once for each key; off XLA the function itself."""
-        if not self._rt.is_xla:
+        if not self._rt.has_programs:
             return fn
-        if key not in self._programs:
+        name = str(key[0])
+        if key not in self._programs and self._rt.traces_steps:
+            self._programs[key] = ModelProgram(name, fn, example, self._model, steps, carried)
+        elif key not in self._programs:
             weights = [*self._model.parameters(), *self._model.buffers()]
-            self._programs[key] = Traced(str(key[0]), fn, example, weights, steps, carried)
+            self._programs[key] = Traced(name, fn, example, weights, steps, carried)
         return self._programs[key]
 
 

@@ -215,9 +215,9 @@ class Generator:
                 # On XLA every replica takes part in every round, also with an empty batch: see cpu_simulation.py.
                 mine = order[start : start + size * world][rank::world]
                 start += size * world
-                if not mine and not self._rt.is_xla:
+                if not mine and not self._rt.has_programs:
                     break
-                given, count = [rows[row] for row in mine], size if self._rt.is_xla else len(mine)
+                given, count = [rows[row] for row in mine], size if self._rt.has_programs else len(mine)
                 ids, _ = filled(given, width, count)
                 logprobs, likeliest = self._decoder.score(ids, images.tensors(given, width, count) if images else {})
                 for index, row in enumerate(mine):
@@ -272,7 +272,7 @@ class Generator:
         return world > 1 and self._rt.device_type == "xla-cpu"
 
     def _width(self, longest: int) -> int:
-        return fitting(longest, self._widths) if self._rt.is_xla else max(1, longest)
+        return fitting(longest, self._widths) if self._rt.has_programs else max(1, longest)
 
     def _batch(
         self,
@@ -286,7 +286,7 @@ class Generator:
         images: PromptImages | None = None,
     ) -> Iterator[list[Row]]:
         """Generates one batch, and yields its rows, prompts x samples, after each block."""
-        size = size if self._rt.is_xla else len(prompts)
+        size = size if self._rt.has_programs else len(prompts)
         ids, lengths = filled([prompt[:-1] for prompt in prompts], width, size)
         last = torch.tensor([prompt[-1] for prompt in prompts] + [0] * (size - len(prompts)))
         batch = Batch(ids, lengths, last, images.tensors(prompts, width, size) if images else {})
@@ -297,7 +297,7 @@ class Generator:
         streams = [(numbers[index // n], index % n) for index in range(len(rows))] + [(0, 0)] * fillers
         with self._decoder.ready():
             at_once = self._prefill_rows if self._prefill_rows and size % self._prefill_rows == 0 else size
-            cache = self._decoder.prefill(batch, n, steps, at_once if self._rt.is_xla else size)
+            cache = self._decoder.prefill(batch, n, steps, at_once if self._rt.has_programs else size)
             rules = self.defaults.rules if sampling.model_defaults else NO_RULES
             ended = [False] * len(rows) + [True] * fillers
             state = self._decoder.begin(batch, n, ended, sampling.uniforms(self._steps, streams), sampling, rules)

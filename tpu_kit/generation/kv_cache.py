@@ -26,6 +26,7 @@ from tpu_kit.model.sharding.sharding_rules import cache_spec
 from tpu_kit.xla.scan import Tensors, slice_at
 from tpu_kit.xla.sharding import constrain
 from tpu_kit.xla.slot_writes import write_slot
+from tpu_kit.xla.traced_program import kernels_on
 
 CACHED = "tpu_kit_cached"
 
@@ -224,7 +225,7 @@ def heads_beside(key: torch.Tensor, value: torch.Tensor) -> int:
     The compiler would make slots or rows the minor dimension of narrower stacks, and each layer would copy its part.
     Of layers one by one it copies no cache. On a mesh, heads stay apart, as it shards them.
     """
-    if key.device.type != "xla" or active_mesh().size > 1 or key.shape[3] != value.shape[3]:
+    if key.device.type not in ("xla", "tpu") or active_mesh().size > 1 or key.shape[3] != value.shape[3]:
         return 1
     most = max(1, _LANES // key.shape[3])
     return next(count for count in range(most, 0, -1) if key.shape[1] % count == 0)
@@ -286,7 +287,7 @@ def cached_attention(
         # Padding follows the prompt, so a causal mask hides it.
         ones = torch.ones(batch, query.shape[2], dtype=torch.int32, device=query.device)
         attend: Any = attention.sdpa_attention
-        if device_type == "tpu":
+        if kernels_on(device_type):
             attend = functools.partial(splash_attention.splash_attention, spec=spec, trains=False)
         options = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
         visibility = inputs.visibility._replace(segment_ids=ones)  # images in the prompts look ahead

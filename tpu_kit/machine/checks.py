@@ -18,14 +18,13 @@ from pathlib import Path
 from typing import Literal
 
 from tpu_kit.config.fields import hide_secrets
-from tpu_kit.machine import chips
+from tpu_kit.machine import chips, torch_tpu
 from tpu_kit.machine.compatibility import (
     PACKAGES,
     PYTHONS,
     TESTED,
     Version,
     bare,
-    beside_torch_tpu,
     environment_line,
     install_line,
     installed_version,
@@ -171,16 +170,26 @@ def check_python(machine: Machine) -> Check:
     return Check("Python", "failure", f"{python}: the kit and torch_xla need 3.11 to 3.13", environment_line())
 
 
-def check_packages(machine: Machine, on_tpu: bool) -> Check:
-    """Checks by their metadata that torch, torch_xla, libtpu and jax pair: a wrong pair fails at import."""
+def check_packages(machine: Machine, on_tpu: bool, on_torch_tpu: bool = False) -> Check:
+    """Checks by their metadata that torch, torch_xla, libtpu and jax pair: a wrong pair fails at import.
+
+    With `on_torch_tpu`, for `launch.device_type=torch-tpu`, torch_tpu takes torch_xla's place.
+    """
     have = {name: version for name in PACKAGES if (version := machine.version(name))}
     found = " ".join(f"{name} {version}" for name, version in have.items()) or "torch is not installed"
     then, name = ", then restart the kernel", "Packages"
     if "torch" not in have:
         return Check(name, "failure", found, "pip install -r requirements-gpu.txt (requirements-tpu.txt for TPU)")
-    if beside := machine.version("torch_tpu"):
+    if on_torch_tpu:
+        backends = torch_tpu.describe_backends(machine.version)
+        wrong_pins = torch_tpu.mismatches(machine.version)
+        must = "".join(f"; {package} must be {pin}" for package, pin in wrong_pins.items())
+        if wrong_pins or "torch_xla" in have:
+            return Check(name, "failure", f"{found}; {backends}{must}", environment_line("torch-tpu"))
+        return Check(name, "ok", f"{found}; {backends}")
+    if machine.version("torch_tpu"):
         status: Status = "failure" if on_tpu or "torch_xla" in have else "warning"
-        found += f"; {beside_torch_tpu(beside)}. Without a TPU the kit trains on CPU and GPU here too"
+        found += f"; {torch_tpu.describe_backends(machine.version)}. Without a TPU the kit trains on CPU and GPU here"
         return Check(name, status, found, environment_line())
     others = untested(machine.version)
     if others:

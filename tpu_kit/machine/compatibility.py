@@ -150,7 +150,7 @@ def install_line(pins: dict[str, str]) -> str:
 
 
 def requirements(kind: str) -> Path:
-    """The file of the tested versions for a "tpu" or a "gpu", in the installed kit."""
+    """The file of the tested versions for "tpu" (torch_xla), "torch-tpu" or "gpu", in the installed kit."""
     return Path(__file__).parents[1] / f"requirements-{kind}.txt"
 
 
@@ -163,15 +163,6 @@ def environment_line(kind: str = "tpu", kit: str = "") -> str:
     kit = kit or (str(clone) if (clone / "pyproject.toml").is_file() else f"git+{REPOSITORY}")
     wanted = shlex.join(["-r", str(requirements(kind)), kit])
     return f"pip install uv && uv venv --python 3.12 ~/tpu_kit-env && uv pip install --python ~/tpu_kit-env {wanted}"
-
-
-def beside_torch_tpu(version: str) -> str:
-    """Says why torch_tpu (TorchTPU), torch_xla's successor, and the kit on a TPU cannot share an environment."""
-    releases = " or ".join(pairing.torch for pairing in PAIRINGS)
-    return (
-        f"torch_tpu {version} needs torch 2.11 or later, and the kit on a TPU torch_xla {releases} with the same torch"
-        ": each needs an environment of its own"
-    )
 
 
 def is_tested(package: str, version: str) -> bool:

@@ -132,7 +132,7 @@ def chips_of(device_type: str, replicas: int) -> tuple[str | None, int]:
     The name is None for a CPU and for an unknown chip; then each replica counts as a chip.
     """
     name: str | None = None
-    if device_type == "tpu":
+    if device_type in ("tpu", "torch-tpu"):
         name = next(iter(Machine().tpus()), None)
     elif device_type == "cuda":
         import torch

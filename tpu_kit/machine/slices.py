@@ -54,7 +54,7 @@ class TargetSlice:
     mesh: Mesh | None = None
     slices: int = 1
     service: str = ""
-    device_type: Literal["tpu", "cuda", "cpu", "xla-cpu"] = "tpu"
+    device_type: Literal["tpu", "torch-tpu", "cuda", "cpu", "xla-cpu"] = "tpu"
 
     @property
     def devices(self) -> int:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from tpu_kit.model.loop import activation_checkpointing, layer_inputs
 from tpu_kit.model.loop.layer_inputs import PLAIN, LayerInputs, Visibility
-from tpu_kit.xla.traced_program import is_lowering_for_tpu
+from tpu_kit.xla.traced_program import is_lowering_for_tpu, kernels_on, runs_kernels
 
 SDPA = "tpu_kit"
 SPLASH = "tpu_kit_splash"
@@ -61,7 +61,7 @@ def choose(attention: str, device_type: str) -> str:
 
     Args:
         attention: "auto", "splash" or "sdpa".
-        device_type: "tpu", "xla-cpu", "cuda" or "cpu".
+        device_type: "tpu", "torch-tpu", "xla-cpu", "cuda" or "cpu".
 
     Returns:
         The registered name.
@@ -69,7 +69,7 @@ def choose(attention: str, device_type: str) -> str:
     Raises:
         ValueError: the name is unknown, or it is splash and the device is no TPU.
     """
-    has_kernel = device_type == "tpu" or is_lowering_for_tpu()
+    has_kernel = kernels_on(device_type) or is_lowering_for_tpu()
     if attention == "auto":
         return SPLASH if has_kernel else SDPA
     if attention == "sdpa":
@@ -176,7 +176,9 @@ def sdpa_attention(
     if sliding_window is not None and rows == columns and sliding_window < columns:
         assert attention_mask is not None
         attention_mask = _and_window(attention_mask, sliding_window)
-    if softcap is None and s_aux is None:
+    # TorchTPU makes a kernel of the function, which a plugin for the CPU cannot run.
+    has_function = query.device.type != "tpu" or runs_kernels(query)
+    if softcap is None and s_aux is None and has_function:
         output = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
     else:
         output = _attention_of_scores(query, key, value, attention_mask, scaling, softcap, s_aux)

@@ -13,6 +13,7 @@ from tpu_kit.model.families import registry as families
 from tpu_kit.model.loop import activation_checkpointing
 from tpu_kit.model.loop.layer_calls import decoder_layers
 from tpu_kit.model.loop.layer_scan import ScannedLayers, scan_layers
+from tpu_kit.torch_tpu.environment import check_family
 
 if TYPE_CHECKING:
     from tpu_kit.config.loader import TrainConfig
@@ -31,14 +32,15 @@ def prepare_layers(model: torch.nn.Module, config: TrainConfig, device_type: str
     Args:
         model: as `load_model` returns it; changed in place, before its move to the device.
         config: the run.
-        device_type: "tpu", "xla-cpu", "cuda" or "cpu".
+        device_type: "tpu", "torch-tpu", "xla-cpu", "cuda" or "cpu".
 
     Returns:
         As `scan_layers`.
 
     Raises:
-        ValueError: as `scan_layers` and `families.check_trained`.
+        ValueError: as `scan_layers`, `families.check_trained` and `limits.check_family`.
     """
+    check_family(base_model(model).config.model_type, device_type)
     families.check_trained(model, device_type)
     use_attention(model, config.model.attention, device_type)
     optim, decoder = config.optim, base_model(model).get_decoder()

@@ -95,7 +95,7 @@ def splash_kernel(
     Returns:
         (B, heads, S, D).
     """
-    if not (settings.interpret or (query.device.type == "xla" and traced_program.has_kernels())):
+    if not (settings.interpret or traced_program.runs_kernels(query)):
         more = next((each for each in others if each.ndim == 2), None)
         named: Any = {"s_aux": next((each for each in others if each.ndim == 1), None)}
         window = query.shape[2] if settings.ahead and settings.window is None else settings.window

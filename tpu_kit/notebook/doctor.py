@@ -25,9 +25,10 @@ def diagnose(config: TrainConfig | None = None, at: Machine | None = None) -> It
     config, at = as_trained(config or TrainConfig()), at or Machine()
     asked, replicas, used = config.launch.device_type, None, "cpu"
     yield machine.check_python(at)
-    yield machine.check_packages(at, asked == "tpu" or (asked == "auto" and bool(at.tpu_signs())))
+    on_tpu = asked == "tpu" or (asked == "auto" and bool(at.tpu_signs()))
+    yield machine.check_packages(at, on_tpu, asked == "torch-tpu")
     yield machine.check_process(at)
-    yield machine.check_tpu(at, asked == "tpu")
+    yield machine.check_tpu(at, asked in ("tpu", "torch-tpu"))
     yield machine.check_metadata(at)
     yield machine.check_holder(at)
     yield machine.check_settings(at)

@@ -20,17 +20,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distributions, requires
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args
 
 from tpu_kit.config.fields import ConfigError
 from tpu_kit.distributed.child_process import run_child
+from tpu_kit.machine import torch_tpu
 from tpu_kit.machine.checks import Check, Machine, replaced_modules
 from tpu_kit.machine.compatibility import (
     PACKAGES,
     PAIRINGS,
     PYTHONS,
     REPOSITORY,
-    beside_torch_tpu,
     environment_line,
     find_packaging,
     installed_version,
@@ -42,8 +42,9 @@ from tpu_kit.notebook.kernel import check_names, parameters, shorten_errors
 from tpu_kit.notebook.kernel import show_checks as show_checks
 from tpu_kit.notebook.kernel import show_table as show_table
 
-Kind = Literal["tpu", "gpu"]
-"""The packages to install: torch with torch_xla, libtpu and jax, for a TPU or its simulation; or torch alone."""
+Kind = Literal["tpu", "torch-tpu", "gpu"]
+"""The packages to install: torch with torch_xla, libtpu and jax, for a TPU or its simulation; torch_tpu in place of
+torch_xla; or torch alone."""
 
 _LINUX, _GPU = "Linux x86_64", "NVIDIA GPU"
 
@@ -80,12 +81,14 @@ class Site:
 
     def rows(self) -> list[dict[str, str]]:
         """The rows of a table."""
-        versions = {name: self.version(name) or "not installed" for name in (*PACKAGES, "transformers", "peft")}
+        names = (*PACKAGES[:2], "torch_tpu", *PACKAGES[2:], "transformers", "peft")
+        versions = {name: self.version(name) or "not installed" for name in names}
         found = {
             "runs on": self.platform,
             "accelerator": ", ".join(self.gpus) or self.accelerator or "none: the CPU rehearses the TPU's path",
             "system": self.system,
             "Python": _dotted(self.python),
+            "backend for TPUs": torch_tpu.describe_backends(self.version),
             **versions,
             "tpu_kit": str(Path(__file__).parents[1]),
         }
@@ -121,13 +124,15 @@ def _dotted(python: tuple[int, int]) -> str:
 
 def pairings() -> list[dict[str, str]]:
     """Returns the versions that pair, as rows of a table; the first row is installed where nothing is there."""
+    found = [(one.torch, f"torch_xla {one.torch}", " or ".join(one.libtpu), " or ".join(one.jax)) for one in PAIRINGS]
+    tested = torch_tpu.TESTED
+    found.append((tested["torch"], f"torch_tpu {tested['torch_tpu']}", tested["libtpu"], tested["jax"]))
     return [
         {
-            "torch and torch_xla": pairing.torch, "libtpu": " or ".join(pairing.libtpu),
-            "jax and jaxlib": " or ".join(pairing.jax), "system": _LINUX,
+            "torch": torch, "backend for TPUs": backend, "libtpu": libtpu, "jax and jaxlib": jax, "system": _LINUX,
             "Python": f"{_dotted(PYTHONS[0])} to {_dotted(PYTHONS[-1])}",
         }
-        for pairing in PAIRINGS
+        for torch, backend, libtpu, jax in found
     ]  # fmt: skip
 
 
@@ -170,8 +175,9 @@ def decide(
 
     Args:
         site: the machine and its packages.
-        hardware: "tpu", "gpu", or "auto": the TPU's packages wherever their wheels fit, because a CPU rehearses with
-            them, except on a machine with a GPU or with torch but not torch_xla.
+        hardware: "tpu", "torch-tpu", "gpu", or "auto": torch_xla and the TPU's packages wherever their wheels fit,
+            because a CPU rehearses with them, except on a machine with a GPU, with torch but not torch_xla, or with
+            the tested torch_tpu.
         torch_index: address of an index with other wheels of torch.
         source: where the kit came from; a folder of wheels replaces the package index.
         extras: extras of the kit to install too, such as "trackers".
@@ -184,17 +190,19 @@ def decide(
     if kind == "tpu":
         pairs = mismatches(site.version, site.python, with_tpu=True)
         wrong |= {name: (" or ".join(versions), f"=={versions[0]}") for name, versions in pairs.items()}
+    elif kind == "torch-tpu":
+        wrong |= {name: (pin, f"=={pin}") for name, pin in torch_tpu.mismatches(site.version).items()}
     tested = _read_requirements(requirements(kind).read_text().splitlines())
     for name, bounds in _read_requirements(_required(), extras).items():
-        if kind == "tpu" and name in PACKAGES:
+        if kind != "gpu" and name in PACKAGES:
             continue
         have = site.version(name)
         if have is None or not _within(have, bounds):
             wrong[name] = bounds, tested.get(name, bounds)
     notes = tuple(text for name, text in untested(site.version).items() if name not in wrong)
     if not wrong:
-        pair = ", ".join(f"{name} {site.version(name)}" for name in PACKAGES)
-        text = f"and {pair} pair" if kind == "tpu" else f"with torch {site.version('torch')}"
+        pair = ", ".join(f"{name} {site.version(name)}" for name in _pair(kind))
+        text = f"with {pair}" if kind == "gpu" else f"and {pair} pair"
         return Decision(kind, (f"all packages are there, {text}",), notes=notes)
     absent = [name for name in wrong if site.version(name) is None]
     why = [f"not installed: {', '.join(absent)}"] * bool(absent)
@@ -214,6 +222,11 @@ def decide(
     return Decision(kind, tuple(why), add, keep, (*line, *add), notes)
 
 
+def _pair(kind: Kind) -> tuple[str, ...]:
+    """The packages whose versions pair."""
+    return {"tpu": PACKAGES, "torch-tpu": tuple(torch_tpu.TESTED), "gpu": ("torch",)}[kind]
+
+
 def _required() -> list[str]:
     try:
         return requires("tpu_kit") or []
@@ -228,15 +241,20 @@ def _kind(site: Site, hardware: str, source: str) -> Kind:
     # torch without torch_xla stays as it is if no TPU is attached.
     has_tpu = site.accelerator not in ("", _GPU)
     alone = site.version("torch") is not None and site.version("torch_xla") is None and not has_tpu
-    for_gpu = site.accelerator == _GPU or site.system != _LINUX or alone if hardware == "auto" else hardware == "gpu"
-    kind: Kind = "gpu" if for_gpu else "tpu"
+    if hardware == "auto" and not torch_tpu.mismatches(site.version) and not site.version("torch_xla"):
+        kind: Kind = "torch-tpu"  # an environment that was made for it
+    elif hardware == "auto":
+        kind = "gpu" if site.accelerator == _GPU or site.system != _LINUX or alone else "tpu"
+    else:
+        kind = cast(Kind, hardware)
     against = []
     if site.python not in PYTHONS:
         against.append(f"Python {_dotted(site.python)}: the kit needs 3.11 to 3.13")
-    if not for_gpu and site.system != _LINUX:
-        against.append(f"{site.system}: torch_xla has wheels for {_LINUX} alone; hardware='gpu' installs torch alone")
-    if not for_gpu and (other := site.version("torch_tpu")):
-        against.append(beside_torch_tpu(other))
+    if kind != "gpu" and site.system != _LINUX:
+        backend = "torch_tpu" if kind == "torch-tpu" else "torch_xla"
+        against.append(f"{site.system}: {backend} has wheels for {_LINUX} alone; hardware='gpu' installs torch alone")
+    if (kind == "tpu" and site.version("torch_tpu")) or (kind == "torch-tpu" and site.version("torch_xla")):
+        against.append(f"hardware={kind}, and here is {torch_tpu.describe_backends(site.version)}")
     if against:
         raise _impossible(against, _ways_out(site, kind, source))
     return kind
@@ -293,6 +311,8 @@ def _ways_out(site: Site, kind: Kind, source: str) -> tuple[str, ...]:
     by_name = {"index": "tpu_kit"}.get(source, source if source.startswith("tpu_kit==") else f"git+{REPOSITORY}")
     kit = str(local) if source and local.exists() else by_name
     python = "~/tpu_kit-env/bin/python"
+    if kind == "tpu" and site.version("torch_tpu") and not site.version("torch_xla"):
+        service = (*service, "hardware='torch-tpu' here, and launch.device_type=torch-tpu, which is experimental")
     return (
         *service,
         f"an environment of its own: {environment_line(kind, kit)} && {python} -m ipykernel install --user "
@@ -312,8 +332,8 @@ def options(namespace: Mapping[str, Any]) -> dict[str, Any]:
     """
     options = parameters(namespace)
     check_names(options, ("kit_source", "hardware", "extras", "torch_index", "restart"))
-    if options.get("hardware", "auto") not in ("auto", "tpu", "gpu"):
-        raise ConfigError([f"hardware={options['hardware']!r}: there are auto, tpu and gpu"])
+    if options.get("hardware", "auto") not in ("auto", *get_args(Kind)):
+        raise ConfigError([f"hardware={options['hardware']!r}: there are auto, tpu, torch-tpu and gpu"])
     return options
 
 
@@ -387,9 +407,11 @@ print("computed on", where)
 
 
 def check(decision: Decision) -> list[Check]:
-    """Loads the packages in a new process, as a run does, and computes a sum: on the GPU, or torch_xla's CPU."""
-    pair = ["torch", "torch_xla", "libtpu", "jax"] if decision.kind == "tpu" else ["torch"]
-    environment = {**os.environ, "PJRT_DEVICE": "CPU", "TPU_SKIP_MDS_QUERY": "1", "USE_TORCH_XLA": "1"}
+    """Loads the packages in a new process, as a run does, and computes a sum: on a GPU, torch_xla's CPU or the CPU."""
+    pair = [name for name in _pair(decision.kind) if name != "jaxlib"]
+    # The kernel must not open a TPU: PJRT_DEVICE is for torch_xla, the last one for torch_tpu.
+    environment = {**os.environ, "PJRT_DEVICE": "CPU", "TPU_SKIP_MDS_QUERY": "1", "USE_TORCH_XLA": "1",
+                   "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # fmt: skip
     names = [*pair, "transformers", "peft", "datasets", "yaml", "tpu_kit"]
     done = run_child(["-c", _CHILD, *names], environment)
     lines = [line.strip() for line in done.output.splitlines() if line.split()[:1] and line.split()[0] in pair]

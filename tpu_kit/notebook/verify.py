@@ -34,6 +34,7 @@ from tpu_kit.notebook import smoke_test
 from tpu_kit.notebook.claims import CHECKPOINT_STEP, check_claims, paste, small_run
 from tpu_kit.planning.compiler.compile_check import compile_step
 from tpu_kit.planning.cost import step_time, timed, work
+from tpu_kit.torch_tpu.environment import check_command
 
 REPORT = "verify-report.json"
 TPU_SECONDS, SECONDS = 600.0, 300.0
@@ -96,6 +97,7 @@ def verify(
     records: list[Record] = []
     try:
         backend = detection.detect(config.launch, at)
+        check_command("verify", backend.device_type)
     except (ValueError, ImportError, OSError) as error:
         yield Record("Verify", "failure", str(error), "python -m tpu_kit doctor")
         return

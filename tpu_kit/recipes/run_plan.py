@@ -216,8 +216,7 @@ def find_machine(config: TrainConfig, hosts: Hosts = ONE) -> tuple[Backend | Non
         backend = detection.detect(config.launch, hosts=hosts)
     except ValueError as error:
         return None, [error]
-    several = hosts.count > 1 and backend.mesh is not None
-    return backend, [ConfigError(found)] if several and (found := detection.slice_problems(config)) else []
+    return backend, [ConfigError(found)] if (found := detection.run_problems(config, backend)) else []
 
 
 def resumed(plan: RunPlan, today: str) -> RunPlan:

@@ -6,6 +6,7 @@ holds learning rate and step, and the optimizer counts on the device. The planne
 
 from __future__ import annotations
 
+import copy
 import logging
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,6 +14,7 @@ from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from tpu_kit.config.loader import OptimConfig, TrainConfig
 from tpu_kit.config.mesh import Spec
@@ -22,6 +24,7 @@ from tpu_kit.model import causal_lm as models
 from tpu_kit.model import preparation
 from tpu_kit.model.loop.layer_calls import decoder_layers
 from tpu_kit.model.loop.loop_structure import ALONE
+from tpu_kit.torch_tpu.program import Programs, computing_with, tensors_of
 from tpu_kit.training.checkpoint.manifest import Checkpoint
 from tpu_kit.training.objectives import Objective, Sums
 from tpu_kit.training.optimizer import is_matrix, wide
@@ -328,3 +331,68 @@ def eval_step(
         totals = torch.stack([loss, weight, *extra][: len(sums)])
         runtime.all_reduce([totals])
         sums.add_(totals)
+
+
+class TracedSteps:
+    """`train_step` and `eval_step` as programs, on a device whose operations run one by one otherwise (TorchTPU).
+
+    They are traced with all tensors that they read as inputs, and those that they change as results: each is a program
+    for each structure and shape of batches. The old state is donated.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, state: TrainState, objective: Objective, optim: OptimConfig, rt: Runtime
+    ) -> None:
+        self._model, self._state, self._objective, self._optim, self._rt = model, state, objective, optim, rt
+        drawn = [name for name, part in model.named_modules() if isinstance(part, torch.nn.Dropout) and part.p > 0]
+        if drawn:  # a trace would hold its masks; those of layers in a loop are seeded
+            raise ValueError(
+                f"{drawn[0]} is dropout outside of a loop over layers: set it to 0 in the model's config.json"
+            )
+        self._programs = Programs()
+        self._frozen = {name: tensor for name, tensor in tensors_of(model).items() if name not in state.params}
+
+    def train_step(self, batches: Sequence[Mapping[str, torch.Tensor]], control: torch.Tensor) -> None:
+        """Makes one update; the sums for the log are a new tensor, so that the host can read the old one meanwhile."""
+        state = self._state
+
+        def update(changed: Any, frozen: Any, batches: Any, control: torch.Tensor) -> Any:
+            twin = copy.copy(state)
+            twin.params = {name: one.detach().clone().requires_grad_() for name, one in changed["params"].items()}
+            twin.moments = {name: {kind: one.clone() for kind, one in kinds.items()}
+                            for name, kinds in changed["moments"].items()}  # fmt: skip
+            twin.average = {name: one.clone() for name, one in changed["average"].items()} or None
+            twin.applied, twin.report, twin.passes = changed["applied"].clone(), changed["report"].clone(), {}
+            with computing_with(self._model, {**twin.params, **frozen}):
+                train_step(self._model, twin, batches, control, self._objective, self._optim, self._rt)
+            return self._changed(twin)
+
+        changed = self._changed(state)
+        donated = len(tree_leaves(changed)) - 1  # all but the sums for the log, the last
+        new = self._programs.run(
+            "update", update, donated, changed, self._frozen, [dict(batch) for batch in batches], control
+        )
+        for name, param in state.params.items():
+            param.data = new["params"][name]
+        state.moments, state.applied, state.report = new["moments"], new["applied"], new["report"]
+        state.average = new["average"] or None
+
+    def eval_step(self, batch: Mapping[str, torch.Tensor], sums: torch.Tensor) -> None:
+        """Adds the loss and the weight of a batch to `sums`."""
+
+        def evaluate(params: Any, frozen: Any, batch: Any, sums: torch.Tensor) -> Any:
+            total = sums.clone()
+            with computing_with(self._model, {**params, **frozen}):
+                eval_step(self._model, batch, total, self._objective, self._rt)
+            return total
+
+        params = {name: param.detach() for name, param in self._state.params.items()}
+        sums.data = self._programs.run("evaluation", evaluate, 0, params, self._frozen, dict(batch), sums)
+
+    @staticmethod
+    def _changed(state: TrainState) -> dict[str, Any]:
+        """The tensors that an update changes, that of `report` the last."""
+        return {
+            "params": {name: param.detach() for name, param in state.params.items()}, "moments": state.moments,
+            "average": state.average or {}, "applied": state.applied, "report": state.report,
+        }  # fmt: skip

@@ -36,7 +36,7 @@ from tpu_kit.training.objectives import Objective
 from tpu_kit.training.outcome import not_learned
 from tpu_kit.training.resume import Record, ResumePoint, weights_of
 from tpu_kit.training.state import TrainState, UpdateSums, sections
-from tpu_kit.training.step import Control, SplitStep, eval_step, train_step
+from tpu_kit.training.step import Control, SplitStep, TracedSteps, eval_step, train_step
 from tpu_kit.training.update_sources import NextUpdateError, Updates
 
 Tensors = dict[str, torch.Tensor]
@@ -110,6 +110,7 @@ class Trainer:
         self.prepared, self.plan, self.checkpoints, self.parts = prepared, plan, checkpoints, parts
         self.predicted_bytes, self.updates, self._count_correct = predicted_bytes, updates, count_correct
         self._split = SplitStep(model, state, objective, config.optim, rt) if updates.splits else None
+        self._traced = TracedSteps(model, state, objective, config.optim, rt) if rt.traces_steps else None
         self.mark: Callable[[str, int], None] = lambda phase, step: None
         self.total, self.record = total, record
         self.step, self.skipped = 0, 0
@@ -241,7 +242,9 @@ class Trainer:
         control = torch.tensor(Control(rate if tensors else 0.0, float(window_open), float(step)))
         *batches, sent = rt.to_device([*tensors, {"control": control}])
         seed_dropout(rt, self.config, step)
-        if self._split is None:
+        if self._traced is not None:
+            self._traced.train_step(batches, sent["control"])
+        elif self._split is None:
             train_step(self.model, self.state, batches, sent["control"], self.objective, optim, rt)
         else:
             for batch in batches:
@@ -387,7 +390,11 @@ class Trainer:
         for rows in parts.values():
             each.append(sums := self._on_device((0.0,) * (2 + len(extra))))
             for batch in eval_batches(self.prepared.eval, rt.data_shards, rt.data_size, self.plan.batch_size, rows):
-                eval_step(self.model, rt.to_device([batch])[0], sums, self.objective, rt)
+                (sent,) = rt.to_device([batch])
+                if self._traced is not None:
+                    self._traced.eval_step(sent, sums)
+                else:
+                    eval_step(self.model, sent, sums, self.objective, rt)
                 rt.sync()
         totals = [one.tolist() for one in rt.to_host(each)]
         every = [sum(column) for column in zip(*totals, strict=True)]

@@ -1,4 +1,4 @@
-"""Pallas kernels of JAX in a program that torch_xla traces, lowered for TPU in any process.
+"""Pallas kernels of JAX in a program that torch_xla or TorchTPU traces, lowered for TPU in any process.
 
 It uses private interfaces of both: the backward pass of JAX's splash kernel, the format of kernels, and torch_xla's
 conversion of a JAX computation.
@@ -18,6 +18,7 @@ import torch
 from tpu_kit.config.mesh import BATCH, Mesh, Spec
 from tpu_kit.distributed.replica.mesh import active_mesh
 from tpu_kit.machine.compatibility import find_pairing, installed_version
+from tpu_kit.torch_tpu import kernels
 from tpu_kit.xla.sharding import sharded_kernel
 
 _LARGEST_BLOCK = 1024  # with 2048 the vector memory of a v5e overflows at head size 128
@@ -224,6 +225,9 @@ def _backward(settings: SplashSettings, output: Any, log_sums: Any, upstream: An
 
 
 def _call(function: Any, settings: SplashSettings, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    if tensors[0].device.type == "tpu":
+        count = 3 if function is _backward else 1 + settings.trains
+        return kernels.call(functools.partial(function, settings), tensors, count)
     spec = settings.spec
     outputs = ((spec, spec[:3]) if settings.trains else (spec,)) if function is _forward else (spec,) * 3
     known: dict[int, Spec] = {1: (spec[1],), 2: (spec[0], None)}  # sinks; segment ids and prefix ids

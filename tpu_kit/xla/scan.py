@@ -1,8 +1,8 @@
 """Loops in a program of XLA, and functions that are traced once and then called as one operation.
 
-On XLA, `scan` is a while loop of the program; elsewhere it is a Python loop. `Traced` keeps the trace of a function:
-torch_xla traces a function anew in each call, which for 16 decode steps of a 30-layer model takes longer than the
-steps.
+On XLA, `scan` is a while loop of the program, of torch_xla or of TorchTPU; elsewhere it is a Python loop. `Traced`
+keeps the trace of a function: torch_xla traces a function anew in each call, which for 16 decode steps of a 30-layer
+model takes longer than the steps.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from tpu_kit.distributed.replica.mesh import active_mesh
+from tpu_kit.torch_tpu import loop, program, slices
 from tpu_kit.xla.traced_program import has_kernels, placeholder, refusing
 
 Tensors = list[torch.Tensor]
@@ -24,6 +25,9 @@ Tree = Any
 """Tensors in lists, tuples and dictionaries within each other."""
 Body = Callable[[Tree, Tree], tuple[Tree, Tree]]
 _FlatBody = Callable[[Tensors, Tensors], tuple[Tensors, Tensors]]
+PROGRAM_DEVICES = ("tpu", "torch-tpu", "xla-cpu")
+"""Values of `launch.device_type` with which a step is a program of XLA, whose layers are loops."""
+
 _tracing = threading.Lock()  # replicas of XLA:CPU are threads
 
 
@@ -54,8 +58,10 @@ def scan(body: Body, carry: Tree, inputs: Tree, *, reverse: bool = False, unroll
         leaves, made = tree_flatten(outputs)
         return tree_leaves(after), leaves
 
-    loops = stacks[0].device.type == "xla" and stacks[0].shape[0] > 1 and not unrolled
-    end, outputs = (_scan_on_xla if loops else _scan_unrolled)(flat, start, stacks, reverse)
+    kind: Any = _scan_unrolled
+    if stacks[0].shape[0] > 1 and not unrolled:
+        kind = _scan_on_xla if stacks[0].device.type == "xla" else loop.scan if program.is_traced(stacks[0]) else kind
+    end, outputs = kind(flat, start, stacks, reverse)
     return tree_unflatten(end, carried), tree_unflatten(outputs, made)
 
 
@@ -196,7 +202,9 @@ def _loop(
 
 
 def after(done: Tensors, tensors: Tensors) -> Tensors:
-    """Returns the tensors, which on XLA then depend on all of `done`; other devices compute in order anyway."""
+    """Returns the tensors, which in a program then depend on all of `done`; other devices compute in order anyway."""
+    if done and program.is_traced(tensors[0]):
+        return loop.after(done, tensors)
     if not done or tensors[0].device.type != "xla":
         return tensors
     import torch_xla.core.xla_model as xm
@@ -221,6 +229,8 @@ def _taken() -> Any:
 
 def slice_at(stack: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
     """Returns a slice of a stack, (G, ...), at `place`, an integer on the device."""
+    if program.is_traced(stack):
+        return slices.take(stack, place)
     if stack.device.type != "xla":
         return stack[place]
     return _taken()(stack, place)[0]
@@ -284,5 +294,8 @@ def replace_contents(buffers: Sequence[torch.Tensor], found: list[torch.Tensor])
     Tensors that are alive when the graph is cut are outputs with memory of their own.
     """
     for buffer, new in zip(buffers, found, strict=True):
-        buffer.copy_(new)
+        if buffer.device.type == "tpu":  # tensors are not lazy, and a copy would be a program of its own
+            buffer.data = new
+        else:
+            buffer.copy_(new)
     found.clear()

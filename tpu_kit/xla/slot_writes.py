@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+from tpu_kit.torch_tpu import slices
+from tpu_kit.torch_tpu.program import is_traced
+
 _SLOTS = 16  # rows of a tile of bf16, which a TPU writes whole
 
 
@@ -23,6 +26,8 @@ def write_slot(stack: torch.Tensor, new: torch.Tensor, place: torch.Tensor, slot
         place: of the buffer, () int64.
         slot: (1,) int64.
     """
+    if is_traced(stack):
+        return slices.write(stack, new, place, slot)
     if stack.device.type != "xla":
         stack[place].index_copy_(2, slot + torch.arange(new.shape[2], device=new.device), new)
         return stack

@@ -17,6 +17,8 @@ from torch.utils._pytree import tree_flatten
 
 from tpu_kit.config.mesh import Mesh, Spec
 from tpu_kit.distributed.replica.mesh import active_mesh
+from tpu_kit.torch_tpu import device as torch_tpu
+from tpu_kit.torch_tpu.environment import other_plugin
 from tpu_kit.xla.sharding import hlo_sharding
 
 
@@ -203,6 +205,18 @@ def is_lowering_for_tpu() -> bool:
 def has_kernels() -> bool:
     """Returns whether a program on XLA can have the kernels of a TPU: on a TPU, or in `lowering_for_tpu`."""
     return _lowering_for_tpu or on_tpu()
+
+
+def kernels_on(device_type: str) -> bool:
+    """Returns whether programs of a run with this `launch.device_type` can have the kernels of a TPU."""
+    return device_type == "tpu" or (device_type == "torch-tpu" and not other_plugin())
+
+
+def runs_kernels(tensor: torch.Tensor) -> bool:
+    """Returns whether the program of a tensor can have the kernels of a TPU."""
+    if tensor.device.type == "xla":
+        return has_kernels()
+    return torch_tpu.has_kernels(tensor) or (_lowering_for_tpu and tensor.device.type == "tpu")
 
 
 def on_tpu() -> bool:

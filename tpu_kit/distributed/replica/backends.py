@@ -12,6 +12,7 @@ from tpu_kit.distributed.hosts import ONE, Hosts
 from tpu_kit.distributed.replica.exchange import ProcessGroup
 from tpu_kit.distributed.replica.mesh import Box, local_devices, pieces, put, put_rows, read, row_shards
 from tpu_kit.distributed.replica.runtime import DeviceType, Runtime, Shared
+from tpu_kit.torch_tpu import device as torch_tpu
 
 T = TypeVar("T")
 
@@ -38,8 +39,23 @@ class CudaRuntime(Runtime):
         return {"compiles": int(counters["stats"]["unique_graphs"])}
 
 
+class TorchTpuRuntime(Runtime):
+    """A replica on a TPU through TorchTPU, in a process of its own. Tensors are not lazy."""
+
+    device_type = "torch-tpu"
+    has_programs = traces_steps = True
+
+    def memory(self) -> tuple[int | None, int | None]:
+        """See `Runtime.memory`."""
+        return torch_tpu.memory(self.local_device)
+
+    def counters(self) -> dict[str, int]:
+        """See `Runtime.counters`; programs that XLA has compiled, of single operations too."""
+        return {"compiles": torch_tpu.compile_count()}
+
+
 class _XlaRuntime(Runtime):
-    is_xla = True
+    is_xla = has_programs = True
 
     def sync(self) -> None:
         import torch_xla

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from tpu_kit.distributed.replica.mesh import Box
 
-DeviceType = Literal["tpu", "cuda", "cpu", "xla-cpu"]
+DeviceType = Literal["tpu", "torch-tpu", "cuda", "cpu", "xla-cpu"]
 
 # New objects after which the kit's processes look for garbage. Python's 700 take a quarter of the time in which torch,
 # torch_xla and transformers are imported, whose millions of objects stay.
@@ -47,8 +47,10 @@ class Runtime:
     """What one replica does on one of PyTorch's own devices; `backends` has what differs on a GPU and on torch_xla's.
 
     Attributes:
-        device_type: "tpu", "cuda", "cpu" or "xla-cpu".
+        device_type: "tpu", "torch-tpu", "cuda", "cpu" or "xla-cpu".
         is_xla: whether tensors are lazy: nothing runs before `sync`.
+        has_programs: whether XLA compiles a program for each shape, so that batches are padded to a few shapes.
+        traces_steps: whether a step must be traced as one program, because its operations run one by one otherwise.
         rank: number of this replica.
         world_size: number of replicas.
         local_device: the device of this replica.
@@ -61,7 +63,7 @@ class Runtime:
     """
 
     device_type: DeviceType
-    is_xla = False
+    is_xla = has_programs = traces_steps = False
     shared: Shared | None = None
 
     def __init__(self, rank: int, world_size: int, local_device: torch.device, num_hosts: int = 1) -> None:

@@ -207,17 +207,20 @@ def _exit_at_once(folder: str, rank: int) -> Iterator[None]:
 
 
 def _torch_replica(local_rank: int, folder: str, payload: bytes, backend: Backend, hang_timeout: float) -> None:
-    """Runs a replica in a GPU's process, or in one of several CPU processes."""
+    """Runs a replica in a GPU's process, in TorchTPU's, or in one of several CPU processes."""
     _prepare(folder)
     import torch
     import torch.distributed as dist
 
-    from tpu_kit.distributed.replica.backends import CpuRuntime, CudaRuntime
+    from tpu_kit.distributed.replica.backends import CpuRuntime, CudaRuntime, TorchTpuRuntime
+    from tpu_kit.torch_tpu.device import open_device
 
     device_type, replicas, hosts = backend.device_type, backend.num_replicas or 1, backend.hosts
     rank, world_size = backend.first_rank + local_rank, replicas * hosts.count
 
     def make() -> Runtime:
+        if device_type == "torch-tpu":
+            return TorchTpuRuntime(rank, world_size, open_device(), hosts.count)
         device = torch.device("cuda", local_rank) if device_type == "cuda" else torch.device("cpu")
         if device_type == "cuda":
             torch.cuda.set_device(device)

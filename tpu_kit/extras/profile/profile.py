@@ -22,6 +22,7 @@ from tpu_kit.planning.cost import timed, work
 from tpu_kit.planning.planner import plan
 from tpu_kit.recipes.run_data import for_replicas
 from tpu_kit.recipes.run_plan import plan_run
+from tpu_kit.torch_tpu.environment import check_command
 
 MOST_STEPS = 200
 
@@ -55,6 +56,7 @@ def _measured(config: TrainConfig, steps: int) -> Profile:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     plan, prepared = plan_run(_short(config, folder, steps))
+    check_command("profile", plan.backend.device_type)
     with for_replicas(plan, prepared) as data:
         launch(partial(record, plan=plan, data=data), plan.config, sharded=True, backend=plan.backend)
     recordings = tuple(Recording(**json.loads(file.read_text())) for file in sorted(folder.glob("recording-*.json")))

@@ -282,7 +282,7 @@ def tower_attention(
     refuse_unknown({name: value for name, value in kwargs.items() if name not in ("is_causal", "dropout")})
     shape = (query.shape[0], query.shape[2])
     valid = torch.ones(shape, device=query.device) if attention_mask is None else attention_mask[:, 0, 0]
-    attend: Any = splash_attention if query.device.type == "xla" and traced_program.has_kernels() else sdpa_attention
+    attend: Any = splash_attention if traced_program.runs_kernels(query) else sdpa_attention
     found: tuple[torch.Tensor, None] = attend(
         module, query, key, value, None, scaling=scaling, visibility=Visibility(valid.to(torch.int32)), causal=False
     )

@@ -40,7 +40,7 @@ from tpu_kit.model.loop.layer_calls import (
 from tpu_kit.model.loop.layer_inputs import LayerCache
 from tpu_kit.model.loop.loop_structure import Loop, loops, stacks
 from tpu_kit.model.sharding import partition
-from tpu_kit.xla.scan import Tensors, Tree, after, scan, slice_at
+from tpu_kit.xla.scan import PROGRAM_DEVICES, Tensors, Tree, after, scan, slice_at
 
 
 class ScannedLayers(Placeholders):
@@ -429,7 +429,7 @@ def scan_layers(
     Raises:
         ValueError: the layers cannot run as a loop.
     """
-    looped = device_type in ("tpu", "xla-cpu") and optim.remat != "none"
+    looped = device_type in PROGRAM_DEVICES and optim.remat != "none"
     if not looped and optim.scan_layers != "on" and not kept_after(decoder):
         return None
     keeps = optim.remat == "outputs"

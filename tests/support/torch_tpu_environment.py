@@ -1,0 +1,67 @@
+"""The environment of `make test-torch-tpu`: torch_tpu, and a plugin for the CPU in the place of libtpu.
+
+`python -m tests.support.torch_tpu_environment` makes the installed versions those that the kit takes.
+"""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tpu_kit.machine import torch_tpu
+from tpu_kit.machine.compatibility import bare, installed_version
+
+HEADERS = Path(sys.prefix) / "include" / "pjrt"
+"""Where the Makefile unpacks the headers of PJRT, out of a wheel of TensorFlow."""
+
+PLUGIN = "lammps_jax_pjrt_cpu"
+"""A package that carries XLA:CPU as a plugin."""
+
+
+def why_not() -> str:
+    """What this environment lacks; empty where the tests can run."""
+    if installed_version("torch_tpu") is None:
+        return "torch_tpu is not installed: make test-torch-tpu has an environment of its own"
+    if find_spec(PLUGIN) is None or not HEADERS.is_dir():
+        return f"{PLUGIN} or the headers of PJRT in {HEADERS} are missing: make test-torch-tpu"
+    return ""
+
+
+needs_torch_tpu = pytest.mark.skipif(bool(why_not()), reason=why_not() or "all is there")
+
+
+@functools.cache
+def environment() -> dict[str, str | None]:
+    """Changes to the environment of a process that runs torch_tpu; builds the plugin."""
+    (plugin,) = Path(find_spec(PLUGIN).origin).parent.glob("*pjrt*cpu*.so")  # type: ignore[union-attr, arg-type]
+    library = Path(tempfile.mkdtemp(prefix="tpu_kit-shim-")) / "shim.so"
+    source = Path(__file__).with_name("pjrt_shim.c")
+    command = ["gcc", "-O2", "-Wall", "-shared", "-fPIC", "-I", HEADERS, source, "-o", library, "-ldl"]
+    subprocess.run(command, check=True)
+    return {
+        "TPU_LIBRARY_PATH": str(library), "SHIM_REAL": str(plugin), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+        "TPU_SKIP_MDS_QUERY": "1",  # or it asks the metadata server for minutes
+        "USE_TORCH_XLA": "0", "PJRT_DEVICE": None, "XLA_FLAGS": None, "JAX_PLATFORMS": "cpu",
+    }  # fmt: skip
+
+
+def adopt() -> None:
+    """Writes the installed versions into the kit, which refuses others."""
+    path = Path(torch_tpu.__file__)
+    text = path.read_text()
+    for name, tested in torch_tpu.TESTED.items():
+        now = bare(installed_version(name) or "")
+        assert text.count(f'"{name}": "{tested}"') == 1 and now, name
+        text = text.replace(f'"{name}": "{tested}"', f'"{name}": "{now}"')
+        print(f"{name} {tested} -> {now}")
+    path.write_text(text)
+
+
+if __name__ == "__main__":
+    adopt()

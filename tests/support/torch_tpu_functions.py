@@ -1,0 +1,95 @@
+"""What the tests of torch_tpu run in a replica, on any backend."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from tpu_kit.assets.embedded import ASSETS
+from tpu_kit.config.loader import TrainConfig, load_config
+from tpu_kit.distributed.launch import launch
+from tpu_kit.distributed.replica import runtime
+from tpu_kit.generation.generator import Generator
+from tpu_kit.model.trainable import load_model
+from tpu_kit.recipes import replica
+from tpu_kit.training.state import UpdateSums
+from tpu_kit.training.step import prepare_model
+
+
+def counts() -> list[int]:
+    """Programs compiled and executed by the shim in this process; zeros without it."""
+    found = (ctypes.c_long * 2)()
+    if "SHIM_REAL" in os.environ:
+        ctypes.CDLL(os.environ["TPU_LIBRARY_PATH"]).shim_counts(found)
+    return list(found)
+
+
+def make_updates(config: TrainConfig) -> dict[str, Any]:
+    """Continues a run up to the step in UPTO, and saves there; reads the sums of each update."""
+    last, made = int(os.environ["UPTO"]), []
+    with replica.trainer(config) as (loop, agreement):
+        rt, state, first = loop.rt, loop.state, loop.step
+        loop.model.train()
+        before = counts()
+        for update, tokens, tensors in loop.updates.after(loop.step, agreement):
+            loop.step = update.step
+            loop._dispatch(update, tensors, window_open=False)
+            loop._rows, loop._tokens = loop._rows + update.rows, loop._tokens + tokens
+            sums = UpdateSums.unpack(rt.to_host([state.report])[0].tolist())
+            compiled, executed = (now - then for now, then in zip(counts(), before, strict=True))
+            before, loop.metrics["loss"] = counts(), sums.loss / sums.weight
+            made.append({"step": update.step, "loss": sums.loss / sums.weight, "norm": sums.grad_norm, "tokens": tokens,
+                         "compiled": compiled, "executed": executed})  # fmt: skip
+            if update.step == last:
+                break
+        loop._save(anyway=True)
+        loop.checkpoints.wait()
+        saved = {name: tensor.double().norm().item() for name, tensor in state.to_host(rt).items() if "/" in name}
+        return {"first": first, "updates": made, "fingerprint": loop.prepared.fingerprint, "saved": saved}
+
+
+def draw_dropout(config: TrainConfig) -> list[float]:
+    """The losses of updates that learn nothing, on the same rows: with the seeds 1, 1, 2 and 3.
+
+    One that learns comes before: at first an adapter adds zero, whatever is dropped.
+    """
+    losses = []
+    with replica.trainer(config) as (loop, agreement):
+        rt = loop.rt
+        loop.model.train()
+        _, _, tensors = next(iter(loop.updates.after(0, agreement)))
+        for rate, seed in ((0.1, 0), (0.0, 1), (0.0, 1), (0.0, 2), (0.0, 3)):
+            *batches, sent = rt.to_device([*tensors, {"control": torch.tensor([rate, 0.0, 1.0])}])
+            rt.seed(seed)
+            loop._traced.train_step(batches, sent["control"])
+            sums = UpdateSums.unpack(rt.to_host([loop.state.report])[0].tolist())
+            losses.append(sums.loss / sums.weight)
+    return losses[1:]
+
+
+def greedy_tokens(config: TrainConfig) -> list[list[int]]:
+    """The greedy tokens of the embedded model for a few prompts of different lengths."""
+    rt = runtime.current()
+    model = load_model(config.model, config.lora, 0)
+    prepare_model(model, config, rt)
+    one = Generator(model, AutoTokenizer.from_pretrained(ASSETS), rt, data=config.data, max_prompt=128,
+                    max_new_tokens=32, batch_size=4)  # fmt: skip
+    prompts = [f"Ann has {number} pens. " * (1 + number % 3) + "How many?" for number in range(3, 10)]
+    return [list(reply.tokens) for reply in one.generate(prompts)]
+
+
+def main() -> None:
+    """Launches one of the functions above: NAME, then key=value."""
+    name, *changes = sys.argv[1:]
+    config = load_config("embedded-cot", ["base_dtype=fp32", "generate_rows=0", "eval_steps=null", *changes])
+    print("found", json.dumps(launch(globals()[name], config)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""JAX functions, such as Pallas kernels, as operations of TorchTPU."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+
+def call(function: functools.partial[Any], tensors: Sequence[torch.Tensor], outputs: int) -> list[torch.Tensor]:
+    """Runs a JAX function on tensors of TorchTPU's device.
+
+    Args:
+        function: of a module, with its static settings as only argument. It takes arrays and returns a tuple.
+        tensors: its arguments.
+        outputs: number of its results.
+    """
+    found = _operation(function.func, function.args, len(tensors), outputs)(*tensors)
+    return [found] if outputs == 1 else list(found)
+
+
+@functools.cache
+def _operation(function: Callable[..., Any], settings: tuple[Any, ...], inputs: int, outputs: int) -> Any:
+    """Registers the operation; TorchTPU reads how many arrays it takes and returns from its signature."""
+    import jax
+
+    def run(*arrays: Any) -> Any:
+        found = function(*settings, *arrays)
+        return found[0] if outputs == 1 else tuple(found)
+
+    kind, array = inspect.Parameter.POSITIONAL_OR_KEYWORD, jax.Array
+    run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [inspect.Parameter(f"input{number}", kind, annotation=array) for number in range(inputs)],
+        return_annotation=array if outputs == 1 else tuple[(array,) * outputs],  # type: ignore[misc]
+    )
+    run.__name__ = f"{function.__name__.strip('_')}_{_operation.cache_info().misses}"
+    return torch.tpu.pallas.jax_op(f"tpu_kit::{run.__name__}", run)  # type: ignore[attr-defined]  # torch_tpu adds it

@@ -1,0 +1,66 @@
+"""What `launch.device_type=torch-tpu` does not do yet: each is refused by name before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tpu_kit.config.schema import TrainConfig
+from tpu_kit.machine import torch_tpu
+from tpu_kit.machine.checks import Machine, check_holder
+from tpu_kit.machine.compatibility import bare, environment_line
+from tpu_kit.torch_tpu.environment import ELSEWHERE, NAME, other_plugin
+
+
+def check_machine(at: Machine) -> None:
+    """Checks without opening the device that this machine and its packages can run torch_tpu.
+
+    Raises:
+        ValueError: torch_tpu is absent, of a version that was not tested or beside torch_xla; or there is no chip, or
+            another process holds it.
+    """
+    if wrong := torch_tpu.mismatches(at.version):
+        text = ", ".join(
+            f"{name} is {bare(now) if (now := at.version(name)) else 'not installed'}, and must be {tested}"
+            for name, tested in wrong.items()
+        )
+        raise ValueError(
+            f"launch.device_type={NAME}: {text}, with which it was tested. Here is "
+            f"{torch_tpu.describe_backends(at.version)}. Make one with torch_tpu:\n  {environment_line(NAME)}"
+        )
+    if at.version("torch_xla"):
+        raise ValueError(
+            f"launch.device_type={NAME}: {torch_tpu.describe_backends(at.version)}. Uninstall torch_xla, or make an "
+            f"environment with torch_tpu:\n  {environment_line(NAME)}"
+        )
+    if other_plugin(at.environ):
+        return
+    if not at.tpus() and not at.nodes():
+        raise ValueError(
+            f"launch.device_type={NAME}, but this machine has no TPU. On Colab: Runtime > Change runtime type; on "
+            "Kaggle: Settings > Accelerator. launch.device_type=cpu trains on this CPU"
+        )
+    if (held := check_holder(at)).status == "failure":
+        raise ValueError(f"launch.device_type={NAME}: the chip is {held.found}. {held.fix}")
+
+
+def problems(config: TrainConfig, replicas: int, hosts: int) -> list[str]:
+    """What a run asks for that the backend does not do, with the fix."""
+    return [f"{names}: {text}, which launch.device_type={NAME} does not do yet; {fix}"
+            for names, text, fix in _asked(config, replicas, hosts)]  # fmt: skip
+
+
+def _asked(config: TrainConfig, replicas: int, hosts: int) -> Iterator[tuple[str, str, str]]:
+    if replicas > 1 or hosts > 1:
+        text = f"{replicas} replicas on {hosts} host(s)"
+        yield "launch.num_replicas", text, "set launch.num_replicas=1, which trains on one chip"
+    if config.launch.mesh not in (None, "auto"):
+        yield "launch.mesh", f"{config.launch.mesh} shards the model", f"remove it, or {ELSEWHERE}"
+    if config.recipe != "train":
+        yield "the command", f"{config.recipe} is not supervised fine-tuning", ELSEWHERE
+    elif config.optim.objective != "supervised":
+        yield "optim.objective", f"{config.optim.objective} is not the supervised loss", ELSEWHERE
+    if config.lora.dropout and config.optim.remat == "none":
+        text = f"lora.dropout={config.lora.dropout:g} outside of a loop"
+        yield "optim.remat lora.dropout", text, "set optim.remat=full, with which layers are a loop"
+    if config.model.images:
+        yield "model.images", "the model sees pictures", ELSEWHERE
