@@ -19,6 +19,7 @@ from tpu_kit.cli import COMMANDS
 from tpu_kit.config.fields import knobs_of
 from tpu_kit.config.loader import TrainConfig, load_config
 from tpu_kit.config.schema import parameters
+from tpu_kit.exporting.options import ExportOptions
 from tpu_kit.generation.requests import Prompts
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.recipes.result import TrainResult
@@ -46,6 +47,10 @@ RUN_BY = {
     "make test-newest": "network",
     "make test-torch-tpu": "network",
     "make test-slow": "network",
+    "make test-vllm": "network",
+    "python3 -m venv": "network",
+    "~/vllm/bin/pip install": "network",
+    "python -m vllm": "test_vllm.test_what_is_served_over_http_solves_what_the_model_solves",
     "make release": "network",
     "make install": "network",
     "git clone": "network",
@@ -211,7 +216,11 @@ def test_settings_and_modules_named_in_the_text_exist(path: Path) -> None:
         "nprocs",
         "kit_source",
     }
-    leaves = {one.leaf for one in parameters().values()} | {*knobs_of(Sampling), *knobs_of(Prompts)}
+    leaves = {one.leaf for one in parameters().values()} | {
+        *knobs_of(Sampling),
+        *knobs_of(Prompts),
+        *knobs_of(ExportOptions),
+    }
     strange = {name for name in known if name not in leaves and not name.isupper()}
     assert not strange, strange
     for name in re.findall(r"`(tpu_kit(?:\.\w+)+)`", TEXTS[path]):
