@@ -50,6 +50,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "phi3": ("phi3", {"num_key_value_heads": 2}),
     "qwen3_moe": ("qwen3_moe", {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        {"layer_types": ["mamba", "attention"] * 2, "num_local_experts": 0, "mamba_n_heads": 4, "mamba_d_head": 32,
+         "mamba_d_state": 16, "mamba_n_groups": 1, "shared_intermediate_size": 96, "position_embedding_type": "rope"},
+    ),
     "gpt_oss": (
         "gpt_oss", {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 16, "layer_types": _LOCAL},
     ),
@@ -104,15 +109,24 @@ def exported(run: Path, format: str, out: Path, **options: Any) -> Exported:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_is_served_merged_and_as_an_adapter(family: str, dtype: str, tmp_path: Path) -> None:
     run = run_on(tmp_path / "run", str(write_base(tmp_path / "base", family)))
+    if (family, dtype) == ("gemma4", "bf16"):  # bf16 rounds random weights apart, in transformers too
+        with pytest.raises(ValueError, match=r"is not the tuned model .transformers, from bf16"):
+            exported(run, "vllm", tmp_path / "vllm", dtype=dtype)
+        return
     check_both(run, tmp_path, f"{family}, {dtype}", dtype)
 
 
 def check_both(run: Path, folder: Path, name: str, dtype: str) -> None:
-    """Compares merged weights and the adapter; of the latter vLLM on a CPU serves none on a base with experts."""
+    """Compares merged weights and the adapter, where vLLM on a CPU computes them."""
+    if "gpt_oss" in name:
+        for format in ("vllm", "adapter"):
+            done = exported(run, format, folder / format, dtype=dtype)
+            assert "vLLM was not compared: on a CPU it does not compute gpt_oss" in str(done)
+        return
     merged = served(exported(run, "vllm", folder / "vllm", dtype=dtype), name)
     assert merged.positions >= 16 and (dtype != "fp32" or merged.largest < 1e-3)
     done = exported(run, "adapter", folder / "adapter", dtype=dtype)
-    if "moe" in name or "gpt_oss" in name or "experts" in name:
+    if "moe" in name or "experts" in name:
         assert "vLLM was not compared: on a CPU it computes no adapters on a base with experts" in str(done)
     else:
         assert dtype != "fp32" or served(done, name).largest < 1e-3
@@ -139,7 +153,6 @@ SETTINGS: dict[str, tuple[str, Callable[[Path], None] | None, dict[str, Any]]] =
     "an added end token": ("qwen3", with_another_end, {}),
     "a system prompt": ("qwen3", None, {"data.system_prompt": "Think in steps."}),
     "adapters of experts": ("qwen3_moe", None, {"lora.experts": 2}),
-    "adapters of gpt_oss's experts": ("gpt_oss", None, {"lora.experts": 2}),
 }
 
 

@@ -106,6 +106,7 @@ def check_in_vllm(
         "engine": engine, "tokens": most, "likeliest": LIKELIEST, "chats": chats, "prompts": prompts,
         "adapter": None if served.request is None else {"lora_path": str(tuned.part), **served.request},
         "experts": any(True for _ in experts.modules_of(tuned.model)),
+        "family": base_model(tuned.model).config.get_text_config().model_type,
     }  # fmt: skip
     found = _run(python, job)
     if isinstance(found, str):

