@@ -25,12 +25,21 @@ import torch, torch_xla
 from tpu_kit.model import attention
 from tpu_kit.model import splash_attention
 from tpu_kit.model.loop.layer_inputs import Visibility
+from tpu_kit.xla import pallas, splash_blocks
 
 device = torch_xla.device()
 kernel = splash_attention.splash_kernel
 splash_attention.splash_kernel = lambda *args: kernel(*args[:4], args[4]._replace(interpret=True), *args[5:])
 layer = torch.nn.Module()
-errors = []
+errors, differences, unfused = [], [], []  # the last: in which backward pass the kernel of the queries was run
+BOTH = "BOTH" in os.environ
+if BOTH:
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+
+    of_queries = kernels._splash_attention_bwd_dq
+    kernels._splash_attention_bwd_dq = lambda *args, **more: (
+        unfused.append(splash_blocks.PARTIAL_BYTES == 0), of_queries(*args, **more))[1]
+    splash_blocks.LARGEST_BLOCK, splash_blocks.PARTIAL_BYTES = 128, 0
 MOST = 30  # tokens of an image, which see each other
 
 def of_images(length):  # the image of each token of two rows; the second row has an image at another place
@@ -60,7 +69,7 @@ for batch, heads, pairs, length, head_dim, window, cap, prefixes, sinks, looks i
             mask = mask & ((key <= query) | same) & (key > query - window)
 
     def run(function, device, mask=None, **more):
-        inputs = [tensor.to(device).requires_grad_() for tensor in states]
+        inputs = [tensor.detach().to(device).requires_grad_() for tensor in states]
         ids = [None if each is None else each.to(device) for each in (segments, prefix_ids, ahead)]
         options = {"scaling": 0.3, "visibility": Visibility(*ids, MOST - 1 if ahead is not None else 0)}
         options |= {"sliding_window": window, "softcap": cap}
@@ -72,6 +81,14 @@ for batch, heads, pairs, length, head_dim, window, cap, prefixes, sinks, looks i
     ours = run(splash_attention.splash_attention, device, **more)
     expected = run(attention.sdpa_attention, "cpu", mask if mask is None else mask[:, None])
     errors.append(max(float((a - b).abs().max()) for a, b in zip(ours, expected, strict=True)))
+    if BOTH:
+        splash_blocks.PARTIAL_BYTES = 2**30
+        pallas._lowered.cache_clear()
+        fused = run(splash_attention.splash_attention, device, **more)
+        differences.append(max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(ours, fused, strict=True)))
+        splash_blocks.PARTIAL_BYTES = 0
+if BOTH:
+    print(json.dumps([unfused, differences]))
 print(json.dumps(errors))
 """
 
@@ -83,6 +100,14 @@ CASES = [
 ]  # fmt: skip
 MORE_CASES = [
     (1, 2, 2, 100, 8, 9, 2.0, False, False, ""), (2, 2, 2, 256, 8, 400, None, False, False, "ahead"),
+]  # fmt: skip
+
+# Of two blocks of keys, where both backward passes are compared.
+PASS_CASES = [(1, 2, 1, 150, 8, None, None, True, False, "")]
+MORE_PASS_CASES = [
+    (2, 2, 1, 150, 8, 24, None, False, False, "ahead"), (1, 2, 1, 256, 8, 50, None, False, True, ""),
+    (2, 4, 1, 256, 8, None, 5.0, True, True, ""),
+    (2, 4, 2, 150, 8, None, None, False, False, "everywhere"),
 ]  # fmt: skip
 
 KERNEL_FORMATS = """
@@ -163,6 +188,17 @@ def test_the_kernel_gives_the_numbers_of_the_reference_for_more_shapes() -> None
     printed = run_loaded(IN_INTERPRET_MODE, env={"JAX_PLATFORMS": "cpu", "CASES": json.dumps(MORE_CASES)}).stdout
     errors = json.loads(printed.splitlines()[-1])
     assert len(errors) == len(MORE_CASES) and max(errors) < 1e-5, errors
+
+
+@needs_jax
+@pytest.mark.parametrize("cases", [PASS_CASES, pytest.param(MORE_PASS_CASES, marks=pytest.mark.slow)])
+def test_the_unfused_backward_pass_gives_the_gradients_of_the_fused_one(cases: Any) -> None:
+    environment = {"JAX_PLATFORMS": "cpu", "CASES": json.dumps(cases), "BOTH": "1"}
+    printed = run_loaded(IN_INTERPRET_MODE, env=environment).stdout
+    (unfused, differences), errors = map(json.loads, printed.splitlines()[-2:])
+    assert unfused == [True] * sum(1 + prefixes for *_, prefixes, _, _ in cases)
+    assert len(errors) == len(cases) and max(errors) < 1e-5, errors
+    assert len(differences) == len(cases) and max(differences) < 1e-6, differences
 
 
 @needs_jax

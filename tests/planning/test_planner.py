@@ -539,6 +539,10 @@ def test_the_report(small: Path, large: Path, capsys: pytest.CaptureFixture[str]
                  "MXU_EFFICIENCY 0.93", "the largest batch_size that fits is"):  # fmt: skip
         assert text in printed
     assert not capsys.readouterr().err
+    assert "backward pass is two kernels" not in printed
+    assert main([*command, "--details", "batch_size=8", "max_length=32768"]) == 0
+    printed = capsys.readouterr().out
+    assert "backward pass is two kernels: a fused one would write" in printed and "0.00 GiB, a gradient" not in printed
     assert (
         main(["plan", f"model.name={large}", "batch_size=8", "device_type=cuda", "source=rows.jsonl", "--details"]) == 0
     )

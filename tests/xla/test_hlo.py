@@ -313,22 +313,25 @@ ENTRY %main {{
   ROOT %{name}.1 = bf16[4,14,2048,64]{{3,2,1,0:T(8,128)(2,1)}} custom-call(%m, %q), custom_call_target="tpu_custom_call"
 }}
 """
+QUERIES = "bf16[4,14,2048,64]{{3,2,1,0:T(8,128)(2,1)}}"
+# What the kernel for keys and values returns: sums of both gradients, those of queries for each block, and of keys.
+UNFUSED = "(f32[512,64], f32[512,64], bf16[4,2,2048,64], bf16[4,2,2048,64])"
+FUSED = "(f32[512,64], f32[512,64], bf16[4,4,14,2048,64], bf16[4,2,2048,64], bf16[4,2,2048,64])"
 
 
 def test_splash_counts_the_blocks_that_a_mask_leaves() -> None:
     product = 2 * 4 * 14 * 512 * 512 * 64
 
-    def flops(name: str, rows: int, width: int) -> float:
-        found = costs(SPLASH.format(name=name, rows=rows, width=width))
+    def flops(name: str, rows: int, width: int, results: str = QUERIES) -> float:
+        found = costs(SPLASH.replace(f"= {QUERIES} c", f"= {results} c").format(name=name, rows=rows, width=width))
         return float(found["operations"]["kernel"][0]) / product
 
     assert flops("splash_mha_fwd_segmented_residuals_block_kv_512", 4, 4) == 2 * (1 + 2 + 3 + 4)
-    assert flops("vmap_splash_mha_dkv_segmented_block_kv_dkv_512", 4, 4) == 5 * (1 + 2 + 3 + 4)
     assert flops("splash_mha_fwd_segmented_residuals_block_kv_512", 4, 2) == 2 * (1 + 2 + 2 + 2)  # a window
-    # Another trainer's backward pass may have two kernels, which both compute scores and the gradient of weights.
+    # The unfused pass has two kernels, which both compute scores and the gradient of weights.
     assert flops("splash_mha_dq_segmented_block_q_dq_512", 4, 4) == 3 * (1 + 2 + 3 + 4)
-    both = SPLASH.replace("  ROOT", "  %splash_mha_dq_1.2 = bf16[] constant(0)\n  ROOT")
-    assert costs(both.format(name="splash_mha_dkv_x", rows=4, width=4))["flops"] / product == 4 * (1 + 2 + 3 + 4)
+    assert flops("splash_mha_dkv_segmented_block_kv_dkv_512", 4, 4, UNFUSED) == 4 * (1 + 2 + 3 + 4)
+    assert flops("vmap_splash_mha_dkv_segmented_block_kv_dkv_512", 4, 4, FUSED) == 5 * (1 + 2 + 3 + 4)
     estimate = SPLASH.replace('_call"\n', '_call", backend_config={{"cost_estimate":{{"flops":77}}}}\n')
     assert costs(estimate.format(name="other", rows=4, width=4))["flops"] == 77
 

@@ -17,12 +17,13 @@ from tpu_kit.config.mesh import Mesh
 from tpu_kit.distributed.detection import seen_on
 from tpu_kit.machine.chips import Chip
 from tpu_kit.machine.slices import TargetSlice
-from tpu_kit.model.shape import Linear, Shape
+from tpu_kit.model.shape import Layer, Linear, Shape
 from tpu_kit.model.sharding.sharding_rules import is_column, spec_of
-from tpu_kit.planning.memory.activation_memory import SPLASH_BLOCK, objective_beside
+from tpu_kit.planning.memory.activation_memory import objective_beside
 from tpu_kit.planning.memory.argument_memory import LANES, item_bytes, model_tensors, teacher_shape, trained_count
 from tpu_kit.planning.memory.image_memory import ImageShape, images_of
 from tpu_kit.planning.rollouts import WHOLE_ROWS, cache_bytes, rollout_of, update_plan
+from tpu_kit.xla.splash_blocks import LARGEST_BLOCK, is_fused
 
 if TYPE_CHECKING:
     from tpu_kit.planning.compiler.compile_check import Compiled
@@ -195,7 +196,8 @@ def _work(config: TrainConfig, shape: Shape, plan: BatchPlan) -> Work:
     A matrix product of N weights takes 2 N FLOPs a token, its gradient to the input as many, to the weight as many
     where that is trained. remat=full adds the forward pass of the layers, without the last product of the MLP, whose
     result only a norm would need (then a tiled MLP is computed twice). Attention takes 4 S n d a token forward, and 2.5
-    times that backward (five products for two); a kernel leaves out the blocks that the causal mask hides.
+    times that backward (five products for two; seven where they are not fused); a kernel leaves out the blocks that the
+    causal mask hides.
     """
     tokens, length, lora = plan.batch_size * config.data.max_length, config.data.max_length, config.lora
     dtype, attention = config.model.base_dtype, config.model.attention
@@ -215,14 +217,15 @@ def _work(config: TrainConfig, shape: Shape, plan: BatchPlan) -> Work:
     seen = _seen(attention, length)
     attending = {kind.head_dim: 0.0 for kind in shape.kinds}
     for kind, count in shape.counted:
-        attending[kind.head_dim] += 2.0 * length * count * kind.heads * kind.head_dim * (3.5 + again) * seen
+        products = 3.5 + again + (attention != "sdpa" and not _is_fused(kind, plan.batch_size, length, compute))
+        attending[kind.head_dim] += 2.0 * length * count * kind.heads * kind.head_dim * products * seen
     head, states = shape.vocabulary * shape.hidden, sum(count * kind.state for kind, count in shape.counted)
     scores = sum(attending.values()) + STATE_PRODUCTS * states * (3 + again)
     flops = 2 * tokens * (linear + adapters + scores + head * (2 if lora.r else 3))
     narrow = [(lora.r, adapters), *attending.items()]
 
     chunks = -(-tokens // min(config.optim.loss_chunk, tokens))
-    traffic = _between(shape, tokens, compute, _key_blocks(length), tiled and again == 1)
+    traffic = _between(shape, tokens, compute, length, tiled and again == 1)
     traffic += LOSS_TRAFFIC * 4 * tokens * shape.vocabulary + 2 * chunks * head * compute
     traffic += ADDED_TRAFFIC * _added(config, shape, tokens) * tokens * compute + STATE_TRAFFIC * states * tokens
     if dtype == "int4":
@@ -343,7 +346,7 @@ def _forward(shape: Shape, dtype: str, tokens: int, length: int, chunks: int, se
     """
     head, compute = shape.vocabulary * shape.hidden, item_bytes(dtype)
     flops = 2 * tokens * (shape.active_weights + _scores(shape, length) * seen + head * bool(chunks))
-    traffic = _between(shape, tokens, compute, _key_blocks(length)) / 3 + shape.linear_weights * WEIGHT_BYTES[dtype]
+    traffic = _between(shape, tokens, compute, length) / 3 + shape.linear_weights * WEIGHT_BYTES[dtype]
     return Work(flops, traffic + chunks * head * compute)
 
 
@@ -353,7 +356,12 @@ def _scores(shape: Shape, length: int) -> float:
 
 
 def _key_blocks(length: int) -> int:
-    return -(-length // SPLASH_BLOCK)
+    return -(-length // LARGEST_BLOCK)
+
+
+def _is_fused(kind: Layer, rows: int, length: int, size: int) -> bool:
+    """Whether attention's backward pass is one kernel; as of a layer without a window, which a shape does not have."""
+    return is_fused(rows, kind.heads, length, kind.head_dim, size)
 
 
 def _seen(attention: str, length: int) -> float:
@@ -361,14 +369,14 @@ def _seen(attention: str, length: int) -> float:
     return 1.0 if attention == "sdpa" else (1 + 1 / _key_blocks(length)) / 2
 
 
-def _between(shape: Shape, tokens: int, size: int, blocks: int, tiled: bool = False) -> float:
+def _between(shape: Shape, tokens: int, size: int, length: int, tiled: bool = False) -> float:
     """Bytes of the traffic between the products of all layers in a step.
 
     Args:
         shape: of the model.
         tokens: of a pass.
         size: bytes of a value.
-        blocks: of keys in a row.
+        length: of a row.
         tiled: whether MLPs run over tiles.
     """
     moved = 0.0
@@ -378,7 +386,8 @@ def _between(shape: Shape, tokens: int, size: int, blocks: int, tiled: bool = Fa
             STATES_TRAFFIC + tiled * TILES_TRAFFIC + SPILLED_TRAFFIC * _spilled(states)
         )
         head = -(-kind.head_dim // LANES) * LANES * tokens * size
-        passes = HEADS_TRAFFIC + PARTS_TRAFFIC * (blocks - 1) + SPILLED_TRAFFIC * _spilled(kind.heads * head)
+        parts = (_key_blocks(length) - 1) * _is_fused(kind, tokens // length, length, size)
+        passes = HEADS_TRAFFIC + PARTS_TRAFFIC * parts + SPILLED_TRAFFIC * _spilled(kind.heads * head)
         moved += count * (kind.heads + 2 * kind.kv_heads) * head * passes
         for each in kind.experts:
             rows = each.chosen * sum(one.inputs + one.outputs for one in each.linears)

@@ -17,6 +17,7 @@ from tpu_kit.planning.mesh_choice import largest_models
 from tpu_kit.planning.planner import Plan
 from tpu_kit.planning.rollouts import program_count, program_rows, rollout_of
 from tpu_kit.planning.run_cost import BESIDE_COMPILING, SPOT_HOURS_BETWEEN_INTERRUPTIONS
+from tpu_kit.xla.splash_blocks import PARTIAL_BYTES, partial_bytes
 
 MOST_SETTINGS = 8
 _FACTORS = ("batch_size", "replicas", "gradient_accumulation")
@@ -158,6 +159,7 @@ def _details(one: Plan) -> list[str]:
     lines += [f"  {name:<18} {size / GIB:8.3f} GiB" for name, size in one.parts.items() if size >= 2**19]
     if one.config.on_policy:
         lines += [f"  {line}" for line in rollout_lines(one)]
+    lines += [f"  {line}" for line in _backward_pass(one)]
     known = one.where.calibration
     if known.memory is not None:
         lines.append(
@@ -182,6 +184,21 @@ def _details(one: Plan) -> list[str]:
     if one.updates is not None:
         lines.append(f"  {one.updates:,} updates")
     return [*lines, f"  checkpoint {one.checkpoint_bytes / MIB:,.0f} MiB", *limits(one)]
+
+
+def _backward_pass(one: Plan) -> list[str]:
+    """Says that attention's backward pass is two kernels, if it is, and what the fused kernel would write."""
+    config, parts = one.config, one.where.mesh.model if one.where.mesh else 1
+    if one.where.device_type != "tpu" or config.model.attention == "sdpa":
+        return []
+    size, length, rows = item_bytes(config.model.base_dtype), config.data.max_length, one.update.batch_size
+    written = max(partial_bytes(rows, each.heads // parts, length, each.head_dim, size) for each in one.shape.kinds)
+    if written <= PARTIAL_BYTES:
+        return []
+    return [
+        f"attention's backward pass is two kernels: a fused one would write {written / GIB:.2f} GiB, a gradient of the "
+        "queries for each block of keys"
+    ]
 
 
 def rollout_lines(one: Plan) -> list[str]:

@@ -275,7 +275,7 @@ def instruction_costs(module: Module, analyse: Callable[[str], dict[str, float]]
         analyse: XLA's cost analysis of a module's text. It counts of an operand that is sliced the part, and of a
             buffer updated in place the update. It knows neither memories nor tiles, and no kernel.
     """
-    found, apart = [], "splash_mha_dq" in module.text
+    found = []
     for name, runs in module.runs.items():
         for op in module.computations[name].values():
             if op.opcode in _MOVES_NOTHING or op.opcode.endswith("-done") or _ALLOCATES in op.rest:
@@ -288,7 +288,7 @@ def instruction_costs(module: Module, analyse: Callable[[str], dict[str, float]]
             kind = "collective" if opcodes & _COLLECTIVES else "kernel" if op.opcode == "custom-call" else kind
             cost = {} if kind == "kernel" else analyse(module.alone(name, op))
             operands = [module.computations[name][operand].shape for operand in op.operands]
-            flops = _kernel_flops(op, operands, apart) if kind == "kernel" else cost.get("flops", 0.0)
+            flops = _kernel_flops(op, operands) if kind == "kernel" else cost.get("flops", 0.0)
             products = [
                 [each.shape, *(names[one].shape for one in each.operands)]
                 for names in fused
@@ -356,13 +356,13 @@ def _hbm_bytes(op: Instruction, operands: list[str], cost: dict[str, float]) -> 
     return total
 
 
-def _kernel_flops(kernel: Instruction, operands: list[str], apart: bool = False) -> float:
+def _kernel_flops(kernel: Instruction, operands: list[str]) -> float:
     """Returns a kernel's own estimate of its FLOPs; of a splash kernel, which has none, the FLOPs by formula.
 
     A block of Bq queries and Bk keys takes 2 Bq Bk D FLOPs for each matrix product: two forward (scores, output), five
-    backward (scores again, and the gradients of weights, query, key and value). Where the gradient of the query is a
-    kernel `apart`, both compute scores and the gradient of weights. The first operand is the mask in blocks: a causal
-    mask leaves i + 1 blocks in row i, a window at most the width of the grid.
+    backward (scores again, and the gradients of weights, query, key and value). The unfused pass has a kernel for the
+    gradient of the query and one for the others; both compute scores and the gradient of weights. The first operand is
+    the mask in blocks: a causal mask leaves i + 1 blocks in row i, a window at most the width of the grid.
     """
     if "splash_mha" not in kernel.name:
         estimate = re.search(r'"cost_estimate":(\{[^}]*\})', kernel.rest)
@@ -371,6 +371,8 @@ def _kernel_flops(kernel: Instruction, operands: list[str], apart: bool = False)
     shapes = [(array[1], [int(size) for size in array[2].split(",")]) for array in arrays if array and array[2]]
     grid, queries = shapes[0][1][1:], next(sizes for dtype, sizes in shapes if dtype in ("bf16", "f32"))
     visited = sum(min(row + 1, *grid) for row in range(max(grid)))
+    # The results are sums of both gradients in fp32 and the gradients; of the fused kernel also that of the query.
+    apart = len(_ARRAY.findall(kernel.shape)) == 4
     products = 2 if "splash_mha_fwd" in kernel.name else 3 if "splash_mha_dq" in kernel.name else 5 - apart
     block = queries[-2] // max(grid)
     return float(2 * products * math.prod(queries[:-2]) * visited * block**2 * queries[-1])

@@ -20,8 +20,8 @@ from tpu_kit.distributed.replica.mesh import active_mesh
 from tpu_kit.machine.compatibility import find_pairing, installed_version
 from tpu_kit.torch_tpu import kernels
 from tpu_kit.xla.sharding import sharded_kernel
+from tpu_kit.xla.splash_blocks import block_tokens, is_fused
 
-_LARGEST_BLOCK = 1024  # with 2048 the vector memory of a v5e overflows at head size 128
 # Static arguments of the kernel's backward pass, in its order.
 _STATIC = (
     "save_residuals", "mask_value", "is_mqa", "block_sizes", "residual_checkpoint_name", "mask_function",
@@ -77,16 +77,17 @@ def splash_backward(settings: SplashSettings, *tensors: torch.Tensor) -> list[to
     return _call(_backward, settings, *tensors)
 
 
-def _kernel(heads: int, length: int, head_dim: int, settings: SplashSettings) -> Any:
-    """Makes JAX's kernel object for a shape, with its mask in blocks."""
+def _kernel(heads: int, length: int, head_dim: int, settings: SplashSettings, fused: bool = True) -> Any:
+    """Makes JAX's kernel object for a shape, with its mask in blocks; its backward pass is `fused` or not."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-    block = min(length, _LARGEST_BLOCK >> (-(-head_dim // 128) - 1).bit_length())
+    block = block_tokens(length, head_dim)
     assert length % block == 0 and block % 128 == 0, f"a row of {length} tokens is not made of blocks of {block}"
     sizes = kernels.BlockSizes(
         block_q=block, block_kv=block, block_kv_compute=block,
-        block_q_dkv=block, block_kv_dkv=block, block_kv_dkv_compute=block, use_fused_bwd_kernel=True,
+        block_q_dkv=block, block_kv_dkv=block, block_kv_dkv_compute=block, use_fused_bwd_kernel=fused,
+        block_q_dq=None if fused else block, block_kv_dq=None if fused else block,
     )  # fmt: skip
     shape = (length, length)
     if settings.ahead:
@@ -199,28 +200,21 @@ def _backward(settings: SplashSettings, output: Any, log_sums: Any, upstream: An
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 
     query, key, value, *ids = inputs
-    kernel = _kernel(query.shape[1], query.shape[2], query.shape[3], settings)
+    rows, heads, length, head_dim = query.shape
+    fused = is_fused(rows, heads, length, head_dim, query.dtype.itemsize, settings.window)
+    kernel = _kernel(heads, length, head_dim, settings, fused)
 
-    def row(query: Any, key: Any, value: Any, output: Any, log_sums: Any, upstream: Any, seen: Any) -> Any:
-        saved = (query, key, value, seen, None, output, log_sums, None, kernel.dkv_mask_info)
+    def row(
+        query: Any, key: Any, value: Any, output: Any, log_sums: Any, upstream: Any, seen: Any, ahead: Any
+    ) -> tuple[Any, ...]:
+        its = kernel if ahead is None else _with_places(kernel, ahead, settings.ahead)
+        saved = (query, key, value, seen, None, output, log_sums, its.dq_mask_info, its.dkv_mask_info)
         gradients = kernels._splash_attention_bwd(*(kernel.kwargs[name] for name in _STATIC), saved, upstream)
         return tuple(gradients[3:6])
 
+    ids, ahead = (ids[:1], ids[1]) if settings.ahead else (ids, None)
     arrays = (query, key, value, output, log_sums, upstream)
-    if settings.ahead:
-        segments, ahead = ids
-
-        def look(
-            query: Any, key: Any, value: Any, output: Any, sums: Any, upstream: Any, segments: Any, ahead: Any
-        ) -> Any:
-            (seen,) = _seen(segments)
-            info = _with_places(kernel, ahead, settings.ahead).dkv_mask_info
-            saved = (query, key, value, seen, None, output, sums, None, info)
-            gradients = kernels._splash_attention_bwd(*(kernel.kwargs[name] for name in _STATIC), saved, upstream)
-            return tuple(gradients[3:6])
-
-        return jax.vmap(look)(*arrays, segments, ahead)
-    runs = [jax.vmap(row)(*arrays, seen) for seen in _seen(*ids)]
+    runs = [jax.vmap(row)(*arrays, seen, ahead) for seen in _seen(*ids)]
     return tuple(functools.reduce(operator.add, each) for each in zip(*runs, strict=True))
 
 

@@ -25,6 +25,7 @@ from tpu_kit.model.shape import Alive, Experts, Layer, Shape, most
 from tpu_kit.model.sharding.sharding_rules import Tensor
 from tpu_kit.planning.memory.argument_memory import LANES, is_matrix, model_tensors, padded, shards, teacher_shape
 from tpu_kit.planning.memory.image_memory import images_of
+from tpu_kit.xla.splash_blocks import block_tokens, is_fused
 
 if TYPE_CHECKING:
     from tpu_kit.training.objectives import Objective
@@ -39,7 +40,6 @@ CHUNK_STATES, TOKENS_OF_CHUNK = 3, 64
 """Arrays in fp32 of the states between the chunks of linear attention, beyond those in the trace."""
 VECTOR_MEMORY = 80 * 2**20
 """Bytes that the chip's vector memory, 128 MiB of v5e and v6e, holds instead of HBM."""
-SPLASH_BLOCK = 1024  # tokens; half as many for heads of more than 128
 
 
 def objective_beside(config: TrainConfig) -> Objective | None:
@@ -292,10 +292,14 @@ class PeakActivationModel:
         return work - min(VECTOR_MEMORY, max(0.0, work - VECTOR_MEMORY)) + more
 
     def at_attention(self, kind: Layer) -> float:
-        """The backward pass of attention, where splash makes a gradient of the queries for each block of keys."""
-        block = SPLASH_BLOCK >> (-(-max(1, kind.head_dim) // LANES) - 1).bit_length()
+        """The backward pass of attention, where the fused kernel makes gradients of the queries for blocks of keys.
+
+        It counts as that of layers without windows, which a shape does not have: one with a narrow window is unfused.
+        """
         query = padded((self.rows * kind.heads, self.length, kind.head_dim), self.compute) / self.parts
-        return self.work(kind.backward, 0) + (self.length // block - 1) * query
+        blocks = self.length // block_tokens(self.length, kind.head_dim)
+        fused = is_fused(self.rows, kind.heads // self.parts, self.length, kind.head_dim, self.compute)
+        return self.work(kind.backward, 0) + fused * (blocks - 1) * query
 
     def work(self, alive: Alive, tile: int) -> float:
         """Bytes of a layer's own tensors, some of them for one tile of the MLP."""
