@@ -13,6 +13,7 @@ from tests.support.child_processes import run_loaded
 from tests.support.tpu_program import ENVIRONMENT
 from tpu_kit.model.loop.layer_inputs import Visibility
 from tpu_kit.model.splash_attention import splash_attention
+from tpu_kit.xla.splash_blocks import is_fused
 
 needs_jax = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("torch_xla", "jax")), reason="needs torch_xla[pallas]"
@@ -223,6 +224,18 @@ def test_the_tpu_compiler_takes_it_with_windows_soft_caps_sinks_and_head_sizes(c
 def test_kernels_are_written_as_an_older_libtpu_reads_them(found: tuple[list[float], list[int]]) -> None:
     """Kaggle's libtpu 0.0.17 reads format 4 at most. It fails where JAX moves the function that chooses the format."""
     assert found[1] == [7, 4]
+
+
+@pytest.mark.parametrize(
+    ("fused", "sizes"),  # rows, heads, length, head_dim, bytes of a value, window
+    [
+        (True, (1, 32, 8192, 128, 2, None)), (False, (1, 32, 16384, 128, 2, None)),  # 0.5 and 2 GiB
+        (False, (1, 4, 32768, 256, 2, None)), (True, (64, 32, 1024, 128, 2, None)),  # 4 GiB in blocks of 512; one block
+        (True, (1, 2, 8192, 128, 2, 1024)), (False, (1, 2, 16384, 128, 2, 1024)),  # 8 and 16 blocks, 2 seen
+    ],
+)  # fmt: skip
+def test_the_backward_pass_is_fused_where_gradients_of_blocks_are_few(fused: bool, sizes: Any) -> None:
+    assert is_fused(*sizes) == fused
 
 
 def test_sinks_are_not_left_out_where_tokens_look_ahead() -> None:
