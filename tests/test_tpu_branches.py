@@ -55,19 +55,26 @@ def find_branches(source: str, stem: str) -> dict[str, int]:
 COMPILER = "traced as a TPU's replica, and taken by the TPU compiler"
 RECORDED = "given what was recorded of a machine with a TPU, or of its runtime"
 RUNS = "runs here: it does not ask for a device of this machine"
+THROUGH = "run on XLA:CPU through torch_tpu, whose device is named tpu, in an environment of its own"
 NEVER = "never run; tests/README.md says so"
 # How many such expressions, how they are covered, and the module of tests that does so, or words of tests/README.md.
 VERIFY = "the calls of `verify` on a chip: compiled kernels, its larger shapes, its time limit"
 BRANCHES: dict[str, tuple[int, str, str]] = {
     "model_loading._read": (1, NEVER, "the cast of a small model's fp32 weights to bf16 before it answers"),
-    "attention.choose": (1, COMPILER, "test_attention"),
+    "attention.sdpa_attention": (1, THROUGH, "test_runs"),
+    "device.has_kernels": (1, THROUGH, "test_compile"),
+    "program.is_traced": (1, THROUGH, "test_runs"),
+    "pallas._call": (1, THROUGH, "test_compile"),
+    "scan.replace_contents": (1, THROUGH, "test_runs"),
+    "limits.check_machine": (2, RECORDED, "test_runtime"),
     "claims.Claims._learns": (1, NEVER, VERIFY),
     "doctor.diagnose": (5, NEVER, "the doctor's rows"),
     "hosts.find_hosts": (1, RECORDED, "test_hosts"),
     "host.chips_of": (2, NEVER, "MFU and cost by the chip's name"),
-    "install.check": (1, RUNS, "test_install"),
-    "install.options": (1, RUNS, "test_install"),
-    "kv_cache.cached_attention": (1, COMPILER, "test_answers"),
+    "install._kind": (1, RUNS, "test_install"),
+    "install._pair": (1, RUNS, "test_install"),
+    "install._ways_out": (1, RUNS, "test_install"),
+    "kv_cache.heads_beside": (1, THROUGH, "test_runs"),
     "launch._check_host": (2, RECORDED, "test_launch"),
     "checks.check_holder": (1, RECORDED, "test_checks"),
     "checks.check_metadata": (1, RECORDED, "test_checks"),
@@ -96,9 +103,12 @@ BRANCHES: dict[str, tuple[int, str, str]] = {
     "preflight.check_before_launch": (1, RECORDED, "test_rollouts"),
     "batch_choice.settle": (1, RECORDED, "test_preflight"),
     "planner._remats": (1, RECORDED, "test_preflight"),
-    "install.decide": (3, RUNS, "test_install"),
+    "install.decide": (1, RUNS, "test_install"),
     "slice_job._run_problems": (1, RUNS, "test_pods"),
     "install.look": (1, RECORDED, "test_install"),
+    "report._backward_pass": (1, RUNS, "test_planner"),
+    "traced_program.kernels_on": (1, COMPILER, "test_attention"),
+    "traced_program.runs_kernels": (1, COMPILER, "test_trace"),
     "traced_program.on_tpu": (1, NEVER, "the question whether experts run by their kernel"),
     "output_location.find_place": (1, RECORDED, "test_output_location"),
     "worker": (1, NEVER, "the start of a process for each chip by `xmp.spawn`"),
