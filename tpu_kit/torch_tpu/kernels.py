@@ -32,9 +32,9 @@ def _operation(function: Callable[..., Any], settings: tuple[Any, ...], inputs: 
         return found[0] if outputs == 1 else tuple(found)
 
     kind, array = inspect.Parameter.POSITIONAL_OR_KEYWORD, jax.Array
-    run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # which inspect reads of a function
         [inspect.Parameter(f"input{number}", kind, annotation=array) for number in range(inputs)],
-        return_annotation=array if outputs == 1 else tuple[(array,) * outputs],  # type: ignore[misc]
+        return_annotation=array if outputs == 1 else tuple[(array,) * outputs],  # type: ignore[misc]  # made here
     )
     run.__name__ = f"{function.__name__.strip('_')}_{_operation.cache_info().misses}"
     return torch.tpu.pallas.jax_op(f"tpu_kit::{run.__name__}", run)  # type: ignore[attr-defined]  # torch_tpu adds it
