@@ -13,7 +13,6 @@ import pytest
 from tests.support.object_store import free_port
 from tpu_kit.assets.embedded import cot_rows
 from tpu_kit.cli import main
-from tpu_kit.config.loader import DataConfig
 from tpu_kit.recipes.evaluation import server_answers
 
 EVALUATE = ["evaluate", "embedded-cot", "run_name=my run", "generate_rows=6", "generate_tokens=64", "adapter=null"]
@@ -107,7 +106,7 @@ def test_a_system_prompt_is_sent_and_begun_answers_are_continued(
     )
     capsys.readouterr()
     turns = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "It is"}]
-    sent = server_answers._chat({"messages": turns, "tools": None}, DataConfig())
+    sent = server_answers._chat({"messages": turns, "tools": None})
     assert sent == {"messages": turns, "add_generation_prompt": False, "continue_final_message": True}
 
 

@@ -6,7 +6,7 @@ import json
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -100,20 +100,18 @@ def _answer(server: Server, config: TrainConfig, prepared: Prepared, row: int, p
         text = str(choice.get("text") or "")
     else:
         chat = asked if isinstance(asked, Mapping) else {"messages": asked}
-        made = _request(server, "chat/completions", request | _chat(chat, config.data))
+        made = _request(server, "chat/completions", request | _chat(chat))
         choice = _choice(server, made)
         text = _text(choice.get("message") or {}, config.data, prepared.eval_prompts[row])
     tokens = int((made.get("usage") or {}).get("completion_tokens") or 0)
     return Reply(text, tokens, choice.get("finish_reason") == "length")
 
 
-def _chat(chat: Mapping[str, Any], data: DataConfig) -> dict[str, Any]:
-    messages: Sequence[Mapping[str, Any]] = chat["messages"]
-    if data.system_prompt and messages[0].get("role") != "system":
-        messages = [{"role": "system", "content": data.system_prompt}, *messages]
+def _chat(chat: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a row's chat, which has the system prompt, as a request has it."""
     begun = {"add_generation_prompt": False, "continue_final_message": True}  # of vLLM: its words are continued
-    more = begun if messages[-1].get("role") == "assistant" else {}
-    return {**{name: value for name, value in chat.items() if value}, "messages": [*messages], **more}
+    more = begun if chat["messages"][-1].get("role") == "assistant" else {}
+    return {name: value for name, value in chat.items() if value} | more
 
 
 def _choice(server: Server, made: Mapping[str, Any]) -> Mapping[str, Any]:
