@@ -1,0 +1,113 @@
+"""Counts kinds of sentences that are hard to read, by room: `python -m tests.support.prose [--show ROOM]`."""
+
+import ast
+import io
+import json
+import re
+import sys
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+LONGEST = 35
+"""Words of a sentence, above which it counts as long: twice the 15 to 20 words that guides to technical English ask for."""
+PATTERNS = {
+    "begins with Of": re.compile(r"^Of\b"),
+    "relative what": re.compile(r"\bwhat\b(?!.*\?$)", re.IGNORECASE),
+    "that of": re.compile(r"\b(?:that|those) of\b"),
+    "pronoun one": re.compile(r"\b(?:the|this|that|another|an?|each|every|which|its own) one\b|\bone (?:that|of|which|whose|is|has|was)\b"),
+    "pronoun each": re.compile(r"\beach(?: (?:is|are|has|was|of|with|in|by|its|as|for|a|an|the|from|to|at|on)\b|[,.;:)]|$)"),
+}
+KINDS = (*PATTERNS, "long")
+
+
+def sentences(text: str) -> Iterator[str]:
+    """Splits `text` at blank lines, list items, headings and the ends of sentences; code blocks and headings are left out."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"^#+ .*$", "", text, flags=re.MULTILINE)
+    for part in re.split(r"\n\s*\n|\n(?=\s*(?:[-*|]|\d+\.) )|\n(?=\s*\w+: )|(?<=:)\n|(?<=\S) \| ", text):
+        flat = " ".join(part.split())
+        for sentence in re.split(r"(?<=[.!?])[\"')]*\s+(?=[A-Z`\"'(])", flat):
+            if len(sentence.split()) > 2:
+                yield sentence.strip("-*| ")
+
+
+def texts_of_module(source: str) -> Iterator[str]:
+    """Yields the comments, the docstrings and the messages of a Python file; adjacent comment lines are one text.
+
+    An expression in an f-string is read as one word.
+    """
+    lines: list[str] = []
+    last = -1
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            if token.start[0] != last + 1 and lines:
+                yield "\n".join(lines)
+                lines = []
+            lines.append(token.string.lstrip("# "))
+            last = token.start[0]
+    yield "\n".join(lines)
+    inside = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.JoinedStr):
+            inside.update(id(value) for value in node.values)
+            words = "".join(str(value.value) if isinstance(value, ast.Constant) else "X" for value in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inside:
+            words = node.value
+        else:
+            continue
+        if len(words.split()) > 3:
+            yield words
+
+
+def texts_of(path: Path) -> Iterator[str]:
+    """Yields the prose of a Python file, a notebook's Markdown and code cells, or a Markdown file."""
+    if path.suffix == ".ipynb":
+        for cell in json.loads(path.read_text())["cells"]:
+            source = "".join(cell["source"])
+            yield from [source] if cell["cell_type"] == "markdown" else texts_of_module(re.sub(r"^(\s*)[%!]", r"\1pass  # ", source, flags=re.MULTILINE))
+    elif path.suffix == ".py":
+        yield from texts_of_module(path.read_text())
+    else:
+        yield path.read_text()
+
+
+def hard_sentences() -> dict[str, dict[str, list[str]]]:
+    """Returns the sentences of each kind of `KINDS`, by room: a folder of `tpu_kit`, `notebooks`, `tests`, or `.` for the rest."""
+    by_room: dict[str, dict[str, list[str]]] = {}
+    files = [*ROOT.glob("*.md"), *ROOT.glob("notebooks/*.ipynb")]
+    files += [path for folder in ("tpu_kit", "tests") for kind in ("*.py", "*.md") for path in (ROOT / folder).rglob(kind)]
+    for path in sorted(files):
+        parts = path.relative_to(ROOT).parts
+        room = "/".join(parts[:2]) if parts[0] == "tpu_kit" and len(parts) > 2 else parts[0] if len(parts) > 1 else "."
+        found = by_room.setdefault(room, {kind: [] for kind in KINDS})
+        for text in texts_of(path):
+            for sentence in sentences(text):
+                for kind, pattern in PATTERNS.items():
+                    found[kind] += [sentence] * len(pattern.findall(sentence))
+                if len(sentence.split()) > LONGEST:
+                    found["long"].append(sentence)
+    return by_room
+
+
+def main() -> None:
+    """Prints the counts as a table, or with `--show ROOM` the sentences of a room."""
+    by_room = hard_sentences()
+    if sys.argv[1:2] == ["--show"]:
+        for kind, found in by_room[sys.argv[2]].items():
+            print(f"\n{kind}: {len(found)}", *found, sep="\n  ")
+        return
+    total: Counter[str] = Counter()
+    print("| room |", " | ".join(KINDS), "|")
+    print("|---|" + "---:|" * len(KINDS))
+    for room, found in by_room.items():
+        counts = {kind: len(found[kind]) for kind in KINDS}
+        total.update(counts)
+        print(f"| {room} |", " | ".join(str(count) for count in counts.values()), "|")
+    print("| all |", " | ".join(str(total[kind]) for kind in KINDS), "|")
+
+
+if __name__ == "__main__":
+    main()
