@@ -109,6 +109,11 @@ def test_a_rank_that_returns_early_is_named(config: TrainConfig) -> None:
     assert time.monotonic() - started < 60  # and not after hang_timeout
 
 
+@needs_xla
+def test_replicas_may_import_transformers_at_once(config: TrainConfig) -> None:
+    assert launch(replica_functions.import_transformers, config) == "AutoModelForCausalLM"
+
+
 def meet_in_threads(meeting: cpu_simulation._Rendezvous, ranks: list[int]) -> dict[int, str]:
     outcome: dict[int, str] = {}
 

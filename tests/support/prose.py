@@ -12,19 +12,23 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 LONGEST = 35
-"""Words of a sentence, above which it counts as long: twice the 15 to 20 words that guides to technical English ask for."""
+"""A sentence with more words counts as long; guides to technical English ask for 15 to 20."""
 PATTERNS = {
     "begins with Of": re.compile(r"^Of\b"),
     "relative what": re.compile(r"\bwhat\b(?!.*\?$)", re.IGNORECASE),
     "that of": re.compile(r"\b(?:that|those) of\b"),
-    "pronoun one": re.compile(r"\b(?:the|this|that|another|an?|each|every|which|its own) one\b|\bone (?:that|of|which|whose|is|has|was)\b"),
-    "pronoun each": re.compile(r"\beach(?: (?:is|are|has|was|of|with|in|by|its|as|for|a|an|the|from|to|at|on)\b|[,.;:)]|$)"),
+    "pronoun one": re.compile(
+        r"\b(?:the|this|that|another|an?|each|every|which|its own) one\b|\bone (?:that|of|which|whose|is|has|was)\b"
+    ),
+    "pronoun each": re.compile(
+        r"\beach(?: (?:is|are|has|was|of|with|in|by|its|as|for|a|an|the|from|to|at|on)\b|[,.;:)]|$)"
+    ),
 }
 KINDS = (*PATTERNS, "long")
 
 
 def sentences(text: str) -> Iterator[str]:
-    """Splits `text` at blank lines, list items, headings and the ends of sentences; code blocks and headings are left out."""
+    """Splits `text` at blank lines, list items and the ends of sentences; code blocks and headings are left out."""
     text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     text = re.sub(r"^#+ .*$", "", text, flags=re.MULTILINE)
     for part in re.split(r"\n\s*\n|\n(?=\s*(?:[-*|]|\d+\.) )|\n(?=\s*\w+: )|(?<=:)\n|(?<=\S) \| ", text):
@@ -67,7 +71,10 @@ def texts_of(path: Path) -> Iterator[str]:
     if path.suffix == ".ipynb":
         for cell in json.loads(path.read_text())["cells"]:
             source = "".join(cell["source"])
-            yield from [source] if cell["cell_type"] == "markdown" else texts_of_module(re.sub(r"^(\s*)[%!]", r"\1pass  # ", source, flags=re.MULTILINE))
+            if cell["cell_type"] == "markdown":
+                yield source
+            else:
+                yield from texts_of_module(re.sub(r"^(\s*)[%!]", r"\1pass  # ", source, flags=re.MULTILINE))
     elif path.suffix == ".py":
         yield from texts_of_module(path.read_text())
     else:
@@ -75,10 +82,11 @@ def texts_of(path: Path) -> Iterator[str]:
 
 
 def hard_sentences() -> dict[str, dict[str, list[str]]]:
-    """Returns the sentences of each kind of `KINDS`, by room: a folder of `tpu_kit`, `notebooks`, `tests`, or `.` for the rest."""
+    """Returns the sentences of each kind of `KINDS` by room: a folder of `tpu_kit`, `notebooks`, `tests`, or `.`."""
     by_room: dict[str, dict[str, list[str]]] = {}
     files = [*ROOT.glob("*.md"), *ROOT.glob("notebooks/*.ipynb")]
-    files += [path for folder in ("tpu_kit", "tests") for kind in ("*.py", "*.md") for path in (ROOT / folder).rglob(kind)]
+    for folder in (ROOT / "tpu_kit", ROOT / "tests"):
+        files += [*folder.rglob("*.py"), *folder.rglob("*.md")]
     for path in sorted(files):
         parts = path.relative_to(ROOT).parts
         room = "/".join(parts[:2]) if parts[0] == "tpu_kit" and len(parts) > 2 else parts[0] if len(parts) > 1 else "."

@@ -224,6 +224,13 @@ def return_rank(config: TrainConfig) -> tuple[int, int]:
     return runtime.current().rank, runtime.current().world_size
 
 
+def import_transformers(config: TrainConfig) -> str:
+    """Imports a class of transformers in all replicas at once, as a function of a user's does."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.__name__
+
+
 def return_lock(config: TrainConfig) -> threading.Lock:
     """A result that cannot be pickled."""
     return threading.Lock()  # type: ignore[return-value]

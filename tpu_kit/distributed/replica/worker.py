@@ -52,6 +52,9 @@ REFUSALS: dict[str, type[ValueError]] = {"refused": ValueError, "outdated": Outd
 LAUNCHER = -1  # the launcher's number among the ranks
 _LIMIT = timedelta(days=1)  # of a collective: the calling process judges what hangs
 _LOOK = 0.2  # seconds between two looks at the replicas' processes
+# transformers replaces its module in sys.modules during its import. A thread that imports it at the same time gets the
+# replaced module, which has no classes. The lock makes replicas that are threads import transformers one by one.
+_IMPORTING = threading.Lock()
 
 
 class ReplicaMessage(NamedTuple):
@@ -132,6 +135,9 @@ def _xla_replica(
     import torch_xla.runtime as xr
 
     from tpu_kit.distributed.replica.backends import SimulatedRuntime, TpuRuntime
+
+    with _IMPORTING:
+        import transformers  # noqa: F401
 
     rank = xr.global_ordinal()
 
