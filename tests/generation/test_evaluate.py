@@ -204,7 +204,7 @@ def test_a_whole_model_takes_the_place_of_the_base(tmp_path: Path) -> None:
 
 
 def test_a_missing_or_half_written_adapter(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"there is no adapter folder .*gone; give the one that training wrote"):
+    with pytest.raises(ValueError, match=r"there is no adapter folder .*gone; give the folder that training wrote"):
         load_for_generation(EXACT, tmp_path / "gone")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"no adapter_config\.json and no adapter_model\.safetensors: its writing was"):

@@ -105,7 +105,8 @@ def test_what_other_versions_measured_is_ignored_with_a_line(name: str, config: 
     (found,) = plan(config)
     assert found.time and found.time.measured is None and found.config.model.attention == "auto"
     assert (
-        f"is ignored, as it was with {name} 0.1 (now {now[name]}): run `python -m tpu_kit verify` again" in found.note
+        f"are ignored, because they were made with {name} 0.1 (now {now[name]}): run `python -m tpu_kit verify` again"
+        in found.note
     )
 
 
@@ -115,7 +116,7 @@ def test_a_file_that_cannot_be_read_is_ignored_with_a_line(text: str, config: Tr
     path.parent.mkdir(parents=True)
     path.write_text(text)
     (found,) = plan(config)
-    assert f"{path} is ignored, as it cannot be read (" in found.note
+    assert f"{path} is ignored, because it cannot be read (" in found.note
 
 
 def test_a_cache_that_cannot_be_written_to_is_no_error(
@@ -123,5 +124,5 @@ def test_a_cache_that_cannot_be_written_to_is_no_error(
 ) -> None:
     (tmp_path / "cache").write_text("a file")
     measured(tmp_path, time=1.5)
-    assert "what was measured is in the report alone" in capsys.readouterr().out
+    assert "only the report has the measurements" in capsys.readouterr().out
     assert calibration.load("v5e").time is None

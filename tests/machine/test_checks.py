@@ -191,7 +191,7 @@ def test_a_model_that_fails_is_told_of_the_transformers_that_was_tested(monkeypa
     for version, text in {
         "5.24.3": "",
         "5.15.0": f". This is transformers 5.15.0; {advice}",
-        "5.25.0": f". This is transformers 5.25.0; the tests ran with 5.24 at the latest, and {advice}",
+        "5.25.0": f". This is transformers 5.25.0; the newest tested version is 5.24, and {advice}",
     }.items():
         monkeypatch.setattr(compatibility, "installed_version", {"transformers": version}.get)
         assert compatibility.other_transformers() == text
@@ -384,7 +384,7 @@ def test_lock_left_by_another_user(open_folder: Path) -> None:
     add_nodes(open_folder, "vfio/0")
     (open_folder / "tmp/libtpu_lockfile").touch(mode=0o600)
     printed = as_another_user("print(repr(check_holder(Machine(root=root))))", open_folder)
-    assert "is of another user: libtpu cannot open it" in printed and "status='failure'" in printed
+    assert "holds the TPU: libtpu cannot open it" in printed and "status='failure'" in printed
     assert f"sudo rm {open_folder}/tmp/libtpu_lockfile" in printed
 
 

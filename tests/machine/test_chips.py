@@ -84,7 +84,7 @@ def test_slices_have_hosts_and_a_network() -> None:
     }  # fmt: skip
     with pytest.raises(ValueError, match=r"launch.num_replicas=20: 2xv5litepod-8 has 16 devices; use 1 to that many"):
         find_slice("2xv5litepod-8", 20)
-    with pytest.raises(ValueError, match=r"'0xv5e-8' names no slice; write 2xv5e-8 for two of them"):
+    with pytest.raises(ValueError, match=r"'0xv5e-8' has 0 slices; write 2xv5e-8 for two slices"):
         find_slice("0xv5e-8", None)
 
 

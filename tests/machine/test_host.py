@@ -261,7 +261,7 @@ def test_hub_offline_by_choice(tmp_path: Path, hub: Hub) -> None:
     [
         (200, "ok", "answers; token in HF_TOKEN", ""),
         (307, "ok", "answers", ""),
-        (401, "failure", "some/model-1B is gated, private or not there, and not for this user", "then: hf auth login"),
+        (401, "failure", "some/model-1B is gated, private or missing, and refused to this user", "then: hf auth login"),
         (403, "failure", "some/model-1B is gated", "ask for access at http://"),
         (404, "warning", "answers 404 for some/model-1B", "model.name, model.revision"),
     ],
@@ -321,7 +321,7 @@ def test_a_path_that_does_not_exist(tmp_path: Path, hub: Hub, setting: str, name
 def test_paths_that_exist(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").touch()
     config = load_config(None, [f"data.source={tmp_path}/*.jsonl", f"data.eval_source={tmp_path}/rows.jsonl"])
-    assert host.check_files(config) == Check("Files", "ok", "all paths that the run names are there")
+    assert host.check_files(config) == Check("Files", "ok", "all paths of the run exist")
     away = ["model.name=some/Model-3.1", "data.source=openai/gsm8k:main", "data.eval_source=gs://bucket/rows.jsonl"]
     assert host.check_files(load_config(None, away)).status == "ok"  # the hub, and a bucket
 
@@ -375,7 +375,10 @@ def test_a_hub_that_does_not_answer_is_tried_once(tmp_path: Path, arguments: lis
         command = ["-m", "tpu_kit", *arguments, "device_type=cpu", f"output_dir={tmp_path}/run"]
         done = run_python(command, env=env | {"PJRT_DEVICE": None}, cwd=tmp_path, expect=None)
     assert done.returncode in (1, 2) and text in done.stderr, done.stderr
-    assert f"{address}: no answer in 3 s; only what is in its cache" in done.stderr or "timed out; only" in done.stderr
+    assert (
+        f"{address}: no answer in 3 s; only its cache on this machine" in done.stderr
+        or "timed out; only" in done.stderr
+    )
     assert "Traceback" not in done.stderr and "Retrying" not in done.stderr
     assert len(came) == 1, came  # its child processes among them
 

@@ -62,7 +62,7 @@ def test_kaggle(tmp_path: Path) -> None:
     assert interactive.output_dir == f"{working}/runs/mine"
     assert "Persistence" in interactive.warning and "Save & Run All" in interactive.warning
     outside = find_place(run("/tmp/x"), Machine(tmp_path, BATCH))
-    assert outside.output_dir == "/tmp/x" and f"Kaggle keeps {working} alone" in outside.warning
+    assert outside.output_dir == "/tmp/x" and f"Kaggle keeps only {working}" in outside.warning
 
 
 def attach(at: Machine, where: str, name: str, *steps: int) -> Path:
@@ -112,7 +112,7 @@ def test_other_runs_among_the_inputs_are_listed(tmp_path: Path, capsys: pytest.C
     (first / "step-00000008/config.json").write_text("{")
     resolve_output_dir(run(), at)
     listed = f"{first} (run_name=damaged), {second} (run_name=other)"
-    told = f"hold checkpoints of other runs, which are not continued: {listed}"
+    told = f"have checkpoints of other runs, which are not continued: {listed}"
     assert told in capsys.readouterr().out and not (tmp_path / "kaggle/working").exists()
 
 

@@ -77,7 +77,7 @@ def test_a_configuration_beside_no_run_is_a_file(runs: Path) -> None:
              "runs a, b"),
         ("others", "{0}/others has no adapter_config.json and no config.yaml, so it is neither a run nor an adapter; "
                    "{0}/others holds notes.txt; give the folder that training wrote"),
-        ("c/adapter", "there is no adapter folder {0}/c/adapter, and no run; give the one that training wrote"),
+        ("c/adapter", "there is no adapter folder {0}/c/adapter, and no run; give the folder that training wrote"),
         ("c", "there is no adapter folder {0}/c, and no run; {0} holds the runs a, b"),
     ],
 )  # fmt: skip

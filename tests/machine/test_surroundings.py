@@ -33,7 +33,7 @@ def test_modules_of_the_working_folder_do_not_hide_packages(tmp_path: Path) -> N
     (tmp_path / "my_rewards.py").write_text("def score(): return 1")
     done = run_python(["-c", f"{IMPORTS}import my_rewards; print(sft.Dataset.__module__)"], cwd=tmp_path)
     assert done.stdout.split() == ["datasets.arrow_dataset"]
-    assert f"note: {tmp_path} has modules named datasets; tpu_kit imports the packages of that name\n" in done.stderr
+    assert f"note: {tmp_path} has modules named datasets; tpu_kit imports the packages instead\n" in done.stderr
     (tmp_path / "datasets.py").write_text("")
     told = run_python(["-c", "import datasets, tpu_kit"], cwd=tmp_path, expect=1).stderr.splitlines()[-1]
     assert told.startswith(f"ImportError: {tmp_path}/datasets.py hides the package of this name, which tpu_kit needs: ")

@@ -570,7 +570,7 @@ def test_what_is_told_when_the_bucket_cannot_be_used(bucket: str, impatient: Non
     assert message in told
     with answering(401, "Anonymous caller does not have storage.objects.list access.") as url, environment(url):
         told = opening()
-    assert told.startswith("gs://mine wants credentials, and none that it takes were found: run `gcloud auth")
+    assert told.startswith("gs://mine needs credentials, and no valid credentials were found: run `gcloud auth")
     with environment(f"http://127.0.0.1:{free_port()}"):
         told = opening()
     assert told.startswith("gs://mine could not be reached (")
@@ -638,10 +638,10 @@ def test_full_temporary_folder_is_told_when_an_adapter_is_read(
     ObjectFolder(f"{bucket}/adapter").write("adapter_model.safetensors", bytes(400_000))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    told = rf"{bucket}/adapter/adapter_model.safetensors cannot be written to {tmp_path}/\S+ \(File too large\): make "
+    told = rf"{bucket}/adapter/adapter_model.safetensors cannot be written to {tmp_path}/\S+ \(File too large\): free "
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (65536, limits[1]))
-        with pytest.raises(ValueError, match=f"{told}room there, or set TMPDIR to"), at_hand(f"{bucket}/adapter"):
+        with pytest.raises(ValueError, match=f"{told}space there, or set TMPDIR to"), at_hand(f"{bucket}/adapter"):
             pass
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -1,6 +1,6 @@
-"""Stores what `verify` measured on this machine, a JSON file for each kind of device in the user's cache.
+"""Stores the measurements of `verify` on this machine: a JSON file per kind of device in the user's cache.
 
-`plan` and `train` correct their predictions by the ratios of measured to predicted values, and avoid what failed.
+`plan` and `train` multiply their predictions by the measured ratios, and avoid kernels and loops that failed.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _AGAIN = "`python -m tpu_kit verify` again"
 
 @dataclass(frozen=True)
 class Calibration:
-    """The measurements of one kind of device.
+    """Measurements of a kind of device.
 
     Attributes:
         device: a chip's name, such as "v5e", or "xla-cpu".
-        memory: measured peak of a step over the compiler's figure; None if not measured.
-        time: measured time of a step over the estimate of it; None if not measured.
-        splash: why the splash kernel failed; empty if it passed or was not checked.
-        scan: why the loop over layers failed; empty if it passed or was not checked.
+        memory: ratio of a step's measured peak memory to the compiler's figure; None if not measured.
+        time: ratio of a step's measured time to its estimate; None if not measured.
+        splash: error of the splash kernel; empty if it passed or was not checked.
+        scan: error of the loop over layers; empty if it passed or was not checked.
         report: path of the report with the details.
-        made: date.
-        versions: of the packages, and a hash of the kit's code.
-        ignored: why a file is not used; all other fields are then empty.
+        made: date of the measurement.
+        versions: versions of the packages, and a hash of the kit's code.
+        ignored: why the file is not used; all other fields but `device` are then empty.
     """
 
     device: str
@@ -54,11 +54,11 @@ class Calibration:
 
     @property
     def notes(self) -> list[str]:
-        """The ratios, and why a file is ignored, a line each."""
+        """Lines with the ratios and with the reason why the file is ignored."""
         return [text for text in (str(self), self.ignored) if text]
 
     def apply(self, config: TrainConfig) -> tuple[TrainConfig, list[str]]:
-        """Replaces each `auto` that would take what failed here; returns the run and a line for each change."""
+        """Replaces `auto` settings that would choose a kernel or loop that failed; returns a warning per change."""
         warnings = []
         if config.model.attention == "auto" and self.splash:
             config = replace(config, model=replace(config.model, attention="sdpa"))
@@ -69,7 +69,7 @@ class Calibration:
         return config, [f"{warning}; see {self.report}, and run {_AGAIN}" for warning in warnings]
 
     def save(self) -> None:
-        """Writes the file atomically; prints a note if the cache cannot be written to."""
+        """Writes the file atomically; prints a note if the cache is not writable."""
         path = _path(self.device)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -77,16 +77,16 @@ class Calibration:
             part.write_text(json.dumps(asdict(self), indent=1))
             part.replace(path)
         except OSError as error:
-            print(f"{path}: {error.strerror}; what was measured is in the report alone", flush=True)
+            print(f"{path}: {error.strerror}; only the report has the measurements", flush=True)
 
 
 def begin(device: str, report: Path) -> Calibration:
-    """Makes an empty calibration of today, with the installed versions."""
+    """Makes an empty calibration with today's date and the installed versions."""
     return Calibration(device, report=str(report), made=f"{datetime.now(UTC):%Y-%m-%d}", versions=_versions())
 
 
 def load(device: str) -> Calibration:
-    """Loads the calibration of a kind of device; an empty one if there is none for the installed versions."""
+    """Loads the calibration of a kind of device; empty if there is none for the installed versions."""
     path = _path(device)
     try:
         saved = Calibration(**json.loads(path.read_text()))
@@ -94,10 +94,10 @@ def load(device: str) -> Calibration:
     except FileNotFoundError:
         return Calibration(device)
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        return Calibration(device, ignored=f"{path} is ignored, as it cannot be read ({error}): run {_AGAIN}")
+        return Calibration(device, ignored=f"{path} is ignored, because it cannot be read ({error}): run {_AGAIN}")
     if differ:
         old = ", ".join(f"{name} {saved.versions.get(name)} (now {now})" for name, now in differ.items())
-        text = f"what was measured on {saved.made} is ignored, as it was with {old}: run {_AGAIN}"
+        text = f"measurements of {saved.made} are ignored, because they were made with {old}: run {_AGAIN}"
         return Calibration(device, ignored=text)
     return saved
 

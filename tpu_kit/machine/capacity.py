@@ -1,4 +1,4 @@
-"""Checks that the host's memory and disk have room for a run's weights, of which only files or a name are known."""
+"""Checks that host memory and disk have room for a run's weights, whose size comes from files or the model's name."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tpu_kit.machine.host import PROCESS_BYTES, free_memory
 from tpu_kit.machine.hub import settings
 
 _OTHERS, _STACK = 0.2, 0.45
-"""Shares, where only a model's name is known: of the weights those outside of the layers' matrices, such as embedding
-and head (13 % in Llama 3.1 8B, 28 in Qwen2.5 0.5B); of the matrices their largest stack (27 % in Llama 3.1 8B, 44 in
-Phi 3 mini)."""
+"""Assumed shares if only a model's name is known. `_OTHERS` is the share of the embedding, the head and other tensors
+in all weights (13 % in Llama 3.1 8B, 28 in Qwen2.5 0.5B). `_STACK` is the share of the largest stack in the layers'
+matrices (27 % in Llama 3.1 8B, 44 in Phi 3 mini)."""
 
 
 def _folder(config: TrainConfig) -> Path:
@@ -28,10 +28,10 @@ def _folder(config: TrainConfig) -> Path:
 
 
 def model_bytes(config: TrainConfig) -> tuple[float | None, bool]:
-    """Bytes of the saved base weights, and whether they are on this machine already.
+    """Returns the bytes of the saved base weights, and whether they are on this machine.
 
-    For a folder, the size of its safetensors or else .bin files; four times a GGUF file, whose 4 bits become 16. For a
-    hub id, the parameters in its name ("8B") times the bytes of `base_dtype`; None if the name has none.
+    A folder counts its safetensors files, or else its .bin files. A GGUF file counts four times: its 4 bits become 16.
+    A hub id counts the parameters in its name ("8B") times the bytes of `base_dtype`; None if the name has no number.
     """
     name, gguf, folder = config.model.name, config.model.gguf_file, _folder(config)
     if folder.is_dir():
@@ -43,15 +43,15 @@ def model_bytes(config: TrainConfig) -> tuple[float | None, bool]:
 
 
 def loading_bytes(config: TrainConfig, sharded: bool = False) -> float | None:
-    """Peak bytes of host memory of a replica's base weights while they are loaded; None if not known.
+    """Returns the peak host memory of a replica while it loads the base weights, in bytes; None if not known.
 
     Trained weights are in fp32. int8 and int4 weights are rounded as they are read (`quantized`): the host holds the
     result and one stack (`layer_scan`). A GGUF file becomes bf16 first.
 
     Args:
         config: the run.
-        sharded: over the devices of a mesh, whose memory is not the host's: the weights stay mapped from files, and the
-            host holds the shards of one stack (`partition.to_mesh`).
+        sharded: whether the weights are sharded over devices with memory of their own. The weights then stay mapped
+            from files, and the host holds the shards of one stack (`partition.to_mesh`).
     """
     saved, local = model_bytes(config)
     model, dtype = config.model, config.model.base_dtype if config.lora.r else "fp32"
@@ -69,9 +69,9 @@ def loading_bytes(config: TrainConfig, sharded: bool = False) -> float | None:
 
 
 def cast_bytes(config: TrainConfig) -> float:
-    """Bytes of bf16 that the host holds before it quantises a base whose files have fp8; 0 if not known.
+    """Returns the bytes of bf16 weights that the host holds while it quantises fp8 files; 0 if not known.
 
-    Other weights are rounded one by one. Nothing is cast where `model.quant_cache` has the integers already.
+    Other weights are rounded one tensor at a time. Nothing is cast if `model.quant_cache` has the integers already.
     """
     model, folder = config.model, _folder(config)
     if not config.lora.r or model.base_dtype not in ("int8", "int4") or model.gguf_file or not folder.is_dir():
@@ -85,9 +85,9 @@ def cast_bytes(config: TrainConfig) -> float:
 
 
 def _count(folder: Path) -> tuple[float, float, float, float] | None:
-    """Counts the weights: of the layers' matrices, of other tensors, of the largest stack, and those in fp8.
+    """Counts weights: in the layers' matrices, in other tensors, in the largest stack, and in fp8.
 
-    None if the folder's files are not readable safetensors; loading them raises the error.
+    Returns None if the folder's files are not readable safetensors; loading them raises the error.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -110,7 +110,7 @@ def _count(folder: Path) -> tuple[float, float, float, float] | None:
 
 
 def check_memory(at: Machine, config: TrainConfig, replicas: int) -> Check:
-    """Checks that the host has memory for a model per replica at the start: else the kernel kills one (SIGKILL)."""
+    """Checks that host memory holds a model per replica at the start: else the kernel kills a replica (SIGKILL)."""
     free = free_memory(at)
     if free is None:
         return Check("Host memory", "skipped", "/proc/meminfo does not say")
@@ -122,7 +122,7 @@ def check_memory(at: Machine, config: TrainConfig, replicas: int) -> Check:
         return Check("Host memory", "ok", f"{text}; the size of {config.model.name} is not known from its name")
     processes = 1 if threads else replicas
     parts, weights = f"{replicas} x {size / GIB:.2f} of weights", replicas * size
-    # With a cache one process quantises, and the others wait.
+    # With a cache, one process quantises and the others wait.
     if (cast := cast_bytes(config) * (1 if config.model.quant_cache else replicas)) > weights:
         parts, weights = f"{cast / GIB:.2f} of weights in bf16 before they are quantised", cast
     need = weights + processes * PROCESS_BYTES
@@ -135,11 +135,11 @@ def check_memory(at: Machine, config: TrainConfig, replicas: int) -> Check:
 
 
 def check_disk(at: Machine, config: TrainConfig) -> Check:
-    """Checks the room for the weights to download and for the checkpoints.
+    """Checks the free disk space for the weights to download and for the checkpoints.
 
-    A checkpoint of full fine-tuning counts 5 times the bf16 weights (2 bytes a parameter, and 8 for AdamW's moments);
-    while one is written there is one more than `keep`. Those that are there already need no more room. Adapters and
-    logs count 1 GiB; a run that lacks only that gets a warning.
+    A checkpoint of full fine-tuning counts 5 times the bf16 weights (2 bytes a parameter, and 8 for AdamW's moments).
+    While a checkpoint is written, the disk holds `keep + 1`. Existing checkpoints need no more space. Adapters and logs
+    count 1 GiB; the check only warns if that alone is missing.
     """
     size, local = model_bytes(config)
     kept = 0 if config.remote else config.checkpoint.keep  # an object store has them

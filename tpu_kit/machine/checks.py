@@ -1,8 +1,8 @@
-"""Checks this machine without touching a device: one `Check` per question, with the command that fixes it.
+"""Checks this machine without opening a device: each `Check` has a result and the command that fixes a problem.
 
-Versions come from the packages' metadata, chips from /sys, processes that hold them from /proc, the rest from the
-environment: quick, and safe in a notebook's kernel. Needs only Python, so that `install` works where nothing is
-installed.
+Versions come from package metadata, chips from /sys, the processes that hold them from /proc, the rest from the
+environment: quick, and safe in a notebook's kernel. Needs only Python, because `install` calls it before it installs
+any package.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MARKS: Mapping[Status, str] = {"ok": "✓", "warning": "!", "failure": "✗", "s
 
 _GOOGLE = "0x1ae0"  # vendor id on the PCI bus
 
-# Each process of a launch gets its own values of these; see `preset_per_process`.
+# Variables with another value in each process of a launch; see `preset_per_process`.
 PER_PROCESS = (
     "CLOUD_TPU_TASK_ID", "TPU_CHIPS_PER_PROCESS_BOUNDS", "TPU_PROCESS_ADDRESSES", "TPU_PROCESS_BOUNDS",
     "TPU_PROCESS_PORT", "TPU_VISIBLE_CHIPS",
@@ -45,12 +45,12 @@ PER_PROCESS = (
 
 
 TPU_NAMES = ("TPU_ACCELERATOR_TYPE", "TPU_NAME")
-"""Variables by which the environment names a TPU."""
+"""Environment variables that name a TPU."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One row: `fix` is a command or a setting, empty if none is needed."""
+    """Result of a check; `fix` is a command or a setting, empty if none is needed."""
 
     name: str
     status: Status
@@ -58,7 +58,7 @@ class Check:
     fix: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("found", "fix"):  # both may repeat what another library or the environment says
+        for name in ("found", "fix"):  # both may quote another library or the environment
             object.__setattr__(self, name, hide_secrets(getattr(self, name)))
 
     def __str__(self) -> str:
@@ -68,15 +68,15 @@ class Check:
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine that the checks look at; a test gives another folder tree, environment or set of versions.
+    """The machine to check; tests pass another folder tree, environment or set of versions.
 
     Attributes:
-        root: folder of sys, proc, dev and tmp.
+        root: folder that contains sys, proc, dev and tmp.
         environ: environment variables.
         version: returns the version of an installed package, or None.
         python: major and minor version of the interpreter.
-        metadata_server: host and port of Google Cloud's metadata server; GCE_METADATA_HOST names another one, as for
-            Google's libraries. An address, because the lookup of a name can take long outside the cloud.
+        metadata_server: host and port of Google Cloud's metadata server; GCE_METADATA_HOST overrides it, as in Google's
+            libraries. The default is an address, because looking up a name can take long outside the cloud.
     """
 
     root: Path = Path("/")
@@ -86,14 +86,14 @@ class Machine:
     metadata_server: str = field(default_factory=lambda: os.environ.get("GCE_METADATA_HOST") or "169.254.169.254")
 
     def read(self, path: str) -> str:
-        """Text of a file below `root`, stripped; empty where it cannot be read."""
+        """Returns the text of a file below `root`, stripped; empty if it cannot be read."""
         try:
             return (self.root / path).read_text(errors="replace").strip()
         except OSError:
             return ""
 
     def metadata(self, key: str, timeout: float = 2.0) -> str | None:
-        """Asks the metadata server for a key below computeMetadata/v1/instance/; None if the key has no value now.
+        """Asks the metadata server for a key below computeMetadata/v1/instance/; None if the key has no value.
 
         Raises:
             OSError, http.client.HTTPException: no server of Google Cloud answers within `timeout` seconds.
@@ -106,17 +106,18 @@ class Machine:
             return answer.read(65536).decode(errors="replace") if answer.status == http.client.OK else None
 
     def tpus(self) -> list[str]:
-        """Chips on the PCI bus, such as ["v5e", "v5e"]; they are not opened."""
+        """Lists the chips on the PCI bus, such as ["v5e", "v5e"], without opening them."""
         devices = sorted((self.root / "sys/bus/pci/devices").glob("*"))
         names = [str(device.relative_to(self.root)) for device in devices]
         ids = [self.read(f"{name}/device") for name in names if self.read(f"{name}/vendor") == _GOOGLE]
         return [chip.name for each in ids for chip in chips.CHIPS.values() if chip.pci_device == each]
 
     def tpu_signs(self) -> str:
-        """What shows that this machine has a TPU, such as "4 x v5e"; empty if nothing does.
+        """Returns the evidence of a TPU in this machine, such as "4 x v5e"; empty if there is none.
 
-        A chip may be newer than this list of chips, and a container may not show the bus. Other devices have vfio files
-        too, so these count only beside a TPU's packages.
+        If the bus shows no chip (it may be unknown to chips.toml, or a container may hide the bus), device files or
+        environment variables count. Other devices have vfio files too, so these count only if a TPU's packages are
+        installed.
         """
         if tpus := self.tpus():
             return f"{len(tpus)} x {tpus[0]}"
@@ -126,22 +127,22 @@ class Machine:
         return ", ".join(files or named)
 
     def tpu_devices(self) -> int:
-        """Number of devices of these chips, as PyTorch/XLA counts them."""
+        """Returns the number of devices of these chips as PyTorch/XLA counts them."""
         return sum(chips.CHIPS[name].devices_per_chip for name in self.tpus())
 
     def gpus(self) -> list[str]:
-        """NVIDIA's GPUs, by the names that their driver gives them."""
+        """Lists the NVIDIA GPUs by the names that their driver reports."""
         files = sorted((self.root / "proc/driver/nvidia/gpus").glob("*/information"))
         texts = [self.read(str(file.relative_to(self.root))) for file in files]
         return [match[1] for text in texts if (match := re.search(r"^Model:\s*(\S.*)", text, re.MULTILINE))]
 
     def nodes(self) -> list[Path]:
-        """The chips' device files. /dev/vfio/vfio is the driver's, not a chip's."""
+        """Lists the chips' device files. /dev/vfio/vfio belongs to the driver, not to a chip."""
         dev = self.root / "dev"
         return sorted([*dev.glob("accel[0-9]*"), *dev.glob("vfio/[0-9]*")])
 
     def holders(self, paths: Iterable[Path]) -> dict[int, str]:
-        """Process id -> command line of each process that has one of these files open, as far as /proc shows it."""
+        """Maps the ids of processes that have any of these files open to their command lines, as far as /proc shows."""
         wanted = {str(path) for path in paths}
         holders: dict[int, str] = {}
         for folder in (self.root / "proc").glob("[0-9]*"):
@@ -151,7 +152,7 @@ class Machine:
         return holders
 
     def command(self, pid: int) -> str:
-        """Command line of a process, shortened."""
+        """Returns the command line of a process, shortened."""
         line = " ".join(self.read(f"proc/{pid}/cmdline").replace("\0", " ").split()) or self.read(f"proc/{pid}/comm")
         return line if len(line) <= 90 else line[:87] + "..."
 
@@ -171,9 +172,9 @@ def check_python(machine: Machine) -> Check:
 
 
 def check_packages(machine: Machine, on_tpu: bool, on_torch_tpu: bool = False) -> Check:
-    """Checks by their metadata that torch, torch_xla, libtpu and jax pair: a wrong pair fails at import.
+    """Checks that the versions of torch, torch_xla, libtpu and jax work together: others fail at import.
 
-    With `on_torch_tpu`, for `launch.device_type=torch-tpu`, torch_tpu takes torch_xla's place.
+    With `on_torch_tpu` (`launch.device_type=torch-tpu`) it checks torch_tpu instead of torch_xla.
     """
     have = {name: version for name in PACKAGES if (version := machine.version(name))}
     found = " ".join(f"{name} {version}" for name, version in have.items()) or "torch is not installed"
@@ -200,7 +201,7 @@ def check_packages(machine: Machine, on_tpu: bool, on_torch_tpu: bool = False) -
         found += "; torch_xla is not installed, so there is no TPU and no rehearsal of one"
         if others and not on_tpu:
             return Check(name, "warning", found, _tested_line(others) + then)
-        if machine.gpus() and not on_tpu:  # its torch would take the place of one that is made for the GPU
+        if machine.gpus() and not on_tpu:  # installing torch_xla would replace a torch that is built for the GPU
             return Check(name, "ok", found)
         if on_tpu:
             return Check(name, "failure", found, line + then)
@@ -211,7 +212,7 @@ def check_packages(machine: Machine, on_tpu: bool, on_torch_tpu: bool = False) -
     if others:
         return Check(name, "warning", found, f"{_tested_line(others)}{then}; or a short rehearsal, if you need it")
     if machine.version("tensorflow"):
-        found += "; tensorflow beside them loads a TPU driver of its own and may take the chip"
+        found += "; tensorflow is installed too: it loads its own TPU driver and may take the chip"
         return Check(name, "warning", found, f"pip uninstall -y tensorflow{then}")
     return Check(name, "ok", found)
 
@@ -229,10 +230,10 @@ def replaced_modules(version: Version) -> Iterator[str]:
 
 
 def check_process(machine: Machine) -> Check:
-    """Checks that this process (a notebook's kernel) can launch: same packages loaded, XLA runtime not initialised."""
+    """Checks that this process can launch: loaded packages equal installed ones, XLA runtime not initialised."""
     if replaced := "; ".join(replaced_modules(machine.version)):
         return Check("This process", "failure", replaced, restart())
-    # Only if the module is loaded already; the call initialises nothing.
+    # Asks only a loaded module; the call initialises nothing.
     extension = getattr(sys.modules.get("torch_xla"), "_XLAC", None)
     if extension is not None and extension._xla_runtime_is_initialized():
         found = 'it has touched the XLA device: a launch would fail with "Runtime is already initialized"'
@@ -241,19 +242,19 @@ def check_process(machine: Machine) -> Check:
 
 
 def in_kernel() -> bool:
-    """Whether this process is a notebook's kernel; a loaded ipykernel, as papermill has it, is not enough."""
+    """Whether this process is a notebook's kernel. A loaded ipykernel is no proof: papermill loads it too."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return getattr(shell, "kernel", None) is not None
 
 
 def restart() -> str:
-    """The instruction to start a new process."""
+    """Returns the instruction that starts a new process."""
     return "restart the kernel (Kernel > Restart)" if in_kernel() else f"kill {os.getpid()}, start again"
 
 
 def check_tpu(machine: Machine, asked: bool) -> Check:
-    """Checks which chips are on the PCI bus, and that this user can open them."""
+    """Checks that this user can open the chips on the PCI bus."""
     tpus, nodes = machine.tpus(), machine.nodes()
     named = next(filter(None, map(machine.environ.get, TPU_NAMES)), None)
     if not tpus:
@@ -273,12 +274,12 @@ def check_tpu(machine: Machine, asked: bool) -> Check:
 
 
 def check_gpu(machine: Machine, wanted: bool, seen: int) -> Check:
-    """Checks that PyTorch sees the GPUs of NVIDIA's driver: without them `device_type=auto` trains on the CPU.
+    """Checks that PyTorch sees the GPUs of NVIDIA's driver: otherwise `device_type=auto` trains on the CPU.
 
     Args:
         machine: a machine with GPUs.
-        wanted: whether the run is to use them.
-        seen: number of those that PyTorch sees, if they are wanted.
+        wanted: whether the run should use the GPUs.
+        seen: number of GPUs that PyTorch sees, if they are wanted.
     """
     gpus, driver = machine.gpus(), re.search(r"\s(\d+\.[\d.]+)\s", machine.read("proc/driver/nvidia/version"))
     found = f"{len(gpus)} x {gpus[0]}" + (f", driver {driver[1]}" if driver else "")
@@ -293,14 +294,14 @@ def check_gpu(machine: Machine, wanted: bool, seen: int) -> Check:
 
 
 def check_metadata(machine: Machine) -> Check:
-    """Checks that torch_xla can get the TPU's topology, for which it asks the metadata server while it is imported."""
+    """Checks that torch_xla can find the TPU's topology: at import it asks the metadata server or the environment."""
     name, tpus = "TPU metadata", machine.tpus()
     if not tpus:
-        return Check(name, "skipped", "not asked for: torch_xla does so only where there are chips")
+        return Check(name, "skipped", "not asked for: torch_xla needs it only on a machine with chips")
     chip = chips.chip(tpus[0])
     topology = chip.topologies.get(len(tpus))
     bounds = ",".join(map(str, topology.chips_per_host_bounds)) if topology else "X,Y,Z"
-    # The HOST names: with the PROCESS names torch_xla would not set them anew for each process.
+    # Sets the HOST variables: torch_xla would not change the PROCESS variables from process to process.
     fix = (
         f"export TPU_SKIP_MDS_QUERY=1 TPU_ACCELERATOR_TYPE={chip.slice_name(len(tpus))} TPU_HOST_BOUNDS=1,1,1 "
         f"TPU_CHIPS_PER_HOST_BOUNDS={bounds} TPU_WORKER_ID=0 TPU_WORKER_HOSTNAMES=localhost"
@@ -320,7 +321,7 @@ def check_metadata(machine: Machine) -> Check:
 
 
 def check_holder(machine: Machine) -> Check:
-    """Checks that no process has the chip open, as a TPU serves one at a time, and that libtpu can open its lock."""
+    """Checks that no process has the chip open (a TPU serves one process), and that libtpu can open its lock file."""
     name, nodes, lock = "Chip in use", machine.nodes(), machine.root / "tmp/libtpu_lockfile"
     if not nodes:
         return Check(name, "skipped", "no device files")
@@ -330,19 +331,19 @@ def check_holder(machine: Machine) -> Check:
     if holders:
         text = "; ".join(f"PID {pid}: {command}" for pid, command in holders.items())
         return Check(name, "failure", f"held by {text}", f"kill {' '.join(map(str, holders))}")
-    # libtpu makes it with mode 600. It is not opened here: a process that holds the lock would lose it by closing it.
+    # libtpu makes the file with mode 600. Never open it here: a process that holds the lock would lose it at the close.
     if lock.exists() and os.geteuid() not in (0, lock.stat().st_uid):
-        text = f"{lock} is of another user: libtpu cannot open it; that user's process was killed, or holds the TPU"
+        text = f"{lock} belongs to another user, whose process was killed or holds the TPU: libtpu cannot open it"
         return Check(name, "failure", text, f"sudo rm {lock}")
     return Check(name, "ok", "by no process")
 
 
 def preset_per_process(machine: Machine) -> list[str]:
-    """Variables of the environment that the replicas of a launch must not inherit.
+    """Lists environment variables that the replicas of a launch must not inherit.
 
     torch_xla keeps values that are set, so the same value in all processes would give them the same chip. Kaggle's
-    image sets TPU_PROCESS_ADDRESSES=local (tpu/Dockerfile of Kaggle/docker-python). On several hosts the cluster sets
-    such values, and they stay.
+    image sets TPU_PROCESS_ADDRESSES=local (tpu/Dockerfile of Kaggle/docker-python). On several hosts the list is empty,
+    because the cluster sets these variables.
     """
     if machine.tpu_devices() < 2 or "," in machine.environ.get("TPU_WORKER_HOSTNAMES", ""):
         return []
@@ -350,15 +351,14 @@ def preset_per_process(machine: Machine) -> list[str]:
 
 
 def unset(names: Sequence[str]) -> str:
-    """The command that removes environment variables."""
-    # A shell cannot change a kernel's environment.
-    if in_kernel():
+    """Returns the command that removes environment variables."""
+    if in_kernel():  # a shell command cannot change its environment
         return f"import os; [os.environ.pop(name, None) for name in {list(names)}], then restart the kernel"
     return f"unset {' '.join(names)}"
 
 
 def check_settings(machine: Machine) -> Check:
-    """Checks for environment variables that make a run as slow as the CPU, often left from debugging."""
+    """Warns of environment variables, often left from debugging, that make a run as slow as on a CPU."""
     environ, slow = machine.environ, {}
     if machine.tpus() and environ.get("PJRT_DEVICE", "TPU") != "TPU":
         slow["PJRT_DEVICE"] = f"={environ['PJRT_DEVICE']} leaves the TPU unused"
@@ -374,7 +374,7 @@ def check_settings(machine: Machine) -> Check:
 
 
 def verdict(checks: Sequence[Check], device_type: str, at: Machine | None = None) -> str:
-    """Says for what a machine is ready on such devices, with the warnings; or the first problem to fix."""
+    """Summarises checks: the first failure to fix, or else the use that the devices are ready for, and warnings."""
     if first := next((check for check in checks if check.status == "failure"), None):
         return f"Not ready. Fix this first: {first.name}: {first.found}\n→ {first.fix}"
     ready = {"tpu": "train on this TPU", "cuda": "train on this GPU"}.get(device_type, "rehearse on this CPU")

@@ -1,7 +1,7 @@
 """Looks up TPUs, a few GPUs and TPU slices by name; chips.toml has their figures and prices.
 
 A slice name counts TensorCores for v4, v5p and v7x, but chips for v5e ("v5litepod-8") and v6e. PyTorch/XLA sees a v7x
-chip as two devices (each core has half of the HBM), and a v4 or v5p chip as one ("megacore").
+chip as two devices (a core has half of the HBM), and a v4 or v5p chip as one device ("megacore").
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MIB, GIB = 2**20, 2**30
 class Price(NamedTuple):
     """List prices in US dollars per chip-hour, before taxes and any agreed discount.
 
-    A TPU's price includes its virtual machine; a GPU's where the source has a "+". Spot prices may change daily.
+    A TPU's price includes its virtual machine; a GPU's only if its source has a "+". Spot prices may change daily.
     """
 
     on_demand: float
@@ -31,12 +31,12 @@ class Price(NamedTuple):
 
 @dataclass(frozen=True)
 class Topology:
-    """A slice as JAX's compile-only TPU client is asked for it (`jax.experimental.topologies.get_topology_desc`).
+    """Arguments that describe a slice to JAX's compile-only client (`jax.experimental.topologies.get_topology_desc`).
 
     Attributes:
         name: `topology_name`, for example "v5e:2x4"; the shape counts chips.
-        chip_config_name: "megacore" where it must be named to get one device a chip (v4), otherwise None.
-        slices: number of equal slices, which the data center network joins.
+        chip_config_name: "megacore" if the compiler needs it to make a chip one device (v4), otherwise None.
+        slices: number of equal slices, connected by the data center network.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Topology:
 
     @property
     def chips_per_host(self) -> int:
-        """Number of chips of a host."""
+        """Number of chips per host."""
         return math.prod(self.chips_per_host_bounds)
 
     @property
@@ -65,25 +65,25 @@ class Topology:
 
 @dataclass(frozen=True, kw_only=True)
 class Chip:
-    """One accelerator chip; figures are per chip, except the two that are per device.
+    """An accelerator chip; figures are per chip unless they say "per device".
 
     Attributes:
-        hbm_bytes: memory as published, read as GiB.
+        hbm_bytes: published memory, whose "GB" are read as GiB.
         usable_hbm_bytes: per device; the largest program arguments that libtpu 0.0.21 accepted, or CUDA's total memory.
         bf16_flops: peak dense FLOP/s: not the peaks for int8 or fp8 (v5e 393, v6e 1836, v7x 4614) or with sparsity.
         clock: cycles/s of a TensorCore; None for a chip that libtpu 0.0.21 does not compile for.
         matrix_unit: rows and columns of a matrix unit; None for a GPU, which multiplies small tiles.
         hbm_bandwidth: bytes/s.
         ici_bandwidth: bytes/s between chips, over all links and both directions (NVLink for GPUs).
-        dcn_bandwidth: bytes/s that a chip can send to other slices, all chips of a host at once.
-        cores: TensorCores.
-        devices_per_chip: devices that the framework sees for a chip.
-        pci_device: its id on the PCI bus.
+        dcn_bandwidth: bytes/s that a chip can send to other slices while all chips of its host send.
+        cores: number of TensorCores.
+        devices_per_chip: devices that the framework sees per chip.
+        pci_device: device id on the PCI bus.
         accelerator_prefix: slices are named `<prefix>-<count>`; None for a GPU.
-        name_counts_cores: whether that count is of TensorCores, not of chips.
-        slice_sizes: chips of the slices that can be asked for by name.
-        topologies: by number of chips, those that libtpu 0.0.21 accepted.
-        aliases: other names, among them what JAX and CUDA call the device.
+        name_counts_cores: whether that count means TensorCores rather than chips.
+        slice_sizes: numbers of chips of the slices that the provider offers.
+        topologies: the topologies that libtpu 0.0.21 accepted, by number of chips.
+        aliases: other names, such as the device names of JAX and CUDA.
     """
 
     name: str
@@ -106,23 +106,23 @@ class Chip:
     aliases: tuple[str, ...] = ()
 
     def slice_name(self, chips: int) -> str:
-        """The provider's name for a slice of so many chips, such as "v5litepod-8" or "v4-32"."""
+        """Returns the provider's name for a slice of `chips` chips, such as "v5litepod-8" or "v4-32"."""
         return f"{self.accelerator_prefix}-{chips * self.named_per_chip}"
 
     @property
     def named_per_chip(self) -> int:
-        """What a slice's name counts for each chip: its TensorCores, or 1."""
+        """How much a chip adds to the number in a slice's name: its TensorCores, or 1."""
         return self.cores or 1 if self.name_counts_cores else 1
 
 
 _TABLES = tomllib.loads(Path(__file__).with_name("chips.toml").read_text())
 
 FREE_SLICES: Mapping[str, Sequence[str]] = _TABLES.pop("free")
-"""Service -> slices that it gives away."""
+"""Maps a notebook service to the slices that it offers for free."""
 KAGGLE_HOURS_PER_WEEK = 20
 KAGGLE_HOURS_PER_SESSION = 9
 KAGGLE_OUTPUT_BYTES = 20e9
-"""What a notebook may keep in /kaggle/working (kaggle.com/docs/notebooks, "Technical Specifications")."""
+"""Limit of files that a notebook keeps in /kaggle/working (kaggle.com/docs/notebooks, "Technical Specifications")."""
 
 
 def _chip(name: str, table: dict[str, Any]) -> Chip:
@@ -138,7 +138,7 @@ def _chip(name: str, table: dict[str, Any]) -> Chip:
 
 
 CHIPS: Mapping[str, Chip] = MappingProxyType({name: _chip(name, table) for name, table in _TABLES.items()})
-"""Every chip by its short name."""
+"""All chips by short name."""
 
 
 def _plain(name: str) -> str:
@@ -149,14 +149,14 @@ _BY_NAME = {_plain(name): chip for chip in CHIPS.values() for name in (chip.name
 
 
 def chip(name: str) -> Chip:
-    """Looks a chip up.
+    """Looks up a chip by name.
 
     Args:
-        name: a name in `CHIPS`, a marketing name ("Trillium"), or what the framework calls the device: JAX's
-            `device_kind` ("TPU v5 lite"), `torch.cuda.get_device_name()` ("NVIDIA H200"). Case, "-", "_" don't matter.
+        name: a name in `CHIPS`, a marketing name ("Trillium"), JAX's `device_kind` ("TPU v5 lite") or
+            `torch.cuda.get_device_name()` ("NVIDIA H200"). Case, "-" and "_" don't matter.
 
     Raises:
-        ValueError: unknown; names the nearest. Variants that differ in speed (an H100 PCIe) are unknown on purpose.
+        ValueError: unknown; has the nearest names. Variants of other speed (an H100 PCIe) are unknown on purpose.
     """
     match = _BY_NAME.get(_plain(name))
     if match is None:
@@ -168,10 +168,10 @@ def chip(name: str) -> Chip:
 
 
 def parse_accelerator_type(name: str) -> tuple[Chip, int]:
-    """Reads a TPU slice name, such as "v4-32", "v5litepod-8" (also "v5e-8"), "v6e-256": its chip and number of chips.
+    """Returns the chip and the number of chips of a slice name, such as "v4-32", "v5litepod-8", "v5e-8" or "v6e-256".
 
     Raises:
-        ValueError: not a TPU slice name, or no slice has that size; says what the number counts and the nearest names.
+        ValueError: not a TPU slice name, or no slice has that size; the text has the number's unit and nearest names.
     """
     match = re.fullmatch(r"(.+?)[-_](\d+)", name.strip())
     if match is None:

@@ -1,4 +1,4 @@
-"""Versions of torch, torch_xla, libtpu and jax that work together, and commands that install them.
+"""Lists versions of torch, torch_xla, libtpu and jax that work together, and the commands that install them.
 
 Needs nothing but Python.
 """
@@ -27,7 +27,7 @@ PYTHONS: tuple[Python, ...] = ((3, 11), (3, 12), (3, 13))
 """transformers 5 needs 3.11; torch_xla has no wheel for 3.14."""
 
 PACKAGES = ("torch", "torch_xla", "libtpu", "jax", "jaxlib")
-"""The packages of a pairing."""
+"""Packages whose versions must fit together."""
 
 TESTED = {"transformers": ("5.15", "5.24"), "peft": ("0.21", "0.21")}
 """The first and the last minor version with which the tests ran."""
@@ -37,15 +37,15 @@ _NO_WHEEL = {("0.0.21", (3, 13))}  # versions of libtpu, and a Python for which 
 
 @dataclass(frozen=True)
 class Pairing:
-    """A release of torch_xla and the versions of other packages that run with it; of several, the first is installed.
+    """A release of torch_xla and the versions of other packages that run with it; the kit installs the first version.
 
     Attributes:
-        torch: of torch, torch_xla and torchaudio; torch_xla is compiled against that torch.
-        libtpu: of the TPU's driver and compiler.
-        jax: of jax and jaxlib.
-        torchvision: not needed, but notebook images have it, and it is built for one torch.
-        kernel_format: the newest serialization of Pallas kernels that its libtpu reads; None if it reads the format
-            that its jax exports.
+        torch: version of torch, torch_xla and torchaudio; torch_xla is compiled against that torch.
+        libtpu: versions of the TPU's driver and compiler.
+        jax: versions of jax and jaxlib.
+        torchvision: not needed, but notebook images have it, and it is built for one version of torch.
+        kernel_format: newest serialization version of Pallas kernels that this libtpu reads; None if it reads the
+            version that this jax exports.
     """
 
     torch: str
@@ -55,7 +55,7 @@ class Pairing:
     kernel_format: int | None = None
 
     def allowed(self, python: Python) -> dict[str, tuple[str, ...]]:
-        """The versions that pair, by package; the first has a wheel for this Python."""
+        """Returns the allowed versions by package; the first has a wheel for this Python."""
         libtpu = sorted(self.libtpu, key=lambda version: (version, python) in _NO_WHEEL)
         return {
             "torch": (self.torch,), "torch_xla": (self.torch,), "libtpu": tuple(libtpu), "jax": self.jax,
@@ -63,7 +63,7 @@ class Pairing:
         }  # fmt: skip
 
     def versions(self, python: Python) -> dict[str, str]:
-        """The versions to install for a Python, by package."""
+        """Returns the versions to install for a Python, by package."""
         return {name: self.allowed(python)[name][0] for name in PACKAGES}
 
 
@@ -72,19 +72,19 @@ PAIRINGS: tuple[Pairing, ...] = (
     # 0.0.21.1 and jax 0.7.2 (tests/images/colab-tpu.txt); both were run with it.
     Pairing("2.9.0", libtpu=("0.0.21", "0.0.21.1"), jax=("0.7.1", "0.7.2"), torchvision="0.24.0"),
     # Kaggle's TPU image (tests/images/kaggle-tpu.txt) has jax 0.7.2 and libtpu 0.0.17. The extras of torch_xla pin that
-    # libtpu too, and jax 0.6.2, which was not tried. Of jax 0.7.2's kernels this libtpu said "Unsupported version:
-    # expected <= 4 but got 7", 2026-11-22.
+    # libtpu too, and jax 0.6.2, which was not tried. This libtpu refused the kernels of jax 0.7.2 on 2026-11-22:
+    # "Unsupported version: expected <= 4 but got 7".
     Pairing("2.8.0", libtpu=("0.0.17",), jax=("0.7.2",), torchvision="0.23.0", kernel_format=4),
 )
 
 
 def bare(version: str) -> str:
-    """The version without a build's label such as +cpu."""
+    """Returns a version without its build label, such as +cpu."""
     return version.split("+")[0]
 
 
 def installed_version(package: str) -> str | None:
-    """The installed version of a package, or None."""
+    """Returns the installed version of a package, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -92,10 +92,10 @@ def installed_version(package: str) -> str | None:
 
 
 def code_of(name: str) -> bytes:
-    """Returns the code of the user's function "module:function", which tells whether it has changed.
+    """Returns the source of the user's function "module:function", to detect changes of it.
 
-    It is the file of the module, and of those beside it, or of its package, that it imports, one after the other. It is
-    empty without a file, as of a notebook's cell.
+    Concatenates the files of its module and of all imported modules in the same folder or package. Empty if the
+    function has no file, because a notebook's cell defines it.
     """
     if name.startswith("__main__:"):
         return b""
@@ -121,15 +121,15 @@ def code_of(name: str) -> bytes:
 
 
 def find_pairing(version: Version) -> Pairing | None:
-    """Finds the pairing whose torch and torch_xla are installed; None if there is none."""
+    """Finds the pairing of the installed torch and torch_xla; None if they belong to no pairing."""
     installed = {bare(version(name) or "") for name in ("torch", "torch_xla")}
     return next((pairing for pairing in PAIRINGS if installed == {pairing.torch}), None)
 
 
 def mismatches(version: Version, python: Python, *, with_tpu: bool) -> dict[str, tuple[str, ...]]:
-    """Finds the packages that do not pair: package to allowed versions, of which the first is the one to install.
+    """Maps packages whose installed version does not fit to the allowed versions; the first is the version to install.
 
-    If torch and torch_xla belong to no pairing, the newest one is meant. A TPU, or its compiler, needs libtpu and jax.
+    If torch and torch_xla belong to no pairing, the newest is expected. A TPU and its compiler need libtpu and jax.
     """
     allowed = (find_pairing(version) or PAIRINGS[0]).allowed(python)
     needed = PACKAGES if with_tpu else ("torch", "torch_xla")
@@ -145,19 +145,19 @@ def mismatches(version: Version, python: Python, *, with_tpu: bool) -> dict[str,
 
 
 def install_line(pins: dict[str, str]) -> str:
-    """The line of pip that installs these versions."""
+    """Returns the pip command that installs these versions."""
     return "pip install " + " ".join(f'"{name}=={pin}"' for name, pin in pins.items())
 
 
 def requirements(kind: str) -> Path:
-    """The file of the tested versions for "tpu" (torch_xla), "torch-tpu" or "gpu", in the installed kit."""
+    """Returns the kit's requirements file with the tested versions for "tpu" (torch_xla), "torch-tpu" or "gpu"."""
     return Path(__file__).parents[1] / f"requirements-{kind}.txt"
 
 
 def environment_line(kind: str = "tpu", kit: str = "") -> str:
-    """The line of the shell that makes an environment of its own for the kit, with a Python that uv finds or fetches.
+    """Returns the shell command that makes a virtual environment for the kit, with a Python that uv finds or downloads.
 
-    pip installs the kit from `kit`, by default its clone or its repository.
+    It installs the kit from `kit`, by default its clone or its repository.
     """
     clone = Path(__file__).parents[2]
     kit = kit or (str(clone) if (clone / "pyproject.toml").is_file() else f"git+{REPOSITORY}")
@@ -166,13 +166,13 @@ def environment_line(kind: str = "tpu", kit: str = "") -> str:
 
 
 def is_tested(package: str, version: str) -> bool:
-    """Whether a version of a package in `TESTED` is between the versions that the tests ran with."""
+    """Whether a version of a package in `TESTED` lies in the tested range."""
     first, last = map(_minor, TESTED[package])
     return first <= _minor(version) <= last
 
 
 def untested(version: Version) -> dict[str, str]:
-    """What to say of each package with which the tests did not run: another release may compute something else."""
+    """Maps packages outside of the range in `TESTED` to a warning: another release may compute something else."""
     installed = {package: now for package in TESTED if (now := version(package))}
     return {
         package: f"{package} {now}, tested with {' to '.join(dict.fromkeys(TESTED[package]))}"
@@ -182,24 +182,24 @@ def untested(version: Version) -> dict[str, str]:
 
 
 def other_transformers() -> str:
-    """What to try with a model that fails: the last transformers that was tested; empty where that is installed."""
+    """Advises the newest tested transformers for a model that fails; empty if that is installed."""
     now, last = installed_version("transformers") or "0", TESTED["transformers"][1]
     if _minor(now) == _minor(last):
         return ""
     advice = f"{last} may do it: pip install -U 'transformers~={last}.0', then start anew"
     if _minor(now) > _minor(last):
-        advice = f"the tests ran with {last} at the latest, and {advice}"
+        advice = f"the newest tested version is {last}, and {advice}"
     return f". This is transformers {now}; {advice}"
 
 
 def _minor(version: str) -> tuple[int, ...]:
-    """The major and minor version; empty if packaging, or pip's copy of it, is missing or cannot read the version."""
+    """Returns major and minor version; empty if `packaging` and pip's copy are missing or cannot parse it."""
     parsed = parse_version(version)
     return () if parsed is None else parsed.release[:2]
 
 
 def parse_version(version: str) -> Any:
-    """A version as `packaging` reads it; None if it cannot, or if neither it nor pip's copy of it is installed."""
+    """Parses a version with `packaging`; None if it cannot, or if neither `packaging` nor pip's copy is installed."""
     packaging = find_packaging("version")
     try:
         return packaging and packaging.Version(version)
@@ -208,7 +208,7 @@ def parse_version(version: str) -> Any:
 
 
 def find_packaging(module: str) -> Any:
-    """A module of `packaging`, else of pip's copy of it; None where neither is installed."""
+    """Imports a module of `packaging`, or else of pip's copy; None if neither is installed."""
     for name in ("packaging", "pip._vendor.packaging"):
         with contextlib.suppress(ImportError):
             return importlib.import_module(f"{name}.{module}")

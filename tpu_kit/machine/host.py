@@ -1,6 +1,6 @@
-"""Checks what a run needs besides its accelerator: files, the hub and the tracker; tells the host's free memory.
+"""Checks a run's files, the Hugging Face hub and Weights & Biases before a launch; reads the host's free memory.
 
-One `Check` per question, as in `checks`. Requests to the network take three seconds at most; secrets are never shown.
+Network requests take three seconds at most; secrets are never shown.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from tpu_kit.machine import chips, hub
 from tpu_kit.machine.checks import Check, Machine
 from tpu_kit.machine.chips import GIB
 
-# A replica's process without weights: imports and runtime took 0.93 GiB on XLA:CPU; the rest is a guess for the driver.
+# Host memory of a replica's process without weights: 0.93 GiB on XLA:CPU (imports, runtime); the driver's is a guess.
 PROCESS_BYTES = 1.5 * GIB
 
 
-_CGROUPS = {  # version: folder, limit, use, and what of the use is a cache of files that the kernel gives back
+_CGROUPS = {  # version: folder, limit, usage, and the part of the usage that is reclaimable page cache
     2: ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
     1: ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
 
 
 def free_memory(at: Machine) -> float | None:
-    """Free bytes of host memory, within the limits of this process's groups; None where the system does not tell.
+    """Returns the free host memory in bytes, within the limits of this process's cgroups; None if /proc has no figure.
 
-    A group is within others, each of which may have a limit. A container may see its own group as the outermost one.
+    Every parent of a cgroup may have a limit. A container may see its own cgroup as the root.
     """
     kib = re.search(r"MemAvailable:\s*(\d+) kB", at.read("proc/meminfo"))
     if kib is None:
@@ -50,18 +50,18 @@ def free_memory(at: Machine) -> float | None:
 
 
 _SOURCES = ("model.name", "data.eval_source", "lora.adapter", "distill.teacher")
-_FOLDERS = ("lora.adapter", "distill.files")  # never an id of the hub
+_FOLDERS = ("lora.adapter", "distill.files")  # never a hub id
 _DATA_FILE = re.compile(r"\.(jsonl|json|ndjson|csv|tsv|parquet)(\.(gz|bz2|xz|zst))?$", re.IGNORECASE)
 
 
 def is_path(name: str, source: str) -> bool:
-    """Whether what a run reads is named by a path of this machine, existing or not, and not by a hub id."""
+    """Whether `source`, the value of the setting `name`, is a path of this machine (existing or not), not a hub id."""
     local = name in _FOLDERS or (name != "model.name" and bool(_DATA_FILE.search(source)))
     return "://" not in source and (source.startswith((".", "/", "~")) or source.count("/") > 1 or local)
 
 
 def check_files(config: TrainConfig) -> Check:
-    """Checks that the files and folders of this machine that the run reads exist."""
+    """Checks that the local files and folders that the run reads exist."""
     texts, fixes = [], []
     read = [("data.source", str(one.source)) for one in config.data.by_source]
     for name, source in [*((name, config[name]) for name in _SOURCES), *read]:
@@ -75,11 +75,11 @@ def check_files(config: TrainConfig) -> Check:
         fixes.append(f"{name}={path.parent / near[0] if near else f'its path, absolute or from {Path.cwd()}'}")
     if texts:
         return Check("Files", "failure", "; ".join(texts), " ".join(fixes))
-    return Check("Files", "ok", "all paths that the run names are there")
+    return Check("Files", "ok", "all paths of the run exist")
 
 
 def check_hub(at: Machine, config: TrainConfig) -> Check:
-    """Checks that the Hugging Face hub answers and gives this user the model; the token is never shown."""
+    """Checks that the Hugging Face hub answers and that this user may download the model; never shows the token."""
     name, model, settings = "Hugging Face hub", config.model.name, hub.settings()
     if settings is None:
         return Check(name, "skipped", "huggingface_hub is not installed")
@@ -96,20 +96,20 @@ def check_hub(at: Machine, config: TrainConfig) -> Check:
     page = f"/{model}/resolve/{config.model.revision or 'main'}/config.json" if model in away else ""
     status, problem = hub.head(endpoint + page, token if page else None)
     if status is None and away:
-        fix = "export HF_HUB_OFFLINE=1 if they are in its cache; else copy them here and name the folders"
+        fix = "export HF_HUB_OFFLINE=1 if they are in the hub's cache; else copy them here and give their folders"
         return Check(name, "warning", f"{endpoint}: {problem}; needed for {', '.join(away)}", fix)
     if status is None:
         return Check(name, "skipped", f"{endpoint}: {problem}; this config needs nothing from it")
     if status in (401, 403):
         fix = f"ask for access at {endpoint}/{model}, then: hf auth login"
-        return Check(name, "failure", f"{model} is gated, private or not there, and not for this user; {text}", fix)
+        return Check(name, "failure", f"{model} is gated, private or missing, and refused to this user; {text}", fix)
     if status >= 400 and page:
         return Check(name, "warning", f"{endpoint} answers {status} for {model}", "model.name, model.revision")
     return Check(name, "ok", f"{endpoint} answers; {text}")
 
 
 def check_wandb(at: Machine, config: TrainConfig) -> Check:
-    """Checks that Weights & Biases, if it is on, finds a key (never shown) or is offline."""
+    """Checks that Weights & Biases is off, is offline, or finds an API key (never shown)."""
     mode = config.tracking.wandb
     if mode == "online" and at.environ.get("WANDB_MODE") in ("offline", "disabled"):
         mode = "offline"
@@ -127,9 +127,9 @@ def check_wandb(at: Machine, config: TrainConfig) -> Check:
 
 
 def chips_of(device_type: str, replicas: int) -> tuple[str | None, int]:
-    """The name in `chips` of the device of the replicas here, and the number of chips on which so many run.
+    """Returns the name of this machine's chip in `chips.CHIPS`, and the number of chips that `replicas` replicas use.
 
-    The name is None for a CPU and for an unknown chip; then each replica counts as a chip.
+    The name is None for a CPU and for an unknown chip; a replica then counts as a chip.
     """
     name: str | None = None
     if device_type in ("tpu", "torch-tpu"):

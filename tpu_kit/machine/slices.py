@@ -1,6 +1,6 @@
-"""Finds the slice that a user names to plan for, or describes this machine: its chips, its devices, their memory.
+"""Finds the slice to plan for by its name, and describes its chips, devices and memory.
 
-"2xv5litepod-64" names two such slices, which the data center network (DCN) joins.
+"2xv5litepod-64" means two v5litepod-64 slices, connected by the data center network (DCN).
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from tpu_kit.machine.calibration import Calibration, load
 from tpu_kit.machine.chips import GIB, Chip, Topology
 
 RESERVE = 0.08
-"""Share of a TPU's usable memory that a choice by formula leaves free: more than the largest underestimate for the
-steps that were compiled (tests/recorded_memory.json)."""
+"""Share of a TPU's usable memory that the memory formula leaves free: more than its largest underestimate of compiled
+steps (tests/recorded_memory.json)."""
 
 ON_GPU = "On a GPU, `train` prints the memory and the time of a step before it starts; batch_size=auto fills the memory"
-"""What tells a user of a GPU about a run, as plans are made for TPUs."""
+"""Advice for users of a GPU, because plans are made for TPUs."""
 
 
 @dataclass(frozen=True)
 class TargetSlice:
-    """A slice to plan for, or several equal ones; or this machine.
+    """A slice to plan for, several equal slices, or this machine.
 
     Attributes:
-        chip: its kind; of a machine without a known chip one of unknown speed.
-        name: the provider's, such as "v5litepod-8"; of two slices "2xv5litepod-8".
-        chips: number of chips of all slices, which are paid for.
-        replicas: number of replicas; on a mesh, of shards of the batch.
-        topology: the compiler's name for it; None where it has none.
-        found_bytes: memory of a replica as the machine itself reports it; None where it was not asked.
-        free: the share of it that a choice by formula leaves free: more where the formula was not made for the device.
-        calibration: what `verify` measured on such a chip of this machine.
-        mesh: the devices over which the model is sharded; None for replicas.
+        chip: kind of chip; a chip of unknown speed if the machine has no known chip.
+        name: the provider's name, such as "v5litepod-8", or "2xv5litepod-8" for two slices.
+        chips: number of chips in all slices; the cost counts these.
+        replicas: number of replicas; on a mesh, number of shards of the batch.
+        topology: the compiler's name for the slice; None if it has none.
+        found_bytes: memory per replica as this machine reports it; None if it was not asked.
+        free: share of the memory that the memory formula leaves free; larger for devices it was not made for.
+        calibration: measurements of `verify` on such a chip in this machine.
+        mesh: devices over which the model is sharded; None for replicas.
         slices: number of slices.
-        service: that gives it away, such as "Kaggle"; empty for a slice that is paid for.
-        device_type: of the devices.
+        service: service that offers the slice for free, such as "Kaggle"; empty for a paid slice.
+        device_type: type of the devices.
     """
 
     chip: Chip
@@ -58,51 +58,51 @@ class TargetSlice:
 
     @property
     def devices(self) -> int:
-        """Number of devices that work on an update."""
+        """Number of devices that compute an update."""
         return self.mesh.size if self.mesh else self.replicas
 
     @property
     def hosts(self) -> int:
-        """Number of hosts; a slice whose topology is not known counts as one."""
+        """Number of hosts; a slice of unknown topology counts as one host."""
         topology = self.chip.topologies.get(self.chips // self.slices)
         return self.slices * (topology.hosts if topology else 1)
 
     def sharded(self, mesh: Mesh) -> TargetSlice:
-        """The same slice with the model sharded over its devices."""
+        """Returns the same slice with the model sharded over its devices."""
         return replace(self, replicas=mesh.batch_shards, mesh=mesh)
 
     @property
     def limit(self) -> int:
-        """Bytes that a program can have on a device, by the compiler's count.
+        """Largest memory of a program on a device, in bytes of the compiler's count.
 
-        Fewer where programs were measured to take more than that count. Where they take less, the count stays: it
-        decides whether a program compiles.
+        Smaller if `verify` measured programs that take more than the compiler counts. Not larger if they take less,
+        because the compiler's count decides whether a program compiles.
         """
         return int(self.bytes / max(1.0, self.calibration.memory or 1.0))
 
     @property
     def budget(self) -> float:
-        """Bytes of a device that a choice by formula may take."""
+        """Bytes of a device that a run chosen by the memory formula may use."""
         return self.limit * (1 - self.free)
 
     @property
     def bytes(self) -> int:
-        """Bytes that a device has for programs; if not known, the published memory less 1 GiB."""
+        """Bytes of a device that programs can use; if not known, the published memory minus 1 GiB."""
         published = self.chip.hbm_bytes // self.chip.devices_per_chip - GIB
         return self.chip.usable_hbm_bytes or published if self.found_bytes is None else self.found_bytes
 
 
 def services(names: Sequence[str]) -> list[str]:
-    """Replaces the names of services by the slices that they give away, as in "Colab v6e-1"."""
+    """Replaces names of notebook services by the slices that they offer for free, as in "Colab v6e-1"."""
     free = {service.lower(): [f"{service} {each}" for each in slices] for service, slices in chips.FREE_SLICES.items()}
     return [slice_name for name in names for slice_name in free.get(name.strip().lower(), [name.strip()])]
 
 
 def find_slice(name: str, num_replicas: int | None) -> TargetSlice:
-    """Finds the slice that a name means: a chip ("v5e"), a slice ("v5litepod-8") or a topology ("v5e:2x4").
+    """Finds a slice by the name of a chip ("v5e"), a slice ("v5litepod-8") or a topology ("v5e:2x4").
 
-    A chip alone means the smallest slice with room for the replicas. Without a number, each device is a replica. A
-    number of slices may precede the name, as in "2xv5litepod-8", or the service that gives it away: "Colab v6e-1".
+    A chip's name means its smallest slice with room for `num_replicas`; None means a replica per device. The name may
+    begin with a number of slices ("2xv5litepod-8") or with a service that offers the slice for free ("Colab v6e-1").
 
     Raises:
         ValueError: no such chip, slice or topology, no TPU, or too few devices.
@@ -135,19 +135,19 @@ def find_slice(name: str, num_replicas: int | None) -> TargetSlice:
 
 
 def _slices(name: str) -> tuple[int, str]:
-    """Splits "2xv5e-8" into the number of slices and the name of each."""
+    """Splits "2xv5e-8" into the number of slices and the name of a slice."""
     match = re.fullmatch(r"(?:(\d+)x)?(.*)", name.strip())
     assert match is not None
     if match[1] and int(match[1]) < 1:
-        raise ValueError(f"{name!r} names no slice; write 2x{match[2]} for two of them")
+        raise ValueError(f"{name!r} has 0 slices; write 2x{match[2]} for two slices")
     return int(match[1] or 1), match[2]
 
 
 def find_topology(name: str, num_replicas: int) -> tuple[Chip, Topology]:
-    """Finds the chip and the slice to compile for, or the slices, as "2xv5e:8x8".
+    """Finds the chip and the topology to compile for by a name such as "v5e", "v5e:2x4" or "2xv5e:8x8" (two slices).
 
     Raises:
-        ValueError: no such chip or topology, the compiler has none for the chip, or it has too few devices.
+        ValueError: no such chip or topology, the compiler does not know the chip, or there are too few devices.
     """
     slices, each = _slices(name)
     chip, _, shape = each.partition(":")

@@ -1,4 +1,4 @@
-"""Puts right what surrounds a process before libraries read it: the user's home, and modules of the working folder."""
+"""Repairs a process's environment before libraries read it: an unusable HOME, and modules that hide packages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-# Packages that the kit imports; a file of such a name is more likely in a folder of experiments than the others'.
+# Packages that the kit imports and whose names files in a folder of experiments are likely to have.
 _PACKAGES = (
     "accelerate", "datasets", "fsspec", "gcsfs", "huggingface_hub", "jax", "matplotlib", "numpy", "peft", "psutil",
     "safetensors", "tokenizers", "torch", "torch_xla", "tqdm", "transformers", "wandb", "yaml",
@@ -14,10 +14,10 @@ _PACKAGES = (
 
 
 def ensure_home() -> None:
-    """Sets HOME and LOGNAME to what can be used, where the user has no name or no folder for caches.
+    """Sets HOME and LOGNAME if the user has no name or no writable home folder.
 
-    As in a container that runs under a number without an entry in /etc/passwd. The libraries' caches, such as that of
-    the hub, are then in a folder of the temporary one, which is told once.
+    A container may run under a user id that /etc/passwd lacks. Caches of the libraries, such as the Hugging Face hub's,
+    then lie in a temporary folder; a note prints its path.
     """
     if sys.platform == "win32":
         return
@@ -35,7 +35,7 @@ def ensure_home() -> None:
 
     made = Path(tempfile.gettempdir(), f"tpu_kit-home-{os.getuid()}")
     made.mkdir(mode=0o700, exist_ok=True)
-    if made.stat().st_uid != os.getuid() or made.is_symlink():  # somebody else's trap
+    if made.stat().st_uid != os.getuid() or made.is_symlink():  # another user made it
         made = Path(tempfile.mkdtemp(prefix="tpu_kit-home-"))
     print(
         f"note: the home folder {home or 'of this user'} cannot be written to: HOME={made} for caches", file=sys.stderr
@@ -44,10 +44,10 @@ def ensure_home() -> None:
 
 
 def prefer_packages() -> None:
-    """Moves the working folder, where it comes first, behind installed packages if a file there hides one of them.
+    """Moves the first folder of `sys.path` to the end if a module in it has the name of a package that the kit imports.
 
     Raises:
-        ImportError: such a file was imported before.
+        ImportError: such a module is already imported.
     """
     first = Path(sys.path[0] or os.getcwd()) if sys.path else Path()
     hidden = [
@@ -60,4 +60,4 @@ def prefer_packages() -> None:
         raise ImportError(f"{taken[0]} hides the package of this name, which tpu_kit needs: rename that file")
     sys.path.append(sys.path.pop(0))
     named = " and ".join(hidden)
-    print(f"note: {first} has modules named {named}; tpu_kit imports the packages of that name", file=sys.stderr)
+    print(f"note: {first} has modules named {named}; tpu_kit imports the packages instead", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Keeps the rate of the last long upload from this machine to the hub in the user's cache, for predictions."""
+"""Stores the rate of the last large upload from this machine to the hub in the user's cache, to predict the next."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from typing import NamedTuple
 from tpu_kit.machine.chips import MIB
 
 ASSUMED = 10e6
-"""Bytes per second that are assumed before an upload was measured: a slow data centre, or a fast home."""
-_MOST = 1e9  # bytes per second: what is faster was there already, and was not uploaded
-_LEAST = 16 * MIB  # of an upload that tells the rate: below, the requests take most of the time
+"""Bytes per second assumed before the first measurement: a slow data centre, or a fast home connection."""
+_MOST = 1e9  # bytes per second; a faster "upload" sent nothing, because the hub had the files already
+_LEAST = 16 * MIB  # smallest upload that is measured: a smaller upload takes mostly the time of its requests
 
 
 class Rate(NamedTuple):
-    """Bytes per second, and where the figure is from."""
+    """An upload rate and the source of the figure."""
 
     bytes_per_second: float
     source: str
 
 
 def keep_rate(size: int, seconds: float) -> None:
-    """Keeps the rate of an upload of so many bytes, if it tells one; a cache that cannot be written is left."""
+    """Stores the rate of an upload of `size` bytes, unless it is too small or too fast; ignores an unwritable cache."""
     if size < _LEAST or size > _MOST * seconds:
         return
     with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Writes files and folders atomically: each is written to a temporary path next to it, then renamed."""
+"""Writes files and folders atomically: to a temporary path in the same folder, which is then renamed."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-PART, OLD = ".part", ".old"  # suffixes beside the place: of the new content, and of the content that it replaces
+PART, OLD = ".part", ".old"  # suffixes of the temporary paths of the new content and of the replaced content
 _MADE_MEANWHILE = {errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST}
 _CANNOT_SYNC = {errno.ENOSYS, errno.ENOTSUP, errno.EINVAL}  # folders of some FUSE file systems cannot be synced
 
 
 @contextmanager
 def replacing(path: Path, *, shared: bool = False, durable: bool = False) -> Iterator[Path]:
-    """Yields a path beside `path` for a new file or folder, and renames that to `path` when the block ends.
+    """Yields a temporary path for a new file or folder, and renames it to `path` when the block ends.
 
-    If the block raises, `path` is unchanged. Of a symbolic link, what it names is made or replaced, on its own disk.
+    If the block raises, `path` is unchanged. If `path` is a symbolic link, the link's target is made or replaced.
 
     Args:
-        path: the file or folder to make or replace; its parent must exist once the block ends.
-        shared: whether several processes may write there at the same time. Else the next writer removes what a killed
-            process has left.
+        path: the file or folder to make or replace; its parent must exist when the block ends.
+        shared: whether several processes may write to `path` at the same time. If not, the next writer removes the
+            temporary path of a killed process.
         durable: whether the result must survive a crash of the machine; the block must `sync` the files of a folder.
     """
     path = path.resolve() if path.is_symlink() else path
@@ -46,7 +46,7 @@ def replacing(path: Path, *, shared: bool = False, durable: bool = False) -> Ite
                 os.replace(part, path)
                 break
             except OSError as error:
-                # Another process has made the folder, or moved it away, between these lines.
+                # Between these lines, another process has made the folder or moved it away.
                 if not shared or error.errno not in _MADE_MEANWHILE or not part.exists():
                     raise
                 _remove(old)
@@ -55,7 +55,7 @@ def replacing(path: Path, *, shared: bool = False, durable: bool = False) -> Ite
     finally:
         _remove(part)
     if old.exists():
-        old.rename(part)  # so that a kill during its removal leaves no half folder named `old`
+        old.rename(part)  # a kill during the removal must not leave an incomplete folder named `old`
         _remove(part)
 
 
@@ -66,7 +66,7 @@ def write_text(path: Path, text: str, *, shared: bool = False) -> None:
 
 
 def sync(path: Path) -> None:
-    """Makes a file's content, or a folder's names, survive a crash of the machine."""
+    """Flushes a file's content, or a folder's entries, to disk, so that they survive a crash of the machine."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -85,6 +85,6 @@ def _remove(path: Path) -> None:
 
 
 def error_number(error: Exception) -> int:
-    """The errno of a system error; libraries written in Rust have it only in their text."""
+    """Returns the errno of a system error; errors of Rust libraries have it only in their text."""
     number = None if isinstance(error, OSError) else re.search(r"os error (\d+)", str(error))
     return int(number[1]) if number else getattr(error, "errno", None) or errno.EIO

@@ -1,4 +1,4 @@
-"""Reads and writes the files below a folder of this machine, by the methods of `ObjectFolder`."""
+"""Reads and writes files below a local folder with the methods of `ObjectFolder`."""
 
 from __future__ import annotations
 
@@ -13,46 +13,46 @@ from tpu_kit.machine.storage.object_store import ObjectFolder, is_url
 
 
 class LocalFolder:
-    """The files below a folder, by names relative to it; the folder may be missing."""
+    """Accesses the files below a folder by names relative to it; the folder need not exist."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def place(self, name: str) -> Path:
-        """The path of a file."""
+        """Returns the path of a file."""
         return self.path / name
 
     def list(self, folder: str = "") -> dict[str, tuple[int, str]]:
-        """Lists all files, of one folder below if asked: name to (bytes, ""), as a disk computes no digests.
+        """Maps the names of all files, or of those below `folder`, to (bytes, ""): a disk computes no digests.
 
         Follows symbolic links. Raises OSError if a folder cannot be read.
         """
         found, seen = {}, set()
         for parent, folders, names in os.walk(self.path / folder, onerror=_unless_gone, followlinks=True):
-            folders[:] = [name for name in folders if name != "lost+found"]  # of a disk: nobody may read it
+            folders[:] = [name for name in folders if name != "lost+found"]  # a file system's own folder, unreadable
             if (real := os.path.realpath(parent)) in seen:  # a link to a folder above
                 folders.clear()
                 continue
             seen.add(real)
             for path in (Path(parent, name) for name in names):
-                with contextlib.suppress(FileNotFoundError):  # deleted in the meantime, or a link to nowhere
+                with contextlib.suppress(FileNotFoundError):  # deleted in the meantime, or a broken link
                     found[path.relative_to(self.path).as_posix()] = (path.stat().st_size, "")
         return found
 
     def names(self, folder: str = "") -> Sequence[str]:
-        """Lists the files, and the folders with a slash at the end, of a folder alone; empty if it is missing."""
+        """Lists a folder without its subfolders' contents; folder names end in "/". Empty if it does not exist."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             return [f"{path.name}/" if path.is_dir() else path.name for path in (self.path / folder).iterdir()]
         return []
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
-        """A file's content, or a range of it, cut off where the file ends; raises FileNotFoundError."""
+        """Returns a file's content, or the bytes `start` to `end` that exist; raises FileNotFoundError."""
         with self.place(name).open("rb") as file:
             file.seek(start)
             return file.read(-1 if end is None else end - start)
 
     def read_all(self, names: Iterable[str]) -> dict[str, bytes]:
-        """The contents of small files, without those that do not exist."""
+        """Returns the contents of small files by name, without files that do not exist."""
         contents = {}
         for name in names:
             with contextlib.suppress(FileNotFoundError):
@@ -60,7 +60,7 @@ class LocalFolder:
         return contents
 
     def write(self, name: str, content: bytes) -> None:
-        """Makes or replaces a file, in a folder that exists; it survives a crash of the machine."""
+        """Makes or replaces a file in an existing folder; it survives a crash of the machine."""
         with atomic.replacing(self.place(name), durable=True) as part:
             part.write_bytes(content)
 
@@ -69,18 +69,18 @@ _LFS = b"version https://git-lfs.github.com/spec/v1"
 
 
 def is_lfs_pointer(start: bytes) -> bool:
-    """Whether a file that begins with these bytes is git-lfs's note of where the real file is."""
+    """Whether a file that begins with these bytes is a Git LFS pointer in place of the real file."""
     return start.startswith(_LFS)
 
 
 def make_folder(path: Path) -> None:
-    """Makes a folder and those above it, unless it is there; raises OSError, for a link to nowhere with its target."""
+    """Makes a folder and its parents if they do not exist; raises OSError, which names the target of a broken link."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:
         if not path.is_symlink():
             raise
-        text = f"it is a link to {path.readlink()}, which is not there: mount its disk, or make that folder"
+        text = f"it is a link to {path.readlink()}, which does not exist: mount its disk, or make that folder"
         raise OSError(errno.ENOENT, text) from error
 
 
@@ -90,5 +90,5 @@ def _unless_gone(error: OSError) -> None:
 
 
 def open_folder(place: Path | str) -> LocalFolder | ObjectFolder:
-    """The files below a path or a URL."""
+    """Opens a path as `LocalFolder`, a URL as `ObjectFolder`."""
     return ObjectFolder(str(place)) if is_url(place) else LocalFolder(Path(place))

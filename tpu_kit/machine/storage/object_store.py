@@ -1,6 +1,6 @@
-"""Reads and writes files in an object store by URL, gs://bucket/folder, through gcsfs.
+"""Reads and writes objects below a URL such as gs://bucket/folder with gcsfs.
 
-gcsfs finds the credentials and repeats failed requests. Other schemes use their fsspec package and are not tested.
+gcsfs finds the credentials and repeats failed requests. Other schemes use their fsspec packages and are not tested.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ from typing import Any
 
 from tpu_kit.machine.chips import MIB
 
-# A request ends without an answer for SILENT_SECONDS, or after REQUEST_SECONDS; gcsfs tries 6 times.
-# Files are uploaded in parts, small enough for a slow connection.
+# A request fails after SILENT_SECONDS without data, or after REQUEST_SECONDS; gcsfs tries 6 times.
+# Files are uploaded in parts that are small enough for a slow connection.
 SILENT_SECONDS, REQUEST_SECONDS = 60.0, 300.0
 PART_BYTES = 8 * MIB
 _BUGS = (AssertionError, AttributeError, KeyError, NameError, TypeError)
 
 
 def is_url(place: Path | str) -> bool:
-    """Whether a place is a URL and not a folder of this machine."""
+    """Whether a place is a URL, not a local folder."""
     return isinstance(place, str) and "://" in place
 
 
 def leads_out(name: str) -> bool:
-    """Whether a name that somebody else chose, joined to a folder, is a path outside of it."""
+    """Whether a name from an untrusted source, joined to a folder, is a path outside of the folder."""
     return name.startswith("/") or ".." in name.split("/")
 
 
 def join(place: Path | str, *names: str) -> Path | str:
-    """A place inside another one: a URL for a URL, else a Path."""
+    """Joins names to a URL or a Path; returns the same kind."""
     return "/".join([str(place).rstrip("/"), *names]) if is_url(place) else Path(place, *names)
 
 
 def parent(place: Path | str) -> Path | str:
-    """The place that holds another one: a URL for a URL, else an absolute Path."""
+    """Returns the parent of a URL as a URL, or the parent of a path as an absolute Path."""
     return str(place).rstrip("/").rpartition("/")[0] if is_url(place) else Path(place).absolute().parent
 
 
 class ObjectFolder:
-    """The objects below a URL, by names relative to it. Folders need not be made or removed.
+    """Accesses the objects below a URL by names relative to it. Folders need not be made or removed.
 
-    All methods raise OSError with a text that says what to do, `read` and `get` FileNotFoundError for a missing object.
+    All methods raise OSError with advice in its text; `read` and `get` raise FileNotFoundError for a missing object.
 
     Raises:
         ValueError: the package for the scheme is missing, or the URL names no bucket.
@@ -66,17 +66,17 @@ class ObjectFolder:
             self._root = str(self._files._strip_protocol(self.url))
 
     def __reduce__(self) -> tuple[type[ObjectFolder], tuple[str]]:
-        return type(self), (self.url,)  # another process connects by itself
+        return type(self), (self.url,)  # an unpickled copy makes its own connection
 
     def place(self, name: str) -> str:
-        """The URL of an object."""
+        """Returns the URL of an object."""
         return f"{self.url}/{name}"
 
     def list(self, folder: str = "") -> dict[str, tuple[int, str]]:
-        """Lists all objects, of one folder below if asked: name to (bytes, MD5).
+        """Maps the names of all objects, or of those below `folder`, to (bytes, MD5).
 
-        The store computes the MD5; it is empty for objects that were composed of several. Raises OSError if a name
-        leads out of the folder of a copy.
+        The store computes the MD5; it is empty for objects composed of several others. Raises OSError if a name would
+        lead out of the folder that a copy is written to.
         """
         with self._explained():
             try:
@@ -93,10 +93,10 @@ class ObjectFolder:
             text = f"{self.url} holds an object named {bad!r}, which a copy would write outside of its folder"
             advice = "remove it, or use a folder that only you and people you trust can write to"
             raise OSError(errno.EINVAL, f"{text}: {advice}")
-        return {name: about for name, about in objects.items() if not f"/{name}".endswith("/")}  # which marks a folder
+        return {name: about for name, about in objects.items() if not f"/{name}".endswith("/")}  # a folder's marker
 
     def names(self, folder: str = "") -> Sequence[str]:
-        """Lists the objects, and the folders with a slash at the end, of a folder alone; empty if it is missing."""
+        """Lists a folder without its subfolders' contents; folder names end in "/". Empty if it does not exist."""
         root = f"{self._root}/{folder}".rstrip("/")
         with self._explained():
             try:
@@ -107,15 +107,15 @@ class ObjectFolder:
         return [f"{name}/" if kind == "directory" else name for name, kind in names.items() if "/" not in name]
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
-        """An object's content, or a range of it, cut off where the object ends."""
+        """Returns an object's content, or the bytes `start` to `end` that exist."""
         with self._explained(name):
             return bytes(self._files.cat_file(f"{self._root}/{name}", start=start, end=end))
 
     def read_all(self, names: Iterable[str]) -> dict[str, bytes]:
-        """The contents of small objects, at once, without those that do not exist."""
+        """Reads small objects concurrently; returns the contents by name, without objects that do not exist."""
         names = list(names)
         with self._explained():
-            # `cat` would take [, * and ? in a name for a pattern.
+            # `cat` would read [, * and ? in a name as a pattern.
             contents = self._files.cat_ranges([f"{self._root}/{name}" for name in names], None, None)
             for content in contents:
                 if isinstance(content, Exception) and not isinstance(content, FileNotFoundError):
@@ -123,12 +123,12 @@ class ObjectFolder:
         return {name: content for name, content in zip(names, contents, strict=True) if isinstance(content, bytes)}
 
     def create(self, name: str, content: bytes) -> None:
-        """Makes an object; of several writers one succeeds, and the others raise FileExistsError."""
+        """Makes an object; raises FileExistsError if it exists, so only the first of several writers succeeds."""
         try:
             with self._explained():
                 self._files.pipe_file(f"{self._root}/{name}", content, mode="create")
         except FileExistsError:
-            # Where it is this one's, an answer was lost, and gcsfs has sent the request again.
+            # If the content is this writer's, the first answer was lost, and gcsfs has repeated the request.
             if self.read_all([name]).get(name) != content:
                 raise
 
@@ -138,14 +138,14 @@ class ObjectFolder:
             self._files.pipe_file(f"{self._root}/{name}", content)
 
     def put(self, file: Path, name: str) -> None:
-        """Uploads a file. A broken upload leaves no object, and is tried once more."""
+        """Uploads a file. A broken upload leaves no object and is repeated once."""
         options = {"chunksize": PART_BYTES} if self.url.startswith(("gs://", "gcs://")) else {}
         for last in (False, True):
             try:
                 with self._explained():
                     return self._files.put_file(str(file), f"{self._root}/{name}", **options)
             except (OSError, AttributeError) as error:
-                # gcsfs 2026.2.0, which Colab's fsspec asks for, reads a missing attribute after a broken upload.
+                # gcsfs 2026.2.0, which Colab's fsspec requires, reads a missing attribute after a broken upload.
                 if last or getattr(error, "errno", None) in (errno.EACCES, errno.ENOENT):
                     raise
 
@@ -158,7 +158,7 @@ class ObjectFolder:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
             text = f"{self.place(name)} cannot be written to {file.parent} ({os.strerror(error.errno)})"
-            raise OSError(error.errno, f"{text}: make room there, or set TMPDIR to a folder of another disk") from error
+            raise OSError(error.errno, f"{text}: free space there, or set TMPDIR to another disk's folder") from error
 
     def copy(self, name: str, to: ObjectFolder) -> None:
         """Copies an object to another folder of the same store, without a download."""
@@ -166,7 +166,7 @@ class ObjectFolder:
             self._files.cp_file(f"{self._root}/{name}", f"{to._root}/{name}")
 
     def remove(self, names: Iterable[str]) -> None:
-        """Removes objects, one after the other; missing ones are skipped."""
+        """Removes objects in order; skips missing objects."""
         for name in names:
             with contextlib.suppress(FileNotFoundError), self._explained(name):
                 self._files.rm_file(f"{self._root}/{name}")
@@ -183,7 +183,7 @@ class ObjectFolder:
             raise self._explain(error) from error
 
     def _explain(self, error: Exception) -> OSError:
-        """Turns an error of gcsfs, aiohttp, requests or google.auth into one that says what to do."""
+        """Converts an error of gcsfs, aiohttp, requests or google.auth to an OSError with advice."""
         origin, kind = type(error).__module__.split(".")[0], type(error).__name__
         status = str(getattr(error, "code", None) or "")
         if isinstance(error, FileNotFoundError):
@@ -191,7 +191,7 @@ class ObjectFolder:
             return OSError(errno.ENOENT, f"there is no bucket {self.bucket}: {make}")
         if status == "401" or (origin == "google" and kind != "TransportError"):
             how = "run `gcloud auth application-default login`, on Colab `google.colab.auth.authenticate_user()`"
-            text = f"{self.bucket} wants credentials, and none that it takes were found: {how}, or set "
+            text = f"{self.bucket} needs credentials, and no valid credentials were found: {how}, or set "
             return OSError(errno.EACCES, text + "GOOGLE_APPLICATION_CREDENTIALS")
         if isinstance(error, PermissionError) or status == "403" or str(error).startswith("Forbidden"):
             text = f"this account may not do that in {self.bucket}: give it the role Storage Object User there"
@@ -205,7 +205,7 @@ class ObjectFolder:
 
 
 def upload(folder: Path, url: str) -> None:
-    """Copies all files of a folder and its subfolders to an object store; other objects there stay."""
+    """Uploads all files of a folder and its subfolders to an object store; keeps other objects there."""
     target = ObjectFolder(url)
     for path in sorted(folder.rglob("*")):
         if path.is_file():
@@ -214,12 +214,12 @@ def upload(folder: Path, url: str) -> None:
 
 @contextlib.contextmanager
 def at_hand(place: Path | str, *names: str) -> Iterator[Path]:
-    """Yields a folder of this machine: `place` itself, or a temporary copy of the objects at a URL.
+    """Yields a local folder: `place` itself, or a temporary copy of the objects below a URL.
 
-    Of a URL it copies the objects and folders of these names, by default all; missing ones are skipped.
+    Copies the objects and folders in `names`, by default all; skips missing names.
 
     Raises:
-        ValueError: the object store cannot be read. An error of the body that names the copy names the URL instead.
+        ValueError: the object store cannot be read. In a ValueError of the block, the URL replaces the copy's path.
     """
     if not is_url(place):
         yield Path(place).absolute()
@@ -243,10 +243,10 @@ def at_hand(place: Path | str, *names: str) -> Iterator[Path]:
 
 def _filesystem(scheme: str) -> Callable[[], Any]:
     """Returns the constructor of a scheme's file system; raises ValueError if its package is missing."""
-    # By default gcsfs asks a second service about each bucket, which only zonal buckets need.
+    # By default gcsfs queries a second service for each bucket; only zonal buckets need that.
     os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs a traceback of each error that it raises
-    # Other processes write there too: a cached list may be out of date.
+    # Other processes write to the store too: a cached listing may be out of date.
     options: dict[str, Any] = {"use_listings_cache": False}
     try:
         import fsspec
@@ -258,6 +258,6 @@ def _filesystem(scheme: str) -> Callable[[], Any]:
     except ImportError as error:
         package = "gcsfs" if scheme in ("gs", "gcs") else f"fsspec's package for {scheme}://"
         raise ValueError(f"{scheme}:// needs {package}: pip install it ({error})") from error
-    # The MD5 is compared after each upload.
+    # "md5" compares digests after an upload.
     timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS, sock_connect=SILENT_SECONDS, sock_read=SILENT_SECONDS)
     return partial(GCSFileSystem, consistency="md5", requests_timeout=timeout, **options)

@@ -1,4 +1,4 @@
-"""Chooses where a run writes, so that its checkpoints outlive the session: Drive on Colab, for example."""
+"""Chooses a run's output folder so that its checkpoints outlive the session: for example, Google Drive on Colab."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tpu_kit.machine.storage.local_folder import make_folder
 from tpu_kit.machine.storage.object_store import ObjectFolder, upload
 
 _WORKING, _INPUT = "kaggle/working", "kaggle/input"
-_CHECKPOINTS, _DEEPEST = "checkpoints", 8  # levels below the inputs at which checkpoints are looked for
+_CHECKPOINTS, _DEEPEST = "checkpoints", 8  # folder levels below the inputs that are searched for checkpoints
 _BUCKET = "output_dir=gs://your-bucket/run"
 
 
 @dataclass(frozen=True)
 class Place:
-    """A folder or gs:// URL where a run writes, why it was chosen, and what may delete it early."""
+    """A run's output folder or gs:// URL, the reason for the choice, and a warning if it may be deleted early."""
 
     output_dir: str
     reason: str
@@ -32,7 +32,7 @@ class Place:
 
 
 def find_place(config: TrainConfig, at: Machine | None = None) -> Place:
-    """Chooses where a run writes on a machine, this one by default, or checks its `output_dir`."""
+    """Chooses a run's output folder on the machine `at` (default: this machine), or checks its `output_dir`."""
     at = at or Machine()
     given = config.output_dir
     if given is not None and "://" in given:
@@ -60,7 +60,7 @@ def _on_colab(given: str | None, run_name: str, at: Machine) -> Place:
 
 
 def _drives(at: Machine) -> list[Path]:
-    """Where Google Drive is mounted, by the table of mounts: a folder of that name may be left without the Drive."""
+    """Lists Google Drive's mount points from /proc/mounts: its folder may exist without being mounted."""
     rows = [line.split() for line in at.read("proc/mounts").splitlines()]
     names = [row[1].replace("\\040", " ") for row in rows if len(row) > 2 and row[2].startswith("fuse.drive")]
     return [at.root / name.lstrip("/") for name in names]
@@ -71,21 +71,21 @@ def _on_kaggle(given: str | None, run_name: str, at: Machine) -> Place:
     inside = given is None or os.path.abspath(given).startswith(str(working))
     place = str(working / "runs" / run_name) if given is None else given
     if not inside:
-        return Place(place, "as asked for", f"Kaggle keeps {working} alone: leave output_dir out, or set {_BUCKET}")
+        return Place(place, "as asked for", f"Kaggle keeps only {working}: leave output_dir out, or set {_BUCKET}")
     if at.environ["KAGGLE_KERNEL_RUN_TYPE"] == "Batch":
         return Place(place, f"{working} becomes the output of this version of the notebook")
     warning = (
         "an interactive session keeps it only if Persistence (in the notebook's settings) is set to Files; or use "
         f"Save Version > Save & Run All, or set {_BUCKET}"
     )
-    return Place(place, f"{working} is what Kaggle can keep", warning)
+    return Place(place, f"Kaggle can keep {working}", warning)
 
 
 def fetch_run(place: Place, run_name: str, at: Machine | None = None) -> None:
-    """Copies a run from a Kaggle notebook's inputs to the place where the run writes, if that has no checkpoints.
+    """Copies a run from a Kaggle notebook's inputs to the run's output folder, if that has no checkpoints.
 
-    Checkpoints are found by their manifests, at any depth and in folders of any name; their configuration has the run's
-    name. Of several runs, the one with the most updates is copied. Runs of other names are listed.
+    Searches the inputs for checkpoint manifests, up to eight folder levels deep; checkpoints contain their run's name.
+    If several runs have the name `run_name`, copies the run with the most updates. Prints runs of other names.
     """
     at = at or Machine()
     target = Path(place.output_dir)
@@ -96,13 +96,13 @@ def fetch_run(place: Place, run_name: str, at: Machine | None = None) -> None:
     if not found:
         if runs:
             listed = ", ".join(f"{folder} (run_name={name})" for folder, name in sorted(runs.items()))
-            print(f"inputs           hold checkpoints of other runs, which are not continued: {listed}", flush=True)
+            print(f"inputs           have checkpoints of other runs, which are not continued: {listed}", flush=True)
         return
     newest = max(found, key=lambda folder: _steps(folder)[-1])
-    whole = newest.name == _CHECKPOINTS  # else a copy of the checkpoints alone
+    whole = newest.name == _CHECKPOINTS  # else the input has only the checkpoints
     print(f"copies           {newest.parent if whole else newest}, an input of this notebook, to {target}", flush=True)
     target.mkdir(parents=True, exist_ok=True)
-    # An input is read-only: its permissions are not copied. The checkpoints come last, and whole.
+    # An input is read-only: its permissions are not copied. The checkpoints come last, in one atomic step.
     for path in newest.parent.iterdir() if whole else ():
         if path.name != _CHECKPOINTS:
             with atomic.replacing(target / path.name) as part:
@@ -121,7 +121,7 @@ def _copy(path: Path, to: Path) -> None:
 
 
 def _checkpoints_below(folder: Path, depth: int = 0) -> list[Path]:
-    """Finds the folders that hold checkpoints; nothing is looked for inside of them."""
+    """Finds the folders that hold checkpoints, without searching inside of them."""
     if _steps(folder):
         return [folder]
     inner = []
@@ -132,7 +132,7 @@ def _checkpoints_below(folder: Path, depth: int = 0) -> list[Path]:
 
 
 def _name_of(checkpoints: Path) -> str:
-    """The name of the run that has written checkpoints; of their folder where it cannot be read."""
+    """Returns the name of the run that wrote the checkpoints; if it cannot be read, the name of their parent folder."""
     file = checkpoints / _steps(checkpoints)[-1] / "config.json"
     with contextlib.suppress(OSError, ValueError, AttributeError, KeyError):
         return str(json.loads(file.read_text(encoding="utf-8"))["run_name"])
@@ -140,12 +140,12 @@ def _name_of(checkpoints: Path) -> str:
 
 
 def _steps(checkpoints: Path) -> list[str]:
-    """The names of checkpoints, in the order of their steps."""
+    """Lists the names of the checkpoints by step."""
     return sorted(path.parent.name for path in checkpoints.glob("step-*/manifest.json"))
 
 
 def resolve_output_dir(config: TrainConfig, at: Machine | None = None) -> TrainConfig:
-    """Sets `output_dir`; prints the place, the reason and the warning."""
+    """Sets `output_dir` by `find_place` and copies a run from Kaggle's inputs; prints the reason and any warning."""
     place = find_place(config, at)
     print(f"writes to        {place.output_dir}: {place.reason}", flush=True)
     if config.checkpoint.resume != "never":
@@ -156,7 +156,7 @@ def resolve_output_dir(config: TrainConfig, at: Machine | None = None) -> TrainC
 
 
 def make_output_folder(config: TrainConfig, *, dry: bool = False) -> Path:
-    """Makes the run's folder, or only looks whether it can be made; raises ValueError if it cannot be written to."""
+    """Makes the run's folder, with `dry` only checks that it can be made; raises ValueError if it is not writable."""
     folder = config.output_path
     try:
         if not dry:
@@ -171,10 +171,10 @@ def make_output_folder(config: TrainConfig, *, dry: bool = False) -> Path:
 
 
 def set_results_aside(config: TrainConfig) -> None:
-    """Moves what earlier updates resulted in to `<output_dir>/results.previous`, whose content it deletes.
+    """Moves the adapter and eval.json of an earlier training to `<output_dir>/results.previous`, deleting its content.
 
-    New updates begin: if they end early, an older adapter or its answers must not pass for theirs. In an object store,
-    which has an adapter and its config.yaml of one run at any time, the answers alone are removed.
+    If the new training ends early, an older adapter or its answers must not pass for its results. In an object store
+    the adapter stays, because adapter and config.yaml there must belong to the same run; only eval.json is removed.
     """
     previous = config.output_path / "results.previous"
     if results := [path for name in ("adapter", "eval.json") if (path := config.output_path / name).exists()]:
@@ -188,11 +188,11 @@ def set_results_aside(config: TrainConfig) -> None:
 
 
 def upload_results(config: TrainConfig, adapter_dir: str = "") -> None:
-    """Uploads the local files of a run to its object store, which has the checkpoints already; raises ValueError.
+    """Uploads a run's local files to its object store, which already has the checkpoints; raises ValueError.
 
     Args:
         config: the run.
-        adapter_dir: its adapter; empty uploads the other files alone.
+        adapter_dir: folder of the run's adapter; if empty, only the other files are uploaded.
     """
     assert config.remote is not None
     try:

@@ -1,4 +1,4 @@
-"""Reads the configuration of a run where it lies, and chooses the adapter that answers a command."""
+"""Reads the configuration that a command names, from a file or a run's folder, and chooses the command's adapter."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from tpu_kit.machine.storage.object_store import at_hand, is_url
 from tpu_kit.machine.storage.run_folder import ADAPTER, CHECKPOINTS, CONFIG, Run, find_run, names_in, unfinished
 
 AUTO = "auto"
-"""In place of an adapter: that of the run whose configuration is given."""
+"""Value of `adapter` that means the adapter of the given run."""
 
 
 def names_run(place: str) -> bool:
-    """Whether the argument of a command names a run and not a configuration file."""
+    """Whether a command's argument is a run, not a configuration file."""
     if is_url(place):
         return True
     path = Path(place).expanduser()
-    if os.path.isdir(os.path.expanduser(place)):  # False too of what is no path
+    if os.path.isdir(os.path.expanduser(place)):  # Path.is_dir raises for a text that cannot be a path
         return not (CONFIGS / f"{place}.yaml").is_file()
     return path.name == CONFIG and any((path.parent / name).is_dir() for name in (ADAPTER, CHECKPOINTS))
 
 
 def run_config(run: Run, overrides: Sequence[str] = ()) -> TrainConfig:
-    """Reads the configuration of a run, which goes on where it lies, unless its name or its place is overridden.
+    """Reads a run's configuration and sets its `output_dir` to the run's folder, unless overrides name another.
 
     Raises:
         ConfigError: as `load_config`; or the run has no configuration.
@@ -52,21 +52,21 @@ def read_command(
     answers: bool = True,
     command: str = "",
 ) -> tuple[TrainConfig, Path | str | None]:
-    """Reads the configuration that a command names, and which adapter answers; None is the base model.
+    """Reads the configuration that a command names and finds its adapter; None means the base model.
 
     Args:
-        place: a configuration file, the name of a shipped one, or a run; None takes that of the adapter's run.
+        place: a configuration file, the name of a shipped configuration, or a run; None means the adapter's run.
         overrides: `key=value` texts.
-        adapter: a place as `find_run` takes it; AUTO, or None for the base model.
-        answers: whether the command has an adapter answer; then a note on stderr says which one AUTO is.
-        command: its name, see `load_config`.
+        adapter: a place as in `find_run`; AUTO, or None for the base model.
+        answers: whether the command samples answers; it then prints on stderr which adapter AUTO found.
+        command: the command's name, see `load_config`.
 
     Raises:
         ValueError: as `load_config` and `find_run`.
     """
     run = find_run(place) if place is not None and names_run(place) else None
     if place is None and adapter not in (AUTO, None):
-        with contextlib.suppress(ValueError):  # told when the adapter is read
+        with contextlib.suppress(ValueError):  # raised again when the adapter is read
             of_adapter = find_run(adapter)
             run = of_adapter if CONFIG in names_in(of_adapter.folder) else None
     config = run_config(run, overrides) if run else load_config(place, overrides, command=command)

@@ -1,6 +1,6 @@
-"""Finds the run and the adapter that a path stands for: a run's folder, its config.yaml, its adapter or a checkpoint.
+"""Finds the run and the adapter of a path: a run's folder, its config.yaml, its adapter or a checkpoint.
 
-Each may be in an object store. What is neither is refused, with what lies there.
+A path may be a URL of an object store. The error for any other path lists the files there.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _SHOWN = 8  # names in an error
 
 
 class Run(NamedTuple):
-    """What a path stands for.
+    """The folder of a run and its adapter.
 
     Attributes:
-        folder: of the run, a Path or a URL; for a copied adapter the place that holds it.
-        adapter: the trained weights; None if the run has none yet.
+        folder: the run's folder, a Path or a URL; for an adapter outside of a run, its parent folder.
+        adapter: folder of the trained weights; None if the run has no adapter yet.
     """
 
     folder: Path | str
@@ -30,13 +30,13 @@ class Run(NamedTuple):
 
 
 def find_run(place: Path | str) -> Run:
-    """Returns the run that a path or a URL stands for.
+    """Finds the run that a path or a URL belongs to.
 
     Args:
         place: a run's folder, its config.yaml, the folder of an adapter or of a whole model, or a checkpoint.
 
     Raises:
-        ValueError: it is none of these, or the object store cannot be read.
+        ValueError: `place` is none of these, or the object store cannot be read.
     """
     here: Path | str = str(place).rstrip("/") if is_url(place) else Path(place).expanduser()
     if _name(here) == CONFIG:
@@ -55,7 +55,7 @@ def find_run(place: Path | str) -> Run:
 
 
 def adapter_of(place: Path | str) -> Path | str:
-    """Returns the adapter that a path stands for; raises ValueError as `find_run`, or if the run has none yet."""
+    """Finds the adapter of a path or URL; raises ValueError as `find_run`, or if the run has no adapter yet."""
     run = find_run(place)
     if run.adapter is None:
         raise ValueError(f"there is no adapter in {run.folder}: {unfinished(run.folder)}")
@@ -64,7 +64,7 @@ def adapter_of(place: Path | str) -> Path | str:
 
 @contextlib.contextmanager
 def adapter_at_hand(place: Path | str | None) -> Iterator[Path | None]:
-    """Yields the folder of the adapter that a path stands for, or a copy of it; None for None."""
+    """Yields the local folder of the adapter that `adapter_of` finds, or a temporary copy; None for None."""
     if place is None:
         yield None
         return
@@ -73,7 +73,7 @@ def adapter_at_hand(place: Path | str | None) -> Iterator[Path | None]:
 
 
 def unfinished(run: Path | str) -> str:
-    """Says what to give in place of the adapter of a run that has none: its newest checkpoint."""
+    """Advice for a run without an adapter: continue it, or use its newest checkpoint."""
     steps = [] if is_url(run) else sorted(Path(run).glob(f"{CHECKPOINTS}/step-*[0-9a-f]"))
     newest = f", or give its newest checkpoint, {steps[-1]}" if steps else ""
     return f"the run has not ended: continue it{newest}"
@@ -84,7 +84,7 @@ def _name(place: Path | str) -> str:
 
 
 def names_in(place: Path | str) -> set[str]:
-    """The names of what lies in a folder or at a URL; those of folders end in "/"."""
+    """Lists the names in a folder or at a URL; folder names end in "/"."""
     if is_url(place):
         try:
             found = ObjectFolder(str(place)).list()
@@ -96,11 +96,11 @@ def names_in(place: Path | str) -> set[str]:
 
 
 def _near(place: Path | str) -> str:
-    """Names the runs in a folder, or else what it holds."""
+    """Lists the runs in a folder, or else its entries, for an error text."""
     if is_url(place):
         names = sorted(names_in(place))
     elif not Path(place).is_dir():
-        return "give the one that training wrote"
+        return "give the folder that training wrote"
     else:
         if runs := sorted(path.parent.name for path in Path(place).glob(f"*/{CONFIG}")):
             return f"{place} holds the runs {', '.join(runs)}"
