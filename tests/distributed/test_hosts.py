@@ -247,7 +247,9 @@ def test_missing_hosts_are_named(hosts: Callable[[int], list[Hosts]], missing: i
     for index, found in enumerate(together(hosts(3), *parts, patience=0.8)):
         if index != missing:
             assert_raised(found, HostError, f"host {missing} of 3, name-{missing}, has not come within 0.8 s")
-            assert_raised(found, HostError, "Start all 3 hosts, and let host 0 take connections on port ", "a test say")
+            assert_raised(
+                found, HostError, "Start all 3 hosts, and let host 0 take connections on port ", "a test name the hosts"
+            )
             assert found.again
 
 
@@ -317,7 +319,7 @@ def test_a_second_process_with_the_number_of_a_host_is_told(hosts: Callable[[int
         time.sleep(1)
         (told,) = together(two[1:], agree(x=1), patience=1)
         assert first.result() == [None, None]
-    assert_raised(told, HostError, "there is a run with another process as host 1 of 2, name-1")
+    assert_raised(told, HostError, "a run is in progress with another process as host 1 of 2, name-1")
 
 
 def test_a_failure_is_told_to_all_and_quoted_once(hosts: Callable[[int], list[Hosts]]) -> None:
@@ -459,7 +461,7 @@ def test_hosts_look_for_what_host_0_writes_before_they_train(
         assert found == [tmp_path] * 3
         return
     for one in found:  # of the two that looked, the first to fail may end the other before it has seen for itself
-        assert_raised(one, (ValueError, HostError), " does not have what host 0 wrote there 1 s ago: ")
+        assert_raised(one, (ValueError, HostError), " lacks a file that host 0 wrote there 1 s ago: ")
         assert_raised(one, Exception, "set output_dir to an object store (gs://bucket/run), or to a folder that all h")
     assert isinstance(found[0], HostError) and not all(isinstance(one, HostError) for one in found)
 
@@ -481,7 +483,7 @@ def test_a_host_that_hangs_before_it_tells_its_facts_is_named(
         return run
 
     first, second = together(hosts(2), *[part(lambda meeting: wait(meeting, 60))] * 2, hang_timeout=1.5)
-    told = "host 1 of 2, name-1, hangs: it has used no processor time for 1.5 s, and the others wait for it"
+    told = "host 1 of 2, name-1, hangs: it has used no processor time for 1.5 s while the others wait for it"
     assert_raised(first, HostError, told)
     assert_raised(second, HostError, told)
     assert first.again

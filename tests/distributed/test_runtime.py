@@ -109,7 +109,7 @@ def test_a_slice_of_several_hosts_is_a_mesh(tmp_path: Path) -> None:
         detect(LaunchConfig("tpu", mesh="fsdp=4"), at, four)
     given = load_config(None, {"num_replicas": 16, "generate_rows": 8})
     first, second = detection.slice_problems(given)
-    assert first.startswith("tracking.generate_rows: 8 on a TPU slice of several hosts: answers are generated on one")
+    assert first.startswith("tracking.generate_rows: 8 on a TPU slice of several hosts: answers are generated on a")
     assert second.endswith("as a part of a mesh; remove it, or set launch.mesh=data=-1")
     assert detection.slice_problems(load_config(None, {})) == []
 

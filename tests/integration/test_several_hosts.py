@@ -117,9 +117,7 @@ def test_hosts_that_share_no_folder_are_told(two: Rehearsal, tmp_path: Path) -> 
     """With output_dir in a folder of each machine only host 0 would have the checkpoints."""
     first, second = two.start("mine", **RUN)
     assert two.wait() == [1, 1], first.text + second.text
-    told = (
-        "output_dir=mine of host 1 of 2, machine-1, does not have what host 0 wrote there 90 s ago: set output_dir to"
-    )
+    told = "output_dir=mine of host 1 of 2, machine-1, lacks a file that host 0 wrote there 90 s ago: set output_dir to"
     assert told in first.text and told in second.text and "Traceback" not in first.text + second.text
     assert not (second.folder / "mine" / "metrics.jsonl").exists()
 

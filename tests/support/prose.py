@@ -39,7 +39,9 @@ def sentences(text: str) -> Iterator[str]:
 
 
 def texts_of_module(source: str) -> Iterator[str]:
-    """Yields the comments, the docstrings and the messages of a Python file; adjacent comment lines are one text.
+    """Yields the comments, the docstrings and the messages of a Python file.
+
+    Adjacent lines with nothing but a comment are one text; a comment after code is a text of its own.
 
     An expression in an f-string is read as one word.
     """
@@ -47,11 +49,12 @@ def texts_of_module(source: str) -> Iterator[str]:
     last = -1
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
-            if token.start[0] != last + 1 and lines:
+            alone = token.line.lstrip().startswith("#")
+            if lines and not (alone and token.start[0] == last + 1):
                 yield "\n".join(lines)
                 lines = []
             lines.append(token.string.lstrip("# "))
-            last = token.start[0]
+            last = token.start[0] if alone else -1
     yield "\n".join(lines)
     inside = set()
     for node in ast.walk(ast.parse(source)):

@@ -1,4 +1,4 @@
-"""Runs Python modules and tools in a child process that ends with the call, whatever happens."""
+"""Runs Python modules and tools in a child process that never outlives the call."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tpu_kit.config.fields import hide_secrets
 
 @dataclass(frozen=True)
 class Ended:
-    """A process that has ended."""
+    """Status and output of a process that has ended."""
 
-    status: int  # as `subprocess` gives it, negative for a signal
-    output: str  # its stdout
-    errors: str  # its stderr
+    status: int  # as in `subprocess`: negative for a signal
+    output: str  # stdout
+    errors: str  # stderr
 
     @property
     def how(self) -> str:
@@ -31,13 +31,13 @@ class Ended:
         return end_name(self.status)
 
     def last_lines(self, count: int) -> str:
-        """The last lines that are not empty, of stderr if it has any, else of stdout."""
+        """Returns the last nonempty lines of stderr, or of stdout if stderr is empty."""
         text = hide_secrets(self.errors if self.errors.strip() else self.output)
         return "\n".join([line for line in text.splitlines() if line.strip()][-count:]) or "it wrote nothing"
 
 
 def end_name(status: int) -> str:
-    """Names how a process ended: its status, or the signal where `subprocess` gives a negative one."""
+    """Returns "status N", or the signal's name for a negative status as in `subprocess`."""
     if status >= 0:
         return f"status {status}"
     return signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
@@ -47,20 +47,20 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent() -> None:
-    """Makes the kernel end this process when the thread that has started it ends; on Linux alone."""
-    if sys.platform == "linux":  # also while a thread holds the GIL
+    """Makes the kernel end this process when the thread that started it ends; only on Linux."""
+    if sys.platform == "linux":  # the kernel needs no GIL
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def processor_times(pid: int) -> dict[int, float]:
-    """Seconds of processor time by process: of `pid` and all that it has started. None of one that has ended."""
+    """Returns the processor time in seconds of `pid` and its descendants by process id; omits ended processes."""
     import psutil
 
     times = {}
     with contextlib.suppress(psutil.Error):
         for process in [root := psutil.Process(pid), *root.children(recursive=True)]:
             with contextlib.suppress(psutil.Error):  # it has ended meanwhile
-                times[process.pid] = sum(process.cpu_times()[:4])  # also of children that it has waited for
+                times[process.pid] = sum(process.cpu_times()[:4])  # includes children that it has waited for
     return times
 
 
@@ -68,7 +68,7 @@ _OF_DEVICES = ("XLA_", "TPU_", "LIBTPU_", "PJRT_", "JAX_", "CPU_NUM_DEVICES", "L
 
 
 def xla_cpu_environment() -> dict[str, str]:
-    """Makes the environment of a child process in which torch_xla runs on the CPU and touches no TPU."""
+    """Returns the environment of a child process in which torch_xla runs on the CPU and opens no TPU."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(_OF_DEVICES)}
     return inherited | {
         "PJRT_DEVICE": "CPU", "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TOKENIZERS_PARALLELISM": "false",
@@ -85,14 +85,14 @@ def run_child(
     on_line: Callable[[str], None] | None = None,
     python: str | None = None,
 ) -> Ended:
-    """Runs `python ARGUMENTS` with this package on its path, and ends the process and its children before it returns.
+    """Runs `python ARGUMENTS` with this package on its path, and kills the process and its children before it returns.
 
-    `environment` is the whole of it, `given` the text of its stdin. `on_line` is called with each line of its stdout at
-    once, in a thread. `python` is the interpreter of another environment, which does not get this one's packages.
+    `environment` has all its variables, `given` is its stdin. A thread calls `on_line` with each line of stdout as it
+    is written. `python` is the interpreter of another environment, which does not get this package on its path.
 
     Raises:
         OSError: `python` cannot be started.
-        TimeoutError: it ran longer than `seconds`.
+        TimeoutError: the process ran longer than `seconds`.
     """
     if python is None:
         path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), environment.get("PYTHONPATH")]))

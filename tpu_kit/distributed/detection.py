@@ -1,4 +1,4 @@
-"""Chooses the devices, the replicas and the memory of each for a launch, without initialising a device."""
+"""Chooses device type and number of replicas of a launch, and finds their memory, without initialising a device."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from tpu_kit.machine.slices import TargetSlice, find_slice
 from tpu_kit.torch_tpu import limits
 from tpu_kit.torch_tpu.environment import NAME as TORCH_TPU
 
-REHEARSAL_REPLICAS = 4  # of xla-cpu, where neither the config nor the environment has a number
-# Share of memory that a choice of the batch leaves free, not measured. The formula is made for a TPU's compiler; a GPU
-# also holds a context, libraries and the gaps of its allocator, and other processes use host memory.
+REHEARSAL_REPLICAS = 4  # on xla-cpu, if neither the configuration nor the environment has a number
+# Shares of memory that the choice of the batch size leaves free; guesses. The memory formula is for a TPU's compiler; a
+# GPU also holds a context, libraries and its allocator's gaps, and other processes use host memory.
 GPU_FREE, HOST_FREE = 0.3, 0.5
 _PJRT: dict[str, DeviceType] = {"TPU": "tpu", "CPU": "xla-cpu"}
 
 
 @dataclass(frozen=True)
 class Backend:
-    """Where a launch runs."""
+    """Device type, number of replicas, mesh and hosts of a launch."""
 
     device_type: DeviceType
-    num_replicas: int | None  # of each host; None where only the TPU runtime knows it (all its devices)
+    num_replicas: int | None  # per host; None if only the TPU runtime knows the number (all its devices)
     reason: str  # why `detect` chose this backend
-    mesh: Mesh | None = None  # the devices over which one process shards the model; None for replicas and one device
+    mesh: Mesh | None = None  # devices over which one process shards the model; None for replicas and a single device
     hosts: Hosts = ONE
 
     @property
@@ -54,12 +54,12 @@ class Backend:
 
 
 def detect(launch: LaunchConfig | None = None, at: Machine | None = None, hosts: Hosts = ONE) -> Backend:
-    """Decides where to run, without initialising a device or asking the network.
+    """Chooses the backend of a launch, without initialising a device or using the network.
 
-    `auto` takes what PJRT_DEVICE names, else the TPU, else CUDA, else the CPU.
+    `auto` means the device type of PJRT_DEVICE if that is set, else TPU, else CUDA, else CPU.
 
     Raises:
-        ValueError: the device is not there, or contradicts PJRT_DEVICE, the number of replicas, the mesh or the hosts.
+        ValueError: the device is missing, or contradicts PJRT_DEVICE, the number of replicas, the mesh or the hosts.
     """
     launch, at = launch or LaunchConfig(), at or Machine()
     wish, pjrt = launch.device_type, at.environ.get("PJRT_DEVICE", "").upper()
@@ -79,7 +79,7 @@ def detect(launch: LaunchConfig | None = None, at: Machine | None = None, hosts:
             f"device_type={device_type} on {hosts.count} hosts ({hosts.source}): torch_xla connects no hosts on the "
             "CPU; several hosts train with tpu, cuda or cpu"
         )
-    mesh = None if launch.mesh == "auto" else launch.mesh  # `planning.preflight` chooses it; replicas elsewhere
+    mesh = None if launch.mesh == "auto" else launch.mesh  # `planning.preflight` replaces auto; other callers get none
     if mesh is None and hosts.count > 1 and device_type == "tpu":
         mesh = "data=-1"
     if mesh is None:
@@ -89,15 +89,15 @@ def detect(launch: LaunchConfig | None = None, at: Machine | None = None, hosts:
 
 
 def run_problems(config: TrainConfig, backend: Backend) -> list[str]:
-    """What a run asks for that its backend does not do, with the fix."""
+    """Lists settings of a run that its backend does not support, with the fix."""
     if backend.device_type == TORCH_TPU:
         return limits.problems(config, backend.num_replicas or 1, backend.hosts.count)
     return slice_problems(config) if backend.hosts.count > 1 and backend.mesh is not None else []
 
 
 def slice_problems(config: TrainConfig) -> list[str]:
-    """What a run asks for that a TPU slice of several hosts does not do, with the fix."""
-    answers = "answers are generated on one host alone; set it to 0, and evaluate on one host afterwards"
+    """Lists settings of a run that a TPU slice of several hosts does not support, with the fix."""
+    answers = "answers are generated on a single host; set it to 0, and evaluate on one host afterwards"
     problems = [
         f"{name}: {config[name]} on a TPU slice of several hosts: {answers}"
         for name in ("tracking.generate_rows", "tracking.eval_generate_rows") if config[name]
@@ -107,7 +107,7 @@ def slice_problems(config: TrainConfig) -> list[str]:
         problems.append(f"launch.num_replicas: {replicas} on a TPU slice of several hosts: {text}")
     preference = config.preference
     if config.on_pairs and preference.compares and preference.reference == "start":
-        text = "it is exchanged within one host; set it to step, or losses=[simpo] or [orpo], which have none"
+        text = "it is exchanged only within a host; set it to step, or losses=[simpo] or [orpo], which have none"
         problems.append(f"preference.reference: 'start' on a TPU slice of several hosts: {text}")
     return problems
 
@@ -158,14 +158,14 @@ def _require(device_type: str, at: Machine) -> None:
 
 
 def _xla_advice(at: Machine) -> str:
-    """How to get torch_xla; beside torch_tpu it would replace the torch that torch_tpu needs."""
+    """Advises how to install torch_xla: in another environment if torch_tpu is installed, which needs another torch."""
     if at.version("torch_tpu"):
         return f"Here is {torch_tpu.describe_backends(at.version)}. Make one with torch_xla:\n  {environment_line()}"
     return "Install it with\n  pip install -r requirements-tpu.txt"
 
 
 def _experimental(at: Machine) -> str:
-    """Names the backend of torch_tpu, which `auto` never chooses, where it can be tried."""
+    """Mentions torch-tpu, which `auto` never chooses, if this machine can use it; else empty."""
     return f", or {TORCH_TPU}, which is experimental" if at.version("torch_tpu") and at.tpu_signs() else ""
 
 
@@ -192,7 +192,7 @@ def _replicas(device_type: str, asked: int | None, at: Machine) -> int | None:
 
 
 def _mesh(text: str, device_type: str, launch: LaunchConfig, at: Machine, hosts: Hosts) -> Mesh:
-    """Reads a mesh for the devices of all hosts, which are alike; on XLA:CPU there are as many as it says."""
+    """Resolves a mesh for the devices of all hosts, which are equal; XLA:CPU makes as many devices as the mesh has."""
     if device_type not in _PJRT.values():
         raise ValueError(
             f"launch.mesh={text} needs XLA, and the launch runs on {device_type}. Use launch.device_type=tpu or "
@@ -205,7 +205,7 @@ def _mesh(text: str, device_type: str, launch: LaunchConfig, at: Machine, hosts:
 
 
 def gpu_count() -> int:
-    """Counts the GPUs that PyTorch can use, through NVML, which opens no CUDA context in this process."""
+    """Counts the GPUs that PyTorch can use, with NVML, so that this process opens no CUDA context."""
     if importlib.util.find_spec("torch") is None:
         return 0
     import torch
@@ -214,10 +214,10 @@ def gpu_count() -> int:
 
 
 def seen_on(device_type: str, config: TrainConfig) -> TrainConfig:
-    """Replaces each `auto` that means something else than on a TPU, so that the memory formula describes the run.
+    """Replaces `auto` settings by their meaning on a GPU or CPU, so that the memory formula describes the run.
 
-    On a GPU or a CPU layers are a loop only where their states are compared with a teacher's. Attention on a GPU keeps
-    no scores.
+    There, layers run in a loop only if distillation compares their hidden states with a teacher's. Attention on a GPU
+    stores no scores.
     """
     if device_type in ("tpu", TORCH_TPU):
         return config
@@ -232,9 +232,9 @@ def seen_on(device_type: str, config: TrainConfig) -> TrainConfig:
 def device_memory_budget(
     config: TrainConfig, at: Machine | None = None, backend: Backend | None = None
 ) -> TargetSlice | None:
-    """Finds the memory of each replica of all hosts, or of each device of a mesh; None where the machine does not tell.
+    """Finds the memory per replica, or per device of a mesh, on all hosts; None if the machine does not report it.
 
-    `backend` is that of `detect`, if it was found before; it has the hosts.
+    `backend` is the result of `detect`, with the hosts; by default `detect` is called for a single host.
 
     Raises:
         ValueError: as `detect`.
@@ -244,7 +244,7 @@ def device_memory_budget(
     hosts = backend.hosts
     if backend.device_type in ("tpu", TORCH_TPU):
         found = at.tpus()
-        if not found:  # device files alone, of a chip that is not known
+        if not found:  # the machine has device files of an unknown chip
             return None
         kind = chips.chip(found[0])
         devices = backend.mesh.size if backend.mesh else backend.num_replicas or len(found) * kind.devices_per_chip
@@ -271,7 +271,7 @@ def _machine(kind: Chip, name: str, replicas: int, size: int, free: float, devic
 
 
 def _gpu_budget(replicas: int, at: Machine) -> TargetSlice | None:
-    """Asks nvidia-smi about the first visible GPU: PyTorch would open a context in this process."""
+    """Asks nvidia-smi for the first visible GPU's memory, because PyTorch would open a CUDA context in this process."""
     visible = (at.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0]
     command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits", "-i", visible]
     try:
@@ -281,6 +281,6 @@ def _gpu_budget(replicas: int, at: Machine) -> TargetSlice | None:
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return None
     kind = Chip(name="cuda", hbm_bytes=size, hbm_bandwidth=0.0)
-    with contextlib.suppress(ValueError):  # no chip that the kit knows
+    with contextlib.suppress(ValueError):  # unknown to chips.toml
         kind = chips.chip(name)
     return _machine(kind, name, replicas, size, GPU_FREE, "cuda")

@@ -1,4 +1,4 @@
-"""Finds the hosts of a run, from the variables that README.md of this folder lists, and keeps a log of each."""
+"""Finds the hosts of a run by the environment variables in this folder's README.md, and writes a log per host."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from typing import TextIO
 from tpu_kit.distributed.output import printing_to
 from tpu_kit.machine.checks import Machine
 
-PORT = 29477  # of host 0, where the hosts meet; libtpu uses 8471 to 8479, and Megascale 8080
+PORT = 29477  # on host 0, where the hosts meet; libtpu uses 8471 to 8479, and Megascale 8080
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """The hosts of a run, as one of them sees them."""
+    """The hosts of a run, and this host's index among them."""
 
-    index: int = 0  # of this host
-    names: tuple[str, ...] = ("localhost",)  # of all hosts
-    coordinator: str = ""  # "address:port" of host 0, where the hosts meet; empty for one host
-    source: str = "one host"  # the variables that say so
-    slices: int = 1  # number of TPU slices, with as many hosts each
+    index: int = 0  # number of this host
+    names: tuple[str, ...] = ("localhost",)  # names of all hosts
+    coordinator: str = ""  # "address:port" of host 0, where the hosts meet; empty for a single host
+    source: str = "one host"  # names of the environment variables that the hosts were read from
+    slices: int = 1  # number of TPU slices, which have equal numbers of hosts
 
     @property
     def count(self) -> int:
@@ -35,7 +35,7 @@ class Hosts:
         return len(self.names)
 
     def name(self, index: int) -> str:
-        """Names a host in messages: "host 2 of 4, 10.0.0.7"."""
+        """Returns a host's name for messages: "host 2 of 4, 10.0.0.7"."""
         return f"host {index} of {self.count}, {self.names[index]}"
 
     @property
@@ -49,7 +49,7 @@ ONE = Hosts()
 
 
 def find_hosts(at: Machine | None = None) -> Hosts:
-    """Finds the hosts from the environment, then, on a TPU VM, from its metadata server; else there is one.
+    """Finds the hosts in the environment, or on a TPU VM in its metadata server; by default a single host.
 
     Raises:
         ValueError: the variables are incomplete or contradict each other.
@@ -74,7 +74,7 @@ def find_hosts(at: Machine | None = None) -> Hosts:
 
 
 def _of_slices(at: Machine) -> Hosts:
-    """Reads what JobSet and xpk set on GKE: the hosts of this slice by name, the other slices by number."""
+    """Reads the variables of JobSet and xpk on GKE: names of this slice's hosts, and the number of slices."""
     environ = at.environ
     index, names = environ.get("TPU_WORKER_ID", ""), environ.get("TPU_WORKER_HOSTNAMES", "")
     found = _hosts(at, index, names, "TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES")
@@ -102,7 +102,7 @@ def _hosts(at: Machine, index: str, names: str, index_from: str, names_from: str
     if len(found) == 1:
         return ONE
     if len(set(found)) < len(found) and "TPU_KIT_COORDINATOR" not in at.environ:
-        raise ValueError(f"{names_from}={names} names a host twice: name each once")
+        raise ValueError(f"{names_from}={names} names a host twice: name every host once")
     coordinator = at.environ.get("TPU_KIT_COORDINATOR") or f"{found[0]}:{PORT}"
     if not coordinator.rpartition(":")[0] or not coordinator.rpartition(":")[2].isdigit():
         raise ValueError(f"TPU_KIT_COORDINATOR={coordinator} is not address:port, such as {found[0]}:{PORT}")
@@ -118,15 +118,15 @@ def _number(text: str, name: str, below: int) -> int:
 def interface(hosts: Hosts) -> str:
     """Returns the network interface through which this host reaches the others.
 
-    gloo and NCCL would take the interface of the host's name, which is often the loopback. On host 0 its own name may
-    be the loopback too, such as Debian's 127.0.1.1: it then looks for the way to the other hosts.
+    By default gloo and NCCL use the interface of the host's name, often the loopback. On host 0 the coordinator's
+    address may be the loopback too (Debian's 127.0.1.1): host 0 then uses its interface to another host.
 
     Raises:
         OSError: host 0 cannot be reached, or is not IPv4.
     """
     found = _interface_to(hosts.address)
     for other in hosts.names[1:] if hosts.index == 0 and found == "lo" else ():
-        with contextlib.suppress(OSError):  # names that only the other hosts' network knows
+        with contextlib.suppress(OSError):  # this host cannot resolve the name
             if (found := _interface_to((other, hosts.address[1]))) != "lo":
                 break
     return found
@@ -146,7 +146,7 @@ def _interface_to(address: tuple[str, int]) -> str:
 
 @contextlib.contextmanager
 def keep_log(hosts: Hosts, folder: Path) -> Iterator[None]:
-    """Gives each line of stdout and stderr its host and keeps it in `<folder>/logs`; only host 0 shows its stdout."""
+    """Prefixes lines of stdout and stderr with the host and logs them in `<folder>/logs`; only host 0 shows stdout."""
     path = folder / "logs" / f"host-{hosts.index}.log"
     path.parent.mkdir(exist_ok=True)
     if hosts.index:
@@ -158,7 +158,7 @@ def keep_log(hosts: Hosts, folder: Path) -> Iterator[None]:
 
 
 class _HostStream(io.TextIOBase):
-    """Writes each line, with its host before it, to a file and to a stream."""
+    """Writes lines, prefixed with the host, to a file and to a stream."""
 
     def __init__(self, shown: TextIO | None, file: TextIO, index: int) -> None:
         self._shown, self._file, self._prefix = shown, file, f"[host {index}] "

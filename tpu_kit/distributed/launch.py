@@ -1,13 +1,13 @@
 """launch(fn, config) runs a function on every device, from a notebook, a script or a test.
 
     calling process              launcher (worker.py)            replicas (worker.py)
-    (a kernel; touches      -->  a session of its own; gets  -->  TPU: processes of xmp.spawn
-    no device) launch.py     fn and config through stdin      xla-cpu: threads of a process (cpu_simulation.py)
+    (a kernel; opens no     -->  own session; reads fn and   -->  TPU: processes of xmp.spawn
+    device) launch.py        config from stdin                xla-cpu: threads of a process (cpu_simulation.py)
          ^                                                        CUDA, several CPUs: processes of torch.distributed
          |                                                             |
          +-- text of rank 0 (stdout, stderr), reports in a folder -----+
 
-If the calling process ends for any reason, the launcher and all replicas end. One CPU replica runs in the calling
+If the calling process ends for any reason, the launcher and all replicas end. A single CPU replica runs in the calling
 process. preemption.py stops a launch early, after the training loop has saved.
 """
 
@@ -47,24 +47,24 @@ from tpu_kit.machine.checks import Machine, check_holder, check_process, preset_
 
 T = TypeVar("T")
 
-_LOOK = 0.1  # seconds between two looks for reports
-_BEAT = 1.0  # seconds between two readings of the processor time
-_SETTLE = 1.0  # seconds in which the causes and consequences of one failure are reported
-_GRACE = 10.0  # seconds that replicas get to end after being asked to
-_BUSY = 0.03  # seconds of processor time in a beat that are more than an idle process takes
-# How a replica ends because another one did, which is not reported as a cause.
+_LOOK = 0.1  # seconds between reads of the reports
+_BEAT = 1.0  # seconds between reads of the processor time
+_SETTLE = 1.0  # seconds in which all causes and consequences of a failure are reported
+_GRACE = 10.0  # seconds that replicas get to end after a signal
+_BUSY = 0.03  # seconds of processor time per beat; an idle process uses less
+# Errors of a replica whose cause is another replica's end.
 _CONSEQUENCE = (
     r"MeetingError|Connection (closed|reset|refused)( by peer)?|remote process exited|ncclRemoteError|Broken pipe"
     r"|DistStoreError|DistNetworkError|Socket Timeout|failed to recv"
 )
-# What gloo and NCCL say where a collective waits for longer than `worker` lets it.
+# Errors of gloo and NCCL for a collective that waits longer than the limit of `worker`.
 _TIMED_OUT = re.compile(r"Timed out waiting \d+ms for|Watchdog caught collective operation timeout")
 
 
 def advice(text: str) -> str:
-    """Says what to do about an error or traceback, one line for each known cause; empty where none is known.
+    """Returns advice on an error or traceback, a line for each known cause; empty if no cause is known.
 
-    {} in an advice is what the group of its pattern has found.
+    {} in an advice stands for the match of the pattern's group.
     """
     known = tomllib.loads(Path(__file__).with_name("known_errors.toml").read_text(encoding="utf-8"))["error"]
     found = ((error["advice"], re.search(error["pattern"], text, re.IGNORECASE)) for error in known)
@@ -75,8 +75,8 @@ class LaunchError(RuntimeError):
     """A replica failed, died or hung.
 
     Attributes:
-        rank: the replica that failed first; None where it was a process with several, or none.
-        traceback: of that replica; empty where it left none.
+        rank: the replica that failed first; None if it was a process with several replicas, or with none.
+        traceback: traceback of that replica; empty if it has none.
     """
 
     def __init__(self, message: str, rank: int | None = None, traceback: str = "") -> None:
@@ -89,7 +89,7 @@ def _lost_a_peer(traceback: str) -> bool:
 
 
 class Supervisor:
-    """The calling process's side of one launch; `folder` is the launch's, the other arguments are those of `launch`."""
+    """Starts and watches a launch from the calling process; `folder` is the launch's, the rest is as in `launch`."""
 
     def __init__(
         self, backend: Backend, folder: Path, hang_timeout: float, time_limit: float | None = None,
@@ -102,11 +102,11 @@ class Supervisor:
         self._stderr = ""  # the last 16,384 characters
 
     def run(self, payload: bytes, notices: Notices) -> Any:
-        """Starts the launcher, waits until all processes have ended, and returns this host's first result.
+        """Starts the launcher, waits until all processes have ended, and returns this host's result.
 
         Args:
             payload: function and config, pickled.
-            notices: of the launch's early end.
+            notices: receiver of notices to end the launch early.
 
         Raises as `launch`.
         """
@@ -114,7 +114,7 @@ class Supervisor:
         settings = {
             "PYTHONPATH": os.pathsep.join(dict.fromkeys(path)), "PYTHONUNBUFFERED": "1",
             "PYTHONIOENCODING": "utf-8:backslashreplace",  # `_stream` decodes it
-            "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",  # torch-tpu, where it is installed, would open the TPU
+            "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",  # an installed torch_tpu would open the TPU
         }  # fmt: skip
         process = subprocess.Popen(
             [sys.executable, "-m", "tpu_kit.distributed.replica.worker"],
@@ -124,12 +124,12 @@ class Supervisor:
         streams = self._stream(process.stdout, sys.stdout), self._stream(process.stderr, sys.stderr)
         try:
             assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # it has died; `_result` reports how
+            with contextlib.suppress(BrokenPipeError):  # it has died; `_result` raises the error
                 pickle.dump((str(self._folder), self._backend, self._hang_timeout, payload), process.stdin)
                 process.stdin.flush()
             return self._result(process)
         finally:
-            # A function that does not handle preemption gets a SIGTERM, which it may handle; then it is killed.
+            # A function that does not handle preemption gets SIGTERM, which it may handle, then SIGKILL.
             asked = isinstance(sys.exc_info()[1], KeyboardInterrupt | SystemExit) and not notices.at_once
             _end(process, signal.SIGTERM if asked else signal.SIGKILL)
             for stream in streams:
@@ -153,7 +153,7 @@ class Supervisor:
                 text = hide_secrets(decoder.decode(chunk))
                 if target is sys.stderr:
                     self._stderr = (self._stderr + text)[-16384:]
-                # Where our own output is closed (`| head`), the replicas must still not block on a full pipe.
+                # If our own output is closed (`| head`), the replicas must not block on a full pipe.
                 safe.write(text)
                 safe.flush()
 
@@ -171,7 +171,7 @@ class Supervisor:
                 raise self._hung(process, "another host waits")
             if time.monotonic() - checked > _BEAT:
                 checked, before, times = time.monotonic(), times, processor_times(process.pid)
-                # A process that computes or compiles is alive, though it cannot answer; one that waits is not.
+                # A process that uses processor time computes or compiles, even if it prints nothing.
                 computing = {pid for pid, now in times.items() if now - before.get(pid, 0) > _BUSY}
                 if computing:
                     self._last_active = meeting.active()
@@ -182,7 +182,7 @@ class Supervisor:
                     raise self._hung(process, f"{silent}: no output, no processor time used")
                 if self._time_limit is not None and checked - started > self._time_limit:
                     raise self._hung(process, f"not done after the time limit of {self._time_limit:g} s")
-            over = process.poll() is not None  # before the reading: a process reports before it ends
+            over = process.poll() is not None  # before `_read`: a process reports before it ends
             self._read()
             if self._failures():
                 raise self._failed(process)
@@ -194,7 +194,7 @@ class Supervisor:
             time.sleep(_LOOK)
 
     def _failures(self) -> list[ReplicaMessage]:
-        """The reports of failures, of causes first; without the end of a process whose own report says more."""
+        """Lists reports of failures, causes first, without the end of a process that has reported its own error."""
         reports, pids = self._reports.values(), self._values("started")
         explained = {pids.get(report.rank) for report in reports if report.kind in ("error", *REFUSALS)}
 
@@ -202,13 +202,13 @@ class Supervisor:
             if report.kind != "ended":
                 return report.kind in ("error", *REFUSALS)
             pid, status = report.value
-            # A process without replicas has nothing to report.
+            # A process without replicas need not report a result.
             return pid not in explained and (status != 0 or not self._values("done").keys() >= set(self._ranks(pid)))
 
         return sorted(filter(is_failure, reports), key=lambda report: (_grade(report), report.at))
 
     def _failed(self, process: subprocess.Popen[bytes]) -> LaunchError | HostError | ValueError:
-        """Finds what failed first among the reports of the next moment, many of which are its consequences."""
+        """Collects reports for `_SETTLE` seconds and returns the error of the first cause."""
         time.sleep(_SETTLE)
         self._read()
         failures = self._failures()
@@ -217,7 +217,7 @@ class Supervisor:
         if first.kind in REFUSALS:
             return REFUSALS[first.kind](first.value)
         if _TIMED_OUT.search(self._stderr if first.kind == "ended" else first.value):
-            late = f"a replica came to no collective of the others for 3 x launch.hang_timeout={self._hang_timeout:g} s"
+            late = f"a replica joined no collective of the others for 3 x launch.hang_timeout={self._hang_timeout:g} s"
             return self._hung(process, late)
         if first.kind == "ended":
             ends = [report.value for report in failures if report.kind == "ended"]
@@ -225,7 +225,7 @@ class Supervisor:
             text += f"\n{known}" if (known := advice(self._stderr)) else self._last_words()
             ranks = self._ranks(first.value[0])
             return LaunchError(text, ranks[0] if len(ranks) == 1 else None)
-        errors: dict[str, list[int]] = {}  # by text: all replicas often fail with the same one
+        errors: dict[str, list[int]] = {}  # ranks by text: all replicas often fail with the same text
         for report in failures:
             if report.kind == "error":
                 errors.setdefault(report.value, []).append(report.rank)
@@ -238,32 +238,32 @@ class Supervisor:
 
     def _end_of(self, pid: int, status: int) -> str:
         ranks = self._ranks(pid)
-        return f"{_names(ranks) if ranks else 'a replica that had not started yet'} (process {pid}) {_how(status)}"
+        return f"{_names(ranks) if ranks else 'a replica that had not started'} (process {pid}) {_how(status)}"
 
     def _last_words(self) -> str:
-        lines = [line.rpartition("\r")[2].rstrip() for line in self._stderr.split("\n")]  # the last state of a bar
+        lines = [line.rpartition("\r")[2].rstrip() for line in self._stderr.split("\n")]  # only a bar's last state
         last = [line for line in lines if line][-10:]
         return "\n".join(["\n\nThe last lines on stderr:", *last]) if last else ""
 
     def _hung(self, process: subprocess.Popen[bytes], text: str) -> LaunchError | HostError:
-        stacks, errors = dict[str, str](), self._values("error")  # a replica whose collective failed has ended
+        stacks, errors = dict[str, str](), self._values("error")  # for replicas that have ended: a collective failed
         for pid in dict.fromkeys([*self._values("started").values(), process.pid]):
             self._stderr = ""
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGQUIT)  # faulthandler prints all stacks, even of threads without the GIL
-            time.sleep(0.5)  # so that the stacks of two processes are not mixed
+            time.sleep(0.5)  # keeps the stacks of two processes apart
             if ranks := self._ranks(pid):
                 stacks[_names(ranks)] = (self._stderr or errors.get(ranks[0], ""))[-4096:]
         if self._meeting.hosts.count > 1:
             return self._meeting.hang(stacks)
-        return LaunchError(f"{text}. The replicas were ended; what each thread was doing is printed above")
+        return LaunchError(f"{text}. The replicas were ended; the stacks of their threads are printed above")
 
 
 def _grade(report: ReplicaMessage) -> int:
-    """Grades a failure: 0 for a process that a signal has ended, 1 for another cause, 2 for a consequence.
+    """Ranks failures: 0 for a process that a signal has ended, 1 for another cause, 2 for a consequence.
 
-    The launcher ends the other replicas by SIGTERM. SIGABRT is no cause before others: XLA and NCCL end a process by it
-    that has lost its peers.
+    SIGTERM is a consequence: the launcher ends the other replicas with it. SIGABRT ranks as 1, because XLA and NCCL end
+    a process with it that has lost its peers.
     """
     if report.kind == "ended":
         _, status = report.value
@@ -280,7 +280,7 @@ def _names(ranks: list[int]) -> str:
 def _how(status: int) -> str:
     if status >= 0:
         return f"ended with {end_name(status)} and no result"
-    hint = ": often by the kernel, out of host memory (see dmesg); try fewer replicas or a smaller model"
+    hint = ": often by the kernel, if host memory is full (see dmesg); try fewer replicas or a smaller model"
     return f"was ended by {end_name(status)}{hint if status == -signal.SIGKILL else ''}"
 
 
@@ -294,28 +294,28 @@ def _end(process: subprocess.Popen[bytes], first: signal.Signals) -> None:
         except (subprocess.TimeoutExpired, KeyboardInterrupt, SystemExit):  # a second Ctrl-C: kill at once
             pass
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)  # replicas that have outlived the launcher
+        os.killpg(process.pid, signal.SIGKILL)  # replicas may outlive the launcher
     if process.stdin is not None:
         with contextlib.suppress(BrokenPipeError):
             process.stdin.close()
 
 
 def _environment(backend: Backend) -> dict[str, str]:
-    """Variables of the launcher and the replicas, without those that give several TPU processes one chip."""
+    """Returns the environment of launcher and replicas, without variables that give several processes the same chip."""
     several = backend.device_type == "tpu" and backend.num_replicas != 1 and backend.mesh is None
     left_out = preset_per_process(Machine()) if several else []
     return {name: value for name, value in os.environ.items() if name not in left_out} | _settings(backend)
 
 
 def _settings(backend: Backend) -> dict[str, str]:
-    # No XLA_PERSISTENT_CACHE_PATH: torch_xla 2.8 and 2.9 store programs that they cannot load (pytorch/xla#9094).
+    # No XLA_PERSISTENT_CACHE_PATH: torch_xla 2.8 and 2.9 cannot load the programs that they store (pytorch/xla#9094).
     settings = {"PJRT_DEVICE": "TPU"} if backend.device_type == "tpu" else {}
     if backend.device_type == "xla-cpu":
         count = backend.mesh.size if backend.mesh else backend.num_replicas or 1
         settings = cpu_simulation.environment(count, replicas=backend.mesh is None)
-    if backend.mesh:  # for each program XLA warns that its partitioner, GSPMD, will be replaced by Shardy
+    if backend.mesh:  # XLA warns with every program that Shardy will replace its partitioner, GSPMD
         settings["TF_CPP_MIN_LOG_LEVEL"] = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")
-    if backend.hosts.count > 1:  # the network interface of process groups, unless the user has set one
+    if backend.hosts.count > 1:  # the network interface of process groups, unless the user has set it
         names = [n for n in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if n not in os.environ]
         settings |= dict.fromkeys(names, interface(backend.hosts) if names else "")
     return settings | {"USE_TORCH_XLA": str(int("PJRT_DEVICE" in settings))}
@@ -325,7 +325,7 @@ _announced: tuple[Any, str] | None = None
 
 
 def _announce(text: str) -> None:
-    """Prints where a launch runs; in a notebook once a cell, because training with evaluation launches three times."""
+    """Prints a launch's backend; in a notebook once per cell, because training with evaluation launches three times."""
     global _announced
     if not hasattr(builtins, "__IPYTHON__"):
         print(text, file=sys.stderr, flush=True)  # a command's stdout may be JSON
@@ -347,23 +347,23 @@ def launch(
     meeting: Meeting | None = None,
     backend: Backend | None = None,
 ) -> T:
-    """Runs `fn(config)` in every replica and returns the result of this host's first one.
+    """Runs `fn(config)` in every replica and returns the result of this host's first replica.
 
     Args:
-        fn: in it, `runtime.current()` is the replica's runtime. It returns what can be pickled. See `sending`.
+        fn: the function, with a picklable result; in it, `runtime.current()` is the replica's runtime. See `sending`.
         config: the run; its `launch` section chooses the device.
         time_limit: seconds after which all replicas are ended; with a limit a single CPU replica is a process too.
-        sharded: whether `fn` runs once, for all devices of `launch.mesh`, where that is set.
-        meeting: of the hosts whose replicas work together; None for this host alone.
-        backend: where it runs, if that was found before.
+        sharded: whether to use `launch.mesh`, if set: `fn` then runs in one process for all devices of a host.
+        meeting: meeting of the hosts whose replicas work together; None for this host alone.
+        backend: result of `detection.detect`; None calls it.
 
     Raises:
-        ValueError: the device or the host memory is not there, or `fn` cannot be sent.
-        runtime.Outdated: a replica has found that what the launch was planned for has changed.
-        LaunchError: a replica failed, or the time limit was exceeded; the message has the rank and the traceback.
+        ValueError: the device or host memory is missing, or `fn` cannot be sent.
+        runtime.Outdated: the facts that the launch was planned with have changed.
+        LaunchError: a replica failed, or the time limit was exceeded; the text has the rank and the traceback.
         HostError: another host failed, hangs or is lost.
-        KeyboardInterrupt, SystemExit: a signal, once all replicas have ended. A function that handles preemption
-            (`preemption.PreemptionGuard`) returns its result at the first signal, and is ended at the second.
+        KeyboardInterrupt, SystemExit: a signal was received and all replicas have ended. A function that handles
+            preemption (`preemption.PreemptionGuard`) returns its result after the first signal; a second ends it.
     """
     meeting = meeting or Meeting()
     several = meeting.hosts.count > 1
@@ -408,11 +408,11 @@ def _is_on(name: str) -> bool:
 
 
 def _check_host(backend: Backend, config: TrainConfig) -> None:
-    """Refuses what would fail in the replicas: too little memory or disk, or a TPU that another process holds."""
+    """Raises ValueError for conditions that fail in replicas: too little memory or disk, or a TPU that is in use."""
     at = Machine()
     if backend.device_type in ("tpu", "xla-cpu") and (changed := [name for name in _OTHER_NUMBERS if _is_on(name)]):
         raise ValueError(
-            f"unset {' and '.join(changed)}: torch_xla would compute in other types than the program says, for "
+            f"unset {' and '.join(changed)}: torch_xla would compute in other types than the program's, for "
             "example in bf16 for fp32; model.base_dtype chooses the type"
         )
     processes = backend.num_replicas or max(len(at.tpus()), 1)

@@ -1,20 +1,20 @@
-"""Lets the hosts of a run meet before they start, and tells each of them what the others do until the run ends.
+"""Synchronises the hosts of a run before they start, and shares their state until the run ends.
 
-Each host keeps one document in a store of host 0 (torch's TCPStore), rewrites it every `_BEAT` seconds, and reads those
-of the other hosts. A document holds:
+Each host writes a document to a store on host 0 (torch's TCPStore) every `_BEAT` seconds, and reads the documents of
+the other hosts. A document has the keys:
 
-- token: random, another one in each start of the run,
+- token: random, new in each start of the run,
 - today: the date on which this host came,
-- beat: a counter; a host whose counter stands still for `LOST` seconds is lost,
-- facts: what must be equal on all hosts, such as the configuration,
-- stop, reached: a notice that the run must end, and the largest step that this host had started when it heard of one,
-- active: a counter of the moments in which a replica has computed,
-- work: the processor time of this host, seconds, while another host waits for its facts,
-- hung: the stacks of this host's replicas, once nothing has moved for `launch.hang_timeout`,
+- beat: a counter; a host whose counter does not change for `LOST` seconds is lost,
+- facts: values that must be equal on all hosts, such as the configuration,
+- stop, reached: the reason why the run must end, and the largest step that this host had started when it read a reason,
+- active: a counter of the times at which a replica was seen to compute,
+- work: the processor time of this host in seconds, while another host waits for its facts,
+- hung: the stacks of this host's replicas, once nothing has happened for `launch.hang_timeout`,
 - over: how this host's run has ended.
 
-No host writes another one's document, so the order of writes does not matter. One thread talks to the store, because a
-call may never return where the network is cut.
+A host writes only its own document, so the order of writes does not matter. A thread talks to the store, because a call
+may never return if the network is cut.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from tpu_kit.distributed.hosts import ONE, Hosts
 
 LOST = 20.0
 _BEAT = 0.25
-_FAREWELL = 10.0  # seconds for which host 0 keeps the store for hosts that have not read how it ended
-_SEEN = 90.0  # seconds until a host sees a file of another one; NFS keeps what it knows of a folder for 60 s
-_TOLD = 5.0  # seconds in which the hosts tell their stacks
-_WAITS = re.compile(r'File "[^"]*torch/distributed/[^"]*", line \d+,? in')  # in a collective, for the others
+_FAREWELL = 10.0  # seconds for which host 0 keeps the store open for hosts that have not read its end
+_SEEN = 90.0  # seconds until a host sees a file of another host; NFS caches a folder's entries for 60 s
+_TOLD = 5.0  # seconds in which the hosts send their stacks
+_WAITS = re.compile(r'File "[^"]*torch/distributed/[^"]*", line \d+,? in')  # a stack that waits in a collective
 
 
 class HostError(RuntimeError):
@@ -55,19 +55,19 @@ class HostError(RuntimeError):
 
 
 class Meeting:
-    """This host's part in the meeting of all hosts. A context manager: an error of the body is told to the others.
+    """Connects this host to the other hosts of a run. A context manager, which sends an error of its block to them.
 
-    Of one host it agrees with itself, and needs no store and no thread.
+    For a single host it uses neither store nor thread.
 
     Args:
-        hosts: of the run.
+        hosts: the hosts of the run.
         patience: seconds in which all hosts must come.
-        hang_timeout: seconds in which a host for whose facts others wait must use a second of processor time.
+        hang_timeout: seconds in which a host that others wait for must use at least a second of processor time.
     """
 
     def __init__(self, hosts: Hosts = ONE, patience: float = 0.0, hang_timeout: float = 0.0) -> None:
         self.hosts, self._patience = hosts, patience
-        self._hang_timeout = max(hang_timeout, _SEEN + LOST)  # `check_shared` looks for a file as long, and idles
+        self._hang_timeout = max(hang_timeout, _SEEN + LOST)  # `check_shared` idles for _SEEN seconds
         self._mine: dict[str, Any] = {
             "token": secrets.token_hex(8), "today": date.today().isoformat(), "beat": 0, "begun": False, "facts": {},
             "stop": None, "reached": None, "active": 0, "work": 0, "hung": None, "over": None,
@@ -98,16 +98,16 @@ class Meeting:
         if self._thread.is_alive():
             self._thread.join(_FAREWELL + 2)
 
-    # ------------------------------------------------------------------------------------------ what this host asks
+    # ------------------------------------------------------------------------------------------------ the agreement
 
     def agree(self, facts: Mapping[str, Any]) -> None:
-        """Waits until every host has told its values of these facts.
+        """Waits until all hosts have sent their values of these facts, and checks that they are equal.
 
         Args:
-            facts: by name, values for JSON.
+            facts: JSON values by name.
 
         Raises:
-            ValueError: a host has another value; both are in the text.
+            ValueError: two hosts have different values; the text has both.
             HostError: hosts have not come in time, or hang; or as `check`.
         """
         facts, work, moved = json.loads(json.dumps(facts)), dict[int, int](), time.monotonic()
@@ -125,7 +125,7 @@ class Meeting:
             if not first and (now := {i: self._documents[i]["work"] for i in missing}) != work:
                 work, moved = now, time.monotonic()
             if not first and time.monotonic() - moved > self._hang_timeout:
-                why = f"hangs: it has used no processor time for {self._hang_timeout:g} s, and the others wait for it"
+                why = f"hangs: it has used no processor time for {self._hang_timeout:g} s while the others wait for it"
                 raise HostError("; ".join(f"{self.hosts.name(i)}, {why}" for i in missing), True)
             time.sleep(0.05)
 
@@ -135,15 +135,15 @@ class Meeting:
 
     @property
     def today(self) -> str:
-        """The date of host 0, after the first `agree`."""
+        """Date on host 0, known after the first `agree`."""
         return str(self._all[0]["today"])
 
     def check_shared(self, folder: Path) -> None:
-        """Checks that all hosts see the same output folder: host 0 leaves a file there, for which the others look.
+        """Checks that all hosts share the output folder: host 0 writes a file that the others look for.
 
         Raises:
-            ValueError: this host does not see what host 0 wrote.
-            HostError: another one does not; or as `check`.
+            ValueError: this host does not see the file.
+            HostError: another host does not see the file; or as `check`.
         """
         mark = folder / f".host-0-{self._all[0]['token']}"
         try:
@@ -154,7 +154,7 @@ class Meeting:
                 self.check()
                 if time.monotonic() > until:
                     raise ValueError(
-                        f"output_dir={folder} of {self.hosts.name(self.hosts.index)}, does not have what host 0 wrote "
+                        f"output_dir={folder} of {self.hosts.name(self.hosts.index)}, lacks a file that host 0 wrote "
                         f"there {_SEEN:g} s ago: set output_dir to an object store (gs://bucket/run), or to a folder "
                         "that all hosts share"
                     )
@@ -179,13 +179,13 @@ class Meeting:
         if now - self._answered > LOST:
             if self.hosts.index:
                 raise HostError(f"{name(0)}, has not answered for {LOST:g} s", True)
-            return  # this host itself was asleep
+            return  # host 0 has the store itself: it was asleep
         lost = [i for i, at in self._moved.items() if now - at > LOST and not self._documents[i]["over"]]
         if lost:
             raise HostError("; ".join(f"{name(i)}, has given no sign of life for {LOST:g} s" for i in lost), True)
 
     def cause(self, error: Exception) -> Exception:
-        """Waits for the failure of another host of which `error`, a broken connection, is the consequence."""
+        """Waits for another host's failure, the likely cause of a broken connection, `error`; returns it or `error`."""
         until = time.monotonic() + LOST + 2
         while time.monotonic() < until:
             try:
@@ -196,12 +196,12 @@ class Meeting:
         return error
 
     def active(self) -> float:
-        """Tells that a replica of this host computes; returns the time, seconds, monotonic."""
+        """Records that a replica of this host computes; returns the monotonic time in seconds."""
         self._mine["active"] += 1
         return time.monotonic()
 
     def hang(self, stacks: Mapping[str, str]) -> HostError:
-        """Tells this host's stacks, by replica, and returns an error that names the hosts for which the others wait."""
+        """Sends this host's stacks by replica, and returns an error that names the hosts that the others wait for."""
         self._tell(hung=dict(stacks))
         until = time.monotonic() + _TOLD
         while time.monotonic() < until and len(self.hung) < self.hosts.count:
@@ -222,7 +222,7 @@ class Meeting:
 
     @property
     def hung(self) -> dict[int, dict[str, str]]:
-        """The stacks that hosts have told, by host."""
+        """The stacks that hosts have sent, by host."""
         return {i: document["hung"] for i, document in self._all.items() if document["hung"] is not None}
 
     # ----------------------------------------------------------------------------------------------- the early end
@@ -233,14 +233,14 @@ class Meeting:
         self._tell(stop=f"{reason}{where}")
 
     def stop_asked(self) -> str | None:
-        """The reason of the lowest host that has asked to end the run; None if none has."""
+        """Returns the reason of the first host, by number, that has asked to end the run; None if no host has."""
         return next((document["stop"] for document in self._all.values() if document["stop"]), None)
 
     def last_step(self, started: int) -> int | None:
-        """The largest step that any host has started; None until all have told theirs, as this one tells `started`."""
+        """Sends `started`; returns the largest step that any host has started, or None until all have sent theirs."""
         if self._mine["reached"] is None:
             self._tell(reached=started)
-        # A host that has ended counts as well, if it has told a step.
+        # A host that has ended counts only if it has sent a step.
         reached = [one["reached"] for one in self._all.values() if one["reached"] is not None or not one["over"]]
         return None if None in reached else max(reached)
 
@@ -269,26 +269,26 @@ class Meeting:
             while self.hosts.index == 0 and time.monotonic() < until and not self._all_over():
                 time.sleep(_BEAT)
                 self._round(store)
-        except Exception as error:  # torch raises errors of several kinds, all of which say that the store is gone
+        except Exception as error:  # torch raises several classes of errors if the store is gone
             self._gone = str(error).partition("\n")[0]
 
     def _join(self) -> Any:
-        """Connects to the store of this run; None where it is not there yet, or is an earlier run's."""
+        """Connects to the store of this run; None if it does not exist yet, or belongs to an earlier run."""
         from torch.distributed import TCPStore
 
         mine, (host, port) = str(self.hosts.index), self.hosts.address
         try:
             if self.hosts.index == 0:
                 return TCPStore(host, port, None, True, wait_for_workers=False)
-            socket.create_connection((host, port), 5).close()  # TCPStore would print a stack for each failed attempt
+            socket.create_connection((host, port), 5).close()  # TCPStore prints a stack for every failed attempt
             store = TCPStore(host, port, None, False, timedelta(seconds=5), wait_for_workers=False)
             while not store.check(["0"]) and not self._closing.wait(_BEAT):
                 pass
             first = json.loads(store.get("0"))
-            # Another process has been this host in a run that has begun, or is over; the next store is this run's.
+            # The store belongs to a run that has begun without this process, or is over: wait for this run's store.
             if not (first["begun"] or (first["over"] and store.check([mine]))):
                 return store
-            self._busy = f"there is a run with another process as {self.hosts.name(self.hosts.index)}"
+            self._busy = f"a run is in progress with another process as {self.hosts.name(self.hosts.index)}"
         except Exception as error:
             self._busy = str(error).partition("\n")[0]
         self._closing.wait(_BEAT)
@@ -317,7 +317,7 @@ class Meeting:
         self._documents = documents
 
     def _all_over(self) -> bool:
-        """Whether no host is left to read how this one ended; one that has not come still may, within its patience."""
+        """Whether no other host still has to read this host's end; hosts may come late, within `patience`."""
         now, others = time.monotonic(), self._documents.items()
         if len(others) < self.hosts.count - 1 and now - self._came < self._patience:
             return False
@@ -346,7 +346,7 @@ class Meeting:
         texts = [f"{self.hosts.name(i)}, has not come within {self._patience:g} s" for i in missing]
         return HostError(
             "; ".join(texts) + f"{end}. Start all {self.hosts.count} hosts, and let host 0 take connections on port "
-            f"{self.hosts.address[1]}; {self.hosts.source} say which hosts there are", True
+            f"{self.hosts.address[1]}; {self.hosts.source} name the hosts", True
         )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Lets printing end nothing: a run outlives its terminal, a closed pipe, and an encoding without some characters."""
+"""Keeps printing from ending a run: the terminal or pipe may be closed, and the encoding may lack characters."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tpu_kit.config.fields import hide_secrets
 
 
 class SafeStream:
-    """A stream for text that raises nothing.
+    """A text stream whose `write` and `flush` never raise.
 
-    Characters that the target cannot encode are escaped. Once the target is closed, the text is dropped. Secrets are
-    hidden in what other libraries print, too.
+    Escapes characters that the target cannot encode, drops text once the target is closed, and hides secrets, also in
+    the output of other libraries.
     """
 
     def __init__(self, target: Any) -> None:
@@ -33,14 +33,14 @@ class SafeStream:
         return len(text)
 
     def flush(self) -> None:
-        """Passes on what was written."""
+        """Flushes the target."""
         try:
             self._target.flush()
         except (OSError, ValueError):
             self._drop()
 
     def _drop(self) -> None:
-        """Sends all further text, that in the buffer too, to nowhere: else Python would report it as it ends."""
+        """Redirects all further text, and the buffer, to /dev/null: otherwise Python reports an error at its exit."""
         with contextlib.suppress(OSError, ValueError, AttributeError):
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._target.fileno())
@@ -52,7 +52,7 @@ class SafeStream:
 
 @contextlib.contextmanager
 def safe_output() -> Iterator[None]:
-    """Makes stdout and stderr `SafeStream`s for the block."""
+    """Replaces stdout and stderr by `SafeStream`s for the block."""
     safe: list[Any] = [
         stream if isinstance(stream, SafeStream) else SafeStream(stream) for stream in (sys.stdout, sys.stderr)
     ]
@@ -66,7 +66,7 @@ def safe_output() -> Iterator[None]:
 
 @contextlib.contextmanager
 def printing_to(stdout: Any, stderr: Any) -> Iterator[None]:
-    """Replaces stdout and stderr for the block, unless the block itself replaces them for longer."""
+    """Replaces stdout and stderr for the block; keeps streams that the block itself has set."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = stdout, stderr
     try:

@@ -1,4 +1,4 @@
-"""Stops all replicas of a launch at the same step: the notices that a run must end soon, and the flag that tells them.
+"""Stops all replicas of a launch at the same step when a signal, the cloud or a time budget requires the end of a run.
 
 calling process: Notices                       replicas: PreemptionGuard
 SIGINT, SIGTERM, SIGHUP, SIGUSR1, a budget,    with PreemptionGuard(rt) as guard:
@@ -7,8 +7,8 @@ the cloud's metadata server                        while guard.should_run(step):
          +------------------ StopFlag ----------------------+
 
 A replica records the step that it is about to start, then reads whether there is a limit. To stop the replicas, the
-calling process forbids new steps for a moment, takes the largest step that any replica has started, on any host, as the
-limit, and lets them continue: all run that step and none a later one, so no collective waits for one that has stopped.
+calling process blocks new steps for a moment and sets the limit to the largest step that any replica on any host has
+started. All replicas run that step and no later step, so no collective waits for a replica that has stopped.
 """
 
 from __future__ import annotations
@@ -37,36 +37,36 @@ from tpu_kit.machine.checks import Machine
 RESULT_TYPE = "application/vnd.tpu-kit.result+json"
 """MIME type under which a notebook cell stores whether its run was preempted."""
 
-# What asks a run to save and end: also a terminal that is closed, and a cluster's notice (sbatch --signal=USR1@60).
+# Signals that ask a run to save and end: SIGHUP if a terminal closes, SIGUSR1 from a cluster (sbatch --signal=USR1@60).
 STOPS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
-_AT_ONCE = (signal.SIGINT, signal.SIGTERM)  # the second one ends a run; a terminal's SIGHUP often comes twice
+_AT_ONCE = (signal.SIGINT, signal.SIGTERM)  # a second signal of these ends a run at once; SIGHUP often comes twice
 
 _POLL = 0.2  # seconds between two reads of the clock and the flag
 
-_DECIDING = -1  # a limit
-# A replica that read no limit has written its step before; that write is visible to all processes long before this.
+_DECIDING = -1  # value of the limit while it is being decided
+# A replica that read no limit has written its step before. All processes see that write well within this time.
 _SETTLE = 0.05  # seconds
-_RESULTS = 2**30  # bytes that results of replicas may take
+_RESULTS = 2**30  # bytes reserved for results of replicas
 
-# Keys below computeMetadata/v1/instance/, the values that end a run, and where cloud.google.com documents them. TPU
-# VMs, also those of queued resources, are Compute Engine machines and have no key of their own for this.
+# Keys below computeMetadata/v1/instance/, the values that end a run, and the pages of cloud.google.com about them. TPU
+# VMs, also in queued resources, are Compute Engine machines without a key of their own for this.
 _ENDS = {
-    # A Spot machine is taken back, with 30 s left, or 120 s where the machine was made with such a notice
+    # A Spot machine is preempted in 30 s, or in 120 s if the machine was created with that notice
     # (compute/docs/instances/create-use-spot).
     "preempted": r"(TRUE)",
-    # 60 s left, with a GPU an hour; MIGRATE_ON_HOST_MAINTENANCE ends nothing
+    # 60 s left, an hour with a GPU; MIGRATE_ON_HOST_MAINTENANCE ends nothing
     # (compute/docs/metadata/getting-live-migration-notice, compute/docs/gpus/gpu-host-maintenance).
     "maintenance-event": r"(TERMINATE_ON_HOST_MAINTENANCE)",
     # The maintenance begins; PENDING is days ahead (tpu/docs/view-maintenance-notifications).
     "upcoming-maintenance?alt=json": r'"maintenance_?status"\s*:\s*"(ONGOING)"',
 }
 _TIMEOUT = 3.0  # seconds in which the server, which is on the same host, must answer
-_TRIES = 3  # to find it
-_PAUSE = 1.0  # seconds until it is asked again
+_TRIES = 3  # failed requests after which the server counts as missing
+_PAUSE = 1.0  # seconds between requests
 
 
 class _Cells(ctypes.Structure):
-    """The shared memory of 1,024 replicas at most; 0 is no limit."""
+    """Layout of the shared memory, for at most 1,024 replicas; limit 0 means no limit."""
 
     _fields_ = (
         ("limit", ctypes.c_int64), ("asked", ctypes.c_int64), ("handles", ctypes.c_int64 * 1024),
@@ -75,10 +75,10 @@ class _Cells(ctypes.Structure):
 
 
 def launch_folder() -> tempfile.TemporaryDirectory[str]:
-    """Makes the folder of the files through which the processes of a launch talk; a context manager that removes it.
+    """Makes a temporary folder for the files that the processes of a launch exchange; a context manager.
 
-    It is in memory, where a write never waits for a disk nor finds it full, if there is room for results: a container
-    often has 64 MiB.
+    The folder is in /dev/shm, where writes never wait for a disk or find it full, if /dev/shm has room for results: a
+    container often has only 64 MiB.
     """
     memory = "/dev/shm"
     has_room = os.access(memory, os.W_OK | os.X_OK) and shutil.disk_usage(memory).free > _RESULTS
@@ -86,10 +86,10 @@ def launch_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 class StopFlag:
-    """The shared memory of a host's replicas, which call `handle`, `may_start`, `ask`, and the calling process.
+    """Shared memory between the calling process and its host's replicas, which call `handle`, `may_start` and `ask`.
 
     Args:
-        folder: of the launch, whose file it is; None for this process and those that it forks.
+        folder: the launch's folder, in which the memory is a file; None shares it with forked processes only.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -105,7 +105,7 @@ class StopFlag:
     def may_start(self, rank: int, step: int) -> bool:
         """Records that a replica starts a step and returns True, unless the step is past the limit.
 
-        Waits while the limit is being decided; else the call takes about a microsecond.
+        Waits while the limit is being decided; otherwise the call takes about a microsecond.
         """
         cells = self._cells
         cells.started[rank] = step
@@ -114,7 +114,7 @@ class StopFlag:
         return not limit or step < limit
 
     def forbids(self, step: int) -> bool:
-        """Whether a step is past the limit, without starting it; False while the limit is being decided."""
+        """Whether a step is past the limit; does not start the step. False while the limit is being decided."""
         return 0 < self._cells.limit <= step
 
     def handle(self, rank: int, handles: bool) -> None:
@@ -122,41 +122,41 @@ class StopFlag:
         self._cells.handles[rank] = handles
 
     def ask(self, *_: object) -> None:
-        """Tells the calling process that this process got one of `STOPS`; can be a signal's handler."""
+        """Tells the calling process that this process received a signal in `STOPS`; usable as a signal handler."""
         self._cells.asked = 1
 
     def hold(self, reason: str) -> int:
-        """Forbids new steps until `release`, and returns the largest step started; called once."""
+        """Blocks new steps until `release`, and returns the largest step that has started; called once."""
         self._cells.reason = reason.encode()[:1023]
         self._cells.limit = _DECIDING
         time.sleep(_SETTLE)
         return max(self._cells.started[:])
 
     def release(self, last: int) -> None:
-        """Allows the steps up to the last one, and none after it."""
+        """Allows the steps up to `last`, and no later step."""
         self._cells.limit = 1 + last
 
     @property
     def handled(self) -> bool:
-        """Whether a replica is in a `with PreemptionGuard`."""
+        """Whether any replica is inside a `PreemptionGuard`."""
         return any(self._cells.handles)
 
     @property
     def asked(self) -> bool:
-        """Whether another process of the launch got one of `STOPS`."""
+        """Whether another process of the launch received a signal in `STOPS`."""
         return bool(self._cells.asked)
 
     @property
     def reason(self) -> str:
-        """Why to stop, 1,023 bytes at most; empty before `hold`."""
+        """Why the run stops, at most 1,023 bytes; empty before `hold`."""
         return str(self._cells.reason.decode(errors="replace"))
 
 
-_flag: StopFlag | None = None  # of this process; replicas that are threads share it
+_flag: StopFlag | None = None  # this process's flag; replicas that are threads share it
 
 
 class PreemptionGuard:
-    """Tells a training loop before each step whether it may start, so that all replicas stop at the same step.
+    """Decides before each step of a training loop whether the step may start, so that all replicas stop together.
 
         with PreemptionGuard(rt) as guard:
             for step in ...:
@@ -165,8 +165,8 @@ class PreemptionGuard:
                 ...
             save()  # inside, so that a signal does not end the process while it saves
 
-    Inside the guard the first SIGINT, and one of `STOPS`, is a notice; outside it a signal ends the launch. Without a
-    launch every step may start. `reason` is None until `should_run` has returned False.
+    Inside the guard, the first SIGINT or signal in `STOPS` stops the loop at the next step; outside, a signal ends the
+    launch. Without a launch every step may start. `reason` is None until `should_run` has returned False.
     """
 
     def __init__(self, rt: Runtime) -> None:
@@ -176,7 +176,7 @@ class PreemptionGuard:
     def __enter__(self) -> PreemptionGuard:
         if self._flag is not None:
             self._flag.handle(self._rank, True)
-        # An inline replica's process has the handler of `Notices`; where replicas are threads, worker.py has set one.
+        # An inline replica's process has the handler of `Notices`; if replicas are threads, worker.py sets a handler.
         in_main = threading.current_thread() is threading.main_thread()
         self._caught = catch_stops() if self._flag is not None and in_main else []
         return self
@@ -188,10 +188,10 @@ class PreemptionGuard:
             self._flag.handle(self._rank, False)
 
     def should_run(self, step: int) -> bool:
-        """Whether this replica may start a step; for the same step all replicas get the same answer.
+        """Whether this replica may start a step; all replicas get the same answer for the same step.
 
         Args:
-            step: 1 or more, never smaller than before; every replica asks for the same steps.
+            step: at least 1, never smaller than before; all replicas ask for the same steps.
         """
         if self._flag is None or self._flag.may_start(self._rank, step):
             return True
@@ -199,27 +199,28 @@ class PreemptionGuard:
         return False
 
     def stopped_before(self, step: int) -> bool:
-        """Whether `should_run` will return False for a step: what prepares it can be abandoned.
+        """Whether `should_run` will return False for a step, so that its preparation can be abandoned.
 
-        Replicas get to know it one after the other. So before its first collective a preparation must ask `should_run`.
+        Replicas learn this at different times: a preparation must call `should_run` before its first collective.
         """
         return self._flag is not None and self._flag.forbids(step)
 
 
 class Terminated(SystemExit):
-    """One of `STOPS` ends the launch; no error of a user's function, which may call `sys.exit`."""
+    """Raised when a signal in `STOPS` ends the launch; unlike SystemExit, which a user's function may raise."""
 
 
 def join(flag: StopFlag | None) -> None:
-    """Makes `flag` the one that this process's replicas read; called by launch alone."""
+    """Sets the flag that this process's replicas read; only `launch` calls this."""
     global _flag
     _flag = flag
 
 
 def catch_stops() -> list[signal.Signals]:
-    """Makes `STOPS` notices where the replicas handle notices, else this process's end; in the main thread.
+    """Installs handlers for `STOPS`: they set the flag if a replica has a `PreemptionGuard`, else end this process.
 
-    Returns those that had no other handler, and were not ignored (nohup ignores SIGHUP): the others stay as they are.
+    Call it in the main thread. Returns the signals that got a handler. Signals that have another handler or are ignored
+    (nohup ignores SIGHUP) stay unchanged.
     """
 
     def handle(number: int, _: object) -> None:
@@ -237,7 +238,7 @@ def catch_stops() -> list[signal.Signals]:
 
 @contextlib.contextmanager
 def stops_raise() -> Iterator[None]:
-    """Lets `STOPS` raise SystemExit(128 + number), as SIGINT raises KeyboardInterrupt, where no handler is set."""
+    """Makes signals in `STOPS` without a handler raise SystemExit(128 + number), as SIGINT raises KeyboardInterrupt."""
     in_main = threading.current_thread() is threading.main_thread()
     free = [number for number in STOPS if in_main and signal.getsignal(number) is signal.SIG_DFL]
 
@@ -254,7 +255,7 @@ def stops_raise() -> Iterator[None]:
 
 
 def stop_name(end: BaseException) -> str:
-    """Names the signal that has raised KeyboardInterrupt or SystemExit; empty for another end."""
+    """Returns the name of the signal that raised KeyboardInterrupt or SystemExit; empty for other exceptions."""
     if isinstance(end, KeyboardInterrupt):
         return "SIGINT"
     code = end.code if isinstance(end, SystemExit) else None
@@ -262,13 +263,13 @@ def stop_name(end: BaseException) -> str:
 
 
 def watch_metadata(give: Callable[[str], None], closed: threading.Event) -> None:
-    """Asks Google Cloud's metadata server, until `closed`, whether the machine is taken back; ends where there is none.
+    """Polls Google Cloud's metadata server until `closed`; calls `give` with the reason if the machine is taken back.
 
-    Maintenance that was announced before the run began does not end it: a run that is started again in the hour before
-    a GPU machine stops would end at once, again and again. `give` is called once, with the reason.
+    Returns after that call, or if there is no server. Maintenance announced before the run began does not end the run:
+    otherwise a run that is restarted in the hour before a GPU machine stops would end at once, again and again.
     """
     server, failures, found = Machine(), 0, False
-    announced = {"preempted": False}  # by key: whether its last value ends the run
+    announced = {"preempted": False}  # by key: whether its last value ends a run
     while not closed.is_set() and (found or failures < _TRIES):
         try:
             for key, pattern in _ENDS.items():
@@ -286,20 +287,20 @@ def watch_metadata(give: Callable[[str], None], closed: threading.Event) -> None
 
 
 class Notices:
-    """Receives, in the calling process, everything that ends a launch early, and tells its replicas once.
+    """Receives all notices to end a launch early, in the calling process, and stops the replicas once.
 
-    SIGINT and `STOPS` are caught in the main thread alone, and only where they were not ignored. The first one is a
-    notice if the function that runs handles preemption (`PreemptionGuard`). If not, and at a second SIGINT or SIGTERM,
-    the launch ends: by KeyboardInterrupt after SIGINT, else by SystemExit(128 + number).
+    SIGINT and `STOPS` are caught only in the main thread, and only if they were not ignored. The first signal stops the
+    replicas at the next step if they handle preemption (`PreemptionGuard`). Otherwise, and at a second SIGINT or
+    SIGTERM, the launch ends with KeyboardInterrupt after SIGINT, else with SystemExit(128 + number).
 
     Args:
-        budget: minutes from now after which the run is to end; None for no such limit.
-        meeting: of the hosts, which stop together; None for this one alone.
-        folder: of the launch; None where the replica runs in this process.
+        budget: minutes from now until the run must end; None for no limit.
+        meeting: the meeting of the hosts, which stop together; None for this host alone.
+        folder: the launch's folder; None if the replica runs in this process.
 
     Attributes:
-        flag: what the replicas read.
-        at_once: whether a second signal has ended the launch: it waits for nothing any more.
+        flag: the flag that the replicas read.
+        at_once: whether a second signal has ended the launch, so that it no longer waits for replicas.
     """
 
     _stack: contextlib.ExitStack
@@ -308,7 +309,7 @@ class Notices:
         self.at_once, self._meeting, self.flag = False, meeting or Meeting(), StopFlag(folder)
         self._budget, self._started = budget, time.monotonic()
         self._signalled, self._closed = False, threading.Event()
-        self._notices: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # a signal's handler may put into it
+        self._notices: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # safe to use in a signal handler
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Notices:
@@ -322,7 +323,7 @@ class Notices:
             if threading.current_thread() is threading.main_thread():
                 for number in (signal.SIGINT, *STOPS):
                     before = signal.getsignal(number)
-                    if before not in (None, signal.SIG_IGN):  # None: not Python's, and could not be restored
+                    if before not in (None, signal.SIG_IGN):  # None: a handler outside of Python, not restorable
                         self._before[number] = before
                         stack.callback(signal.signal, number, before)
                         signal.signal(number, self._on_signal)
@@ -348,7 +349,7 @@ class Notices:
         raise KeyboardInterrupt if number == signal.SIGINT else Terminated(128 + number)
 
     def _serve(self) -> None:
-        """Passes notices on; in a thread, because a signal's handler must not print or wait."""
+        """Handles notices in a thread of its own, because a signal handler must not print or wait."""
         stopped = False
         while True:
             try:
@@ -373,12 +374,12 @@ class Notices:
             print(f"tpu_kit: {text}{'; once more ends at once' if again else ''}", file=sys.stderr, flush=True)
 
     def _stop(self, text: str) -> str:
-        """Stops the replicas, those of all hosts at one step; returns the reason."""
+        """Stops the replicas of all hosts at the same step; returns the reason."""
         if self._meeting.stop_asked() is None:
             self._meeting.ask_stop(text)
         text = self._meeting.stop_asked() or text
         started = self.flag.hold(text)
-        # The launch ends if another host is lost meanwhile.
+        # If another host is lost meanwhile, the launch ends and closes this loop.
         while (last := self._meeting.last_step(started)) is None and not self._closed.wait(0.02):
             pass
         self.flag.release(started if last is None else last)

@@ -1,4 +1,4 @@
-"""Shows the progress of a run: a bar on stderr, and a file that a notebook's live view reads while a model answers."""
+"""Shows the progress of a run: a bar on stderr, and while a model answers a file for a notebook's live view."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import Any
 
 from tpu_kit.machine.storage import atomic
 
-NO_BAR = "TPU_KIT_NO_BAR"  # in the environment: a notebook shows progress in its own way
-ANSWERING_FILE = "answering.json"  # in a run's folder while a model answers: model, answered, asked
-_LOOK = 0.5  # seconds between two readings of the replicas' counts
+NO_BAR = "TPU_KIT_NO_BAR"  # environment variable that hides bars, for notebooks that show progress themselves
+ANSWERING_FILE = "answering.json"  # exists in a run's folder while a model answers: model, answered, asked
+_LOOK = 0.5  # seconds between reads of the replicas' counts
 
 
 def open_bar(name: str, total: int | None, initial: int = 0, unit: str = "step") -> Any:
-    """Opens a progress bar of tqdm on stderr; it shows nothing where `NO_BAR` is in the environment."""
+    """Opens a tqdm progress bar on stderr; it shows nothing if `NO_BAR` is in the environment."""
     from tqdm.std import tqdm  # type: ignore[import-untyped]  # tqdm ships no types
 
-    # A launch's stderr is a pipe to a notebook cell or a log: no terminal width to follow, and each redraw is kept.
+    # The stderr of a launch is a pipe to a notebook cell or a log: it has no width, and it keeps every redraw.
     terminal = sys.stderr.isatty()
     return tqdm(
         desc=name,
@@ -35,20 +35,20 @@ def open_bar(name: str, total: int | None, initial: int = 0, unit: str = "step")
         dynamic_ncols=terminal,
         ncols=None if terminal else 110,
         mininterval=0.5 if terminal else 2.0,
-        delay=0,  # TQDM_DELAY, which notebook/kernel.py sets, is for the bars of other libraries
+        delay=0,  # notebook/kernel.py sets TQDM_DELAY for the bars of other libraries
         disable=NO_BAR in os.environ,
     )
 
 
 @contextlib.contextmanager
 def follow_answers(counts: Path, run: Path, model: str, asked: int) -> Iterator[None]:
-    """Shows the number of complete answers while the body runs.
+    """Shows the number of complete answers while the block runs.
 
     Args:
-        counts: a folder where each replica writes the number of its complete answers into a file, `*.answered`.
-        run: the run's folder; if it exists, `ANSWERING_FILE` is in it until the body ends.
+        counts: folder in which each replica writes the number of its complete answers to a file `*.answered`.
+        run: the run's folder; if it exists, it contains `ANSWERING_FILE` until the block ends.
         model: the bar's text, such as "base model".
-        asked: number of all answers.
+        asked: number of answers in total.
     """
     stop, place, shown = threading.Event(), run / ANSWERING_FILE, -1
 

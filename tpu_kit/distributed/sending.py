@@ -1,8 +1,8 @@
-"""Sends a function and a configuration to the replicas, with all that they need of a notebook's cells or a script.
+"""Sends a function and a configuration to the replicas, with the objects of a notebook or script that they use.
 
-Replicas are other processes, which import functions of modules but cannot find those of `__main__`: cloudpickle sends
-these by value, with the variables that they read. A replica has a copy: what it changes there stays there. A name of
-the configuration such as "__main__:my_reward" is sent, too.
+Replicas are other processes: they import functions of modules but cannot import functions of `__main__`. cloudpickle
+sends these by value, with the variables that they read. Replicas change only their copies. Objects that the
+configuration names, such as "__main__:my_reward", are sent too.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _ERRORS = (pickle.PicklingError, AttributeError, TypeError, ValueError, Recursio
 
 
 def payload_of(fn: Callable[..., Any], config: TrainConfig) -> bytes:
-    """Pickles a function, its configuration, and what that names of `__main__`.
+    """Pickles a function, its configuration, and the objects of `__main__` that the configuration names.
 
     Raises:
-        ValueError: something cannot be sent, such as an open file, a lock or a tensor on a device; it names it.
+        ValueError: an object cannot be sent, such as an open file, a lock or a tensor on a device; the text names it.
     """
     main, arguments = sys.modules["__main__"], getattr(fn, "keywords", {})  # of a partial
     named = _named([config.flat_values(), arguments])
@@ -45,14 +45,14 @@ def payload_of(fn: Callable[..., Any], config: TrainConfig) -> bytes:
 
 
 def restored(payload: bytes) -> tuple[Callable[..., Any], TrainConfig]:
-    """Returns function and configuration in a replica, whose `__main__` gets what the configuration names of it."""
+    """Unpickles function and configuration in a replica, and adds the objects that were sent to its `__main__`."""
     fn, config, mine = pickle.loads(payload)
     vars(sys.modules["__main__"]).update(mine)
     return fn, config
 
 
 def refuse_devices(value: Any) -> None:
-    """Raises PicklingError for a tensor on a device, which the process that reads it would touch."""
+    """Raises PicklingError for a tensor on a device: unpickling it would open the device in the reading process."""
     device = getattr(value, "device", None) if type(value).__module__.startswith("torch") else None
     if device is not None and device.type != "cpu":
         raise pickle.PicklingError(f"it holds a tensor on {device}")
@@ -71,7 +71,7 @@ def _dumped(value: Any) -> bytes:
 
 
 def _named(values: Iterable[Any]) -> Iterator[str]:
-    """Yields the names of `__main__` in texts, also of lists and dictionaries."""
+    """Yields NAME of all texts "__main__:NAME" in the values, their lists and dictionaries."""
     for value in values:
         if isinstance(value, str):
             if value.startswith(_MAIN):
@@ -81,7 +81,7 @@ def _named(values: Iterable[Any]) -> Iterator[str]:
 
 
 def _culprit(value: Any, label: str, seen: frozenset[int] = frozenset()) -> tuple[str, str] | None:
-    """Finds the innermost value that cannot be sent: its place and the error; None where all can be."""
+    """Finds the innermost value that cannot be pickled; returns its location and the error, or None."""
     if id(value) in seen:
         return None
     try:
@@ -97,7 +97,7 @@ def _culprit(value: Any, label: str, seen: frozenset[int] = frozenset()) -> tupl
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yields what is sent with a value: its name where it is a variable of a function or an argument, and itself."""
+    """Yields the parts of a value that are pickled with it, after their names; "" for a part without a name."""
     if isinstance(value, functools.partial):
         yield "", value.func
         yield from (("", each) for each in value.args)

@@ -1,5 +1,5 @@
-"""What runs in each replica: its process, its backend and memory, collectives, and the rehearsal on XLA:CPU.
+"""Code that runs in replicas: processes, backends, collectives, and the rehearsal on XLA:CPU.
 
-Offers `runtime.Runtime` and `backends`, the kinds of it; `worker` is the program of the other processes.
-Must not know what the function of a launch computes.
+Offers `runtime.Runtime` and its subclasses in `backends`; `worker` is the program of the launcher and the replicas.
+Must not know the purpose of the function that a launch runs.
 """

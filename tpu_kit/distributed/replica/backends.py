@@ -1,4 +1,4 @@
-"""The kinds of `runtime.Runtime`. On torch_xla tensors are lazy: `sync` runs the recorded graph as one program."""
+"""Implements `runtime.Runtime` per device type. torch_xla's tensors are lazy: `sync` runs the graph as a program."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class CudaRuntime(Runtime):
         return torch.cuda.max_memory_allocated(self.local_device), torch.cuda.mem_get_info(self.local_device)[1]
 
     def counters(self) -> dict[str, int]:
-        """See `Runtime.counters`; of programs those of torch.compile."""
+        """See `Runtime.counters`; counts programs of torch.compile."""
         from torch._dynamo.utils import counters
 
         return {"compiles": int(counters["stats"]["unique_graphs"])}
 
 
 class TorchTpuRuntime(Runtime):
-    """A replica on a TPU through TorchTPU, in a process of its own. Tensors are not lazy."""
+    """A replica on a TPU with TorchTPU, in its own process. Tensors are not lazy."""
 
     device_type = "torch-tpu"
     has_programs = traces_steps = True
@@ -50,7 +50,7 @@ class TorchTpuRuntime(Runtime):
         return torch_tpu.memory(self.local_device)
 
     def counters(self) -> dict[str, int]:
-        """See `Runtime.counters`; programs that XLA has compiled, of single operations too."""
+        """See `Runtime.counters`; counts all programs that XLA has compiled, also of single operations."""
         return {"compiles": torch_tpu.compile_count()}
 
 
@@ -74,7 +74,7 @@ class _XlaRuntime(Runtime):
         return xm.send_cpu_data_to_device(batches, self.local_device)
 
     def seed(self, number: int) -> None:
-        """Seeds this thread's device: each thread of XLA:CPU has its own random numbers."""
+        """Seeds this thread's device: threads of XLA:CPU have separate random numbers."""
         import torch_xla
 
         torch_xla.manual_seed(number, self.local_device)
@@ -97,7 +97,7 @@ class _XlaRuntime(Runtime):
 
 
 class TpuRuntime(_XlaRuntime):
-    """A replica on a TPU device, in a process of its own or a thread of its chip's process."""
+    """A replica on a TPU device, in its own process or in a thread of its chip's process."""
 
     device_type = "tpu"
 
@@ -113,7 +113,7 @@ class TpuRuntime(_XlaRuntime):
             return [mine]
         import torch_xla.runtime as xr
 
-        assert self._group is not None, "the launcher gives it to several replicas"
+        assert self._group is not None, "several replicas get it from the launcher"
         return self._group.exchange(
             self.rank, mine, xr.addressable_device_count(), xr.process_index(), xr.process_count()
         )
@@ -134,7 +134,7 @@ class TpuRuntime(_XlaRuntime):
 
 
 class SimulatedRuntime(_XlaRuntime):
-    """A replica on XLA:CPU, a thread of one process: the simulation of a TPU host; see `cpu_simulation`."""
+    """A replica on XLA:CPU, a thread of a process that simulates a TPU host; see `cpu_simulation`."""
 
     device_type = "xla-cpu"
 
@@ -159,9 +159,9 @@ class SimulatedRuntime(_XlaRuntime):
 
 
 class MeshRuntime(_XlaRuntime):
-    """A process that drives the devices of a mesh on one host; the programs hold their collectives (SPMD).
+    """A process that drives the devices of a mesh on its host; programs contain their collectives (SPMD).
 
-    `mesh` has the devices of all hosts; several hosts have joined a process group on the CPU.
+    `mesh` has the devices of all hosts. If there are several hosts, they have joined a process group on the CPU.
     """
 
     def __init__(self, device_type: DeviceType, mesh: Mesh, local_device: torch.device, hosts: Hosts = ONE) -> None:
@@ -173,11 +173,11 @@ class MeshRuntime(_XlaRuntime):
 
     @property
     def data_shards(self) -> list[int]:
-        """Those that a device of this process holds; a model axis over hosts gives several hosts the same."""
+        """The shards of a batch on this process's devices; hosts along a model axis have the same shards."""
         return sorted(set(row_shards(self.mesh, self.devices)))
 
     def all_reduce(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Does nothing for tensors of a program, which are of all rows; sums CPU tensors over the hosts."""
+        """Sums CPU tensors over the hosts; leaves a program's tensors, which already are sums over all rows."""
         for tensor in tensors:
             if self.num_hosts > 1 and tensor.device.type == "cpu":
                 import torch.distributed as dist
@@ -185,12 +185,12 @@ class MeshRuntime(_XlaRuntime):
                 dist.all_reduce(tensor)
 
     def to_device(self, batches: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
-        """Sends each device its rows, of tensors with two dimensions or more; all else is sent whole to each."""
+        """Sends devices their rows of tensors with two or more dimensions; replicates other tensors on all devices."""
         return [{name: put_rows(one) if one.ndim >= 2 else put(one, (None,) * one.ndim) for name, one in batch.items()}
                 for batch in batches]  # fmt: skip
 
     def put(self, tensors: Sequence[torch.Tensor], spec: Spec | None = None) -> list[torch.Tensor]:
-        """Sends each device its shards; see `Runtime.put`."""
+        """Sends devices their shards; see `Runtime.put`."""
         return [put(one, spec or (None,) * one.ndim) for one in tensors]
 
     def to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -202,7 +202,7 @@ class MeshRuntime(_XlaRuntime):
         return pieces([tensor.detach() for tensor in tensors], self.devices)
 
     def exchange(self, mine: T) -> list[T]:
-        """See `Runtime.exchange`; one process drives all devices."""
+        """See `Runtime.exchange`; a single process drives all devices."""
         assert self.num_hosts == 1, "runs that sample are refused on several hosts"
         return [mine]
 

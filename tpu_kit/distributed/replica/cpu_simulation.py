@@ -1,15 +1,15 @@
-"""Runs several replicas on XLA:CPU in one process: the rehearsal of the TPU on a machine without one.
+"""Runs several replicas on XLA:CPU in one process, to rehearse a TPU run on a machine without a TPU.
 
-The replicas are threads, each with its own XLA device, and run real collectives. Two measures make that reliable. A
-TPU needs neither, because there each replica is a process.
+The replicas are threads with their own XLA devices, and run real collectives. Two measures make that reliable; a TPU
+needs neither, because there a replica is a process.
 
 **One replica compiles, the others follow.** If two threads compile the same graph, the programs get different
-collective ids and wait for each other for ever. So `run` puts a barrier around torch_xla's step marker: when all
+collective ids and wait for each other forever. So `run` puts a barrier around torch_xla's step marker: when all
 replicas have traced, rank 0 compiles and starts, then the others find the program in the cache.
 
 **No buffer is donated** (`environment` turns torch_xla's parameter aliasing off). A thread that frees a donated buffer
-blocks until the execution that took the buffer has ended. Threads do free such buffers early, and block while they hold
-what the last replica needs to start: a worker of torch_xla's pool that destroys its previous task
+blocks until the execution that took the buffer has ended. Threads free such buffers early, and block while they hold a
+resource that the last replica needs to start: a worker of torch_xla's pool that destroys its previous task
 (`XLAGraphExecutor::Async`, which owns the inputs), or Python with the GIL, dropping the token of the last all-reduce.
 Then the collective never completes and XLA ends the process ("Expected 4 threads to join the rendezvous, but only 3 of
 them arrived"). On two busy cores, 8 of 9 launches of 50 steps aborted with donation and none without it.
@@ -28,16 +28,16 @@ T = TypeVar("T")
 
 
 class _Rendezvous:
-    """A barrier of ranks that names the missing ones."""
+    """A barrier that names the missing ranks in its error."""
 
     def __init__(self, count: int, timeout: float) -> None:
         self._count, self._timeout = count, timeout
         self._condition = threading.Condition()
         self._arrived: set[int] = set()
         self._round = 0
-        self._unhurried = 0  # replicas that may take their time
+        self._unhurried = 0  # number of replicas without a time limit
         self._failure: str | None = None
-        self.given: dict[int, Any] = {}  # by rank
+        self.given: dict[int, Any] = {}  # values by rank
 
     def wait(self, rank: int) -> None:
         with self._condition:
@@ -62,7 +62,7 @@ class _Rendezvous:
                     f"(launch.hang_timeout), where rank {', '.join(map(str, sorted(self._arrived)))} waited"
                 )
                 self._condition.notify_all()
-                faulthandler.dump_traceback()  # shows what the missing ranks do
+                faulthandler.dump_traceback()  # shows where the missing ranks are
             raise MeetingError(self._failure)
 
     def end(self, why: str) -> None:
@@ -82,25 +82,25 @@ class _Rendezvous:
 
 
 class MeetingError(RuntimeError):
-    """The replicas can take no more steps together: one failed, or did not reach the step."""
+    """Raised in replicas that wait for a replica that failed or did not reach the step."""
 
 
 def environment(devices: int, replicas: bool = True) -> dict[str, str]:
-    """The variables that a process of XLA:CPU must start with; its devices are replicas, or else a mesh.
+    """Returns the environment variables of a process with `devices` XLA:CPU devices, which are replicas or a mesh.
 
-    JAX, which lowers kernels, would else open the machine's TPU.
+    JAX_PLATFORMS keeps JAX, which lowers kernels, from opening the machine's TPU.
     """
     settings = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
     if replicas and devices > 1:
-        # Two threads a replica: one starts programs, the other moves data.
+        # Two threads per replica: one starts programs, the other moves data.
         settings |= {"XLA_THREAD_POOL_SIZE": str(2 * devices), "XLA_ENABLE_PARAM_ALIASING": "0"}
     return settings
 
 
 def run(replica: Callable[[], None], replicas: int, timeout: float) -> None:
-    """Runs a function in one thread for each device, with a barrier around the step marker; called once in a process.
+    """Runs a function in a thread per device, with a barrier around the step marker; called once per process.
 
-    A replica that has not reached a step after `timeout`, seconds, is reported.
+    Raises MeetingError in the replicas that wait if another does not reach the step within `timeout` seconds.
     """
     global _rendezvous
     import torch_xla
@@ -122,23 +122,23 @@ def run(replica: Callable[[], None], replicas: int, timeout: float) -> None:
 
     if replicas > 1:
         extension._xla_step_marker = ordered
-    pjrt._run_thread_per_device(0, 1, replica, pjrt.initialize_multiprocess)  # as xmp.spawn in its process for a CPU
+    pjrt._run_thread_per_device(0, 1, replica, pjrt.initialize_multiprocess)  # as xmp.spawn does for CPU devices
 
 
 def meet(rank: int) -> None:
-    """Waits on the host for all replicas; raises MeetingError if one failed or did not reach the barrier."""
+    """Waits on the host for all replicas; raises MeetingError if a replica failed or did not reach the barrier."""
     assert _rendezvous is not None, "`run` comes first"
     _rendezvous.wait(rank)
 
 
 def gather(rank: int, mine: T) -> list[T]:
-    """Returns what each replica gives, by rank; all must call it. Raises MeetingError as `meet`."""
+    """Gathers a value from every replica; returns the values by rank. All replicas must call it. Raises as `meet`."""
     assert _rendezvous is not None, "`run` comes first"
     _rendezvous.given[rank] = mine
     _rendezvous.wait(rank)
     result = [_rendezvous.given[other] for other in sorted(_rendezvous.given)]
     _rendezvous.wait(rank)
-    del _rendezvous.given[rank]  # which all have read, and which may be large
+    del _rendezvous.given[rank]  # all have read it, and it may be large
     return result
 
 
@@ -149,12 +149,12 @@ def any_replica(rank: int, mine: bool) -> bool:
 
 @contextlib.contextmanager
 def unhurried() -> Iterator[None]:
-    """Lets the other replicas wait as long as the body takes, which judges completions under limits of its own."""
+    """Suspends the time limit of waiting replicas during the block, which judges completions with its own limits."""
     with _rendezvous.unhurried() if _rendezvous else contextlib.nullcontext():
         yield
 
 
 def end(why: str) -> None:
-    """Ends the wait of all replicas that wait, now or later, with a `MeetingError`."""
+    """Makes all present and future waits of replicas raise `MeetingError`."""
     if _rendezvous is not None:
         _rendezvous.end(why)

@@ -1,6 +1,6 @@
-"""Gives each replica what all give: in memory between threads, by a process group between processes.
+"""Gathers values from all replicas: in memory between threads, with a process group between processes.
 
-The processes of a TPU's chips join a group on the CPU when they first exchange something.
+The processes of a TPU's chips join a process group on the CPU at their first exchange.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ T = TypeVar("T")
 
 
 def between_processes(mine: T, device: torch.device) -> list[T]:
-    """Returns what each process of the process group gives, by rank.
+    """Gathers a value from every process of the process group; returns the values by rank.
 
     Args:
-        mine: a value for JSON; tuples of the others come as lists.
-        device: where the group's collectives take tensors.
+        mine: a JSON value; tuples become lists.
+        device: device on which the group's collectives need tensors.
     """
     import torch
     import torch.distributed as dist
@@ -42,31 +42,31 @@ def between_processes(mine: T, device: torch.device) -> list[T]:
 
 
 class ProcessGroup:
-    """The processes of a TPU's chips, each with as many replicas, which are its threads.
+    """Exchanges values between the processes of a TPU's chips, whose threads are replicas.
 
-    It is sent to each process once, and its threads share it there.
+    Every process gets a copy, which its threads share.
 
     Args:
-        connect: joins the process group on the CPU, by the number of this process and the number of all.
+        connect: joins the process group on the CPU, given the number of this process and the number of processes.
     """
 
     def __init__(self, connect: Callable[[int, int], None]) -> None:
         self._connect, self._lock = connect, threading.Lock()
         self._arrived: threading.Barrier | None = None
         self._read: threading.Barrier | None = None
-        self._given: dict[int, Any] = {}  # by rank, of the threads of this process
-        self._all: list[Any] = []  # by rank
+        self._given: dict[int, Any] = {}  # values of this process's threads, by rank
+        self._all: list[Any] = []  # values of all replicas, by rank
 
     def __reduce__(self) -> tuple[type[ProcessGroup], tuple[Callable[[int, int], None]]]:
         return type(self), (self._connect,)
 
     def exchange(self, rank: int, mine: T, threads: int, process: int, processes: int) -> list[T]:
-        """Returns what each replica gives, by rank; all must call it, with one number of threads and processes.
+        """Gathers a value from every replica; returns the values by rank. All replicas must call it.
 
         Args:
-            rank: of this replica.
+            rank: number of this replica.
             mine: as in `between_processes`.
-            threads: replicas of each process.
+            threads: number of replicas per process.
             process: number of this process.
             processes: number of processes.
         """
@@ -76,11 +76,11 @@ class ProcessGroup:
             self._given[rank] = mine
         self._arrived.wait()
         found = self._all
-        self._read.wait()  # the next exchange replaces it
+        self._read.wait()  # before the next exchange replaces `_all`
         return found
 
     def _join(self, process: int, processes: int) -> None:
-        """Exchanges what the threads of all processes give; called in one thread while the others wait."""
+        """Exchanges the values of all processes' threads; runs in one thread while the others wait."""
         given, self._given = self._given, {}
         together = [[*given.items()]]
         if processes > 1:

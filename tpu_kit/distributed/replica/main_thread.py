@@ -1,9 +1,9 @@
-"""Calls functions of users in the main thread of their process, and ends calls that are to end.
+"""Calls user functions in the main thread of a process, and ends calls that hang or must stop.
 
 Only the main thread can set signal handlers and timers, so `signal.alarm` and math-verify's `parse` fail elsewhere. A
-replica on a GPU or the CPU is the main thread of its process. Replicas of XLA are other threads, for which the main
-thread waits in Python (worker.py); SIGUSR2 makes it run their calls, one after the other. During a call SIGUSR2 raises
-`CallEnded` in the function, also while it sleeps or waits for the network.
+replica on a GPU or the CPU is the main thread of its process. XLA replicas are other threads, while the main thread
+waits in Python (worker.py); SIGUSR2 makes it run their calls in order. During a call SIGUSR2 raises `CallEnded` in the
+function, also while it sleeps or waits for the network.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from tpu_kit.distributed.child_process import processor_times
 
 T = TypeVar("T")
 
-_LOOK = 0.2  # seconds between two looks at what ends a call
-_BEAT = 1.0  # seconds between two readings of the processor time; a tenth of what a call may wait where that is less
-_BUSY = 0.03  # processor seconds in a second that are more than a process needs that waits
+_LOOK = 0.2  # seconds between two checks whether a call must end
+_BEAT = 1.0  # seconds between two reads of the processor time; a tenth of `patience` if that is less
+_BUSY = 0.03  # seconds of processor time per second; a process that waits uses less
 
 
 class CallEnded(BaseException):
-    """A call was ended. No Exception, which functions of users catch.
+    """Raised in a function whose call is ended. Not an Exception, because user functions may catch these.
 
     Attributes:
-        why: "stop", or the text of why it hangs.
+        why: "stop", or a text that describes the hang.
     """
 
     def __init__(self, why: str) -> None:
@@ -39,7 +39,7 @@ class CallEnded(BaseException):
 
 
 class _Call(Generic[T]):
-    """A function, and how it ended."""
+    """A call of a function and its outcome."""
 
     def __init__(self, function: Callable[[], T]) -> None:
         self._function = function
@@ -49,7 +49,7 @@ class _Call(Generic[T]):
         self._error: BaseException | None = None
 
     def run(self) -> None:
-        """Calls the function, unless the call was ended before."""
+        """Calls the function, unless the call is already ended."""
         self.started = True
         try:
             if self.end is None:
@@ -60,14 +60,14 @@ class _Call(Generic[T]):
             self.over.set()
 
     def result(self) -> T:
-        """Returns what the function returned, or raises its error; an ended call has no result, whatever it caught."""
+        """Returns the function's result or raises its error; an ended call raises CallEnded even if it returned."""
         if error := self.end or self._error:
             raise error
         return self._value  # type: ignore[return-value]
 
 
 class _Handler:
-    """The handler of SIGUSR2, in the main thread: it raises in the function that runs there, if the call is to end."""
+    """The handler of SIGUSR2 in the main thread: raises `CallEnded` in the running function if its call must end."""
 
     def __init__(self) -> None:
         self._running: _Call[Any] | None = None
@@ -77,7 +77,7 @@ class _Handler:
         self._running = job
         try:
             job.run()
-        except CallEnded:  # raised between the end of the function and the next lines
+        except CallEnded:  # raised after the end of the function
             pass
         finally:
             self._running = None
@@ -89,14 +89,14 @@ class _Handler:
             raise self._running.end
 
     def _idle(self) -> None:
-        """Is called where no function runs."""
+        """Handles a signal while no function runs."""
 
 
 class _Server(_Handler):
-    """Runs the calls of other threads, one after the other.
+    """Runs the calls of other threads in order.
 
     Attributes:
-        calls: those that wait.
+        calls: the waiting calls.
     """
 
     def __init__(self) -> None:
@@ -107,13 +107,13 @@ class _Server(_Handler):
         hangs = None
         while not self.calls.empty():
             job = self.calls.get()
-            job.end = job.end or hangs  # the launch would be ended while the next one hangs, too
+            job.end = job.end or hangs  # after a hang, waiting calls end too: a second hang would end the launch
             self.run(job)
             hangs = job.end if job.end and job.end.why != "stop" else hangs
 
 
 def serve() -> None:
-    """Makes the main thread, which calls this once and then only waits, run the calls of other threads."""
+    """Makes the main thread run the calls of other threads; it calls this once and then only waits."""
     signal.signal(signal.SIGUSR2, _Server())
 
 
@@ -121,17 +121,17 @@ def call(
     function: Callable[[], T], stop: Callable[[], bool] = lambda: False, patience: float | None = None, *,
     aside: bool = False,
 ) -> T:  # fmt: skip
-    """Calls a function in the main thread, or in this one if the main thread runs no calls, and returns its result.
+    """Calls a function in the main thread, or in this thread if the main thread runs no calls; returns its result.
 
     Args:
-        function: of a user.
-        stop: asked 5 times a second; once it returns True, the call is ended.
-        patience: seconds without processor time of this process and its children after which the call is ended.
-        aside: call it in a thread of its own instead, which is abandoned when the call is ended.
+        function: the user's function.
+        stop: called 5 times a second; the call is ended once it returns True.
+        patience: seconds after which the call is ended if this process and its children use no processor time.
+        aside: call the function in a new thread instead, which is abandoned when the call is ended.
 
     Raises:
-        CallEnded: by `stop` or `patience`.
-        BaseException: of the function.
+        CallEnded: `stop` or `patience` has ended the call.
+        BaseException: the function's error.
     """
     job, main, handler = _Call(function), threading.main_thread(), signal.getsignal(signal.SIGUSR2)
     if aside:
@@ -164,12 +164,12 @@ def _call_here(job: _Call[Any], stop: Callable[[], bool], patience: float | None
         handler.run(job)
     finally:
         job.over.set()
-        watcher.join()  # its signal would end the process once the handler is the system's
+        watcher.join()  # its signal would end the process after the handler is reset
         signal.signal(signal.SIGUSR2, before or signal.SIG_DFL)
 
 
 def _watch(job: _Call[Any], stop: Callable[[], bool], patience: float | None, interrupt: Callable[[], None]) -> None:
-    """Waits for the end of a call; interrupts one that is to end again and again, as it may catch what is raised."""
+    """Waits for the end of a call; if it must end, interrupts it repeatedly, because it may catch `CallEnded`."""
     used = seen = read_at = 0.0
     beat = min(_BEAT, (patience or math.inf) / 10)
     while not job.over.wait(_LOOK):
@@ -177,7 +177,7 @@ def _watch(job: _Call[Any], stop: Callable[[], bool], patience: float | None, in
         if not job.started or not seen:
             seen = read_at = now
         if patience is not None and job.end is None and now - read_at > beat:
-            # Without the time that the reading itself takes.
+            # Without the time of this thread, which reads it.
             before, used = used, sum(processor_times(os.getpid()).values()) - time.thread_time()
             if used - before > _BUSY * (now - read_at):
                 seen = now

@@ -1,9 +1,9 @@
 """Starts the mesh of a process that drives several devices, and copies tensors to its devices and back.
 
-`put` gives each device its shard of a tensor, `read` joins the shards. Both take torch_xla's private functions for
-shards: the public ones compile a program, or hold the whole tensor on the device. On a slice of several hosts each
-process gives and reads the shards of its own devices: `_global_tensor_from_cpu_shards` takes one for each local device,
-in the order of `_xla_get_runtime_devices` (torch_xla 2.9, init_python_bindings.cpp).
+`put` sends devices their shards of a tensor, `read` joins the shards. Both use torch_xla's private functions for
+shards, because the public functions compile a program or need memory for the whole tensor on the device. On a slice of
+several hosts, a process copies only the shards of its own devices: `_global_tensor_from_cpu_shards` takes a shard per
+local device, in the order of `_xla_get_runtime_devices` (torch_xla 2.9, init_python_bindings.cpp).
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import torch
 from tpu_kit.config.mesh import BATCH, Mesh, Spec
 
 Box = tuple[slice, ...]
-"""A part of a tensor: where it starts and stops in each dimension."""
-_mesh = Mesh()  # of the process: autograd runs the backward pass in threads of its own
+"""A part of a tensor, as a slice per dimension."""
+_mesh = Mesh()  # global, not thread-local, because autograd runs the backward pass in its own threads
 
 
 def active_mesh() -> Mesh:
-    """The mesh over which the programs of this process are sharded; of size 1 where a program is for one device."""
+    """Returns the mesh over which this process's programs are sharded; its size is 1 for a single device."""
     return _mesh
 
 
 @contextlib.contextmanager
 def use_mesh(mesh: Mesh) -> Iterator[None]:
-    """Makes `mesh` the one of this process."""
+    """Sets the active mesh for the block."""
     global _mesh
     before, _mesh = _mesh, mesh
     try:
@@ -37,12 +37,12 @@ def use_mesh(mesh: Mesh) -> Iterator[None]:
 
 
 def start(mesh: Mesh) -> None:
-    """Lets this process drive its devices of `mesh`, before it touches one; for as long as it lives.
+    """Makes this process drive its devices of `mesh` until it ends; call it before any use of a device.
 
-    Devices are numbered as the runtime orders them: by their place in the slice, and by slice.
+    The runtime numbers devices by slice, then by position in the slice.
 
     Raises:
-        ValueError: the mesh has another number of devices than there are.
+        ValueError: the mesh and the runtime have different numbers of devices.
     """
     import numpy as np
     import torch_xla.distributed.spmd as xs
@@ -53,27 +53,27 @@ def start(mesh: Mesh) -> None:
     if (there := xr.global_runtime_device_count()) != mesh.size:
         raise ValueError(
             f"launch.mesh={mesh} is a mesh of {mesh.size} devices, and the runtime has {there}: on a slice start all "
-            "hosts of it, and let TPU_WORKER_HOSTNAMES or TPU_KIT_HOSTS name all of them"
+            "hosts, and set TPU_WORKER_HOSTNAMES or TPU_KIT_HOSTS to all of them"
         )
     xs.set_global_mesh(xs.Mesh(np.arange(mesh.size), tuple(mesh.sizes.values()), tuple(mesh.sizes)))
     _mesh = mesh
 
 
 def local_devices() -> list[int]:
-    """The numbers of the devices that this process drives, in the order of the runtime; on a slice the host's own."""
+    """Returns the numbers of the devices that this process drives, in the runtime's order; on a slice the host's."""
     import torch_xla
 
     return [_number(name) for name in torch_xla._XLAC._xla_get_runtime_devices()]
 
 
 def _number(name: str) -> int:
-    return int(name.rpartition(":")[2])  # of "TPU:3"
+    return int(name.rpartition(":")[2])  # a name such as "TPU:3"
 
 
 def put(tensor: torch.Tensor, spec: Spec, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Moves a CPU tensor to the devices in `dtype`, to each its shard; nothing is compiled.
+    """Moves a CPU tensor to the devices, converted to `dtype` and sharded by `spec`, without compiling.
 
-    Axes that do not divide their dimension are left out of `spec`.
+    Axes that do not divide their dimension are removed from `spec`.
     """
     spec, tensor = _mesh.fitted(spec, tensor.shape), tensor.detach()
     return _of_shards(cut(tensor, _mesh, spec, local_devices(), dtype), spec, tensor.shape)
@@ -82,7 +82,7 @@ def put(tensor: torch.Tensor, spec: Spec, dtype: torch.dtype | None = None) -> t
 def cut(
     tensor: torch.Tensor, mesh: Mesh, spec: Spec, devices: Sequence[int], dtype: torch.dtype | None = None
 ) -> list[torch.Tensor]:
-    """Copies the shards of some devices out of a CPU tensor; devices with the same shard share the copy."""
+    """Copies the shards of `devices` from a CPU tensor; devices with the same shard share the copy."""
     places = boxes(mesh, spec, tensor.shape, devices)
     distinct = {str(box): box for box in places}
     shards = {key: tensor[box].to(dtype or tensor.dtype).contiguous() for key, box in distinct.items()}
@@ -90,15 +90,15 @@ def cut(
 
 
 def row_shards(mesh: Mesh, devices: Sequence[int]) -> list[int]:
-    """The shards of a batch that some devices hold, in the order of the devices."""
+    """Returns the numbers of the batch shards on `devices`, in their order."""
     return [box[0].start for box in boxes(mesh, (BATCH,), (mesh.batch_shards,), devices)]
 
 
 def put_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Moves this process's rows of a batch, (B, S, ...), to its devices; see `put`.
+    """Moves this process's rows of a batch to its devices; see `put`.
 
     Args:
-        tensor: as many rows for each of the shards that its devices hold, the smallest shard first.
+        tensor: (B, S, ...); equal numbers of rows for the batch shards on these devices, by shard number.
     """
     shards = row_shards(_mesh, local_devices())
     held = sorted(set(shards))
@@ -111,9 +111,9 @@ def put_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def put_stack(parts: list[torch.Tensor], spec: Spec, dtype: torch.dtype) -> torch.Tensor:
-    """Moves the stack of CPU tensors to the devices in `dtype`; the host never holds it besides its shards.
+    """Stacks CPU tensors and moves the stack to the devices, converted to `dtype`; the host holds only its shards.
 
-    The list of `parts`, tensors of one shape, is empty afterwards. `spec` is the stack's, its first dimension whole.
+    Empties the list `parts`, whose tensors have the same shape. `spec`, the stack's, has its first dimension whole.
     """
     shape = torch.Size([len(parts), *parts[0].shape])
     spec = _mesh.fitted(spec, shape)
@@ -139,17 +139,17 @@ def _of_shards(shards: list[torch.Tensor], spec: Spec, shape: torch.Size) -> tor
 
 
 def read(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies whole tensors of the devices to the CPU; nothing is compiled.
+    """Copies whole tensors from the devices to the CPU, without compiling.
 
-    Of a sharded tensor all programs that were started are awaited; of another one the program that computes it.
+    If any tensor is sharded, waits for all programs that were started; else for the programs that compute the tensors.
     """
     return [_joined(one) if parts else one.cpu() for one, parts in zip(tensors, _sharded(tensors), strict=True)]
 
 
 def pieces(tensors: Sequence[torch.Tensor], devices: Collection[int]) -> list[list[tuple[Box, torch.Tensor]]]:
-    """Copies the parts of tensors that some devices, together with all others, hold once: for each its box and values.
+    """Copies the boxes and values of tensors' parts on `devices`; calls for all devices return every part once.
 
-    Of equal shards it is the first replica. Tensors that are not sharded belong to device 0.
+    If several devices have the same shard, it belongs to the first. Tensors that are not sharded belong to device 0.
     """
     found: list[list[tuple[Box, torch.Tensor]]] = []
     for tensor, parts in zip(tensors, _sharded(tensors), strict=True):
@@ -163,7 +163,7 @@ def pieces(tensors: Sequence[torch.Tensor], devices: Collection[int]) -> list[li
 
 
 def _sharded(tensors: Sequence[torch.Tensor]) -> list[bool]:
-    """Which of the tensors are sharded; then waits until all programs have ended."""
+    """Whether each tensor is sharded; if any is, waits until all programs have ended."""
     import torch_xla
     import torch_xla.core.xla_model as xm
 
@@ -184,7 +184,7 @@ def _joined(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _shards(tensor: torch.Tensor) -> Iterator[tuple[int, int, Box, torch.Tensor]]:
-    """For each device of this process its number, which replica of its shard it holds, the box, and the values."""
+    """Yields the device number, the replica number of its shard, the box and the values, for this process's devices."""
     import torch_xla
 
     shards = torch_xla._XLAC._get_local_shards([tensor])[0]
@@ -196,7 +196,7 @@ def _shards(tensor: torch.Tensor) -> Iterator[tuple[int, int, Box, torch.Tensor]
 
 
 def boxes(mesh: Mesh, spec: Spec, shape: Sequence[int], devices: Sequence[int] | None = None) -> list[Box]:
-    """The part of a tensor that each device holds, in the order of `devices`; by default of all."""
+    """Returns the parts of a tensor that `devices` hold, in their order; by default of all devices."""
     sizes = mesh.shard_shape(spec, shape)
     found = []
     for device in range(mesh.size) if devices is None else devices:

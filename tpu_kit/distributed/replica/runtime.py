@@ -1,4 +1,4 @@
-"""What a replica does on its device, and which replica a thread is."""
+"""Defines a replica's operations on its device, and finds the replica of a thread."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 DeviceType = Literal["tpu", "torch-tpu", "cuda", "cpu", "xla-cpu"]
 
-# New objects after which the kit's processes look for garbage. Python's 700 take a quarter of the time in which torch,
-# torch_xla and transformers are imported, whose millions of objects stay.
+# New objects between two garbage collections in the kit's processes. Python's default of 700 takes a quarter of the
+# import time of torch, torch_xla and transformers, which make millions of permanent objects.
 GC_THRESHOLD = 50_000
 _local = threading.local()  # the replicas of XLA:CPU are threads of one process
 M = TypeVar("M", bound="torch.nn.Module")
@@ -25,17 +25,17 @@ T = TypeVar("T")
 
 
 class Outdated(ValueError):
-    """Raised in a replica: what the launch was planned for has changed meanwhile; plan again, and launch anew."""
+    """Raised in a replica if facts have changed since the launch was planned: plan and launch again."""
 
 
 class Shared:
-    """What the replicas of one process, which are its threads, load once."""
+    """A model that replicas load once, because they are threads of the same process."""
 
     def __init__(self) -> None:
         self._lock, self._loaded = threading.Lock(), list[Any]()
 
     def load(self, load: Callable[[], tuple[M, T]]) -> tuple[M, T]:
-        """Returns a copy of the model, because moving a shared one to its device would take it from the others."""
+        """Loads the model at the first call; returns a copy, because moving a shared model to a device affects all."""
         with self._lock:
             if not self._loaded:
                 self._loaded.append(load())
@@ -44,22 +44,22 @@ class Shared:
 
 
 class Runtime:
-    """What one replica does on one of PyTorch's own devices; `backends` has what differs on a GPU and on torch_xla's.
+    """A replica's device and collectives, with PyTorch's operations; subclasses in `backends` are for GPUs and XLA.
 
     Attributes:
         device_type: "tpu", "torch-tpu", "cuda", "cpu" or "xla-cpu".
         is_xla: whether tensors are lazy: nothing runs before `sync`.
-        has_programs: whether XLA compiles a program for each shape, so that batches are padded to a few shapes.
-        traces_steps: whether a step must be traced as one program, because its operations run one by one otherwise.
+        has_programs: whether XLA compiles a program per shape, so that batches are padded to a few shapes.
+        traces_steps: whether a step must be traced as a program, because its operations otherwise run one at a time.
         rank: number of this replica.
         world_size: number of replicas.
         local_device: the device of this replica.
-        num_hosts: number of hosts of the run, with as many replicas each.
-        local_rank: number of this replica among the replicas of its host.
-        num_devices: number of devices that work on an update.
+        num_hosts: number of hosts of the run, which have equal numbers of replicas.
+        local_rank: number of this replica on its host.
+        num_devices: number of devices that compute an update.
         data_size: number of shards into which the rows of a batch are divided.
-        shares_state: whether each host holds, and saves, a part of the training state alone.
-        shared: with the other replicas of this process; None where it has no others.
+        shares_state: whether a host holds and saves only a part of the training state.
+        shared: model shared with the other replicas of this process; None if there are none.
     """
 
     device_type: DeviceType
@@ -74,20 +74,20 @@ class Runtime:
 
     @property
     def data_shards(self) -> list[int]:
-        """The shards whose rows this process sends."""
+        """The shards of a batch whose rows this process sends to its devices."""
         return [self.rank]
 
     def sync(self) -> None:
-        """Cuts the lazy graph and starts it; all replicas must call it. Nothing where tensors are not lazy."""
+        """Ends the lazy graph and starts it; all replicas must call it. Does nothing if tensors are not lazy."""
 
     def all_reduce(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Sums fp32 tensors over the replicas, in place, in one collective; on XLA a part of the graph."""
+        """Sums fp32 tensors over the replicas, in place, in a single collective; on XLA it is part of the graph."""
         if self.world_size == 1:
             return
         import torch
         import torch.distributed as dist
 
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(self.local_device)  # NCCL takes no CPU tensor
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(self.local_device)  # NCCL needs GPU tensors
         dist.all_reduce(flat)
         for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(part.view_as(tensor))
@@ -97,7 +97,7 @@ class Runtime:
         return [{k: v.to(self.local_device, non_blocking=True) for k, v in batch.items()} for batch in batches]
 
     def put(self, tensors: Sequence[torch.Tensor], spec: Spec | None = None) -> list[torch.Tensor]:
-        """Copies CPU tensors to the device; on a mesh sharded by `spec`, by default not at all."""
+        """Copies CPU tensors to the device; on a mesh sharded by `spec`, or replicated if it is None."""
         return list(self.to_device([{str(number): one for number, one in enumerate(tensors)}])[0].values())
 
     def seed(self, number: int) -> None:
@@ -107,14 +107,14 @@ class Runtime:
         torch.manual_seed(number)
 
     def to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies tensors to the CPU; nothing else reads the device.
+        """Copies tensors to the CPU. All reads of the device go through this method.
 
-        On XLA the tensors must come out of a `sync`, or they compile here.
+        On XLA call `sync` after the computation of the tensors; otherwise this call compiles it.
         """
         return [tensor.detach().to("cpu", copy=True) for tensor in tensors]
 
     def pieces(self, tensors: Sequence[torch.Tensor]) -> list[list[tuple[Box, torch.Tensor]]]:
-        """Reads the parts of tensors that this process saves; all processes together save each part once."""
+        """Reads the parts of tensors that this process saves; no two processes save the same part."""
         return [[(tuple(map(slice, one.shape)), one)] for one in self.to_host(tensors)]
 
     def barrier(self) -> None:
@@ -125,10 +125,10 @@ class Runtime:
             dist.barrier()
 
     def exchange(self, mine: T) -> list[T]:
-        """Returns what each replica gives, by rank: values for JSON, whose floats keep every bit; on the host.
+        """Gathers a JSON value from every replica, on the host; returns the values by rank, with floats exact.
 
-        All replicas must call it. Replicas that are threads get the others' own objects; from other processes tuples
-        come as lists.
+        All replicas must call it. Replicas that are threads get the same objects; tuples of other processes become
+        lists.
         """
         if self.world_size == 1:
             return [mine]
@@ -137,24 +137,24 @@ class Runtime:
         return between_processes(mine, self.local_device)
 
     def memory(self) -> tuple[int | None, int | None]:
-        """Peak of the device memory in use and its size, bytes; None on XLA:CPU and the CPU, which do not count it."""
+        """Returns peak use and size of the device memory in bytes; None on XLA:CPU and CPU, which do not count it."""
         return None, None
 
     def counters(self) -> dict[str, int]:
-        """Counts of this process since its start, none on a CPU.
+        """Returns counts since the start of this process: compiles; on XLA also executions, host reads, CPU fallbacks.
 
-        Compiles; on XLA also executions, host reads and CPU fallbacks.
+        Empty on a CPU.
         """
         return {}
 
 
 def load_once(rt: Runtime, load: Callable[[], tuple[M, T]]) -> tuple[M, T]:
-    """Loads a model and what goes with it; once where the replicas are threads of one process."""
+    """Loads a model and its companions with `load`; only once if the replicas are threads of the same process."""
     return load() if rt.shared is None else rt.shared.load(load)
 
 
 def current() -> Runtime:
-    """The runtime of the replica that calls; raises RuntimeError outside of a launch."""
+    """Returns the runtime of the calling replica; raises RuntimeError outside of a launch."""
     runtime = getattr(_local, "runtime", None)
     if runtime is None:
         text = "there is no replica here: run the function with tpu_kit.distributed.launch.launch(fn, config)"
@@ -163,5 +163,5 @@ def current() -> Runtime:
 
 
 def enter(runtime: Runtime | None) -> None:
-    """Makes `runtime` the current one of this thread; called by launch alone."""
+    """Sets this thread's runtime; only `launch` calls this."""
     _local.runtime = runtime

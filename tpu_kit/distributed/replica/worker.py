@@ -1,15 +1,15 @@
-"""The other processes of a launch: the launcher, `python -m tpu_kit.distributed.replica.worker`, starts the replicas.
+"""Runs the launcher, `python -m tpu_kit.distributed.replica.worker`, and the replicas that it starts.
 
-Each of them leaves files in the launch's folder, reports to the calling process (launch.py):
+These processes report to the calling process (launch.py) with files in the launch's folder:
 
-- started: its process id,
-- done: of the first replica of this host, the pickled result,
-- error: the traceback; of an error of files or the network that the kit itself raised, the text,
+- started: the process id,
+- done: the pickled result of this host's first replica; None of others,
+- error: the traceback, or only the text of an error of files or the network that the kit itself raised,
 - refused: the text of an error in the user's input,
 - outdated: the text of `Outdated`,
-- ended: of the launcher, the id and the status of a process that has ended.
+- ended: the id and status of an ended process, from the launcher.
 
-Notices go the other way, through a flag in that folder (preemption.py).
+The calling process stops replicas with a flag in that folder (preemption.py).
 """
 
 from __future__ import annotations
@@ -48,39 +48,39 @@ from tpu_kit.distributed.sending import refuse_devices, restored
 from tpu_kit.machine.storage import atomic
 
 REFUSALS: dict[str, type[ValueError]] = {"refused": ValueError, "outdated": Outdated}
-"""The kinds of reports that the calling process raises as errors without a traceback."""
-LAUNCHER = -1  # the launcher's number among the ranks
-_LIMIT = timedelta(days=1)  # of a collective: the calling process judges what hangs
-_LOOK = 0.2  # seconds between two looks at the replicas' processes
+"""Kinds of reports that the calling process raises as errors without a traceback."""
+LAUNCHER = -1  # the launcher's rank
+_LIMIT = timedelta(days=1)  # timeout of a collective: the calling process detects hangs
+_LOOK = 0.2  # seconds between two checks of the replicas' processes
 # transformers replaces its module in sys.modules during its import. A thread that imports it at the same time gets the
 # replaced module, which has no classes. The lock makes replicas that are threads import transformers one by one.
 _IMPORTING = threading.Lock()
 
 
 class ReplicaMessage(NamedTuple):
-    """What a process of a launch has told."""
+    """A report of a process to the calling process."""
 
-    at: int  # nanoseconds of the clock that all processes of a machine share
+    at: int  # nanoseconds of the machine's monotonic clock
     rank: int
     kind: str
     value: Any
 
     @classmethod
     def read(cls, path: Path) -> ReplicaMessage:
-        """Reads a report that `write` has left; the folder is closed to other users, so it is safe to unpickle."""
+        """Reads a report of `write`. Unpickling it is safe, because other users cannot write to the folder."""
         at, rank, kind = path.name.split(".")
         return cls(int(at), int(rank), kind, pickle.loads(path.read_bytes()))
 
 
 def write(folder: str, rank: int, kind: str, value: Any) -> None:
-    """Leaves a report in the launch's folder, whole or not at all; names of later reports sort after earlier ones."""
+    """Writes a report to the launch's folder atomically; file names sort by time."""
     value = hide_secrets(value) if kind in (*REFUSALS, "error") else value
     with atomic.replacing(Path(folder, f"{time.monotonic_ns():020}.{rank}.{kind}")) as part:
         part.write_bytes(pickle.dumps(value))
 
 
 class _ResultPickler(pickle.Pickler):
-    """Refuses tensors that would touch a device in the process that reads them."""
+    """Refuses tensors on a device: unpickling them would open the device in the reading process."""
 
     def persistent_id(self, obj: Any) -> None:
         try:
@@ -102,7 +102,7 @@ def _pickled(name: str, result: Any) -> bytes:
 
 
 def _replica(rank: int, first: bool, make: Callable[[], Runtime], folder: str, payload: bytes) -> None:
-    """Runs fn in a replica, perhaps the first of this host, and reports how it ended."""
+    """Runs fn in a replica and reports its end; the result is sent only by the `first` replica of this host."""
     write(folder, rank, "started", os.getpid())
     try:
         runtime.enter(make())
@@ -119,18 +119,18 @@ def _replica(rank: int, first: bool, make: Callable[[], Runtime], folder: str, p
 
 
 def _is_from_the_kit(error: BaseException, kind: type[Exception]) -> bool:
-    """Whether the kit itself raised the error: its text says what to do, and needs no traceback."""
+    """Whether the kit itself raised the error, so that its text has advice and needs no traceback."""
     frames = list(traceback.walk_tb(error.__traceback__))
     raised_in = frames[-1][0].f_globals.get("__name__", "") if frames else ""
     number = getattr(error, "errno", None)
-    plain = number is not None and error.args[1:] == (os.strerror(number),)  # the system's, which knows no remedy
+    plain = number is not None and error.args[1:] == (os.strerror(number),)  # the system's text has no advice
     return isinstance(error, kind) and raised_in.startswith("tpu_kit.") and not plain
 
 
 def _xla_replica(
     _index: int, folder: str, payload: bytes, backend: Backend, shared: Shared | ProcessGroup | None = None
 ) -> None:
-    """Runs a replica in a TPU's process (or a thread of it), or in a thread of the rehearsal, whose replicas share."""
+    """Runs a replica in a TPU's process, in a thread of that process, or in a thread of the rehearsal."""
     import torch_xla
     import torch_xla.runtime as xr
 
@@ -150,12 +150,12 @@ def _xla_replica(
         _prepare(folder)
         _quiet(threads=xr.process_index() == 0)
     _replica(rank, rank % xr.local_device_count() == 0, make, folder, payload)
-    # All replicas take the same steps: a replica that still waits for this one would wait for ever.
+    # All replicas take the same steps: a replica that still waits for this replica would wait forever.
     cpu_simulation.end(f"rank {rank} has returned, and will not come to another step")
 
 
 def _rehearsal(folder: str, payload: bytes, backend: Backend, hang_timeout: float) -> None:
-    """Runs the process that holds the replicas of XLA:CPU, which are threads."""
+    """Runs the process of the XLA:CPU replicas, which are its threads."""
     _prepare(folder)
     preemption.catch_stops()
     main_thread.serve()
@@ -166,13 +166,13 @@ def _rehearsal(folder: str, payload: bytes, backend: Backend, hang_timeout: floa
         shared = Shared() if count > 1 else None
         replica = functools.partial(_xla_replica, 0, folder, payload, backend, shared)
         work = thread.submit(cpu_simulation.run, replica, count, hang_timeout)
-        while not work.done():  # Python's handlers run in this thread alone, which no signal wakes that another one got
+        while not work.done():  # Python runs signal handlers only in this thread; a signal to another does not wake it
             wait([work], _LOOK)
         work.result()
 
 
 def _mesh_process(folder: str, payload: bytes, backend: Backend) -> None:
-    """Runs the process that drives the devices of a mesh, on several hosts those of this one."""
+    """Runs the process that drives this host's devices of a mesh."""
     _prepare(folder)
     assert backend.mesh is not None
     mesh = backend.mesh
@@ -194,17 +194,17 @@ def _mesh_process(folder: str, payload: bytes, backend: Backend) -> None:
 
 @contextlib.contextmanager
 def _exit_at_once(folder: str, rank: int) -> Iterator[None]:
-    """Reports an error of the body, then ends this process without waiting for threads, such as the XLA runtime's."""
+    """Reports an error of the block, then ends this process without waiting for threads, such as the XLA runtime's."""
     from tqdm.std import tqdm  # type: ignore[import-untyped]  # tqdm ships no types
 
-    # tqdm's own lock has a semaphore, which Python reports as leaked when a process ends by `os._exit`.
+    # tqdm's default lock has a semaphore, which Python reports as leaked after `os._exit`.
     tqdm.set_lock(threading.RLock())
     status = 0
     try:
         yield
     except SystemExit:
         status = 1
-    except Exception:  # whatever it is: the caller raises it with this traceback
+    except Exception:  # any error: the calling process raises it with this traceback
         write(folder, rank, "error", traceback.format_exc())
         status = 1
     sys.stdout.flush()
@@ -213,7 +213,7 @@ def _exit_at_once(folder: str, rank: int) -> Iterator[None]:
 
 
 def _torch_replica(local_rank: int, folder: str, payload: bytes, backend: Backend, hang_timeout: float) -> None:
-    """Runs a replica in a GPU's process, in TorchTPU's, or in one of several CPU processes."""
+    """Runs the process of a replica on a GPU, on a TPU with TorchTPU, or on the CPU."""
     _prepare(folder)
     import torch
     import torch.distributed as dist
@@ -233,7 +233,7 @@ def _torch_replica(local_rank: int, folder: str, payload: bytes, backend: Backen
         else:
             torch.set_num_threads(max(1, torch.get_num_threads() // replicas))  # as OMP_NUM_THREADS says, or all
         if world_size > 1:
-            # A process that waits for NCCL uses the processor, so the calling process cannot see that it hangs.
+            # A process that waits for NCCL uses processor time, so the calling process cannot see that it hangs.
             kind, limit = "nccl" if device_type == "cuda" else "gloo", timedelta(seconds=3 * hang_timeout)
             _connect(kind, hosts, folder, rank, world_size, min(limit, _LIMIT))
         return (CudaRuntime if device_type == "cuda" else CpuRuntime)(rank, world_size, device, hosts.count)
@@ -246,14 +246,14 @@ def _torch_replica(local_rank: int, folder: str, payload: bytes, backend: Backen
 
 
 def _connect(kind: str, hosts: Hosts, folder: str, rank: int, world_size: int, limit: timedelta = _LIMIT) -> None:
-    """Joins the process group of all replicas, which meet at the store of the hosts, or at a file of the launch."""
+    """Joins the process group of all replicas, through the hosts' store or, on a single host, a file of the launch."""
     import torch.distributed as dist
 
     if hosts.count == 1:
         store: dist.Store = dist.FileStore(str(Path(folder, "replicas")), world_size)
     else:
         meeting = dist.TCPStore(*hosts.address, is_master=False)
-        launch = meeting.add(f"launches of rank {rank}", 1)  # those of a meeting share its store
+        launch = meeting.add(f"launches of rank {rank}", 1)  # several launches share the store
         store = dist.PrefixStore(f"replicas {launch}", meeting)
     store.set_timeout(_LIMIT)
     with _no_stdout():
@@ -261,7 +261,7 @@ def _connect(kind: str, hosts: Hosts, folder: str, rank: int, world_size: int, l
 
 
 class _FromRankZero:
-    """The stdout of a process whose threads are replicas: writes the text of rank 0 and of other threads alone."""
+    """The stdout of a process whose threads are replicas: drops the text of all ranks but 0."""
 
     def __init__(self, target: Any) -> None:
         self._target = target
@@ -280,7 +280,7 @@ class _FromRankZero:
 
 
 def _quiet(threads: bool) -> None:
-    """Lets only rank 0 write to stdout; the stderr of all replicas stays."""
+    """Lets only rank 0 write to stdout; all replicas write to stderr."""
     if threads:
         if not isinstance(sys.stdout, _FromRankZero):
             sys.stdout = _FromRankZero(sys.stdout)
@@ -290,7 +290,7 @@ def _quiet(threads: bool) -> None:
 
 @contextlib.contextmanager
 def _no_stdout() -> Iterator[None]:
-    """Hides what gloo writes to stdout, its connections, for which it has no switch."""
+    """Hides gloo's messages about connections on stdout, which it cannot turn off."""
     sys.stdout.flush()
     kept, nothing = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 1)
@@ -303,7 +303,7 @@ def _no_stdout() -> Iterator[None]:
 
 
 def _prepare(folder: str) -> None:
-    """Makes a replica's process print its stacks, and end with the launcher; opens the flag."""
+    """Prepares a replica's process: stacks on SIGQUIT, the end with the launcher, and the flag."""
     gc.set_threshold(runtime.GC_THRESHOLD)
     _show_stacks()
     end_with_parent()
@@ -311,7 +311,7 @@ def _prepare(folder: str) -> None:
 
 
 def _show_stacks() -> None:
-    """Makes this process print its stacks at a crash, and on SIGQUIT, which the caller sends to processes that hang."""
+    """Makes this process print its stacks at a crash and on SIGQUIT, which the calling process sends after a hang."""
     import faulthandler
 
     faulthandler.enable()
@@ -319,7 +319,7 @@ def _show_stacks() -> None:
 
 
 def _die_with_caller(folder: str) -> None:
-    """Ends this session's processes when stdin closes, which the caller holds until it ends, by SIGKILL perhaps."""
+    """Ends this session's processes when stdin closes: the calling process has ended, for any reason."""
     while sys.stdin.buffer.read(4096):
         pass
     shutil.rmtree(folder, ignore_errors=True)
@@ -327,11 +327,11 @@ def _die_with_caller(folder: str) -> None:
 
 
 def _watch_children(folder: str, replicas: Sequence[BaseProcess], over: threading.Event) -> None:
-    """Reports how each of the replicas and other child processes has ended, until `over`, in any order."""
+    """Reports the ends of the replicas and other child processes, until `over` is set."""
     children, told = set(replicas), set[BaseProcess]()
     while True:
         last = over.wait(_LOOK)
-        children |= set(multiprocessing.active_children())  # those of xmp.spawn
+        children |= set(multiprocessing.active_children())  # processes of xmp.spawn
         for child in [child for child in children - told if child.exitcode is not None]:
             told.add(child)
             write(folder, LAUNCHER, "ended", (child.pid, child.exitcode))
@@ -340,10 +340,10 @@ def _watch_children(folder: str, replicas: Sequence[BaseProcess], over: threadin
 
 
 def main() -> None:
-    """Starts the replicas and waits until they end: the launcher."""
+    """Runs the launcher: starts the replicas and waits until they end."""
     folder, backend, hang_timeout, payload = pickle.load(sys.stdin.buffer)
     _show_stacks()
-    # The replicas get the signal too, and decide how to end. (They would inherit SIG_IGN, as that of nohup.)
+    # The replicas get the signal too, and decide how to end. (They inherit SIG_IGN, for example nohup's.)
     for number in [number for number in preemption.STOPS if signal.getsignal(number) is not signal.SIG_IGN]:
         signal.signal(number, StopFlag(Path(folder)).ask)
     threading.Thread(target=_die_with_caller, args=(folder,), daemon=True).start()
@@ -367,7 +367,7 @@ def main() -> None:
 
 
 def _processes(folder: str, payload: bytes, backend: Backend, hang_timeout: float) -> list[SpawnProcess]:
-    """The processes of this host's replicas; none on a TPU's chips, where xmp.spawn makes them."""
+    """Makes the processes of this host's replicas; none for a TPU's chips, where xmp.spawn makes them."""
     spawn, arguments = multiprocessing.get_context("spawn"), (folder, payload, backend)
     if backend.mesh is not None:
         return [spawn.Process(target=_mesh_process, args=arguments)]
@@ -382,6 +382,6 @@ def _processes(folder: str, payload: bytes, backend: Backend, hang_timeout: floa
 if __name__ == "__main__":
     main()
 elif __name__ == "__mp_main__" and os.environ.get("PJRT_DEVICE") == "TPU":
-    # The main thread of a TPU's process, which only waits for its replicas: they are threads.
+    # The main thread of a TPU's process only waits for its replicas, which are threads.
     preemption.catch_stops()
     main_thread.serve()
