@@ -142,7 +142,7 @@ def test_displays_are_text_outside_ipython(tmp_path: Path, capsys: pytest.Captur
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "What is <b>?[[42]]"
     assert "0.12346" in lines[2]
-    packed = "rows 90% full, 73% with one example in each"  # the longest is cut
+    packed = "rows 90% full, 73% with one example per row"  # the longest is cut
     assert f"3 examples, longest 30 tokens, 1 over 25; {packed}" in lines
     assert "train loss 2.0000 -> 1.0000 at step 3; eval loss 2.5000 -> 1.5000 at step 3" in lines
     assert any(re.fullmatch(r"optim\.batch_size +4 +default", line) for line in lines)
@@ -194,7 +194,7 @@ def test_nothing_to_show_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     cells_module.show_answers(tmp_path)
     printed = capsys.readouterr().out
     assert "no metrics yet" in printed
-    assert "where generate_rows asks for them" in printed
+    assert "if generate_rows is not 0" in printed
     assert "image/png" not in displays._curves(tmp_path)  # no axes without a point
     (tmp_path / "metrics.jsonl").write_text(METRICS.replace('"mfu": 0.25', '"mfu": null'))
     assert "MFU" not in displays._progress(tmp_path, 0.0)["text/plain"]  # no peak is known of a CPU
@@ -217,7 +217,7 @@ def test_a_run_is_checked_by_its_loss_and_its_weights(tmp_path: Path, capsys: py
     cells_module.check_run(config, ended)
     assert capsys.readouterr().out.startswith("finished: 3 logs, ")
     (tmp_path / "metrics.jsonl").write_text(METRICS.replace('"loss": 1.0', '"loss": 2.5'))
-    with pytest.raises(ValueError, match=r"the training loss did not fall: 2.0 in the first log, 2.5 in the last one"):
+    with pytest.raises(ValueError, match=r"the training loss did not fall: 2.0 in the first log, 2.5 in the last"):
         cells_module.check_run(config, ended)
     preempted = replace(ended, status="preempted", reason="SIGTERM received", adapter_dir="")
     cells_module.check_run(config, preempted)

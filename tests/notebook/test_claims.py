@@ -20,7 +20,7 @@ def test_a_model_that_has_not_learned_fails_its_claim(tmp_path: Path) -> None:
     (_, learns), (_, reads), (_, compiles), *_ = claims.run()
     held, found = learns()
     assert not held and "0 of 2 before, 0 after; held-out loss " in found
-    assert reads() == (None, "counted on XLA alone") and compiles() == (None, "nothing is compiled here")
+    assert reads() == (None, "counted only on XLA") and compiles() == (None, "nothing is compiled here")
 
 
 def test_what_is_pasted_has_every_row_and_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,9 +43,9 @@ def test_where_all_is_right_nothing_is_done(capsys: pytest.CaptureFixture[str]) 
     decision = decide(LAPTOP)
     assert (decision.kind, decision.command) == ("tpu", ())
     pair = "torch 2.9.0+cpu, torch_xla 2.9.0, libtpu 0.0.21, jax 0.7.1, jaxlib 0.7.1 pair"
-    assert str(decision) == f"Nothing to do: all packages are there, and {pair}"
+    assert str(decision) == f"Nothing to do: all packages are installed, and {pair}"
     install.carry_out(decision)
-    assert capsys.readouterr().out == "Nothing was to be done.\n"
+    assert capsys.readouterr().out == "There was nothing to install.\n"
 
 
 def test_one_line_installs_all() -> None:
@@ -73,7 +73,7 @@ def test_what_pairs_is_left_alone_and_what_is_missing_is_added() -> None:
     assert decision.add == ("peft==0.21.2", "pyyaml==6.0.4")
     assert decision.command == (sys.executable, "-m", "pip", "install", "--quiet", *decision.add)
     assert set(decision.keep) == {f"{name}=={version}" for name, version in there.items()}
-    assert "Left as they are: 10 packages" in str(decision)
+    assert "Unchanged: 10 packages" in str(decision)
 
 
 def test_a_kit_that_is_not_installed_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,12 +142,12 @@ def test_torch_tpu_is_installed_where_it_is_asked_for() -> None:
     assert "torch_tpu 0.2.0, libtpu 0.0.52, jax 0.10.2, jaxlib 0.10.2 pair" in str(decide(right, "torch-tpu"))
     on_tpu = replace(right, platform="TPU VM", accelerator="1 x v5e")
     assert (decide(on_tpu).kind, decide(on_tpu).command) == ("torch-tpu", ())  # as the notebooks' first cells ask
-    with pytest.raises(ValueError, match=r"Ways out:\n.*hardware='torch-tpu' here, and launch.device_type=torch-tpu"):
+    with pytest.raises(ValueError, match=r"Instead:\n.*hardware='torch-tpu' here, and launch.device_type=torch-tpu"):
         decide(replace(on_tpu, versions=on_tpu.versions | {"torch-tpu": "0.3.0"}))
     for other in ("0.1.0", "0.3.0"):  # older and newer than tested
         wrong = decide(replace(right, versions=right.versions | {"torch-tpu": other}), "torch-tpu")
         assert (wrong.why, wrong.add) == ((f"torch_tpu is {other}, and must be 0.2.0",), ("torch_tpu==0.2.0",))
-    with pytest.raises(ValueError, match=r"torch_xla 2.9.0 and torch_tpu .* its own\nWays out:\n.*-torch-tpu.txt"):
+    with pytest.raises(ValueError, match=r"torch_xla 2.9.0 and torch_tpu .* its own\nInstead:\n.*-torch-tpu.txt"):
         decide(replace(LAPTOP, versions=RIGHT | {"torch-tpu": "0.2.0"}), "torch-tpu")
     with pytest.raises(ValueError, match=r"hardware=torch-tpu, and here is torch_xla 2.9.0 \("):
         decide(LAPTOP, "torch-tpu")
@@ -193,14 +193,14 @@ def test_what_is_installed_for(site: Site, hardware: str, kind: str) -> None:
         (replace(COLAB, python=(3, 14)), "auto", "Python 3.14: the kit needs 3.11 to 3.13", "Runtime version"),
         (replace(COLAB, platform="Kaggle", python=(3, 10)), "auto", "Python 3.10: the kit needs 3.11", "Environment"),
         (replace(LAPTOP, python=(3, 14)), "auto", "Python 3.14: the kit needs 3.11 to 3.13", "uv venv --python 3.12"),
-        (replace(LAPTOP, system="Darwin arm64"), "tpu", "torch_xla has wheels for Linux x86_64", "hardware='gpu'"),
+        (replace(LAPTOP, system="Darwin arm64"), "tpu", "torch_xla has wheels only for Linux x86_64", "hardware='gpu'"),
         (replace(LAPTOP, versions=WITHOUT, pip=False), "auto", "no pip, and there is no uv", "ensurepip"),
     ],
 )
 def test_where_no_wheel_fits_the_ways_out_are_named(site: Site, hardware: str, why: str, way: str) -> None:
     with pytest.raises(ValueError, match=f"^It cannot be installed here:\n  - [^-]*{why}") as told:
         decide(site, hardware)
-    assert way in str(told.value).partition("Ways out:")[2]
+    assert way in str(told.value).partition("Instead:")[2]
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_a_version_that_was_not_tested_stays_and_is_named() -> None:
     assert decide(newer).command == ()
     assert str(decide(newer)).endswith("; transformers 5.99.0, tested with 5.15 to 5.24")
     without = {name: version for name, version in newer.versions.items() if name != "pyyaml"}
-    assert "Left as it is: transformers 5.99.0, tested with" in str(decide(replace(newer, versions=without)))
+    assert "Unchanged: transformers 5.99.0, tested with" in str(decide(replace(newer, versions=without)))
 
 
 @pytest.mark.parametrize(
@@ -287,7 +287,7 @@ def test_options_of_the_notebook() -> None:
     assert given("kit_source='git'") == {"kit_source": "git"}
     with pytest.raises(ConfigError, match="did you mean torch_index"):
         given("torch_inde='x'")
-    with pytest.raises(ConfigError, match="hardware='cpu': there are auto, tpu, torch-tpu and gpu"):
+    with pytest.raises(ConfigError, match="hardware='cpu': choose auto, tpu, torch-tpu or gpu"):
         given("hardware='cpu'")
 
 
@@ -314,7 +314,7 @@ def test_a_replaced_package_needs_a_new_kernel(
     import numpy
 
     install.restart()
-    assert capsys.readouterr().out == "The kernel can stay as it is.\n"
+    assert capsys.readouterr().out == "The kernel need not be restarted.\n"
     monkeypatch.setattr(numpy, "__version__", "1.0.0")
     install.restart()
     out = capsys.readouterr().out
@@ -456,9 +456,9 @@ def test_from_nothing_in_a_bare_kernel_as_a_service_has_it(tmp_path: Path, clone
     said = run_notebook(tmp_path, environment, clone)
     assert "not installed: torch, torch_xla, libtpu" in said and "Added: " in said
     assert f"They work torch {PAIRINGS[0].torch}" in " ".join(said.split()) and "✓ They work" in said
-    assert "The kernel can stay as it is." in said
+    assert "The kernel need not be restarted." in said
     again = run_notebook(tmp_path, environment, clone)
-    assert "Nothing to do: all " in again and "Nothing was to be done." in again and "✓ They work" in again
+    assert "Nothing to do: all " in again and "There was nothing to install." in again and "✓ They work" in again
     assert "pip install" not in again
     found = run_python(
         "import tpu_kit; print(tpu_kit.__file__)", executable=python, env={"PYTHONPATH": ""}, cwd=tmp_path

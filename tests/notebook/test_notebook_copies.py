@@ -56,7 +56,7 @@ def test_no_changed_file_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFi
             ["--copy", "new", "a.ipynb", "max_steps=2", "out=there"],
             "--copy runs no notebook: leave out a.ipynb, max_steps=2, out",
         ),
-        ([], "no notebook is given: name files (FILE.ipynb), or --copy FOLDER for those of the kit"),
+        ([], "no notebook is given: name files (FILE.ipynb), or --copy FOLDER for the kit's files"),
     ],
 )
 def test_what_cannot_be_copied_is_told(

@@ -63,7 +63,7 @@ def test_a_secret_among_the_parameters_reaches_no_file(
         (["a.ipynb", "row=3"], "row: this notebook has no such parameter; did you mean rows?"),
         (["missing.ipynb"], "missing.ipynb: no such notebook"),
         (["a.ipynb", "b/a.ipynb"], "a.ipynb: 2 notebooks have this name, and runs/notebooks has room for one; rename"),
-        (["out=there"], "no notebook is given: name files (FILE.ipynb), or --copy FOLDER for those of the kit"),
+        (["out=there"], "no notebook is given: name files (FILE.ipynb), or --copy FOLDER for the kit's files"),
         (["a.ipynb", "rows=[1"], "rows: '[1', line 1: not valid YAML: expected ',' or ']', but got '<stream end>'; co"),
         (["a.ipynb", "out=a.ipynb/there"], "cannot be made"),
         (["a.ipynb", "out=."], "out=.: the executed notebook would replace a.ipynb; name another folder"),

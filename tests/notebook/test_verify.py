@@ -369,7 +369,7 @@ def test_what_is_measured_on_a_gpu_is_kept_for_its_kind(home: Path, monkeypatch:
     monkeypatch.setattr(verify._Checks, "run", run)
     config = load_config(None, ["device_type=cuda"])
     (record,) = verify.verify(config, home / "report.json")
-    assert record.found == "not measured: no compiler tells the memory of a GPU's step"
+    assert record.found == "not measured: no compiler reports the memory of a GPU's step"
     room = detection.device_memory_budget(config)
     assert room is not None and (room.calibration.device, room.calibration.time) == ("h100", 2.0)
 
@@ -382,7 +382,7 @@ def test_no_device_is_one_failure(home: Path) -> None:
 
 def test_a_report_that_cannot_be_written_is_told_before_anything_runs(home: Path) -> None:
     (record,) = verify.verify(load_config(None, ["device_type=cpu"]), home / "nowhere/report.json")
-    assert (record.name, record.status, record.fix) == ("Report", "failure", "report=/another/place.json")
+    assert (record.name, record.status, record.fix) == ("Report", "failure", "report=/another/folder/report.json")
     assert record.found == f"{home}/nowhere/report.json cannot be written to (No such file or directory)"
 
 

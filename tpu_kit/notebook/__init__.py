@@ -1,5 +1,5 @@
-"""What notebooks call, and whether a machine works: cells, runs without a browser, installation, doctor, verify.
+"""Functions for notebooks and commands that test a machine: cells, batch runs, installation, doctor and verify.
 
 Offers `cells`, `runner`, `install.ensure`, `doctor.diagnose` and `verify.verify`.
-Must not be needed by a run, nor compute results that other rooms compute.
+A run must not need this room; it must not compute results that other rooms compute.
 """

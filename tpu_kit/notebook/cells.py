@@ -1,4 +1,4 @@
-"""Functions for the cells of notebooks: the configuration, secrets, and displays of rows, answers and runs."""
+"""Functions for notebook cells: configuration, secrets, and displays of rows, answers and runs."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ _SECRETS: Mapping[str, Callable[[str], str | None]] = {
     "Kaggle secrets": lambda name: importlib.import_module("kaggle_secrets").UserSecretsClient().get_secret(name),
 }
 
-# Progress bars are plain text also where ipywidgets is installed: a widget is dead without its kernel. Without its own
-# methods tqdm's class for notebooks is the one for text, in modules that have imported it before as well.
-with contextlib.suppress(ImportError):  # nothing is installed yet
+# Progress bars are plain text even if ipywidgets is installed: a widget is dead without its kernel. Without its own
+# methods, tqdm's notebook class behaves like its base class for text, also in modules that have imported it already.
+with contextlib.suppress(ImportError):  # tqdm is not installed yet
     from tqdm.notebook import tqdm_notebook  # type: ignore[import-untyped]  # tqdm ships no types
 
     for _name in {*vars(tqdm_notebook)} & {*vars(tqdm_notebook.__base__)} - {"__module__", "__doc__"}:
         delattr(tqdm_notebook, _name)
 shorten_errors()
-# Deprecation warnings of libraries, in the processes that a cell starts, would stay in the notebook.
+# Deprecation warnings of child processes would stay in the notebook.
 os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")
 
 
@@ -60,47 +60,48 @@ def config(
 ) -> TrainConfig:
     """Builds the configuration from the notebook's parameters, which have the leaf names of TrainConfig.
 
+    The parameter `push_to` sets `hub.model_id`, unless it is None.
+
     Args:
         namespace: ``globals()`` of the notebook; see `parameters`.
         path: a YAML file, a shipped configuration, or values of a file to start from.
-        also: parameters of the notebook itself, which are not in the configuration. `push_to` is `hub.model_id`,
-            unless it is None.
+        also: parameters of the notebook itself, which are not in the configuration.
 
     Raises:
-        ConfigError: all problems at once: unknown names (with the nearest known ones) and values that do not fit.
+        ConfigError: all problems at once: unknown names (with the nearest known names) and invalid values.
     """
     values = {name: value for name, value in parameters(namespace).items() if name not in also}
     if (repository := values.pop("push_to", None)) is not None:
         values["hub.model_id"] = repository
     loaded = load_config(path, parameters=values)
-    # Here, so that the notebook looks for the run's files where `train` will put them.
+    # The same choice as in `train`, so that the notebook finds the run's files.
     output = find_place(loaded)
     why = {} if output.output_dir == loaded.output_dir else {"output_dir": output.reason}
     return replace(loaded, output_dir=output.output_dir, sources={**loaded.sources, **why})
 
 
 def start_config(run: TrainConfig, path: str, sections: Collection[str], values: Mapping[str, Any]) -> TrainConfig:
-    """Builds the configuration of the training that makes the teacher or the adapter that a run starts from.
+    """Builds the configuration of a first training, which makes the teacher or the starting adapter of `run`.
 
     Args:
         run: the run.
-        path: a YAML file or a shipped configuration, for all that the run does not give.
-        sections: those of the run's, such as its rows and its machine.
-        values: by leaf name, over those of the file and of the run.
+        path: a YAML file or a shipped configuration for all other settings.
+        sections: sections that are copied from `run`, such as "data" and "launch".
+        values: settings by leaf name, which override the file and the run.
     """
     shared = {name: value for name, value in run.flat_values().items() if name.partition(".")[0] in sections}
     return config({**shared, **values}, path)
 
 
 def run_config(namespace: Mapping[str, Any], also: Collection[str] = ()) -> TrainConfig:
-    """Reads the configuration of a trained run, which its `run_name` (or `output_dir`) identifies.
+    """Reads the configuration of a trained run, found by its `run_name` or `output_dir`.
 
     Args:
-        namespace: as in `config`; other parameters, such as `num_replicas`, override the values of the run.
+        namespace: as in `config`; other parameters, such as `num_replicas`, override the run's values.
         also: as in `config`.
 
     Raises:
-        ConfigError: there is no such run (the text names the runs there), it has not ended, or as in `config`.
+        ConfigError: there is no such run (the text names other runs there), it has not ended, or as in `config`.
     """
     names = ("run_name", "output_dir")
     run = load_config(parameters={name: value for name, value in parameters(namespace).items() if name in names})
@@ -110,7 +111,7 @@ def run_config(namespace: Mapping[str, Any], also: Collection[str] = ()) -> Trai
     if not (folder / "config.yaml").is_file():
         others = ", ".join(sorted(path.parent.name for path in folder.parent.glob("*/config.yaml"))) or "none yet"
         where = "mount the Drive that has it (Colab), add the output that has it as an input (Kaggle)"
-        advice = f"run 4-train-cot-sft.ipynb first, {where}, or set output_dir to it"
+        advice = f"run 4-train-cot-sft.ipynb first, {where}, or set output_dir to its folder"
         raise ConfigError([f"run_name: there is no run in {folder}: {advice}. Runs beside it: {others}"])
     if not (folder / "adapter").is_dir():
         raise ConfigError([f"run_name: the run in {folder} has not ended, so it has no adapter: continue its training"])
@@ -121,13 +122,13 @@ def secrets(*names: str) -> dict[str, str]:
     """Puts secrets, such as HF_TOKEN, into the environment of this process and its children.
 
     Returns:
-        The source of each secret, never its value: the first of "environment", "Colab secrets" and "Kaggle secrets"
-        that has it, or "not found", also if the service does not grant it to this notebook.
+        The sources of the secrets by name, never their values: the first of "environment", "Colab secrets" and
+        "Kaggle secrets" that has the secret. "not found" also means that this notebook has no access to it.
     """
     sources = dict.fromkeys(names, "not found")
     for name in names:
         for source, read in _SECRETS.items():
-            # Each service has its own errors for "no such secret" and "not granted"; elsewhere the import fails.
+            # Services raise their own errors for "no such secret" and "no access"; elsewhere the import fails.
             with contextlib.suppress(Exception):
                 if value := read(name):
                     os.environ[name], sources[name] = value, source
@@ -136,10 +137,10 @@ def secrets(*names: str) -> dict[str, str]:
 
 
 def check_push(config: TrainConfig) -> None:
-    """Reads the token, and prints where the result will be pushed to, if `hub.model_id` is set.
+    """Reads HF_TOKEN and prints the repository that the result will be pushed to, if `hub.model_id` is set.
 
     Raises:
-        ConfigError: it could not be pushed there.
+        ConfigError: this user cannot push to the repository.
     """
     from tpu_kit.exporting.hub.publish import describe_push, hub_problems
 
@@ -153,16 +154,16 @@ def check_push(config: TrainConfig) -> None:
 
 
 def show_verdict(checks: Sequence[Check], config: TrainConfig) -> None:
-    """Prints for what this machine is ready, or the problem to fix first."""
+    """Prints whether this machine is ready for the run, or the problem to fix first."""
     print(verdict(checks, detect(config.launch).device_type))
 
 
 def show_config(config: TrainConfig, *, all_settings: bool = False) -> None:
-    """Shows the settings that were given or differ from the defaults, and where each value came from."""
+    """Shows the settings that were given or differ from the defaults, with the sources of their values."""
     rows, names = [], schema.parameters()
     for name, parameter in names.items():
         value, source = config[name], config.sources.get(name, "default")
-        # The config.yaml of a run names every setting, defaults included.
+        # A run's config.yaml has all settings, so a default from a file is not shown.
         if all_settings or value != parameter.default or source not in ("default", "file"):
             rows.append({"setting": name, "value": value, "from": source})
     show_table(rows)
@@ -188,11 +189,11 @@ def show_data(config: TrainConfig) -> Prepared:
 
 
 def show_example(spans: Iterable[tuple[str, bool]], pictures: Sequence[Any] = ()) -> None:
-    """Shows one training example with the text that carries loss highlighted (in plain text: between [[ and ]]).
+    """Shows a training example and highlights the text that carries loss (in plain text: between [[ and ]]).
 
     Args:
-        spans: of `decoded_example`. Runs of image tokens are shown as one.
-        pictures: of PIL, which are shown beside the text.
+        spans: result of `decoded_example`. A run of image tokens is shown as "<token> x count".
+        pictures: PIL images to show with the text.
     """
     marked, plain = "", ""
     if pictures:
@@ -215,7 +216,7 @@ def _counted(tokens: re.Match[str]) -> str:
 
 
 def _data_url(image: Any) -> str:
-    """Returns a small copy of a picture as an address that holds it."""
+    """Returns a small copy of a picture as a data URL."""
     buffer, small = io.BytesIO(), image.copy()
     small.thumbnail((320, 320))
     small.save(buffer, "PNG")
@@ -223,11 +224,11 @@ def _data_url(image: Any) -> str:
 
 
 def show_lengths(report: DataReport, max_length: int) -> None:
-    """Shows the lengths of the examples against `max_length`, how full the packed rows are, and the shares of a mix."""
+    """Shows the lengths of the examples, the fill of the packed rows, and the shares of a mix's sources."""
     alone = sum(min(length, max_length) for length in report.lengths) / (len(report.lengths) * max_length)
     longer = sum(length > max_length for length in report.lengths)
     text = f"{len(report.lengths)} examples, longest {max(report.lengths)} tokens, {longer} over {max_length}; "
-    text += f"rows {report.fill:.0%} full, {alone:.0%} with one example in each"
+    text += f"rows {report.fill:.0%} full, {alone:.0%} with one example per row"
     if report.sources:
         loss = sum(one.loss_tokens for one in report.sources)
         shares = (f"{one.name} {one.loss_tokens / loss:.0%}" for one in report.sources)
@@ -245,7 +246,7 @@ def _lengths(report: DataReport, max_length: int, title: str) -> Figure:
         by_source.set_yticks(range(len(report.sources)), [one.name for one in report.sources])
         by_source.set(xlabel="share of an epoch")
         by_source.legend()
-    # Bars of a fortieth of the axis: of the lengths' own range, those of short rows would be too narrow to see.
+    # Bins of a fortieth of the axis: bins of the lengths' range would be too narrow to see if all rows are short.
     longest = max(max_length, *report.lengths)
     step = -(-longest // 40)
     axes.hist(report.lengths, bins=[*range(0, longest + step + 1, step)])
@@ -257,22 +258,22 @@ def _lengths(report: DataReport, max_length: int, title: str) -> Figure:
 
 
 def show_answers(output_dir: str | Path, rows: int = 4) -> None:
-    """Shows the answers of both models to some held-out questions, from the eval.json of a run; see `show_comparison`.
+    """Shows the answers of base and tuned model to held-out questions from a run's eval.json; see `show_comparison`.
 
-    There is none where `tracking.generate_rows=0`.
+    A run with `tracking.generate_rows=0` writes no eval.json.
     """
     from tpu_kit.generation.evaluation.comparison import read_comparison
 
     if answers := read_comparison(Path(output_dir)):
         show_comparison(answers, rows)
     else:
-        print(f"no answers in {output_dir} yet: training writes them at its end, where generate_rows asks for them")
+        print(f"no answers in {output_dir} yet: training writes them at its end if generate_rows is not 0")
 
 
 def show_blind_answers(config: TrainConfig, prepared: Prepared) -> float:
-    """Shows how many held-out questions the tuned model answers correctly with black pictures in place of theirs.
+    """Shows how many held-out questions the tuned model answers correctly if all pictures are black.
 
-    It is a control: a model that looks at the pictures can only guess.
+    It is a control: without the pictures, a model that uses them can only guess.
 
     Returns:
         The share of correct answers.
@@ -287,9 +288,9 @@ def show_blind_answers(config: TrainConfig, prepared: Prepared) -> float:
 
 
 def show_comparison(comparison: Mapping[str, Any], rows: int = 4) -> None:
-    """Shows base and tuned model side by side: the shares with their intervals, then `rows` questions.
+    """Shows base and tuned model side by side: the shares of correct answers with intervals, then `rows` questions.
 
-    Questions that only one of them answers correctly come first.
+    Questions that only one of the models answers correctly come first.
     """
     from tpu_kit.data.held_out import UNKNOWN
 
@@ -319,7 +320,7 @@ def show_comparison(comparison: Mapping[str, Any], rows: int = 4) -> None:
 
 
 def show_run(config: TrainConfig, result: TrainResult) -> None:
-    """Shows status, speed, compiled programs, newest checkpoint and adapter of a run that ended."""
+    """Shows status, speed, compiled programs, newest checkpoint and adapter of an ended run."""
     status = f"{result.ended} ({result.reason})" if result.reason else result.ended
     status += f": to resume it, {config.again}" if result.status == "preempted" else ""
     rows = {"status": status, "updates": f"{result.step} of {result.total_steps}"}
@@ -329,10 +330,10 @@ def show_run(config: TrainConfig, result: TrainResult) -> None:
 
 
 def show_group(output_dir: str | Path) -> None:
-    """Shows the prompt and the completions of a group of the last rollout of `grpo`, token by token.
+    """Shows a prompt and its group of completions from the last rollout of `grpo`, token by token.
 
-    Tokens that the update makes likelier are green, others red; the darker, the larger the advantage (in plain text |
-    is between tokens).
+    Tokens that the update makes likelier are green, others red; darker tokens have a larger advantage. Plain text has |
+    between tokens.
     """
     from tpu_kit.training.losses.sampled_updates import GROUP_FILE
 
@@ -352,11 +353,12 @@ def show_group(output_dir: str | Path) -> None:
 
 
 def check_run(config: TrainConfig, result: TrainResult) -> None:
-    """Checks that the loss of a run fell and that its weights exist; of a run that was ended early it tells that alone.
+    """Checks that the loss of a run fell and that its weights exist. Only prints a note for a preempted run.
 
     Raises:
-        ValueError: the loss of the last logged updates is not below that of the first (not of `grpo` and `dpo`, whose
-            losses differ more between rows than they fall), the held-out loss did not fall, or the weights are missing.
+        ValueError: the last logged training loss is not below the first, the held-out loss did not fall, or the weights
+            are missing. The training loss of `grpo` and `dpo` is not checked, because it varies more between rows than
+            it falls.
     """
     if result.status == "preempted":
         print(f"{result.ended} ({result.reason}): nothing to check; run the training cell again")
@@ -368,7 +370,7 @@ def check_run(config: TrainConfig, result: TrainResult) -> None:
         and (None in (losses[0], losses[-1]) or losses[-1] >= losses[0])
     ):
         raise ValueError(
-            f"the training loss did not fall: {losses[0]} in the first log, {losses[-1]} in the last one; try "
+            f"the training loss did not fall: {losses[0]} in the first log, {losses[-1]} in the last; try "
             "optim.learning_rate at a third or three times its value, or more optim.max_steps"
         )
     if result.warning:

@@ -1,6 +1,6 @@
-"""Runs of the embedded model on this machine: the small one of `verify`, and those that check what the README says.
+"""Trains the embedded model on this machine: the small run of `verify`, and runs that check the README's claims.
 
-Each is in a temporary folder. A claim that fails does not stop the next ones; the result is text for an issue.
+Runs write to a temporary folder. A failed claim does not stop the next checks; the result is text for an issue.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from tpu_kit.distributed import detection
 from tpu_kit.machine.checks import MARKS, Check, Machine, Status
 from tpu_kit.machine.compatibility import PACKAGES, TESTED, installed_version
 
-_LEAST_CORRECT = 0.8  # of them after training; 89 to 93 of 100 on the processors that were tried
-_ROWS = 16  # of an update, as of `make train`
-_STEPS = 8  # of the run that is interrupted, which is half as long at first
+_LEAST_CORRECT = 0.8  # share of correct answers after training; 0.89 to 0.93 on the processors that were tried
+_ROWS = 16  # rows per update, as in `make train`
+_STEPS = 8  # updates of the resumed run, which first stops after half of them
 CHECKPOINT_STEP, _SMALL_STEPS = 4, 8
-"""Number of updates up to the checkpoint, and of all, of the small run."""
+"""Updates of the small run before its checkpoint, and in total."""
 _QUESTION = "Tom has 12 apples and gives 5 of them to Mia. How many apples does Tom have now?"
 _SMALL = {
     "split": "train[:1000]", "max_length": 128, "batch_size": 2, "warmup_steps": 1, "logging_steps": 1,
@@ -35,12 +35,16 @@ _SMALL = {
 
 
 def small_run(config: TrainConfig) -> dict[str, Any]:
-    """Trains the embedded model on the devices of `config.launch`, resumes it, and asks the adapter.
+    """Trains the embedded model on the devices of `config.launch`, resumes the run, and samples from the adapter.
 
     Returns:
-        first_loss and last_loss, nats a token; updates; size of the checkpoint, bytes, 0 where it is damaged or of
-        another step than the first training's last; resumed, the step from which the second one went on; tokens of the
-        reply.
+        A dictionary with the keys
+
+        - first_loss, last_loss: nats per token;
+        - updates: number of updates;
+        - size: bytes of the checkpoint; 0 if it is damaged, or not from the last step of the first training;
+        - resumed: step from which the second training continued;
+        - tokens: number of tokens of the reply.
     """
     from tpu_kit.generation.answers import Sampling, generate
     from tpu_kit.recipes.sft import train
@@ -67,13 +71,13 @@ def small_run(config: TrainConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Claims:
-    """The runs by which the claims are checked.
+    """The README's claims and the runs that check them.
 
     Attributes:
         launch: the devices.
-        folder: for the runs.
+        folder: folder of the runs.
         questions: number of held-out questions that both models answer.
-        settings: of the main run, beside the shipped ones.
+        settings: settings of the main run in addition to the shipped configuration.
     """
 
     launch: LaunchConfig
@@ -82,7 +86,10 @@ class Claims:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def run(self) -> Iterator[tuple[str, Callable[[], tuple[bool | None, str]]]]:
-        """Yields each claim with the function that checks it, which returns None where it cannot be checked here."""
+        """Yields claims with the functions that check them.
+
+        A function returns whether the claim holds (None if this machine cannot check it) and a text.
+        """
         yield "make train: most held-out questions are answered correctly after 80 updates", self._learns
         yield "between logs the host reads nothing from the device", self._reads_nothing
         yield "2 compiled programs, and 1 for evaluation", self._compiles_little
@@ -115,10 +122,10 @@ class Claims:
     def _reads_nothing(self) -> tuple[bool | None, str]:
         records = self._records()
         if "host_syncs_per_step" not in records[-1]:
-            return None, "counted on XLA alone"
+            return None, "counted only on XLA"
         most = {name: max(record[f"{name}_per_step"] for record in records) for name in ("host_syncs", "fallbacks")}
         speed = sorted(record["tokens_per_second"] for record in records)[len(records) // 2]
-        return not any(most.values()), f"{most['host_syncs']:g} reads an update at most; {speed:,.0f} tokens/s"
+        return not any(most.values()), f"at most {most['host_syncs']:g} reads per update; {speed:,.0f} tokens/s"
 
     def _compiles_little(self) -> tuple[bool | None, str]:
         last = self._records()[-1]
@@ -148,7 +155,7 @@ class Claims:
 def check_claims(
     config: TrainConfig, announce: Callable[[str], None] = lambda name: None, **options: Any
 ) -> Iterator[Check]:
-    """Checks the claims on the devices of `config.launch`; yields a row for each."""
+    """Checks the claims on the devices of `config.launch`; yields a row per claim."""
     with tempfile.TemporaryDirectory(prefix="tpu_kit-") as folder:
         for text, check in Claims(config.launch, Path(folder), **options).run():
             announce(text)
@@ -158,13 +165,13 @@ def check_claims(
                 with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
                     held, found = check()
                 status = "skipped" if held is None else "ok" if held else "failure"
-            except Exception as error:  # of any kind: the next claims must still be checked
+            except Exception as error:  # any error: the next claims must still be checked
                 found = " ".join(f"{type(error).__name__}: {error}".split())[:400]
             yield Check(text, status, f"{found} ({time.monotonic() - start:.0f} s)")
 
 
 def paste(config: TrainConfig, verified: Sequence[Check], claims: Sequence[Check]) -> str:
-    """Formats both as text for an issue, without secrets and the user's home folder."""
+    """Formats the results of `verify` and of the claims for an issue, without secrets and the user's home folder."""
     backend = detection.detect(config.launch)
     versions = {name: installed_version(name) for name in ("tpu_kit", *PACKAGES, *TESTED)}
     packages = ", ".join(f"{name} {version}" for name, version in versions.items() if version)

@@ -1,4 +1,4 @@
-"""The commands that check a machine, and that run notebooks."""
+"""Defines the commands `doctor`, `verify` and `notebooks`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Report:
 @command(
     "It needs no download. device_type and num_replicas select the devices; attach the report to an issue about a\n"
     "TPU.\n\nExit codes: 0 every check passed, 1 one did not, 2 bad arguments.",
-    CONFIG | {"--report": switch("check what the README says of a run too, and print all to paste into an issue")},
+    CONFIG | {"--report": switch("also check the README's claims about a run, and print all results for an issue")},
     (_Report,),
 )
 def verify(args: argparse.Namespace) -> int:
@@ -43,17 +43,17 @@ class _Executed:
 
 
 @command(
-    "Another name=value is a parameter of each notebook that has it; if none has, of those that configure a run.\n\n"
-    "Exit codes: 0 all cells ran, 1 one failed, 2 bad arguments, 75 preempted or told to stop: the same command\n"
+    "Another name=value is a parameter of all notebooks that have it; if none has, of all that configure a run.\n\n"
+    "Exit codes: 0 all cells ran, 1 a cell failed, 2 bad arguments, 75 preempted or told to stop: the same command\n"
     "resumes. A notebook counts as preempted if a cell shows such a result of `train`.",
     {
         "notebooks": {"nargs": "*", "metavar": "FILE.ipynb"},
-        "--copy": {"metavar": "FOLDER", "help": "write the kit's notebooks into a folder; runs nothing"},
+        "--copy": {"metavar": "FOLDER", "help": "write the kit's notebooks to a folder; runs nothing"},
     },
     (_Executed,),
 )
 def notebooks(args: argparse.Namespace) -> int:
-    """Run notebooks one after the other, into executed notebooks and HTML; or copy those of the kit."""
+    """Run notebooks in order and save executed notebooks and HTML; or copy the kit's notebooks."""
     from tpu_kit.notebook import copies, runner
 
     if args.copy is not None:

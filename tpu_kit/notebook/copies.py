@@ -1,4 +1,4 @@
-"""Copies the notebooks that come with the kit: `python -m tpu_kit notebooks --copy FOLDER`."""
+"""Copies the kit's notebooks to a folder: `python -m tpu_kit notebooks --copy FOLDER`."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from tpu_kit.config.loader import ConfigError
 from tpu_kit.machine.storage.atomic import replacing
 from tpu_kit.machine.storage.object_store import is_url
 
-# In a clone, a symbolic link to the folder in which the notebooks are edited.
+# In a clone, this is a symbolic link to notebooks/.
 NOTEBOOKS = Path(__file__).parents[1] / "assets" / "notebooks"
 _TRAINING = "4-train-cot-sft.ipynb"
 
 
 def print_copies(folder: str, others: Sequence[str] = ()) -> int:
-    """Runs `notebooks --copy`: prints what was copied; returns the exit code.
+    """Runs `notebooks --copy`: copies and prints the notebooks' names; returns the exit code.
 
     Args:
-        folder: where to write.
-        others: the command's other arguments, which belong to notebooks that run.
+        folder: folder to write to.
+        others: the command's other arguments, which only apply if notebooks run.
 
     Raises:
         ConfigError: there are other arguments, or as `copy_notebooks`.
@@ -32,14 +32,13 @@ def print_copies(folder: str, others: Sequence[str] = ()) -> int:
 
 
 def copy_notebooks(folder: str) -> str:
-    """Writes the notebooks of the installed kit into a local folder; a file that differs is never overwritten.
+    """Writes the kit's notebooks to a local folder; never overwrites a file that differs.
 
     Returns:
-        The names of the files that were written, of those that were there already, and the next action.
+        Text with the names of the written and of the existing files, and the next action.
 
     Raises:
-        ConfigError: `folder` has files of these names with other content, and nothing was written; or it cannot be
-            written to.
+        ConfigError: `folder` has files of these names with other content (nothing was written), or is not writable.
     """
     if is_url(folder):
         raise ConfigError([f"--copy {folder}: notebooks are opened from a disk; name a local folder"])

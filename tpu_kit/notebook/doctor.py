@@ -1,4 +1,4 @@
-"""Checks the machine for a run, in order; each row has the result and the exact command that fixes it.
+"""Checks whether this machine can start a run; each row has a result and the exact command that fixes a problem.
 
     python -m tpu_kit doctor [--json] [config.yaml] [key=value ...]
 
@@ -18,7 +18,7 @@ from tpu_kit.machine.checks import Check, Machine
 
 
 def diagnose(config: TrainConfig | None = None, at: Machine | None = None) -> Iterator[Check]:
-    """Checks the machine for a run, by default the default one; yields the rows one by one, the quick ones first."""
+    """Checks the machine for a run (by default the default configuration); yields rows, the quick checks first."""
     from tpu_kit.distributed import detection
     from tpu_kit.planning.rollouts import check_rollouts
 
@@ -34,7 +34,7 @@ def diagnose(config: TrainConfig | None = None, at: Machine | None = None) -> It
     yield machine.check_settings(at)
     try:
         backend = detection.detect(config.launch, at)
-    except (ValueError, ImportError, OSError) as error:  # to count GPUs it loads torch, which may be broken
+    except (ValueError, ImportError, OSError) as error:  # `detect` loads torch to count GPUs; torch may be broken
         fix = "" if asked == "auto" else "device_type=auto, without num_replicas"
         yield Check("Device type", "failure", " ".join(str(error).split()), fix)
     else:
@@ -52,7 +52,7 @@ def diagnose(config: TrainConfig | None = None, at: Machine | None = None) -> It
 
 
 def print_findings(config: TrainConfig, as_json: bool = False) -> int:
-    """Prints the rows one by one, or all as a list of JSON objects; returns 0, or 1 if there is a failure."""
+    """Prints the rows as they arrive, or all as a JSON list; returns 0, or 1 if there is a failure."""
     checks = []
     for check in diagnose(config):
         checks.append(check)

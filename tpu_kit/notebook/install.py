@@ -1,6 +1,6 @@
-"""Installs the packages that the kit lacks with one command of pip or uv, and checks that they work together.
+"""Installs missing packages of the kit with one command of pip or uv, and checks that they work together.
 
-Every notebook calls `ensure`; notebook 1 shows its parts: `look`, `decide`, `carry_out`, `check`. Needs nothing but
+All notebooks call `ensure`; notebook 1 shows its steps: `look`, `decide`, `carry_out`, `check`. Needs nothing but
 Python.
 """
 
@@ -43,8 +43,8 @@ from tpu_kit.notebook.kernel import show_checks as show_checks
 from tpu_kit.notebook.kernel import show_table as show_table
 
 Kind = Literal["tpu", "torch-tpu", "gpu"]
-"""The packages to install: torch with torch_xla, libtpu and jax, for a TPU or its simulation; torch_tpu in place of
-torch_xla; or torch alone."""
+"""Packages to install. tpu: torch with torch_xla, libtpu and jax, for a TPU or its rehearsal. torch-tpu: torch_tpu in
+place of torch_xla. gpu: torch without a backend for TPUs."""
 
 _LINUX, _GPU = "Linux x86_64", "NVIDIA GPU"
 
@@ -57,13 +57,13 @@ class Site:
 
     Attributes:
         platform: "Colab", "Kaggle", "TPU VM", "GPU machine" or "computer without an accelerator".
-        accelerator: such as "4 x v5e"; empty if there is none.
-        system: operating system and processor, such as "Linux x86_64".
+        accelerator: for example "4 x v5e"; empty if there is none.
+        system: operating system and processor, for example "Linux x86_64".
         python: major and minor version.
-        versions: of all installed packages, by normalised name.
-        uv: path of uv; empty if there is none.
+        versions: versions of all installed packages, by normalised name.
+        uv: path of uv; empty if it is not installed.
         pip: whether this Python has pip.
-        gpus: names of NVIDIA's GPUs, as far as their driver tells.
+        gpus: names of NVIDIA GPUs that the driver reports.
     """
 
     platform: str
@@ -76,11 +76,11 @@ class Site:
     gpus: tuple[str, ...] = ()
 
     def version(self, package: str) -> str | None:
-        """The installed version of a package."""
+        """Returns the installed version of a package, or None."""
         return self.versions.get(_normal(package))
 
     def rows(self) -> list[dict[str, str]]:
-        """The rows of a table."""
+        """Returns rows for `show_table`."""
         names = (*PACKAGES[:2], "torch_tpu", *PACKAGES[2:], "transformers", "peft")
         versions = {name: self.version(name) or "not installed" for name in names}
         found = {
@@ -96,7 +96,7 @@ class Site:
 
 
 def look(at: Machine | None = None) -> Site:
-    """Finds the machine and its packages, without importing them and without touching a device."""
+    """Describes the machine and its packages, without importing them or opening a device."""
     at = at or Machine()
     tpus, gpu = at.tpus(), (at.root / "proc/driver/nvidia/version").exists()
     services = {"COLAB_RELEASE_TAG": "Colab", "KAGGLE_KERNEL_RUN_TYPE": "Kaggle"}
@@ -110,7 +110,7 @@ def look(at: Machine | None = None) -> Site:
 
 
 def _installed() -> dict[str, str]:
-    """Versions of all installed packages, by normalised name; of two copies, the one that Python imports."""
+    """Returns installed versions by normalised package name; for two copies, the version that Python imports."""
     return {_normal(one.name): one.version for one in reversed(list(distributions())) if one.name}
 
 
@@ -123,7 +123,7 @@ def _dotted(python: tuple[int, int]) -> str:
 
 
 def pairings() -> list[dict[str, str]]:
-    """Returns the versions that pair, as rows of a table; the first row is installed where nothing is there."""
+    """Returns versions that work together as rows for `show_table`; the first row is installed by default."""
     found = [(one.torch, f"torch_xla {one.torch}", " or ".join(one.libtpu), " or ".join(one.jax)) for one in PAIRINGS]
     tested = torch_tpu.TESTED
     found.append((tested["torch"], f"torch_tpu {tested['torch_tpu']}", tested["libtpu"], tested["jax"]))
@@ -138,15 +138,15 @@ def pairings() -> list[dict[str, str]]:
 
 @dataclass(frozen=True)
 class Decision:
-    """The decision about an installation.
+    """The result of `decide`.
 
     Attributes:
         kind: the packages to install.
-        why: one line for each problem, or for what is right already.
-        add: the requirements to install.
-        keep: "name==version" of packages that must not be replaced; empty if one must be.
-        command: of pip or uv; empty if nothing is to be done.
-        notes: packages that stay as they are, with which the tests did not run.
+        why: a line per problem, or a line that says that all is well.
+        add: requirements to install.
+        keep: "name==version" of packages that must not be replaced; empty if any package must be replaced.
+        command: command of pip or uv; empty if there is nothing to install.
+        notes: installed packages of untested versions, which are kept.
     """
 
     kind: Kind
@@ -159,8 +159,8 @@ class Decision:
     def __str__(self) -> str:
         if not self.command:
             return "Nothing to do: " + "; ".join((*self.why, *self.notes))
-        kept = [f"Left as they are: {len(self.keep)} packages"] if self.keep else []
-        kept += [f"Left as it is: {note}" for note in self.notes]
+        kept = [f"Unchanged: {len(self.keep)} packages"] if self.keep else []
+        kept += [f"Unchanged: {note}" for note in self.notes]
         return "\n".join(["To install, because:", *_listed(self.why), *kept, shlex.join(self.command)])
 
 
@@ -171,22 +171,22 @@ def _listed(lines: Sequence[str]) -> list[str]:
 def decide(
     site: Site, hardware: str = "auto", torch_index: str = "", source: str = "", extras: Sequence[str] = ()
 ) -> Decision:
-    """Decides what to install. Packages that fit stay as they are.
+    """Chooses the packages to install. Installed packages of allowed versions are kept.
 
     Args:
         site: the machine and its packages.
-        hardware: "tpu", "torch-tpu", "gpu", or "auto": torch_xla and the TPU's packages wherever their wheels fit,
-            because a CPU rehearses with them, except on a machine with a GPU, with torch but not torch_xla, or with
-            the tested torch_tpu.
-        torch_index: address of an index with other wheels of torch.
+        hardware: "tpu", "torch-tpu", "gpu" or "auto". auto means tpu if the system has wheels of torch_xla, because a
+            CPU rehearses with it; gpu on a machine with a GPU, or with torch but neither torch_xla nor TPU; torch-tpu
+            if the tested torch_tpu is installed.
+        torch_index: URL of an index with other wheels of torch.
         source: where the kit came from; a folder of wheels replaces the package index.
         extras: extras of the kit to install too, such as "trackers".
 
     Raises:
-        ValueError: it is impossible with this Python on this machine; the text names the ways out.
+        ValueError: the packages cannot be installed with this Python or on this machine; the text has alternatives.
     """
     kind = _kind(site, hardware, source)
-    wrong: dict[str, tuple[str, str]] = {}  # package -> what its version must be, and the bounds to install it with
+    wrong: dict[str, tuple[str, str]] = {}  # package -> the required version in words, and the bounds to install
     if kind == "tpu":
         pairs = mismatches(site.version, site.python, with_tpu=True)
         wrong |= {name: (" or ".join(versions), f"=={versions[0]}") for name, versions in pairs.items()}
@@ -203,7 +203,7 @@ def decide(
     if not wrong:
         pair = ", ".join(f"{name} {site.version(name)}" for name in _pair(kind))
         text = f"with {pair}" if kind == "gpu" else f"and {pair} pair"
-        return Decision(kind, (f"all packages are there, {text}",), notes=notes)
+        return Decision(kind, (f"all packages are installed, {text}",), notes=notes)
     absent = [name for name in wrong if site.version(name) is None]
     why = [f"not installed: {', '.join(absent)}"] * bool(absent)
     why += [f"{name} is {now}, and must be {must}" for name, (must, _) in wrong.items() if (now := site.version(name))]
@@ -213,7 +213,7 @@ def decide(
     uv, pip = [site.uv, "pip", "install", "--python", sys.executable], [sys.executable, "-m", "pip", "install"]
     line = [*(uv if site.uv else pip), "--quiet"]
     folder = Path(source).expanduser()
-    if source and folder.is_dir() and any(folder.glob("*.whl")):  # such as a Kaggle dataset
+    if source and folder.is_dir() and any(folder.glob("*.whl")):  # for example a Kaggle dataset
         line += ["--no-index", "--find-links", str(folder)]
     if torch_index and "torch" in wrong:
         line += ["--extra-index-url", torch_index, *(["--index-strategy", "unsafe-best-match"] if site.uv else [])]
@@ -223,7 +223,7 @@ def decide(
 
 
 def _pair(kind: Kind) -> tuple[str, ...]:
-    """The packages whose versions pair."""
+    """Lists the packages whose versions depend on each other."""
     return {"tpu": PACKAGES, "torch-tpu": tuple(torch_tpu.TESTED), "gpu": ("torch",)}[kind]
 
 
@@ -232,17 +232,19 @@ def _required() -> list[str]:
         return requires("tpu_kit") or []
     except PackageNotFoundError:
         folder = shlex.quote(str(Path(__file__).parents[2]))
-        advice = f"run `pip install --no-deps -e {folder}`, then this cell again, which adds the others"
-        raise ValueError(f"tpu_kit is in {folder}, but not installed, so what it needs is unknown: {advice}") from None
+        advice = f"run `pip install --no-deps -e {folder}`, then this cell again, which adds its requirements"
+        raise ValueError(
+            f"tpu_kit is in {folder}, but not installed, so its requirements are unknown: {advice}"
+        ) from None
 
 
 def _kind(site: Site, hardware: str, source: str) -> Kind:
-    """Which packages to install; raises ValueError where that is impossible."""
-    # torch without torch_xla stays as it is if no TPU is attached.
+    """Chooses the kind of packages; raises ValueError if they cannot be installed."""
+    # torch without torch_xla is kept if no TPU is attached.
     has_tpu = site.accelerator not in ("", _GPU)
     alone = site.version("torch") is not None and site.version("torch_xla") is None and not has_tpu
     if hardware == "auto" and not torch_tpu.mismatches(site.version) and not site.version("torch_xla"):
-        kind: Kind = "torch-tpu"  # an environment that was made for it
+        kind: Kind = "torch-tpu"  # an environment made for torch_tpu
     elif hardware == "auto":
         kind = "gpu" if site.accelerator == _GPU or site.system != _LINUX or alone else "tpu"
     else:
@@ -252,7 +254,7 @@ def _kind(site: Site, hardware: str, source: str) -> Kind:
         against.append(f"Python {_dotted(site.python)}: the kit needs 3.11 to 3.13")
     if kind != "gpu" and site.system != _LINUX:
         backend = "torch_tpu" if kind == "torch-tpu" else "torch_xla"
-        against.append(f"{site.system}: {backend} has wheels for {_LINUX} alone; hardware='gpu' installs torch alone")
+        against.append(f"{site.system}: {backend} has wheels only for {_LINUX}; hardware='gpu' installs only torch")
     if (kind == "tpu" and site.version("torch_tpu")) or (kind == "torch-tpu" and site.version("torch_xla")):
         against.append(f"hardware={kind}, and here is {torch_tpu.describe_backends(site.version)}")
     if against:
@@ -261,11 +263,11 @@ def _kind(site: Site, hardware: str, source: str) -> Kind:
 
 
 def _impossible(against: Sequence[str], ways_out: Sequence[str]) -> ValueError:
-    return ValueError("\n".join(["It cannot be installed here:", *_listed(against), "Ways out:", *_listed(ways_out)]))
+    return ValueError("\n".join(["It cannot be installed here:", *_listed(against), "Instead:", *_listed(ways_out)]))
 
 
 def _read_requirements(lines: Sequence[str], extras: Sequence[str] = ()) -> dict[str, str]:
-    """Reads requirements without those of other extras: package to bounds such as ">=5.15"."""
+    """Parses requirements, also of `extras` but not of other extras; maps packages to bounds such as ">=5.15"."""
     bounds = {}
     for line in lines:
         match = re.fullmatch(r"([\w.-]+)(?:\[[^\]]*\])?\s*([^;]*?)\s*(?:;\s*(.*))?", line.split("#")[0].strip())
@@ -277,9 +279,10 @@ def _read_requirements(lines: Sequence[str], extras: Sequence[str] = ()) -> dict
 
 
 def _within(version: str, bounds: str) -> bool:
-    """Whether a version is within bounds; one that nothing can read, is not.
+    """Whether a version is within bounds; False if the version is invalid.
 
-    Without `packaging` and pip there is hardly more than Python: what is missing is installed, packaging with it.
+    True if neither `packaging` nor pip is installed: then hardly any package is, and missing packages are installed
+    anyway, with packaging among them.
     """
     specifiers = find_packaging("specifiers")
     if specifiers is None:
@@ -291,7 +294,7 @@ def _within(version: str, bounds: str) -> bool:
 
 
 def _constraints(versions: Mapping[str, str]) -> tuple[str, ...]:
-    """Returns a line for each installed package that keeps its version, without lines that pip would refuse."""
+    """Returns "name==version" of all installed packages, as constraints for pip; omits lines that pip refuses."""
     requirements, lines = find_packaging("requirements"), []
     for name, version in sorted(versions.items()):
         with contextlib.suppress(ValueError):
@@ -302,10 +305,10 @@ def _constraints(versions: Mapping[str, str]) -> tuple[str, ...]:
 
 def _ways_out(site: Site, kind: Kind, source: str) -> tuple[str, ...]:
     if site.system != _LINUX:
-        return ("hardware='gpu' here, for torch alone; or a Linux machine, Colab or Kaggle for TPU",)
+        return ("hardware='gpu' here, for torch without TPU; or a Linux machine, Colab or Kaggle for TPU",)
     service = {
-        "Colab": ("Runtime > Change runtime type > Runtime version: one with Python 3.11 to 3.13; then run all again",),
-        "Kaggle": ("Settings > Environment: one with Python 3.11 to 3.13; then run all again",),
+        "Colab": ("Runtime > Change runtime type > Runtime version: choose Python 3.11 to 3.13; then run all again",),
+        "Kaggle": ("Settings > Environment: choose Python 3.11 to 3.13; then run all again",),
     }.get(site.platform, ())
     local = Path(source).expanduser()
     by_name = {"index": "tpu_kit"}.get(source, source if source.startswith("tpu_kit==") else f"git+{REPOSITORY}")
@@ -315,8 +318,7 @@ def _ways_out(site: Site, kind: Kind, source: str) -> tuple[str, ...]:
         service = (*service, "hardware='torch-tpu' here, and launch.device_type=torch-tpu, which is experimental")
     return (
         *service,
-        f"an environment of its own: {environment_line(kind, kit)} && {python} -m ipykernel install --user "
-        "--name tpu_kit",
+        f"a separate environment: {environment_line(kind, kit)} && {python} -m ipykernel install --user --name tpu_kit",
         f"then choose the kernel tpu_kit, or run there: {python} -m tpu_kit train embedded-cot",
     )
 
@@ -328,24 +330,24 @@ def options(namespace: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the notebook's parameters, checked.
 
     Raises:
-        ConfigError: an unknown name, with the nearest one, or an invalid value.
+        ConfigError: a name is unknown (the text has the nearest name), or a value is invalid.
     """
     options = parameters(namespace)
     check_names(options, ("kit_source", "hardware", "extras", "torch_index", "restart"))
     if options.get("hardware", "auto") not in ("auto", *get_args(Kind)):
-        raise ConfigError([f"hardware={options['hardware']!r}: there are auto, tpu, torch-tpu and gpu"])
+        raise ConfigError([f"hardware={options['hardware']!r}: choose auto, tpu, torch-tpu or gpu"])
     return options
 
 
 def ensure(kit_source: str = "git") -> None:
-    """Installs the packages that the kit needs and this environment lacks, and prints what was kept and added.
+    """Installs the packages that this environment lacks, and prints which packages were kept and added.
 
     Args:
-        kit_source: where the kit came from, as in the parameters of the notebooks.
+        kit_source: where the kit came from, as in the notebooks' parameters.
 
     Raises:
-        ValueError: it is impossible here, the command failed, or a loaded package was replaced, so that the kernel must
-            be restarted.
+        ValueError: the packages cannot be installed here, the command failed, or a loaded package was replaced, so that
+            the kernel must be restarted.
     """
     decision = decide(look(), source=kit_source)
     if not decision.command:
@@ -360,10 +362,10 @@ def carry_out(decision: Decision) -> None:
     """Runs the command; prints its output, and which packages were kept, replaced and added.
 
     Raises:
-        ValueError: the command failed, with the end of its output.
+        ValueError: the command failed; the text has the end of its output.
     """
     if not decision.command:
-        print("Nothing was to be done.")
+        print("There was nothing to install.")
         return
     before, command = _installed(), shlex.join(decision.command)
     print("$", command, flush=True)
@@ -386,7 +388,7 @@ def carry_out(decision: Decision) -> None:
     replaced = [f"{name} {before[name]} -> {now}" for name, now in after.items() if before.get(name, now) != now]
     print("Added:", ", ".join(added) or "nothing")
     print("Replaced:", ", ".join(replaced) or "nothing")
-    print("Left as they were:", sum(after.get(name) == version for name, version in before.items()), "packages")
+    print("Unchanged:", sum(after.get(name) == version for name, version in before.items()), "packages")
 
 
 _CHILD = """
@@ -409,7 +411,7 @@ print("computed on", where)
 def check(decision: Decision) -> list[Check]:
     """Loads the packages in a new process, as a run does, and computes a sum: on a GPU, torch_xla's CPU or the CPU."""
     pair = [name for name in _pair(decision.kind) if name != "jaxlib"]
-    # The kernel must not open a TPU: PJRT_DEVICE is for torch_xla, the last one for torch_tpu.
+    # The process must not open a TPU: PJRT_DEVICE is for torch_xla, TORCH_DEVICE_BACKEND_AUTOLOAD for torch_tpu.
     environment = {**os.environ, "PJRT_DEVICE": "CPU", "TPU_SKIP_MDS_QUERY": "1", "USE_TORCH_XLA": "1",
                    "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # fmt: skip
     names = [*pair, "transformers", "peft", "datasets", "yaml", "tpu_kit"]
@@ -431,12 +433,12 @@ def restart(allowed: bool = False) -> None:
     """Prints whether the kernel must be restarted, and restarts it if allowed."""
     replaced = "; ".join(replaced_modules(installed_version))
     if not replaced:
-        print("The kernel can stay as it is.")
+        print("The kernel need not be restarted.")
         return
     print(f"The kernel must be restarted: {replaced}")
     if not allowed:
         print("Kernel > Restart (Colab: Runtime > Restart session), then go on with the next notebook.")
-        print("Or set restart = True above, run its cell and this one again, and it restarts by itself.")
+        print("Or set restart = True above and run that cell and this cell again: the kernel then restarts by itself.")
         return
     from IPython import get_ipython
 

@@ -1,8 +1,8 @@
 """Reads the parameters of a notebook in its kernel, and shows tables, texts and figures in its cells.
 
-The displays are HTML and PNG, not widgets: papermill keeps them, and they are visible without a kernel. Styles are
-inline, because some frontends remove scripts and style sheets from outputs. Outside IPython the displays are printed as
-plain text. This module needs nothing but Python.
+Displays are HTML and PNG, not widgets: papermill keeps them, and they are visible without a kernel. Styles are inline,
+because some frontends remove scripts and style sheets from outputs. Outside IPython, displays are printed as plain
+text. This module needs nothing but Python.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Bundle = dict[str, str]
-"""MIME type to content; "text/plain" is always present."""
+"""Contents by MIME type; "text/plain" is always present."""
 
 COLOURS = {"ok": "#15803d", "warning": "#b45309", "failure": "#b91c1c", "skipped": "#6b7280"}
 
 # The cell that installs the kit imports this module before the libraries that would warn.
 warnings.filterwarnings("ignore", message="IProgress not found")
-# A notebook keeps each state of a tqdm bar, so only work of more than 5 s gets a bar, in child processes too. tqdm
-# reads this once, when a library first imports it.
+# A notebook keeps every state of a tqdm bar, so only work of more than 5 s gets a bar, in child processes too. tqdm
+# reads this variable once, at its import.
 os.environ.setdefault("TQDM_DELAY", "5")
 
 _PAPERMILL_HEADER = "# Parameters"
@@ -44,24 +44,24 @@ _SCOPES = (
     ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp,
     ast.GeneratorExp,
 )  # fmt: skip
-"""What has names of its own, which are none of the cell's."""
+"""Nodes with a scope of their own: names assigned in them are not the cell's."""
 _PLAIN = (str, int, float, bool, type(None), list, tuple, dict)
 
 
 def parameters(namespace: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the notebook's parameters: the names that its parameters cells assign, with their current values.
 
-    A kernel sees no cell tags, but it keeps the source of every cell that ran (`In`). The notebook's own parameters
-    cell begins with a comment such as ``# Parameters: change them here``, the one that papermill adds after it with
-    exactly ``# Parameters``. Only the last run of each counts, and papermill's only after the notebook's own. So cells
-    may run again in any order, and variables of other cells are never parameters.
+    A kernel sees no cell tags, but it keeps the source of all cells that ran (`In`). The notebook's own parameters cell
+    begins with a comment such as ``# Parameters: change them here``. papermill adds a cell after it that begins with
+    exactly ``# Parameters``. Only the last run of a cell counts, and papermill's cell only after the notebook's own. So
+    cells may run again in any order, and variables of other cells are never parameters.
 
     Args:
-        namespace: ``globals()`` of the notebook. In a mapping without `In` (a script), every name without a leading
-            underscore that holds a plain value is a parameter.
+        namespace: ``globals()`` of the notebook. In a mapping without `In` (a script), all names without a leading
+            underscore and with a plain value are parameters.
 
     Raises:
-        ConfigError: no parameters cell has run in this kernel, or its source is not Python or does not tell its names.
+        ConfigError: no parameters cell has run in this kernel, it is not valid Python, or it hides its names.
     """
     if "In" not in namespace:
         return {k: v for k, v in namespace.items() if not k.startswith("_") and isinstance(v, _PLAIN)}
@@ -82,11 +82,11 @@ def parameters(namespace: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def assigned(source: str) -> list[str]:
-    """Returns the names that a cell assigns, also in pairs, under `if` or as a loop's variable.
+    """Returns the names that a cell assigns, also in tuples, under `if` or as loop variables.
 
     Raises:
         SyntaxError: the source is not Python.
-        ConfigError: the cell sets names that its source does not tell.
+        ConfigError: the source may assign names that it does not show, for example with `exec`.
     """
     names: dict[str, None] = {}
     waiting: list[ast.AST] = [ast.parse(source)]
@@ -109,7 +109,7 @@ def check_names(given: Mapping[str, Any], known: Collection[str]) -> None:
     """Refuses parameters that a notebook does not have; papermill only warns about them.
 
     Raises:
-        ConfigError: each unknown name, with the nearest known one.
+        ConfigError: names are unknown; the text has the nearest known names.
     """
     problems = []
     for name in [name for name in given if name not in known]:
@@ -121,9 +121,9 @@ def check_names(given: Mapping[str, Any], known: Collection[str]) -> None:
 
 
 def shorten_errors() -> None:
-    """Shows an error that the kit raises for its user as its text alone, without IPython's traceback, from now on.
+    """Makes IPython show ValueErrors of the kit without a traceback, and explain NameErrors of cells.
 
-    A NameError of a cell names the cell that has not run. It does nothing outside IPython.
+    Does nothing outside IPython.
     """
     if in_ipython():
         sys.modules["IPython"].get_ipython().set_custom_exc((NameError, ValueError), _explain)
@@ -133,12 +133,12 @@ def _explain(
     shell: Any, kind: type[Exception], error: Exception, trace: TracebackType | None, tb_offset: int | None = None
 ) -> None:
     *_, (frame, _line) = traceback.walk_tb(trace)
-    # Only errors of the cell itself: in a function, whose code is optimized, a missing name is an error of the code.
+    # Only errors of the cell itself: in a function (CO_OPTIMIZED), a missing name is an error in the code.
     of_cell = frame.f_globals is shell.user_ns and not frame.f_code.co_flags & inspect.CO_OPTIMIZED
     if isinstance(error, NameError) and of_cell:
         error.args = (
             f"name {error.name!r} is not defined yet: the cell above that sets it (look for `{error.name} =` or an "
-            "import of it) has not run in this kernel. Run that cell first, or all above (Run > Run All Above)",
+            "import of it) has not run in this kernel. Run that cell first, or all cells above (Run > Run All Above)",
         )
     of_kit = isinstance(error, ValueError) and frame.f_globals.get("__name__", "").partition(".")[0] == "tpu_kit"
     shell.showtraceback((kind, error, trace), tb_offset=tb_offset, exception_only=of_kit)
@@ -148,14 +148,14 @@ def _explain(
 
 
 def in_ipython() -> bool:
-    """Returns whether this process runs IPython, as the kernel of a notebook does."""
-    # Looked up, not imported: the kit does not depend on IPython, and inside IPython the module is loaded.
+    """Whether this process runs IPython, as the kernel of a notebook does."""
+    # Looked up, not imported: the kit does not depend on IPython, and inside IPython the module is loaded already.
     module = sys.modules.get("IPython")
     return module is not None and module.get_ipython() is not None
 
 
 def show(bundle: Bundle) -> None:
-    """Shows a bundle in the cell, or prints its text."""
+    """Shows a bundle in the cell; outside IPython prints its text."""
     if in_ipython():
         from IPython.display import display
 
@@ -170,7 +170,7 @@ def show_table(rows: text_tables.Rows) -> None:
 
 
 def new_figure(width: float, height: float, columns: int = 1) -> tuple[Figure, Sequence[Any]]:
-    """Returns a figure of so many inches and its axes; drawing it needs neither pyplot nor the main thread."""
+    """Makes a figure of `width` x `height` inches and its axes; drawing it needs neither pyplot nor the main thread."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
@@ -178,14 +178,14 @@ def new_figure(width: float, height: float, columns: int = 1) -> tuple[Figure, S
 
 
 def picture(figure: Figure, text: str) -> Bundle:
-    """Returns a figure as PNG with its text."""
+    """Renders a figure as PNG, with a text for plain displays."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=100)
     return {"image/png": base64.b64encode(buffer.getvalue()).decode(), "text/plain": text}
 
 
 def show_checks(checks: Iterable[Check]) -> list[Check]:
-    """Shows rows of the doctor as they arrive, each with its mark and its fix, and returns them all."""
+    """Shows results of checks, with marks and fixes, as they arrive; returns them as a list."""
     rows: list[Check] = []
     handle = None
     if in_ipython():

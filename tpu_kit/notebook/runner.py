@@ -1,7 +1,7 @@
-"""Runs notebooks as batch jobs, by papermill: `python -m tpu_kit notebooks FILE.ipynb ... [out=...] [name=value ...]`.
+"""Runs notebooks as batch jobs with papermill: `python -m tpu_kit notebooks FILE.ipynb [out=...] [name=value ...]`.
 
-Each notebook runs in its own kernel, one after the other; the terminal shows the cells, their outputs and the progress
-of training. The results are the executed notebooks, and the same as HTML.
+Notebooks run in order, in a new kernel each time. The terminal shows the cells, their outputs and the progress of
+training. The results are executed notebooks and HTML.
 """
 
 from __future__ import annotations
@@ -27,21 +27,24 @@ from tpu_kit.config.loader import ConfigError
 from tpu_kit.distributed.preemption import RESULT_TYPE, STOPS
 from tpu_kit.notebook.kernel import check_names
 
-_SAME = 1.0  # seconds
+_SAME = 1.0  # seconds in which a repeated signal counts once
 _WIDTH = 70  # characters of a cell's first line
 
 
 def run(paths: Sequence[Path], out: Path, parameters: Mapping[str, Any]) -> int:
-    """Runs notebooks up to the first one that fails or whose training run is preempted; returns the exit code.
+    """Runs notebooks until one fails or its training is preempted; returns the exit code.
 
-    The executed notebooks and their HTML go to `out`. A parameter goes to the notebooks that name it, or, where none
-    does, to those that configure a run, which refuse an unknown name themselves.
+    Args:
+        paths: the notebooks.
+        out: folder of the executed notebooks and their HTML.
+        parameters: passed to the notebooks that name them. A parameter that no notebook names goes to the notebooks
+            that configure a run, which refuse unknown names.
 
     Raises:
         ConfigError: papermill or a file is missing, a parameter is a secret (papermill writes parameters into the
-            notebook), or no notebook takes it; no notebook has run then.
+            notebook), or no notebook takes it. Raised before any notebook runs.
     """
-    problems = [] if paths else ["no notebook is given: name files (FILE.ipynb), or --copy FOLDER for those of the kit"]
+    problems = [] if paths else ["no notebook is given: name files (FILE.ipynb), or --copy FOLDER for the kit's files"]
     problems += [f"{path}: no such notebook" for path in paths if not path.is_file()]
     for name, count in Counter(path.name for path in paths).items():
         if count > 1:
@@ -61,7 +64,7 @@ def run(paths: Sequence[Path], out: Path, parameters: Mapping[str, Any]) -> int:
         raise ConfigError([f"out={out} cannot be made ({error.strerror}); name another folder"]) from None
     job = _Job()
     for stop in (signal.SIGINT, *STOPS):
-        if signal.getsignal(stop) is not signal.SIG_IGN:  # as nohup ignores SIGHUP
+        if signal.getsignal(stop) is not signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(stop, job.stop)
     for number, (path, names, configures) in enumerate(notebooks, 1):
         print(f"[{number}/{len(paths)}] {path.name}", flush=True)
@@ -92,16 +95,16 @@ def _inspect(notebook: Path) -> tuple[set[str], bool]:
     logging.getLogger("papermill").setLevel(logging.ERROR)  # it warns about parameters that are not in the cell
     try:
         return set(papermill.inspect_notebook(notebook)), "cells.config(" in notebook.read_text()
-    except Exception:  # nbformat raises many kinds of errors
+    except Exception:  # nbformat raises many classes of errors
         raise ConfigError([f"{notebook}: not a notebook; give an .ipynb file of format 4"]) from None
 
 
 class _Job:
     """Runs notebooks, and passes signals on to the kernel.
 
-    The first signal interrupts the kernel as its stop button does, so that training saves and returns, and no further
-    cell runs; the second one kills the kernel. A repetition within `_SAME` seconds is the same signal: `timeout`
-    signals its child and then the group of its child.
+    The first signal interrupts the kernel like its stop button: training saves and returns, and no further cell runs.
+    The second signal kills the kernel. A repetition within `_SAME` seconds counts as the same signal, because `timeout`
+    signals its child and then the child's group.
     """
 
     def __init__(self) -> None:
@@ -121,7 +124,7 @@ class _Job:
                 os.kill(self.kernel.pid, signal.SIGINT if self.signals == 1 else signal.SIGKILL)
 
     def execute(self, path: Path, target: Path, parameters: Mapping[str, Any]) -> tuple[BaseException | None, str]:
-        """Runs one notebook, and writes it and its HTML; returns its error, and why its training was preempted."""
+        """Runs a notebook and writes it and its HTML; returns its error, and the reason if training was preempted."""
         import nbformat
         import papermill
         from nbconvert import HTMLExporter
@@ -131,11 +134,11 @@ class _Job:
         papermill_engines.register("tpu_kit", _engine(self))
         options = {"engine_name": "tpu_kit", "kernel_name": "python3", "language": "python", "progress_bar": False}
         start, preempted = time.monotonic(), ""
-        # In the main thread nbclient would handle the signals itself, and kill the kernel at the first one.
+        # In the main thread, nbclient would handle signals itself and kill the kernel at the first signal.
         with ThreadPoolExecutor(1) as thread:
             failure = thread.submit(papermill.execute_notebook, path, target, dict(parameters), **options).exception()
         if target.is_file():
-            # Joins the pieces of a stream, and keeps the last state of a progress bar, which redraws its line.
+            # Joins the pieces of a stream, and keeps only the last state of a progress bar.
             exporter = HTMLExporter(config=Config({"CoalesceStreamsPreprocessor": {"enabled": True}}))
             target.with_suffix(".html").write_text(exporter.from_filename(str(target))[0])
             print(f"    {time.monotonic() - start:.0f} s, {target.with_suffix('.html')}", flush=True)
@@ -149,7 +152,7 @@ class _Job:
 
 
 def _hidden(content: Any) -> Any:
-    """Returns the content of a message without secrets, for the executed notebook, its HTML and the terminal."""
+    """Removes secrets from a message's content, for the executed notebook, its HTML and the terminal."""
     if isinstance(content, dict):
         return {key: _hidden(value) for key, value in content.items()}
     if isinstance(content, list):
@@ -162,7 +165,7 @@ def _engine(job: _Job) -> Any:
     from papermill.clientwrap import PapermillNotebookClient
     from papermill.engines import NBClientEngine
 
-    displays: dict[str, str] = {}  # text by the display's id
+    displays: dict[str, str] = {}  # text by display id
 
     class Client(PapermillNotebookClient):
         def execute_cell(self, cell: Any, cell_index: int, *args: Any, **options: Any) -> Any:
@@ -180,7 +183,7 @@ def _engine(job: _Job) -> Any:
             text = content.get("data", {}).get("text/plain", "")
             if display := content.get("transient", {}).get("display_id"):
                 before, displays[display] = displays.get(display, ""), text
-                text = text.removeprefix(before).strip("\n")  # the new rows of a table that grows
+                text = text.removeprefix(before).strip("\n")  # only the new rows of a growing table
             if content.get("name") == "stdout":
                 print(content["text"], end="", flush=True)
             elif text:
@@ -190,7 +193,7 @@ def _engine(job: _Job) -> Any:
     class Engine(NBClientEngine):
         @classmethod
         def execute_managed_notebook(cls, nb_man: Any, kernel_name: str, **options: Any) -> Any:
-            quiet = ["--IPKernelApp.log_level=40"]  # it warns about a connection that stays on this machine
+            quiet = ["--IPKernelApp.log_level=40"]  # it warns about a connection that never leaves this machine
             return Client(nb_man, kernel_name=kernel_name, startup_timeout=120, extra_arguments=quiet).execute()
 
     return Engine

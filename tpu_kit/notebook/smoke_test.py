@@ -1,4 +1,4 @@
-"""Functions that `verify` launches on the devices, to compare a device with the CPU or to measure it.
+"""Compares a device with the CPU and measures it: the functions that `verify` launches on the devices.
 
 XLA:CPU runs the same code, with the splash kernel in Pallas' interpreter.
 """
@@ -30,16 +30,16 @@ from tpu_kit.training.step import Control, prepare_model, train_step
 from tpu_kit.xla.pallas import SplashSettings
 
 LENGTH = 2048
-"""Tokens of a row for the kernels: more than one block, and as in a usual run."""
+"""Tokens per row for the kernels: a usual length, and more than one block of the kernel."""
 ROWS = 2
-"""Rows of a replica in the compared step."""
+"""Rows per replica in the compared step."""
 NEW_TOKENS = 24
-# Width of the matrices, products in one program, and timed executions of it: a tenth of a second or more on a TPU, so
-# that starting a program (about a millisecond) does not count.
+# Width of the matrices, products per program, and timed executions: at least a tenth of a second on a TPU, so that the
+# start of a program (about a millisecond) is negligible.
 _MATMUL = {"tpu": (8192, 16, 5), "cuda": (8192, 16, 5)}
 _MATMUL_CPU = (256, 4, 5)
 WARM_UP, TIMED = 3, 10
-"""Number of steps before the timed ones, and of the timed ones."""
+"""Numbers of untimed and of timed steps."""
 PROMPTS = (
     "Tom has 12 apples and gives 5 of them to Mia. How many apples does Tom have now?",
     "Leo has 3 trays of 6 coins. Leo gives away 17.",
@@ -49,7 +49,7 @@ PROMPTS = (
 
 
 class Case(NamedTuple):
-    """A shape of attention: query heads, key-value heads, head size; segments in a row; window, soft cap."""
+    """A case of attention: query heads, key-value heads, head size; several segments in a row; window, soft cap."""
 
     heads: int
     pairs: int
@@ -73,15 +73,17 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torc
 
 
 def measure_cores(config: TrainConfig) -> dict[str, Any]:
-    """Runs in each replica an all-reduce, and repeatedly a program of bf16 matmuls.
+    """Runs an all-reduce in all replicas, then repeatedly a program of bf16 matmuls.
 
     Returns:
-        cores: a row for each replica: its sum of rank + 1 over the replicas, its TFLOP/s, and the GiB of device memory
-        in use, where the device counts them. compiles and fallbacks: programs compiled, and operations run on the host,
-        while the program was repeated.
+        A dictionary with the keys
+
+        - cores: a row per replica with its sum of rank + 1 over the replicas, its TFLOP/s, and the GiB of device memory
+          in use, if the device counts them;
+        - compiles, fallbacks: programs compiled and operations run on the host while the program was repeated.
     """
     rt = runtime.current()
-    # Made on the host: on the device it could become a constant, and each replica would have another program.
+    # Made on the host: on the device the value could become a constant, and replicas would have different programs.
     total = torch.tensor([rt.rank + 1.0]).to(rt.local_device)
     rt.all_reduce([total])
     rt.sync()
@@ -99,10 +101,10 @@ def measure_cores(config: TrainConfig) -> dict[str, Any]:
             rt.sync()
         head = x[:1, :1].clone()
         rt.sync()
-        rt.to_host([head])  # waits
+        rt.to_host([head])  # waits for the device
         return x
 
-    x = run(run(weight, 1), 1)  # which compiles
+    x = run(run(weight, 1), 1)  # compiles
     before, start = rt.counters(), time.perf_counter()
     run(x, executions)
     seconds, after = time.perf_counter() - start, rt.counters()
@@ -115,21 +117,21 @@ def measure_cores(config: TrainConfig) -> dict[str, Any]:
     rt.sync()
     names = ("all-reduce", "TFLOP/s", *(["GiB in use"] if used is not None else []))
     rows = [dict(zip(names, core, strict=False)) for core in rt.to_host([cores])[0].T.tolist()]
-    # Off XLA these operations have no counters, and nothing is compiled.
+    # Without XLA nothing is compiled, and there are no counters.
     counts = {name: after.get(name, 0) - before.get(name, 0) for name in ("compiles", "fallbacks")}
     return {"cores": [{"core": rank, **row} for rank, row in enumerate(rows)], **counts}
 
 
 def compare_kernel(config: TrainConfig) -> dict[str, dict[str, float]]:
-    """Compares the splash kernel with plain attention, in bf16 against fp32 on the host.
+    """Compares the splash kernel in bf16 with plain attention in fp32 on the host.
 
     Returns:
-        By name of `CASES`: for the output and the gradients of query, key and value, the norm of the difference over
-        the norm of the expected result.
+        By name in `CASES`, then for "output" and the gradients of "query", "key" and "value": the norm of the
+        difference over the norm of the expected result.
     """
     rt, differences = runtime.current(), {}
     for name, case in CASES.items():
-        print(f"splash, {name}", flush=True)  # for the report if the process dies
+        print(f"splash, {name}", flush=True)  # the report shows it if the process dies
         generator = torch.Generator().manual_seed(0)
         shapes = [(1, count, LENGTH, case.head_dim) for count in (case.heads, case.pairs, case.pairs, case.heads)]
         states = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
@@ -154,7 +156,7 @@ def _plain(
 def _splash(
     case: Case, rt: Runtime, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: torch.Tensor
 ) -> torch.Tensor:
-    """The kernel as the model's layers call it; interpreted without a TPU."""
+    """Calls the kernel as the model's layers do; in the interpreter if there is no TPU."""
     settings = SplashSettings(case.window, case.softcap, interpret=rt.device_type != "tpu")
     return splash_attention.splash_kernel(query * case.head_dim**-0.5, key, value, segments, settings)
 
@@ -162,7 +164,7 @@ def _splash(
 def _differentiate(
     attend: Attend, states: list[torch.Tensor], segments: torch.Tensor, rt: Runtime, dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    """The output of an attention and the gradients of query, key and value, on the host."""
+    """Returns the output of an attention and the gradients of query, key and value, on the host."""
     query, key, value, upstream = (tensor.to(rt.local_device, dtype) for tensor in states)
     inputs = [tensor.requires_grad_() for tensor in (query, key, value)]
     output = attend(query, key, value, segments.to(rt.local_device))
@@ -179,10 +181,10 @@ def _host() -> Runtime:
 
 
 def compare_step(config: TrainConfig) -> dict[str, float] | None:
-    """Takes one training step on all replicas, and the same one on the host with unrolled layers and plain attention.
+    """Takes a training step on all replicas, and the same step on the host with unrolled layers and plain attention.
 
     Returns:
-        On rank 0: loss (nats a token) and grad_norm of the replicas' step, host_loss and host_grad_norm of the host's.
+        On rank 0: loss (nats per token) and grad_norm of the replicas, host_loss and host_grad_norm of the host.
     """
     rt = runtime.current()
 
@@ -203,7 +205,7 @@ def compare_step(config: TrainConfig) -> dict[str, float] | None:
 def _model(config: TrainConfig) -> torch.nn.Module:
     model, generator = trainable.load_model(config.model, config.lora), torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
-        if "lora_B" in name:  # with zeros, half of the gradients would be zero
+        if "lora_B" in name:  # if B is zero, the gradient of A is zero
             parameter.data = 0.02 * torch.randn(parameter.shape, generator=generator)
     return model
 
@@ -211,7 +213,7 @@ def _model(config: TrainConfig) -> torch.nn.Module:
 def _step(
     model: torch.nn.Module, config: TrainConfig, rt: Runtime, batch: dict[str, torch.Tensor]
 ) -> tuple[float, float]:
-    """Loss per token and gradient norm of a run's first step."""
+    """Returns loss per token and gradient norm of a run's first step."""
     report = UpdateSums.unpack(_stepper(model, config, rt, batch)(1).tolist())
     return report.loss / max(report.weight, 1), report.grad_norm
 
@@ -219,7 +221,7 @@ def _step(
 def _stepper(
     model: torch.nn.Module, config: TrainConfig, rt: Runtime, batch: dict[str, torch.Tensor]
 ) -> Callable[[int], torch.Tensor]:
-    """Moves model and batch to the device; returns a function that takes some steps and returns the last's report."""
+    """Moves model and batch to the device; returns a function that takes steps and returns the last step's report."""
     state = prepare_model(model, config, rt)
     sent, rest = rt.to_device([batch, {"control": torch.tensor(Control(1e-4, 1.0, 1.0))}])
     rt.sync()
@@ -235,7 +237,7 @@ def _stepper(
 
 
 def _rows(model: Any, config: TrainConfig, count: int) -> dict[str, torch.Tensor]:
-    """Makes rows of two documents each, with the same random tokens at every call."""
+    """Makes rows of two documents, with the same random tokens at every call."""
     vocabulary, length = model.get_input_embeddings().num_embeddings, config.data.max_length
     ids = torch.randint(2, vocabulary, (count, length), generator=torch.Generator().manual_seed(1))
     first = length // 3
@@ -249,7 +251,7 @@ def measure_step(config: TrainConfig) -> dict[str, float | None]:
     """Trains a model with random weights for some steps.
 
     Returns:
-        seconds of a step after the warm-up; and peak_bytes, the peak of device memory, None if it is not counted.
+        seconds per step after the warm-up; peak_bytes, the peak of device memory, None if it is not counted.
     """
     rt = runtime.current()
     model = trainable.adapt(empty_model(config), config.lora, config.model.base_dtype).train()
@@ -264,12 +266,15 @@ def measure_step(config: TrainConfig) -> dict[str, float | None]:
 
 
 def compare_tokens(config: TrainConfig) -> dict[str, float]:
-    """Completes the same prompts on the device and the host, greedily.
+    """Completes the same prompts on the device and the host with greedy decoding.
 
     Returns:
-        tokens: number of tokens that the device generated. equal: number of them that the host generated at the same
-        place. gap: the largest difference of the host's logits between its own choice and the device's token, given all
-        tokens before: 0 if both choose the same, small if two tokens are nearly as likely.
+        A dictionary with the keys
+
+        - tokens: number of tokens that the device generated;
+        - equal: number of tokens that the host generated at the same position;
+        - gap: largest difference of host logits between the host's choice and the device's token after the same
+          prefix. It is 0 if both choose the same tokens, and small if two tokens are nearly equally likely.
     """
     host = _host()
     ours, theirs = (_complete(config, rt) for rt in (runtime.current(), host))

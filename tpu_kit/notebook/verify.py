@@ -1,6 +1,6 @@
 """Compares a device's results with the CPU's, measures its speed and memory, and runs a small training.
 
-Each check is a launch with a time limit: a failure, a hang or a crash does not stop the others. The results go to a
+Checks are launches with a time limit: a failure, a hang or a crash does not stop the other checks. The results go to a
 report, which the user can attach to an issue, and to this machine's calibration, which `plan` and `train` use.
 """
 
@@ -38,45 +38,45 @@ from tpu_kit.torch_tpu.environment import check_command
 
 REPORT = "verify-report.json"
 TPU_SECONDS, SECONDS = 600.0, 300.0
-"""Time limit of each launch, on a TPU and elsewhere."""
-# The runs that are measured on a chip, and elsewhere.
+"""Time limits of a launch in seconds, on a TPU and on other devices."""
+# The measured runs on a chip, and on a CPU.
 _SHAPES: tuple[dict[str, Any], ...] = (
     {"model.name": "Qwen/Qwen2.5-0.5B-Instruct", "max_length": 1024, "batch_size": 4},
     {"model.name": "HuggingFaceTB/SmolLM2-135M-Instruct", "max_length": 512, "batch_size": 16},
 )
 _SMALL: tuple[dict[str, Any], ...] = ({"model.name": "embedded", "max_length": 128, "batch_size": 2},)
 KERNEL_TOLERANCE = 0.02
-"""Norm of the difference over the norm of the result; rounding to bf16 alone gives 0.003 (measured on XLA:CPU)."""
+"""Norm of the difference over the norm of the result; rounding to bf16 gives 0.003 (measured on XLA:CPU)."""
 LOSS_TOLERANCE = 0.01
 NORM_TOLERANCE = 0.05
-"""Relative differences of loss and gradient norm, with products in bf16 on both sides."""
+"""Relative differences of loss and gradient norm; both sides multiply in bf16."""
 GAP_TOLERANCE = 0.1
-"""Difference of two logits: rounding alone may exchange two tokens that are closer."""
+"""Difference of two logits: rounding may swap tokens that are closer."""
 MEMORY_RATIOS = (0.5, 1.25)
 TIME_RATIOS = (0.5, 4.0)
-"""Bounds of measured over predicted; a ratio outside is not kept for plans."""
+"""Bounds of measured over predicted; plans do not use a ratio outside."""
 
 
 def _brief(error: Exception) -> str:
-    """Returns the first line of an error's text, and its last line that names an error, or else its last line."""
+    """Shortens an error's text to its first line and its last line that names an error, or else its last line."""
     lines = [line.strip() for line in hide_secrets(str(error)).splitlines() if line.strip()] or [type(error).__name__]
     named = [line for line in lines[1:] if re.match(r"[\w.]+(Error|Exception)\b|Fatal Python error", line)]
     return " ".join([lines[0], *(named or lines[1:])[-1:]])[:400]
 
 
 class NotMeasured(Exception):
-    """There is nothing to compare on this device; the text says why."""
+    """Raised by a check that does not apply to this device; the text says why."""
 
 
 @dataclass(frozen=True)
 class Record(Check):
-    """A check of `verify`: a row, and its details for the report.
+    """A check of `verify`, with details for the report.
 
     Attributes:
-        figures: the results or measurements.
-        tolerance: the bounds of the figures.
+        figures: results or measurements.
+        tolerance: bounds of the figures.
         seconds: duration of the check.
-        error: the whole text of an error; empty without one.
+        error: whole text of an error; empty if there is none.
     """
 
     figures: Mapping[str, Any] = field(default_factory=dict)
@@ -88,10 +88,12 @@ class Record(Check):
 def verify(
     config: TrainConfig, report: str | Path = REPORT, announce: Callable[[str], None] = lambda name: None
 ) -> Iterator[Record]:
-    """Checks this machine's devices; yields the rows one by one. A failure does not stop the next checks.
+    """Checks this machine's devices; yields a row after each check. A failure does not stop the next checks.
 
-    The `launch` section chooses the device. The report and the calibration are written after each check, so that a
-    crash of a later one loses nothing. Before each, `announce` is called with its name.
+    Args:
+        config: its `launch` section chooses the device.
+        report: file of the report. Report and calibration are written after each check, so that a crash loses nothing.
+        announce: called with a check's name before the check.
     """
     path, at = Path(report).absolute(), Machine()
     records: list[Record] = []
@@ -107,7 +109,7 @@ def verify(
         _write_report(path, backend, measured, records)
     except OSError as error:
         found = f"{path} cannot be written to ({error.strerror})"
-        yield Record("Report", "failure", found, "report=/another/place.json")
+        yield Record("Report", "failure", found, "report=/another/folder/report.json")
         return
     checks = _Checks(config, backend, measured, announce)
     for record in checks.run():
@@ -118,10 +120,10 @@ def verify(
 
 
 class _Checks:
-    """The checks in their order, and the calibration after each.
+    """Runs the checks in order and collects the calibration.
 
     Attributes:
-        measured: the calibration so far; a kernel that failed is not used by the next checks.
+        measured: the calibration so far; the next checks do not use a kernel that failed.
     """
 
     def __init__(
@@ -129,7 +131,7 @@ class _Checks:
     ) -> None:
         self.measured, self._backend, self._announce = measured, backend, announce
         self._limit = TPU_SECONDS if backend.device_type == "tpu" else SECONDS
-        # Less than the limit, so that a hang is reported with its stacks.
+        # Less than the time limit, so that a hang is reported with its stacks.
         hang = min(config.launch.hang_timeout, self._limit / 2)
         self._all = replace(config.launch, device_type=backend.device_type, hang_timeout=hang)
         self._one = replace(self._all, num_replicas=1)
@@ -153,7 +155,7 @@ class _Checks:
         )  # fmt: skip
 
     def _config(self, one: bool = False, **settings: Any) -> TrainConfig:
-        """A run of the embedded model, without kernels or loops that have failed."""
+        """Configures a run of the embedded model, without kernels or loops that have failed."""
         values = {"model.name": "embedded", "data.source": "embedded", "max_length": 128, **settings}
         config = load_config(None, parameters=values)
         return self.measured.apply(replace(config, launch=self._one if one else self._all))[0]
@@ -176,7 +178,7 @@ class _Checks:
         return record
 
     def _steps(self) -> Iterator[Record]:
-        """Checks a step as it trains: on XLA with scanned layers, and with unrolled ones if that fails."""
+        """Checks a training step: on XLA with scanned layers, and with unrolled layers if that fails."""
         tolerance = f"loss within {LOSS_TOLERANCE:.0%}, gradient norm within {NORM_TOLERANCE:.0%} of the CPU's"
         on_xla = self._backend.device_type in ("tpu", "xla-cpu")
         for layers, scan in (("scanned", "on"), ("unrolled", "off"))[not on_xla :]:
@@ -197,14 +199,14 @@ class _Checks:
         return [self._config(one=True, **shape) for shape in shapes]
 
     def _step(self, config: TrainConfig) -> dict[str, float | None]:
-        """Measures a step; each shape is run once, for its memory and its time."""
+        """Measures memory and time of a step; runs a shape only once."""
         if (name := _name(config)) not in self._steps_taken:
             self._steps_taken[name] = launch(smoke_test.measure_step, config, self._limit)
         return self._steps_taken[name]
 
     def _memory(self) -> dict[str, dict[str, float]]:
         if self._backend.device_type == "cuda":
-            raise NotMeasured("not measured: no compiler tells the memory of a GPU's step")
+            raise NotMeasured("not measured: no compiler reports the memory of a GPU's step")
         ratios = {}
         for config in self._shapes():
             measured = self._step(config)["peak_bytes"]
@@ -231,9 +233,9 @@ class _Checks:
     def _measure(
         self, name: str, run: Callable[[], dict[str, dict[str, float]]], bounds: tuple[float, float], against: str
     ) -> Record:
-        """Checks ratios of measured over predicted; if all are within the bounds, keeps the largest."""
+        """Checks the ratios of measured over predicted; if all are within the bounds, stores the largest."""
         tolerance = f"{bounds[0]} to {bounds[1]} times {against}"
-        judge, action = partial(_judge_ratios, bounds=bounds, against=against), "what is predicted stays as it is"
+        judge, action = partial(_judge_ratios, bounds=bounds, against=against), "predictions are not corrected"
         record = self._check(name, run, judge, tolerance, action)
         if record.status == "ok":
             ratio = max(one["ratio"] for one in record.figures.values())
@@ -246,8 +248,13 @@ class _Checks:
     ) -> Record:  # fmt: skip
         """Runs a check and judges its figures, or records its error.
 
-        `action` describes what the kit does after a failure, which is then a warning; without it it is a failure.
-        `limited` tells whether its launches have the time limit.
+        Args:
+            name: name of the check.
+            run: returns the figures.
+            judge: decides whether the figures are right, and describes them.
+            tolerance: bounds of the figures, for the report.
+            action: the kit's reaction to a failed check, which is then a warning; if empty, it is a failure.
+            limited: whether the launches of the check have a time limit.
         """
         self._announce(f"{name}: {self._limit:.0f} s at most for each launch" if limited else name)
         output, start, figures = io.StringIO(), time.monotonic(), {}
@@ -260,7 +267,7 @@ class _Checks:
             status = "ok" if good else failed
         except NotMeasured as reason:
             status, found = "skipped", str(reason)
-        except Exception as failure:  # of any kind: the next checks must still run
+        except Exception as failure:  # any error: the next checks must still run
             error = f"{str(failure) or type(failure).__name__}\n\nIts last output:\n{output.getvalue()[-4000:]}"
             found = _brief(failure)
         advice = "; ".join(filter(None, [action, f"attach {Path(self.measured.report).name} to an issue"]))
@@ -277,11 +284,11 @@ def _name(config: TrainConfig) -> str:
 
 # ------------------------------------------------------------------------------------------------------------- verdicts
 
-Verdict = tuple[bool, str]  # whether the figures are right, and a text
+Verdict = tuple[bool, str]  # whether the figures are right, and their description
 
 
 def _judge_cores(figures: Mapping[str, Any], devices: int, chip: Chip | None) -> Verdict:
-    """Each core must have the sum of 1 to the number of cores; the speed is told, not judged."""
+    """Checks that all cores have the sum of 1 to the number of cores; reports the speed without judging it."""
     cores, count = figures["cores"], len(figures["cores"])
     total, slowest = count * (count + 1) / 2, min(core["TFLOP/s"] for core in cores)
     wrong = [f"core {one['core']} has {one['all-reduce']:g}" for one in cores if one["all-reduce"] != total]
@@ -328,7 +335,7 @@ def _judge_run(figures: Mapping[str, Any]) -> Verdict:
 
 
 def compare(measured: float, predicted: float) -> dict[str, float]:
-    """A measured figure, the predicted one, and their ratio."""
+    """Returns the measured and the predicted figure and their ratio."""
     return {"measured": measured, "predicted": predicted, "ratio": measured / predicted}
 
 
@@ -358,9 +365,9 @@ def _write_report(path: Path, backend: detection.Backend, measured: Calibration,
 
 
 def print_report(config: TrainConfig, file: str = REPORT, claims: bool = False) -> int:
-    """Prints the rows one by one, and for what the machine is ready; returns 0, or 1 if a check failed.
+    """Runs `verify` and prints its rows and a summary; returns 0, or 1 if a check failed.
 
-    With `claims` it then checks what the README says of a run, and prints all as text to paste into an issue.
+    With `claims` it then checks the README's claims about a run, and prints all results as text for an issue.
     """
     records: list[Check] = []
 
@@ -371,7 +378,7 @@ def print_report(config: TrainConfig, file: str = REPORT, claims: bool = False) 
         print(f"{record}  ({record.seconds:.0f} s)", flush=True)
         records.append(record)
     print(f"report: {Path(file).absolute()}")
-    if [record.name for record in records] in (["Verify"], ["Report"]):  # nothing could be tried
+    if [record.name for record in records] in (["Verify"], ["Report"]):  # no check could start
         return 1
     print(verdict(records, detection.detect(config.launch).device_type))
     if claims:

@@ -1,4 +1,4 @@
-"""Displays for the notebook of `dpo`: a pair, the rewards of a run, and what each token of a pair has gained."""
+"""Displays for the notebook of `dpo`: a pair, a run's rewards, and the gains in log-probability of a pair's tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tpu_kit.training.outcome import BEFORE_TRAINING
 
 
 def show_pair(prepared: Prepared, number: int = 0) -> None:
-    """Shows one training pair: the prompt, then the chosen and the rejected reply with the text that is compared."""
+    """Shows a training pair: the prompt, then the chosen and the rejected reply with the compared text highlighted."""
     assert prepared.encoder is not None and prepared.train.documents.pairs is not None
     ids, mask = prepared.train.document(number)
     unit, decode = Unit(*prepared.train.documents.pairs[number].tolist()), prepared.encoder.tokenizer.decode
@@ -33,10 +33,10 @@ def show_pair(prepared: Prepared, number: int = 0) -> None:
 
 
 def show_rewards(output_dir: str | Path, held_out: int) -> None:
-    """Shows the rewards of a run and the share of pairs whose chosen reply has the larger one.
+    """Shows the rewards of a run and the share of pairs whose chosen reply has the larger reward.
 
     Args:
-        output_dir: of the run.
+        output_dir: the run's folder.
         held_out: number of held-out pairs, for the 95 % interval of their share.
     """
     every = [record for record in read_metrics(output_dir) if "rewards/margins" in record]
@@ -68,10 +68,10 @@ def _steps(records: list[dict[str, Any]]) -> list[int]:
 
 
 def show_gains(output_dir: str | Path) -> None:
-    """Shows a held-out pair token by token, with the log-probability that each has gained since the start.
+    """Shows a held-out pair token by token, with the gain in log-probability since the start of training.
 
-    Green tokens are likelier than at the start, red ones less likely, the darker the more (in plain text each token
-    has its number of nats). Of a run that has no such pair it says why.
+    Green tokens have become likelier, red tokens less likely; darker tokens have changed more. Plain text has the gain
+    in nats after each token. For a run without such a pair, prints the reason.
     """
     if not (file := Path(output_dir) / PAIR_FILE).exists():
         print(

@@ -1,7 +1,7 @@
-"""Displays for the cells of notebooks: the live view of a run, and the memory, mesh and settings of a plan.
+"""Displays for notebook cells: the live view of a run, and the memory, mesh and settings of a plan.
 
-A run is in other processes; its view comes from the metrics that it writes. The displays are replaced in place, so that
-the executed notebook holds the last state.
+A run is in other processes; its view reads the metrics that it writes. Displays are updated in place, so that the
+executed notebook has the last state.
 """
 
 from __future__ import annotations
@@ -32,10 +32,14 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def live(output_dir: str | Path, every: float = 5.0) -> Iterator[None]:
-    """Updates the progress and the curves of a run while the body runs, and at its end.
+    """Shows the progress and the curves of a run while the block runs, and at its end.
 
-    The run's own bar is off meanwhile: a notebook would keep each redraw. Outside IPython only the final curves show.
-    The metrics are read `every` so many seconds.
+    Turns off the run's own bar, of which a notebook would keep every redraw. Outside IPython, shows only the final
+    curves.
+
+    Args:
+        output_dir: the run's folder.
+        every: seconds between reads of the metrics.
     """
     if not in_ipython():
         yield
@@ -58,7 +62,7 @@ def live(output_dir: str | Path, every: float = 5.0) -> Iterator[None]:
                 drawn = changed
                 redraw()
 
-    # The context names the cell that owns the output; a thread starts without a context.
+    # The context names the cell of the output; a new thread has no context.
     thread = threading.Thread(target=contextvars.copy_context().run, args=(follow,), daemon=True)
     os.environ[NO_BAR] = "1"
     thread.start()
@@ -72,28 +76,29 @@ def live(output_dir: str | Path, every: float = 5.0) -> Iterator[None]:
 
 
 def run_figures(records: list[dict[str, Any]]) -> dict[str, str]:
-    """Returns the figures of the training records by name."""
+    """Summarises a run's metrics records: figures for display, by name."""
     train = [record for record in records if record["kind"] == "train"]
     if not train:
         return {}
     last, warm = train[-1], train[1:] or train  # the first record includes the compilation
     figures = {"resumed from": f"step {last['resumed_from']}"} if last.get("resumed_from") else {}
-    if last.get("compiles"):  # none without a compiler
+    if last.get("compiles"):  # absent without a compiler
         figures["compiled programs"] = str(last["compiles"])
     for name, key, form in (("tokens/s/chip", "tokens_per_second_per_chip", ",.0f"), ("MFU", "mfu", ".1%")):
-        if values := [record[key] for record in warm if record.get(key)]:  # of `grpo` without a trained token 0
-            figures[name] = format(median(values), form)  # a CPU has no known peak
+        # 0 for an update of `grpo` without trained tokens; no MFU on a CPU, whose peak is unknown.
+        if values := [record[key] for record in warm if record.get(key)]:
+            figures[name] = format(median(values), form)
     if rollouts := [record for record in warm if "reward" in record]:
         figures["reward"] = f"{rollouts[0]['reward']:.3g} at first, {rollouts[-1]['reward']:.3g} at last"
         flat = mean(record["frac_reward_zero_std"] for record in rollouts)
-        figures["groups of equal rewards"] = f"{flat:.0%}: they teach nothing"
+        figures["groups of equal rewards"] = f"{flat:.0%}, without effect on the model"
         parts = [mean(record[f"{part}_seconds"] for record in rollouts) for part in ("rollout", "reward", "step")]
         figures["seconds of an update"] = f"{parts[2]:.2g}: {parts[0]:.2g} to sample, {parts[1]:.2g} to judge"
     return figures
 
 
 def _progress(folder: Path, begun: float) -> Bundle:
-    """Returns the progress of a run from the files that changed after the time `begun`."""
+    """Reads a run's progress from files that changed after the time `begun`."""
 
     def bar(share: float) -> str:
         return f"{'█' * round(40 * share):░<40}"
@@ -106,7 +111,7 @@ def _progress(folder: Path, begun: float) -> Bundle:
     left = f", {timedelta(seconds=round(last['eta_seconds']))} left" if last.get("eta_seconds") else ""
     lines = [f"{bar(step / total if total else 0)} {step} of {total or '?'} updates{left}"]
     if _modified(folder / ANSWERING_FILE) > begun:
-        with contextlib.suppress(OSError, ValueError):  # removed or half-written meanwhile
+        with contextlib.suppress(OSError, ValueError):  # the file may be removed or incomplete by now
             now = json.loads((folder / ANSWERING_FILE).read_text())
             share = now["answered"] / now["asked"]
             lines.append(f"{bar(share)} {now['answered']} of {now['asked']} answers, {now['model']}")
@@ -138,7 +143,7 @@ def _curves(output_dir: str | Path) -> Bundle:
                 loss.fill_between(steps, low, high, alpha=0.2, label="its 95 % interval")
             summary.append(f"{kind} {names[kind]} {values[0]:.4f} -> {values[-1]:.4f} at step {steps[-1]}")
     for name in dict.fromkeys(key for record in records["eval"] for key in record if key.startswith("loss/")):
-        points = [record for record in records["eval"] if record.get(name) is not None]  # of a source of a mix
+        points = [record for record in records["eval"] if record.get(name) is not None]  # per source of a mix
         loss.plot([one["step"] for one in points], [one[name] for one in points], "--", label=f"eval {name}")
         summary.append(f"eval {name} {points[0][name]:.4f} -> {points[-1][name]:.4f}" if points else name)
     unit = "mean over pairs" if any("logps/chosen" in record for record in train) else "nats per token"
@@ -150,14 +155,14 @@ def _curves(output_dir: str | Path) -> Bundle:
 
 
 def _modified(file: Path) -> float:
-    """Returns when a file was last changed, in seconds since 1970; 0 if it does not exist."""
+    """Returns a file's modification time in seconds since 1970; 0 if it does not exist."""
     with contextlib.suppress(OSError):
         return file.stat().st_mtime
     return 0.0
 
 
 def show_memory(plan: Plan) -> None:
-    """Shows the parts of the pick's peak memory, the largest part first."""
+    """Shows the parts of the peak memory of the chosen setting, largest first."""
     parts, limit = dict(sorted(plan.parts.items(), key=lambda part: -part[1])), plan.where.limit
     parts |= {"peak": plan.peak_bytes, f"a device of {plan.where.name} has": limit}
     rows = [
@@ -169,7 +174,7 @@ def show_memory(plan: Plan) -> None:
 
 
 def show_mesh(plan: Plan) -> None:
-    """Shows the devices of the pick's mesh, the shards of its tensors, and its collectives; or that there is none."""
+    """Shows the devices, shards and collectives of the chosen setting's mesh, or that there is no mesh."""
     from tpu_kit.planning.report import collective_rows, mesh_lines, tensor_rows
 
     if plan.where.mesh is None:
@@ -181,7 +186,7 @@ def show_mesh(plan: Plan) -> None:
 
 
 def show_settings(plan: Plan) -> None:
-    """Shows a bar of the peak memory of every setting against the limit of the device, and marks the pick."""
+    """Plots the peak memory of the settings as bars with the device's limit, and marks the chosen setting."""
     count = sum(setting.peak_bytes <= plan.where.limit * (1 - plan.free) for setting in plan.settings)
     text = f"{count} of {len(plan.settings)} settings fit {plan.where.name}, {plan.free:.0%} of its memory kept free"
     show(picture(_bars(plan), text))
