@@ -217,12 +217,12 @@ def test_a_template_that_leaves_out_calls_or_turns_is_refused() -> None:
     """Phi-3's knows neither tools nor their answers, and writes an empty turn for a call."""
     special = TRL_TEMPLATES["phi3"]
     tokenizer = tiny_tokenizer((TRL / "phi3.jinja").read_text(), special=special, eos=special[0])
-    with pytest.raises(RowError, match="the chat template leaves out what message 3 says: 'five'"):
+    with pytest.raises(RowError, match="the chat template leaves out the content of message 3: 'five'"):
         encode(CALLS, tokenizer)
     with pytest.raises(RowError, match="the chat template leaves out the tool calls of message 1"):
         encode(OTHER_CALLS, tokenizer)
     silent = CHATML.replace("messages %}", "messages if m['role'] != 'system' %}")
-    with pytest.raises(RowError, match=r"leaves out what message 0 says: 'Be brief.'"):
+    with pytest.raises(RowError, match=r"leaves out the content of message 0: 'Be brief.'"):
         encode({"messages": CALLS["messages"][:2] + CALLS["messages"][4:]}, tiny_tokenizer(silent))
 
 
@@ -301,7 +301,9 @@ def test_sharegpt_function_calls() -> None:
     found = spans(row, tiny_tokenizer(CALLING.replace("ARGUMENTS", ARGUMENTS["json"])))
     assert [text for text, loss in found if loss] == ['add{"a": 2}<|im_end|>', "It is 5.<|im_end|>"]
     row["conversations"][1]["value"] = "add 2"
-    with pytest.raises(RowError, match="message 1 of column 'conversations' holds no function call as JSON: 'add 2'"):
+    with pytest.raises(
+        RowError, match="message 1 of column 'conversations' does not hold a function call as JSON: 'add 2'"
+    ):
         encode(row)
 
 
@@ -405,7 +407,7 @@ def test_replies_are_trained_apart_where_the_template_rewrites_history() -> None
 @pytest.mark.parametrize("template", [CHATML, MARKED])
 def test_a_template_that_leaves_words_out_is_refused(template: str) -> None:
     template = template.replace("m['content']", "m['content'] | replace('Another', '')")
-    with pytest.raises(RowError, match=r"the chat template leaves out what message 3 says: 'Another one.'"):
+    with pytest.raises(RowError, match=r"the chat template leaves out the content of message 3: 'Another one.'"):
         encode(CHAT, tiny_tokenizer(template))
 
 

@@ -65,7 +65,7 @@ def test_what_counts_as_a_value() -> None:
     [
         ({"question": "q", "prompt": "p", "answer": "a"}, "question could be question or prompt"),
         ({"question": "q", "answer": "a", "response": "b"},
-         r"answer could be answer or response\. Say which, as in data\.columns=\{answer: answer\}"),
+         r"answer could be answer or response\. Choose a column, as in data\.columns=\{answer: answer\}"),
         ({"question": "q", "reasoning": "r", "rationale": "s", "answer": "a"},
          "reasoning could be reasoning or rationale"),
         ({"question": "q", "context": "c", "passage": "p", "answer": "a"}, "context could be context or passage"),
@@ -118,13 +118,11 @@ def test_the_number_of_an_option_becomes_its_label() -> None:
 
     assert answer(["x", "y"], 1) == "B" and answer({"label": ["1", "2"], "text": ["x", "y"]}, 1) == "1"
     assert answer(["10", "20"], 20) == "20" and answer(["x", "y"], "y") == "y" and answer([], 7) == "7"
-    with pytest.raises(
-        RowError, match="column 'answer' holds 1: whether that is an option or its number is not certain"
-    ):
+    with pytest.raises(RowError, match="column 'answer' holds 1, which may be an option or the number of an option"):
         answer(["1", "2"], 1)
-    with pytest.raises(RowError, match="column 'answer' holds 2: whether"):
+    with pytest.raises(RowError, match="column 'answer' holds 2, which may be an option"):
         answer(["x", "y"], 2)
-    with pytest.raises(RowError, match="column 'options' holds no list of options: x or y"):
+    with pytest.raises(RowError, match="column 'options' does not hold a list of options: x or y"):
         answer("x or y", "x")
 
 
@@ -136,9 +134,7 @@ def test_rows_whose_cells_do_not_fit() -> None:
     )
     config, layout = DataConfig(), detect_layout(["question", "reasoning", "answer"], DataConfig())
     row = {"question": "q", "reasoning": "r", "answer": "<think>s</think>a"}
-    with pytest.raises(
-        RowError, match=r"'answer' holds reasoning in tags, and column 'reasoning' holds some too; set data"
-    ):
+    with pytest.raises(RowError, match=r"'answer' \(in tags\) and 'reasoning' both hold reasoning; set data"):
         conversation(row, layout, config)
     given = detect_layout(["question", "solution", "answer"], config)
     row = {"question": "q", "solution": "<think>\nr\n</think>\nlong", "answer": "5"}

@@ -200,7 +200,9 @@ def test_a_curriculum_trains_the_smallest_numbers_first() -> None:
     assert one.train.grouping is not None and one.fingerprint != made("a.jsonl", packing=False).fingerprint
     with pytest.raises(ValueError, match=r"a.jsonl: data.curriculum=answr: no such column; the data has question, rea"):
         made("a.jsonl", curriculum="answr")
-    with pytest.raises(ValueError, match=r"b.jsonl: data.curriculum=reasoning: row 0 holds 'It is one more. ', which"):
+    with pytest.raises(
+        ValueError, match=r"b.jsonl: data.curriculum=reasoning: row 0 holds 'It is one more. ', not a number"
+    ):
         made("b.jsonl", curriculum="reasoning")
 
 

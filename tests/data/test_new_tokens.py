@@ -33,6 +33,6 @@ def test_added_tokens_of_the_rows_are_told(way: str, tmp_path: Path, monkeypatch
         return
     assert made.new_tokens == ("<tray>", "<box>")
     text = "new tokens       WARNING: 2 token ids of the rows had no text in pre-training (<tray>, <box>), so their"
-    assert text in str(made) and "LoRA leaves them as they are" in str(made)
+    assert text in str(made) and "LoRA does not train them" in str(made)
     assert prepare_run(load_config(None, {**given, "r": 0})).new_tokens == ()
     assert prepare_run(load_config(None, {**given, "name": "embedded"})).new_tokens == ()

@@ -113,7 +113,7 @@ def test_prompts_alone_are_for_models_that_sample(mine: Path) -> None:
 def test_a_row_on_which_it_fails_is_named_with_its_value(mine: Path) -> None:
     text = (
         r"rows.jsonl: 3 of 12 rows cannot be used: rows.jsonl, line 1: data.format=my_rows:uneven returned 7; return "
-        r"messages, a text, or .*; rows.jsonl, line 6: data.format=my_rows:uneven returned what JSON cannot hold \(Obj"
+        r"messages, a text, or .*; rows.jsonl, line 6: data.format=my_rows:uneven returned values that JSON lacks \(Obj"
     )
     with pytest.raises(ValueError, match=text):
         made(mine, "uneven")

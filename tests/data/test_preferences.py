@@ -177,7 +177,7 @@ def test_a_run_without_pairs_uses_the_chosen_replies() -> None:
     ids, mask = prepared.train.document(0)
     text = prepared.encoder.tokenizer.decode(ids)
     assert GOOD in text and BAD not in text and mask.any() and prepared.train.further is None
-    assert "the chosen replies alone are used; dpo compares both" in str(prepared.report)
+    assert "only the chosen replies are used; dpo compares both" in str(prepared.report)
     alone = prepare_rows(DataConfig(max_length=128, eval_rows=0), tiny_tokenizer(), [{"question": Q, "answer": GOOD}])
     assert alone.train.fingerprint() == prepared.train.fingerprint()
 
@@ -186,7 +186,7 @@ def test_a_run_without_pairs_uses_the_chosen_replies() -> None:
     ("row", "text"),
     [
         ({"prompt": Q, "chosen": GOOD, "rejected": ""}, "column 'rejected' has no reply: ''; a pair needs a chosen"),
-        ({"prompt": Q, "chosen": [GOOD], "rejected": [BAD, "It is 7."]}, "column 'rejected' holds 2 replies, and"),
+        ({"prompt": Q, "chosen": [GOOD], "rejected": [BAD, "It is 7."]}, "column 'rejected' holds 2 replies, but"),
         ({"prompt": Q, "chosen": [GOOD_TURN], "rejected": BAD}, "'chosen' and 'rejected' must both be text or"),
         ({"chosen": [GOOD_TURN], "rejected": [BAD_TURN]}, "begin with a reply, and the row has no prompt; name"),
         ({"chosen": [USER, GOOD_TURN], "rejected": [{"role": "user", "content": "Else?"}, BAD_TURN]},

@@ -157,7 +157,7 @@ def test_chats_that_begin_alike_are_different_questions() -> None:
     again = sum(row["messages"] in [r["messages"] for r in rows[:30]] for row in made.eval_rows)
     assert made.report.repeated == again > 0 and made.report.rows_used == 120 - again
     more = f"; {again} more {'is' if again == 1 else 'are'} neither trained nor evaluated, because another held-out row"
-    assert f"held out         10, a tenth of the 100 different questions{more} asks the same\n" in str(made)
+    assert f"held out         10, a tenth of the 100 different questions{more} asks the same question\n" in str(made)
 
 
 def test_a_chat_that_a_longer_one_begins_with_is_not_held_out() -> None:
@@ -257,7 +257,7 @@ def test_the_share_of_lost_tokens_is_told(too_long: str) -> None:
     made = run(BOOKS, too_long=too_long, max_length=500)
     read, lost = made.report.all_tokens, made.report.all_tokens - made.report.tokens
     assert lost > 0.1 * read and f": {lost:,} of {read:,} tokens lost ({lost / read:.1%}). WARNING: raise " in str(made)
-    assert "raise data.max_length, or set data.too_long=split, which trains all of it\n" in str(made)
+    assert "raise data.max_length, or set data.too_long=split, which trains all tokens\n" in str(made)
     made = run(max_length=100)
     assert "tokens lost" in str(made) and "WARNING: raise data.max_length\n" in str(made)
 

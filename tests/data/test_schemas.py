@@ -139,9 +139,9 @@ USER, REPLY = {"role": "user", "content": "q"}, {"role": "assistant", "content":
         ({"question": "q", "reasoning": "r", "answer": " \n"}, "column 'answer' is empty"),
         (
             {"question": "q", "reasoning": [["r"], 7], "answer": "a"},
-            "column 'reasoning' holds reasoning that is no text",
+            "column 'reasoning' holds reasoning that is not text",
         ),
-        ({"question": "q", "answer": True}, "column 'answer' holds true, a truth value; write the text that is meant"),
+        ({"question": "q", "answer": True}, "column 'answer' holds true, a truth value; write the intended text"),
         ({"prompt": "p", "completion": ""}, "column 'completion' is empty"),
         ({"prompt": "p", "completion": [REPLY]}, "must both be text or both be lists of messages"),
         ({"prompt": [USER], "completion": [USER]}, "column 'completion' has no assistant turn"),

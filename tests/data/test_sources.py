@@ -233,7 +233,7 @@ def test_a_folder_as_the_hub_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(ValueError, match=r"there is no split 'dev'; .* has (train, test|test, train)"):
         load(str(tmp_path), "dev")
     write(tmp_path / "other.jsonl", lines(ROWS[:1]))
-    with pytest.raises(ValueError, match=r"such as /.*\.jsonl, or move away those that are in no split: other.jsonl"):
+    with pytest.raises(ValueError, match=r"such as /.*\.jsonl, or move away files that are in no split: other.jsonl"):
         load(str(tmp_path))
     write(tmp_path / "README.md", CARD)
     with pytest.raises(ValueError, match=r"its configurations are main, other; name one, as in .*:main"):

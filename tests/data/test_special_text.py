@@ -56,7 +56,7 @@ def test_rows_of_a_file_with_the_text_of_an_end_token(way: str, tmp_path: Path) 
         learnt = tokenizer.decode([token for token, loss in zip(ids, mask, strict=True) if loss])
         assert learnt == rows[i]["messages"][1]["content"] + "<|end|>"
     told = str(made)
-    assert "special tokens   4 rows hold the text of one, such as <|end|>: " in told
+    assert "special tokens   4 rows hold the text of a special token, such as <|end|>: " in told
     assert ("data.special_text=split encodes it as text" in told) == (way == "keep")
     assert "special tokens  " not in str(of_file(tmp_path / "rows.jsonl", rows[::2], tokenizer, special_text=way))
 
@@ -85,7 +85,7 @@ def test_no_text_of_a_row_forges_a_turn(tmp_path: Path) -> None:
 
 def test_an_error_has_the_words_of_the_row() -> None:
     template = CHATML.replace("m['content']", "m['content'] | replace('Obey', '')")
-    with pytest.raises(RowError, match=r"leaves out what message 0 says: 'Hi.<\|im_end\|>"):
+    with pytest.raises(RowError, match=r"leaves out the content of message 0: 'Hi.<\|im_end\|>"):
         examples_of(encoder(chat(FORGED), tiny_tokenizer(template)), chat(FORGED))
 
 

@@ -90,7 +90,9 @@ def test_the_parts_of_a_file_have_each_row_once(kind: str, tmp_path: Path, monke
         assert all(divided)
         texts_of = [[ids for part in found for _, ids in part] for found in (whole, divided)]
         assert texts_of[0] == texts_of[1]
-    assert re.search(r"shards           5 of 1 file, .*; about [\d,]+ tokens a shard, [\d,]+ an epoch", str(prepared))
+    assert re.search(
+        r"shards           5 of 1 file, .*; about [\d,]+ tokens per shard, [\d,]+ per epoch", str(prepared)
+    )
 
 
 def test_the_first_rows_are_held_out_in_all_epochs(tmp_path: Path) -> None:
@@ -103,7 +105,7 @@ def test_the_first_rows_are_held_out_in_all_epochs(tmp_path: Path) -> None:
         *range(9)
     }
     assert documents(first) == documents(again)
-    assert "held out         the first 6 rows of a.jsonl, which no epoch trains" in str(prepared)
+    assert "held out         the first 6 rows of a.jsonl, in all epochs" in str(prepared)
     write("c.jsonl", texts("c", 80))
     assert len({*opened("c.jsonl", eval_rows=None).eval.documents.source_rows.tolist()}) == opening.HELD_ROWS
 
@@ -139,7 +141,7 @@ def test_rows_are_read_as_text_is(tmp_path: Path) -> None:
         whole = prepare(load_config(None, {"source": "a.jsonl", "format": "text", "too_long": "split", "max_length": 64,
                                            "eval_rows": 0, **settings}).data, tiny_tokenizer())  # fmt: skip
         assert written(prepared, 0, tmp_path / special).data.fingerprint() == whole.train.fingerprint()
-        assert "special tokens   1 row holds the text of one, such as <|im_end|>" in str(prepared)
+        assert "special tokens   1 row holds the text of a special token, such as <|im_end|>" in str(prepared)
 
 
 def test_files_that_change_or_disappear_are_named(tmp_path: Path) -> None:
@@ -207,18 +209,18 @@ def test_what_is_no_stream_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     Path("b.jsonl").write_text("\n \n")
     refused("data source b.jsonl: b.jsonl has no rows; remove it", "b.jsonl")
     write("c.jsonl", ["a text"])
-    refused("c.jsonl has no rows to train besides the 64 that are held out: lower data.eval_rows", "c.jsonl",
+    refused("c.jsonl has no rows to train besides the 64 held-out rows: lower data.eval_rows", "c.jsonl",
             eval_rows=64)  # fmt: skip
     datasets.Dataset.from_list([{"text": "a"}]).save_to_disk("saved")
-    refused("data source saved: rows in memory or of save_to_disk are no stream; write them with", "saved")
+    refused("data source saved: rows in memory or of save_to_disk cannot be streamed; write them with", "saved")
     with gzip.open("d.jsonl.gz", "wt") as file:
         file.write(json.dumps({"text": "a text"}) + "\n")
-    assert "how many tokens they have is not known, as they are compressed" in str(opened("d.jsonl.gz"))
+    assert "the number of tokens is not known, because they are compressed" in str(opened("d.jsonl.gz"))
     monkeypatch.setattr(shards, "MOST_BYTES", 10)
     refused("CSV and compressed files cannot be divided: write several files, or parquet", "d.jsonl.gz")
     Path("e.json").write_text(json.dumps([{"text": "a text"}] * 30))
     monkeypatch.setattr(shards, "PART_BYTES", 300)
-    refused("e.json: a JSON array of this size cannot be divided; write a row on each line", "e.json")
+    refused("e.json: a JSON array of this size cannot be divided; write one row per line", "e.json")
     monkeypatch.setattr(shards, "PART_BYTES", 10**6)
     datasets.Dataset.from_list([{"text": "a text"}]).to_parquet("p1.parquet")
     datasets.Dataset.from_list([{"body": "a text"}]).to_parquet("p2.parquet")

@@ -253,24 +253,24 @@ UNWANTED = r"line 2: its label is {}, so it is not wanted; remove such rows, or 
     [
         ([chat(user("Add."), reply(True))], r"line 1: message 1 of column 'messages' holds true, a truth value; write the"),
         ([chat(user("Add."), reply(None))], r"line 1: message 1 of column 'messages', from assistant, has no content"),
-        ([chat(user("Add."), reply("x", reasoning_details=[{"data": "zz"}]))], r"message 1 .* holds reasoning that is no text"),
+        ([chat(user("Add."), reply("x", reasoning_details=[{"data": "zz"}]))], r"message 1 .* holds reasoning that is not text"),
         ([chat(user("Add."), reply("x", reasoning="off"))], r"messages', reasoning, holds 'off', a flag, .*columns={messages.reasoning: ''}"),
         ([chat(user("Add."), reply("x", reasoning="a", thought="b"))], r"holds several reasonings that differ: reasoning, thought"),
         ([chat(user("Add."), reply("<think>a</think>x", reasoning="b"))], r"that differ: reasoning, tags in its content"),
-        ([chat(user("Add."), reply("x", reasoning={"effort": "low", "summary": "auto"}))], r"messages', reasoning, holds a setting, no reasoning: .*{messages.reasoning: ''}"),
+        ([chat(user("Add."), reply("x", reasoning={"effort": "low", "summary": "auto"}))], r"messages', reasoning, holds a setting, not reasoning: .*{messages.reasoning: ''}"),
         ([chat(user("Add."), reply("x", reasoning={"content": "a", "text": "b"}))], r"reasoning, holds reasonings that differ in text, content"),
         ([{"question": "a", "answer": "b", "reasoning": ["on"]}], r"line 1: column 'reasoning' holds 'on', a flag, .*columns={reasoning: ''}"),
         ([{"question": "a", "answer": "b", "thinking": {"type": "enabled", "content": "on"}}], r"column 'thinking' holds 'on', a flag"),
         *[
             ([chat(user("a"), reply("", tool_calls=[{"name": "add", **keys}]))], r"line 1: message 1 of column 'messages' calls 'add' with " + why)
             for keys, why in [
-                ({"arguments": "{x: 1"}, r"arguments that are no JSON object: '{x: 1'"), ({"data": {"x": 1}}, "data, and without arguments"),
+                ({"arguments": "{x: 1"}, r"arguments that are not a JSON object: '{x: 1'"), ({"data": {"x": 1}}, "data, but without the key arguments"),
                 ({"arguments": '{"a": NaN}'}, "arguments, which holds a dict that JSON cannot hold"),
                 ({"arguments": '{"a": 1e400}'}, "arguments, which holds a dict that JSON cannot hold"),
                 ({"arguments": {"a": 1}, "input": {"a": 2}}, "arguments and input; keep one"),
             ]
         ],
-        ([{"question": "a", "answer": [{"name": "add", "data": {"a": 2}}], "tools": [TOOL]}], r"column 'answer' calls 'add' with data, and"),
+        ([{"question": "a", "answer": [{"name": "add", "data": {"a": 2}}], "tools": [TOOL]}], r"column 'answer' calls 'add' with data, but"),
         ([{"question": user("a"), "answer": reply("b")}], r"column 'question' holds a message, not text; .*{question: question.content}"),
         ([chat(user("a"), response=[reply("b")], reasoning="c")], r"column 'response' holds messages, and column 'reasoning' their reasoning"),
         *[
@@ -297,7 +297,7 @@ UNWANTED = r"line 2: its label is {}, so it is not wanted; remove such rows, or 
         ],
         ([{"text": "ab", "segments": [{"text": "a", "label": False}]}], r"'segments' .* may hold the parts of the text"),
         *[
-            ([{"question": "a", "options": ["x", "y"], "answer": said}], rf"column 'answer' holds {said}, which is none of the options A, B")
+            ([{"question": "a", "options": ["x", "y"], "answer": said}], rf"column 'answer' holds {said}, which is not among the options A, B")
             for said in ("C", -1)
         ],
         ([{"question": "a", "options": [f"o{i}" for i in range(27)], "answer": "A"}], "there are 27 options, more than letters"),
@@ -320,7 +320,7 @@ UNWANTED = r"line 2: its label is {}, so it is not wanted; remove such rows, or 
         ([{"question": "a", "answer": "b", "kto_tag": True}, {"question": "c", "answer": "d", "kto_tag": False}],
          r"line 2: its kto_tag is false, so it is not wanted"),
         ([{"prompt": "a", "completion": "b", "label": word} for word in ("good", "bad")],
-         r"'label' \(good\) may hold whether a row is wanted, which only true and false say"),
+         r"'label' \(good\) may hold whether a row is wanted, which must be true or false"),
         ([{"question": "a", "answer": "b", "weight": 0.5}], r"'weight' \(0.5\) may hold weights of rows, which are not"),
         # Columns that change what a row means.
         ([chat(user("Add."), reply("x"), history=[["h", "r"]])], r"'history' \(.*\) may hold earlier turns.*set data.columns={history: ''}$"),
@@ -346,15 +346,15 @@ UNWANTED = r"line 2: its label is {}, so it is not wanted; remove such rows, or 
         ([chat(user("a"), reply("long", train_detail=[{"begin_offset": 0, "end_offset": 1, "train": True}]))],
          r"has train_detail, loss on parts of a text, which is not supported"),
         ([chat(reply("Welcome!"))], r"has no assistant turn that carries loss, so there is nothing to learn"),
-        ([{"question": "a", "answer": i, "options": ["x", "y"]} for i in (0, 1, 2)], r"line 3: column 'answer' holds 2: whether"),
+        ([{"question": "a", "answer": i, "options": ["x", "y"]} for i in (0, 1, 2)], r"line 3: column 'answer' holds 2, which may be an option"),
         ([{"question": "a", "answer": "b", "cot": "on"}, {"question": "a", "answer": "b", "cot": "So it is, is it."}],
-         r"line 1: column 'cot' holds 'on', a flag, no reasoning"),
+         r"line 1: column 'cot' holds 'on', a flag, not reasoning"),
         ([{"prompt": [user("a")], "reward_model": {"ground_truth": "4"}}],
          r"'prompt' holds messages without a reply. For grpo set data.format=prompt and data.columns={prompt: prompt, answer: reward_model.ground_truth}"),
         ([{"prompt": [user("a")], "solution": "4"}], r"without a reply. For grpo .*answer: solution}; to train on the text"),
         ([{"question": "a", "answer": [reply("b")]}], r"column 'answer' holds messages, and answer is text: set data.columns="),
         ([{"dialog": [user("a"), reply("b")], "id": 1}], r"they fit no format; .* Name them, for example data.columns={messages: dialog}"),
-        ([{"prompt": "a", "chosen": "b", "rejected": "c"}], r"preference rows, .* are for dpo. To train on the chosen replies alone: "),
+        ([{"prompt": "a", "chosen": "b", "rejected": "c"}], r"preference rows, .* are for dpo. To train on only the chosen replies: "),
     ],
 )  # fmt: skip
 def test_rows_are_refused_by_name(rows: Any, text: str, tmp_path: Path) -> None:
@@ -400,7 +400,7 @@ def test_the_rows_of_an_evaluation_file_follow_the_same_rules(tmp_path: Path) ->
     [
         ([{"question": "a", "answer": "b", "id": 7, "source": "web"}], r"not used: id \(7\), source \(web\)$"),
         ([{"question": "a", "answer": "b", "reasoning": "off"}], r"reasoning is a flag \(off\), so it is not read as reasoning"),
-        ([{"question": "a", "answer": "So.\nThe answer is: 5"}], r"answer: all end in a line 'The answer is:'; the text before it"),
+        ([{"question": "a", "answer": "So.\nThe answer is: 5"}], r"answer: all end in a line 'The answer is:'; the text before that"),
         ([{"question": "a", "answer": "So.\n#### Yes"}, {"question": "a", "answer": "b"}], r"answer: 1 of 2 end in a line '####'"),
         ([{"question": "a", "answer": {"b": 1}}], r"1 of 1 cells of answer are objects or lists, read as JSON text"),
         ([{"question": "a", "answer": "b", "system": {"c": 1}}], r"1 of 1 cells of system are objects or lists, read as JSON text"),
@@ -409,7 +409,7 @@ def test_the_rows_of_an_evaluation_file_follow_the_same_rules(tmp_path: Path) ->
         ([{"question": "a", "answer": "b", "history": [["c", "d"]]}], r"the replies in history carry loss too"),
         ([chat(user("a"), reply("b"), user("c"), response="d")], r"response is the last reply of a chat; the replies before it"),
         ([chat(reply("Hi"), user("a"), reply("b"))], r"1 chats begin with a reply, which carries no loss"),
-        ([chat(user("a", lang="en"), reply("b"))], r"keys of messages that are not read, but passed to .*: lang \(en\)"),
+        ([chat(user("a", lang="en"), reply("b"))], r"keys of messages that are only passed to .*: lang \(en\)"),
         ([{"question": "a", "options": ["x", "y"], "answer": 2}], r"answer holds numbers of options \(2 to 2\), read as counted from 1"),
         ([{"question": "a", "answer": "b", "cot": text} for text in ("N/A", "So it is.")], r"cot: 1 cells with a word such as N/A"),
     ],
@@ -432,7 +432,7 @@ def test_answers_that_are_lists_are_judged_by_any_of_their_texts(tmp_path: Path)
     asked = prepared(tmp_path, [{"question": "a", "answer": ["4", "four"]}], options={"max_prompt": 100})
     assert asked.tasks is not None and asked.tasks.rows.rows[0]["answer"] == ["4", "four", '["4", "four"]']
     with pytest.raises(
-        ValueError, match=r"line 1: column 'answer' holds an object, no answer: .*{answer: answer.gold}"
+        ValueError, match=r"line 1: column 'answer' holds an object, not an answer: .*{answer: answer.gold}"
     ):
         answer({"prompt": "a", "answer": {"gold": "4"}}, format="prompt")
     with pytest.raises(ValueError, match=r"line 1: column 'reward_model' has no field 'gold'"):

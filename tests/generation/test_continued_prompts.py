@@ -108,5 +108,7 @@ def test_what_cannot_be_continued(tokenizer: Any, tmp_path: Path) -> None:
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     rows = [{"prompt": [chat(1)[0], {"role": "assistant", "content": "", "tool_calls": [call]}], "answer": "4"}] * 2
     source = write(tmp_path / "rows.jsonl", rows)
-    with pytest.raises(ValueError, match="the prompt ends in a reply, which one message of text can continue"):
+    with pytest.raises(
+        ValueError, match="the prompt ends in a reply, which only a single message of text can continue"
+    ):
         prepare(DataConfig(source=str(source), format="prompt", eval_rows=0), tokenizer, max_prompt=64)

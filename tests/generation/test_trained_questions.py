@@ -100,7 +100,7 @@ def test_a_damaged_file_of_questions_is_named(tmp_path: Path) -> None:
     Questions(NONE, NONE).write(tmp_path)
     file = tmp_path / "questions.npz"
     file.write_bytes(file.read_bytes()[:300])
-    with pytest.raises(ValueError, match=r"questions.npz is damaged \(.*delete it to go on without"):
+    with pytest.raises(ValueError, match=r"questions.npz is damaged \(.*delete it to continue without"):
         Questions.read(tmp_path)
 
 
@@ -150,10 +150,10 @@ def test_the_training_data_of_an_adapter_without_a_run_are_unknown(
     (tmp_path / "config.yaml").write_text("{ of another program")
     assert main(["evaluate", str(tmp_path / "my.yaml"), f"adapter={tmp_path}/adapter"]) == 0
     assert (
-        "The training data of the adapter are unknown (no run's questions.npz lies beside it): it may"
+        "The training data of the adapter are unknown (there is no questions.npz beside it): it may"
         in capsys.readouterr().out
     )
     told = json.loads((tmp_path / "eval.json").read_text())
     assert told["training_data_known"] is False and len(told["samples"]) == 12
     card = model_card(config(folder / "my.jsonl"), tmp_path, "an adapter", None, "load it", [])
-    assert "The training data of the adapter are unknown (no run's questions.npz" in card
+    assert "The training data of the adapter are unknown (there is no questions.npz" in card

@@ -162,7 +162,7 @@ MISTAKES: dict[str, tuple[Mapping[str, str | bytes], list[str], str]] = {
     "a word for a number": ({}, [MINE, "batch_size=four"], "is not a whole number"),
     "no such configuration": ({"my.yaml": ""}, ["mine.yaml"], "no such configuration file; did you mean my.yaml?"),
     "a tab in the configuration": ({"my.yaml": "data:\n\tsource: a\n"}, ["my.yaml"], "my.yaml, line 2: not valid YAML"),
-    "an empty file": ({"e.jsonl": ""}, ["source=e.jsonl"], "the file is empty; write rows into it"),
+    "an empty file": ({"e.jsonl": ""}, ["source=e.jsonl"], "the file is empty; write rows to it"),
     "one row": ({"one.jsonl": lines(*ROWS[:1])}, ["source=one.jsonl"], "all rows ask the same question. Give others"),
     "no column that is known": (
         {"own.jsonl": lines(*({"frage": r["question"], "antwort": r["answer"]} for r in ROWS))}, ["source=own.jsonl"],
@@ -171,7 +171,7 @@ MISTAKES: dict[str, tuple[Mapping[str, str | bytes], list[str], str]] = {
     "a column that is not there": ({}, [MINE, "columns.question=query"], "no column query; the data has question"),
     "CSV without a header": (
         {"bare.csv": "".join(f"{r['question']},{r['answer']}\n" for r in ROWS)}, ["source=bare.csv"],
-        "The first line of CSV names the columns, such as question,answer",
+        "The first line of CSV names the columns, separated by commas: question,answer",
     ),
     "an empty answer": (
         {"gap.jsonl": lines(*ROWS, {"question": "And?", "answer": ""})}, ["source=gap.jsonl"],

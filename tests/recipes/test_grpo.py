@@ -617,7 +617,9 @@ def test_parameters_of_grpo_are_for_grpo(tmp_path: Path) -> None:
     rows = Dataset.from_list([{"prompt": f"Say {n}."} for n in range(8)])
     with pytest.raises(ConfigError, match="no row has an answer to compare with"):
         grpo(run_of(tmp_path, format="prompt", split="train"), rows, "auto")
-    with pytest.raises(ValueError, match=r"they fit no format.*for grpo, prompts alone are data.format=prompt"):
+    with pytest.raises(
+        ValueError, match=r"they fit no format.*for grpo, rows with only prompts are data.format=prompt"
+    ):
         grpo(run_of(tmp_path, split="train"), rows, reward_functions.even)
 
 

@@ -72,7 +72,7 @@ def test_a_resumed_stream_ends_with_the_same_weights(
     _, records = trained(world, tmp_path / "run", texts / "*.jsonl")
     said = capsys.readouterr().out
     assert "shards           3 of 3 files, 0.0 MiB; about" in said
-    assert "held out         the first 4 rows of a.jsonl, which no epoch trains" in said
+    assert "held out         the first 4 rows of a.jsonl, in all epochs" in said
     assert "12 updates (optim.max_steps), 3,072 tokens" in said
     epochs = [record["epoch"] for record in records]
     assert epochs == sorted(epochs) and epochs[-1] > 1 and {record["shard"] for record in records} == {0.0, 1.0, 2.0}

@@ -156,7 +156,7 @@ for _name in ("a.jsonl", "a.json"):
     refuse(f"HTML {_name}", _name, "<!DOCTYPE html><html>404</html>", "line 1, column 1: not valid JSON")
 refuse("a Git LFS pointer", "a.jsonl", "version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull")
 refuse("a Git LFS pointer as parquet", "a.parquet", "version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
-       "a.parquet: this is a git-lfs pointer and not the file: run `git lfs pull`")  # fmt: skip
+       "a.parquet: this is a Git LFS pointer, not the file: run `git lfs pull`")  # fmt: skip
 refuse("only a BOM a.csv", "a.csv", b"\xef\xbb\xbf", "no rows|no column")
 refuse("only blank lines a.csv", "a.csv", "\n\n\n", "no rows|no column")
 refuse("NUL bytes a.csv", "a.csv", b"question,answer\nq,\0\0\n", "line 2.*NUL")
@@ -420,7 +420,7 @@ refuse(
 )
 refuse("CSV without rows", "a.csv", H, "no rows")
 refuse("CSV without a header", "a.csv", "1,2\n3,4\n", "missing columns.*1, 2")
-refuse("CSV of semicolons", "a.csv", "question;answer\nq;a\n", "missing columns.*question;answer.*between commas")
+refuse("CSV of semicolons", "a.csv", "question;answer\nq;a\n", "missing columns.*question;answer.*separated by commas")
 refuse("CSV with an empty header", "a.csv", ",\nq,a\n", "a.csv.*(no name|missing columns)")
 read("CSV with an index column", "a.csv", ",question,answer\n0,q,a\n")
 refuse("JSON Lines as CSV", "a.csv", GOOD * 2, "a.csv")

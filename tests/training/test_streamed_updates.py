@@ -238,7 +238,7 @@ def test_a_process_that_ends_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(feeder.sys, "executable", "/bin/false")
     with feeder.feeding(prepared.stream, Place()) as stream:
         updates = source(config, replace(prepared, stream=stream))
-        text = r"the process that tokenises data.source=\*.jsonl has ended with status 1; what it says is printed above"
+        text = r"the process that tokenises data.source=\*.jsonl has ended with status 1; its output is printed above"
         with pytest.raises(NextUpdateError, match=text):
             trained(updates)
     assert stream.folder is not None and not stream.folder.exists()

@@ -1,15 +1,15 @@
-"""Packs documents into rows of one fixed shape, and plans the rows, passes and learning rate of every update.
+"""Packs documents into rows of a fixed shape, and plans the rows, passes and learning rate of every update.
 
-Every batch is `(batch, length)` whatever the data: XLA compiles one program for each shape. Segment ids separate the
-documents of a row, and the positions of each document start at 0, so no document attends to another.
+All batches have the shape `(batch, length)`, because XLA compiles a program for every shape. Segment ids separate the
+documents of a row, and the positions of a document start at 0, so no document attends to another.
 
-Update `u` of an epoch takes rows `u * G` to `(u + 1) * G` of a permutation that depends on seed and epoch alone, where
-G is the global batch size; replicas and accumulation only divide these rows. A resumed run therefore needs nothing but
-its step, and may use another number of replicas.
+Update `u` of an epoch takes rows `u * G` to `(u + 1) * G` of a permutation that depends only on seed and epoch; G is
+the global batch size. Replicas and accumulation only divide these rows. A resumed run therefore needs nothing but its
+step, and may use another number of replicas.
 
-Text without end (`data.stream`) is no such function of configuration, rows and step. Update `u` takes the rows after
-those of update `u - 1`, shard after shard, and how many rows a shard has is known once it is tokenised. A resumed run
-needs its place: epoch, shard and row. Replicas and accumulation only divide the rows of an update there, too.
+A text stream (`data.stream`) has no such permutation. Update `u` takes the next rows after update `u - 1`, shard by
+shard; the number of rows in a shard is known only after it is tokenised. A resumed run needs its place in the stream:
+epoch, shard and row. Replicas and accumulation only divide the rows of an update there, too.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ if TYPE_CHECKING:
 IGNORED = -100
 """The label of a position without loss, as in `torch.nn.functional.cross_entropy`."""
 
-_RUN = 1 << 16  # tokens that are looked at together
+_RUN = 1 << 16  # tokens that are processed together
 
 T = TypeVar("T")
 
 
 class BatchError(ValueError):
-    """Rows cannot be made into a batch, for a reason that shows only then."""
+    """Raised if rows cannot become a batch, for a reason that only shows while the batch is made."""
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Tokenised documents in flat arrays, which may be files of a cache that the process maps.
+    """Tokenised documents in flat arrays, which may be memory-mapped files of a cache.
 
     Attributes:
         input_ids: int32 (tokens,).
-        loss_mask: bool (tokens,), true where a token is predicted with loss.
-        lengths: int64 (documents,), none of them 0.
-        source_rows: int64 (documents,), the data set row of each document.
-        images: of the documents (`data.images.encoding.DocumentImages`); None for text.
-        pairs: int32 (documents, N) of pairs of replies: a `data.pairs.PairTokens`, later a `Unit` each; else None.
-        places: int64 (documents,), where each document starts in the flat arrays, which may hold more; None: they hold
-            these documents one after another.
+        loss_mask: bool (tokens,), true if a token is predicted with loss.
+        lengths: int64 (documents,), tokens per document, at least 1.
+        source_rows: int64 (documents,), row of the data set that a document comes from.
+        images: images of the documents (`data.images.encoding.DocumentImages`); None for text.
+        pairs: int32 (documents, N), fields of `data.pairs.PairTokens`, later of `Unit`; None without pairs.
+        places: int64 (documents,), starts of the documents in the flat arrays, which may contain other documents too;
+            None if the arrays contain exactly these documents, in order.
     """
 
     input_ids: np.ndarray | Joined
@@ -72,21 +72,21 @@ class Documents:
 
     @cached_property
     def starts(self) -> np.ndarray:
-        """Where each document starts in the flat arrays, int64 (documents,)."""
+        """Starts of the documents in the flat arrays, int64 (documents,)."""
         return np.cumsum(self.lengths) - self.lengths if self.places is None else self.places
 
     def select(self, keep: np.ndarray) -> Documents:
-        """Returns the documents where the boolean array `keep` is true, in the same flat arrays."""
+        """Selects the documents for which the boolean array `keep` is true; keeps the same flat arrays."""
         images = None if self.images is None else self.images.select(keep)
         arrays = self.input_ids, self.loss_mask, self.lengths[keep], self.source_rows[keep]
         pairs = None if self.pairs is None else self.pairs[keep]
         return Documents(*arrays, images, pairs, self.starts[keep])
 
     def runs(self) -> Iterator[tuple[slice, slice]]:
-        """Yields all documents in order, those that follow one another in the flat arrays together.
+        """Yields runs of documents, in order, that are contiguous in the flat arrays.
 
         Yields:
-            Their numbers, and their place in the flat arrays.
+            The range of document numbers, and their range in the flat arrays.
         """
         starts, ends = self.starts, self.starts + self.lengths
         apart = (starts[1:] != ends[:-1]) | (np.diff(np.cumsum(self.lengths) // _RUN) > 0)
@@ -95,7 +95,7 @@ class Documents:
 
     @cached_property
     def loss_tokens(self) -> np.ndarray:
-        """How many tokens of each document carry loss, int64 (documents,)."""
+        """Number of tokens with loss per document, int64 (documents,)."""
         counts = np.zeros(len(self), dtype=np.int64)
         for numbers, tokens in self.runs():
             firsts = self.starts[numbers] - tokens.start
@@ -106,15 +106,15 @@ class Documents:
 def best_fill(lengths: np.ndarray, row_length: int) -> tuple[np.ndarray, np.ndarray]:
     """Assigns documents to rows so that few token slots stay empty.
 
-    Each row starts with the longest document left and adds the documents that fill the row best: a subset sum over
-    the histogram of lengths, as in the minimum bin slack heuristic of Gupta and Ho (1999).
+    A row starts with the longest document left and adds the documents that fill the row best: a subset sum over the
+    histogram of lengths, as in the minimum bin slack heuristic of Gupta and Ho (1999).
 
     Args:
-        lengths: tokens of each document, 1 to `row_length`.
-        row_length: tokens of a row.
+        lengths: (documents,), tokens per document, 1 to `row_length`.
+        row_length: tokens per row.
 
     Returns:
-        The document numbers row after row, and how many documents each row has (both int64).
+        The document numbers in the order of the rows, and the number of documents per row (both int64).
     """
     by_length = np.argsort(lengths, kind="stable")
     unique, starts = np.unique(lengths[by_length], return_index=True)
@@ -125,9 +125,9 @@ def best_fill(lengths: np.ndarray, row_length: int) -> tuple[np.ndarray, np.ndar
 def filled_rows(
     by_size: np.ndarray, starts: np.ndarray, fullest: Callable[[list[int], int], dict[int, int]]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Fills rows with documents, whose sizes begin at `starts` in `by_size`; see `best_fill`.
+    """Fills rows with the documents `by_size`, in which sizes begin at `starts`; see `best_fill`.
 
-    `fullest` returns how many of those left of each size fill a row best, at least one of the largest.
+    `fullest` returns how many documents of each size fill a row best, given how many are left and the largest size.
     """
     taken, left = starts.tolist(), np.diff(np.r_[starts, len(by_size)]).tolist()
     rows: list[np.ndarray] = []
@@ -145,7 +145,7 @@ def filled_rows(
 
 
 def _fullest(sizes: list[int], left: list[int], largest: int, row_length: int) -> dict[int, int]:
-    """Returns the number of documents of each size (index in `sizes`) that fill a row best, at least one `largest`."""
+    """Returns how many documents of each size (index in `sizes`) fill a row best, with at least one `largest`."""
     room = row_length - sizes[largest]
     reachable, stages = 1, []  # bit s is set if some of the documents so far add up to s
     for i in range(largest, -1, -1):
@@ -169,18 +169,18 @@ def _fullest(sizes: list[int], left: list[int], largest: int, row_length: int) -
 
 @dataclass(frozen=True, eq=False)
 class Grouping:
-    """How the packed rows of groups follow one another in an epoch.
+    """The order of groups of packed rows in an epoch.
 
     Attributes:
-        of_rows: int64 (rows,), the group of each row.
-        turns: whether the groups take turns, row by row, until each has ended; else a group follows another.
+        of_rows: int64 (rows,), group of a row.
+        turns: whether the groups alternate row by row until all have ended; if not, a group follows another.
     """
 
     of_rows: np.ndarray
     turns: bool
 
     def arranged(self, order: np.ndarray) -> np.ndarray:
-        """Returns rows in the order of their groups; those of a group keep theirs."""
+        """Sorts rows by group; rows of the same group keep their order."""
         groups = self.of_rows[order]
         by_group = np.argsort(groups, kind="stable")
         if not self.turns:
@@ -196,21 +196,20 @@ class Grouping:
 
 
 class PackedDataset:
-    """Rows of `length` tokens, each with one or more whole documents.
+    """Rows of `length` tokens that contain one or more whole documents.
 
     Args:
         documents: the content of the rows; none is longer than `length`.
-        length: tokens of a row.
-        packing: False puts one document in each row.
-        pad_id: the token id in empty slots. It is never compared with anything.
-        order: the document numbers row after row, and how many documents each row has, if the caller has packed them;
-            a document may be in several rows.
+        length: tokens per row.
+        packing: False puts a single document into a row.
+        pad_id: token id of empty slots; no code compares token ids with it.
+        order: result of `best_fill`, if the caller has packed the documents; a document may be in several rows.
         grouping: arranges the rows of an epoch.
-        further: adds further tensors, such as `data.images.columns.ImageColumns`; None for text.
+        further: adds tensors, such as `data.images.columns.ImageColumns`; None for text.
 
     Attributes:
-        row_tokens: int64 (rows,), the tokens of each row without padding.
-        columns: further tensors of `tensors`: name -> a function of row numbers that returns (rows, N).
+        row_tokens: int64 (rows,), tokens per row without padding.
+        columns: additional tensors in `tensors`: name -> a function of row numbers that returns (rows, N).
     """
 
     def __init__(
@@ -238,13 +237,13 @@ class PackedDataset:
         return self.documents.source_rows[self.documents_of(row)].tolist()
 
     def document(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the token ids and the loss mask of one document."""
+        """Returns the token ids and the loss mask of a document."""
         start = self.documents.starts[number]
         part = slice(start, start + self.documents.lengths[number])
         return self.documents.input_ids[part], self.documents.loss_mask[part]
 
     def column(self, values: np.ndarray) -> Callable[[np.ndarray], torch.Tensor]:
-        """Returns an entry of `columns` for numbers of all tokens, (tokens,) in the order of `documents`."""
+        """Makes an entry of `columns` from a number per token, (tokens,) in the order of `documents`."""
         starts = np.cumsum(self.documents.lengths) - self.documents.lengths
 
         def read(rows: np.ndarray) -> torch.Tensor:
@@ -258,7 +257,7 @@ class PackedDataset:
         return read
 
     def fill(self) -> float:
-        """Returns the share of slots that hold tokens, without the emptiest row (the last row is rarely full)."""
+        """Returns the share of slots that hold tokens, without the emptiest row: the last row is rarely full."""
         used = self.row_tokens
         if len(used) > 1:
             used = np.delete(used, used.argmin())
@@ -285,8 +284,8 @@ class PackedDataset:
 
         Returns:
             input_ids, labels and position_ids, int64 (rows, length), and segment_ids, int32 (rows, length): 1, 2, ...
-            for the documents and 0 in empty slots (int32 because TPU attention kernels take no other). Labels are the
-            input ids where there is loss, else -100, and are not shifted. `columns` and `further` add theirs.
+            for the documents and 0 in empty slots (TPU attention kernels need int32). Labels are the input ids if they
+            carry loss, else -100, and are not shifted. `columns` and `further` add their tensors.
         """
         shape = (len(rows), self.length)
         ids, labels = np.full(shape, self.pad_id, dtype=np.int64), np.full(shape, IGNORED, dtype=np.int64)
@@ -306,13 +305,13 @@ class PackedDataset:
         return tensors
 
 
-@lru_cache(maxsize=2)  # the current epoch, and the next one, whose first batches are prefetched
+@lru_cache(maxsize=2)  # the current epoch, and the next epoch, whose first batches are prefetched
 def permutation(
     rows: int, seed: int, epoch: int, shuffle: bool = True, grouping: Grouping | None = None, shard: int = 0
 ) -> np.ndarray:
-    """Returns the order of rows in an epoch, of a stream those of a shard: (rows,) int64, read-only.
+    """Returns the order of rows in an epoch, or in a shard of a stream's epoch: (rows,) int64, read-only.
 
-    It sorts raw output of a bit generator, which NumPy keeps the same in all versions, unlike `Generator.permutation`.
+    Sorts raw output of a bit generator, which is the same in all versions of NumPy, unlike `Generator.permutation`.
     """
     order = np.arange(rows)
     if shuffle:
@@ -328,9 +327,10 @@ def permutation(
 def eval_batches(
     dataset: PackedDataset, shards: Sequence[int], data_size: int, batch_size: int, chosen: np.ndarray | None = None
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Yields the tensors of every row, or of the `chosen` ones, once over all `data_size` shards, as many for each.
+    """Yields batches with this process's part of all rows, or of the rows in `chosen`, once per evaluation.
 
-    The rows of a batch are those of `shards`, `batch_size` for each; empty rows fill the last batches.
+    The rows are divided over `data_size` shards; a batch has `batch_size` rows for each shard in `shards`. Empty rows
+    fill the last batches, so that all shards have equally many.
     """
     chosen = np.arange(len(dataset)) if chosen is None else chosen
     count = -(-len(chosen) // (batch_size * data_size))
@@ -341,9 +341,9 @@ def eval_batches(
 
 
 def prefetch(items: Iterator[T], depth: int = 2) -> Iterator[T]:
-    """Yields the items of an iterator, which a thread makes up to `depth` items ahead.
+    """Yields the items of an iterator; a thread computes up to `depth` items ahead.
 
-    An exception of `items` is raised in place of its item. The thread ends when the generator is closed.
+    An exception of `items` is raised in place of the item. The thread ends when the generator is closed.
     """
     end: Any = object()
     executor = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
@@ -361,14 +361,14 @@ def prefetch(items: Iterator[T], depth: int = 2) -> Iterator[T]:
 
 @dataclass(frozen=True)
 class Update:
-    """One optimizer step.
+    """The plan of an optimizer step.
 
     Attributes:
-        step: its number, from 1.
+        step: number of the step, from 1.
         epoch: complete passes over the data before it.
         first_row: index of its first row in the order of that epoch.
         passes: forward and backward passes per replica.
-        rows: of all replicas and passes together.
+        rows: number of rows of all replicas and passes.
     """
 
     step: int
@@ -381,15 +381,15 @@ class Update:
 def updates(dataset_rows: float, plan: BatchPlan, optim: OptimConfig) -> Iterator[Update]:
     """Yields the updates of a run in order.
 
-    The last rows of an epoch that do not fill an update are left out. Each epoch has another order.
+    The last rows of an epoch that do not fill an update are left out. Every epoch has a new order.
 
     Args:
-        dataset_rows: packed rows of the training data; infinity for a stream, whose updates count its rows.
-        plan: rows, replicas and passes of an update at the start.
+        dataset_rows: number of packed rows; infinity for a stream.
+        plan: rows, replicas and passes of the first update.
         optim: `max_steps` or `epochs` ends the run; `batch_growth_*` multiplies the passes.
 
     Raises:
-        ValueError: there are fewer rows than one update takes.
+        ValueError: there are fewer rows than an update takes.
     """
     step, epoch, first_row = 1, 0, 0
     while optim.max_steps is None or step <= optim.max_steps:
@@ -401,7 +401,7 @@ def updates(dataset_rows: float, plan: BatchPlan, optim: OptimConfig) -> Iterato
             epoch, first_row = epoch + 1, 0
         if optim.max_steps is None:
             assert optim.epochs is not None, "the configuration has one of the two"
-            # Half an update of tolerance, so that epochs=1 is a whole epoch however the rows divide.
+            # The tolerance of half an update makes epochs=1 a whole epoch for any number of rows.
             if epoch + (first_row + rows / 2) / dataset_rows > optim.epochs and step > 1:
                 return
         yield Update(step, epoch, first_row, passes, rows)
@@ -409,7 +409,7 @@ def updates(dataset_rows: float, plan: BatchPlan, optim: OptimConfig) -> Iterato
 
 
 def too_few_rows(dataset_rows: int, plan: BatchPlan) -> str:
-    """Returns the error text for packed rows that do not fill one update."""
+    """Returns the error text for packed rows that do not fill an update."""
     rows, replicas, passes = plan.batch_size, plan.num_replicas, plan.gradient_accumulation
     fixes = [f"launch.num_replicas={dataset_rows}"] if dataset_rows < replicas else []
     if fewer := dataset_rows // (replicas * passes):
@@ -419,7 +419,7 @@ def too_few_rows(dataset_rows: int, plan: BatchPlan) -> str:
     return (
         f"data set smaller than one global batch: it has {dataset_rows} rows after packing, and one update takes "
         f"{rows * replicas * passes} ({rows} per replica x {passes} accumulation x {replicas} replicas). Set "
-        f"{fixes[0]}, set data.packing=false (a row for each example) or a smaller data.max_length, or give more data"
+        f"{fixes[0]}, set data.packing=false (a row per example) or a smaller data.max_length, or give more data"
     )
 
 
@@ -430,12 +430,12 @@ def rows_of(update: Update, dataset_rows: int, data: DataConfig, grouping: Group
 
 
 def shard_rows(rows: np.ndarray, update: Update, plan: BatchPlan, shards: Sequence[int]) -> np.ndarray:
-    """Returns the rows of these shards: (passes, rows of a batch) int64."""
+    """Returns the rows of an update that belong to `shards`: (passes, rows of a batch) int64."""
     return rows.reshape(update.passes, plan.num_replicas, plan.batch_size)[:, shards].reshape(update.passes, -1)
 
 
 def _passes(step: int, plan: BatchPlan, optim: OptimConfig) -> int:
-    """Returns the passes of a step: they grow every `batch_growth_steps`, up to `batch_growth_max` rows."""
+    """Returns the passes of a step, which grow every `batch_growth_steps` up to `batch_growth_max` rows."""
     passes = plan.gradient_accumulation
     if optim.batch_growth_steps is None:
         return passes
@@ -456,10 +456,10 @@ def learning_rate(step: int, total_steps: int, optim: OptimConfig, growth: float
     Warm-up is linear from 0. The decay is linear or a half cosine, as in transformers' schedulers of these names.
 
     Args:
-        step: from 1.
+        step: number of the step, from 1.
         total_steps: steps of the whole run.
         optim: the schedule.
-        growth: size of the batch, as a multiple of the first batch.
+        growth: ratio of the batch size to the first batch size.
     """
     warmup = optim.warmup_steps or math.ceil(optim.warmup_ratio * total_steps)
     done = step - 1

@@ -1,7 +1,7 @@
-"""Chooses the questions that a run holds out for evaluation, and stores its questions for later evaluations.
+"""Chooses the questions that a run holds out for evaluation, and stores all its questions for later evaluations.
 
-A question is a hash of a prompt, with its system turn and tools (`Conversation.questions`). The choice depends on the
-hashes and the seed alone, not on the order of the rows.
+A question is a hash of a prompt, with its system turn and tools (`Conversation.questions`). The choice depends only on
+the hashes and the seed, not on the order of the rows.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ NONE = np.zeros(0, dtype=np.int64)
 """No questions."""
 
 MOST_HELD_OUT = 64
-"""The most rows held out where `data.eval_rows` is null."""
+"""Largest number of held-out questions if `data.eval_rows` is null."""
 
 QUESTIONS = "questions.npz"
-"""The file of `Questions` in the folder of a run."""
+"""Name of the file with `Questions` in a run's folder."""
 
 UNKNOWN = (
-    f"The training data of the adapter are unknown (no run's {QUESTIONS} lies beside it): it may have been trained on "
+    f"The training data of the adapter are unknown (there is no {QUESTIONS} beside it): it may have been trained on "
     "these rows."
 )
-"""The warning of an evaluation of such an adapter."""
+"""Warning of an evaluation without the run's questions."""
 
 
 class Questions(NamedTuple):
     """The questions of a run.
 
     Attributes:
-        trained: prompts of all replies that it trains on, int64.
-        held_out: questions of its evaluation rows, int64.
+        trained: int64, prompts of all replies that the run trains on.
+        held_out: int64, questions of its evaluation rows.
     """
 
     trained: np.ndarray
     held_out: np.ndarray
 
     def write(self, folder: Path) -> None:
-        """Writes them into the folder of the run."""
+        """Writes the questions to the run's folder."""
         with atomic.replacing(folder / QUESTIONS) as part, part.open("wb") as file:
             np.savez(file, **self._asdict(), version=QUESTIONS_VERSION)
 
     @classmethod
     def read(cls, run: Path | str) -> Questions | None:
-        """Returns the questions of a run by its folder or URL; None without the file, ValueError if it is damaged."""
+        """Reads the questions of a run's folder or URL; None without the file. Raises ValueError if it is damaged."""
         with at_hand(run, QUESTIONS) as folder:
             path = folder / QUESTIONS
             if not path.is_file():
@@ -66,11 +66,11 @@ class Questions(NamedTuple):
                 if arrays.pop("version", None) == QUESTIONS_VERSION:
                     return cls(**arrays)
             except (OSError, EOFError, ValueError, TypeError, zipfile.BadZipFile) as error:
-                advice = "give an earlier copy, or delete it to go on without the questions of that run"
+                advice = "give an earlier copy, or delete it to continue without the questions of that run"
                 raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}); {advice}") from error
             raise ValueError(
                 f"{path} was written by another version of the kit, and its questions cannot be compared; use that "
-                "version, or delete the file to go on without the questions of that run"
+                "version, or delete the file to continue without the questions of that run"
             )
 
 
@@ -83,20 +83,20 @@ def held_out_rows(config: DataConfig, questions: int) -> int:
 
 
 def drawn(rows: np.ndarray, seed: int) -> np.ndarray:
-    """Returns rows in a random order, so that the first of them are a sample: a source may be sorted."""
+    """Shuffles rows, so that the first of them are a random sample even if the source is sorted."""
     return np.random.default_rng(seed).permutation(rows)
 
 
 def choose_questions(
     questions: np.ndarray, earlier: np.ndarray, config: DataConfig, trained: np.ndarray = NONE
 ) -> np.ndarray:
-    """Returns the questions to hold out, fewer than `config` asks for where a model was trained on the others.
+    """Chooses the questions to hold out: fewer than configured if the model was trained on some of them before.
 
     Args:
-        questions: of the rows.
-        earlier: prompts of earlier replies in chats. They are not chosen: training on the chat trains on such a reply.
+        questions: questions of the rows.
+        earlier: prompts of earlier replies in chats. They are not chosen, because training on the chat trains on them.
         config: the data section.
-        trained: prompts that the model was trained on before the run, by the adapter it starts from.
+        trained: prompts that the run's starting adapter was trained on. They are not chosen.
 
     Raises:
         ValueError: no question is left to train on.

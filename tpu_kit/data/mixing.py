@@ -1,4 +1,4 @@
-"""Joins the tokenised sources of a mix, and arranges what an epoch trains: how much of each, and in which order.
+"""Joins the tokenised sources of a mix, and chooses the rows of an epoch: how many of each source, in which order.
 
 Questions are held out over all sources together, before weights and shares choose rows: another mix of the same sources
 is evaluated on the same questions.
@@ -21,45 +21,45 @@ from tpu_kit.data.rows.field_values import plain_value
 from tpu_kit.data.rows.records import LOCATION, PROBLEM
 from tpu_kit.data.tokenizing import Joined, Opened, RawRows, Tokenized, opened_source, tokenized
 
-_STAGE_ROWS = 16  # packed rows of a stage of a curriculum, within which documents are packed and shuffled
+_STAGE_ROWS = 16  # packed rows per stage of a curriculum; documents are packed and shuffled within a stage
 
 MOST_TIMES = 4
-"""How often rows may be repeated in an epoch without a warning (Muennighoff et al., arXiv:2305.16264)."""
+"""Repetitions of rows in an epoch above which the report warns (Muennighoff et al., arXiv:2305.16264)."""
 
 _NONE = Documents(*(np.zeros(0, dtype=kind) for kind in (np.int32, bool, np.int64, np.int64)))
 
 Packed = tuple[np.ndarray, np.ndarray]
-"""The document numbers row after row, and how many documents each row has."""
+"""The document numbers in the order of the rows, and the number of documents per row."""
 
 
 class Mix(NamedTuple):
-    """The sources of a mix, by which rows of all of them are numbered.
+    """The sources of a mix; their rows are numbered consecutively.
 
     Attributes:
-        names: of the sources.
-        starts: int64 (sources,), the number of the first row of each.
+        names: names of the sources.
+        starts: int64 (sources,), number of the first row of a source.
     """
 
     names: tuple[str, ...]
     starts: np.ndarray
 
     def of(self, rows: Any) -> np.ndarray:
-        """Returns the source of each row, its index in `names`."""
+        """Returns the sources of rows, as indices in `names`."""
         return np.searchsorted(self.starts, rows, side="right") - 1
 
     def place(self, row: int) -> str:
-        """Names a row by its source and its number there, from 0."""
+        """Describes a row by its source and its number there, from 0."""
         source = int(self.of(row))
         return f"{row - self.starts[source]} of {self.names[source]}"
 
 
 @dataclass(frozen=True)
 class Mixed(Tokenized):
-    """The documents of several sources, one source after another, with the numbers of `mix` for their rows.
+    """The documents of several sources in order, with the row numbers of `mix`.
 
     Attributes:
-        parts: the sources, whose documents are those of the mix alone.
-        mix: their names.
+        parts: the sources, without their documents.
+        mix: names and row numbers of the sources.
     """
 
     parts: tuple[Tokenized, ...]
@@ -67,7 +67,7 @@ class Mixed(Tokenized):
 
     @classmethod
     def of(cls, parts: Sequence[Tokenized], names: tuple[str, ...]) -> Mixed:
-        """Joins sources; the encoder is that of the first one whose turns the chat template makes, if there is one."""
+        """Joins sources. The encoder is taken from the first source whose turns the chat template renders, if any."""
         starts = np.cumsum([0, *(len(part.rows) for part in parts)])[:-1]
         firsts = np.cumsum([0, *(len(part.documents) for part in parts)])[:-1]
         names_of_arrays = ("full_lengths", "whole_lengths", "questions", "users", "special", "earlier", "reasoning")
@@ -131,8 +131,8 @@ def tokenize_sources(
     Args:
         data: the section.
         tokenizer: the tokenizer.
-        split: of all sources, in place of their own.
-        like: the layouts of the training rows of each source.
+        split: split of all sources, overriding theirs.
+        like: layouts of the training rows, by source.
         processor: as in `opened_source`.
 
     Raises:
@@ -146,10 +146,10 @@ def tokenize_sources(
         except ValueError as error:
             problems.append(_named(name, error, data))
     keys, made = dict[str, str](), dict[str, Tokenized]()
-    # All are opened before the first is tokenised: rows with reasoning switch it on in the template for all sources.
+    # All sources are opened before any is tokenised: rows with reasoning switch it on in the template for all sources.
     for name, part in parts:
         if other := keys.get(part.key):
-            if split is None:  # else they are parts of one set, which is measured once
+            if split is None:  # otherwise they are the same evaluation rows, which are evaluated once
                 problems.append(f"{name} and {other} have the same rows: keep one, with repeat: 2 to train it twice")
             continue
         keys[part.key] = name
@@ -166,7 +166,7 @@ def _named(name: str, error: ValueError, data: DataConfig) -> str:
 
 
 def raise_all(problems: Sequence[str]) -> None:
-    """Raises one ValueError with all problems, if there are any."""
+    """Raises a single ValueError with all problems, if there are any."""
     if len(problems) == 1:
         raise ValueError(problems[0])
     if problems:
@@ -177,13 +177,13 @@ def raise_all(problems: Sequence[str]) -> None:
 
 
 class Epoch(NamedTuple):
-    """What an epoch trains.
+    """The documents of an epoch.
 
     Attributes:
-        documents: int64, the numbers of the documents, some of them several times.
-        groups: int64, the group of each of them, or None; a packed row has documents of one group.
-        order: how the rows of groups are arranged; None: as all rows.
-        of_stage: how many groups are shuffled together.
+        documents: int64, document numbers; a number may occur several times.
+        groups: int64, group of each entry of `documents`, or None; a packed row has documents of a single group.
+        order: order of the groups' rows ("sequence", "round_robin" or "curriculum"); None shuffles all rows together.
+        of_stage: number of consecutive groups that are shuffled together.
     """
 
     documents: np.ndarray
@@ -192,7 +192,7 @@ class Epoch(NamedTuple):
     of_stage: int = 1
 
     def packed(self, fill: Callable[[np.ndarray], Packed]) -> tuple[Packed, Grouping | None]:
-        """Packs the documents; `fill` packs some, by their numbers, and returns their places among these."""
+        """Packs the documents by group; `fill` packs some documents and returns their indices in its argument."""
         if self.groups is None:
             order, counts = fill(self.documents)
             return (self.documents[order], counts), None
@@ -208,7 +208,7 @@ class Epoch(NamedTuple):
 
 
 def apart(tokens: Tokenized, used: np.ndarray) -> Epoch:
-    """Returns all used documents once, those of a mix packed by source."""
+    """Makes an epoch with every used document once; packs a mix by source."""
     documents = np.flatnonzero(used)
     if not isinstance(tokens, Mixed):
         return Epoch(documents)
@@ -220,11 +220,11 @@ def epoch_of(tokens: Tokenized, used: np.ndarray, data: DataConfig) -> Epoch:
 
     Args:
         tokens: the documents.
-        used: bool (documents,), those that may be trained.
+        used: bool (documents,), whether a document may be trained.
         data: the data section.
 
     Raises:
-        ValueError: with all weights that leave none, shares that cannot be met, and columns of a curriculum that lack.
+        ValueError: weights leave no row, shares cannot be met, or a curriculum's column is missing; has all problems.
     """
     documents = np.flatnonzero(used)
     if isinstance(tokens, Mixed):
@@ -247,7 +247,7 @@ def epoch_of(tokens: Tokenized, used: np.ndarray, data: DataConfig) -> Epoch:
 
 
 def _chosen(tokens: Mixed, documents: np.ndarray, data: DataConfig) -> list[np.ndarray]:
-    """Returns the documents of each source, as often as an epoch has them."""
+    """Returns the document numbers of an epoch by source, repeated by weights and shares."""
     rows, lengths = tokens.documents.source_rows, tokens.documents.lengths
     sources = tokens.mix.of(rows[documents])
     of_source = [documents[sources == source] for source in range(len(data.mix))]
@@ -272,7 +272,7 @@ def _chosen(tokens: Mixed, documents: np.ndarray, data: DataConfig) -> list[np.n
         return found
     have = [int(lengths[mine].sum()) for mine in of_source]
     others = sum(int(lengths[mine].sum()) for mine in found)
-    # Without others all of one source is trained, once, and as much of the rest as their shares say.
+    # If all sources have shares, the first that runs out is trained once, and the others by their shares.
     left = 1 - sum(share for _, share in shares)
     total = others / left if others else min(have[number] / share for number, share in shares)
     for number, share in shares:
@@ -292,25 +292,25 @@ def _chosen(tokens: Mixed, documents: np.ndarray, data: DataConfig) -> list[np.n
 
 
 def _copies(documents: np.ndarray, rows: np.ndarray, whole: int, more: int, seed: int) -> np.ndarray:
-    """Returns documents `whole` times, and once more those of the first `more` rows in random order."""
+    """Repeats all documents `whole` times, and the documents of `more` random rows once more."""
     again = documents[np.isin(rows[documents], _drawn(rows[documents], seed)[:more])]
     return np.concatenate([np.tile(documents, whole), again])
 
 
 def _drawn(rows: np.ndarray, seed: int) -> np.ndarray:
-    """Returns the different rows in random order, the same with all versions of NumPy."""
+    """Returns the distinct rows in random order, which is the same with all versions of NumPy."""
     different = np.unique(rows)
     return different[permutation(len(different), seed, 0)]
 
 
 def _tokens_of(order: np.ndarray, rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Returns the tokens of all documents of each row in `order`."""
+    """Returns the number of tokens in all documents of a row, for the rows in `order`."""
     different, places = np.unique(rows, return_inverse=True)
     return np.bincount(places, weights=lengths).astype(np.int64)[np.searchsorted(different, order)]
 
 
 def _column(tokens: Tokenized, name: str, rows: np.ndarray) -> np.ndarray:
-    """Returns the number of each row in a column; raises ValueError with the sources that lack one."""
+    """Reads a column of numbers for `rows`; raises ValueError with all sources that lack the column or a number."""
     different, places = np.unique(rows, return_inverse=True)
     values, problems = list[float](), list[str]()
     for part, start in tokens.sources():
@@ -324,14 +324,14 @@ def _column(tokens: Tokenized, name: str, rows: np.ndarray) -> np.ndarray:
             try:
                 values.append(float(plain_value(value, feature)))
             except (TypeError, ValueError):
-                problems.append(f"{part.source}: data.curriculum={name}: row {row} holds {value!r}, which is no number")
+                problems.append(f"{part.source}: data.curriculum={name}: row {row} holds {value!r}, not a number")
                 break
     raise_all(problems)
     return np.array(values)[places]
 
 
 def _stages(values: np.ndarray, lengths: np.ndarray, tokens: int) -> np.ndarray:
-    """Returns the stage of each of the sorted values: one begins at another value after at least `tokens` tokens."""
+    """Divides sorted values into stages of at least `tokens` tokens; equal values are in the same stage."""
     begins, before = np.zeros(len(values), dtype=np.int64), np.cumsum(lengths) - lengths
     first = 0
     for start in (np.flatnonzero(np.diff(values)) + 1).tolist():
@@ -341,22 +341,22 @@ def _stages(values: np.ndarray, lengths: np.ndarray, tokens: int) -> np.ndarray:
 
 
 def rows_of_epoch(tokens: Tokenized, chosen: np.ndarray, epoch: Epoch) -> np.ndarray:
-    """Returns the rows of a run that samples: those of the chosen documents, of a mix as often as an epoch has them."""
+    """Returns the rows that a run samples from: the rows of the chosen documents, repeated as in the epoch of a mix."""
     rows = tokens.documents.source_rows
     if not isinstance(tokens, Mixed):
         return np.unique(rows[chosen])
     different = np.unique(epoch.documents)
-    first = different[np.unique(rows[different], return_index=True)[1]]  # a row may have several documents
+    first = different[np.unique(rows[different], return_index=True)[1]]  # the first of a row's documents
     return np.sort(rows[epoch.documents[np.isin(epoch.documents, first)]])
 
 
 def mix_of(tokens: Tokenized) -> Mix | None:
-    """Returns the sources of a mix; None for one source."""
+    """Returns the sources of a mix; None for a single source."""
     return tokens.mix if isinstance(tokens, Mixed) else None
 
 
 def fill_of(lengths: np.ndarray, data: DataConfig) -> Callable[[np.ndarray], Packed]:
-    """Returns `Epoch.packed`'s `fill` of documents of these lengths."""
+    """Makes the argument `fill` of `Epoch.packed` for documents of these lengths."""
 
     def fill(documents: np.ndarray) -> Packed:
         every = np.arange(len(documents))
@@ -366,7 +366,7 @@ def fill_of(lengths: np.ndarray, data: DataConfig) -> Callable[[np.ndarray], Pac
 
 
 def source_column(dataset: PackedDataset, mix: Mix) -> Callable[[np.ndarray], torch.Tensor]:
-    """Returns the entry of `PackedDataset.columns` with the source of each token, from 1 on; 0 in empty slots."""
+    """Makes an entry of `PackedDataset.columns`: int32 (rows, length), source of a token from 1, 0 in empty slots."""
     sources = mix.of(dataset.documents.source_rows).astype(np.int32) + 1
 
     def read(rows: np.ndarray) -> torch.Tensor:
@@ -384,16 +384,16 @@ def source_column(dataset: PackedDataset, mix: Mix) -> Callable[[np.ndarray], to
 
 
 class SourceCounts(NamedTuple):
-    """One source of a mix in the report.
+    """Counts of a source of a mix for the report.
 
     Attributes:
-        name: the name.
-        layout: the format and the columns used.
+        name: name of the source.
+        layout: format and columns of its rows.
         rows_read: rows of the source.
-        rows_used: rows with a document of an epoch.
-        times: how often an epoch has each of the rows that may be trained, on average.
-        tokens: of an epoch.
-        loss_tokens: those that carry loss.
+        rows_used: rows with a document in the epoch.
+        times: how often the epoch repeats a trainable row, on average.
+        tokens: tokens of the epoch.
+        loss_tokens: tokens of the epoch that carry loss.
     """
 
     name: str
@@ -422,7 +422,7 @@ def count_sources(tokens: Tokenized, used: np.ndarray, documents: np.ndarray) ->
 
 
 def sources_table(sources: Sequence[SourceCounts]) -> list[str]:
-    """Returns the lines of the report for the sources of a mix."""
+    """Returns the report's lines about the sources of a mix."""
     tokens, loss = (sum(counts) for counts in zip(*((one.tokens, one.loss_tokens) for one in sources), strict=True))
     rows: list[dict[str, object]] = [
         {
@@ -434,6 +434,6 @@ def sources_table(sources: Sequence[SourceCounts]) -> list[str]:
     ]  # fmt: skip
     layouts = [f"{'source':<16} {one.name}: {one.layout}" for one in sources]
     often = [f"{one.name} {one.times:.0f} times" for one in sources if one.times > MOST_TIMES]
-    told = f"{'':<16} WARNING: an epoch has rows of {', '.join(often)}; after {MOST_TIMES} times they teach little more"
+    told = f"{'':<16} WARNING: an epoch repeats rows of {', '.join(often)}; more than {MOST_TIMES} times teaches little"
     table = [f"{'mix' if not i else '':<16} {line}" for i, line in enumerate(text_tables.to_text(rows).splitlines())]
     return [*layouts, *table, *[told] * bool(often)]

@@ -1,8 +1,8 @@
-"""Pairs of replies as units of packed rows: the prompt once, then the chosen and the rejected reply.
+"""Makes units of packed rows from pairs of replies: the prompt once, then the chosen and the rejected reply.
 
-A unit is one document of `batching.Documents`, so packing never splits it. In it each reply is a segment that begins
-with the last token of the prompt, which predicts its first one; the tokens before are a prefix that both replies see
-(`layer_inputs.Visibility`). For models that cannot share a prefix each reply is a segment with its own prompt.
+A unit is a document of `batching.Documents`, so packing never splits it. A reply in it is a segment that begins with
+the last token of the prompt, which predicts the reply's first token. The tokens before are a prefix that both replies
+attend to (`layer_inputs.Visibility`). For models that cannot share a prefix, a segment contains its own prompt.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 
 class PairTokens(NamedTuple):
-    """The sizes of a pair of tokenised replies, each after its prompt, in tokens.
+    """Numbers of tokens in a pair of tokenised texts, which are a prompt with a reply.
 
     Attributes:
-        prompt: with which both begin and that carry no loss.
-        chosen: of the prompt and the chosen reply.
-        same: with which both begin.
-        moved: 1 if the prompt ends earlier than the loss of one of them begins, else 0.
-        label: 1 if the chosen reply is a good one, as it is in pairs; rows with one reply and a label may have 0.
+        prompt: tokens at the start that are equal in both and carry no loss.
+        chosen: tokens of the prompt with the chosen reply.
+        same: tokens at the start that are equal in both.
+        moved: 1 if `prompt` ends before the loss of either text begins, else 0.
+        label: 1 if the chosen reply is good, as in all pairs; 0 for a bad reply of a labelled row.
     """
 
     prompt: int
@@ -45,11 +45,11 @@ class PairTokens(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """The segments of a unit, in tokens; the rest is the rejected reply.
+    """Numbers of tokens in the segments of a unit; the rest is the rejected reply.
 
     Attributes:
-        prefix: that both replies see; 0 if they have their own prompts.
-        chosen: of the segment with the chosen reply.
+        prefix: tokens of the shared prefix; 0 if the replies have their own prompts.
+        chosen: tokens of the segment with the chosen reply.
         label: as in `PairTokens`.
     """
 
@@ -59,13 +59,13 @@ class Unit(NamedTuple):
 
 
 class PairLayout(NamedTuple):
-    """How pairs become units.
+    """Settings that control how pairs become units.
 
     Attributes:
-        shares: whether both replies see one copy of the prompt.
-        learns_prompt: whether the prompt of the chosen reply has labels too, which needs its own copy.
-        ld_alpha: weight of the tokens of the longer reply beyond the length of the shorter one.
-        label_weights: of rows with one reply and a label, the weights of good and of bad replies; None for pairs.
+        shares: whether both replies share a copy of the prompt.
+        learns_prompt: whether the chosen reply's prompt has labels too, which requires its own copy.
+        ld_alpha: weight of the longer reply's tokens beyond the length of the shorter reply.
+        label_weights: weights of good and of bad replies, for labelled rows; None for pairs.
     """
 
     shares: bool
@@ -80,7 +80,7 @@ class PairLayout(NamedTuple):
             return None
         from tpu_kit.model.shape_cache import read_shape
 
-        learns_prompt = "orpo" in config.preference.losses  # as in TRL, where its likelihood is that of the prompt, too
+        learns_prompt = "orpo" in config.preference.losses  # as in TRL, whose likelihood includes the prompt
         preference = config.preference
         alpha = 1.0 if preference.ld_alpha is None else preference.ld_alpha
         weights = (preference.desirable_weight, preference.undesirable_weight) if preference.labelled else None
@@ -91,14 +91,14 @@ class PairCounts(NamedTuple):
     """Counts of pairs for the report.
 
     Attributes:
-        pairs: usable.
-        equal: left out, as both replies are the same.
-        cut_equal: left out, as both replies are the same after truncation.
-        no_room: left out, as the prompt leaves no room for a token of each reply.
-        moved: usable ones whose prompt ends earlier than in one of the two renderings.
-        tokens: of the units.
-        apart: of the same pairs as two documents each.
-        good: those with the label of a good reply; None for pairs.
+        pairs: usable pairs.
+        equal: pairs left out because both replies are the same.
+        cut_equal: pairs left out because both replies are the same after truncation.
+        no_room: pairs left out because the prompt leaves no room for a token of both replies.
+        moved: usable pairs whose common prompt ends before the loss of a reply begins.
+        tokens: tokens of the units.
+        apart: tokens of the same pairs as two documents.
+        good: rows labelled as good; None for pairs.
     """
 
     pairs: int
@@ -125,8 +125,8 @@ class PairCounts(NamedTuple):
             lines = [f"labelled replies {text}"]
         if self.moved:
             lines.append(
-                f"prompts          {self.moved:,} end before the loss of one reply begins: the two are rendered "
-                "differently from there on"
+                f"prompts          {self.moved:,} end before the loss of a reply begins: the chat template renders the "
+                "two differently from there on"
             )
         return lines
 
@@ -134,16 +134,16 @@ class PairCounts(NamedTuple):
 def columns_of_pair(
     chosen: Conversation, documents: Sequence[Document], example: Example, encoder: Encoder
 ) -> dict[str, Any]:
-    """Returns the columns of a tokenised pair; its replies are cut when it becomes a unit.
+    """Returns the columns of a tokenised pair; `as_units` truncates its replies.
 
     Args:
-        chosen: the conversation with the chosen reply, whose `rejected` has the other one.
-        documents: of the chosen one.
-        example: its tokens.
-        encoder: of the row.
+        chosen: the conversation with the chosen reply; its `rejected` has the other reply.
+        documents: documents of the chosen conversation.
+        example: tokens of the chosen conversation.
+        encoder: encoder of the rows.
 
     Raises:
-        RowError: a reply has several turns that the chat template renders as documents of their own.
+        RowError: a reply has several turns that the chat template renders as separate documents.
     """
     assert chosen.rejected is not None
     others = encoder.documents(chosen.rejected)
@@ -151,7 +151,7 @@ def columns_of_pair(
         if len(rendered) > 1:
             raise RowError(
                 f"the {name} reply has several turns, which the chat template renders differently in one chat; give "
-                "one turn"
+                "a single turn"
             )
     (ids, mask), (other, other_mask) = example, encoder.encode(others[0])
     same, begins = common_length(ids, other), (mask.index(True), other_mask.index(True))
@@ -166,7 +166,7 @@ def columns_of_pair(
 
 
 def columns_of_label(talk: Conversation, document: Document, example: Example, encoder: Encoder) -> dict[str, Any]:
-    """Returns the columns of a tokenised reply with a label, which is cut when it becomes a unit."""
+    """Returns the columns of a tokenised reply with a label; `as_units` truncates it."""
     ids, mask = example
     tokens = PairTokens(mask.index(True), len(ids), 0, 0, int(bool(talk.label)))
     return {"input_ids": ids, "loss_mask": mask, "full_length": len(ids), "whole_length": len(ids), "pair": tokens,
@@ -174,19 +174,19 @@ def columns_of_label(talk: Conversation, document: Document, example: Example, e
 
 
 def _with_partners(tokens: Tokenized) -> Tokenized:
-    """Adds to each labelled reply, as the rejected one, that of another row, after its own prompt.
+    """Pairs every labelled reply with the reply of another row as the rejected reply to the same prompt.
 
-    The divergence of KTO is estimated on such mismatched pairs, without a gradient. The partner of a row depends on the
-    seed alone; a training row may have the reply of a held-out one.
+    KTO estimates its divergence on such mismatched pairs, without a gradient. The other row depends only on the seed; a
+    training row may get the reply of a held-out row.
 
     Raises:
-        ValueError: there is one row.
+        ValueError: there is only one row.
     """
     documents = tokens.documents
     assert documents.pairs is not None
     count = len(documents)
     if count < 2:
-        raise ValueError(f"{tokens.source}: kto compares each row with the reply of another one; give two or more rows")
+        raise ValueError(f"{tokens.source}: kto compares a row with the reply of another row; give at least two rows")
     order = permutation(count, tokens.encoder.config.seed, 0)
     partner = np.empty(count, dtype=np.int64)
     partner[order] = np.roll(order, 1)
@@ -208,16 +208,16 @@ def _with_partners(tokens: Tokenized) -> Tokenized:
 
 
 def _flat(documents: Documents) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the token ids and the loss masks of documents, one after another."""
+    """Concatenates the token ids and the loss masks of documents."""
     runs = [run for _, run in documents.runs()]
     ids, masks = (np.concatenate([flat[run] for run in runs]) for flat in (documents.input_ids, documents.loss_mask))
     return ids, masks
 
 
 def as_units(tokens: Tokenized, shares: bool) -> tuple[Tokenized, PairCounts]:
-    """Makes units of at most `data.max_length` tokens of tokenised pairs, and leaves out those without a lesson.
+    """Makes units of at most `data.max_length` tokens from tokenised pairs; leaves out pairs with nothing to learn.
 
-    The end of the longer reply is cut first, and never the prompt.
+    Truncates the end of the longer reply first, and never the prompt.
 
     Raises:
         ValueError: no pair is left.
@@ -234,7 +234,7 @@ def as_units(tokens: Tokenized, shares: bool) -> tuple[Tokenized, PairCounts]:
     most = np.where(2 * shorter <= room, room - shorter, room // 2)
     kept = np.minimum(whole, np.maximum(most, 0))
 
-    # The place of each token in its reply, with the prompt.
+    # The position of each token in its text, prompt included.
     starts = np.repeat(np.cumsum(documents.lengths) - documents.lengths, documents.lengths)
     place = np.arange(len(ids)) - starts
     of_chosen, of_prefix, *of_kept = (np.repeat(one, documents.lengths) for one in (chosen, prefix, *(prefix + kept)))
@@ -272,7 +272,7 @@ def as_units(tokens: Tokenized, shares: bool) -> tuple[Tokenized, PairCounts]:
 
 
 def as_chosen(tokens: Tokenized) -> Tokenized:
-    """Makes documents of the chosen, or the good, replies alone, of at most `data.max_length` tokens."""
+    """Makes documents of at most `data.max_length` tokens from the chosen (or good labelled) replies."""
     documents, encoder = tokens.documents, tokens.encoder
     assert documents.pairs is not None
     whole = documents.pairs[:, PairTokens._fields.index("chosen")].astype(np.int64)
@@ -283,20 +283,20 @@ def as_chosen(tokens: Tokenized) -> Tokenized:
     made = replace(documents, input_ids=ids[kept], loss_mask=mask[kept], lengths=lengths, places=None, pairs=None)
     good = documents.pairs[:, PairTokens._fields.index("label")] > 0
     which, compares = ("good", "all") if encoder.layout.format == "unpaired" else ("chosen", "both")
-    note = f"the {which} replies alone are used; dpo compares {compares}"
+    note = f"only the {which} replies are used; dpo compares {compares}"
     encoder = replace(encoder, layout=replace(encoder.layout, notes=(*encoder.layout.notes, note)))
     return replace(tokens.selected(good, made.select(good), whole[good]), encoder=encoder)
 
 
 def with_pairs(tokens: Tokenized, layout: PairLayout | None) -> tuple[Tokenized, PairCounts | None]:
-    """Makes units of tokenised pairs for a run on pairs, and else documents of the chosen replies; see `as_units`."""
+    """Makes units for a run on pairs (`as_units`), or else documents of the chosen replies (`as_chosen`)."""
     if layout is not None:
         return as_units(tokens, layout.shares)
     return (tokens if tokens.documents.pairs is None else as_chosen(tokens)), None
 
 
 def with_reply(dataset: PackedDataset, number: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the token ids and the loss mask of a document, of a pair those with the chosen reply."""
+    """Returns the token ids and the loss mask of a document; for a pair, the prompt with the chosen reply."""
     ids, mask = dataset.document(number)
     if dataset.documents.pairs is None:
         return ids, mask
@@ -306,28 +306,28 @@ def with_reply(dataset: PackedDataset, number: int) -> tuple[np.ndarray, np.ndar
 
 
 class PairColumns:
-    """The tensors of pairs in batches of packed rows; picklable. It is a `PackedDataset.further`.
+    """Adds the tensors of pairs to batches of packed rows; a picklable `PackedDataset.further`.
 
-    position_ids, segment_ids and labels are replaced, prefix_ids added if the replies share prompts. Others, (B, S):
+    Replaces position_ids, segment_ids and labels; adds prefix_ids if the replies share prompts. Adds, all (B, S):
 
-        pairs: int32, the number of the token's pair in its row, from 1; 0 in empty slots.
-        sign: fp32, at the positions that predict tokens with loss 1 in the chosen and -1 in the rejected reply, with
-            `ld_alpha` its multiple, 0 elsewhere.
-        reference: fp32, the reference's log-probability of a reply at its first such position, 0 elsewhere.
-        desirable: fp32, with `label_weights` the weight of a reply, negative for a bad one; else there is none.
-        kl: fp32, with `label_weights` the estimated divergence of all replies that are compared.
-        token_share: fp32, at the positions whose negative log-likelihood counts for sft and orpo, pairs / tokens; 0
+        pairs: int32, number of the token's pair in its row, from 1; 0 in empty slots.
+        sign: fp32, at positions that predict tokens with loss: 1 in the chosen and -1 in the rejected reply, times
+            `ld_alpha` beyond the shorter reply's length; 0 elsewhere.
+        reference: fp32, the reference's log-probability of a reply, at the first such position; 0 elsewhere.
+        desirable: fp32, weight of a reply, negative for a bad reply; only with `label_weights`.
+        kl: fp32, estimated divergence of all compared replies; only with `label_weights`.
+        token_share: fp32, pairs / tokens at positions whose negative log-likelihood counts for sft and orpo; 0
             elsewhere.
 
     Args:
-        dataset: of the units.
-        layout: how they were made.
+        dataset: dataset of units.
+        layout: the units' layout.
 
     Attributes:
-        units: int32 (documents, 3), a `Unit` each.
-        kl: the divergence that batches have.
-        reference: fp32 (documents, 2), the log-probabilities of the chosen and the rejected reply; NaN until known.
-        scale: multiplies token_share, which makes it pairs / tokens of what is summed.
+        units: int32 (documents, 3), the fields of `Unit`.
+        kl: value of the tensor kl.
+        reference: fp32 (documents, 2), log-probabilities of the chosen and the rejected reply; NaN until known.
+        scale: factor of token_share, which makes it pairs / tokens of the rows that are summed.
     """
 
     def __init__(self, dataset: PackedDataset, layout: PairLayout) -> None:
@@ -339,7 +339,7 @@ class PairColumns:
         self._counted = self.units[:, 1] - 1 if layout.learns_prompt else np.array(learned)
 
     def share(self, dataset: PackedDataset, rows: np.ndarray) -> float:
-        """Returns pairs / tokens with a token_share of some rows."""
+        """Returns pairs / tokens over some rows, counting tokens with a token_share."""
         numbers = np.concatenate([dataset.documents_of(row) for row in rows.tolist()])
         return len(numbers) / float(self._counted[numbers].sum())
 
@@ -369,7 +369,7 @@ class PairColumns:
     def _fill(
         self, here: dict[str, np.ndarray], number: int, pair: int, segment: int, ids: np.ndarray, mask: np.ndarray
     ) -> int:
-        """Writes one unit; returns the number of its last segment."""
+        """Writes a unit; returns the number of its last segment."""
         unit = Unit(*self.units[number].tolist())
         first, second = unit.prefix, unit.prefix + unit.chosen
         here["pairs"][:] = pair

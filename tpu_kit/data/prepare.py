@@ -1,6 +1,6 @@
-"""Prepares the data of a run: loads rows, splits off held-out rows, tokenises, checks, packs and reports.
+"""Prepares the data of a run: loads rows, holds out rows, tokenises, checks, packs and reports.
 
-The result of `prepare` depends on its arguments alone, and a checkpoint stores its `fingerprint`. The process that
+The result of `prepare` depends only on its arguments, and a checkpoint stores its `fingerprint`. The process that
 launches a run prepares its data; the replicas map the arrays of `on_disk`, so a host holds them once.
 """
 
@@ -50,12 +50,12 @@ _ARRAYS = "arrays"  # the file of `MappedData`
 
 @dataclass(frozen=True)
 class Tasks:
-    """Training rows that a model answers.
+    """Training rows whose prompts a model answers in reinforcement learning.
 
     Attributes:
         rows: the rows with their prompts.
-        numbers: of the rows in the source.
-        too_long: rows that were left out, because their prompts are longer than allowed.
+        numbers: row numbers in the source.
+        too_long: number of rows that were left out because their prompts are too long.
     """
 
     rows: RawRows
@@ -68,24 +68,24 @@ class Prepared:
     """Data ready for training.
 
     Attributes:
-        train: packed rows.
+        train: packed training rows.
         eval: packed held-out rows; None without evaluation.
         eval_rows: the held-out rows of `eval` as read, in the order of `drawn`, with the texts of `schemas.problem`,
             or else an "answer" (`schemas.final_answer`).
-        eval_prompts: for each held-out row the text that the model continues (empty for plain text).
-        eval_prompt_ids: the token ids of these texts.
-        report: of the training rows.
-        eval_report: of the held-out rows.
+        eval_prompts: texts that the model continues, per held-out row (empty for plain text).
+        eval_prompt_ids: token ids of these texts.
+        report: report about the training rows.
+        eval_report: report about the held-out rows.
         encoder: encodes other rows of the same kind; None for random tokens.
-        questions: of the training rows and of the held-out rows; None for random tokens.
+        questions: questions of the training rows and of the held-out rows; None for random tokens.
         fingerprint: hash of all tokens, loss masks, packing and order.
-        tasks: the training rows to answer in reinforcement learning; None without it.
-        eval_asked: for each held-out row its prompt as messages, or text.
-        new_tokens: of `new_tokens.new_tokens`, which adapters leave as they are.
-        mix: the sources of the training rows; None without a mix.
-        eval_mix: the same of the held-out rows.
-        eval_numbers: of the held-out rows in the numbers of `eval_mix`.
-        stream: of text without end (`data.stream.packed_shards.TextStream`), whose first rows are `train`; else None.
+        tasks: training rows to answer in reinforcement learning; None otherwise.
+        eval_asked: prompts as messages or text, per held-out row.
+        new_tokens: result of `new_tokens.new_tokens`; adapters do not train these embeddings.
+        mix: sources of the training rows; None without a mix.
+        eval_mix: sources of the held-out rows; None without a mix.
+        eval_numbers: row numbers of the held-out rows in `eval_mix`.
+        stream: a text stream (`data.stream.packed_shards.TextStream`), whose first rows are `train`; else None.
     """
 
     train: PackedDataset
@@ -108,7 +108,7 @@ class Prepared:
 
     @property
     def images_per_row(self) -> int | None:
-        """The images, or tiles, that a packed row has room for; None for text."""
+        """Number of images or tiles that fit into a packed row; None for text."""
         return self.train.further.room if self.train.documents.images is not None else None
 
     def __str__(self) -> str:
@@ -134,15 +134,15 @@ class Prepared:
         more = f" and {count - 5} more" if count > 5 else ""
         return (
             f"WARNING: {count} token id{'s' if count > 1 else ''} of the rows had no text in pre-training "
-            f"({names}{more}), so their embeddings mean nothing, and LoRA leaves them as they are; lora.r=0 trains them"
+            f"({names}{more}), so their embeddings are untrained, and LoRA does not train them; lora.r=0 does"
         )
 
     def place(self, row: int) -> str:
-        """Names a row of the training data by its number, and that of its source in a mix."""
+        """Describes a training row by its number, in a mix by its number in its source."""
         return str(row) if self.mix is None else self.mix.place(row)
 
     def columns(self, wanted: Collection[str]) -> dict[str, Callable[[np.ndarray], torch.Tensor]]:
-        """Returns the columns of the training rows, of these names, that a mix has besides the data."""
+        """Returns the entries of `PackedDataset.columns` in `wanted` that a mix adds to the training rows."""
         return {"sources": source_column(self.train, self.mix)} if self.mix and "sources" in wanted else {}
 
     def eval_source(self, row: int) -> str:
@@ -150,27 +150,27 @@ class Prepared:
         return "" if self.eval_mix is None else self.eval_mix.names[int(self.eval_mix.of(self.eval_numbers[row]))]
 
     def eval_parts(self) -> dict[str, np.ndarray]:
-        """Returns the packed held-out rows of each source of a mix, or all of them as those of "" without a mix."""
+        """Returns the packed held-out rows by source of a mix; without a mix, all rows under the name ""."""
         assert self.eval is not None
         rows = np.arange(len(self.eval))
         if self.eval_mix is None:
             return {"": rows}
-        firsts = np.array([self.eval.documents_of(row)[0] for row in rows.tolist()])  # a row is of one source
+        firsts = np.array([self.eval.documents_of(row)[0] for row in rows.tolist()])  # a row has a single source
         sources = self.eval_mix.of(self.eval.documents.source_rows[firsts])
         return {name: rows[sources == i] for i, name in enumerate(self.eval_mix.names) if (sources == i).any()}
 
     def example(self, number: int = 0) -> Example:
-        """Returns one training document, for `decoded_example`; of a pair that with the chosen reply."""
+        """Returns a training document for `decoded_example`; for a pair, the prompt with the chosen reply."""
         ids, mask = with_reply(self.train, number)
         return Example(ids.tolist(), mask.tolist())
 
     def eval_document(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the token ids and the loss mask of a held-out document, of a pair those with the chosen reply."""
+        """Returns token ids and loss mask of a held-out document; for a pair, the prompt with the chosen reply."""
         assert self.eval is not None
         return with_reply(self.eval, number)
 
     def pictures(self, number: int = 0) -> list[Any]:
-        """Returns the pictures, of PIL, of one training document; empty for text."""
+        """Returns the PIL images of a training document; empty for text."""
         documents = self.train.documents
         if documents.images is None:
             return []
@@ -191,19 +191,19 @@ def prepare(
     model: ModelConfig | None = None,
     pairs: PairLayout | None = None,
 ) -> Prepared:
-    """Loads, holds out, tokenises, checks and packs.
+    """Loads rows, chooses held-out rows, tokenises, checks and packs them.
 
     Args:
         config: the data section.
         tokenizer: a fast Hugging Face tokenizer (None for the synthetic source); without a chat template it gets
             `chat_template.DEFAULT_TEMPLATE` if the rows are chats.
         vocab_size: rows of the model's embedding, for the synthetic source.
-        run: the questions of a finished run, to evaluate it: its held-out questions are held out too, and rows with a
+        run: questions of a finished run that is evaluated: its held-out questions are held out too, and rows with a
             question that it was trained on are left out and counted.
-        learned: prompts that the run's model was trained on before, int64: not held out, and kept as trained on.
-        max_prompt: keep the rows of training for reinforcement learning, with prompts of at most so many tokens.
-        model: trains on rows with images; None, or without `images`, on text.
-        pairs: how pairs of replies become units of rows; None for rows with one reply.
+        learned: int64, prompts that the run's starting adapter was trained on: never held out, and counted as trained.
+        max_prompt: for reinforcement learning, largest prompt in tokens; fills `Prepared.tasks`.
+        model: the model section, if its `images` allows rows with images; None for text.
+        pairs: layout of units for pairs of replies; None for rows with a single reply.
 
     Raises:
         ValueError: rows, columns, files or settings are wrong; the text names them.
@@ -252,7 +252,7 @@ def prepare(
         raise ValueError(f"{text}; name other rows in data.eval_source")
     counts = {"seen_in_training": held.count(wanted & ~chosen)}
     same_users = {"same_users": held.count(chosen & np.isin(held.users, data.users[train]))}
-    counts |= {"skipped": 0, "skipped_rows": ()} if held is data else same_users  # told of the training rows
+    counts |= {"skipped": 0, "skipped_rows": ()} if held is data else same_users  # the training report has them
     room = packed.further.room if packed.documents.images is not None else None
     eval_data, eval_report, _ = _pack(held, chosen, apart, slots, room, **counts)
     if pairs is not None:
@@ -268,7 +268,7 @@ def prepare(
 
 
 def _held_out_of(data: Tokenized, picked: int, config: DataConfig) -> str:
-    """Says from how many questions the held-out ones were chosen."""
+    """Describes the number of questions that the held-out questions were chosen from."""
     different = len(np.setdiff1d(data.questions, data.earlier))
     tenth = "a tenth of " if config.eval_rows is None and picked == different // 10 else ""
     return f", {tenth}the {different:,} different questions"
@@ -294,7 +294,7 @@ def _fingerprint_of(packed: PackedDataset, config: DataConfig) -> str:
 
 
 def _synthetic(config: DataConfig, vocab_size: int | None) -> Prepared:
-    """Makes rows of `max_length` random tokens that all carry loss; they depend on the seed and the sizes alone."""
+    """Makes rows of `max_length` random tokens that all carry loss; they depend only on the seed and the sizes."""
     if vocab_size is None:
         raise ValueError("data.source=synthetic needs the size of the model's vocabulary, which is not known here")
     count, length = synthetic_rows(config.split), config.max_length
@@ -311,7 +311,7 @@ def _synthetic(config: DataConfig, vocab_size: int | None) -> Prepared:
 
 
 def _eval_split(config: DataConfig) -> tuple[DataConfig, str] | None:
-    """Returns the data section and the split of the evaluation rows; None if training rows are split."""
+    """Returns data section and split of the evaluation rows; None if they are chosen from the training rows."""
     if config.eval_source:
         elsewhere = replace(config, source=config.eval_source)
         return elsewhere, config.eval_split or ("eval" if config.eval_source == "embedded" else "train")
@@ -323,7 +323,7 @@ def _eval_split(config: DataConfig) -> tuple[DataConfig, str] | None:
 
 
 def _most_slots(tokens: Tokenized) -> int:
-    """Returns the most image slots of a document that is not too long; 0 for text."""
+    """Returns the largest number of image slots of a document that is not too long; 0 for text."""
     images, short = tokens.documents.images, tokens.full_lengths <= tokens.encoder.config.max_length
     return int(images.slots[short].max(initial=0)) if images is not None else 0
 
@@ -336,14 +336,14 @@ def _pack(
     room: int | None = None,
     **counts: Any,
 ) -> tuple[PackedDataset, DataReport, Epoch]:
-    """Applies `too_long` to the chosen documents and packs those of an epoch.
+    """Applies `data.too_long` to the chosen documents, arranges them in an epoch, and packs the epoch.
 
     Args:
         tokens: the documents.
-        chosen: which of them.
-        arrange: makes the epoch of those that may be used.
-        slots: the most image slots of any document.
-        room: image slots of a row, where they are known.
+        chosen: bool (documents,), whether a document is chosen.
+        arrange: makes the epoch from the usable documents.
+        slots: largest number of image slots of any document.
+        room: image slots of a row, if known.
         **counts: further counts of the report.
     """
     config, documents = tokens.encoder.config, tokens.documents
@@ -356,7 +356,7 @@ def _pack(
             "set data.too_long=truncate, drop, or split for plain text"
         )
     dropped = long if config.too_long == "drop" else np.zeros_like(long)
-    if documents.images is not None:  # a document is never cut within its images
+    if documents.images is not None:  # a document with images is never truncated
         dropped = dropped | (long & (documents.images.pictures > 0))
     learns = documents.loss_tokens > 0
     used = chosen & ~dropped & learns
@@ -414,9 +414,9 @@ class MappedData:
     """Prepared data whose arrays other processes of this host map from a file.
 
     Attributes:
-        folder: with the file.
-        pickled: all but the arrays. It travels with the arguments of the launch: nothing is unpickled from a disk.
-        places: where each array begins and ends in the file.
+        folder: folder of the file.
+        pickled: everything but the arrays. It is sent with the launch's arguments: nothing on a disk is unpickled.
+        places: begin and end of the arrays in the file, in bytes.
     """
 
     folder: Path
@@ -431,7 +431,7 @@ class MappedData:
 
 @contextlib.contextmanager
 def on_disk(prepared: Prepared) -> Iterator[MappedData]:
-    """Writes the arrays into a temporary folder, and yields the data for the processes of this host."""
+    """Writes the arrays to a temporary folder, and yields the data for the processes of this host."""
     cache = Path(datasets_config.HF_DATASETS_CACHE) / "tpu_kit"
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="prepared-", dir=cache) as name:

@@ -1,4 +1,4 @@
-"""What became of the rows: counts of what was read, dropped and used, and their text."""
+"""Reports how many rows, documents and tokens were read, dropped and used."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tpu_kit.data.pairs import PairCounts
 SAME_USERS = "the user turns of other rows under another system turn or other tools"
 DIFFERENT = f"rows have {SAME_USERS} and are different questions"
 MOST_TIMES = 1.5
-"""How many times the tokens of whole chats their parts may have without a warning."""
+"""Ratio of tokens of split chats to tokens of whole chats above which the report warns."""
 MOST_LOST = 0.05
-"""The share of tokens that may be dropped without a warning."""
+"""Share of dropped tokens above which the report warns."""
 
 
 @dataclass(frozen=True)
@@ -25,36 +25,36 @@ class DataReport:
     """Counts of rows, documents and tokens that were read, dropped and used.
 
     Attributes:
-        source: the source of the rows.
-        layout: the format and the columns used.
+        source: source of the rows.
+        layout: format and columns of the rows.
         rows_read: rows of the source.
-        rows_used: rows with a used document; a row gives one document, or several (`Encoder.documents`).
-        documents: documents used.
-        tokens: tokens of these documents.
+        rows_used: rows with a used document; a row gives one or several documents (`Encoder.documents`).
+        documents: used documents.
+        tokens: tokens of the used documents.
         loss_tokens: tokens that carry loss.
         packed_rows: rows of max_length tokens after packing.
         fill: `PackedDataset.fill`.
-        lengths: tokens of each document before truncation.
-        reasoning: summed over the documents.
+        lengths: tokens per document before truncation.
+        reasoning: counts of reasoning, summed over the documents.
         all_tokens: tokens of all documents before truncation and dropping.
-        whole_tokens: the same if each chat were one document.
-        held_out: rows held out for evaluation, with all rows of the same questions.
-        held_out_of: the number and the kind of questions that they are chosen from, as text.
+        whole_tokens: the same count if every chat were a single document.
+        held_out: rows held out for evaluation, including all rows with the same questions.
+        held_out_of: text with the number and kind of questions that held-out questions are chosen from.
         repeated: held-out rows that are not evaluated, because another held-out row asks the same question.
-        same_users: rows with the user turns of other rows (of training rows, for evaluation rows) under another system
-            turn or other tools. They are different questions.
-        special_rows: rows with the text of special tokens.
+        same_users: rows with the same user turns as other rows but another system turn or other tools. They are
+            different questions. For evaluation rows, the other rows are training rows.
+        special_rows: rows that contain the text of special tokens.
         special_names: some of these texts.
-        special_split: whether they are encoded as text.
+        special_split: whether these texts are encoded as text.
         seen_in_training: rows of the held-out split dropped because the training split has their questions.
         dropped_too_long: documents over max_length that were dropped.
         truncated: documents cut to max_length.
-        dropped_no_loss: documents whose first max_length tokens carry no loss, dropped.
-        skipped: bad rows that `data.on_bad_row=skip` skips; of the other counts, only rows_read includes them.
-        skipped_rows: the first bad rows, each with its problem.
+        dropped_no_loss: dropped documents without loss in their first max_length tokens.
+        skipped: bad rows that `data.on_bad_row=skip` skips; among the other counts, only rows_read includes them.
+        skipped_rows: the first bad rows with their problems.
         images: counts of images (`data.images.columns.ImageCounts`); None for text.
-        sources: an epoch by source, of a mix; the other counts have each document once.
-        pairs: counts of all pairs, held-out ones included; None without pairs.
+        sources: counts per epoch and source of a mix; all other counts have every document once.
+        pairs: counts of all pairs, including held-out pairs; None without pairs.
     """
 
     source: str
@@ -118,7 +118,7 @@ class DataReport:
 
     @property
     def mixed(self) -> list[str]:
-        """The lines of the sources of a mix; empty without a mix."""
+        """Lines about the sources of a mix; empty without a mix."""
         return sources_table(self.sources) if self.sources else []
 
     def _split_text(self) -> str:
@@ -131,15 +131,15 @@ class DataReport:
         text += f"reply is trained after its own prompt, with {self.all_tokens:,} tokens, {times:.1f} times the "
         text += f"{self.whole_tokens:,} of one document a chat"
         if times > MOST_TIMES:
-            text += ". WARNING: training takes as many times longer; a chat template that renders every reply as it "
-            text += "renders the last one (tokenizer.chat_template) keeps chats whole"
+            text += f". WARNING: training takes {times:.1f} times as long; a chat template that renders every reply "
+            text += "like the last reply (tokenizer.chat_template) keeps chats whole"
         return text
 
     def _held_out_text(self) -> str:
         text = f"{self.held_out - self.repeated:,}{self.held_out_of}"
         if self.repeated:
             text += f"; {self.repeated:,} more {'is' if self.repeated == 1 else 'are'} neither trained nor evaluated, "
-            text += "because another held-out row asks the same"
+            text += "because another held-out row asks the same question"
         return text
 
     def _lost_text(self) -> str:
@@ -148,7 +148,7 @@ class DataReport:
         text = f": {lost:,} of {self.all_tokens:,} tokens lost ({lost / self.all_tokens:.1%})"
         if lost > MOST_LOST * self.all_tokens:
             text += ". WARNING: raise data.max_length"
-            text += ", or set data.too_long=split, which trains all of it" if self.layout.startswith("text ") else ""
+            text += ", or set data.too_long=split, which trains all tokens" if self.layout.startswith("text ") else ""
         return text
 
     def _special_text(self) -> str:
@@ -156,10 +156,10 @@ class DataReport:
         what = "encoded as text"
         if not self.special_split:
             what = "trained as that token, which may begin or end a turn; data.special_text=split encodes it as text"
-        return f"{rows} the text of one, such as {' or '.join(self.special_names)}: {what}"
+        return f"{rows} the text of a special token, such as {' or '.join(self.special_names)}: {what}"
 
     @property
     def skipped_text(self) -> str:
-        """The number of skipped bad rows, and the problems of the first of them."""
+        """Number of skipped rows, and the problems of the first skipped rows."""
         more = f"; and {self.skipped - len(self.skipped_rows):,} more" if self.skipped > len(self.skipped_rows) else ""
         return f"{self.skipped:,} skipped (data.on_bad_row): {'; '.join(self.skipped_rows)}{more}"

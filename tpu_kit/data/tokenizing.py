@@ -1,4 +1,4 @@
-"""Loads the rows of a source and tokenises them, once for each content: the tokens are in the cache of `datasets`."""
+"""Loads the rows of a source and tokenises them; caches the tokens by content in the cache of `datasets`."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from tpu_kit.data.rows.records import LOCATION, PROBLEM
 from tpu_kit.data.rows.schemas import NO_REPLY, Conversation, conversation, expected_answer, final_answer, problem
 from tpu_kit.data.rows.sources import check_rows, load_rows
 
-_LOOKED_AT = 1000  # rows of plain text, to see whether it has turns
-_ROWS_PER_PROCESS = 10_000  # below this, a second process costs more time than it saves
-_CACHE_VERSION = 14  # increase it when the code below gives other tokens, or another error, for the same row
+_LOOKED_AT = 1000  # rows of plain text that are searched for turns
+_ROWS_PER_PROCESS = 10_000  # with fewer rows, a second process costs more time than it saves
+_CACHE_VERSION = 15  # increase it if the code below gives other tokens, or another error, for the same row
 _DOCUMENT = Features(
     {
         "row": Value("int64"), "input_ids": List(Value("int32")), "loss_mask": List(Value("bool")),
@@ -47,7 +47,7 @@ _DOCUMENT = Features(
 )  # fmt: skip
 
 
-_IMAGES = Features(  # of documents with images
+_IMAGES = Features(  # more columns of documents with images
     {
         "slots": List(Value("int32")), "pictures": Value("int64"), "digest": Value("int64"),
         "files": List(Value("string")), "stamps": List(Value("string")),
@@ -55,17 +55,17 @@ _IMAGES = Features(  # of documents with images
 )  # fmt: skip
 
 
-_PAIRS = Features({"pair": List(Value("int32"))})  # of rows of preferences: `PairTokens`
+_PAIRS = Features({"pair": List(Value("int32"))})  # another column of preference rows: `PairTokens`
 
 
 @dataclass(frozen=True)
 class Bits:
-    """Booleans of one bit each, as Arrow stores them; a slice is an array of bool.
+    """Booleans packed into bits, as Arrow stores them; a slice is an array of bool.
 
     Attributes:
-        packed: uint8, the lowest bit of each first.
-        first: the bit of the first boolean.
-        count: how many booleans there are.
+        packed: uint8, lowest bit first.
+        first: bit number of the first boolean.
+        count: number of booleans.
     """
 
     packed: np.ndarray
@@ -82,10 +82,10 @@ class Bits:
 
 
 class Joined:
-    """Arrays that are read as one, without a copy: a slice within one of them is a view of it.
+    """A sequence of arrays that is read like their concatenation; a slice within an array is a view of it.
 
     Attributes:
-        parts: the arrays, one after another, each flat or `Bits`.
+        parts: flat arrays or `Bits`, in order.
     """
 
     def __init__(self, parts: Iterable[Any]) -> None:
@@ -109,13 +109,13 @@ class Joined:
 
 
 class RawRows(NamedTuple):
-    """Rows of a source and what the model continues.
+    """Rows of a source and their prompts.
 
     Attributes:
-        rows: as read, with the texts of `schemas.problem`, or else an "answer" (`schemas.final_answer`).
-        prompts: for each row the text that the model continues (empty for plain text).
-        prompt_ids: the token ids of these texts.
-        asked: the prompts as lists of messages, or texts.
+        rows: the rows as read, with the texts of `schemas.problem`, or else an "answer" (`schemas.final_answer`).
+        prompts: texts that the model continues, per row (empty for plain text).
+        prompt_ids: token ids of these texts.
+        asked: prompts as lists of messages, or texts.
     """
 
     rows: list[dict[str, Any]]
@@ -126,12 +126,12 @@ class RawRows(NamedTuple):
 
 @dataclass(frozen=True)
 class Opened:
-    """The rows of a source, and what encodes them.
+    """The rows of a source and their encoder.
 
     Attributes:
         source: the source.
         rows: all its rows.
-        encoder: of the rows.
+        encoder: encoder of the rows.
     """
 
     source: str
@@ -140,30 +140,30 @@ class Opened:
 
     @cached_property
     def key(self) -> str:
-        """A hash of the rows and of all that makes their tokens; to be read once all sources are opened."""
+        """Hash of the rows and of all settings of their tokens; read it only after all sources are opened."""
         return _fingerprint(self.rows, self.encoder)
 
 
 @dataclass(frozen=True)
 class Tokenized:
-    """The documents of all usable rows of one source; the arrays are int64.
+    """The documents of all usable rows of a source; the arrays are int64, except `special`.
 
     Attributes:
-        source: the source of the rows.
-        rows: all its rows.
-        encoder: of the rows.
-        documents: cut to max_length.
+        source: source of the rows.
+        rows: all rows of the source.
+        encoder: encoder of the rows.
+        documents: documents, truncated to max_length.
         full_lengths: (documents,), tokens before truncation.
-        whole_lengths: (documents,), tokens of the document's chat if it were one document, in the first of its
-            documents; 0 in the others.
+        whole_lengths: (documents,), in the first document of a chat, the tokens of the chat if it were a single
+            document; 0 in its other documents.
         questions: (documents,), the last of `Conversation.questions` of the document's row.
-        users: (documents,), the same of its user turns alone.
-        special: (documents,), the text of a special token in the document's row; empty without one.
-        earlier: (prompts,), the others of them, which are prompts of earlier replies in chats.
-        earlier_documents: (prompts,), the document of each of them.
+        users: (documents,), the same hash of only the user turns.
+        special: (documents,), text of a special token in the document's row; empty if it has none.
+        earlier: (prompts,), the other elements of `Conversation.questions`: prompts of earlier replies in chats.
+        earlier_documents: (prompts,), document number of an element of `earlier`.
         reasoning: (documents, 4), the counts of `ReasoningCounts`.
-        skipped: the number of unusable rows.
-        skipped_rows: the first of them, each with its problem.
+        skipped: number of unusable rows.
+        skipped_rows: the first unusable rows with their problems.
     """
 
     source: str
@@ -183,19 +183,19 @@ class Tokenized:
 
     @property
     def rows_read(self) -> int:
-        """The number of rows of the source."""
+        """Number of rows of the source."""
         return len(self.rows)
 
     def place(self, row: int) -> str:
-        """Names a row in an error."""
+        """Describes a row for an error text."""
         return f"row {row} of {self.source}"
 
     def sources(self) -> Iterator[tuple[Tokenized, int]]:
-        """Yields each source with the number of its first row."""
+        """Yields the sources with the numbers of their first rows."""
         yield self, 0
 
     def selected(self, keep: np.ndarray, documents: Documents, full_lengths: np.ndarray) -> Self:
-        """Returns the documents of a mask, made anew, with their lengths before truncation."""
+        """Selects the documents of the mask `keep`, and replaces them by `documents`, which have `full_lengths`."""
         names = ("questions", "users", "special", "reasoning")
         kept = {name: getattr(self, name)[keep] for name in names}
         return replace(self, documents=documents, full_lengths=full_lengths, whole_lengths=full_lengths, **kept)
@@ -205,13 +205,13 @@ class Tokenized:
         return np.concatenate([self.questions[chosen], self.earlier[chosen[self.earlier_documents]]])
 
     def one_of_each(self, questions: np.ndarray) -> np.ndarray:
-        """Returns the mask of the documents of one row for each question, the first one."""
+        """Masks the documents of rows that are the first to ask a question in `questions`."""
         unique, first = np.unique(self.questions, return_index=True)
         source_rows = self.documents.source_rows
         return np.isin(source_rows, source_rows[first[np.isin(unique, questions)]])
 
     def same_users(self) -> int:
-        """Returns the number of rows with the user turns of another row that is another question."""
+        """Returns the number of rows with the same user turns as another row that is a different question."""
         order = np.lexsort((self.questions, self.users))
         users, questions = self.users[order], self.questions[order]
         several = users[1:][(users[1:] == users[:-1]) & (questions[1:] != questions[:-1])]
@@ -245,14 +245,14 @@ class Tokenized:
 def opened_source(
     config: DataConfig, tokenizer: Any, split: str | None = None, like: Layout | None = None, processor: Any = None
 ) -> Opened:
-    """Loads the rows of a source, and finds how they are encoded; it may change the tokenizer's chat template.
+    """Loads the rows of a source and makes their encoder; may change the tokenizer's chat template.
 
     Args:
-        config: the data section, with one source.
+        config: the data section, with a single source.
         tokenizer: the tokenizer.
-        split: in place of that of the section.
-        like: the layout of the training rows: what their values decide holds for these rows too.
-        processor: of a model for images (`data.images.processors.ImageProcessor`); None for text.
+        split: overrides the section's split.
+        like: layout of the training rows, whose value-dependent fields apply to these rows too.
+        processor: processor of a model for images (`data.images.processors.ImageProcessor`); None for text.
 
     Raises:
         ValueError: as `load_rows`, `own_rows` and `detect_layout`.
@@ -332,7 +332,7 @@ def _features(encoder: Encoder) -> Features:
 
 
 def _flat(lists: pa.ChunkedArray) -> tuple[list[pa.Array], np.ndarray]:
-    """Returns the values of a column of lists, as they lie in the mapped files, and how many each list has."""
+    """Returns the values of a column of lists, as views of the mapped files, and the lengths of the lists."""
     values, counts = list[pa.Array](), list[np.ndarray]()
     for chunk in lists.chunks:
         ends = chunk.offsets.to_numpy()
@@ -343,15 +343,15 @@ def _flat(lists: pa.ChunkedArray) -> tuple[list[pa.Array], np.ndarray]:
 
 
 def _bits(values: pa.BooleanArray) -> Bits:
-    """Returns booleans as they lie in the mapped file."""
+    """Returns booleans as a view of the mapped file."""
     first, count = values.offset % 8, len(values)
     packed = np.frombuffer(values.buffers()[1], dtype=np.uint8)[values.offset // 8 :]
     return Bits(packed[: -(-(first + count) // 8)], first, count)
 
 
 def _is_stale(columns: Any, encoder: Encoder) -> bool:
-    """Returns whether tokenised documents may differ now: a picture has changed, or a row had an error."""
-    if pc.any(pc.not_equal(columns["error"], "")).as_py():  # such as a missing file
+    """Whether cached documents may be out of date: a picture has changed, or a row had an error."""
+    if pc.any(pc.not_equal(columns["error"], "")).as_py():  # for example a missing file
         return True
     files, stamps = (columns[name].combine_chunks().flatten().to_pylist() for name in ("files", "stamps"))
     return bool(encoder.images.files.stamps(files) != stamps)
@@ -360,13 +360,13 @@ def _is_stale(columns: Any, encoder: Encoder) -> bool:
 def encoder_of(
     rows: Dataset, tokenizer: Any, config: DataConfig, source: str, like: Layout | None, processor: Any
 ) -> Encoder:
-    """Finds how rows are encoded; arguments as in `opened_source`."""
+    """Makes the encoder of rows by their columns and values; arguments as in `opened_source`."""
     columns = [column for column in rows.column_names if column not in (LOCATION, PROBLEM)]
     try:
         layout = read_layout(rows, columns, config, processor is not None)
     except ValueError as error:
         headed = Path(source).suffix in (".csv", ".tsv")
-        header = ". The first line of CSV names the columns, such as question,answer, between commas" if headed else ""
+        header = ". The first line of CSV names the columns, separated by commas: question,answer" if headed else ""
         raise ValueError(f"{source}: {error}{header}") from error
     if like:
         layout = replace(layout, closings=like.closings, first_option=like.first_option)
@@ -384,8 +384,8 @@ def encoder_of(
         )
     if plain and config.system_prompt:
         raise ValueError(
-            "data.system_prompt needs chats; these rows are plain text, without a chat template: remove it, or give it "
-            "to the sources of a mix that are chats"
+            "data.system_prompt needs chats; these rows are plain text, without a chat template: remove it, or set it "
+            "only for the sources of a mix that are chats"
         )
     images = None
     if processor is not None:
@@ -406,7 +406,7 @@ def encoder_of(
 
 
 def _is_plain(rows: Dataset, layout: Layout, config: DataConfig) -> bool:
-    """Whether the first row that can be read is plain text."""
+    """Whether the first readable row is plain text."""
     for row in rows:
         with contextlib.suppress(AttributeError, KeyError, RecursionError, TypeError, ValueError):
             return isinstance(conversation(row, layout, config).messages, str)
@@ -414,7 +414,7 @@ def _is_plain(rows: Dataset, layout: Layout, config: DataConfig) -> bool:
 
 
 def _plain_text(row: Mapping[str, Any], encoder: Encoder) -> str:
-    """Returns the text of a row; empty if it cannot be read, which is told when it is tokenised."""
+    """Returns the text of a row; empty if it cannot be read: tokenising raises the error."""
     try:
         return str(encoder.conversation(row).messages)
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
@@ -422,9 +422,9 @@ def _plain_text(row: Mapping[str, Any], encoder: Encoder) -> str:
 
 
 def _tokenize_rows(batch: Mapping[str, list[Any]], numbers: list[int], encoder: Encoder) -> dict[str, list[Any]]:
-    """Returns the columns of `_DOCUMENT` for the documents of some rows; a bad row has one entry, with its error.
+    """Tokenises rows; returns the columns of `_DOCUMENT`. A bad row has a single entry with its error.
 
-    All rows take a step before the next one: row by row, the same steps were measured to take half as long again.
+    All rows take a step before the next step begins: row by row, the same steps take half as long again (measured).
     """
     states: list[Any] = [dict(zip(batch, cells, strict=True)) for cells in zip(*batch.values(), strict=True)]
     errors = [""] * len(states)
@@ -448,7 +448,7 @@ def _tokenize_rows(batch: Mapping[str, list[Any]], numbers: list[int], encoder: 
 
 
 class _Row(NamedTuple):
-    """A row between two steps: its conversation, the cells that all its documents have, and its documents so far."""
+    """A row between two steps: its conversation, the common cells of its documents, and its documents so far."""
 
     talk: Conversation
     cells: dict[str, Any]
@@ -471,7 +471,7 @@ def _rendered(row: _Row, encoder: Encoder) -> _Row:
 
 
 def _encoded(row: _Row, encoder: Encoder) -> _Row:
-    """Adds the tokens of each document, with the columns of its images."""
+    """Adds the documents' tokens and the columns of their images."""
     encoded = list[tuple[Example, dict[str, Any]]]()
     for document in row.documents:
         example, pictures = encoder.encode(document), dict[str, Any]()
@@ -506,7 +506,7 @@ def _entries(row: _Row, encoder: Encoder) -> list[dict[str, Any]]:
 
 
 def split_text(example: Example, config: DataConfig) -> list[Example]:
-    """Cuts a text into examples of max_length tokens; none of one token, which would carry no loss."""
+    """Cuts a text into examples of max_length tokens; avoids examples of a single token, which would carry no loss."""
     count, length = len(example.input_ids), config.max_length
     cuts = list(range(0, count, length))
     if len(cuts) > 1 and count - cuts[-1] == 1:
@@ -521,7 +521,7 @@ def _fingerprint(rows: Dataset, encoder: Encoder) -> str:
                     "packing", "on_bad_row", "images_per_row", "image_tokens", "order", "curriculum",
                     "pack_apart", "streaming"):  # fmt: skip
         del config[setting]  # represented by the rows or the template, or applied after tokenising
-    config["too_long"] = config["too_long"] == "split"  # the others are applied after tokenising
+    config["too_long"] = config["too_long"] == "split"  # other values apply after tokenising
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     parts = [_CACHE_VERSION, rows._fingerprint, tokenizer.backend_tokenizer.to_str(), special, config]
     parts += [encoder.images.processor.identity, encoder.images.files.folder] if encoder.images else []
@@ -530,7 +530,7 @@ def _fingerprint(rows: Dataset, encoder: Encoder) -> str:
 
 
 def _processes(rows: int, wanted: int | None) -> int | None:
-    """Returns the number of processes that tokenise, by default by rows and cores; None is this process alone."""
+    """Returns the number of processes that tokenise, by default by rows and cores; None for only this process."""
     if wanted is None:
         wanted = min(len(os.sched_getaffinity(0)), rows // _ROWS_PER_PROCESS)
     return wanted if 1 < wanted <= rows else None

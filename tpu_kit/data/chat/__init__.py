@@ -1,5 +1,5 @@
-"""Conversations as token ids with a mask of the tokens that carry loss.
+"""Encodes conversations as token ids with a mask of the tokens that carry loss.
 
-Offers `chat_encoding`, and `chat_documents`, which gives each reply with loss its own prompt.
+Offers `chat_encoding`, and `chat_documents`, which renders every reply with loss after its prompt at inference.
 Must not know where the rows come from.
 """

@@ -1,9 +1,9 @@
-"""Renders a chat as documents: each reply that carries loss stands after its own prompt, as the last turn of its chat.
+"""Renders a chat as documents in which every reply with loss follows its prompt at inference.
 
-At inference a reply follows the prompt that the tokenizer's chat template makes for it, and nothing follows the reply.
-So a reply is trained as the template renders that turn when it is the last one. A chat is one document if this holds
-for all its replies in the rendering of the whole chat. Many templates drop reasoning, or render earlier turns
-differently: then replies become documents of their own, and no prompt is trained with two targets.
+At inference, a reply follows the prompt that the chat template makes for it, and nothing follows the reply. So a reply
+is trained as the template renders it as the last turn. If the rendering of the whole chat contains all replies in this
+form, the chat is a single document. Many templates drop reasoning or render earlier turns differently: then replies
+become separate documents.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Document(NamedTuple):
 
     Attributes:
         text: the text.
-        spans: the ranges of characters that carry loss, one for each reply, in order.
-        reasoning: of each of these replies; empty without one.
+        spans: character ranges of the replies with loss, in order.
+        reasoning: reasoning of these replies; empty for a reply without reasoning.
         plain: whether it is plain text.
-        literal: the ranges of characters with the text of special tokens that are encoded as text, in order.
+        literal: character ranges with the text of special tokens to encode as text, in order.
     """
 
     text: str
@@ -43,7 +43,7 @@ class Document(NamedTuple):
 def with_calls(
     messages: list[dict[str, Any]], change: Callable[[Mapping[str, Any]], dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Returns messages in which `change` gives other values to keys of each function that is called."""
+    """Copies messages; merges the result of `change` into the function of every tool call."""
     made = []
     for message in messages:
         calls = [
@@ -57,7 +57,7 @@ def with_calls(
 
 
 class ChatDocuments:
-    """The replies of one chat that carry loss, each with the prompt that the template makes for it at inference."""
+    """Renders the replies of a chat that carry loss, with their prompts at inference."""
 
     def __init__(self, encoder: PromptEncoder, talk: Conversation) -> None:
         assert not isinstance(talk.messages, str)
@@ -68,17 +68,17 @@ class ChatDocuments:
         self._texts: dict[int, str] = {}
 
     def documents(self) -> list[Document]:
-        """Returns the whole chat as one document, or else as many replies together as one document can hold."""
+        """Returns the whole chat as a single document if possible, else as few documents as possible."""
         if (whole := self._whole()) is None:
             return self._parted()
         self._check_said(whole.text, self._messages, next(iter(self._reasoning)))
         return [whole]
 
     def _prompt(self, i: int) -> str:
-        """The prompt of reply `i`.
+        """Returns the prompt of reply `i`.
 
         Raises:
-            RowError: it closes the reasoning, and the reply has some.
+            RowError: the prompt closes the reasoning, and the reply has reasoning.
         """
         if i not in self._prompts:
             self._prompts[i] = self._encoder.render(self._messages[:i], self._tools, prompt=True)
@@ -86,24 +86,24 @@ class ChatDocuments:
             close = self._config.think_close
             raise RowError(
                 f"the prompt of the chat template ends in {close!r}, so the reasoning of message {i} cannot follow "
-                "it: set tokenizer.chat_template to one whose prompt leaves the reasoning open"
+                "it: set tokenizer.chat_template to a template whose prompt leaves the reasoning open"
             )
         return self._prompts[i]
 
     def _text(self, i: int) -> str:
-        """The rendering of the messages up to message `i`."""
+        """Returns the rendering of the messages up to message `i`."""
         if i not in self._texts:
             self._texts[i] = self._encoder.render(self._messages[: i + 1], self._tools)
         return self._texts[i]
 
     def _whole(self) -> Document | None:
-        """Returns the rendering of the whole chat as a document; None if a reply in it differs from it as last turn.
+        """Renders the whole chat as a document; None if a reply in it differs from its rendering as the last turn.
 
-        The chat up to a reply is rendered for the replies 0, 1, 2, 4, 8, ... and for the last one. The others are
-        compared in a chat of a few turns, with the reply before: so the time is linear in the length of the chat.
+        Renders the chat up to a reply only for replies 0, 1, 2, 4, 8, ... and the last reply. Other replies are
+        compared in a chat of a few turns with the previous reply, so that the time is linear in the chat's length.
         """
         turns, stop = list(self._reasoning), self._encoder.stop
-        if not stop and turns != [len(self._messages) - 1]:  # the encoder ends each reply, and its document
+        if not stop and turns != [len(self._messages) - 1]:  # without a stop token, a reply must end its document
             return None
         text, spans = self._text(len(self._messages) - 1), list[tuple[int, int]]()
         for number, i in enumerate(turns):
@@ -119,16 +119,16 @@ class ChatDocuments:
         return Document(text, spans, [self._reasoning[i] for i in turns])
 
     def _span_in_few_turns(self, text: str, before: int, i: int, last: tuple[int, int]) -> tuple[int, int] | None:
-        """Returns the range of reply `i` in the rendering of the whole chat, found without the turns long before it.
+        """Finds the range of reply `i` in the whole chat by rendering only the system turn and the last turns.
 
         Args:
-            text: the whole chat.
-            before: the reply that carries loss before reply `i`.
-            i: the reply.
-            last: the range of the reply `before`.
+            text: rendering of the whole chat.
+            before: number of the previous reply with loss.
+            i: number of the reply.
+            last: range of the reply `before`.
 
         Returns:
-            None if the template refuses the chat of a few turns, or writes something else for them.
+            The range; None if the template refuses the short chat or renders it differently.
         """
         messages, encoder = self._messages, self._encoder
         first = next(n for n, message in enumerate(messages) if message["role"] not in ("system", "developer"))
@@ -151,7 +151,7 @@ class ChatDocuments:
         return (start, start + len(said)) if text.startswith(between + said, last[1]) else None
 
     def _parted(self) -> list[Document]:
-        """Returns a document for each reply as the last turn, or for several if one document holds them all so."""
+        """Returns a document per reply as the last turn; joins documents if the later contains the earlier."""
         made, ends = list[Document](), list[int]()
         for i in self._reasoning:
             document = self._alone(i)
@@ -163,7 +163,7 @@ class ChatDocuments:
             else:
                 ends.append(i)
             made.append(document)
-            if i == next(iter(self._reasoning)):  # before a later reply is refused for another reason
+            if i == next(iter(self._reasoning)):  # checked first, because a later reply may raise another error
                 self._check_said(document.text, self._messages[: i + 1], i)
         last = len(self._messages) - 1
         if self._encoder.stop and self._text(last).startswith(made[-1].text[: made[-1].spans[-1][1]]):
@@ -175,7 +175,7 @@ class ChatDocuments:
         return made
 
     def _as_last(self, i: int, message: dict[str, Any]) -> Document | None:
-        """Returns the chat up to reply `i`, rendered as `message`, as a document; None if it could not be trained."""
+        """Renders the chat up to reply `i` with `message` as that reply; None if it does not fit the prompt."""
         prompt = self._prompt(i)
         text = self._text(i)
         if message is not self._messages[i]:
@@ -191,7 +191,7 @@ class ChatDocuments:
         return Document(text, [(start, end)], [self._reasoning[i]])
 
     def _is_kept(self, text: str, prompt: str, i: int, message: Mapping[str, Any]) -> bool:
-        """Returns whether the text of a reply has its reasoning, or an end of the reasoning that the prompt opens."""
+        """Whether the rendered reply contains its reasoning, or closes the reasoning that the prompt opens."""
         reasoning, close = self._reasoning[i], self._config.think_close
         if not reasoning:
             return not self._is_opened(prompt) or text.lstrip().startswith(close)
@@ -200,7 +200,7 @@ class ChatDocuments:
         return at >= 0 and close not in text[:at] and said in text[at + len(reasoning) :]
 
     def _is_closed(self, prompt: str, i: int) -> bool:
-        """Returns whether a prompt closes the reasoning that reply `i` has."""
+        """Whether a prompt closes the reasoning although reply `i` has reasoning."""
         return bool(self._reasoning[i]) and prompt.rstrip().endswith(self._config.think_close)
 
     def _is_opened(self, prompt: str) -> bool:
@@ -231,7 +231,7 @@ class ChatDocuments:
             if "tool_calls" in message:
                 raise RowError(
                     f"the chat template renders message {i}, which calls tools, after another prompt than at "
-                    "inference: set tokenizer.chat_template to one that begins the turn as the prompt does"
+                    "inference: set tokenizer.chat_template to a template that begins the turn like the prompt"
                 )
             said = answer + self._encoder.end
         before, stop, _ = said.rpartition(self._encoder.stop or "\0")
@@ -249,8 +249,8 @@ class ChatDocuments:
             if message["role"] == "assistant":
                 said = answer_of(said, self._config) if i >= first else ""
             for part in map(str.strip, said.split(IMAGE)):
-                if part not in text and json.dumps(part)[1:-1] not in text:  # some write the results of tools as JSON
-                    raise RowError(f"the chat template leaves out what message {i} says: {part[:60]!r}")
+                if part not in text and json.dumps(part)[1:-1] not in text:  # some templates write tool results as JSON
+                    raise RowError(f"the chat template leaves out the content of message {i}: {part[:60]!r}")
         calls = [len(message.get("tool_calls") or ()) for message in messages]
         if any(calls):
             named = with_calls(messages, lambda call: {"name": PROBE})
@@ -261,5 +261,5 @@ class ChatDocuments:
             if text.count(name) <= without.count(name):
                 raise RowError(
                     f"the chat template leaves out the definition of the tool {name!r}: set tokenizer.chat_template to "
-                    "one that has it, or data.columns={tools: ''} to train without definitions"
+                    "a template that has it, or data.columns={tools: ''} to train without definitions"
                 )

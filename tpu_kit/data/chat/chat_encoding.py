@@ -1,11 +1,11 @@
 """Encodes a conversation as token ids with a mask of the tokens that carry loss.
 
-Each reply that carries loss follows the prompt that the tokenizer's own chat template makes for inference, has its
-reasoning, and ends with the token that ends a turn (`chat_documents.py`). A reply that a template leaves without its
-reasoning is rendered in another form (reasoning as tags in its content, or as `reasoning_content`), or appended to the
-prompt. A reply without reasoning closes the reasoning that the prompt opens.
+A reply with loss follows the prompt that the tokenizer's chat template makes at inference, contains its reasoning, and
+ends with the end-of-turn token (`chat_documents.py`). If a template drops the reasoning of a reply, the reply is
+rendered in another form (reasoning as tags in its content, or as `reasoning_content`), or appended to the prompt. A
+reply without reasoning closes the reasoning that the prompt opens.
 
-Token ids are never compared with the padding id: in many tokenizers it is also the end-of-turn token.
+No code compares token ids with the padding id: in many tokenizers it is also the end-of-turn token.
 """
 
 import json
@@ -29,7 +29,7 @@ from tpu_kit.data.rows.schemas import Conversation, conversation
 
 
 class Example(NamedTuple):
-    """One document: token ids and a mask of the same length, true where a token is predicted with loss."""
+    """A document: token ids, and a mask of the same length, true if a token is predicted with loss."""
 
     input_ids: list[int]
     loss_mask: list[bool]
@@ -39,10 +39,10 @@ class ReasoningCounts(NamedTuple):
     """Counts of the reasoning in the documents of a row.
 
     Attributes:
-        replies: assistant turns that carry loss.
-        held: replies with reasoning in the row.
-        trained: replies whose whole reasoning is in the tokens that carry loss.
-        empty: replies that carry loss on an empty reasoning block.
+        replies: assistant turns with loss.
+        held: replies with loss that have reasoning in the row.
+        trained: replies whose whole reasoning is in the tokens with loss.
+        empty: replies with loss on an empty reasoning block.
     """
 
     replies: int = 0
@@ -52,7 +52,7 @@ class ReasoningCounts(NamedTuple):
 
 
 def decoded_example(tokenizer: Any, example: Example) -> list[tuple[str, bool]]:
-    """Returns the text of an example in parts `(text, carries loss)` for display."""
+    """Decodes an example to parts `(text, carries loss)` for display."""
     spans: list[tuple[list[int], bool]] = []
     for token, loss in zip(example.input_ids, example.loss_mask, strict=True):
         if not spans or spans[-1][1] != bool(loss):
@@ -62,7 +62,7 @@ def decoded_example(tokenizer: Any, example: Example) -> list[tuple[str, bool]]:
 
 
 def _squeezed(text: str) -> str:
-    """Returns a text in NFC without white space; some tokenizers change both."""
+    """Returns a text in NFC without white space, because some tokenizers change both."""
     return "".join(unicodedata.normalize("NFC", text).split())
 
 
@@ -71,13 +71,13 @@ class Encoder(PromptEncoder):
     """Encodes rows as examples; deterministic, and picklable for several processes.
 
     Attributes:
-        layout: of `detect_layout`.
+        layout: result of `read_layout`.
     """
 
     layout: Layout
 
     def conversation(self, row: Mapping[str, Any]) -> Conversation:
-        """Reads one row; the arguments of tool calls are decoded, or JSON for a template that takes them so."""
+        """Reads a row. Arguments of tool calls are objects, or JSON text if the template needs that."""
         talk = conversation(row, self.layout, self.config)
         if talk.images:
             talk = talk._replace(images=tuple(map(self.images.files.picture, talk.images)))
@@ -98,11 +98,11 @@ class Encoder(PromptEncoder):
             except RowError:
                 texts.append(None)
         decoded, encoded = texts
-        wrong = decoded is None or any(str(value) in decoded for value in arguments if value)  # as Python writes it
+        wrong = decoded is None or any(str(value) in decoded for value in arguments if value)  # Python's repr
         return talk._replace(messages=as_text) if wrong and encoded is not None else talk
 
     def open_reasoning(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Switches reasoning on in a chat template whose prompt closes it, if rows have some; with a warning."""
+        """Enables reasoning, with a warning, if rows have reasoning and the chat template's prompt closes it."""
         plain, close = self.tokenizer.chat_template, self.config.think_close
         if not self._closes_reasoning() or not any(map(self._has_reasoning, rows)):
             return
@@ -123,7 +123,7 @@ class Encoder(PromptEncoder):
     def _has_reasoning(self, row: Mapping[str, Any]) -> bool:
         try:
             messages = conversation(row, self.layout, self.config).messages
-        except (AttributeError, KeyError, RecursionError, TypeError, ValueError):  # told when the row is tokenised
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError):  # raised again by tokenising
             return False
         return any(isinstance(turn, dict) and learns(turn) and in_message(turn, self.config) for turn in messages)
 
@@ -133,9 +133,9 @@ class Encoder(PromptEncoder):
         return asked if isinstance(asked, str) else self.render(asked, talk.tools, prompt=True, begun=bool(talk.begun))
 
     def prompt_ids(self, talk: Conversation) -> list[int]:
-        """Returns the token ids of `prompt`, which carry its pictures.
+        """Returns the token ids of `prompt`, with its pictures.
 
-        Only plain text gets the special tokens of the tokenizer.
+        Only plain text gets the tokenizer's own special tokens; chats have the template's.
         """
         asked = talk.asked
         if isinstance(asked, str):
@@ -144,10 +144,10 @@ class Encoder(PromptEncoder):
         return ids if self.images is None else self.images.prompt(ids, talk.images)
 
     def documents(self, talk: Conversation) -> list[Document]:
-        """Renders a conversation as documents; each reply that carries loss does so in one of them.
+        """Renders a conversation as documents; every reply with loss has loss in exactly one document.
 
         Raises:
-            RowError: it cannot be rendered, or the chat template leaves out something that it says.
+            RowError: the conversation cannot be rendered, or the chat template leaves out a part of it.
         """
         if isinstance(talk.messages, str):
             text, reasoning = talk.messages, reasoning_of(talk.messages[talk.first :], self.config)
@@ -166,24 +166,22 @@ class Encoder(PromptEncoder):
         return [self._continuation(talk)] if talk.begun else ChatDocuments(self, talk).documents()
 
     def _continuation(self, talk: Conversation) -> Document:
-        """Renders a chat whose last reply continues words of the prompt; the rest of the reply carries loss."""
+        """Renders a chat whose last reply begins in the prompt; the rest of the reply carries loss."""
         assert not isinstance(talk.messages, str)
         prompt, text = self.prompt(talk), self.render(talk.messages, talk.tools)
         if not text.startswith(prompt):
-            raise RowError(
-                "the chat template renders the reply otherwise than the words of the prompt that it continues"
-            )
+            raise RowError("the chat template renders the reply differently from its beginning in the prompt")
         return Document(text, [(len(prompt), len(text) - len(self.rest))], [""])
 
     def _shown(self, document: Document) -> Document:
-        """Returns a document of a hidden conversation with the texts of the special tokens."""
+        """Replaces the placeholders in a document by the texts of their special tokens."""
         places = [place for span in document.spans for place in span]
         text, literal, moved = self.special.shown(document.text, places)
         spans = list(zip(moved[::2], moved[1::2], strict=True))
         return Document(text, spans, [self.special.shown(each)[0] for each in document.reasoning], literal=literal)
 
     def special_text(self, talk: Conversation) -> str:
-        """Returns the first text of a special token in the texts of a row; empty without one."""
+        """Returns the first text of a special token in a row; empty if there is none."""
         return self.special.find([talk.messages, talk.tools])
 
     def encode(self, document: Document) -> Example:
@@ -209,18 +207,18 @@ class Encoder(PromptEncoder):
 
     @cached_property
     def header(self) -> str:
-        """The text of the chat template between a question and its reply; empty without one."""
+        """The chat template's text between a question and its reply; empty without a chat template."""
         if not self.tokenizer.chat_template:
             return ""
         turns = [{"role": "user", "content": f"{PROBE}1"}, {"role": "assistant", "content": f"{PROBE}2"}]
         try:
             between = self.render(turns, None).partition(f"{PROBE}1")[2].partition(f"{PROBE}2")[0]
-        except RowError:  # a template for other chats
+        except RowError:  # the template refuses this chat
             return ""
         return between.partition(self.config.think_open)[0].strip()
 
     def count_reasoning(self, document: Document, example: Example) -> ReasoningCounts:
-        """Counts the replies of a document whose reasoning is in the tokens of an example that carry loss."""
+        """Counts the replies of a document, and those whose reasoning is in the example's tokens with loss."""
         replies = list(zip(document.spans, document.reasoning, strict=True))
         held = [_squeezed(reasoning) for _, reasoning in replies if reasoning]
         closed = re.compile(rf"\s*(?:{re.escape(self.config.think_open)}\s*)?{re.escape(self.config.think_close)}")
@@ -236,16 +234,16 @@ class Encoder(PromptEncoder):
         return ReasoningCounts(len(replies), len(held), trained, empty)
 
     def _tokenize(self, document: Document) -> tuple[list[int], list[bool]]:
-        """Returns the ids of a document, and the mask of those in one of its spans."""
+        """Returns the token ids of a document, and a mask of the ids in its spans."""
         text, spans = document.text, document.spans
         ids, offsets = self.encode_text(text, document.literal, document.plain)
-        # Under `splits` the text of a BOS in a row is text.
+        # With `splits`, a BOS in the text of a row is text.
         extra = has_two_bos(self.tokenizer, ids) and not document.literal
         ids, offsets = ids[extra:], offsets[extra:]
         borders = sorted({border for span in spans for border in span})
         starts, ends = _columns(offsets)
         if (np.searchsorted(borders, starts, side="right") < np.searchsorted(borders, ends)).any():
-            # Generation starts from the tokens of the prompt alone, which has no token across its end.
+            # A token crosses the end of the prompt, which cannot happen at inference: encode the parts separately.
             lead = next((i for i, (_, b) in enumerate(offsets) if b), 0)
             cut_ids, cut_offsets = ids[:lead], offsets[:lead]
             for a, b in pairwise(sorted({0, len(text), *borders})):
@@ -257,11 +255,11 @@ class Encoder(PromptEncoder):
                 ids, (starts, ends) = cut_ids, _columns(cut_offsets)
         firsts, lasts = _columns(spans)
         numbers = np.searchsorted(firsts, ends) - 1  # the last span that begins before the token ends
-        # Some tokenizers trim white space: a token of white space is then an empty range at its end.
+        # Some tokenizers trim white space: a token of white space then has an empty range at its end.
         mask = (numbers >= 0) & np.where(starts == ends, ends <= lasts[numbers], starts < lasts[numbers])
         return ids, mask.tolist()
 
 
 def _columns(ranges: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Returns the starts and the ends of ranges, (2, ranges)."""
+    """Returns the starts and the ends of ranges as rows of a (2, ranges) array."""
     return np.fromiter(chain.from_iterable(ranges), dtype=np.int64, count=2 * len(ranges)).reshape(-1, 2).T

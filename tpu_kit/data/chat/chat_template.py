@@ -1,6 +1,6 @@
-"""Renders chats by the chat template of a tokenizer, and encodes prompts: the part of encoding that generation needs.
+"""Renders chats with a tokenizer's chat template, and encodes prompts: the part of encoding that generation needs.
 
-Token ids are never compared with the padding id: in many tokenizers it is also the end-of-turn token.
+No code compares token ids with the padding id: in many tokenizers it is also the end-of-turn token.
 """
 
 import contextlib
@@ -19,14 +19,14 @@ from tpu_kit.data.chat.special_text import SpecialText, special_names
 from tpu_kit.data.rows.field_values import RowError
 
 PROBE = "tpukitprobe"
-"""A text by which a rendering is searched for what the template writes around it."""
+"""A text that marks a position in a rendering, to find the template's text around it."""
 
 DEFAULT_TEMPLATE = (
     "{{ BOS }}{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + STOP + '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-"""ChatML, for tokenizers without a template. BOS becomes the token with which the tokenizer begins a text, or nothing;
+"""ChatML, for tokenizers without a template. BOS becomes the token that the tokenizer puts before a text, or nothing;
 STOP becomes `<|im_end|>` if the vocabulary has it, else the eos token."""
 
 
@@ -39,7 +39,7 @@ def ensure_chat_template(tokenizer: Any) -> bool:
     """Sets `DEFAULT_TEMPLATE` in a tokenizer without a chat template, with a warning; returns whether it did.
 
     Raises:
-        ValueError: it has no eos token that could end a turn either.
+        ValueError: the tokenizer also lacks an eos token to end a turn.
     """
     if tokenizer.chat_template:
         return False
@@ -50,45 +50,45 @@ def ensure_chat_template(tokenizer: Any) -> bool:
     tokenizer.chat_template = DEFAULT_TEMPLATE.replace("STOP", repr(stop)).replace("BOS", repr(bos))
     warnings.warn(
         f"the tokenizer has no chat template; using ChatML with {stop!r} at the end of a turn. "
-        "If the model was trained with another one, set tokenizer.chat_template to it",
+        "If the model was trained with another template, set tokenizer.chat_template to it",
         stacklevel=2,
     )
     return True
 
 
 def freeze_date(template: str, day: str | None) -> str:
-    """Returns a chat template in which `strftime_now` writes the day of `data.date`; None is today.
+    """Makes `strftime_now` in a chat template write the day of `data.date`; None means today.
 
-    It is a macro in the template: transformers passes no functions from the caller to a template.
+    Adds a macro to the template, because transformers passes no functions of the caller to a template.
     """
     if "strftime_now" not in template:
         return template
     directives = {f"%{name}" for name in re.findall("%(-?[A-Za-z])", template)}
     moment = datetime.fromisoformat(day or date.today().isoformat())
     written = "".join(f".replace({each!r}, {moment.strftime(each)!r})" for each in sorted(directives))
-    # The environment of transformers removes the line break after a block, so the template begins a line as before.
+    # transformers' environment removes the line break after a block, so the template still begins a line.
     return f"{{% macro strftime_now(format) %}}{{{{ format{written} }}}}{{% endmacro %}}\n{template}"
 
 
 def plain_prompt(tokenizer: Any, text: str, special: SpecialText | None = None) -> list[int]:
-    """Returns the token ids of plain text that the model continues: with one BOS, and without an EOS.
+    """Returns the token ids of plain text that the model continues, with one BOS and without an EOS.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
         text: the text.
-        special: of `PromptEncoder.special`, if the text of special tokens is encoded as text.
+        special: `PromptEncoder.special`, if the text of special tokens is encoded as text.
     """
     if special:
         ids, _ = special.encode(text, special.ranges(text), add_special_tokens=True)
     else:
         ids = list(tokenizer(text, verbose=False)["input_ids"])
     if ids[-1:] == [tokenizer.eos_token_id]:
-        ids.pop()  # some tokenizers end every text, and the model would add nothing
+        ids.pop()  # some tokenizers end every text with it, after which the model generates nothing
     return ids[has_two_bos(tokenizer, ids) :]
 
 
 def has_two_bos(tokenizer: Any, ids: Sequence[int]) -> bool:
-    """Whether token ids begin with two BOS: that of the tokenizer before that of a template."""
+    """Whether token ids begin with two BOS tokens, one from the tokenizer and one from the chat template."""
     return ids[:2] == [tokenizer.bos_token_id] * 2
 
 
@@ -99,7 +99,7 @@ class PromptEncoder:
     Attributes:
         tokenizer: a fast Hugging Face tokenizer, with a chat template if there are chats (`ensure_chat_template`).
         config: the data section.
-        images: of a model for images, how it shows them (`data.images.encoding`); None for text.
+        images: encoding of images (`data.images.encoding`); None for text.
 
     Raises:
         ValueError: the tokenizer is not fast, or has no eos token.
@@ -111,9 +111,9 @@ class PromptEncoder:
 
     def __post_init__(self) -> None:
         if not self.tokenizer.is_fast:
-            raise ValueError("the tokenizer is not a fast one, so the characters of a token are unknown; use one")
+            raise ValueError("the tokenizer is not fast, so a token's characters are unknown; use a fast tokenizer")
         if self.tokenizer.eos_token_id is None:
-            raise ValueError("the tokenizer has no eos token, so the model could not learn to stop; set one")
+            raise ValueError("the tokenizer has no eos token, so the model could not learn to stop; set an eos token")
 
     def chat_ids(
         self, messages: list[dict[str, Any]], tools: list[Any] | None, prompt: bool = False, begun: bool = False
@@ -134,7 +134,7 @@ class PromptEncoder:
     def render(
         self, messages: list[dict[str, Any]], tools: list[Any] | None, prompt: bool = False, begun: bool = False
     ) -> str:
-        """Returns the text of a chat, or the prompt for the reply to it, which the last message has `begun`."""
+        """Renders a chat, with `prompt` as the prompt for a reply; the last message may have `begun` that reply."""
         if self.images is not None:
             messages = self.images.in_parts(messages, self.tokenizer)
         try:
@@ -149,14 +149,14 @@ class PromptEncoder:
 
     @cached_property
     def _tails(self) -> tuple[str, str]:
-        """The text after the content of the last assistant turn, and after one before another turn."""
+        """The template's text after the content of a last assistant turn, and of an earlier assistant turn."""
         turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": PROBE}]
         last, earlier = (self.render([*turns, *more], None) for more in ([], turns[:1]))
         return last.partition(PROBE)[2], earlier.partition(PROBE)[2]
 
     @cached_property
     def stop(self) -> str:
-        """The special token that ends an assistant turn in the template; empty without one."""
+        """The special token that ends an assistant turn in the template; empty if there is none."""
         special = {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
         special |= set(self.tokenizer.all_special_ids)
         runs = []
@@ -164,7 +164,7 @@ class PromptEncoder:
             ids = self.tokenizer(tail, add_special_tokens=False)["input_ids"]
             runs.append(list(takewhile(special.__contains__, dropwhile(lambda i: i not in special, ids))))
         ends = commonprefix(runs) or runs[0]  # noqa: RUF071 - of tokens, not of paths
-        if self.tokenizer.eos_token_id in ends:  # Command-A ends the response, then the turn
+        if self.tokenizer.eos_token_id in ends:  # Command-A has a token for the end of the response, then eos
             return str(self.tokenizer.eos_token)
         return str(self.tokenizer.convert_ids_to_tokens(ends[0])) if ends else ""
 
@@ -190,7 +190,7 @@ class PromptEncoder:
         if self.tokenizer.chat_template:
             turns = [{"role": role, "content": "a"} for role in ("user", "assistant", "user")]
             for messages in ([{"role": "system", "content": "a"}, *turns], turns):
-                with contextlib.suppress(RowError):  # the template may know no system turn
+                with contextlib.suppress(RowError):  # the template may refuse a system turn
                     written += self.render(messages, None, prompt=True)
         tags = (self.config.think_open, self.config.think_close)
         return SpecialText(self.tokenizer, special_names(self.tokenizer, written, tags))
@@ -198,11 +198,11 @@ class PromptEncoder:
     def encode_text(
         self, text: str, literal: Sequence[tuple[int, int]], add_special_tokens: bool
     ) -> tuple[list[int], list[tuple[int, int]]]:
-        """Returns the ids of a text and their ranges of characters; the ranges `literal` hold no special tokens."""
+        """Returns the token ids of a text and their character ranges; `literal` ranges get no special tokens."""
         if literal:
             return self.special.encode(text, literal, add_special_tokens)
-        # As transformers calls it, with a third less time for a chat of 80 tokens. A row may be longer than the
-        # tokenizer's own limit: `max_length` cuts it, or leaves it out, later.
+        # The same calls as in transformers, but a third faster for a chat of 80 tokens. A row may be longer than the
+        # tokenizer's own limit, because `max_length` is applied later.
         backend, splits = self.tokenizer.backend_tokenizer, self.tokenizer.split_special_tokens
         if backend.truncation is not None:
             backend.no_truncation()

@@ -1,4 +1,4 @@
-"""Finds the tokens that somebody added to a tokenizer, and whose embeddings no training has changed since."""
+"""Finds tokens that were added to a tokenizer and whose embeddings were never trained."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from tpu_kit.config.loader import ModelConfig
 from tpu_kit.data.batching import Documents
 from tpu_kit.model.weights.source import locate
 
-_BLOCKS, _BLOCK = 256, 8  # rows of the embeddings that are compared with: blocks, rows of a block
-_NEAR = 0.1  # distance to the mean, or length, of a new row, as a share of that of other rows
-_ALIKE = 0.05  # share of the other rows that may look as if drawn at random, so that the spread of a row tells anything
+_BLOCKS, _BLOCK = 256, 8  # reference rows of the embeddings: number of blocks, rows per block
+_NEAR = 0.1  # largest distance to the mean, or norm, of a new row, relative to the median of the reference rows
+_ALIKE = 0.05  # largest share of reference rows that look randomly drawn; with more, a row's spread proves nothing
 
 
 def new_tokens(model: ModelConfig, text: Any, tokenizer: Any, used: np.ndarray) -> tuple[str, ...]:
-    """Returns the texts of new tokens among those that rows use.
+    """Returns the texts of new tokens among the used tokens.
 
-    A row of the embeddings is new if it is still what libraries begin with: the mean of all rows (transformers,
-    Unsloth), zeros, or numbers drawn with the model's initializer_range. A row that was copied from a trained one
-    cannot be told, nor any row of a model whose weights are not in safetensors files on this machine.
+    A row of the embeddings is new if it still has an initial value of a library: the mean of all rows (transformers,
+    Unsloth), zeros, or numbers drawn with the model's initializer_range. Not detected: rows copied from a trained row,
+    and models whose weights are not in safetensors files on this machine.
 
     Args:
         model: the base model.
-        text: its configuration for text, as of transformers; None if it cannot be read.
-        tokenizer: its tokenizer.
+        text: transformers' text configuration of the model; None if it cannot be read.
+        tokenizer: the model's tokenizer.
         used: token ids of the rows, in any shape.
     """
     added = {number: token.content for number, token in tokenizer.added_tokens_decoder.items()}
@@ -53,7 +53,7 @@ def new_tokens(model: ModelConfig, text: Any, tokenizer: Any, used: np.ndarray) 
 
 
 def occurrences(documents: Documents, *, with_loss: bool = False) -> np.ndarray:
-    """Returns how often each token id occurs in documents, or does so with loss, int64 (the largest id + 1,)."""
+    """Counts the occurrences of token ids in documents, optionally only those with loss: int64 (largest id + 1,)."""
     counts = np.zeros(0, dtype=np.int64)
     for _, tokens in documents.runs():
         ids = documents.input_ids[tokens]
@@ -64,7 +64,7 @@ def occurrences(documents: Documents, *, with_loss: bool = False) -> np.ndarray:
 
 
 def _rows(model: ModelConfig, size: int, numbers: list[int]) -> torch.Tensor | None:
-    """Reads rows of the input embeddings: (numbers, width), float32; None without safetensors files of the model."""
+    """Reads rows of the input embeddings, (numbers, width) float32; None if there are no safetensors files."""
     from safetensors import SafetensorError, safe_open
 
     folder = _folder(model)
@@ -75,13 +75,13 @@ def _rows(model: ModelConfig, size: int, numbers: list[int]) -> torch.Tensor | N
                     part = file.get_slice(name) if "embed" in name or "wte" in name else None
                     if part is not None and part.get_shape()[0] == size and len(part.get_shape()) == 2:
                         return torch.cat([part[number : number + 1] for number in numbers]).float()
-    except (OSError, SafetensorError):  # loading the model says what is wrong
+    except (OSError, SafetensorError):  # loading the model raises the error
         pass
     return None
 
 
 def _folder(model: ModelConfig) -> Path | None:
-    """Returns the folder of a model on this machine; None if it has to be fetched."""
+    """Returns the local folder of a model; None if the model must be downloaded."""
     name = locate(model)
     if Path(name).is_dir():
         return Path(name)

@@ -1,8 +1,8 @@
-"""Encodes the text of special tokens that rows hold as text, beside the special tokens that a chat template writes.
+"""Encodes the text of special tokens in rows as plain text, apart from the special tokens of the chat template.
 
-A tokenizer makes a special token of its text wherever that stands, so a question with the text `<|im_end|>` ends its
-turn. Under `data.special_text=split` the texts in a row are hidden from the chat template (`SpecialText.hide`), found
-again in what it renders (`shown`), and encoded by a copy of the tokenizer in which the special tokens have other texts.
+A tokenizer turns the text of a special token into that token anywhere, so a question with the text `<|im_end|>` ends
+its turn. With `data.special_text=split`, placeholders stand for such texts while the chat template is applied (`hide`,
+`shown`), and the texts are encoded by a copy of the tokenizer whose special tokens have other texts.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from tokenizers import Tokenizer
 
 
 def special_names(tokenizer: Any, written: str, kept: Collection[str]) -> list[str]:
-    """Returns the texts of tokens that a row should not forge, the longest first.
+    """Returns the texts of tokens that a row should not imitate, longest first.
 
     Args:
-        tokenizer: of the rows.
-        written: a rendering by its chat template: added tokens that begin turns are not always special, as in DeepSeek.
-        kept: texts whose tokens rows hold with good reason: the tags of the reasoning.
+        tokenizer: the tokenizer.
+        written: a rendering of its chat template: added tokens in it count even if they are not special (DeepSeek).
+        kept: texts that rows may contain as tokens: the reasoning tags.
     """
     added = tokenizer.added_tokens_decoder.values()
     names = {token.content for token in added if token.special or token.content in written}
@@ -36,7 +36,7 @@ def special_names(tokenizer: Any, written: str, kept: Collection[str]) -> list[s
 
 
 def _changed(value: Any, change: Callable[[str], str]) -> Any:
-    """Returns a value of JSON with other texts, keys included."""
+    """Applies `change` to all texts of a JSON value, including keys."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
@@ -45,7 +45,7 @@ def _changed(value: Any, change: Callable[[str], str]) -> Any:
 
 
 class _Edit(NamedTuple):
-    """A range of a text, and the range of what replaces it in another text."""
+    """A range of a text, and the range of its replacement in the new text."""
 
     start: int
     end: int
@@ -54,7 +54,7 @@ class _Edit(NamedTuple):
 
 
 def _replaced(text: str, changes: Iterable[tuple[int, int, str]]) -> tuple[str, list[_Edit]]:
-    """Returns a text with other texts in ranges of it, which are in order."""
+    """Replaces ranges of a text, which are in order, by other texts; returns the new text and the edits."""
     parts, edits, position, length = [], list[_Edit](), 0, 0
     for start, end, new in changes:
         length += start - position
@@ -65,7 +65,7 @@ def _replaced(text: str, changes: Iterable[tuple[int, int, str]]) -> tuple[str, 
 
 
 def _moved(position: int, edits: list[_Edit]) -> int:
-    """Returns where a position is in the text after the edits; one inside a range is at the end of the new range."""
+    """Maps a position to the text after the edits; a position inside a range maps to the end of the new range."""
     number = bisect_right(edits, position, key=itemgetter(0)) - 1
     if number < 0:
         return position
@@ -74,22 +74,22 @@ def _moved(position: int, edits: list[_Edit]) -> int:
 
 
 class SpecialText:
-    """The texts of the special tokens of a tokenizer.
+    """Finds, hides and encodes the texts of a tokenizer's special tokens.
 
     Args:
         tokenizer: a fast tokenizer.
-        names: of `special_names`.
+        names: result of `special_names`.
     """
 
     def __init__(self, tokenizer: Any, names: Sequence[str]) -> None:
         self._tokenizer, self._names = tokenizer, names
         self._pattern = re.compile("|".join(map(re.escape, names)) or r"(?!)")
-        self._mark = f"tpukit{secrets.token_hex(8)}n"  # no row holds it
+        self._mark = f"tpukit{secrets.token_hex(8)}n"  # random, so that no row contains it
         self._placeholder = re.compile(rf"{self._mark}(\d+)z")
         self._placeholders = {name: f"{self._mark}{number}z" for number, name in enumerate(names)}
 
     def find(self, value: Any) -> str:
-        """Returns the first text of a special token in a value of JSON; empty without one."""
+        """Returns the first text of a special token in a JSON value; empty if there is none."""
         found: list[str] = []
 
         def look(text: str) -> str:
@@ -101,22 +101,22 @@ class SpecialText:
         return found[0] if found else ""
 
     def ranges(self, text: str) -> tuple[tuple[int, int], ...]:
-        """Returns where the texts of special tokens are in a text."""
+        """Returns the ranges of the texts of special tokens in a text."""
         return tuple(match.span() for match in self._pattern.finditer(text))
 
     def hide(self, value: Any) -> Any:
-        """Returns a value of JSON with a placeholder of letters and digits for each text of a special token."""
+        """Replaces the texts of special tokens in a JSON value by placeholders of letters and digits."""
         return _changed(value, lambda text: self._pattern.sub(lambda match: self._placeholders[match[0]], text))
 
     def shown(self, text: str, places: Iterable[int] = ()) -> tuple[str, tuple[tuple[int, int], ...], list[int]]:
-        """Returns a text with the texts of special tokens in place of their placeholders.
+        """Replaces placeholders by the texts of their special tokens.
 
         Args:
-            text: what was made of values of `hide`.
+            text: a text made from values of `hide`.
             places: positions in it.
 
         Returns:
-            The text, the ranges of these texts in it, and the positions in it.
+            The new text, the ranges of the special tokens' texts in it, and the positions in it.
         """
         found = self._placeholder.finditer(text)
         text, edits = _replaced(text, [(*match.span(), self._names[int(match[1])]) for match in found])
@@ -125,7 +125,7 @@ class SpecialText:
     def encode(
         self, text: str, literal: Sequence[tuple[int, int]], add_special_tokens: bool
     ) -> tuple[list[int], list[tuple[int, int]]]:
-        """Returns the token ids of a text and their ranges of characters; in the ranges `literal` none is special."""
+        """Returns the token ids of a text and their character ranges; `literal` ranges get no special tokens."""
         edges = [(0, 0), *literal, (len(text), len(text))]
         special = [
             (*match.span(), self._placeholders[match[0]])
@@ -139,7 +139,7 @@ class SpecialText:
 
     @cached_property
     def _renamed(self) -> Tokenizer:
-        """The tokenizer with the placeholders as the texts of the special tokens."""
+        """A copy of the tokenizer whose special tokens have the placeholders as texts."""
         parts = json.loads(self._tokenizer.backend_tokenizer.to_str())
         names, model = self._placeholders, parts["model"]
         for token in parts["added_tokens"]:

@@ -1,4 +1,4 @@
-"""Finds the tokens of a run's rows that its base model was never trained on, by the rows of its output layer."""
+"""Finds tokens of a run's rows that the base model was never trained on, by the rows of its output layer."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import torch
 from tpu_kit.data.chat.new_tokens import occurrences
 from tpu_kit.data.prepare import Prepared
 
-_SAME = 0.99  # cosine of two rows of the output layer; of SmolLM2's 49,152 rows 29 have such a neighbour among 1,024
+_SAME = 0.99  # cosine of equal rows of the output layer; 29 of SmolLM2's 49,152 rows have an equal among 1,024 others
 _NEIGHBOURS, _REFERENCES = 2, 1024
-_LEAST_SHARE = 0.01  # of the tokens with loss
-_SHOWN = 5  # tokens that are named
+_LEAST_SHARE = 0.01  # share of the tokens with loss
+_SHOWN = 5  # tokens in the text
 
 
 def untrained_tokens(weight: torch.Tensor, ids: np.ndarray) -> np.ndarray:
     """Returns the tokens whose rows of the output layer were never trained, (M,).
 
-    All rows of tokens that are no label of the training data get the same gradient, so they end nearly equal (Land and
+    Tokens that never occur in the training data get the same gradients, so their rows end nearly equal (Land and
     Bartolo, "Fishing for Magikarp", arXiv:2405.05417).
 
     Args:
-        weight: of the output layer, (V, H), on the CPU.
-        ids: the tokens in question, (N,).
+        weight: weight of the output layer, (V, H), on the CPU.
+        ids: tokens to check, (N,).
     """
 
     def directions(rows: np.ndarray) -> torch.Tensor:
@@ -35,14 +35,14 @@ def untrained_tokens(weight: torch.Tensor, ids: np.ndarray) -> np.ndarray:
 
 
 def describe_untrained(prepared: Prepared, weight: torch.Tensor, adapters: bool) -> str:
-    """Says which share of the training tokens with loss the base was never trained on; empty below one in a hundred.
+    """Describes the share of training tokens with loss that the base was never trained on; empty below 1 %.
 
-    The tokenizer's special tokens are left out: an instruction-tuned model knows them by hardly changed rows.
+    Ignores the tokenizer's special tokens: an instruction-tuned model knows them although their rows hardly changed.
 
     Args:
         prepared: the data.
-        weight: of the base's output layer, (V, H), on the CPU.
-        adapters: whether adapters are trained, which leave the output layer as it is.
+        weight: weight of the base's output layer, (V, H), on the CPU.
+        adapters: whether adapters are trained, which do not change the output layer.
     """
     if prepared.encoder is None or prepared.tasks:
         return ""

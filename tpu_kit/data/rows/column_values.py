@@ -1,6 +1,6 @@
-"""Finds what the values of columns say of a data set, where the names of columns do not: `read_layout`.
+"""Finds the layout of a data set by the values of its columns, in addition to their names: `read_layout`.
 
-The values are looked at in Arrow's form, of all rows unless a text says of how many.
+Reads the values of all rows in Arrow's form, unless a note in the report has a smaller number of rows.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from tpu_kit.data.rows.field_values import RowError, decoded, is_filled, is_shor
 from tpu_kit.data.rows.messages import becomes_json, is_parts
 
 _SLICE = 10_000  # rows in memory at a time
-_SLICE_OF_IMAGES = 32  # the same where cells hold bytes
-_CHATS = 2_000  # rows whose chats are looked at
-_FEW = 8  # the most different values of a flag
+_SLICE_OF_IMAGES = 32  # the same if cells hold bytes
+_CHATS = 2_000  # number of rows whose chats are searched for notes
+_FEW = 8  # largest number of different values of a flag
 _TURNS = r'(?s)^\s*\[\s*\{.*"(role|from)"\s*:\s*"'
 _SAID = r'(?s)"(content|value|tool_calls|function_call)"\s*:'
 _CALLS = r'(?s)^\s*\[\s*(\{|"\s*\{).*"arguments\\?"\s*:'
@@ -59,12 +59,12 @@ def read_layout(rows: Dataset, names: Sequence[str], config: DataConfig, images:
 
     Args:
         rows: the data set.
-        names: its columns to look at.
+        names: columns to consider.
         config: the data section.
         images: whether rows may have images.
 
     Raises:
-        ValueError: as `detect_layout`, or columns without a role change what a row means; the text names them.
+        ValueError: as `detect_layout`, or columns without a role change the meaning of a row; the text names them.
     """
     first = first_values(rows, names)
     empty = [name for name in names if name not in first]
@@ -95,8 +95,8 @@ def read_layout(rows: Dataset, names: Sequence[str], config: DataConfig, images:
 
 
 def _slices(rows: Dataset, name: str) -> Iterator[pa.Array]:
-    """Yields the values of a column in Arrow's form; JSON as its text."""
-    data = rows.select_columns([name]).with_format("arrow")  # images would be decoded otherwise
+    """Yields the values of a column in Arrow's form, JSON as text."""
+    data = rows.select_columns([name]).with_format("arrow")  # other formats decode images
     size = _SLICE_OF_IMAGES if _holds_bytes(rows.features[name]) else _SLICE
     for start in range(0, len(rows), size):
         array = data[start : start + size].column(name).combine_chunks()
@@ -104,7 +104,7 @@ def _slices(rows: Dataset, name: str) -> Iterator[pa.Array]:
 
 
 def _holds_bytes(feature: Any) -> bool:
-    """Whether cells of a feature hold, somewhere, the bytes of an image or a sound."""
+    """Whether cells of a feature contain bytes of images or sounds."""
     if isinstance(feature, Image | Audio | Video) or (isinstance(feature, Value) and "binary" in feature.dtype):
         return True
     if isinstance(feature, Mapping):
@@ -118,7 +118,7 @@ def _is_text(feature: Any) -> bool:
 
 
 def first_values(rows: Dataset, names: Sequence[str]) -> dict[str, Any]:
-    """Returns a value of each column that has one; a column is read up to its first value."""
+    """Returns the first nonempty value of every column that has one."""
     found = {}
     for name in names:
         feature = rows.features[name]
@@ -135,12 +135,12 @@ def first_values(rows: Dataset, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _count(rows: Dataset, name: str, pattern: str) -> int:
-    """Returns how many texts of a column match a pattern."""
+    """Counts the texts of a column that match a pattern."""
     return sum(pc.sum(pc.match_substring_regex(array, pattern)).as_py() or 0 for array in _slices(rows, name))
 
 
 def _distinct(rows: Dataset, name: str, most: int) -> list[Any] | None:
-    """Returns the different values of a column, in lower case if they are texts; None if there are more than `most`."""
+    """Returns the distinct values of a column, texts in lower case; None if there are more than `most`."""
     found: set[Any] = set()
     feature = rows.features[name]
     if not isinstance(feature, Value | ClassLabel | Json):
@@ -159,7 +159,7 @@ def _distinct(rows: Dataset, name: str, most: int) -> list[Any] | None:
 
 
 def _kind_of(rows: Dataset, name: str) -> str:
-    """Returns whether a column holds "turns", "calls" of tools, "tools" or "images"; empty otherwise."""
+    """Returns the kind of values in a column: "turns", "calls" of tools, "tools" or "images"; empty otherwise."""
     feature = rows.features[name]
     if _is_text(feature):
         counts = {"turns": 0, "tools": 0, "calls": 0, "images": 0}
@@ -195,7 +195,7 @@ def _kind_of(rows: Dataset, name: str) -> str:
 
 
 def _flags(rows: Dataset, names: Sequence[str]) -> dict[str, list[str]]:
-    """Returns the columns, named as reasoning, with a few short words alone; each with its words."""
+    """Finds columns that are named like reasoning but hold only a few short words; returns the words by column."""
     words, found = set(TABLES["flags"]["words"]), {}
     for name in names:
         if name.strip().lower() not in NAMES["reasoning"][0] or (values := _distinct(rows, name, _FEW)) is None:
@@ -209,7 +209,7 @@ def _flags(rows: Dataset, names: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _is_converted(feature: Any) -> bool:
-    """Returns whether `plain_value` changes values of a feature."""
+    """Whether `plain_value` changes values of a feature."""
     if isinstance(feature, ClassLabel | Mapping | Json) or is_short_float(feature):
         return True
     inner = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
@@ -231,7 +231,7 @@ def _with_last_reply(
     empty: Sequence[str],
     kinds: Mapping[str, str],
 ) -> tuple[Layout, DataConfig]:
-    """Gives the column of the last reply its role where chats end in a question."""
+    """Gives the column of the last reply its role if chats end in a question."""
     if layout.format != "messages" or "answer" in layout.columns or "answer" in (config.columns or {}):
         return layout, config
     answers = {*NAMES["answer"][0], *NAMES["answer"][1]}
@@ -260,7 +260,7 @@ def _with_last_reply(
 
 
 def _not_answered(rows: Dataset, column: str) -> Sequence[int]:
-    """Returns the rows whose chats may end in a question: all but those whose text is certain to end in a reply."""
+    """Returns the rows whose chats may end in a question, without rows whose JSON text certainly ends in a reply."""
     if not _is_text(rows.features[column]):
         return range(len(rows))
     masks = [pc.match_substring_regex(array, _ANSWERED) for array in _slices(rows, column)]
@@ -272,15 +272,15 @@ def _ends_in_question(value: Any) -> bool:
         turns = json.loads(value) if isinstance(value, str) else value
         return role_of(turns[-1]) not in ("assistant", "function_call", "tool_call")
     except (ValueError, TypeError, AttributeError, IndexError, KeyError, RecursionError):
-        return False  # told when the row is read
+        return False  # reading the row raises the error
 
 
 def _switches(rows: Dataset, layout: Layout, first: Mapping[str, Any]) -> tuple[list[str], dict[str, str]]:
-    """Looks at the unused columns that may say of each row whether it is wanted.
+    """Finds unused columns that may mark rows as unwanted.
 
     Returns:
-        The columns in which some rows have false, and those with other values than true and false that change what a
-        row means, each with what it may hold.
+        The columns in which some rows have false; and columns with other values than true and false that change the
+        meaning of a row, with a description of their contents.
     """
     unwanted, others = [], {}
     for name in layout.ignored:
@@ -296,14 +296,14 @@ def _switches(rows: Dataset, layout: Layout, first: Mapping[str, Any]) -> tuple[
         elif _WEIGHTS.search(low) and isinstance(first[name], int | float):
             others[name] = "weights of rows, which are not supported"
         elif is_label:
-            others[name] = "whether a row is wanted, which only true and false say"
+            others[name] = "whether a row is wanted, which must be true or false"
     return unwanted, others
 
 
 def _refuse(
     layout: Layout, config: DataConfig, first: Mapping[str, Any], kinds: Mapping[str, str], others: Mapping[str, str]
 ) -> None:
-    """Raises ValueError if unused columns change what a row means."""
+    """Raises ValueError if unused columns change the meaning of a row."""
     patterns = {**TABLES["refused"]["any"], **TABLES["refused"].get(layout.format, {})}
     named = {role for role, column in (config.columns or {}).items() if column}
     if layout.format == "cot" and "reasoning" in layout.columns:
@@ -317,9 +317,9 @@ def _refuse(
     for name in unused:
         low = name.strip().lower()
         if any(low in group for role in dropped for group in NAMES.get(role, ())):
-            continue  # data.columns says that no column has its role
+            continue  # data.columns removes its role
         if low in NAMES["messages"][0] and named & {"question", "prompt", "text"}:
-            continue  # data.columns says that the row is read from other columns
+            continue  # data.columns names other columns to read
         looks = TABLES["refused"]["values"].get(kinds.get(name, ""))
         why = next((why for pattern, why in patterns.items() if re.fullmatch(pattern, low)), looks)
         why = others.get(name, why)
@@ -331,13 +331,13 @@ def _refuse(
         role = _role_for(layout, problems)
         empty = ", ".join(f"{name}: ''" for name in problems)
         raise ValueError(
-            f"columns without a role that may change what a row means: {'; '.join(problems.values())}. These rows are "
-            f"read as {layout}. {role}To leave them out, set data.columns={{{empty}}}"
+            f"columns without a role that may change the meaning of a row: {'; '.join(problems.values())}. These rows "
+            f"are read as {layout}. {role}To leave them out, set data.columns={{{empty}}}"
         )
 
 
 def _role_for(layout: Layout, problems: Mapping[str, str]) -> str:
-    """Returns the advice that names roles."""
+    """Returns the advice to give columns a role."""
     if layout.format != "text":
         return "Give them a role in data.columns if they have one. "
     named = f"{{question: {layout.columns['text']}, answer: {next(iter(problems))}}}"
@@ -348,7 +348,7 @@ def _role_for(layout: Layout, problems: Mapping[str, str]) -> str:
 
 
 def _with_values(rows: Dataset, layout: Layout) -> tuple[Layout, list[str]]:
-    """Returns the layout with the facts that its values decide, and what the report says of them."""
+    """Completes the layout with facts found in the values; returns it with notes for the report."""
     told = []
     if layout.filled:
         told.append(_WITHOUT)
@@ -377,7 +377,7 @@ def _with_values(rows: Dataset, layout: Layout) -> tuple[Layout, list[str]]:
                 continue
             if count == filled:
                 found.append(closing)
-                told.append(f"{column}: all end in a line {closing!r}; the text before it is read as reasoning")
+                told.append(f"{column}: all end in a line {closing!r}; the text before that is read as reasoning")
             else:
                 numbers = ", except before a number" * (closing == MARKED)
                 told.append(
@@ -395,7 +395,7 @@ def _with_values(rows: Dataset, layout: Layout) -> tuple[Layout, list[str]]:
 
 
 def _objects(rows: Dataset, layout: Layout, column: str) -> int:
-    """Returns how many cells of a column, or of a field of one, are trained as JSON."""
+    """Counts the cells of a column, or of a field of a column, that are trained as JSON."""
     head = head_of(column, rows.column_names)
     feature = rows.features[head]
     if isinstance(feature, Value | ClassLabel) and head == column:
@@ -407,13 +407,13 @@ def _objects(rows: Dataset, layout: Layout, column: str) -> int:
         try:
             value = layout.plain(row)[column]
         except RowError:
-            continue  # told when the row is read
+            continue  # reading the row raises the error
         count += isinstance(value, list | Mapping) and not is_parts(value)
     return count
 
 
 def _first_option(rows: Dataset, layout: Layout) -> tuple[int, list[str]]:
-    """Returns the number of the first option, and a note on it if answers are numbers of options."""
+    """Returns the number of the first option (0 or 1), and a note if answers are numbers of options."""
     numbers, last = set(), False
     options, answer = layout.columns["options"], layout.columns["answer"]
     if head_of(answer, rows.column_names) != answer or head_of(options, rows.column_names) != options:
@@ -425,7 +425,7 @@ def _first_option(rows: Dataset, layout: Layout) -> tuple[int, list[str]]:
         try:
             given = options_of(row[options], options)
         except ValueError:
-            continue  # told when the row is read
+            continue  # reading the row raises the error
         if given and said not in given and said not in given.values():
             numbers.add(int(said))
             last |= int(said) == len(given)
@@ -437,7 +437,7 @@ def _first_option(rows: Dataset, layout: Layout) -> tuple[int, list[str]]:
 
 
 def _notes_of_chats(rows: Dataset, layout: Layout) -> list[str]:
-    """Returns what is told of chats: keys of messages that are not read, and replies with which chats begin."""
+    """Returns notes on chats: unread keys of messages, contents stored as JSON, and replies at the start of chats."""
     column = layout.columns.get("messages", "")
     if column not in rows.features:
         return []
@@ -458,7 +458,7 @@ def _notes_of_chats(rows: Dataset, layout: Layout) -> list[str]:
                     if is_filled(turn[key]):
                         unread[key] = _shown(turn[key])
         except (ValueError, TypeError, AttributeError, IndexError, KeyError, RecursionError):
-            continue  # told when the row is read
+            continue  # reading the row raises the error
     which = "" if len(part) == len(rows) else f" of the first {len(part):,}"
     notes = []
     if greeted:
@@ -469,5 +469,5 @@ def _notes_of_chats(rows: Dataset, layout: Layout) -> list[str]:
         notes.append(f"{parts:,} contents{which} are JSON text of parts, kept as they are")
     if unread:
         listed = ", ".join(f"{key} ({value})" for key, value in sorted(unread.items()))
-        notes.append(f"keys of messages{which} that are not read, but passed to the chat template: {listed}")
+        notes.append(f"keys of messages{which} that are only passed to the chat template: {listed}")
     return notes

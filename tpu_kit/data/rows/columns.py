@@ -1,7 +1,7 @@
-"""Finds the role of each column of a data set by its name, and the reasoning within a text.
+"""Finds the roles of a data set's columns by their names, and separates reasoning and answer in a text.
 
-`data.columns` names columns with other names. Tags around the reasoning, or closing words before the answer, separate
-the reasoning within a text.
+`data.columns` gives roles to columns with other names. Tags around the reasoning, or closing words before the answer,
+separate the reasoning from the answer.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from tpu_kit.config.named_values import FORMATS, ROLES
 from tpu_kit.data.rows.field_values import RowError, parsed, plain_value, switch
 
 MESSAGE_KEYS = ("reasoning_content", "reasoning", "thinking")
-"""Keys of a message that hold reasoning beside its content; the first with text counts."""
+"""Keys of a message with reasoning apart from its content; the first key with text counts."""
 
 TABLES = tomllib.loads(Path(__file__).with_name("columns.toml").read_text())
 """The contents of columns.toml, which explains them."""
 STATED, MARKED = "The answer is:", "####"
-"""What may stand between the reasoning and the answer of a solution: in MetaMathQA, in GSM8K."""
+"""Separators of reasoning and answer in a solution: of MetaMathQA, of GSM8K."""
 _STATED = re.compile(r"\n[ \t]*The answer is:[ \t]*(\S.*?)\s*\Z", re.IGNORECASE)
 _BOX = re.compile(r"\\boxed\s*\{")
 _BRACE = re.compile(r"\\.|[{}]")
@@ -34,21 +34,21 @@ _MARKED = re.compile(r"(?:\A|\n)[ \t]*####[ \t]*([^\n]*?)\s*\Z")
 _HEADING = re.compile(r"^[ \t]*#{1,6} ", re.MULTILINE)
 _NUMBER = re.compile(r"[-+]?[$€£]? ?[-+]?\d[\d,]*(\.\d+)?(/\d+)? ?%?")
 HEADED = r"(?s)(?:^|\n)[ \t]*#{1,6} .*\n[ \t]*####[^\n]*\s*$"
-"""The pattern, for Arrow, of a text with another heading before the last line of `MARKED`, which is a heading then."""
+"""Pattern, for Arrow, of a text with a heading before its last line of `MARKED`, which then is a heading too."""
 CLOSINGS = {STATED: r"(?i)\n[ \t]*The answer is:[ \t]*\S[^\n]*\s*$", MARKED: r"(?:^|\n)[ \t]*####[^\n]*\s*$"}
-"""The patterns of texts that end so, for Arrow."""
+"""Patterns, for Arrow, of texts that end with a separator and an answer."""
 
 
 def reply(reasoning: str, answer: str, config: DataConfig) -> str:
-    """Returns a reply: the reasoning in its tags, then the answer."""
+    """Formats a reply: the reasoning in tags, then the answer."""
     return f"{config.think_open}\n{reasoning}\n{config.think_close}\n{answer}"
 
 
 def _split(text: str, opening: str, closing: str) -> tuple[str, str] | None:
-    """Returns the text of a reply before and after the tag that closes its reasoning; None without reasoning.
+    """Splits a reply at the tag that closes its reasoning; None if the reply has no reasoning.
 
-    A tag after a space, a quote or a bracket is a mention of it, and so are all tags of a text that opens no reasoning
-    where it begins but elsewhere.
+    A tag after a space, a quote or a bracket only mentions the tag. So do all tags of a text that does not begin with
+    the opening tag but contains it before the closing tag.
     """
     opened = text.lstrip().startswith(opening)
     positions = [match.start() for match in re.finditer(re.escape(closing), text)]
@@ -72,7 +72,7 @@ def answer_of(text: str, config: DataConfig) -> str:
 
 
 def in_message(message: Mapping[str, Any], config: DataConfig) -> str:
-    """Returns the reasoning of a message, from its own key or from the tags in its content; empty if there is none."""
+    """Returns the reasoning of a message, from a key of `MESSAGE_KEYS` or the tags in its content; may be empty."""
     for key in MESSAGE_KEYS:
         if isinstance(message.get(key), str) and message[key].strip():
             return str(message[key]).strip()
@@ -81,10 +81,10 @@ def in_message(message: Mapping[str, Any], config: DataConfig) -> str:
 
 
 def with_own_tags(text: str, config: DataConfig, *, is_reply: bool = True) -> str:
-    """Replaces tags of reasoning such as `<|begin_of_thought|>` by those of the configuration.
+    """Replaces reasoning tags of other models, such as `<|begin_of_thought|>`, by the configuration's tags.
 
-    A reply becomes `reply` of its reasoning and its answer, and keeps tags that it only mentions. In another text, such
-    as a system prompt that names the tags, each tag is replaced.
+    A reply is formatted by `reply`, and keeps tags that it only mentions. In another text, such as a system prompt that
+    names the tags, all tags are replaced.
     """
     for opening, closing in TABLES["tags"]:
         if closing == config.think_close or (opening not in text and closing not in text):
@@ -119,7 +119,7 @@ def split_solution(text: str, config: DataConfig, *, boxed: bool, closings: Coll
         text: the solution.
         config: the data section.
         boxed: whether it may end in a box.
-        closings: those of `STATED` and `MARKED` with which all rows of the source end.
+        closings: the separators `STATED` and `MARKED` that all rows of the source have.
 
     Raises:
         ValueError: nothing follows the tags or the "####".
@@ -141,7 +141,7 @@ def split_solution(text: str, config: DataConfig, *, boxed: bool, closings: Coll
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Returns the content of the last \boxed{} that is closed, nested braces included; None without one."""
+    r"""Returns the content of the last closed \boxed{}, including nested braces; None if there is none."""
     boxes = {box.end() for box in _BOX.finditer(text)}
     last, content = -1, None
     opened: list[int] = []
@@ -156,10 +156,10 @@ def last_boxed(text: str) -> str | None:
 
 
 NAMES: Mapping[str, Sequence[Sequence[str]]] = TABLES["names"]
-"""Role -> the names of its columns, compared without case, in groups of falling priority. Two columns of one group are
-ambiguous, which is an error."""
+"""Role -> names of its columns, case-insensitive, in groups of falling priority. Two columns of the same group are an
+error."""
 SOLUTIONS = NAMES["reasoning"][1]
-"""Columns of worked solutions, which may end in a boxed answer: reasoning beside an answer, else both."""
+"""Names of columns with worked solutions: reasoning if the data has an answer too, else reasoning and answer."""
 
 
 @dataclass(frozen=True)
@@ -167,22 +167,21 @@ class Layout:
     """The format and the roles of the columns of a data set.
 
     Attributes:
-        format: of `named_values.FORMATS`.
-        columns: role -> column; a field of a column of objects has a dotted name.
+        format: a key of `named_values.FORMATS`.
+        columns: columns by role; a field of a column of objects has a dotted name.
         ignored: unused columns.
-        filled: whether Arrow stores contents or the arguments of tool calls as structs, in which None stands for a
-            missing key.
-        left_out: the columns, and keys of messages with dotted names, that the user leaves out.
-        switches: columns in which false says that a row is not wanted.
+        filled: whether Arrow stores contents or arguments of tool calls as structs, in which None means a missing key.
+        left_out: columns, and keys of messages with dotted names, that `data.columns` leaves out.
+        switches: columns in which false marks a row as unwanted.
         chats: columns with lists of messages.
-        closings: those of `STATED` and `MARKED` with which the answers of all rows end.
-        first_option: the number of the first option, 0 or 1.
-        features: of columns whose values Arrow stores otherwise than they are written (`field_values.plain_value`).
-        examples: unused column -> one of its values.
-        notes: what the values decided, for the report.
+        closings: the separators `STATED` and `MARKED` that the answers of all rows have.
+        first_option: number of the first option, 0 or 1.
+        features: features of columns whose values `field_values.plain_value` changes.
+        examples: example values of unused columns.
+        notes: facts found in the values, for the report.
         images: whether rows may have images.
-        turns_by: what makes the turns of the rows: the chat template, their text itself, in the template's form, or
-            nothing, as plain text has none.
+        turns_by: source of the turns: the chat template; the text of the rows, which is already in the template's form;
+            or none, for plain text.
     """
 
     format: str
@@ -209,15 +208,15 @@ class Layout:
         return f"{self.format} ({used})" + (f", not used: {', '.join(unused)}" if unused else "") + notes
 
     def needed(self, names: Collection[str]) -> list[str]:
-        """Returns the columns of the data, of these names, that a row is read from."""
+        """Returns the columns in `names` that a row is read from."""
         used = {*self.columns.values(), *self.switches}
         return sorted({head for column in used if (head := head_of(column, names))})
 
     def plain(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns a row with the values as they were written, and with the fields that dotted names name.
+        """Returns a row with `plain_value` of its cells, and with the fields of dotted names as cells.
 
         Raises:
-            RowError: there is no such field.
+            RowError: a field does not exist.
         """
         if not self.features and not any(column not in row for column in self.columns.values()):
             return dict(row)
@@ -232,7 +231,7 @@ class Layout:
 
 
 def is_wanted(name: str, value: Any) -> bool | None:
-    """Returns what a column, or a key of a message, says of its row; None if the value does not say it."""
+    """Whether a column, or a key of a message, marks its row as wanted; None if the value is neither true nor false."""
     word = str(value).strip().lower()
     words = {**dict.fromkeys(TABLES["switches"]["no"], False), **dict.fromkeys(TABLES["switches"]["yes"], True)}
     on = switch(value) if switch(value) is not None else words.get(word)
@@ -240,7 +239,7 @@ def is_wanted(name: str, value: Any) -> bool | None:
 
 
 def head_of(column: str, names: Collection[str]) -> str:
-    """Returns the column that holds the field of a dotted name: the name itself if it is one; empty without one."""
+    """Returns the column of a dotted name, which may be the name itself; empty if there is none."""
     while column not in names:
         column, dot, _ = column.rpartition(".")
         if not dot:
@@ -258,7 +257,7 @@ def _field(value: Any, column: str, fields: str) -> Any:
 
 
 def stores_structs(feature: Any, name: str = "") -> bool:
-    """Returns whether a column stores contents, or the arguments of tool calls, as structs of Arrow."""
+    """Whether a column stores contents, or arguments of tool calls, as structs of Arrow."""
     if isinstance(feature, dict):
         return name in ("arguments", "content", "value") or any(
             stores_structs(inner, key) for key, inner in feature.items()
@@ -273,18 +272,18 @@ def detect_layout(
     kinds: Mapping[str, str] = MappingProxyType({}),
     images: bool = False,
 ) -> Layout:
-    """Finds the format and the roles of columns; `config.format` and `config.columns` override.
+    """Finds the format and the roles of columns by name; `config.format` and `config.columns` override.
 
     Args:
-        columns: their names.
-        config: the data section. With an empty name in `config.columns` no column has that role, or the column of that
-            name has none.
-        empty: the columns without a value, or with flags alone, which get no role by their name.
-        kinds: the columns that hold "turns" or "calls" of tools.
-        images: whether rows may have images; else no column has that role.
+        columns: names of the columns.
+        config: the data section. An entry `name: ''` in `config.columns` removes the role `name`, or the role of the
+            column `name`.
+        empty: columns without values, or only with flags; they get no role by name.
+        kinds: kinds of values by column, such as "turns" or "calls" of tools.
+        images: whether rows may have images; if not, no column has that role.
 
     Raises:
-        ValueError: an unknown role, a missing column, columns that fit no format, or several that fit one role.
+        ValueError: an unknown role, a missing column, columns that fit no format, or several columns for a role.
     """
     named, listed = dict(config.columns or {}), shorten(", ".join(columns), 500) or "none"
     left_out = {name for name, column in named.items() if not column and head_of(name, columns)}
@@ -298,7 +297,7 @@ def detect_layout(
     roles = [role for role in (FORMATS[fmt].roles if fmt else ()) if images or role != "images"]
     if "images" in named and named["images"] and not images:
         raise ValueError("data.columns: images are trained on with model.images=true; set it, or take the role out")
-    if fmt == "messages" and "answer" not in named and find("messages"):  # else the last reply has its own columns
+    if fmt == "messages" and "answer" not in named and find("messages"):  # the last reply is in the chat
         roles = [role for role in roles if role not in ("reasoning", "answer")]
     used = {role: column for role in roles if (column := find(role))}
     if (
@@ -326,25 +325,25 @@ def detect_layout(
 def _column_of(
     role: str, columns: Sequence[str], named: Mapping[str, str], skipped: Collection[str], kinds: Mapping[str, str]
 ) -> str | None:
-    """Returns the column of a role by `data.columns`, or else by the names of those that are not skipped."""
+    """Returns the column of a role by `data.columns`, or else by the names of columns that are not skipped."""
     if role in named:
         return named[role] or None
     by_name = [column for column in columns if column not in skipped]
     for group in NAMES.get(role, [[role]]):
         fitting = [column for column in by_name if column.strip().lower() in group]
         if len(fitting) > 1:
-            text = f"ambiguous columns: {role} could be {' or '.join(fitting)}. Say which, as in data.columns="
+            text = f"ambiguous columns: {role} could be {' or '.join(fitting)}. Choose a column, as in data.columns="
             raise ValueError(f"{text}{{{role}: {fitting[0]}}}")
         if fitting:
             return fitting[0]
-    if role == "answer" and _column_of("tools", columns, named, skipped, kinds):  # as in xLAM's sets
+    if role == "answer" and _column_of("tools", columns, named, skipped, kinds):  # as in xLAM's data sets
         calls = [column for column in by_name if kinds.get(column) == "calls"]
         return next((column for column in calls if column.strip().lower() == "answers"), None)
     return None
 
 
 def _check_turns(fmt: str, used: Mapping[str, str], columns: Sequence[str], kinds: Mapping[str, str]) -> None:
-    """Raises ValueError if a column of messages has a role of text."""
+    """Raises ValueError if a column of messages has a role that needs text."""
     if fmt == "cot" and kinds.get(used.get("question", "")) == "turns":
         raise ValueError(_asks_in_turns(used["question"], used.get("answer"), columns))
     for role in ("text", "context", "options", "reasoning", "answer"):
@@ -363,15 +362,15 @@ def _missing_text(
     kinds: Mapping[str, str],
     has_prompt: bool,
 ) -> str:
-    """Returns which columns a format lacks, and how to name them."""
+    """Returns the error text for missing columns, with the setting that names them."""
     if not fmt and {"chosen", "rejected"} <= {column.strip().lower() for column in columns}:
         return (
-            "preference rows, pairs of a chosen and a rejected reply, are for dpo. To train on the chosen replies "
-            "alone: data.columns={question: prompt, answer: chosen}, with the names of your columns"
+            "preference rows, pairs of a chosen and a rejected reply, are for dpo. To train on only the chosen "
+            "replies: data.columns={question: prompt, answer: chosen}, with the names of your columns"
         )
     wanted = f"format {fmt} needs {' and '.join(missing)}" if fmt else "they fit no format"
     without = f" ({', '.join(empty)} without values)" if empty else ""
-    without += " (for grpo, prompts alone are data.format=prompt)" if not fmt and has_prompt else ""
+    without += " (for grpo, rows with only prompts are data.format=prompt)" if not fmt and has_prompt else ""
     without += " (rows with one reply and a label are for losses=[kto])" if fmt == "preference" else ""
     example = f"{missing[0]}: COLUMN" if fmt else "question: problem, reasoning: rationale, answer: target"
     if not fmt and (chats := [column for column, kind in kinds.items() if kind == "turns"]):
@@ -383,7 +382,7 @@ def _missing_text(
 
 
 def _asks_in_turns(asked: str, answer: str | None, columns: Collection[str]) -> str:
-    """Returns what to do with a column of messages without replies, as TRL and verl have for GRPO."""
+    """Returns the error text for a column of messages without replies, as in data sets for GRPO in TRL and verl."""
     given = answer or next((f"{name}.ground_truth" for name in columns if name == "reward_model"), "COLUMN")
     return (
         f"column {asked!r} holds messages without a reply. For grpo set data.format=prompt and data.columns={{prompt: "

@@ -1,7 +1,7 @@
 """Reads single values of a row: texts, numbers, objects, JSON text, options and switches.
 
-One rule makes every value of a row text: text stays, a number is written shortest, an object or a list becomes JSON,
-and anything else is refused.
+Values become text by one rule: text stays, a number gets its shortest form, an object or a list becomes JSON, and
+anything else is refused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NO, _YES = ("false", "0", "no", "0.0"), ("true", "1", "yes", "1.0")
 
 
 class RowError(ValueError):
-    """One row cannot be used; the caller adds its number."""
+    """Raised if a row cannot be used; the caller adds its number."""
 
 
 def text_of(value: Any, place: str) -> str:
@@ -32,16 +32,16 @@ def text_of(value: Any, place: str) -> str:
         place: names the value in an error, such as "column 'answer'".
 
     Raises:
-        RowError: it is empty, true or false, not a finite number, or no value of JSON.
+        RowError: the value is empty, true or false, not a finite number, or not a JSON value.
     """
     if value is None or (isinstance(value, str) and not value.strip()):
         raise RowError(f"{place} is empty")
     if isinstance(value, str):
         return value
     if isinstance(value, bool):
-        raise RowError(f"{place} holds {str(value).lower()}, a truth value; write the text that is meant, such as yes")
+        raise RowError(f"{place} holds {str(value).lower()}, a truth value; write the intended text, such as yes")
     if isinstance(value, float) and not math.isfinite(value):
-        raise RowError(f"{place} holds {value}, which is no answer")
+        raise RowError(f"{place} holds {value}, which is not an answer")
     if isinstance(value, int | float):
         return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
     if not isinstance(value, Mapping | list):
@@ -55,7 +55,7 @@ def json_of(value: Any, place: str) -> str:
     """Returns an object or a list as JSON.
 
     Raises:
-        RowError: it holds what JSON cannot hold, such as NaN.
+        RowError: it contains a value that is not JSON, such as NaN.
     """
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
@@ -64,14 +64,14 @@ def json_of(value: Any, place: str) -> str:
 
 
 def is_empty(value: Any) -> bool:
-    """Returns whether a value is None, white space, an object without keys, or a list of only these."""
+    """Whether a value is None, white space, an object without keys, or a list of only these."""
     if isinstance(value, list):
         return all(map(is_empty, value))
     return not value.strip() if isinstance(value, str) else value is None or value == {}
 
 
 def alternatives(value: Any) -> list[str]:
-    """Returns the texts of a list of texts and numbers, of which any is a right answer; empty for another value."""
+    """Returns alternative answers from a list of texts and numbers, as texts; empty for any other value."""
     items = [item for item in value if item is not None] if isinstance(value, list) else []
     if any(isinstance(item, bool) or not isinstance(item, str | int | float) for item in items):
         return []
@@ -79,7 +79,7 @@ def alternatives(value: Any) -> list[str]:
 
 
 def parsed(value: Any, column: str) -> Any:
-    """Returns a value that a file holds as JSON text, as CSV files do."""
+    """Parses a cell with JSON text, as in CSV files; returns other values unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -89,7 +89,7 @@ def parsed(value: Any, column: str) -> Any:
 
 
 def without_none(value: Any, filled: bool = True) -> Any:
-    """Removes the None of missing keys; in contents and in arguments of tool calls only if Arrow `filled` them in."""
+    """Removes keys with the value None; in contents and in arguments of tool calls only if Arrow `filled` them in."""
     if isinstance(value, Mapping):
         kept = () if filled else ("arguments", "content", "value")
         return {
@@ -99,7 +99,7 @@ def without_none(value: Any, filled: bool = True) -> Any:
 
 
 def is_filled(value: Any) -> bool:
-    """Returns whether a cell holds more than None, white space, NaN, or a list or struct of only these."""
+    """Whether a cell holds more than None, white space, NaN, or a list or struct of only these."""
     if isinstance(value, str):
         return bool(value.strip())
     if isinstance(value, Mapping):
@@ -110,19 +110,19 @@ def is_filled(value: Any) -> bool:
 
 
 def switch(value: Any) -> bool | None:
-    """Returns a switch such as `train` or `label`, in any spelling; None if the value is no switch."""
+    """Parses a true or false value in any spelling, for example of `train` or `label`; None for other values."""
     text = str(value).strip().lower() if isinstance(value, str | int | float) else ""
     return {**dict.fromkeys(_NO, False), **dict.fromkeys(_YES, True)}.get(text)
 
 
 def plain_value(value: Any, feature: Any) -> Any:
-    """Returns a value of Arrow as its user wrote it.
+    """Converts a value of Arrow to the form that its author wrote.
 
-    JSON is decoded, a class gets its name, a float32 its shortest text, and an object loses the None of missing keys.
+    Decodes JSON, replaces class numbers by names, rounds a float32 to its shortest text, and removes keys with None.
 
     Args:
-        value: as a data set of `without_decoding` gives it; lists and objects may be decoded already.
-        feature: its feature.
+        value: a value of `without_decoding`; lists and objects may be decoded already.
+        feature: its feature in `datasets`.
     """
     if value is None:
         return None
@@ -139,7 +139,7 @@ def plain_value(value: Any, feature: Any) -> Any:
 
 
 def decoded(value: Any, feature: Any) -> Any:
-    """Returns a value of a data set of `without_decoding` with its JSON decoded."""
+    """Decodes the JSON in a value of `without_decoding`."""
     if isinstance(feature, Json):
         return None if value is None else json.loads(value)
     if isinstance(feature, Mapping) and isinstance(value, Mapping):
@@ -149,7 +149,7 @@ def decoded(value: Any, feature: Any) -> Any:
 
 
 def without_decoding(rows: Dataset) -> Dataset:
-    """Returns a data set that gives JSON as text and images as bytes: `datasets` decodes 0.3 as 0.30000000000000004."""
+    """Makes a data set return JSON as text and images as bytes: `datasets` decodes 0.3 as 0.30000000000000004."""
 
     def changed(feature: Any) -> Any:
         if isinstance(feature, Json):
@@ -166,22 +166,22 @@ def without_decoding(rows: Dataset) -> Dataset:
 
 
 def is_short_float(feature: Any) -> bool:
-    """Returns whether a feature of `datasets` stores floats with fewer bits than Python's."""
+    """Whether a feature of `datasets` stores floats with fewer bits than Python's."""
     return isinstance(feature, Value) and feature.dtype in ("float16", "float32")
 
 
 def options_of(value: Any, column: str) -> dict[str, str]:
-    """Returns options by label.
+    """Reads the options of a question; returns the texts by label.
 
-    They are a list of texts, perhaps with letters of their own ("A) one"), {"label": [...], "text": [...]}, an object
-    from label to text, a list of objects with one label and one text, or one of these as JSON text.
+    Accepts a list of texts, also with letters ("A) yes"), {"label": [...], "text": [...]}, an object from label to
+    text, a list of objects with a label and a text, or the JSON text of any of these.
 
     Raises:
-        RowError: the value is none of these.
+        RowError: the value has another form.
     """
     if not is_filled(value):
         return {}
-    refused = RowError(f"column {column!r} holds no list of options: {str(value)[:60]}")
+    refused = RowError(f"column {column!r} does not hold a list of options: {str(value)[:60]}")
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -215,9 +215,9 @@ def _labelled(option: Mapping[str, Any]) -> tuple[Any, Any]:
 
 
 def _own_letters(texts: list[str]) -> tuple[list[str], list[str]]:
-    """Returns labels and texts of options; labels that the texts begin with are cut off."""
+    """Returns labels and texts of options; removes letters at the start of the texts, if they are the labels."""
     if len(texts) > 26:
-        raise RowError(f"there are {len(texts)} options, more than letters; give them labels of their own")
+        raise RowError(f"there are {len(texts)} options, more than letters; give them labels")
     expected = [chr(ord("A") + i) for i in range(len(texts))]
     matches = [_LETTERED.match(text) for text in texts]
     if len(texts) > 1 and [match[1].upper() if match else "" for match in matches] == expected:

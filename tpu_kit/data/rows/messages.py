@@ -1,7 +1,7 @@
-"""Reads the turns of a chat, however a file writes them, as messages of chat templates.
+"""Reads the turns of a chat, in the forms of many data sets, as messages of chat templates.
 
-A message that is read has a role, a content (text) unless it calls tools, perhaps `reasoning_content`, and
-`train: false` if its reply carries no loss.
+A message has a role, a content (text) unless it calls tools, optionally `reasoning_content`, and `train: false` if it
+is a reply without loss.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ _PLACE = re.compile(
 
 
 IMAGE = "\ufdd0"
-"""What stands in the text of a message where an image does: no character of any text."""
+"""Marks the place of an image in the text of a message: a code point that no text contains."""
 IMAGE_TAG = "<image>"
 IMAGE_PARTS = ("image", "image_url", "input_image")
 _IMAGE_KEYS = ("image", "image_url", "path", "url", "base64", "bytes")
 
 
 def learns(message: Mapping[str, Any]) -> bool:
-    """Returns whether a message of `read_messages` is a reply that carries loss."""
+    """Whether a message of `read_messages` is a reply that carries loss."""
     return message["role"] == "assistant" and message.get("train") is not False
 
 
@@ -72,11 +72,11 @@ def read_messages(
 
     Args:
         value: the cell.
-        column: its name.
-        first: the first message whose reply may carry loss; an empty reply from there on is an error.
-        system: the system turn; None or empty without one.
+        column: name of its column.
+        first: first message that may carry loss; an empty reply from there on is an error.
+        system: system turn; None or empty if there is none.
         config: the data section.
-        layout: of the rows.
+        layout: layout of the rows.
 
     Raises:
         RowError: a message cannot be read, or no reply carries loss.
@@ -113,7 +113,7 @@ def read_messages(
 
 
 def _skip_greeting(messages: list[dict[str, Any]]) -> None:
-    """Takes the loss from the replies with which a chat begins: nothing asks for them."""
+    """Removes the loss of replies at the start of a chat, because no turn asks for them."""
     for message in messages:
         if message["role"] != "assistant":
             break
@@ -146,7 +146,7 @@ def _message(turn: Mapping[str, Any], name: str, config: DataConfig, has_images:
         thoughts |= {"content": thought} if thought else {}
     elif images is not None and isinstance(content, str):
         content = _with_places(content, images)
-    if message["role"] == "tool" and isinstance(content, Mapping | list):  # {} and [] are results too
+    if message["role"] == "tool" and isinstance(content, Mapping | list):  # {} and [] are valid results
         message["content"] = json_of(content, name)
     elif isinstance(content, str) or not is_empty(content):
         message["content"] = content if isinstance(content, str) else text_of(content, name)
@@ -159,12 +159,12 @@ def _message(turn: Mapping[str, Any], name: str, config: DataConfig, has_images:
     if images is None and message["role"] == "user" and _PLACE.search(message.get("content", "")):
         raise RowError(f"{name} has the place of an image: model.images=true trains on images")
     if images:
-        message["images"] = images  # until `schemas.conversation` takes them
+        message["images"] = images  # `schemas.conversation` removes them
     return _with_thoughts(message, thoughts, name, config)
 
 
 def _check_wanted(message: Mapping[str, Any], name: str) -> None:
-    """Raises RowError if a key says that a message is not wanted, is reasoning, or holds its content."""
+    """Raises RowError if a key marks a message as unwanted or as reasoning, or has the content under another name."""
 
     def advice(key: str) -> str:
         return f"data.columns={{{_column(name)}.{key}: ''}} to leave that key out"
@@ -198,7 +198,7 @@ def _column(name: str) -> str:
 
 
 def _read_switches(message: dict[str, Any], name: str) -> None:
-    """Replaces the keys that switch the loss of a message on or off by `train: false` where it is off."""
+    """Replaces keys that switch the loss of a message on or off: sets `train: false` if it is off, else no key."""
     found: dict[str, bool] = {}
     for key in _SWITCHES:
         if key not in message:
@@ -221,7 +221,7 @@ def _read_switches(message: dict[str, Any], name: str) -> None:
 
 
 def _of_whole_text(details: Any, key: str, content: Any, name: str) -> bool:
-    """Returns the switch of ranges of characters that all say the same of a whole text."""
+    """Returns the common switch of character ranges that cover a whole text; raises RowError if they differ."""
     refused = RowError(
         f"{name} has {key}, loss on parts of a text, which is not supported; split the turn, or delete it"
     )
@@ -246,7 +246,7 @@ def _of_whole_text(details: Any, key: str, content: Any, name: str) -> bool:
 
 
 def is_parts(content: Any) -> bool:
-    """Returns whether a content is a list of parts with types, as in chats with images."""
+    """Whether a content is a list of typed parts, as in chats with images."""
     types = TABLES["parts"]["types"]
     return isinstance(content, list) and any(
         isinstance(part, Mapping) and part.get("type") in types for part in content
@@ -254,7 +254,7 @@ def is_parts(content: Any) -> bool:
 
 
 def _as_parts(content: Any) -> Any:
-    """Returns a content of a message that is text in a form of others, such as Bedrock's, as parts with types."""
+    """Converts a content in another API's form of text parts, such as Bedrock's, to a list of typed parts."""
     if isinstance(content, Mapping) and content.get("content_type") == "text":
         content = content.get("parts")
         texts = content if isinstance(content, list) else [content]
@@ -266,16 +266,16 @@ def _as_parts(content: Any) -> Any:
 
 
 def becomes_json(content: Any) -> bool:
-    """Returns whether a content of a message is an object or a list that is trained as JSON."""
+    """Whether a content of a message is an object or a list that is trained as JSON."""
     return isinstance(content, Mapping | list) and not is_empty(content) and not is_parts(_as_parts(content))
 
 
 def content_text(value: Any, place: str) -> str:
-    """Returns a content that is text, a number, an object, a list, or a list of parts of text, as text."""
+    """Converts a content to text: from text, a number, an object, a list, or a list of text parts."""
     if isinstance(value, Mapping) and role_of(value) in _ROLES and "content" in value:
         column = _column(place)
         raise RowError(
-            f"{place} holds a message, not text; write its text alone, or name it, as in data.columns={{{column}: "
+            f"{place} holds a message, not text; write only its text, or name it, as in data.columns={{{column}: "
             f"{column}.content}}, with the role of the column"
         )
     if not is_parts(value):
@@ -287,20 +287,20 @@ def content_text(value: Any, place: str) -> str:
 
 
 def _with_places(text: str, images: list[Any]) -> str:
-    """Returns a text with `IMAGE` for each tag of an image, for which None is added to `images`."""
+    """Replaces the image tags in a text by `IMAGE`; adds None per tag to `images`."""
     images += [None] * text.count(IMAGE_TAG)
     return text.replace(IMAGE_TAG, IMAGE)
 
 
 def picture_of(part: Mapping[str, Any]) -> Any:
-    """Returns what a part of `IMAGE_PARTS` gives for its picture, base64 as a data URL; None if a column has it."""
+    """Returns the picture of a part of a type in `IMAGE_PARTS`, base64 as a data URL; None if a column has it."""
     key = next((key for key in _IMAGE_KEYS if is_filled(part.get(key))), None)
     bare = key == "base64" and not str(part["base64"]).startswith("data:")
     return None if key is None else f"data:;base64,{part[key]}" if bare else part[key]
 
 
 def _read_parts(parts: list[Any], name: str, images: list[Any] | None = None) -> tuple[str, str]:
-    """Returns text and reasoning of a content in parts; adds its images to `images`, None for one of a column."""
+    """Returns text and reasoning of a content in parts; adds its images to `images`, None for an image of a column."""
     texts, thoughts = [], []
     for part in parts:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
@@ -319,7 +319,7 @@ def _read_parts(parts: list[Any], name: str, images: list[Any] | None = None) ->
 
 
 def _thoughts_of_keys(message: dict[str, Any], name: str) -> dict[str, str]:
-    """Takes the reasoning that a message holds beside its content; returns it by its key."""
+    """Removes the keys with reasoning from a message; returns the reasoning by key."""
     found = {}
     for key in _REASONING:
         if is_filled(value := message.pop(key, None)):
@@ -329,10 +329,10 @@ def _thoughts_of_keys(message: dict[str, Any], name: str) -> dict[str, str]:
 
 
 def _thought(value: Any, name: str, advice: str) -> str:
-    """Returns reasoning as text, from text, a list of texts, or objects with a text; empty if it is a word such as N/A.
+    """Converts reasoning to text, from text, a list of texts, or objects with a text; empty for a word such as N/A.
 
     Raises:
-        RowError: it is something else, such as encrypted, or a setting; or texts of it differ.
+        RowError: the value has another form (encrypted, or a setting), or contains texts that differ.
     """
     try:
         texts = _texts(value)
@@ -340,7 +340,7 @@ def _thought(value: Any, name: str, advice: str) -> str:
         raise RowError(f"{name} holds {error}: {str(value)[:60]}; {advice}") from error
     words = {text.strip().lower() for text in texts}
     if not words <= _NONE and words <= _FLAGS:
-        raise RowError(f"{name} holds {', '.join(map(repr, sorted(words)))}, a flag, no reasoning; {advice}")
+        raise RowError(f"{name} holds {', '.join(map(repr, sorted(words)))}, a flag, not reasoning; {advice}")
     return "" if words <= _NONE else "\n".join(texts)
 
 
@@ -350,7 +350,7 @@ def _texts(value: Any) -> list[str]:
     if isinstance(value, str):
         return [value]
     if isinstance(value, Mapping) and any(is_filled(value.get(key)) for key in _SETTINGS):
-        raise RowError("a setting, no reasoning")
+        raise RowError("a setting, not reasoning")
     if isinstance(value, Mapping):
         found = {key: _texts(value[key]) for key in _TEXTS if is_filled(value.get(key))}
         if len({" ".join(" ".join(texts).split()) for texts in found.values()}) > 1:
@@ -359,11 +359,11 @@ def _texts(value: Any) -> list[str]:
             return next(iter(found.values()))
     if isinstance(value, list) and value:
         return [text for part in value if is_filled(part) for text in _texts(part)]
-    raise RowError("reasoning that is no text")
+    raise RowError("reasoning that is not text")
 
 
 def thought_of_column(value: Any, column: str) -> str:
-    """Returns the reasoning of a cell; empty if it holds none, or a word such as N/A in its place."""
+    """Returns the reasoning of a cell; empty if the cell is empty or holds a word such as N/A."""
     if not is_filled(value):
         return ""
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -389,13 +389,13 @@ def _with_thoughts(message: dict[str, Any], thoughts: dict[str, str], name: str,
 
 
 def _read_calls(message: dict[str, Any], name: str) -> None:
-    """Makes the calls of a message tool calls with decoded arguments, whatever its keys are."""
+    """Converts the calls of a message, under any known key, to `tool_calls` with decoded arguments."""
     calls: list[Any] = []
     if is_filled(given := message.pop("tool_calls", None)):
         calls = read_calls(given, name)
     if is_filled(given := message.pop("function_call", None)):
         calls += read_calls(given, name)
-    if message["role"] in ("function_call", "tool_call"):  # ShareGPT, ms-swift: the content is a call, or several
+    if message["role"] in ("function_call", "tool_call"):  # ShareGPT, ms-swift: the content has the calls
         calls = read_calls(message.get("content"), name)
         message |= {"role": "assistant", "content": ""}
     if calls:
@@ -403,21 +403,21 @@ def _read_calls(message: dict[str, Any], name: str) -> None:
 
 
 def are_calls(value: Any) -> bool:
-    """Returns whether a value is a call of a tool or a list of them, or JSON text of one of these."""
+    """Whether a value is a tool call, a list of tool calls, or the JSON text of either."""
     calls = _decoded_list(value)
     return bool(calls) and all(_function_of(call) for call in calls)
 
 
 def read_calls(value: Any, name: str) -> list[dict[str, Any]]:
-    """Returns tool calls with decoded arguments; they may be JSON text, or a list of it.
+    """Reads tool calls, also from JSON text, and decodes their arguments.
 
     Raises:
-        RowError: one has no name, or arguments that cannot be read.
+        RowError: a call has no name, or arguments that cannot be read.
     """
     calls = []
     for call in _decoded_list(value):
         if not (function := _function_of(call)):
-            raise RowError(f"{name} holds no function call as JSON: {str(value)[:60]!r}")
+            raise RowError(f"{name} does not hold a function call as JSON: {str(value)[:60]!r}")
         about = {key: item for key, item in call.items() if key != "function"} if "function" in call else {}
         arguments = _arguments({**about, **function}, name)
         made = {key: item for key, item in function.items() if key not in _ARGUMENTS}
@@ -427,38 +427,36 @@ def read_calls(value: Any, name: str) -> list[dict[str, Any]]:
 
 
 def _function_of(call: Any) -> Mapping[str, Any] | None:
-    """Returns what a call calls, with its name; None if it is no call."""
+    """Returns the function of a call, with its name; None if the value is not a call."""
     function = _decoded(call.get("function", call)) if isinstance(call, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     return function if isinstance(name, str) and name else None
 
 
 def _arguments(call: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Returns the arguments of a call, whose key differs between formats; {} if it has none."""
+    """Returns the arguments of a call under any known key; {} if it has none."""
     name = f"{name} calls {call['name']!r}"
     given = {key: call[key] for key in _ARGUMENTS if call.get(key) is not None}
     if len(given) > 1:
         raise RowError(f"{name} with {' and '.join(given)}; keep one of them, as arguments")
     unknown = {key: item for key, item in call.items() if key not in (*_ARGUMENTS, *_CALL) and is_filled(item)}
     if unknown and not any(key in call for key in _ARGUMENTS):
-        raise RowError(
-            f"{name} with {', '.join(unknown)}, and without arguments; name its arguments so, even if they are {{}}"
-        )
+        raise RowError(f"{name} with {', '.join(unknown)}, but without the key arguments; add it, even if it is {{}}")
     arguments: Any = next(iter(given.values()), {})
-    arguments = {} if arguments == "" else arguments  # in OpenAI's form
-    while isinstance(arguments, str) and (inner := _decoded(arguments)) != arguments:  # some encode them twice
+    arguments = {} if arguments == "" else arguments  # OpenAI's form of no arguments
+    while isinstance(arguments, str) and (inner := _decoded(arguments)) != arguments:  # some files encode them twice
         arguments = inner
     if not isinstance(arguments, Mapping):
-        raise RowError(f"{name} with arguments that are no JSON object: {str(arguments)[:60]!r}")
-    json_of(arguments, f"{name} with arguments, which")  # NaN is no JSON
+        raise RowError(f"{name} with arguments that are not a JSON object: {str(arguments)[:60]!r}")
+    json_of(arguments, f"{name} with arguments, which")  # refuses NaN
     return arguments
 
 
 def read_tools(value: Any, column: str) -> list[dict[str, Any]] | None:
-    """Returns the definitions of tools as templates want them; None without any.
+    """Converts tool definitions to the form of chat templates; None if there are none.
 
     Raises:
-        RowError: one has no name.
+        RowError: a tool has no name.
     """
     value = without_none(parsed(value, column))
     if not is_filled(value):
@@ -472,14 +470,14 @@ def read_tools(value: Any, column: str) -> list[dict[str, Any]] | None:
         if "parameters" not in function and "input_schema" in function:  # Anthropic's form
             function["parameters"] = function.pop("input_schema")
         parameters = _decoded(function.get("parameters"))
-        # xLAM's sets list the parameters themselves, where JSON Schema has them below "properties".
+        # xLAM's data sets have the parameters directly, JSON Schema has them in "properties".
         listed = isinstance(parameters, Mapping) and parameters and "properties" not in parameters
         if listed and all(isinstance(about, Mapping) for about in parameters.values()):
             parameters = {"type": "object", "properties": dict(parameters)}
         function |= {"parameters": parameters} if parameters is not None else {}
         about = {key: item for key, item in tool.items() if key != "function"} if "function" in tool else {}
         tools.append({"type": "function", **about, "function": function})
-        json_of(tools[-1], f"column {column!r}")  # NaN is no JSON
+        json_of(tools[-1], f"column {column!r}")  # refuses NaN
     return tools
 
 

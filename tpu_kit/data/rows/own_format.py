@@ -1,6 +1,6 @@
-"""Makes rows by the function of the user that `data.format` names: of a row its messages, a text, or columns.
+"""Converts rows with the user's function that `data.format` names; it returns messages, a text, or columns.
 
-What the function returns is stored as the rows of a JSON file are, so all that follows reads it as such a file.
+The results are stored like the rows of a JSON file, and all further steps read them like such a file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tpu_kit.data.rows.field_values import RowError, decoded
 from tpu_kit.data.rows.records import LOCATION, PROBLEM, Record, as_record, write_records
 from tpu_kit.machine.compatibility import code_of
 
-_BATCH = 1000  # rows that a function of many gets at a time
+_BATCH = 1000  # rows per call of a function of several rows
 _MADE = Features({"made": Value("string"), "problem": Value("string")})
 
 
@@ -32,7 +32,7 @@ def own_function(name: str) -> Callable[..., Any] | None:
     """Returns the function that `data.format` names; None for a format of the kit.
 
     Raises:
-        ValueError: it cannot be imported, or takes no single argument.
+        ValueError: the function cannot be imported, or cannot be called with a single argument.
     """
     if not FUNCTION.fullmatch(name):
         return None
@@ -49,17 +49,17 @@ def own_function(name: str) -> Callable[..., Any] | None:
 
 
 def own_rows(rows: Dataset, name: str, function: Callable[..., Any], source: str, processes: int | None) -> Dataset:
-    """Returns what a function makes of rows, with `LOCATION` and `PROBLEM`; once for each content and code.
+    """Applies the user's function to rows and adds `LOCATION` and `PROBLEM`; caches the result by content and code.
 
     Args:
-        rows: of `without_decoding`.
-        name: of the function, "module:function".
-        function: takes a row, or many as a list where its argument is called `rows`.
-        source: of the rows.
-        processes: that call it; None is this one alone.
+        rows: result of `without_decoding`.
+        name: name of the function, "module:function".
+        function: takes a row, or a list of rows if its argument is called `rows`.
+        source: source of the rows.
+        processes: number of processes that call it; None for only this process.
 
     Raises:
-        ValueError: the function holds what cannot be hashed.
+        ValueError: the function reads an object that cannot be hashed.
     """
     code = code_of(name).hex() or _hash_of(function, name)
     key = json.dumps([name, code, rows._fingerprint])
@@ -85,12 +85,12 @@ def own_rows(rows: Dataset, name: str, function: Callable[..., Any], source: str
 
 
 def _hash_of(function: Callable[..., Any], name: str) -> str:
-    """Returns a hash of a function of a notebook's cell or a script, with the variables that it reads."""
+    """Hashes a function of a notebook's cell or a script, with the variables that it reads."""
     try:
         return str(Hasher.hash(function))
-    except Exception as error:  # what pickles a variable may raise anything
+    except Exception as error:  # pickling a variable may raise any error
         raise ValueError(
-            f"data.format={name}: its code cannot be told from another, as it reads what cannot be copied "
+            f"data.format={name}: its code cannot be hashed, because it reads an object that cannot be pickled "
             f"({type(error).__name__}: {error}); make that within the function, or put the function into a file"
         ) from error
 
@@ -114,14 +114,14 @@ def _made(cells: Mapping[str, list[Any]], name: str, function: Callable[..., Any
 
 
 def _results(rows: list[dict[str, Any]], name: str, function: Callable[..., Any]) -> list[tuple[str, str]]:
-    """Returns for each row its JSON and its problem, of which one is empty."""
+    """Returns the JSON and the problem of every row; one of the two is empty."""
     if "rows" not in inspect.signature(function).parameters:
         return [_result(row, name, function) for row in rows]
     try:
         several = list(function(rows)) if rows else []
         if len(several) == len(rows):
             return [_result(row, name, partial(_given, value)) for row, value in zip(rows, several, strict=True)]
-    except (Exception, SystemExit):  # which row it is, shows when each is alone
+    except (Exception, SystemExit):  # calls with single rows, below, find the bad row
         pass
     return [_result(row, name, partial(_alone, function)) for row in rows]
 
@@ -146,7 +146,7 @@ def _result(row: dict[str, Any], name: str, function: Callable[[Any], Any]) -> t
 
 
 def _json(value: Any) -> str:
-    """Returns what a function made as the JSON of a row."""
+    """Converts the result of a user's function to the JSON of a row."""
     if isinstance(value, str):
         value = {"text": value}
     elif isinstance(value, list | tuple):
@@ -157,4 +157,6 @@ def _json(value: Any) -> str:
     try:
         return json.dumps(dict(value))
     except (TypeError, ValueError, RecursionError) as error:
-        raise RowError(f"returned what JSON cannot hold ({error}); return texts, numbers, lists and objects") from error
+        raise RowError(
+            f"returned values that JSON lacks ({error}); return texts, numbers, lists and objects"
+        ) from error

@@ -1,4 +1,4 @@
-"""Reads rows of preferences, in the forms of data sets: a chosen and a rejected reply, or one reply and a label."""
+"""Reads preference rows: a chosen and a rejected reply, or a reply and a label."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _PROMPT, _COMPLETION = "prompt", "completion"
 
 
 def read_pair(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
-    """Reads the chosen conversation of a row, with the rejected one as its `rejected`.
+    """Reads the chosen conversation of a row; its field `rejected` is the rejected conversation.
 
     The prompt is a list of messages, the text of a question, which becomes a user turn, or plain text in a column
-    `prompt`, as in TRL. Without a prompt it is the common beginning of both replies. Replies that repeat the prompt,
-    as whole chats do, are read without it.
+    `prompt`, as in TRL. A row without a prompt has it at the start of both replies. Replies that repeat the prompt, as
+    whole chats do, are read without it.
 
     Raises:
-        RowError: as `schemas.conversation`; or the two replies are in different forms.
+        RowError: as `schemas.conversation`; or the two replies have different forms.
     """
     columns = layout.columns
     prompt = _prompt(row, layout)
@@ -45,12 +45,12 @@ def read_pair(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Con
 
 
 def read_labelled(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
-    """Reads a prompt with one reply and its label, which says whether the reply is a good one.
+    """Reads a prompt with a reply and its label, which is true for a good reply.
 
     The prompt is as in `read_pair`. Without a column `completion` the reply is the last turn of the messages.
 
     Raises:
-        RowError: as `schemas.conversation`; or the label says neither.
+        RowError: as `schemas.conversation`; or the label is neither true nor false.
     """
     columns = layout.columns
     name = columns["label"]
@@ -74,14 +74,14 @@ def read_labelled(row: Mapping[str, Any], layout: Layout, config: DataConfig) ->
 
 
 def _as_completion(row: Mapping[str, Any], layout: Layout) -> tuple[Layout, dict[str, Any]]:
-    """Returns the layout of a prompt with a completion, and the cells of the row beside these."""
+    """Returns the layout of a prompt with a completion, and the row's other cells that it needs."""
     beside = {role: layout.columns[role] for role in ("system", "tools") if role in layout.columns}
     read = replace(layout, columns={_PROMPT: _PROMPT, _COMPLETION: _COMPLETION, **beside})
     return read, {name: row.get(name) for name in beside.values()}
 
 
 def _side(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
-    """Reads a prompt with one of its replies."""
+    """Reads a prompt with one reply."""
     prompt, reply = row[_PROMPT], row[_COMPLETION]
     if prompt == "" and isinstance(reply, str):
         if not reply.strip():
@@ -91,7 +91,7 @@ def _side(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Convers
 
 
 def _prompt(row: Mapping[str, Any], layout: Layout) -> Any:
-    """Returns the prompt of a row as messages or as plain text; None without one."""
+    """Returns the prompt of a row as messages or as plain text; None if the row has no prompt."""
     columns = layout.columns
     for role in ("messages", "prompt"):
         value = row.get(columns.get(role, ""))
@@ -118,17 +118,17 @@ def _reply(row: Mapping[str, Any], column: str, layout: Layout) -> str | list[An
         return list(value)
     if isinstance(value, list) and value and all(isinstance(one, str) for one in value):
         if len(value) > 1:
-            raise RowError(f"column {column!r} holds {len(value)} replies, and a row has one: make a row of each")
+            raise RowError(f"column {column!r} holds {len(value)} replies, but a row has one: write a row per reply")
         value = value[0]
     if not isinstance(value, str) or not value.strip():
         both = layout.format == "preference"
-        needs = "a pair needs a chosen and a rejected one" if both else "kto needs one in each row"
+        needs = "a pair needs a chosen and a rejected reply" if both else "kto needs a reply in every row"
         raise RowError(f"column {column!r} has no reply: {str(value)[:60]!r}; {needs}")
     return value
 
 
 def _of_turns(prompt: Any, chosen: list[Any], rejected: list[Any], columns: Mapping[str, str]) -> tuple[Any, Any, Any]:
-    """Returns the messages of the prompt and of both replies, which may be whole chats."""
+    """Returns the messages of the prompt and of both replies; the replies may be given as whole chats."""
     same = 0
     while same < min(len(chosen), len(rejected)) - 1 and _same_turn(chosen[same], rejected[same]):
         same += 1
@@ -159,7 +159,7 @@ def _same_turn(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def _of_texts(chosen: str, rejected: str) -> tuple[str, str, str]:
-    """Returns the whole words with which two texts begin alike, and their ends, each with the space before it."""
+    """Splits two texts into their common prefix of whole words and their ends, which begin with the space."""
     same = common_length(chosen, rejected)
     while same and not chosen[same - 1].isspace():
         same -= 1
@@ -168,6 +168,6 @@ def _of_texts(chosen: str, rejected: str) -> tuple[str, str, str]:
 
 
 def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Returns how many items two sequences begin with alike."""
+    """Returns the length of the common prefix of two sequences."""
     shorter = min(len(one), len(other))
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), shorter)

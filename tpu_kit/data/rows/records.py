@@ -1,7 +1,7 @@
-"""Reads JSON and CSV files row by row into one Arrow file, which keeps the line of each row and why it is bad.
+"""Converts JSON and CSV files to an Arrow file that also stores the line numbers and the problems of the rows.
 
-Arrow's own JSON parser is not used: it crashes on a file of `null` lines or of deeply nested rows, converts texts that
-look like dates, and reports no line numbers.
+Does not use Arrow's JSON parser, which crashes on files of `null` lines or deeply nested rows, converts texts that look
+like dates, and reports no line numbers.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from datasets.arrow_writer import ArrowWriter
 from tpu_kit.machine.storage import atomic
 
 LOCATION = "tpu_kit:location"
-"""The column with the location of a row, such as "rows.jsonl, line 3"."""
+"""Name of the column with the location of a row, such as "rows.jsonl, line 3"."""
 
 PROBLEM = "tpu_kit:problem"
-"""The column with the reason why a row cannot be read; None if it can."""
+"""Name of the column with the reason why a row cannot be read; None if it can be read."""
 
 
-_CHUNK = 2**20  # bytes that are read at a time to count lines
+_CHUNK = 2**20  # bytes per read while counting lines
 
 
 class Record(NamedTuple):
-    """One row of a file.
+    """A row of a file.
 
     Attributes:
         location: "line 3", or "row 2" of a JSON array, from 0.
-        values: column -> cell; empty if the row has a problem.
-        problem: why it cannot be read; empty if it can.
+        values: cells by column; empty if the row has a problem.
+        problem: why the row cannot be read; empty if it can.
     """
 
     location: str
@@ -44,15 +44,15 @@ class Record(NamedTuple):
 
 
 def read_records(system: Any, file: str, separator: str | None) -> Iterator[Record]:
-    """Yields the rows of one file in order.
+    """Yields the rows of a file in order.
 
     Args:
-        system: the fsspec file system that holds it.
-        file: its path there; the name gives its compression.
-        separator: between the cells of CSV; None for JSON: an object on each line, or an array of them.
+        system: the fsspec file system of the file.
+        file: path in that file system; the suffix gives the compression.
+        separator: separator of cells in CSV; None for JSON: an object per line, or an array of objects.
 
     Raises:
-        ValueError: the file, not one of its rows, cannot be read; the text names the file and the line.
+        ValueError: the file as a whole cannot be read; the text names the file and the line.
     """
     options = {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": "", "compression": "infer"}
     try:
@@ -60,29 +60,29 @@ def read_records(system: Any, file: str, separator: str | None) -> Iterator[Reco
             yield from _json(stream, file) if separator is None else _csv(stream, file, separator)
     except ValueError:
         raise
-    except Exception as error:  # each compression has its own errors
+    except Exception as error:  # compressions raise different classes of errors
         text = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"data source {file}: cannot be read: {text}; is the file whole?") from error
 
 
 def read_lines(system: Any, file: str, start: int, end: int) -> Iterator[Record]:
-    """Yields the rows of a part of a file of JSON lines: those of the lines that begin in a range of bytes.
+    """Yields the rows of a part of a JSON lines file: of all lines that begin in a range of bytes.
 
-    Their locations are "byte N", as the lines before the part are not read; `line_of` counts them.
+    Their locations are "byte N", because the lines before the part are not read; `line_of` converts them.
 
     Args:
-        system: the fsspec file system that holds it.
-        file: its path there; it is not compressed.
-        start: the first byte of the range.
-        end: the byte after the last one.
+        system: the fsspec file system of the file.
+        file: path in that file system; the file is not compressed.
+        start: first byte of the range.
+        end: byte after the range.
 
     Raises:
-        ValueError: the file is no text, or a JSON array, which cannot be divided.
+        ValueError: the file is not text, or is a JSON array, which cannot be divided.
     """
     with system.open(file, "rb") as stream:
         if start:
             stream.seek(start - 1)
-            stream.readline()  # the rest of a line that begins before
+            stream.readline()  # the rest of a line that begins before the range
         position = stream.tell()
         while position < end and (line := stream.readline()):
             location, position = f"byte {position}", position + len(line)
@@ -92,7 +92,7 @@ def read_lines(system: Any, file: str, start: int, end: int) -> Iterator[Record]
                 raise ValueError(f"data source {file}, {location}: not UTF-8 text; save the file as UTF-8") from error
             if location == "byte 0" and text.startswith("["):
                 raise ValueError(
-                    f"data source {file}: a JSON array of this size cannot be divided; write a row on each line"
+                    f"data source {file}: a JSON array of this size cannot be divided; write one row per line"
                 )
             if text:
                 value, _, problem = _decode(text, 1)
@@ -100,7 +100,7 @@ def read_lines(system: Any, file: str, start: int, end: int) -> Iterator[Record]
 
 
 def line_of(system: Any, file: str, location: str) -> str:
-    """Returns the location of a row of `read_lines` by its line; any other location as it is."""
+    """Converts a location "byte N" of `read_lines` to a line number; returns other locations unchanged."""
     if not location.startswith("byte "):
         return location
     left, lines = int(location.removeprefix("byte ")), 1
@@ -118,7 +118,7 @@ def _text_lines(stream: Any, file: str) -> Iterator[str]:
             text = f"data source {file}, line {number}: not UTF-8 text; save the file as UTF-8"
             raise ValueError(text) from error
         if "\0" in line:
-            raise ValueError(f"data source {file}, line {number}: NUL bytes, so no text; save the file as UTF-8")
+            raise ValueError(f"data source {file}, line {number}: NUL bytes, so not text; save the file as UTF-8")
         yield line
 
 
@@ -128,7 +128,7 @@ def _text_lines(stream: Any, file: str) -> Iterator[str]:
 def _json(stream: Any, file: str) -> Iterator[Record]:
     begin = next((line for line in stream if line.strip()), "")
     stream.seek(0)
-    if begin.lstrip().startswith("["):  # an array of rows, perhaps over many lines, or an array on each line
+    if begin.lstrip().startswith("["):  # an array of rows, possibly over many lines, or an array per line
         array, location, problem = _decode("".join(_text_lines(stream, file)), 1)
         if not problem:
             yield from (as_record(row, f"row {number}") for number, row in enumerate(array))
@@ -143,7 +143,7 @@ def _json(stream: Any, file: str) -> Iterator[Record]:
 
 
 def _decode(text: str, line: int) -> tuple[Any, str, str]:
-    """Returns the value of a text that begins on a line, its location, and why it is not valid (empty if it is)."""
+    """Decodes a JSON text that begins on `line`; returns its value, its location, and an error (empty if valid)."""
     try:
         return _DECODER.decode(text), f"line {line}", ""
     except json.JSONDecodeError as error:
@@ -170,13 +170,13 @@ _NOT_FINITE = (math.inf, -math.inf)
 
 
 def as_record(value: Any, location: str) -> Record:
-    """Returns a decoded value as a row, or why Arrow cannot hold it; cells of NaN and infinity become null."""
+    """Makes a row from a decoded value, with a problem if Arrow cannot store it; NaN and infinity become null."""
     if not isinstance(value, dict):
         return Record(location, {}, f"a row must be an object, not {json.dumps(value)[:30]}")
     try:
         _ENCODER.encode(value).encode()
     except UnicodeEncodeError:
-        return Record(location, {}, "half of a surrogate pair (\\ud800 to \\udfff), which is no character")
+        return Record(location, {}, "half of a surrogate pair (\\ud800 to \\udfff), which is not a character")
     return Record(
         location, {name: None if cell in _NOT_FINITE or cell != cell else cell for name, cell in value.items()}
     )
@@ -188,7 +188,7 @@ def as_record(value: Any, location: str) -> Record:
 def _csv(stream: Any, file: str, separator: str) -> Iterator[Record]:
     """Yields the rows of CSV with all cells as text: 007 is not 7, NA and null are words, an empty cell is empty.
 
-    White space around the names of columns is cut off, and before a cell if the header has it after each separator.
+    Strips white space around column names, and before cells if the header has it after every separator.
     """
     csv.field_size_limit(sys.maxsize)  # the default refuses cells over 128 KiB
     header = next((line for line in stream if line.strip()), "")
@@ -229,8 +229,8 @@ def write_records(records: Callable[[], Iterator[tuple[str, Record]]], target: P
     A column of texts and numbers becomes text; a column with lists or objects becomes JSON.
 
     Args:
-        records: iterates over the rows, each with its file, or "" if the location names it; called twice.
-        target: the file.
+        records: returns an iterator of files and rows; the file is "" if the location names it. Called twice.
+        target: the Arrow file.
     """
     kinds: dict[str, set[type]] = {}
     for _, record in records():
@@ -248,7 +248,7 @@ def write_records(records: Callable[[], Iterator[tuple[str, Record]]], target: P
 
 
 def _kind(cell: Any) -> type:
-    """Returns the type of a cell; a whole number that Arrow's 64 bits cannot hold is stored as text."""
+    """Returns the type that a cell is stored with; whole numbers over 64 bits are stored as text."""
     return str if type(cell) is int and not -(2**63) <= cell < 2**63 else type(cell)
 
 
@@ -259,7 +259,7 @@ def _feature(types: set[type]) -> Any:
 
 
 def stored_cell(cell: Any, feature: Any) -> Any:
-    """Returns a cell as its column stores it; in a column of text, whole numbers have no decimal point."""
+    """Converts a cell to the type of its column; in a text column, whole numbers have no decimal point."""
     if cell is None or (isinstance(feature, Value) and feature.dtype != "string"):
         return cell
     if isinstance(feature, Json):

@@ -1,7 +1,7 @@
 """Reads the conversation of a row from the columns that `columns.py` found.
 
-`config.named_values.FORMATS` names the formats, each with the function that reads it: `cot` (question, reasoning,
-answer), `messages` (chats, with tools), `prompt_completion`, `text` and `prompt`; `preferences.py` reads the others.
+`config.named_values.FORMATS` lists the formats and their functions: `cot` (question, reasoning, answer), `messages`
+(chats, with tools), `prompt_completion`, `text` and `prompt` are here; `preferences.py` has the others.
 `chat_encoding.py` encodes the conversation as token ids.
 """
 
@@ -41,21 +41,21 @@ from tpu_kit.data.rows.messages import (
 _PLAIN = str.maketrans("\N{LEFT SINGLE QUOTATION MARK}\N{RIGHT SINGLE QUOTATION MARK}\N{LEFT DOUBLE QUOTATION MARK}"
                        "\N{RIGHT DOUBLE QUOTATION MARK}\N{EN DASH}\N{EM DASH}\N{MINUS SIGN}", "''\"\"---")  # fmt: skip
 NO_REPLY = "..."
-"""The reply in the conversation of a row that has none; no run trains on it."""
+"""Placeholder for the reply of a row that has no reply; no run trains on it."""
 
 
 class Conversation(NamedTuple):
-    """The content of one row.
+    """The content of a row.
 
     Attributes:
         messages: a chat, or plain text.
-        first: index of the first message (in plain text, character) after the prompt, which carries no loss.
+        first: index of the first message (in plain text, character) after the prompt; the prompt carries no loss.
         tools: JSON schemas for the chat template.
-        added: messages at the start that are not of the row: 1 with the system turn of `data.system_prompt`, else 0.
-        begun: words with which the last reply begins and that are in the prompt; the model continues them.
-        images: what the row gives for each `messages.IMAGE` in the texts; later each a `data.images.files.Picture`.
-        rejected: of a pair, the same prompt with the rejected reply.
-        label: whether the reply is a good one, of rows that say so; else None.
+        added: number of messages at the start that the row lacks: 1 with the turn of `data.system_prompt`, else 0.
+        begun: start of the last reply that is part of the prompt; the model continues it.
+        images: images in the order of `messages.IMAGE` in the texts; later each is a `data.images.files.Picture`.
+        rejected: for a pair, the same prompt with the rejected reply.
+        label: whether the reply is good, for labelled rows; else None.
     """
 
     messages: list[dict[str, Any]] | str
@@ -69,7 +69,7 @@ class Conversation(NamedTuple):
 
     @property
     def asked(self) -> Any:
-        """The messages before the last reply, with the words that it begins with, or the text before the completion."""
+        """The prompt: the messages before the last reply with its start `begun`, or the text before the completion."""
         if isinstance(self.messages, str):
             return self.messages[: self.first]
         last = max(i for i, message in enumerate(self.messages) if message["role"] == "assistant")
@@ -77,15 +77,14 @@ class Conversation(NamedTuple):
         return self.messages[:last] + words
 
     def questions(self, config: DataConfig, *, users_alone: bool = False) -> list[int]:
-        """Returns the hash of the prompt of each trained reply; the last one is the question of the row.
+        """Returns the hashes of the prompts of all trained replies; the last hash is the question of the row.
 
-        The hash is of all that the row says before the reply: system turn, tools, calls and earlier replies. It is the
-        same for chats, columns and plain text, in whatever form they are stored, and whatever template, tokenizer and
-        settings a run has.
+        The hash covers everything before the reply: system turn, tools, calls and earlier replies. It does not depend
+        on the row's format (chat, columns or plain text), nor on template, tokenizer and other settings.
 
         Args:
-            config: has the tags of the reasoning, which may replace others in `messages`.
-            users_alone: leave out system turns and tools.
+            config: has the reasoning tags, which may replace other tags in `messages`.
+            users_alone: whether to leave out system turns and tools.
         """
         if isinstance(self.messages, str):
             return [_hash(self.messages[: self.first] or self.messages)]
@@ -99,7 +98,7 @@ class Conversation(NamedTuple):
             if i < self.added or (users_alone and role in ("system", "developer")):
                 continue
             said = "" if content is None else content if isinstance(content, str) else _json(content)
-            while IMAGE in said:  # the same question about another picture is another question
+            while IMAGE in said:  # the same text about another picture is another question
                 said = said.replace(IMAGE, f"<image {next(pictures).digest}>", 1)
             said = said.replace(config.think_open, "<think>").replace(config.think_close, "</think>")
             said += "".join(_json(_function(call)) for call in message.get("tool_calls") or ())
@@ -108,11 +107,11 @@ class Conversation(NamedTuple):
 
 
 QUESTIONS_VERSION = 1
-"""Increase it when `Conversation.questions` gives other hashes: runs store them."""
+"""Increase it if `Conversation.questions` returns other hashes: runs store them."""
 
 
 def _function(tool: Any) -> Any:
-    """Returns what a tool or a call of one says, without its wrapper and the number of the call; arguments decoded."""
+    """Returns the function of a tool or tool call without its wrapper and call id, with decoded arguments."""
     if not isinstance(tool, Mapping):
         return tool
     function = {key: value for key, value in dict(tool.get("function", tool)).items() if key not in ("id", "type")}
@@ -123,7 +122,7 @@ def _function(tool: Any) -> Any:
 
 
 def _json(value: Any) -> str:
-    """Returns a value as JSON, the same however a file stores it: keys sorted, without empty values, 2.0 as 2."""
+    """Returns a value as canonical JSON: sorted keys, no empty values, 2.0 as 2."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -141,7 +140,7 @@ def _hash(text: str) -> int:
 
 
 def as_text(asked: Any) -> str:
-    """Returns `Conversation.asked` as text to read: the question alone, or each message after its role."""
+    """Formats `Conversation.asked` for display: only the question, or all messages with their roles."""
     if isinstance(asked, str):
         return asked
     if len(asked) == 1:
@@ -151,17 +150,17 @@ def as_text(asked: Any) -> str:
 
 
 def normalised(text: str) -> str:
-    """Returns a question without case, extra white space, typographic quotes and dashes, and final punctuation."""
+    """Normalises a question: no case, extra white space, typographic quotes and dashes, or final punctuation."""
     text = unicodedata.normalize("NFC", text).translate(_PLAIN).casefold()
     return " ".join(text.split()).rstrip(" .?:;,\"'")
 
 
 def conversation(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
-    """Reads one row; a chat without a system turn gets that of `data.system_prompt`.
+    """Reads a row; a chat without a system turn gets `data.system_prompt`.
 
     Raises:
-        RowError: a cell is empty or cannot be read as its role, the row says that it is not wanted, or no assistant
-            turn carries loss.
+        RowError: a cell is empty or does not fit its role, the row is marked as unwanted, or no assistant turn carries
+            loss.
     """
     talk = _of_row(layout.plain(row), layout, config)
     if layout.images:
@@ -177,7 +176,7 @@ def conversation(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> 
 
 
 def _of_row(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
-    """Reads what the row itself says."""
+    """Reads a row without adding `data.system_prompt` or images."""
     for column in layout.switches:
         if is_wanted(column, row.get(column)) is False:
             raise RowError(
@@ -189,7 +188,7 @@ def _of_row(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conve
 
 
 def _with_images(talk: Conversation, row: Mapping[str, Any], layout: Layout) -> Conversation:
-    """Takes the images of the messages, and those of the row's column for the places that name none."""
+    """Collects the images of the messages; places without an image get the images of the row's column."""
     column = layout.columns.get("images", "")
     given = _images_of(row.get(column), column)
     if isinstance(talk.messages, str):
@@ -212,7 +211,7 @@ def _with_images(talk: Conversation, row: Mapping[str, Any], layout: Layout) -> 
 
 
 def _images_of(value: Any, column: str) -> list[Any]:
-    """Returns the images of a cell: one, or a list of them, which may be JSON text."""
+    """Returns the images of a cell: a single image, or a list of images, also as JSON text."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         value = parsed(value, column)
     values = value if isinstance(value, list) else [value]
@@ -225,7 +224,7 @@ def read_text(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Con
 
 
 def read_chat(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
-    """Reads a chat, whose last reply may be in columns of its own; raises RowError as `conversation`."""
+    """Reads a chat, whose last reply may be in separate columns; raises RowError as `conversation`."""
     columns = layout.columns
     system, tools = _system(row, layout, config), _tools(row, layout)
     turns = parsed(row.get(columns["messages"]), columns["messages"])
@@ -238,7 +237,7 @@ def read_chat(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Con
 
 
 def read_prompt(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
-    """Reads a prompt without a reply, for models that sample it; raises RowError as `conversation`."""
+    """Reads a prompt without a reply, for runs that sample replies; raises RowError as `conversation`."""
     columns = layout.columns
     system, tools = _system(row, layout, config), _tools(row, layout)
     asked = row.get(columns["prompt"])
@@ -251,7 +250,7 @@ def read_prompt(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> C
 
 
 def read_problem(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
-    """Reads a question and its answer, with reasoning or without; raises RowError as `conversation`."""
+    """Reads a question and its answer, with or without reasoning; raises RowError as `conversation`."""
     column, system, tools = layout.columns["question"], _system(row, layout, config), _tools(row, layout)
     question, reasoning, answer = problem(row, layout, config).values()
     earlier = history(row, layout)
@@ -265,7 +264,7 @@ def read_problem(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> 
 def _reply(
     row: Mapping[str, Any], layout: Layout, config: DataConfig, tools: list[Any] | None, reasoning: str, answer: str
 ) -> dict[str, Any]:
-    """Returns a reply; an answer that is a list of calls of the row's tools becomes tool calls."""
+    """Makes the message of a reply; an answer that is a list of calls of the row's tools becomes tool calls."""
     called = _calls(row, layout.columns["answer"], tools)
     if called:
         thought = {"reasoning_content": reasoning} if reasoning else {}
@@ -307,21 +306,21 @@ def read_completion(row: Mapping[str, Any], layout: Layout, config: DataConfig) 
 
 
 def is_turns(value: Any) -> TypeGuard[list[Any]]:
-    """Whether a value is a list with messages."""
+    """Whether a value is a list that contains messages."""
     return isinstance(value, list) and any(
         isinstance(turn, Mapping) and ("role" in turn or "from" in turn) for turn in value
     )
 
 
 def _turns(row: Mapping[str, Any], column: str, layout: Layout) -> Any:
-    """Returns a cell of messages, or one message, as their list; any other cell as it is."""
+    """Returns the list of messages of a cell, also for a single message; returns other cells unchanged."""
     value = parsed(row.get(column), column) if column in layout.chats else row.get(column)
     is_one = isinstance(value, Mapping) and is_turns([value]) and bool({"content", "value", "tool_calls"} & {*value})
     return [value] if is_one else value
 
 
 def history(row: Mapping[str, Any], layout: Layout) -> list[dict[str, Any]]:
-    """Returns the turns before the question, from a list of messages or of pairs of a question and its reply."""
+    """Returns the turns before the question, from a list of messages or a list of [question, reply] pairs."""
     column = layout.columns.get("history", "")
     value = row.get(column)
     if isinstance(value, str) and value.lstrip().startswith("["):
@@ -343,13 +342,13 @@ def history(row: Mapping[str, Any], layout: Layout) -> list[dict[str, Any]]:
 
 
 def _continued(messages: list[dict[str, Any]], first: int, tools: list[Any] | None) -> Conversation:
-    """Returns a conversation in which a prompt that ends in the assistant's own words is continued, as TRL does."""
+    """Makes a conversation; if the prompt ends in an assistant turn, the reply continues that turn, as in TRL."""
     words, reply = messages[first - 1 : first + 1] if first else ({"role": ""}, messages[0])
     if words["role"] != "assistant" or reply["role"] != "assistant":
         return Conversation(messages, first, tools)
     said, rest = words.get("content"), reply.get("content")
     if not isinstance(said, str) or not isinstance(rest, str) or len(messages) > first + 1 or words.get("tool_calls"):
-        raise RowError("the prompt ends in a reply, which one message of text can continue, and no others can")
+        raise RowError("the prompt ends in a reply, which only a single message of text can continue")
     whole = [*messages[: first - 1], {**reply, "content": said + rest}]
     return Conversation(whole, first - 1, tools, begun=said)
 
@@ -360,12 +359,12 @@ def problem(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> dict[
     The question includes its context and its options.
 
     Args:
-        row: of `Layout.plain`.
-        layout: of the rows.
+        row: result of `Layout.plain`.
+        layout: layout of the rows.
         config: the data section.
 
     Raises:
-        RowError: a cell is empty, or is no text, number, object or list.
+        RowError: a cell is empty, or is not a text, number, object or list.
     """
     columns = layout.columns
     question = question_of(row, layout)
@@ -377,7 +376,7 @@ def problem(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> dict[
 
 
 def question_of(row: Mapping[str, Any], layout: Layout) -> str:
-    """Returns the question of a row with its context; raises RowError if a cell is empty, or no text."""
+    """Returns the question of a row with its context; raises RowError if a cell is empty or not text."""
     columns = layout.columns
     question = _cell(row, columns["question"])
     if not is_filled(row.get(columns.get("context", ""))):
@@ -389,27 +388,27 @@ def question_of(row: Mapping[str, Any], layout: Layout) -> str:
 
 
 def expected_answer(row: Mapping[str, Any], layout: Layout) -> Any:
-    """Returns what the answer to a row of `Layout.plain` is judged by: a text, or a list of which any text is right.
+    """Returns the expected answer of a row of `Layout.plain`: a text, or a list of alternative texts.
 
     Raises:
-        RowError: it is an object.
+        RowError: the cell holds an object, or a list of other values than texts and numbers.
     """
     column = layout.columns.get("answer", "")
     value = row.get(column)
     if isinstance(value, Mapping):
         raise RowError(
-            f"column {column!r} holds an object, no answer: {str(value)[:60]}; name its field, as in "
+            f"column {column!r} holds an object, not an answer: {str(value)[:60]}; name its field, as in "
             f"data.columns={{answer: {column}.{next(iter(value), 'FIELD')}}}"
         )
     if isinstance(value, list):
         if is_filled(value) and not alternatives(value):
-            raise RowError(f"column {column!r} holds a list of other things than texts and numbers: {str(value)[:60]}")
+            raise RowError(f"column {column!r} holds a list of other values than texts and numbers: {str(value)[:60]}")
         return alternatives(value)
     return text_of(value, column) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
 def _solved(row: Mapping[str, Any], layout: Layout, config: DataConfig, options: Mapping[str, str]) -> tuple[str, str]:
-    """Returns the reasoning (empty without one) and the answer from the columns of a row."""
+    """Returns the reasoning (empty if there is none) and the answer from the columns of a row."""
     columns = layout.columns
     answer = with_own_tags(
         _chosen(_cell(row, columns["answer"]), options, columns["answer"], layout.first_option), config
@@ -424,31 +423,31 @@ def _solved(row: Mapping[str, Any], layout: Layout, config: DataConfig, options:
     reasoning = with_own_tags(reasoning, config)
     if answer_of(answer, config) != answer:
         raise RowError(
-            f"column {columns['answer']!r} holds reasoning in tags, and column {columns['reasoning']!r} holds some "
-            "too; set data.columns={reasoning: ''} to use the former"
+            f"columns {columns['answer']!r} (in tags) and {columns['reasoning']!r} both hold reasoning; set "
+            "data.columns={reasoning: ''} to use the tags"
         )
     return reasoning_of(reasoning, config) or reasoning, answer
 
 
 def _chosen(answer: str, options: Mapping[str, str], column: str, first: int) -> str:
-    """Returns the answer, or the label of the option with that number, counted from `first`."""
+    """Returns the answer; a number becomes the label of that option, counted from `first`."""
     said = answer.strip()
     if not options or said in options:
         return answer
     if not said.isdecimal():
         is_label = re.fullmatch("[A-Z]|-[0-9]+", said) and all(len(label) == 1 for label in options)
         if is_label and said not in options.values() and said.casefold() not in map(str.casefold, options):
-            raise RowError(f"column {column!r} holds {said}, which is none of the options {', '.join(options)}")
+            raise RowError(f"column {column!r} holds {said}, which is not among the options {', '.join(options)}")
         return answer
     number, labels = int(answer) - first, list(options)
     is_number = 0 <= number < len(labels)
     if (answer.strip() in options.values()) != is_number:
         return labels[number] if is_number else answer
-    raise RowError(f"column {column!r} holds {answer}: whether that is an option or its number is not certain")
+    raise RowError(f"column {column!r} holds {answer}, which may be an option or the number of an option")
 
 
 def final_answer(talk: Conversation, config: DataConfig) -> str:
-    """Returns the last assistant turn or the completion, without reasoning; empty without one."""
+    """Returns the last assistant turn or the completion, without reasoning; empty for plain text without a prompt."""
     if isinstance(talk.messages, str):
         said = talk.messages[talk.first :] if talk.first else ""
     else:
@@ -473,7 +472,7 @@ def _tools(row: Mapping[str, Any], layout: Layout) -> list[Any] | None:
 def _last_turn(
     turns: list[Any], row: Mapping[str, Any], layout: Layout, config: DataConfig, tools: list[Any] | None
 ) -> list[dict[str, Any]]:
-    """Returns the last reply of a chat from columns of its own; none if the chat has it and the columns are empty."""
+    """Returns the last reply of a chat from separate columns; empty if the chat contains it already."""
     columns = layout.columns
     given = _turns(row, columns["answer"], layout)
     is_answered = bool(turns) and isinstance(turns[-1], Mapping) and role_of(turns[-1]) == "assistant"
@@ -483,12 +482,12 @@ def _last_turn(
         said = turns[-1].get("content", turns[-1].get("value"))
         if said == row[columns["answer"]] or (is_turns(given) and turns[-len(given) :] == given):
             return []
-        raise RowError(f"column {columns['messages']!r} ends in a reply, and {columns['answer']!r} holds another")
+        raise RowError(f"column {columns['messages']!r} ends in a reply, and {columns['answer']!r} holds another reply")
     if is_turns(given):
         if is_filled(row.get(columns.get("reasoning", ""))):
             raise RowError(
                 f"column {columns['answer']!r} holds messages, and column {columns['reasoning']!r} their reasoning; "
-                "put it into the messages as reasoning_content, or set data.columns={reasoning: ''} to leave it out"
+                "move it into the messages as reasoning_content, or set data.columns={reasoning: ''} to leave it out"
             )
         return given
     reasoning, answer = _solved(row, layout, config, {})

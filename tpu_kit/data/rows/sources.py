@@ -1,6 +1,6 @@
 """Loads the rows of a data source: the hub, local files, files in a bucket, and generated word problems.
 
-Errors in a file name the file and the line.
+Errors about a file have the file and the line.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ from tpu_kit.machine.storage import atomic
 from tpu_kit.machine.storage.local_folder import is_lfs_pointer
 
 SYNTHETIC = "synthetic"
-"""The source of rows of random tokens, which need no tokenizer."""
+"""Name of the source of random tokens, which needs no tokenizer."""
 
 SYNTHETIC_ROWS = 4096
-"""Rows of the synthetic source, unless the split has a slice."""
+"""Number of rows of the synthetic source, unless the split has a slice."""
 
 EMBEDDED_ROWS = {"train": 4000, "eval": 500}
-"""Rows of each split of `assets.embedded`, unless it has a slice, as in `train[:100]`."""
+"""Number of rows of `assets.embedded` by split, unless the split has a slice, as in `train[:100]`."""
 
 SHOWN = 5
-"""Bad rows that an error names."""
+"""Number of bad rows in an error text."""
 
 _KINDS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
 _SAVED = ("state.json", "dataset_dict.json")
 _ABOUT_ROWS = ("dataset_info.json", "dataset_infos.json")
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
-_VERSION = 5  # increase it when records.py reads other rows from the same file
+_VERSION = 6  # increase it if records.py reads other rows, or another problem, from the same file
 _SPLIT = re.compile(r"(\w+)(?:\[:(\d+)\])?")
 
 
@@ -62,11 +62,11 @@ def load_rows(source: str, split: str = "train", seed: int = 0, *, skip: bool = 
     """Loads the rows of a source; JSON and CSV files add the columns `records.LOCATION` and `records.PROBLEM`.
 
     Args:
-        source: "embedded", a path, glob or URL (`gs://...`) of files, a folder of `save_to_disk`, a folder of a data
-            set as the hub has it, or a data set of the hub; the last two with the configuration after a colon if they
-            have several (`openai/gsm8k:main`).
-        split: a name, perhaps with a slice, as in `train[:1000]`. Files have one split, `train`.
-        seed: of generated rows.
+        source: "embedded", a path, glob or URL (`gs://...`) of files, a folder of `save_to_disk`, a folder laid out
+            like a data set of the hub, or a data set of the hub; the last two with a configuration after a colon if
+            they have several (`openai/gsm8k:main`).
+        split: name of a split, optionally with a slice, as in `train[:1000]`. Files have the single split `train`.
+        seed: seed of generated rows.
         skip: as in `check_rows`; the cells of an unreadable row are None.
 
     Raises:
@@ -78,7 +78,7 @@ def load_rows(source: str, split: str = "train", seed: int = 0, *, skip: bool = 
         rows = _embedded(split, seed, embedded.preference_rows)
     elif source == "embedded-images":
         rows = _embedded_images(split, seed)
-    elif any(os.path.isfile(os.path.join(source, name)) for name in _SAVED):  # false, too, where it may not be read
+    elif any(os.path.isfile(os.path.join(source, name)) for name in _SAVED):  # false if the folder is not readable
         rows = _from_saved(source, split)
     elif files := find_files(source, split):
         rows = _from_parquet(source, split, files) if files.kind == "parquet" else _from_text(source, split, files)
@@ -92,16 +92,16 @@ def load_rows(source: str, split: str = "train", seed: int = 0, *, skip: bool = 
 
 
 def check_rows(rows: Dataset, problems: Sequence[str | None], source: str, *, skip: bool) -> tuple[str, ...]:
-    """Returns the first rows that cannot be used, each with its location and its problem.
+    """Checks the problems of rows; returns texts with location and problem of the first bad rows.
 
     Args:
-        rows: of `load_rows`.
-        problems: why each row cannot be used; empty or None if it can.
-        source: of the rows, for the error.
-        skip: whether such rows may be left out, up to half of all rows.
+        rows: result of `load_rows`.
+        problems: problems of the rows; empty or None for a good row.
+        source: source of the rows, for the error.
+        skip: whether bad rows may be left out, up to half of all rows.
 
     Raises:
-        ValueError: there are such rows, and `skip` is false or they are more than half.
+        ValueError: there are bad rows, and `skip` is false or they are more than half.
     """
     bad = [number for number, problem in enumerate(problems) if problem]
     locations = [f"row {number}" for number in bad[:SHOWN]]
@@ -112,7 +112,7 @@ def check_rows(rows: Dataset, problems: Sequence[str | None], source: str, *, sk
 
 
 def check_found(found: Sequence[tuple[str, str]], bad: int, read: int, source: str, *, skip: bool) -> tuple[str, ...]:
-    """Does what `check_rows` does, for `bad` of the rows that were read, of which the first are `found`."""
+    """Checks as `check_rows`, given the number of bad rows and of all rows, and the first bad rows in `found`."""
     shown = tuple(f"{location}: {problem}" for location, problem in found)
     most = 2 * bad > read
     if not bad or (skip and not most):
@@ -139,26 +139,26 @@ def synthetic_rows(split: str) -> int:
 
 
 class Files(NamedTuple):
-    """The paths of a source in a file system of fsspec, in order; the kind is "json", "csv" or "parquet"."""
+    """The files of a source: an fsspec file system, paths in order, and the kind "json", "csv" or "parquet"."""
 
     system: Any
     paths: list[str]
     kind: str
 
     def records(self) -> Iterator[tuple[str, Record]]:
-        """Yields the rows of JSON and CSV, each with its file."""
+        """Yields the files and rows of JSON and CSV."""
         for path in self.paths:
             for record in self.records_of(path):
                 yield path, record
 
     def records_of(self, path: str) -> Iterator[Record]:
-        """Yields the rows of one of the files, JSON or CSV."""
+        """Yields the rows of a JSON or CSV file."""
         separator = ("\t" if ".tsv" in Path(path).name.lower() else ",") if self.kind == "csv" else None
         return read_records(self.system, path, separator)
 
 
 def find_files(source: str, split: str) -> Files | None:
-    """Returns the files of a path, glob or URL; None for a data set of the hub."""
+    """Finds the files of a path, glob or URL; None for a data set of the hub."""
     if registry := _registry(source):
         raise ValueError(registry)
     folder, _, subset = (source, "", "") if os.path.isdir(source) else source.rpartition(":")
@@ -174,9 +174,9 @@ def find_files(source: str, split: str) -> Files | None:
 
 
 def _folder_files(folder: str, subset: str, split: str) -> Files:
-    """Returns the files of a split of a folder, by its README and their names, as `datasets` finds them."""
+    """Finds the files of a folder's split as `datasets` does, by README and file names."""
     advice = f"data source {folder}: a folder; name the files in it, such as {Path(folder, '*.jsonl')}"
-    logging.getLogger("huggingface_hub.repocard").setLevel(logging.ERROR)  # it warns of a README without metadata
+    logging.getLogger("huggingface_hub.repocard").setLevel(logging.ERROR)  # it warns about a README without metadata
     try:
         names = get_dataset_config_names(folder)
         if (subset or "default") not in names and (subset or len(names) > 1):
@@ -185,20 +185,20 @@ def _folder_files(folder: str, subset: str, split: str) -> Files:
         splits = load_dataset_builder(folder, subset or None).config.data_files or {}
     except ValueError:
         raise
-    except Exception as error:  # `datasets` has many kinds
+    except Exception as error:  # `datasets` raises many classes of errors
         raise ValueError(f"{advice}; none has rows") from error
     name = split.partition("[")[0]
     if name not in splits:
         raise ValueError(f"data.split: there is no split {name!r}; {folder} has {', '.join(map(str, splits))}")
     used = {str(Path(path)) for paths in splits.values() for path in paths}
-    if len(names) == 1:  # `datasets` takes the files of one kind and one way of naming splits, without a word of others
+    if len(names) == 1:  # `datasets` silently ignores files of other kinds and with other split names
         inner = (path.relative_to(folder) for path in Path(folder).rglob("*") if path.name not in _ABOUT_ROWS)
         visible = [path for path in inner if not any(part.startswith(".") for part in path.parts)]
         root = Path(folder).absolute()  # as `datasets` names the files
         left = sorted(str(path) for path in visible if kind_of(path.name) and str(root / path) not in used)
         if left:
             listed = shorten(", ".join(left), 200)
-            raise ValueError(f"{advice}, or move away those that are in no split: {listed}")
+            raise ValueError(f"{advice}, or move away files that are in no split: {listed}")
     paths = sorted(map(str, splits[name]))
     if len(kinds := {kind_of(path) for path in paths}) != 1 or None in kinds:
         listed = ", ".join(sorted(Path(path).suffix for path in paths))
@@ -207,7 +207,7 @@ def _folder_files(folder: str, subset: str, split: str) -> Files:
 
 
 def _registry(source: str) -> str:
-    """Returns why LLaMA-Factory's list of data sets, or the folder with it, is no source; empty for another source."""
+    """Returns the error text for a source that is LLaMA-Factory's list of data sets, or its folder; empty otherwise."""
     path = Path(source, _ABOUT_ROWS[0]) if os.path.isdir(source) else Path(source)
     if path.name != _ABOUT_ROWS[0] or not path.is_file():
         return ""
@@ -224,7 +224,7 @@ def _registry(source: str) -> str:
 
 
 def kind_of(path: str) -> str | None:
-    """Returns the kind of a file by its name, without the suffix of a compression."""
+    """Returns the kind of a file by its name, ignoring the suffix of a compression; None if unknown."""
     suffixes = [suffix for suffix in Path(path).suffixes if suffix not in _COMPRESSED]
     return _KINDS.get(suffixes[-1].lower()) if suffixes else None
 
@@ -237,7 +237,7 @@ def _from_text(source: str, split: str, files: Files) -> Dataset:
         try:
             write_records(files.records, target)
         except OSError as error:
-            raise ValueError(f"data source {source}: its rows cannot be kept in {target.parent}: {error}") from error
+            raise ValueError(f"data source {source}: its rows cannot be cached in {target.parent}: {error}") from error
     rows = Dataset.from_file(str(target))
     try:  # a slice such as train[10:20%]
         (part,) = ReadInstruction.from_spec(split).to_absolute({split.partition("[")[0]: len(rows)})
@@ -249,7 +249,7 @@ def _from_text(source: str, split: str, files: Files) -> Dataset:
 def _from_parquet(source: str, split: str, files: Files) -> Dataset:
     paths = [files.system.unstrip_protocol(path) if "://" in source else path for path in files.paths]
     try:
-        # Without the entity tag, the cache of an object would outlive its replacement.
+        # Without the entity tag, the cache would keep an object that has been replaced.
         options = {"download_config": DownloadConfig(use_etag=True)}
         rows = load_dataset("parquet", data_files={split.partition("[")[0]: paths}, split=split, **options)
         rows.data.validate(full=True)  # the reader accepts text that is not UTF-8
@@ -285,7 +285,7 @@ def _from_hub(source: str, split: str) -> Dataset:
 
 
 def _glob(source: str) -> tuple[Any, list[str]]:
-    """Returns the file system of a path, glob or URL, and its files in order, none of them empty."""
+    """Returns the file system of a path, glob or URL, and its files in order; raises ValueError for empty files."""
     from fsspec.core import url_to_fs
 
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs a traceback of each error that it raises
@@ -294,18 +294,18 @@ def _glob(source: str) -> tuple[Any, list[str]]:
         paths = sorted(system.glob(path)) if any(c in path for c in "*?[") and not system.exists(path) else [path]
         for path in paths:
             if (info := system.info(path))["type"] not in ("file", "link"):  # reading a pipe would never end
-                raise ValueError(f"data source {path}: this is not a regular file; name another")
+                raise ValueError(f"data source {path}: this is not a regular file; name another file")
             if info["size"] == 0:
-                raise ValueError(f"data source {path}: the file is empty; write rows into it, or name another")
+                raise ValueError(f"data source {path}: the file is empty; write rows to it, or name another file")
             if info["size"] < 1024 and is_lfs_pointer(system.cat_file(path)):
-                raise ValueError(f"data source {path}: this is a git-lfs pointer and not the file: run `git lfs pull`")
+                raise ValueError(f"data source {path}: this is a Git LFS pointer, not the file: run `git lfs pull`")
     except ImportError as error:
         raise ValueError(f"data source {source}: {error}; for gs:// run: pip install gcsfs") from error
     except FileNotFoundError:
         paths = []
     except ValueError:
         raise
-    except Exception as error:  # each kind of storage has its own errors
+    except Exception as error:  # storages raise different classes of errors
         advice = "; check the network; log in with `gcloud auth application-default login`"
         advice *= source.startswith("gs://")
         raise ValueError(f"data source {source}: no access: {type(error).__name__}: {error}{advice}") from error
@@ -333,7 +333,7 @@ def _embedded(split: str, seed: int, make: Callable[..., list[dict[str, str]]] =
 
 
 def _embedded_images(split: str, seed: int) -> Dataset:
-    """Returns rows with pictures, which are kept in a file, as processes of the run read them anew."""
+    """Returns rows with pictures, from a file that the run's processes can read too."""
     from tpu_kit.assets import pictures
 
     match = _SPLIT.fullmatch(split)
@@ -357,7 +357,7 @@ def _embedded_images(split: str, seed: int) -> Dataset:
 
 
 def saved_rows_path(data: Dataset | DatasetDict, folder: Path) -> Path:
-    """Returns the path in `folder` that `save_rows` writes a data set to, by its content.
+    """Returns the path in `folder` to which `save_rows` writes a data set; it depends on the content.
 
     Raises:
         ValueError: the data is not a `Dataset` or `DatasetDict`, or has no rows.
@@ -371,9 +371,9 @@ def saved_rows_path(data: Dataset | DatasetDict, folder: Path) -> Path:
 
 
 def save_rows(data: Dataset | DatasetDict, folder: Path) -> str:
-    """Writes a data set to `saved_rows_path`, so that other processes can load it; returns the path as their source."""
+    """Writes a data set to `saved_rows_path`, so that other processes can load it; returns the path as a source."""
     target = saved_rows_path(data, folder)
-    if not target.exists():  # a run that is started again finds its rows there
+    if not target.exists():  # a resumed run finds its rows there
         with atomic.replacing(target, shared=True) as part:
             data.save_to_disk(part)
     return str(target)

@@ -1,5 +1,5 @@
-"""Text without end, for continued pre-training.
+"""Streams text for continued pre-training.
 
-Offers: an ordered list of shards (`shards`), their documents, packed (`packed_shards`), what a run is told of them
-before (`opening`), and a process that makes them ahead of the training (`feeder`). Must not know: models and training.
+Offers an ordered list of shards (`shards`), their packed documents (`packed_shards`), a report before the run
+(`opening`), and a process that makes shards ahead of the training (`feeder`). Must not know models and training.
 """

@@ -1,8 +1,8 @@
-"""A process of each host that tokenises and packs the shards of a stream ahead of the training.
+"""Tokenises and packs the shards of a stream ahead of the training, in a process per host.
 
-It writes a shard while the replicas train on the one before, which they map from its files. It is a process, as
-a thread would take turns with the one that dispatches the steps. Two shards are kept: each replica tells by an empty
-file when it begins one.
+The process writes a shard while the replicas train on the previous shard, which they map from its files. It is not a
+thread, because a thread would compete with the thread that dispatches the steps. At most two shards are kept: a replica
+writes an empty file when it begins a shard.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from tpu_kit.data.stream.packed_shards import Ahead, Encoded, PackedShard, Place
 from tpu_kit.data.stream.shards import ShardError
 from tpu_kit.distributed.child_process import end_with_parent
 
-_MOST_PROCESSES = 8  # that tokenise, unless data.num_proc says it
-_LOOK = 0.02  # seconds between two looks for a file
-_ENDED = "ended"  # the file that says why the process is gone
+_MOST_PROCESSES = 8  # that tokenise, if data.num_proc is not set
+_LOOK = 0.02  # seconds between two checks for a file
+_ENDED = "ended"  # file with the reason why the process has ended
 
 
 @contextlib.contextmanager
@@ -49,7 +49,7 @@ def feeding(stream: TextStream, place: Place) -> Iterator[TextStream]:
             status = ended()
             if not closing.is_set():
                 text = f"the process that tokenises data.source={stream.shards.source} has ended with status {status}"
-                _write(folder / _ENDED, f"{text}; what it says is printed above")
+                _write(folder / _ENDED, f"{text}; its output is printed above")
 
         watcher = threading.Thread(target=watch, daemon=True)
         watcher.start()
@@ -58,12 +58,12 @@ def feeding(stream: TextStream, place: Place) -> Iterator[TextStream]:
         finally:
             closing.set()
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)  # and those that tokenise for it
+                os.killpg(pid, signal.SIGKILL)  # with its child processes
             watcher.join()
 
 
 def _start(payload: bytes) -> tuple[int, Callable[[], int]]:
-    """Starts the process; returns its id, and what gives it its arguments and waits for its end."""
+    """Starts the process; returns its id, and a function that sends the payload and waits for its end."""
     path = [str(Path(__file__).parents[3]), *filter(None, sys.path)]
     settings = {"PYTHONPATH": os.pathsep.join(dict.fromkeys(path)), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
                 "USE_TORCH_XLA": "0", "TOKENIZERS_PARALLELISM": "false"}  # fmt: skip
@@ -73,14 +73,14 @@ def _start(payload: bytes) -> tuple[int, Callable[[], int]]:
     )  # fmt: skip
 
     def ended() -> int:
-        process.communicate(payload)  # it takes them once it has loaded its libraries
+        process.communicate(payload)  # the process reads it after it has loaded its libraries
         return process.returncode
 
     return process.pid, ended
 
 
 def feed(stream: TextStream, place: Place, folder: Path, encoded: Ahead | None = None) -> None:
-    """Writes shard after shard from a place on, each when all replicas have begun the one before the last.
+    """Writes shards, beginning at a place, in order. After a shard, waits until all replicas have begun it.
 
     `encoded` is as in `TextStream.write`.
     """
@@ -107,17 +107,17 @@ def _begun(folder: Path, number: int) -> bool:
 def shards_from(
     stream: TextStream, place: Place, reader: int = 0, readers: int = 1, stopped: Callable[[], bool] = lambda: False
 ) -> Iterator[tuple[int, PackedShard]]:
-    """Yields the shards from a place on, for ever, with their numbers, counted on from epoch to epoch.
+    """Yields the shards forever, beginning at a place, with numbers that continue from epoch to epoch.
 
     Args:
-        stream: the stream; without a folder, a shard is tokenised when it is asked for.
-        place: in the first shard.
-        reader: the replica of this host.
-        readers: number of the replicas of this host.
-        stopped: whether a shard that is not there yet is no longer wanted, which ends the iterator.
+        stream: the stream; without a folder, shards are tokenised here on demand.
+        place: a place in the first shard.
+        reader: number of this replica on its host.
+        readers: number of replicas on this host.
+        stopped: called while the next shard is not ready; if it returns True, the iterator ends.
 
     Raises:
-        ShardError: a shard cannot be had; the text is that of the process.
+        ShardError: the process could not make a shard; the text is its error.
     """
     number = place.epoch * stream.count + place.shard
     while True:
@@ -150,7 +150,7 @@ def _write(path: Path, text: str) -> None:
     part.rename(path)
 
 
-_stream: TextStream | None = None  # of a process that tokenises
+_stream: TextStream | None = None  # set in processes that tokenise
 
 
 def _begin(stream: TextStream) -> None:
@@ -165,7 +165,7 @@ def _encode(block: list[Record]) -> Encoded:
 
 
 def feed_by_processes(stream: TextStream, place: Place, folder: Path) -> None:
-    """Does what `feed` does, with several processes that tokenise blocks of rows."""
+    """Runs `feed` with several processes that tokenise blocks of rows."""
     count = stream.encoder.config.num_proc or max(1, min(_MOST_PROCESSES, len(os.sched_getaffinity(0)) // 4))
     if count == 1:
         return feed(stream, place, folder)

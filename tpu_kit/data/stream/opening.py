@@ -1,4 +1,4 @@
-"""Opens a stream before a run: how its rows are encoded, what is held out, and what its first rows say of it."""
+"""Opens a stream before a run: makes the encoder, chooses held-out rows, and reports on the first rows."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from tpu_kit.data.tokenizing import encoder_of
 from tpu_kit.machine.chips import MIB
 
 HELD_ROWS = 64
-"""The first rows that are held out where `data.eval_rows` is null."""
-_LOOKED_AT = 1000  # further rows that are looked at
-_LOOKED_BYTES = MIB  # and the most bytes of these, beyond which one row is enough
+"""Number of first rows that are held out if `data.eval_rows` is null."""
+_LOOKED_AT = 1000  # rows after the held-out rows that the report samples
+_LOOKED_BYTES = MIB  # limit of their size; the sample has at least one row
 
 
 @dataclass(frozen=True)
 class StreamReport(DataReport):
-    """What the first rows say of a stream; the counts are of the rows that were looked at.
+    """Report about a stream from its first rows; the counts are about these rows only.
 
     Attributes:
-        shards: the shards, and the tokens in them.
-        held: the rows that are held out; empty without.
+        shards: text with the number of shards and their tokens.
+        held: text about the held-out rows; empty if there are none.
     """
 
     shards: str = ""
@@ -59,10 +59,10 @@ class StreamReport(DataReport):
 
 
 def open_stream(config: DataConfig, tokenizer: Any) -> tuple[TextStream, list[Record]]:
-    """Lists the shards of a stream, and finds how its rows are encoded; returns its first rows, too.
+    """Lists the shards of a stream and makes its encoder; returns the stream and its first rows.
 
     Raises:
-        ValueError: there are no such files, or the first shard has no rows, or no text.
+        ValueError: there are no such files, or the first shard has no rows or no text.
     """
     config = replace(config, format="text")
     shards = Shards.find(str(config.source), config.split)
@@ -81,7 +81,7 @@ def open_stream(config: DataConfig, tokenizer: Any) -> tuple[TextStream, list[Re
 
 
 def _head(shards: Shards, held: int, most: int, target: Path) -> Dataset:
-    """Writes the first rows of the first shard, of JSON or CSV, as `load_rows` has them."""
+    """Reads the first rows of the first JSON or CSV shard in the form of `load_rows`."""
     first, records, size = shards.all[0], list[Record](), 0
     for record in shards.records(first, ()):
         records.append(record)
@@ -100,10 +100,10 @@ def _bytes_of(record: Record) -> int:
 
 
 def prepare_stream(config: DataConfig, tokenizer: Any) -> Prepared:
-    """Prepares a stream for a run; its training rows here are those that were looked at.
+    """Prepares a stream for a run; `Prepared.train` has the sampled first rows.
 
     Raises:
-        ValueError: as `open_stream`; no row is left to train, or rows cannot be used.
+        ValueError: as `open_stream`; or no row is left to train, or rows cannot be used.
     """
     stream, records = open_stream(config, tokenizer)
     shard = stream.shards.all[0]
@@ -118,7 +118,7 @@ def prepare_stream(config: DataConfig, tokenizer: Any) -> Prepared:
     held, sample = parts
     if not sample:
         raise ShardError(
-            f"data source {config.source}: {shard} has no rows to train besides the {stream.held} that are held out: "
+            f"data source {config.source}: {shard} has no rows to train besides the {stream.held} held-out rows: "
             "lower data.eval_rows, or put a larger file first"
         )
     train = _packed(stream, sample)
@@ -126,7 +126,7 @@ def prepare_stream(config: DataConfig, tokenizer: Any) -> Prepared:
     report = replace(
         _report(stream, sample, records), skipped=len(bad), skipped_rows=shown,
         shards=_shards_text(stream, sample, records),
-        held=f"the first {stream.held} rows of {shard}, which no epoch trains" if held else "",
+        held=f"the first {stream.held} rows of {shard}, in all epochs" if held else "",
     )  # fmt: skip
     return Prepared(
         train, _packed(stream, held) if held else None, [], [], [], report,
@@ -166,7 +166,7 @@ def _special(stream: TextStream, record: Record) -> str:
 
 
 def _shards_text(stream: TextStream, sample: Sequence[tuple[int, Example]], records: Sequence[Record]) -> str:
-    """Says how many shards there are, and about how many tokens they have."""
+    """Describes the number of shards and the estimated number of their tokens."""
     shards, first = stream.shards, stream.shards.all[0]
     counts = f"{stream.count:,} of {len(shards.files):,} file{'s' if len(shards.files) > 1 else ''}"
     text = f"{counts}, {shards.size / MIB:,.1f} MiB"
@@ -176,13 +176,13 @@ def _shards_text(stream: TextStream, sample: Sequence[tuple[int, Example]], reco
         with shards.system.open(first.file.path, "rb") as file:
             of_file = pq.ParquetFile(file).metadata.num_rows * per_row
     elif first.file.is_compressed:
-        return f"{text}; how many tokens they have is not known, as they are compressed"
+        return f"{text}; the number of tokens is not known, because they are compressed"
     else:
         of_file = first.file.size / (sum(map(_bytes_of, rows)) / len(rows)) * per_row
     epoch = of_file / first.file.size * shards.size
-    return f"{text}; about {_rounded(of_file / first.file.parts)} tokens a shard, {_rounded(epoch)} an epoch"
+    return f"{text}; about {_rounded(of_file / first.file.parts)} tokens per shard, {_rounded(epoch)} per epoch"
 
 
 def _rounded(count: float) -> str:
-    """Returns a number with two digits that count."""
+    """Formats a number with two significant digits."""
     return f"{float(f'{count:.2g}'):,.0f}"

@@ -1,4 +1,4 @@
-"""The documents of a shard, tokenised and packed into files: memory holds some rows of it at a time."""
+"""Tokenises and packs the documents of a shard into files; memory holds only some rows at a time."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from tpu_kit.data.tokenizing import split_text
 _ARRAYS = {"input_ids": np.int32, "loss_mask": np.bool_, "lengths": np.int64, "source_rows": np.int64,
            "order": np.int64, "counts": np.int64}  # fmt: skip
 _ABOUT = "about.json"
-_BLOCK = 2**18  # characters of the rows that are tokenised at a time
+_BLOCK = 2**18  # characters of rows that are tokenised together
 
 
 class Place(NamedTuple):
-    """Where a stream stands: before one of the packed rows of a shard, in the order in which they are trained.
+    """Position in a stream: before a packed row of a shard, in the order of training.
 
     Attributes:
         epoch: complete passes over all shards before it.
         shard: number of the shard.
-        row: number of the row; those before it were trained in this epoch.
+        row: number of the row; the rows before it were trained in this epoch.
     """
 
     epoch: int = 0
@@ -42,12 +42,12 @@ class Place(NamedTuple):
 
 
 class PackedShard(NamedTuple):
-    """A shard as it is trained.
+    """A packed shard with its order of training.
 
     Attributes:
-        data: its packed rows.
-        order: the numbers of the rows as they are trained in an epoch.
-        skipped: how many of its rows could not be used, and the first of them; empty if all could.
+        data: packed rows.
+        order: row numbers in the order of training.
+        skipped: text about rows that could not be used; empty if there are none.
     """
 
     data: PackedDataset
@@ -61,9 +61,9 @@ class Encoded(NamedTuple):
     Attributes:
         input_ids: int32 (tokens,).
         loss_mask: bool (tokens,).
-        lengths: of the documents.
-        rows: of the documents, counted from the first of these rows.
-        problems: the rows that cannot be used, counted likewise, and why.
+        lengths: tokens per document.
+        rows: row number of a document, counted from the first of these rows.
+        problems: numbers and problems of rows that cannot be used.
     """
 
     input_ids: np.ndarray
@@ -78,15 +78,15 @@ Ahead = Callable[[Iterator[list[Record]]], Iterator[tuple[list[Record], Encoded]
 
 @dataclass(frozen=True)
 class TextStream:
-    """A stream of plain text. It can be pickled.
+    """A stream of plain text; picklable.
 
     Attributes:
-        shards: its shards.
-        encoder: of the rows.
-        features: of the columns of JSON and CSV, in which numbers may stand for texts; empty for parquet.
-        columns: the columns that a row is read from.
-        held: the first rows of the first shard that are held out, in all epochs.
-        folder: where a process of this host writes packed shards ahead of the training; None without one.
+        shards: the shards.
+        encoder: encoder of the rows.
+        features: features of JSON and CSV columns, to convert numbers to text; empty for parquet.
+        columns: columns that a row is read from.
+        held: number of first rows of the first shard that are held out in all epochs.
+        folder: folder in which a process of this host writes packed shards ahead of the training; None without it.
     """
 
     shards: Shards
@@ -98,15 +98,15 @@ class TextStream:
 
     @cached_property
     def count(self) -> int:
-        """The number of shards."""
+        """Number of shards."""
         return len(self.shards.all)
 
     def shard(self, number: int) -> Shard:
-        """Returns a shard by its number, counted on from epoch to epoch."""
+        """Returns a shard by its number, which continues from epoch to epoch."""
         return self.shards.all[number % self.count]
 
     def encode(self, record: Record) -> list[Example]:
-        """Returns the documents of a row, of `data.max_length` tokens at most; raises RowError."""
+        """Encodes a row as documents of at most `data.max_length` tokens; raises RowError."""
         if record.problem:
             raise RowError(record.problem)
         row = {name: record.values.get(name) for name in self.columns}
@@ -122,7 +122,7 @@ class TextStream:
         return [part for document in whole for part in split_text(document, self.encoder.config)]
 
     def encode_all(self, records: Sequence[Record]) -> Encoded:
-        """Returns the documents of some rows."""
+        """Encodes several rows."""
         documents, numbers, problems = list[Example](), list[int](), list[tuple[int, str]]()
         for number, record in enumerate(records):
             try:
@@ -137,7 +137,7 @@ class TextStream:
         return Encoded(ids, mask, [len(document.input_ids) for document in documents], numbers, problems)
 
     def check_bad(self, bad: list[tuple[str, str]], read: int) -> tuple[str, ...]:
-        """Checks the rows that cannot be used, of those that were read; see `sources.check_found`."""
+        """Checks the rows that cannot be used, out of `read` rows; see `sources.check_found`."""
         skip = self.encoder.config.on_bad_row == "skip"
         return check_found(bad[:SHOWN], len(bad), read, self.shards.source, skip=skip)
 
@@ -145,13 +145,13 @@ class TextStream:
         """Tokenises and packs a shard into a folder, which appears when it is complete.
 
         Args:
-            number: of the shard, counted on from epoch to epoch.
+            number: number of the shard, which continues from epoch to epoch.
             target: the folder.
-            encoded: makes what `encode_all` makes of blocks of rows, in their order; None makes it here.
+            encoded: applies `encode_all` to blocks of rows in order, for example in other processes; None does it here.
 
         Raises:
-            ValueError: the shard cannot be read, has changed since it was listed, or has no documents; or so many rows
-                cannot be used as an error names, and `data.on_bad_row` is stop.
+            ValueError: the shard cannot be read, has changed since it was listed, or has no documents; or rows cannot
+                be used, as `check_bad`.
         """
         shard, first = self.shard(number), 0 if number % self.count else self.held
         self.shards.check(shard)
@@ -173,7 +173,7 @@ class TextStream:
                     break
         shown = self.check_bad(bad, read - first)
         if not lengths:
-            besides = f" besides the {first} that are held out: lower data.eval_rows" if first else ": remove it"
+            besides = f" besides the {first} held-out rows: lower data.eval_rows" if first else ": remove it"
             raise ShardError(f"data source {self.shards.source}: {shard} has no rows to train{besides}")
         order, counts = best_fill(np.array(lengths), self.encoder.config.max_length)
         for name, values in (("lengths", lengths), ("source_rows", rows), ("order", order), ("counts", counts)):
@@ -187,7 +187,7 @@ class TextStream:
         return ((block, self.encode_all(block)) for block in blocks)
 
     def read(self, number: int, folder: Path) -> PackedShard:
-        """Maps what `write` has written."""
+        """Maps a shard that `write` has written."""
         config, pad_id = self.encoder.config, self.encoder.tokenizer.pad_token_id or 0
         arrays = {name: np.memmap(folder / name, kind, "r") for name, kind in _ARRAYS.items()}
         order = arrays.pop("order"), arrays.pop("counts")
@@ -198,7 +198,7 @@ class TextStream:
 
 
 def _blocks(records: Iterator[Record]) -> Iterator[list[Record]]:
-    """Yields rows in lists of about as many characters."""
+    """Groups rows into lists of about `_BLOCK` characters."""
     block, size = list[Record](), 0
     for record in records:
         block.append(record)

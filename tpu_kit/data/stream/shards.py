@@ -1,4 +1,4 @@
-"""The shards of a stream: files or parts of them, in order, and whether they are still what the run began with."""
+"""Lists the shards of a stream, which are files or parts of files, and checks that they have not changed."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from tpu_kit.machine.chips import MIB
 from tpu_kit.machine.hub import ask_hub_once
 
 PART_BYTES = 64 * MIB
-"""The size of a shard: larger files are divided. Training starts once the first shard is tokenised."""
+"""Largest size of a shard: larger files are divided. Training starts once the first shard is tokenised."""
 MOST_BYTES = 256 * MIB
-"""The size of a file that cannot be divided."""
+"""Largest size of a file that cannot be divided."""
 
-_SAVED = ("state.json", "dataset_dict.json")  # of `save_to_disk`
+_SAVED = ("state.json", "dataset_dict.json")  # files of `save_to_disk`
 _BATCH = 256  # rows of parquet in memory
-_SAMPLES, _SAMPLE = 8, 64 * 1024  # parts of a local file by which it is known, and bytes of each
-_VERSIONS = ("md5Hash", "crc32c", "ETag", "etag", "blob_id")  # in what a store says of an object: of its content
+_SAMPLES, _SAMPLE = 8, 64 * 1024  # number and bytes of the parts of a local file that identify it
+_VERSIONS = ("md5Hash", "crc32c", "ETag", "etag", "blob_id")  # keys of a store's object info that depend on the content
 
 
 class ShardError(ValueError):
-    """A shard has disappeared, has changed, or has no rows that can be trained."""
+    """Raised if a shard has disappeared, has changed, or has no rows to train."""
 
 
 class StreamFile(NamedTuple):
-    """One file of a stream.
+    """A file of a stream.
 
     Attributes:
-        path: in its file system.
-        name: the path below the folder that all files share.
+        path: path in its file system.
+        name: path below the common folder of all files.
         size: bytes.
-        version: changes with the content.
-        parts: number of shards.
+        version: a text that changes with the content.
+        parts: number of shards in the file.
     """
 
     path: str
@@ -55,7 +55,7 @@ class StreamFile(NamedTuple):
 
     @property
     def is_compressed(self) -> bool:
-        """Whether its size says little of its content."""
+        """Whether the file is compressed, so that its size says little about its content."""
         return Path(self.path).suffix.lower() in (".gz", ".bz2", ".xz", ".zst")
 
 
@@ -72,7 +72,7 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True)
 class Shards:
-    """All shards of a stream, in order. It can be pickled.
+    """All shards of a stream, in order; picklable.
 
     Attributes:
         source: `data.source`.
@@ -88,14 +88,14 @@ class Shards:
 
     @classmethod
     def find(cls, source: str, split: str = "train") -> Shards:
-        """Lists the shards of a path, glob, folder or URL, or of a data set of the hub.
+        """Lists the shards of a path, glob, folder, URL or data set of the hub.
 
         Raises:
             ValueError: there are no such files, or a file is too large and cannot be divided.
         """
         if any(os.path.isfile(os.path.join(source, name)) for name in _SAVED):
             raise ValueError(
-                f"data source {source}: rows in memory or of save_to_disk are no stream; write them with "
+                f"data source {source}: rows in memory or of save_to_disk cannot be streamed; write them with "
                 "rows.to_parquet, or set data.streaming=false"
             )
         system, paths, kind = find_files(source, split) or _hub_files(source, split)
@@ -109,11 +109,11 @@ class Shards:
 
     @property
     def size(self) -> int:
-        """The bytes of all files."""
+        """Bytes of all files."""
         return sum(file.size for file in self.files)
 
     def versions(self) -> dict[str, str]:
-        """Returns the version of each file, by its name."""
+        """Returns the versions of the files by name."""
         return {file.name: file.version for file in self.files}
 
     def check(self, shard: Shard) -> None:
@@ -128,7 +128,7 @@ class Shards:
             raise ShardError(f"data source {self.source}: {shard} has changed since the run began; put it back")
 
     def records(self, shard: Shard, columns: Sequence[str]) -> Iterator[Record]:
-        """Yields the rows of a shard; those of parquet have these columns alone.
+        """Yields the rows of a shard; rows of parquet have only these columns.
 
         Raises:
             ValueError: the file cannot be read, or lacks a column.
@@ -145,11 +145,11 @@ class Shards:
             yield from read_lines(self.system, path, size * part // parts, size * (part + 1) // parts)
 
     def place(self, shard: Shard, location: str) -> str:
-        """Returns the file and the line, or the row, of a record."""
+        """Returns the file and line (or row) of a record for an error text."""
         return f"{shard.file.name}, {line_of(self.system, shard.file.path, location)}"
 
     def head_of_parquet(self, rows: int) -> Dataset:
-        """Returns the first rows of the first shard, of parquet, with all columns."""
+        """Returns the first rows of the first parquet shard, with all columns."""
         tables, count = list[pa.RecordBatch](), 0
         for _, batch in self._batches(self.all[0], None):
             tables.append(batch)
@@ -161,7 +161,7 @@ class Shards:
         return Dataset(pa.Table.from_batches(tables).slice(0, rows))
 
     def _batches(self, shard: Shard, columns: Sequence[str] | None) -> Iterator[tuple[int, pa.RecordBatch]]:
-        """Yields rows of a shard of parquet, with the number of the first of them in the file."""
+        """Yields batches of rows of a parquet shard, with the number of their first row in the file."""
         path, part, parts = shard.file.path, shard.part, shard.file.parts
         with self.system.open(path, "rb") as stream:
             try:
@@ -198,9 +198,9 @@ def _described(system: Any, path: str, folder: str, kind: str) -> StreamFile:
 
 
 def _version(system: Any, path: str, info: dict[str, Any]) -> str:
-    """Returns what changes with the content of a file, the same on all hosts that have a copy."""
+    """Returns a text that identifies a file's content, and is equal for copies on other hosts."""
     size = int(info["size"])
-    if isinstance(system, LocalFileSystem):  # the times of copies differ
+    if isinstance(system, LocalFileSystem):  # modification times of copies differ
         digest = hashlib.blake2b(digest_size=12)
         with system.open(path, "rb") as stream:
             spread = [max(0, size - _SAMPLE) * number // (_SAMPLES - 1) for number in range(_SAMPLES)]
@@ -217,7 +217,7 @@ def _hub_files(source: str, split: str) -> Files:
     ask_hub_once()
     try:
         splits = load_dataset_builder(name, subset or None).config.data_files or {}
-    except Exception as error:  # `datasets` and the hub have many kinds
+    except Exception as error:  # `datasets` and the hub raise many classes of errors
         raise ValueError(
             f"data source {source}: there is no such file or folder, and the hub gave no such data set: "
             f"{type(error).__name__}: {error}; check the spelling and the network"
@@ -226,5 +226,5 @@ def _hub_files(source: str, split: str) -> Files:
         raise ValueError(f"data.split: there is no split {split!r}; {source} has {', '.join(map(str, splits))}")
     urls = [str(url) for url in splits[split]]
     if len(kinds := {kind_of(url) for url in urls}) != 1 or None in kinds:
-        raise ValueError(f"data source {source}: a stream reads parquet, JSON lines or CSV, and not files of its kind")
+        raise ValueError(f"data source {source}: a stream reads parquet, JSON lines or CSV, no other kinds of files")
     return Files(url_to_fs(urls[0])[0], [url_to_fs(url)[1] for url in urls], str(kinds.pop()))
