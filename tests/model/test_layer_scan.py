@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -150,6 +151,56 @@ def test_loss_and_gradients_are_those_of_the_unrolled_layers(
         assert gradient.abs().max() > 1e-4, name
         atol = error * float(gradient.abs().max())
         torch.testing.assert_close(found[name], gradient, rtol=error, atol=atol, msg=name)
+
+
+STATES = {"llama": [2], "gemma3": [2, 2], "gemma2": [2], "smollm3": [2], "gemma4": [2, 1, 1, 2]}  # that loops keep
+QUICK_BLOCKS = (("llama", 4), ("gemma3", 0))
+
+
+@pytest.mark.parametrize(
+    ("family", "rank"),
+    [pytest.param(*one, marks=[] if one in QUICK_BLOCKS else pytest.mark.slow)
+     for one in itertools.product(STATES, (4, 0))],
+)  # fmt: skip
+def test_blocks_compute_what_single_layers_compute_and_keep_fewer_states(family: str, rank: int) -> None:
+    lora = {"r": rank, "dropout": 0.5} if rank else {"r": 0}
+    single, results, states = built(family, LoraConfig(**lora)), [], []
+    for blocks in (False, True):
+        model, kept = copy.deepcopy(single), list[int]()
+        layer_scan.stack(decoder_of(model), 7, blocks=blocks)
+
+        def saved(tensor: torch.Tensor, kept: list[int] = kept) -> torch.Tensor:
+            if tensor.dim() > 3 and tensor.shape[-3:] == (*SEGMENTS.shape, 32):
+                kept.append(tensor.shape[:-3].numel())
+            return tensor
+
+        torch.manual_seed(7)  # of dropout
+        with torch.autograd.graph.saved_tensors_hooks(saved, lambda tensor: tensor):
+            results.append(loss_and_gradients(model, packed()))
+        states.append(kept)
+    (loss, expected), (found_loss, found) = results
+    assert found_loss == loss and found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        atol = 1e-6 * float(gradient.abs().max())
+        torch.testing.assert_close(found[name], gradient, rtol=1e-6, atol=atol, msg=name)
+    assert states[1] == STATES[family] and sum(states[0]) == FAMILIES[family][0].num_hidden_layers
+
+
+@pytest.mark.parametrize(
+    ("layers", "blocks"),
+    [(32, (8, 4)), (36, (6, 6)), (28, (7, 4)), (26, (13, 2)), (80, (10, 8)), (4, (2, 2)), (13, (13, 1)), (1, (1, 1))],
+)
+def test_a_block_has_the_layers_that_leave_the_fewest_states(layers: int, blocks: tuple[int, int]) -> None:
+    (found,) = loop_structure.in_blocks(loop_structure.loops("a" * layers))
+    assert (found.turns, found.period) == blocks
+    counts = [layers // size + size - 1 for size in range(1, layers + 1) if layers % size == 0]
+    assert found.turns + found.period - 1 == min(counts)
+
+
+def test_blocks_that_save_nothing_are_refused() -> None:
+    decoder = decoder_of(built("qwen2-windows", LoraConfig(r=4)))
+    with pytest.raises(ValueError, match=r"optim\.remat=blocks .* in a row, 2, 2, have .*: set optim\.remat=full"):
+        layer_scan.scan_layers(decoder, OptimConfig(remat="blocks"), "cpu")
 
 
 def test_updates_are_those_of_the_unrolled_layers() -> None:
@@ -376,13 +427,13 @@ def test_going_on_from_a_checkpoint(
 
 def test_layers_are_loops_on_xla_and_where_they_are_asked_for() -> None:
     on, auto, off = (OptimConfig(scan_layers=choice) for choice in ("on", "auto", "off"))
-    whole = OptimConfig(remat="none")
+    whole, blocks = OptimConfig(remat="none"), OptimConfig(remat="blocks")
     for optim, device_type, text in (
         (auto, "cpu", None), (off, "cuda", None), (on, "cpu", "2 x 1 in a loop"), (auto, "tpu", "2 x 1 in a loop"),
         (auto, "xla-cpu", "2 x 1 in a loop"), (off, "xla-cpu", "2 one by one"),
-        (whole, "tpu", None),
+        (whole, "tpu", None), (blocks, "cpu", "2 x (2) in a loop"), (blocks, "tpu", "2 x (2) in a loop"),
     ):  # fmt: skip
-        decoder = decoder_of(tiny())
+        decoder = decoder_of(tiny(layers=4 if optim is blocks else 2))
         found = layer_scan.scan_layers(decoder, optim, device_type)
         assert (found is not None) == isinstance(decoder.layers, layer_scan.ScannedLayers) == (text is not None)
         assert text is None or str(found) == text
@@ -520,7 +571,7 @@ def test_on_xla_dropout_is_that_of_the_cpu_and_follows_the_seed(
     expected = plain()["dropout"]
     found = dict(alone()["dropout"])
     own = found.pop("own")
-    assert len(found) == 3
+    assert len(found) == 4
     for case, gradient in found.items():
         torch.testing.assert_close(torch.tensor(gradient), torch.tensor(expected[case]), rtol=1e-3, atol=1e-3)
     first, other, again = map(torch.tensor, own)

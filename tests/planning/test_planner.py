@@ -99,13 +99,13 @@ def test_the_batch_that_auto_stands_for(small: Path, large: Path) -> None:
 
 
 def test_what_to_change_when_nothing_fits(large: Path) -> None:
-    (found,) = plan(run(large, "batch_size=8", "remat=full", "max_length=2048"))
+    (found,) = plan(run(large, "batch_size=12", "remat=full", "max_length=2048"))
     assert not found.fits
     assert found.advice is not None
     peaks = [knob.peak_bytes for knob in found.advice.knobs]
     assert peaks == sorted(peaks, reverse=True) and peaks[0] < found.peak_bytes
-    order = ("optim.loss_chunk", "optim.mlp_tile", "optim.batch_size", "optim.optimizer", "lora.r", "data.max_length",
-             "model.base_dtype")  # fmt: skip
+    order = ("optim.loss_chunk", "optim.mlp_tile", "optim.remat", "optim.batch_size", "optim.optimizer", "lora.r",
+             "data.max_length", "model.base_dtype")  # fmt: skip
     places = [order.index(knob.change.partition("=")[0]) for knob in found.advice.knobs]
     assert places == sorted(places) and order.index("optim.batch_size") in places
     # Of 8 billion weights in 16 GiB nothing helps but fewer bits, and then rows need not be shortened further.
@@ -113,11 +113,11 @@ def test_what_to_change_when_nothing_fits(large: Path) -> None:
     *others, _ = [knob.change for knob in found.advice.knobs]
     for left in others:
         changes = [change for change in (*others, "base_dtype=int8") if change != left]
-        assert not plan(run(large, "batch_size=8", "remat=full", "max_length=2048", *changes))[0].fits, left
+        assert not plan(run(large, "batch_size=12", "remat=full", "max_length=2048", *changes))[0].fits, left
     (alone,) = plan(run(large, "batch_size=1", "remat=full"))[0].advice.knobs
     assert alone.change == "model.base_dtype=int8", "the changes before it are not needed"
     assert found.advice.smallest_slice is not None
-    assert plan(run(large, "batch_size=8", "remat=full", "max_length=2048"), [found.advice.smallest_slice])[0].fits
+    assert plan(run(large, "batch_size=12", "remat=full", "max_length=2048"), [found.advice.smallest_slice])[0].fits
 
 
 def test_the_rank_of_an_adapter_that_is_trained_on_is_not_changed(small: Path) -> None:
@@ -682,7 +682,7 @@ def test_what_services_give_away(small: Path, capsys: pytest.CaptureFixture[str]
 def test_changes_that_do_not_suffice_say_so(tmp_path: Path) -> None:
     (found,) = plan(load_config(None, ["model.name=meta-llama/Llama-3.1-70B-Instruct"]))
     text = format_plans(found.config, [found])
-    assert "does not fit v5litepod-1" in text and "8 changes together do not suffice: they leave 41.13 GiB, of" in text
+    assert "does not fit v5litepod-1" in text and "8 changes together do not suffice: they leave 40.69 GiB, of" in text
     assert "To train there" not in text
 
 

@@ -75,7 +75,7 @@ def test_remat_is_chosen_on_a_tpu_for_the_updates_of_the_run(small: Path, tmp_pa
     assert long.fits and long.time and short.time and long.time.seconds < 0.85 * short.time.seconds
     assert check_before_launch(run(small, *settings[:2], "remat=outputs"), at=at).config.optim.remat == "outputs"
     large = check_before_launch(run(small, "device_type=tpu", "batch_size=512"), at=at)
-    assert large.config.optim.remat == "full" and "optim.remat=auto is full: which takes least" in str(large)
+    assert large.config.optim.remat == "blocks" and "optim.remat=auto is blocks: which takes least" in str(large)
 
 
 def test_off_a_tpu_remat_is_full_unless_it_is_set(small: Path, tmp_path: Path) -> None:

@@ -37,10 +37,12 @@ from tpu_kit.xla.traced_program import refusing
 TILE = 8  # tokens of an MLP's tile: the passes have 16
 
 
-def scanned(dropout: float = 0.0, tile: int | None = TILE, keeps: bool = False) -> torch.nn.Module:
-    """The tiny model of the training functions with its two layers as a loop."""
-    model = tiny(dropout)
-    layer_scan.stack(models.base_model(model).get_decoder(), tile, keeps)
+def scanned(
+    dropout: float = 0.0, tile: int | None = TILE, keeps: bool = False, blocks: bool = False
+) -> torch.nn.Module:
+    """The tiny model of the training functions with its two layers as a loop; with two blocks of two layers."""
+    model = tiny(dropout, layers=4 if blocks else 2)
+    layer_scan.stack(models.base_model(model).get_decoder(), tile, keeps, blocks=blocks)
     return model
 
 
@@ -110,10 +112,10 @@ def gradients_with_dropout(config: TrainConfig) -> dict[str, Any]:
     rt = runtime.current()
     drawn, layer_scan._draw = layer_scan._draw, _given
     found = {}
-    for tile, keeps in ((None, False), (TILE, False), (None, True)):
-        model = models.to_device(scanned(0.5, tile, keeps), rt.local_device)
+    for tile, keeps, blocks in ((TILE, False, True), (None, False, False), (TILE, False, False), (None, True, False)):
+        model = models.to_device(scanned(0.5, tile, keeps, blocks), rt.local_device)
         rt.sync()
-        found[f"{tile} {keeps}"] = _gradient(rt, model, 1)
+        found[f"{tile} {keeps} {blocks}"] = _gradient(rt, model, 1)
     layer_scan._draw = drawn
     found["own"] = [_gradient(rt, model, seed) for seed in (1, 2, 1)]
     return found

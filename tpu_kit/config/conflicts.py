@@ -84,6 +84,9 @@ def _remat_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
     for setting in (setting for setting, given in looped.items() if given and config.optim.remat == "none"):
         text = f"is for layers that do not run as a loop, and with {setting} they do; set optim.remat=outputs"
         yield f"optim.remat {setting.partition('=')[0]}", text
+    if (config.optim.remat, config.optim.scan_layers) == ("blocks", "off"):
+        text = "keeps the inputs of blocks of a loop, and optim.scan_layers=off makes no loops; remove that"
+        yield "optim.remat optim.scan_layers", text
 
 
 def _without_effect(config: TrainConfig) -> Iterator[tuple[str, str]]:

@@ -123,10 +123,11 @@ class OptimConfig:
     ema_decay: float = knob(
         0.0, "Keep an average of the trained weights with this decay; 0 = off.", at_least=0, below=1
     )
-    remat: Literal["auto", "none", "outputs", "full"] = knob(
+    remat: Literal["auto", "none", "outputs", "full", "blocks"] = knob(
         "auto",
         "full computes each layer again in the backward pass to save memory; outputs all but products and attention; "
-        "none nothing: then layers run one by one, and on XLA compile for minutes. auto takes on a TPU what is "
+        "none nothing: then layers run one by one, and on XLA compile for minutes; blocks keeps the input of each "
+        "block of layers, not of each layer, and computes most layers twice again. auto takes on a TPU what is "
         "predicted to end the run first, and full elsewhere.",
     )
     scan_layers: Literal["auto", "on", "off"] = knob(
@@ -136,7 +137,7 @@ class OptimConfig:
     )
     mlp_tile: int | None = knob(
         2048,
-        "Tokens that go through an MLP at a time where layers are scanned with remat=full; null = all.",
+        "Tokens that go through an MLP at a time where layers are scanned with remat=full or blocks; null = all.",
         at_least=1,
     )
     loss_chunk: int = knob(512, "Tokens per chunk of the loss: the logits of one chunk exist at a time.", at_least=1)
@@ -167,8 +168,8 @@ class OptimConfig:
 
     @property
     def recomputes(self) -> bool:
-        """Whether the backward pass computes whole layers again: remat=full, and auto before it is chosen."""
-        return self.remat in ("auto", "full")
+        """Whether the backward pass computes whole layers again: remat=full, blocks, and auto before it is chosen."""
+        return self.remat in ("auto", "full", "blocks")
 
 
 @dataclass(frozen=True)

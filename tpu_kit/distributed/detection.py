@@ -216,15 +216,16 @@ def gpu_count() -> int:
 def seen_on(device_type: str, config: TrainConfig) -> TrainConfig:
     """Replaces `auto` settings by their meaning on a GPU or CPU, so that the memory formula describes the run.
 
-    There, layers run in a loop only if distillation compares their hidden states with a teacher's. Attention on a GPU
-    stores no scores.
+    There, layers run in a loop only if distillation compares their hidden states with a teacher's, or with
+    optim.remat=blocks. Attention on a GPU stores no scores.
     """
     if device_type in ("tpu", TORCH_TPU):
         return config
     model, optim = config.model, config.optim
     if model.attention == "auto":
         model = replace(model, attention="splash" if device_type == "cuda" else "sdpa")
-    if optim.scan_layers == "auto" and config.distill.layers is None and device_type != "xla-cpu":
+    looped = device_type == "xla-cpu" or config.distill.layers is not None or optim.remat == "blocks"
+    if optim.scan_layers == "auto" and not looped:
         optim = replace(optim, scan_layers="off")
     return replace(config, model=model, optim=optim)
 

@@ -15,7 +15,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from tpu_kit.config.loader import LoraConfig
 from tpu_kit.config.mesh import Mesh
-from tpu_kit.model.loop.loop_structure import Loop, loops, stacks
+from tpu_kit.model.loop.loop_structure import Loop, in_blocks, loops, stacks
 from tpu_kit.model.sharding.sharding_rules import Embedding
 
 WITHOUT_ADAPTER = dict.fromkeys(("falcon_h1", "nemotron_h"), ("out_proj",))
@@ -253,6 +253,16 @@ class Shape:
     def loops(self) -> list[Loop]:
         """The loops over layers."""
         return loops(self.equal)
+
+    @cached_property
+    def blocks(self) -> list[Loop]:
+        """The loops over layers with optim.remat=blocks."""
+        return in_blocks(self.loops)
+
+    @property
+    def recomputed_twice(self) -> float:
+        """The share of layers that optim.remat=blocks recomputes twice: all but the last of each block; 0 without."""
+        return sum(loop.turns * (loop.period - 1) for loop in self.blocks) / self.layers
 
     @property
     def program_layers(self) -> int:

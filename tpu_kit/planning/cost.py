@@ -186,7 +186,7 @@ def work(config: TrainConfig, shape: Shape, plan: BatchPlan, mesh: Mesh | None =
     spread = 0.0
     if config.model.base_dtype == "int4":  # steps and offsets are spread by products, for forward and backward pass
         spread = sum(count * one.inputs**2 * one.outputs for kind, count in own.counted for one in kind.linears)
-        spread *= plan.gradient_accumulation * 4 / config.model.quant_group
+        spread *= plan.gradient_accumulation * (4 + 2 * blocks_share(config, shape)) / config.model.quant_group
     return _work(config, own, plan) + Work(spread, GATHERED_TRAFFIC * gathered - elsewhere, tuple(moved))
 
 
@@ -197,13 +197,13 @@ def _work(config: TrainConfig, shape: Shape, plan: BatchPlan) -> Work:
     where that is trained. remat=full adds the forward pass of the layers, without the last product of the MLP, whose
     result only a norm would need (then a tiled MLP is computed twice). Attention takes 4 S n d a token forward, and 2.5
     times that backward (five products for two; seven where they are not fused); a kernel leaves out the blocks that the
-    causal mask hides.
+    causal mask hides. remat=blocks adds another forward pass of most layers, with all products.
     """
     tokens, length, lora = plan.batch_size * config.data.max_length, config.data.max_length, config.lora
     dtype, attention = config.model.base_dtype, config.model.attention
     compute = item_bytes(dtype)
-    again = int(config.optim.recomputes)
-    linear = shape.active_weights * (2 + again + (0 if lora.r else 1))
+    again, twice = int(config.optim.recomputes), blocks_share(config, shape)
+    linear = shape.active_weights * (2 + again + twice + (0 if lora.r else 1))
     tiled = (config.optim.mlp_tile or tokens) < tokens and config.optim.scan_layers != "off"
     for kind, count in shape.counted:
         for each in kind.experts:  # rows are weighted before their last product, whose result nothing needs
@@ -213,23 +213,25 @@ def _work(config: TrainConfig, shape: Shape, plan: BatchPlan) -> Work:
         elif tiled:
             linear += again * count * sum(one.inputs * one.outputs for one in kind.mlp_linears)
     trained = trained_count(shape, config)
-    adapters = trained * (3 + again) if lora.r else 0.0
+    adapters = trained * (3 + again + twice) if lora.r else 0.0
     seen = _seen(attention, length)
     attending = {kind.head_dim: 0.0 for kind in shape.kinds}
     for kind, count in shape.counted:
-        products = 3.5 + again + (attention != "sdpa" and not _is_fused(kind, plan.batch_size, length, compute))
+        products = 3.5 + again + twice + (attention != "sdpa" and not _is_fused(kind, plan.batch_size, length, compute))
         attending[kind.head_dim] += 2.0 * length * count * kind.heads * kind.head_dim * products * seen
     head, states = shape.vocabulary * shape.hidden, sum(count * kind.state for kind, count in shape.counted)
-    scores = sum(attending.values()) + STATE_PRODUCTS * states * (3 + again)
+    scores = sum(attending.values()) + STATE_PRODUCTS * states * (3 + again + twice)
     flops = 2 * tokens * (linear + adapters + scores + head * (2 if lora.r else 3))
     narrow = [(lora.r, adapters), *attending.items()]
 
     chunks = -(-tokens // min(config.optim.loss_chunk, tokens))
-    traffic = _between(shape, tokens, compute, length, tiled and again == 1)
+    thirds = 1 + twice / 3  # of forward pass, recomputation and gradients
+    traffic = thirds * _between(shape, tokens, compute, length, tiled and again == 1)
     traffic += LOSS_TRAFFIC * 4 * tokens * shape.vocabulary + 2 * chunks * head * compute
-    traffic += ADDED_TRAFFIC * _added(config, shape, tokens) * tokens * compute + STATE_TRAFFIC * states * tokens
+    traffic += thirds * ADDED_TRAFFIC * _added(config, shape, tokens) * tokens * compute
+    traffic += thirds * STATE_TRAFFIC * states * tokens
     if dtype == "int4":
-        traffic += INT4_TRAFFIC * shape.linear_weights
+        traffic += (1 + twice / 2) * INT4_TRAFFIC * shape.linear_weights
     if config.optim.remat == "outputs":
         outputs = sum(count * sum(one.outputs for one in kind.linears) for kind, count in shape.counted)
         traffic += KEPT_TRAFFIC * outputs * tokens * compute
@@ -262,9 +264,9 @@ def predicted_collectives(
 ) -> Iterator[Collective]:
     """The collectives of an update on a mesh: first those of weights and gradients, whose bytes no tokens change.
 
-    A layer's tensors are gathered over fsdp as they are stored, trained ones in bf16. In each pass the gradient of a
-    trained matrix is reduce-scattered in bf16, an MLP's for each tile of its tokens, and all-reduced over data: within
-    each slice, then between the slices.
+    A layer's tensors are gathered over fsdp as they are stored, trained ones in bf16; with remat=blocks those of most
+    layers once more. In each pass the gradient of a trained matrix is reduce-scattered in bf16, an MLP's for each tile
+    of its tokens, and all-reduced over data: within each slice, then between the slices.
 
     The rows of the embedding are exchanged. The loss gathers hidden states over fsdp and reduce-scatters their
     gradient. Over model, activations of (T, H) are all-reduced.
@@ -272,6 +274,7 @@ def predicted_collectives(
     passes, tokens = plan.gradient_accumulation, plan.batch_size * config.data.max_length
     tiles = -(-tokens // min(config.optim.mlp_tile or tokens, tokens))
     gathered, scattered, summed, gathers, matrices = 0.0, 0.0, 0.0, 0, 0
+    times_gathered = GATHERS + blocks_share(config, shape)
     for tensor in model_tensors(shape, config):
         spec = spec_of(tensor, shape.embedding, mesh)
         axes = [name for entry in spec for name in ((entry,) if isinstance(entry, str) else entry or ())]
@@ -279,7 +282,7 @@ def predicted_collectives(
         own = math.prod(tensor.shape) / mesh.shards([name for name in axes if name == "model"])
         size = own * (2 if tensor.trained else tensor.size)
         if "fsdp" in axes and tensor.stacked:
-            gathers, gathered = gathers + GATHERS * layers, gathered + GATHERS * size
+            gathers, gathered = gathers + round(times_gathered * layers), gathered + times_gathered * size
         if tensor.trained:
             times = ("fsdp" in axes) * (tiles if ".mlp." in tensor.name else 1)
             matrices, scattered = matrices + layers * times, scattered + size * times
@@ -306,6 +309,11 @@ def predicted_collectives(
     if mesh.model > 1:
         count = passes * shape.layers * MODEL_REDUCES
         yield exposed("all-reduce of activations", count, count * 2 * states * (mesh.model - 1) / mesh.model)
+
+
+def blocks_share(config: TrainConfig, shape: Shape) -> float:
+    """The share of layers that a step recomputes twice."""
+    return shape.recomputed_twice if config.optim.remat == "blocks" else 0.0
 
 
 def exposed(kind: str, count: int, moved: float, *, over_dcn: bool = False) -> Collective:

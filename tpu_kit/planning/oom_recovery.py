@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from tpu_kit.config.loader import BatchPlan, TrainConfig, batch_arithmetic, flatten
 from tpu_kit.config.resuming import ANEW, changes
 from tpu_kit.distributed.launch import LaunchError
 from tpu_kit.machine.chips import GIB
 from tpu_kit.planning.batch_choice import newest
+from tpu_kit.planning.planner import Remat
 from tpu_kit.planning.preflight import Preflight
+from tpu_kit.planning.run_on_slice import can_block
 from tpu_kit.xla.hlo import parse_out_of_memory
 
 SMALLER = 0.8
@@ -89,7 +91,10 @@ def next_setting(outlook: Preflight, used: int | None = None) -> tuple[dict[str,
     """
     config, room, setting = outlook.config, outlook.room, outlook.setting
     replicas = room.replicas if room else config.launch.num_replicas or 1
-    candidates = list(_candidates(config, batch_arithmetic(config, replicas)))
+    batch = batch_arithmetic(config, replicas)
+    blocks = setting is not None and can_block(config, setting.shape)
+    blocks = blocks and (setting.where.device_type == "tpu" or batch.batch_size == 1)  # else fewer rows cost less
+    candidates = list(_candidates(config, batch, blocks))
     if not candidates:
         return {}, ""
     if setting is None:
@@ -112,8 +117,8 @@ def next_setting(outlook: Preflight, used: int | None = None) -> tuple[dict[str,
     return _changes(config, best.config), why if fitting else f"It may still be too much. {why}"
 
 
-def _candidates(config: TrainConfig, batch: BatchPlan) -> Iterator[TrainConfig]:
-    """Settings of the same training that take less memory, in the order of least harm."""
+def _candidates(config: TrainConfig, batch: BatchPlan, blocks: bool) -> Iterator[TrainConfig]:
+    """Settings of the same training that take less memory, in the order of least harm; with `blocks` also in blocks."""
     learns = config.on_policy  # from all that was sampled, in any number of passes
     whole = None if learns else batch.global_batch_size
     optim = replace(config.optim, global_batch_size=whole, gradient_accumulation=1)
@@ -121,14 +126,15 @@ def _candidates(config: TrainConfig, batch: BatchPlan) -> Iterator[TrainConfig]:
     # Batch growth rounds the number of passes down, so that other passes may make other updates.
     most = 0 if optim.batch_growth_steps is not None else batch.batch_size - 1
     smaller = [n for n in range(most, 0, -1) if learns or each % n == 0]
-    remats: list[Literal["auto", "none", "outputs", "full"]] = ["none", "outputs", "full"]
+    last: list[Remat] = ["blocks"] if blocks or optim.remat == "blocks" else []
+    remats: list[Remat] = ["none", "outputs", "full", *last]
     for remat in remats[remats.index(optim.remat) :]:
         for rows in smaller if remat == config.optim.remat else [batch.batch_size, *smaller]:
             yield replace(config, optim=replace(optim, batch_size=rows, remat=remat))
     chunk, tile = min(optim.loss_chunk, 64), min(optim.mlp_tile or 512, 512)
     if (chunk, tile) != (optim.loss_chunk, optim.mlp_tile):
         rows = (smaller or [batch.batch_size])[-1]
-        yield replace(config, optim=replace(optim, batch_size=rows, remat="full", loss_chunk=chunk, mlp_tile=tile))
+        yield replace(config, optim=replace(optim, batch_size=rows, remat=remats[-1], loss_chunk=chunk, mlp_tile=tile))
 
 
 def _changes(config: TrainConfig, best: TrainConfig) -> dict[str, Any]:

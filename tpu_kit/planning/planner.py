@@ -28,7 +28,7 @@ from tpu_kit.planning.memory.argument_memory import table
 from tpu_kit.planning.mesh_choice import placed
 from tpu_kit.planning.rollouts import check_sampling, program_rows, warnings_of
 from tpu_kit.planning.run_cost import Count, TimePlan, count_rows, count_updates, time_plan
-from tpu_kit.planning.run_on_slice import Advice, Inference, Setting, advise, inference, largest, with_rows
+from tpu_kit.planning.run_on_slice import Advice, Inference, Setting, advise, can_block, inference, largest, with_rows
 
 TIE = 0.05
 """Settings whose speeds differ by less count as equally fast, as the compiler's cost model does not tell them apart. Of
@@ -37,7 +37,7 @@ MOST_UNTIMED_ROWS = 8
 """Most rows of `batch_size=auto` on a CPU, where more are not faster, and on a GPU of unknown speed."""
 MOST_TOKENS = 2**31
 """Tokens of a pass at which indices overflow."""
-Remat = Literal["auto", "full", "outputs", "none"]
+Remat = Literal["auto", "full", "outputs", "none", "blocks"]
 _COMPILED = (
     "argument_bytes", "temporary_bytes", "output_bytes", "aliased_bytes", "code_bytes", "flops", "bytes_accessed",
     "compile_seconds", "program",
@@ -199,6 +199,8 @@ def candidates(config: TrainConfig, shape: Shape, where: TargetSlice, rows: Coun
     """
     found, known = list[Setting](), where.chip.bf16_flops is not None
     for remat in _remats(config, where, shape):
+        if remat == "blocks" != config.optim.remat and any(one.fits for one in found):
+            continue  # it takes longer
         base = Setting(replace(config, optim=replace(config.optim, remat=remat)), shape, where)
         for number, whole in _batches(base, rows, MOST_ROWS if known else MOST_UNTIMED_ROWS):
             if number * config.data.max_length >= MOST_TOKENS:
@@ -227,19 +229,23 @@ def _wait(one: Setting, longer: float, rows: Count, asked: Remat) -> float:
 
 
 def _remats(config: TrainConfig, where: TargetSlice, shape: Shape) -> Sequence[Remat]:
-    """The values of `optim.remat` that are candidates.
+    """The values of `optim.remat` that are candidates; blocks where no other one fits.
 
     With none, layers run one by one. It was compared with the compiler for adapters on decoders of usual layers.
     """
     optim, lora = config.optim, config.lora
     if optim.remat != "auto":
         return [optim.remat]
-    if where.device_type != "tpu" or where.mesh is not None:
+    if where.device_type != "tpu":
         return ["full"]
+    blocks: list[Remat] = ["blocks"] if can_block(config, shape) else []
+    if where.mesh is not None:
+        return ["full", *blocks]
     usual = not any(kind.experts or kind.state for kind in shape.kinds) and lora.r and not lora.dropout
     alone = optim.scan_layers == "auto" and config.teacher is None and not config.model.images
     alone = alone and optim.objective in ("supervised", "policy")
-    return ["full", "outputs", "none"] if usual and alone else ["full", "outputs"]
+    none: list[Remat] = ["none"] if usual and alone else []
+    return ["full", "outputs", *none, *blocks]
 
 
 def _batches(base: Setting, rows: Count, limit: int) -> Iterator[tuple[int, int | None]]:

@@ -159,7 +159,7 @@ def _details(one: Plan) -> list[str]:
     lines += [f"  {name:<18} {size / GIB:8.3f} GiB" for name, size in one.parts.items() if size >= 2**19]
     if one.config.on_policy:
         lines += [f"  {line}" for line in rollout_lines(one)]
-    lines += [f"  {line}" for line in _backward_pass(one)]
+    lines += [f"  {line}" for line in (*_backward_pass(one), *_blocks(one))]
     known = one.where.calibration
     if known.memory is not None:
         lines.append(
@@ -198,6 +198,18 @@ def _backward_pass(one: Plan) -> list[str]:
     return [
         f"attention's backward pass is two kernels: a fused one would write {written / GIB:.2f} GiB, a gradient of the "
         "queries for each block of keys"
+    ]
+
+
+def _blocks(one: Plan) -> list[str]:
+    """Says the inputs that remat=blocks keeps, if it is chosen, and which layers run once more."""
+    if one.config.optim.remat != "blocks":
+        return []
+    shape, loops = one.shape, one.shape.blocks
+    kept, again = sum(loop.turns for loop in loops), max(loop.period for loop in loops)
+    return [
+        f"remat=blocks keeps {kept} inputs of blocks, and of the layers of one block {again}, in place of "
+        f"{shape.layers}; {shape.recomputed_twice * shape.layers:.0f} of {shape.layers} layers run forward once more"
     ]
 
 

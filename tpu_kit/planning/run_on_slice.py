@@ -302,6 +302,7 @@ def _changes(config: TrainConfig, shape: Shape) -> Iterator[tuple[str, Any, str]
         (not optim.recomputes, "optim.remat", "full", "a third more FLOPs"),
         (optim.mlp_tile is None or optim.mlp_tile > 512, "optim.mlp_tile", 512, "slower"),
         (optim.loss_chunk > 64, "optim.loss_chunk", 64, "slower"),
+        (optim.remat != "blocks" and can_block(config, shape), "optim.remat", "blocks", "a fifth more FLOPs"),
         (True, "optim.batch_size", 1, "more passes" if learns else "fewer rows an update"),
         (learns and config.rl.steps_per_generation > 1, "rl.steps_per_generation", 1, "fewer prompts a rollout"),
         (learns, "rl.prompts_per_update", 1, "fewer prompts an update"),
@@ -344,6 +345,11 @@ def _smallest_slice(one: Setting) -> str | None:
             found.append((price, count, name))
             break
     return min(found)[2] if found else None
+
+
+def can_block(config: TrainConfig, shape: Shape) -> bool:
+    """Whether the layers of a run have blocks of which optim.remat=blocks keeps the input alone."""
+    return config.optim.scan_layers != "off" and shape.recomputed_twice > 0
 
 
 def can_shard(config: TrainConfig) -> bool:

@@ -11,6 +11,9 @@ last one runs the layers. Blocks of equal layers become loops, equal neighbours 
 turn, and the other layers are runs of one turn. A tensor that several layers get is a constant of the loop; a tensor
 that only one layer gets is stacked. Tensors that a layer leaves in a mapping for later layers (Gemma 4 shares keys and
 values) are outputs of its run and constants of the later runs.
+
+The forward loop keeps the input of each layer. With optim.remat=blocks it keeps the input of each turn, and loops have
+turns of several layers: the backward pass of a turn first computes the inputs of its layers again.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ from tpu_kit.model.loop.layer_calls import (
     kept_after,
 )
 from tpu_kit.model.loop.layer_inputs import LayerCache
-from tpu_kit.model.loop.loop_structure import Loop, loops, stacks
+from tpu_kit.model.loop.loop_structure import Loop, check_blocks, in_blocks, loops, stacks
 from tpu_kit.model.sharding import partition
 from tpu_kit.xla.scan import PROGRAM_DEVICES, Tensors, Tree, after, scan, slice_at
 
@@ -105,11 +108,12 @@ class Run(torch.nn.Module):
         layers: one for each stack, with weights (turns x equal neighbours, ...).
         offsets: for each of them the places in the block.
         parts: for each of them the CPU tensors of its stacks that `to_mesh` makes, by name.
+        sparse: whether the backward pass gets the input of each turn alone, not of each layer.
     """
 
     def __init__(
         self, layers: torch.nn.ModuleList, neighbours: Sequence[int], turns: int, keeps: bool = False,
-        parts: Sequence[Mapping[str, list[torch.Tensor]]] = (),
+        parts: Sequence[Mapping[str, list[torch.Tensor]]] = (), sparse: bool = False,
     ) -> None:  # fmt: skip
         """Takes layers with stacked weights and seeded dropouts, and how many equal neighbours each stands for."""
         super().__init__()
@@ -117,7 +121,7 @@ class Run(torch.nn.Module):
         self.offsets = [range(end - count, end) for count, end in zip(neighbours, ends, strict=True)]
         self.turns, self.period, self.keeps, self.count = turns, ends[-1], keeps, turns * ends[-1]
         self.text = f"({' + '.join(map(str, neighbours))})" if self.period > len(layers) else str(self.period)
-        self.layers, self.parts = layers, parts
+        self.layers, self.parts, self.sparse = layers, parts, sparse
 
     def forward(
         self, hidden: torch.Tensor, calls: list[Call], shared: Mapping[Any, Any]
@@ -164,6 +168,7 @@ class _Block:
 
     def __init__(self, run: Run, calls: list[Call], shared: Mapping[Any, Any]) -> None:
         self.layers, self.keeps, self.turns, self.cache = run.layers, run.keeps, run.turns, calls[0].cache
+        self.sparse = run.sparse
         self.parts = range(len(run.layers))  # the layers of this loop
         self.count = [len(offsets) for offsets in run.offsets]  # equal neighbours that each stands for
         self.stacked = [run.turns * count for count in self.count]  # layers of each stack
@@ -215,7 +220,7 @@ class _Block:
         nested = [inner or self.count[part] > 1 for part in self.parts]
         if not (groups or any(nested) or self.cache):
             return scan(body, carry, (*saved, named), reverse=reverse)
-        if saved and not inner:  # an inner loop has put its stacks into a stack
+        if saved and not inner and not self.sparse:  # an inner loop has put its stacks into a stack
             flat = [[tree_map(lambda stack: stack.flatten(0, 1), one) if loop else one
                      for one, loop in zip(each, nested, strict=True)] for each in saved[:2]]  # fmt: skip
             saved = (*flat, saved[2])
@@ -223,7 +228,8 @@ class _Block:
         places_of = {id(stack): place for place, stack in enumerate(stacks)}
         early = [places_of[id(named[0][name])] for group in groups for name in group]
         # The carry passes on whole the stacks of inner loops, and those of which a turn gathers the next one's slices.
-        whole = [each for each, loop in zip(zip(*saved[:2], named, strict=True), nested, strict=True) if loop]
+        stacked = named if self.sparse else zip(*saved[:2], named, strict=True)
+        whole = [each for each, loop in zip(stacked, nested, strict=True) if loop]
         held = sorted({*early, *(places_of[id(stack)] for stack in tree_leaves(whole))})
         last = self.layers[self.parts[-1]] if self.count[self.parts[-1]] == 1 else None  # of an inner loop
 
@@ -265,8 +271,13 @@ class _Block:
         block.parts, block.turns, block.count = range(part, part + 1), self.count[part], [1] * len(self.count)
         return block
 
-    def forward(self, carry: Tree, slices: Tree, place: torch.Tensor | None = None) -> tuple[Tree, Tree]:
-        """Returns the carry after the block; outputs the states before each layer, its saved results, what is left."""
+    def forward(
+        self, carry: Tree, slices: Tree, place: torch.Tensor | None = None, *, alone: bool = False
+    ) -> tuple[Tree, Tree]:
+        """Returns the carry after the block; outputs the states before each layer, its saved results, what is left.
+
+        With `alone` inner loops have no outputs.
+        """
         (hidden, constants, state), (named,) = carry, slices
         before, results = [], []
         left: dict[Any, Any] = {}
@@ -274,9 +285,11 @@ class _Block:
             if self.count[part] > 1:
                 assert place is not None, "a loop with an inner one tells the turn"
                 block = self._neighbours(part)
-                (hidden, _, state), ((first,), (found,), _) = block.loop(
-                    block.forward, (hidden, constants, state), [tensors], first=place * self.count[part]
-                )
+                (hidden, _, state), outputs = block.loop(
+                    block.forward_alone if alone else block.forward, (hidden, constants, state), [tensors],
+                    first=place * self.count[part],
+                )  # fmt: skip
+                (first,), (found,), _ = outputs if not alone else ([hidden], [[]], {})
                 before.append(first)
             else:
                 before.append(hidden)
@@ -290,8 +303,34 @@ class _Block:
 
     def forward_alone(self, carry: Tree, slices: Tree, place: torch.Tensor | None = None) -> tuple[Tree, Tree]:
         """As `forward`, without the outputs that only a backward pass needs."""
-        carry, (_, _, left) = self.forward(carry, slices, place)
+        carry, (_, _, left) = self.forward(carry, slices, place, alone=True)
         return carry, left
+
+    def forward_sparse(self, carry: Tree, slices: Tree, place: torch.Tensor | None = None) -> tuple[Tree, Tree]:
+        """As `forward`, with the states before the block as its only output."""
+        hidden = carry[0]
+        carry, left = self.forward_alone(carry, slices, place)
+        return carry, (hidden, left)
+
+    def backward_sparse(self, carry: Tree, slices: Tree, place: torch.Tensor | None = None) -> tuple[Tree, Tree]:
+        """As `backward`, of the output of `forward_sparse`; all layers but the last one are computed once more."""
+        (hidden, left, named), constants = slices, carry[1]
+        before: list[torch.Tensor] = []
+        for part, tensors in zip(self.parts, named, strict=True):
+            last = part == self.parts[-1]
+            if self.count[part] > 1:
+                assert place is not None, "a loop with an inner one tells the turn"
+                block = self._neighbours(part)
+                block.turns -= last
+                (hidden, _, _), ((first,), _, _) = block.loop(
+                    block.forward, (hidden, constants, []), [tensors], first=place * self.count[part]
+                )
+                before.append(torch.cat([first, hidden[None]]) if last else first)
+            else:
+                before.append(hidden)
+                if not last:
+                    hidden, _ = self._layer(part, hidden, constants, tensors)
+        return self.backward(carry, (before, [[] for _ in self.parts], left, named), place)
 
     def backward(self, carry: Tree, slices: Tree, place: torch.Tensor | None = None) -> tuple[Tree, Tree]:
         """Returns the gradient before the block, and sums for the constants; outputs the gradients of the slices.
@@ -387,7 +426,8 @@ class _Scanned(torch.autograd.Function):
     def forward(ctx: Any, block: _Block, hidden: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         constants, named = tree_unflatten(tensors, block.given)
         ctx.block, ctx.autocast = block, autocast_now(hidden.device.type)
-        carry, (*saved, left) = block.loop(block.forward, (hidden, constants, []), named)
+        body = block.forward_sparse if block.sparse else block.forward
+        carry, (*saved, left) = block.loop(body, (hidden, constants, []), named)
         leaves, ctx.structure = tree_flatten((constants, named, saved))
         ctx.save_for_backward(*leaves)
         written, block.written = tree_flatten(left)
@@ -401,9 +441,8 @@ class _Scanned(torch.autograd.Function):
         sums = [torch.zeros_like(constants[place], dtype=torch.float32) for place in block.summed]
         stacks = tree_unflatten([tensor[None] for tensor in left], block.written)
         with torch.autocast(**ctx.autocast):
-            (gradient, _, sums), found = block.loop(
-                block.backward, (upstream, constants, sums), named, (*saved, stacks)
-            )
+            body = block.backward_sparse if block.sparse else block.backward
+            (gradient, _, sums), found = block.loop(body, (upstream, constants, sums), named, (*saved, stacks))
         summed = dict(zip(block.summed, sums, strict=True))
         turned = [summed.get(place) for place in range(len(constants))]
         turned += [gradients.get(name) for own, gradients in zip(named, found, strict=True) for name in own]
@@ -418,8 +457,8 @@ def scan_layers(
 
     Args:
         decoder: see `stack`.
-        optim: scan_layers, remat and mlp_tile. scan_layers=off takes no layers for equal; on asks for loops anywhere.
-            With remat=none layers stay as they are, as a loop recomputes.
+        optim: scan_layers, remat and mlp_tile. scan_layers=off takes no layers for equal; on asks for loops anywhere,
+            as remat=blocks does. With remat=none layers stay as they are, as a loop recomputes.
         device_type: of the run.
         inputs: of an encoder in place of a decoder.
 
@@ -427,14 +466,14 @@ def scan_layers(
         The new list of layers; None if the layers stay as they are.
 
     Raises:
-        ValueError: the layers cannot run as a loop.
+        ValueError: the layers cannot run as a loop; or as `check_blocks`.
     """
     looped = device_type in PROGRAM_DEVICES and optim.remat != "none"
-    if not looped and optim.scan_layers != "on" and not kept_after(decoder):
+    keeps, blocks = optim.remat == "outputs", optim.remat == "blocks"
+    if not (looped or blocks) and optim.scan_layers != "on" and not kept_after(decoder):
         return None
-    keeps = optim.remat == "outputs"
     try:
-        return stack(decoder, None if keeps else optim.mlp_tile, keeps, optim.scan_layers == "off", inputs)
+        return stack(decoder, None if keeps else optim.mlp_tile, keeps, optim.scan_layers == "off", inputs, blocks)
     except CannotScanError as error:
         raise ValueError(
             f"{type(decoder).__name__} cannot run its layers as a loop, as XLA does: {error}; train it with "
@@ -443,8 +482,9 @@ def scan_layers(
 
 
 def stack(
-    decoder: Any, tile: int | None = None, keeps: bool = False, apart: bool = False, inputs: Inputs | None = None
-) -> ScannedLayers:
+    decoder: Any, tile: int | None = None, keeps: bool = False, apart: bool = False, inputs: Inputs | None = None,
+    blocks: bool = False,
+) -> ScannedLayers:  # fmt: skip
     """Makes a decoder run its layers as loops, in place, and stacks their weights on the host.
 
     Args:
@@ -454,12 +494,14 @@ def stack(
         keeps: save the results of products and attention (optim.remat=outputs).
         apart: take no layers for equal: all are runs of one turn.
         inputs: of an encoder in place of a decoder.
+        blocks: keep the inputs of blocks of layers (optim.remat=blocks).
 
     Returns:
         The new list of layers.
 
     Raises:
         CannotScanError: its layers cannot run as a loop; the decoder is unchanged.
+        ValueError: as `check_blocks`.
     """
     name, layers = decoder_layers(decoder)
     numbers = [id(tensor) for layer in layers for tensor in layer.parameters()]
@@ -469,7 +511,10 @@ def stack(
     parts = [sum(cut <= place for cut in cuts) for place in range(len(layers))]
     equal, pairs = equal_layers(decoder, name, layers, range(len(layers)) if apart else parts, inputs)
     found = loops(equal)
-    runs = [_run(list(layers[one.start : one.start + one.period * one.turns]), one, keeps) for one in found]
+    if blocks:
+        check_blocks(found)
+        found = in_blocks(found)
+    runs = [_run(list(layers[one.start : one.start + one.period * one.turns]), one, keeps, blocks) for one in found]
     scanned = ScannedLayers(layers, runs, found, cuts, pairs).train(decoder.training)
     if tile is not None:
         for layer in (layer for run in runs for layer in run.layers):
@@ -480,7 +525,7 @@ def stack(
     return scanned
 
 
-def _run(layers: list[torch.nn.Module], loop: Loop, keeps: bool) -> Run:
+def _run(layers: list[torch.nn.Module], loop: Loop, keeps: bool, sparse: bool) -> Run:
     """Makes a run of equal blocks; moves the weights of equal layers into the first of them."""
     _, turns, neighbours = loop
     blocks = [layers[start : start + len(layers) // turns] for start in range(0, len(layers), len(layers) // turns)]
@@ -492,4 +537,4 @@ def _run(layers: list[torch.nn.Module], loop: Loop, keeps: bool) -> Run:
     activation_checkpointing.seed_dropouts(firsts)
     if keeps:
         activation_checkpointing.keep_products(firsts)
-    return Run(firsts, neighbours, turns, keeps, parts)
+    return Run(firsts, neighbours, turns, keeps, parts, sparse and loop.period > 1)

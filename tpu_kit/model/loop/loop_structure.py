@@ -46,6 +46,33 @@ def loops(keys: Sequence[Any]) -> list[Loop]:
     return found
 
 
+def in_blocks(loops: Sequence[Loop]) -> list[Loop]:
+    """Makes the turns of loops over single layers blocks of equal neighbours, as optim.remat=blocks asks.
+
+    The backward pass holds a state for each turn, and one for each further layer of a turn (Chen et al. 2016,
+    arXiv:1604.06174). A block has the number of layers, of those that divide the loop, that leaves the fewest states;
+    of several the smallest. Turns that are blocks already stay.
+    """
+    found = []
+    for loop in loops:
+        if loop.neighbours == [1]:
+            sizes = [size for size in range(1, loop.turns + 1) if loop.turns % size == 0]
+            size = min(sizes, key=lambda one: loop.turns // one + one)
+            loop = Loop(loop.start, loop.turns // size, [size])
+        found.append(loop)
+    return found
+
+
+def check_blocks(loops: Sequence[Loop]) -> None:
+    """Raises ValueError if optim.remat=blocks would keep as many states as optim.remat=full."""
+    if not any(loop.period > 1 for loop in in_blocks(loops)):
+        counts = ", ".join(str(loop.turns) for loop in loops)
+        raise ValueError(
+            f"optim.remat=blocks keeps the input of each block of equal layers, and the numbers of equal layers in a "
+            f"row, {counts}, have no divisor that saves memory: set optim.remat=full"
+        )
+
+
 def stacks(loops: Sequence[Loop]) -> Iterator[tuple[str, list[int]]]:
     """Yields the path of each stack of weights in the list of layers, and the layers whose weights it holds."""
     for number, (start, turns, neighbours) in enumerate(loops):

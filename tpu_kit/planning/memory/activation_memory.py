@@ -83,12 +83,14 @@ class PeakActivationModel:
         optim = config.optim
         self.again, self.keeps = optim.remat != "none", optim.remat == "outputs"
         self.scanned = self.again and optim.scan_layers != "off"
+        self.sparse = optim.remat == "blocks"
+        self.loops = shape.blocks if self.sparse else shape.loops
         self.kernel = "splash" if config.model.attention == "auto" else config.model.attention
         tiles = self.scanned and not self.keeps
         self.tile = min(optim.mlp_tile or self.tokens, self.tokens) if tiles else self.tokens
         self.tiles = -(-self.tokens // self.tile)
         self.tiled = self.tiles > 1
-        self.block = max(len(loop.neighbours) for loop in shape.loops) if self.scanned else 1
+        self.block = max(len(loop.neighbours) for loop in self.loops) if self.scanned else 1
         self.tensors = model_tensors(shape, config, scanned=self.scanned)
         self.sharded = list(zip(self.tensors, shards(self.tensors, mesh, shape.embedding), strict=True))
         self.trained = sum(math.prod(one.shape) for one in self.tensors if one.trained)
@@ -133,14 +135,15 @@ class PeakActivationModel:
         if self.images:
             made = self.images.work_bytes(self.rows, self.length, self.compute)
             yield Moment("images", {"layer_inputs": lasting["layer_inputs"], "images": made}, 0)
-        if inner := self.inner():  # what such a loop saves is copied when it has ended
+        inner = self.inner()
+        if inner and not self.sparse:  # what such a loop saves is copied when it has ended
             stacks = saved + inner * max(map(self._saved_by, self.shape.kinds))
             layer = max(self.work(kind.forward, self.tile) for kind in self.shape.kinds)
             yield Moment("forward", lasting | {"saved_activations": stacks, "layer": layer}, stacks)
         before = gradients if self.passes > 1 else 0.0
         parts = {"loss_chunk": self.loss() + head, "teacher": self.teacher(), "gradients": before}
         yield Moment("loss", lasting | parts, saved + self.hidden() + head + before)
-        filled = self.layer_gradients() * (1 + self.inner() / self.shape.layers) + head
+        filled = self.layer_gradients() * (1 + inner / self.shape.layers) + head
         carried = saved + self.hidden(1 + self.tiled) + filled + before
         for kind in self.shape.kinds:
             yield Moment("backward", {**lasting, "layer": self.layer(kind), "gradients": filled + before}, carried)
@@ -174,13 +177,15 @@ class PeakActivationModel:
     def saved(self) -> float:
         """Saved activations of one pass: the input of every layer, L T H c (`layer_scan`, or torch_xla's checkpoint).
 
-        With remat=none they are all that the backward pass of a layer reads.
+        With remat=none they are all that the backward pass of a layer reads, with remat=blocks the inputs of blocks.
         """
+        if self.sparse:
+            return self.hidden(sum(loop.turns for loop in self.loops))
         return sum(count * self._saved_by(kind) for kind, count in self.shape.counted)
 
     def inner(self) -> int:
         """The most layers of a loop over equal neighbours in a block, which has own stacks of inputs and gradients."""
-        counts = (count for loop in self.shape.loops for count in loop.neighbours) if self.scanned else ()
+        counts = (count for loop in self.loops for count in loop.neighbours) if self.scanned else ()
         return max((count for count in counts if count > 1), default=0)
 
     def _saved_by(self, kind: Layer) -> float:
@@ -276,10 +281,12 @@ class PeakActivationModel:
     def layer(self, kind: Layer) -> float:
         """A recomputed layer during its backward pass, with the input of each layer of its block, cut out of a stack.
 
+        With remat=blocks these inputs were recomputed, also of equal neighbours.
         Full fine-tuning adds the MLP's gradients, before they go into their stacks: in fp32, or in bf16 to be reduced.
         """
         mlp = self.whole * (2.0 if self.mesh else 4.0) * sum(one.parameters for one in kind.mlp_linears)
-        more = self.hidden(self.block - 1) + self.weights(kind) + mlp
+        inputs = max(loop.period for loop in self.loops) if self.sparse else self.block - 1
+        more = self.hidden(inputs) + self.weights(kind) + mlp
         more += CHUNK_STATES * 4.0 * kind.state * self.tokens / TOKENS_OF_CHUNK
         if self.kernel == "sdpa":
             return self.work(kind.backward, self.tile) + self.scores() + more

@@ -13,7 +13,7 @@ from typing import Any
 
 from tpu_kit.config.loader import TrainConfig
 from tpu_kit.config.mesh import Mesh
-from tpu_kit.model.loop.loop_structure import FEW_TILES
+from tpu_kit.model.loop.loop_structure import FEW_TILES, check_blocks
 from tpu_kit.model.shape import Shape, check_groups, most
 from tpu_kit.model.shape_cache import read_shape
 from tpu_kit.model.weights.source import check_positions
@@ -79,13 +79,16 @@ def estimate(
         mesh: the devices over which the model is sharded; None for replicas.
 
     Raises:
-        ValueError: as `shape_cache.read_shape` and `batch_arithmetic`; a sequence longer than the model's positions; or
-            groups of int4 that do not divide the inputs of a linear layer.
+        ValueError: as `shape_cache.read_shape`, `batch_arithmetic` and, with optim.remat=blocks, `check_blocks`; a
+            sequence longer than the model's positions; or groups of int4 that do not divide the inputs of a linear
+            layer.
     """
     shape = shape or read_shape(config.model)
     check_positions(config.data.max_length, shape.positions)
     if config.lora.r and config.model.base_dtype == "int4":
         check_groups(shape.widths, config.model.quant_group)
+    if config.optim.remat == "blocks":
+        check_blocks(shape.loops)
     kind = _Rounds if config.on_policy else _Step
     return kind(config, shape, num_replicas, mesh).memory()
 
