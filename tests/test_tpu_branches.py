@@ -115,6 +115,7 @@ BRANCHES: dict[str, tuple[int, str, str]] = {
     "worker._xla_replica": (1, NEVER, "the start of a process for each chip by `xmp.spawn`"),
     "worker._processes": (1, NEVER, "the start of a process for each chip by `xmp.spawn`"),
     "oom_recovery.out_of_memory": (1, RECORDED, "test_oom_recovery"),
+    "oom_recovery.next_setting": (1, RECORDED, "test_oom_recovery"),
     "detection.device_memory_budget": (2, RECORDED, "test_preflight"),
     "detection.seen_on": (1, RECORDED, "test_preflight"),
     "detection": (1, RECORDED, "test_runtime"),

@@ -117,6 +117,15 @@ def test_when_nothing_is_left_to_lower(tmp_path: Path) -> None:
     assert suggestion(outlook).startswith(f"{warned}No setting of the batch helps any more")
 
 
+def test_one_long_row_is_recomputed_in_blocks(tmp_path: Path) -> None:
+    model = write_config(tmp_path / "llama", LLAMA_8B)
+    settings = [f"model.name={model}", "base_dtype=int8", "max_length=16384", "max_steps=10", "batch_size=1"]
+    outlook = check_before_launch(load_config(None, [*settings, "device_type=tpu", "remat=full"]),
+                                  at=fake(tmp_path / "root", V5E))  # fmt: skip
+    overrides, why = next_setting(outlook, used=int(17.6 * GIB))
+    assert overrides == {"remat": "blocks", "global_batch_size": 1} and why.startswith("Predicted is 14.")
+
+
 def test_a_run_that_began_anew_is_not_to_begin_anew_again(tmp_path: Path) -> None:
     """With resume=never once more, what it has saved would be moved aside."""
     model = write_config(tmp_path / "qwen", QWEN2_500M)

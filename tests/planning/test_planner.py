@@ -147,6 +147,44 @@ def test_kept_outputs_cost_memory_and_save_time(small: Path) -> None:
     assert changes == ["optim.remat=full"]
 
 
+def test_the_inputs_of_blocks_are_kept_where_those_of_all_layers_do_not_fit(large: Path) -> None:
+    """Their memory and time are compared with the compiler's: tests/recorded_memory.json, README.md."""
+    long = run(large, "base_dtype=int8", "batch_size=1", "max_length=16384", "max_steps=100")
+    for config, chips in (
+        (long, "v5e"), (run(large, "mesh=fsdp=8", "batch_size=1", "max_length=32768", "max_steps=100"), "v5e:2x4"),
+    ):  # fmt: skip
+        (found,) = plan(config, [chips])
+        of = {one.config.optim.remat: one for one in found.settings}
+        assert found.fits and not of["full"].fits and found.config.optim.remat == "blocks"
+        saved = {remat: of[remat].memory.parts["saved_activations"] for remat in ("full", "blocks")}
+        assert saved["full"] == 4 * saved["blocks"]
+        # 24 of 32 layers forward once more: a quarter of 3/4, less as the unfused backward pass of attention is longer
+        assert 1.15 < of["blocks"].time.seconds / of["full"].time.seconds < 1.25
+        gathered = {
+            remat: sum(one.moved for one in cost.predicted_collectives(each.config, each.shape, each.update, mesh)
+                       if one.kind == "all-gather of weights")
+            for remat, each in of.items() if (mesh := each.where.mesh)
+        }  # fmt: skip
+        assert not gathered or gathered["blocks"] == pytest.approx(2.75 / 2 * gathered["full"])
+    text = format_plans(found.config, [found], details=True)
+    assert "remat=blocks keeps 8 inputs of blocks, and of the layers of one block 4, in place of 32; 24 of 32" in text
+    assert plan(long, ["v6e"])[0].config.optim.remat == "full"
+    (short,) = plan(replace(long, optim=replace(long.optim, remat="full")))
+    changes = {knob.change: knob for knob in short.advice.knobs}
+    assert changes["optim.remat=blocks"].fits and "the same training, a fifth more" in str(short.advice)
+
+
+def test_blocks_are_refused_where_they_save_nothing(small: Path, tmp_path: Path) -> None:
+    odd = write_config(tmp_path / "odd", QWEN2_500M, num_hidden_layers=23)
+    with pytest.raises(ValueError, match=r"numbers of equal layers in a row, 23, have no divisor .* optim\.remat=full"):
+        plan(run(odd, "remat=blocks"))
+    assert "blocks" not in {one.config.optim.remat for one in plan(run(odd, "batch_size=512"))[0].settings}
+    with pytest.raises(
+        ValueError, match=r"optim\.remat: 'blocks' keeps the inputs .* optim\.scan_layers=off makes no loops"
+    ):
+        run(small, "remat=blocks", "scan_layers=off")
+
+
 @pytest.mark.parametrize("batch_size", ["4", "auto"])
 def test_layers_run_one_by_one_where_it_pays_for_the_longer_compile(batch_size: str, small: Path) -> None:
     picked = {

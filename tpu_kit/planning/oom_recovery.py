@@ -92,8 +92,9 @@ def next_setting(outlook: Preflight, used: int | None = None) -> tuple[dict[str,
     config, room, setting = outlook.config, outlook.room, outlook.setting
     replicas = room.replicas if room else config.launch.num_replicas or 1
     batch = batch_arithmetic(config, replicas)
-    blocks = setting is not None and can_block(config, setting.shape)
-    blocks = blocks and (setting.where.device_type == "tpu" or batch.batch_size == 1)  # else fewer rows cost less
+    blocks = False
+    if setting is not None and (setting.where.device_type == "tpu" or batch.batch_size == 1):  # else fewer rows first
+        blocks = can_block(config, setting.shape)
     candidates = list(_candidates(config, batch, blocks))
     if not candidates:
         return {}, ""
