@@ -125,7 +125,7 @@ def section(printed: str, drawn: str) -> str:
 Memory of a device in GiB, as `python -m tpu_kit plan` computes it and as libtpu 0.0.21 reports it after compiling the
 same step. `python -m tests.benchmarks.formula` prints this table, and `make test-slow` compiles the steps again.
 
-What a layer needs is traced from the model; seven constants were fitted to these tables. Fitted to a random half of the
+What a layer needs is traced from the model; eight constants were fitted to these tables. Fitted to a random half of the
 rows, the median error of the other half was 2.2 to 2.7 %. The largest errors are those of models of 2 to 4 layers,
 which take less than 2 GiB. With a mesh, the number of replicas is the number of devices, and the figures are of one of
 them. Of the shipped mixtures of experts the formula says 13.98 GiB (gpt-oss-120b), 5.83 (gpt-oss-20b) and 4.85

@@ -131,6 +131,7 @@ def test_other_meshes_train_like_one_device(
     "changes",
     [
         {"remat": "outputs", "mlp_tile": None},
+        {"remat": "blocks", "model.name": "embedded"},  # of four layers
         {"lora.dropout": 0.1, "mlp_tile": None},
         {"lora.dora": True},
         {"lora.r": 0, "optimizer": "adafactor", "learning_rate": 1e-3},

@@ -30,8 +30,8 @@ from tpu_kit.xla.splash_blocks import block_tokens, is_fused
 if TYPE_CHECKING:
     from tpu_kit.training.objectives import Objective
 
-WORK = 1.3
-"""Bytes in HBM for each traced byte of a layer."""
+MORE_WORK, MOST_MORE = 0.3, 2**28
+"""Bytes in HBM beyond each traced byte of a layer, and the most of them: a layer of 32,768 tokens takes no more."""
 UNPACKED = {"int8": 0.7, "int4": 1.5}
 """Bytes for each weight of a layer that is cut out of a stack and converted."""
 GATHERED = {"int8": 1.0, "int4": 2.75, "bf16": 2.5, "fp32": 5.0}
@@ -310,7 +310,8 @@ class PeakActivationModel:
 
     def work(self, alive: Alive, tile: int) -> float:
         """Bytes of a layer's own tensors, some of them for one tile of the MLP."""
-        return WORK * most(alive, self.tokens, tile) * self.compute / 2 / self.parts
+        traced = most(alive, self.tokens, tile) * self.compute / 2 / self.parts
+        return traced + min(MORE_WORK * traced, MOST_MORE)
 
     def weights(self, kind: Layer) -> float:
         """The weights of a layer that are cut out of their stacks; on a mesh all, gathered over fsdp."""
