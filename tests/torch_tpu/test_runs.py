@@ -47,6 +47,7 @@ CHANGES = {
     "two passes": ["gradient_accumulation=2"],
     "an average": ["ema_decay=0.9", "weight_decay=0.1"],
     "remat=outputs": ["remat=outputs"],
+    "remat=blocks": ["remat=blocks"],
     "remat=none": ["remat=none"],
     "bf16": ["base_dtype=bf16"],
     "int8": ["base_dtype=int8"],
@@ -67,7 +68,8 @@ def test_updates_are_those_of_the_cpu(kind: str, tmp_path: Path) -> None:
     first, *later = tpu["updates"]
     assert {one["executed"] for one in later} == {1}, "one program an update"
     assert sum(one["compiled"] for one in later) == 0
-    assert first["compiled"] <= (8 if kind == "an average" else 4), "the average begins with a product of each shape"
+    # The average begins with a product of each shape; the numbers of the turns of an outer loop are made before it.
+    assert first["compiled"] <= {"an average": 8, "remat=blocks": 6}.get(kind, 4)
 
 
 @pytest.fixture(scope="module")
