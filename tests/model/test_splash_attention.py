@@ -226,6 +226,36 @@ def test_kernels_are_written_as_an_older_libtpu_reads_them(found: tuple[list[flo
     assert found[1] == [7, 4]
 
 
+# Blocks as JAX makes them of its own masks, and how many of 131,072 tokens are computed.
+BLOCKS_OF_MASKS = """
+import json
+import numpy as np
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as infos
+from tpu_kit.xla.pallas import causal_masks
+
+causal, windowed = causal_masks()
+shape, different = (1024, 1024), 0
+theirs = [masks.CausalMask(shape), *(masks.LocalMask(shape, (size - 1, 0), 0) for size in (1, 100, 128, 300, 1024))]
+ours = [causal(shape, None), *(windowed(shape, size) for size in (1, 100, 128, 300, 1024))]
+for pair in zip(theirs, ours):
+    for process in (infos.process_mask, infos.process_mask_dkv):
+        (one, _), (other, _) = (process(masks.MultiHeadMask((mask,) * 2), (128, 128)) for mask in pair)
+        different += not all(map(np.array_equal, one, other))
+plain, computed = masks._ComputableMask.__getitem__, []
+masks._ComputableMask.__getitem__ = lambda *args: computed.append(1) or plain(*args)
+for mask in (causal((2**17,) * 2, None), windowed((2**17,) * 2, 4096)):
+    infos.process_mask(masks.MultiHeadMask((mask,)), (1024, 1024))
+print(json.dumps([different, len(computed)]))
+"""
+
+
+@needs_jax
+def test_masks_of_long_rows_are_those_of_jax_without_their_booleans() -> None:
+    different, computed = json.loads(run_loaded(BLOCKS_OF_MASKS).stdout.splitlines()[-1])
+    assert not different and computed == 2 * 128 + 2 * (128 + 124)  # twice the diagonal, and the window's end
+
+
 @pytest.mark.parametrize(
     ("fused", "sizes"),  # rows, heads, length, head_dim, bytes of a value, window
     [

@@ -95,13 +95,45 @@ def _kernel(heads: int, length: int, head_dim: int, settings: SplashSettings, fu
     elif not settings.causal:
         mask = masks.FullMask(shape)
     else:
-        mask = (
-            masks.CausalMask(shape) if settings.window is None else masks.LocalMask(shape, (settings.window - 1, 0), 0)
-        )
+        mask = causal_masks()[settings.window is not None](shape, settings.window)
     return kernels.make_splash_mha(
         mask=masks.MultiHeadMask((mask,) * heads), block_sizes=sizes, head_shards=1, q_seq_shards=1,
         save_residuals=settings.trains, attn_logits_soft_cap=settings.softcap, interpret=settings.interpret,
     )  # fmt: skip
+
+
+@functools.cache
+def causal_masks() -> tuple[Any, Any]:
+    """The classes of JAX's causal masks, without a window and with one, whose blocks take little time.
+
+    For each pair of blocks, JAX asks some times whether any or all of its booleans are true: at 131,072 tokens of 1e11
+    booleans. Here a block that is visible as a whole, or hidden, is a single one.
+    """
+    import numpy as np
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    class InBlocks(masks.Mask):
+        window: int | None = None
+
+        def __getitem__(self, where: tuple[slice, slice]) -> Any:
+            queries, keys = where
+            least, most = queries.start - keys.stop + 1, queries.stop - 1 - keys.start  # query - key
+            if most < 0 or (self.window is not None and least >= self.window):
+                return np.zeros((1, 1), dtype=bool)
+            if least >= 0 and (self.window is None or most < self.window):
+                return np.ones((1, 1), dtype=bool)
+            return super().__getitem__(where)
+
+    class Causal(InBlocks, masks.CausalMask):
+        def __init__(self, shape: tuple[int, int], _: None) -> None:
+            super().__init__(shape)
+
+    class Windowed(InBlocks, masks.LocalMask):
+        def __init__(self, shape: tuple[int, int], window: int) -> None:
+            super().__init__(shape, (window - 1, 0), 0)
+            self.window = window
+
+    return Causal, Windowed
 
 
 @functools.cache
