@@ -13,6 +13,8 @@ from tests.support.child_processes import run_loaded
 from tpu_kit.model import attention, splash_attention
 from tpu_kit.model.attention import sees_all
 from tpu_kit.model.loop.layer_inputs import Visibility
+from tpu_kit.xla import splash_blocks
+from tpu_kit.xla.splash_blocks import padded_length
 
 LAYER = torch.nn.Module().eval()
 SMALL = {
@@ -84,6 +86,39 @@ def test_sdpa_equals_attention_written_out(window, softcap):
         torch.testing.assert_close(output, expected, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("window", "softcap", "special"),
+    [(None, None, "prefixes"), (None, 2.0, "sinks"), (37, None, "ahead"), (None, None, "not causal"), (150, 1.5, "")],
+)
+def test_in_blocks_of_queries_attention_and_its_gradients_are_those_of_whole_rows(
+    window, softcap, special, monkeypatch
+):
+    generator = torch.Generator().manual_seed(1)
+    segments = torch.randint(0, 5, (2, 300), generator=generator).sort(descending=True)[0].int()
+    prefixes = torch.where(segments == 4, 1, torch.where(segments == 3, -1, 0)) if special == "prefixes" else None
+    ahead = torch.randint(0, 4, (2, 300), generator=generator) if special == "ahead" else None
+    upstream, found = torch.randn(2, 300, 4, 8, generator=generator), []
+    for whole in (4096, 128):
+        monkeypatch.setattr(splash_blocks, "WHOLE", whole)
+        leaves = [one.requires_grad_() for one in states(300)] + [torch.ones(4, requires_grad=True)]
+        options = {"scaling": 0.3, "sliding_window": window, "softcap": softcap, "causal": special != "not causal"}
+        options |= {"s_aux": leaves[3]} if special == "sinks" else {}
+        visibility = Visibility(segments, prefixes, ahead, 3)
+        with attention.bound(attention.SDPA, visibility) as mask:
+            given = mask if whole == 128 else None  # in blocks a view that is not used
+            output, _ = attention.sdpa_attention(LAYER, *leaves[:3], given, visibility=visibility, **options)
+        used = leaves if special == "sinks" else leaves[:3]
+        found.append([output, *torch.autograd.grad((output * upstream).sum(), used)])
+    assert given.shape == (2, 1, 1, 300)
+    for of_blocks, of_rows in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(of_blocks, of_rows, atol=2e-6, rtol=1e-5)
+
+
+def test_a_block_of_queries_of_any_row_has_as_many_scores():
+    sizes = [splash_blocks.query_block(length) for length in (8, 4096, 4097, 8192, 16_384, 32_768, 131_072)]
+    assert sizes == [8, 4096, 512, 512, 256, 128, 128] and splash_blocks.WHOLE**2 == 131_072 * 128
+
+
 def test_padding_gives_no_nan_in_either_direction():
     inputs = [tensor.requires_grad_() for tensor in states()]
     segments = torch.zeros_like(SEGMENTS)
@@ -140,7 +175,7 @@ def test_attention_dropout_is_refused_in_training_only():
     ("length", "padded"), [(1, 128), (128, 128), (129, 256), (300, 512), (513, 1024), (1025, 2048)]
 )
 def test_padded_length(length, padded):
-    assert splash_attention.padded_length(length) == padded
+    assert padded_length(length) == padded
 
 
 def model(config, implementation):

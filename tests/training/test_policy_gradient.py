@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.support.training_functions import tiny
 from tpu_kit.config.loader import TrainConfig, load_config
@@ -19,18 +22,20 @@ from tpu_kit.model import causal_lm as models
 from tpu_kit.model.loop.layer_scan import scan_layers
 from tpu_kit.training.losses.policy_gradient import PolicyObjective, Sampled, pack
 from tpu_kit.training.losses.rollout import advantages_of
+from tpu_kit.xla import splash_blocks
 
 # Prompts and completions of several lengths, one of a single token (trl#4205), some truncated (the last of each group).
 SIZES = [(3, 5), (3, 1), (3, 7), (3, 4), (5, 6), (5, 2), (5, 8), (5, 8)]
 ROW = 24
+LONG = [(64, 950), (64, 1), (64, 1100), (64, 940), (100, 970), (100, 1050), (100, 1000), (100, 1020)]  # of 8,192
 
 
-def samples(masked: bool) -> list[Sampled]:
+def samples(masked: bool, sizes: Sequence[tuple[int, int]] = SIZES) -> list[Sampled]:
     generator = torch.Generator().manual_seed(0)
     advantages = advantages_of(torch.tensor([[0.0, 1.0, 0.5, 1.0], [1.0, 0.0, 0.0, 0.0]]), "group").flatten()
-    noise = iter(torch.randn(2, sum(size for _, size in SIZES), generator=generator).unbind())
+    noise = iter(torch.randn(2, sum(size for _, size in sizes), generator=generator).unbind())
     made, sampler, prompt = list[Sampled](), next(noise) * 0.1, ()
-    for number, (length, size) in enumerate(SIZES):
+    for number, (length, size) in enumerate(sizes):
         ids = torch.randint(1, 61, (length + size,), generator=generator).tolist()
         prompt = prompt if number % 4 else tuple(ids[:length])
         sampler_logps, sampler = sampler[:size] - 4.0, sampler[size:]
@@ -108,13 +113,29 @@ def correction(mode: str, difference: torch.Tensor, mask: torch.Tensor, cap: flo
     return ratio.clamp(max=cap) if "truncate" in mode else ratio.masked_fill(ratio > cap, 0.0)
 
 
+class Largest(TorchDispatchMode):
+    """The number of elements of the largest tensor that was made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = operation(*args, **(kwargs or {}))
+        self.elements = max(
+            [self.elements, *(one.numel() for one in tree_leaves(made) if isinstance(one, torch.Tensor))]
+        )
+        return made
+
+
 def difference(
-    settings: dict[str, Any], off_policy: bool, double: bool, share_prompts: bool, masked: bool = False
-) -> float:
+    settings: dict[str, Any], off_policy: bool, double: bool, share_prompts: bool, masked: bool = False,
+    sizes: Sequence[tuple[int, int]] = SIZES, made: Largest | None = None,
+) -> float:  # fmt: skip
     """The largest difference of a gradient, as a share of the largest gradient; checks loss and metrics."""
     fixed = {"objective": "policy", "base_dtype": "fp32", "max_completion_length": 12, "max_length": ROW}
     config = load_config(None, fixed | {"loss_chunk": 16} | settings)
-    rl, model, sampled = config.rl, tiny(), samples(masked)
+    rl, model, sampled = config.rl, tiny(), samples(masked, sizes)
     if double:
         model.double()
         model._tpu_kit_compute_dtype = torch.float64
@@ -154,15 +175,16 @@ def difference(
         before = [replace(one, logprobs=tuple(old[n, : len(one.tokens)].tolist())) for n, one in enumerate(sampled)]
         at_tokens = pack(before, config, share_prompts=share_prompts).columns["sampler_logps"]
         rows.columns = {**rows.columns, "old_logps": at_tokens}
-    sums = PolicyObjective(config)(model, rows.tensors(np.arange(len(rows))))
-    ours = sums.loss / sums.weight
+    with made or contextlib.nullcontext():
+        sums = PolicyObjective(config)(model, rows.tensors(np.arange(len(rows))))
+        ours = sums.loss / sums.weight
+        found = dict(zip(trained, torch.autograd.grad(ours, list(trained.values())), strict=True))
     assert float((ours - theirs).abs()) <= 1e-5 * max(0.01, float(theirs.abs()))
     extra = dict(zip(PolicyObjective.extra, sums.extra, strict=True))
     assert extra["tokens"] == loss_mask.sum()
     assert float(extra["entropy"] / extra["tokens"]) == pytest.approx(metrics["entropy"], rel=1e-4)
     if rl.beta:
         assert float(extra["kl"] / extra["tokens"]) == pytest.approx(metrics["kl"], rel=1e-3)
-    found = dict(zip(trained, torch.autograd.grad(ours, list(trained.values())), strict=True))
     largest = max(float(gradient.abs().max()) for gradient in wanted.values())
     return max(float((found[name] - wanted[name]).abs().max()) for name in wanted) / largest
 
@@ -195,6 +217,25 @@ def test_loss_and_gradients_are_those_of_trl_off_policy(settings, share_prompts)
 @pytest.mark.parametrize("settings", KINDS, ids=lambda each: "-".join(map(str, each.values())))
 def test_loss_and_gradients_are_those_of_trl_on_policy(settings):
     assert difference(settings, False, True, share_prompts=True) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("row", "whole", "block"), [(512, 128, 256), pytest.param(8192, 4096, 512, marks=pytest.mark.slow)]
+)
+def test_of_long_rows_the_loss_is_that_of_trl_and_memory_is_linear_in_the_row(row, whole, block, monkeypatch):
+    monkeypatch.setattr(splash_blocks, "WHOLE", whole)
+    settings = {
+        "max_completion_length": row // 7,
+        "max_length": row,
+        "num_iterations": 2,
+        **SEQUENCE,
+        "loss_type": "dapo",
+    }
+    settings |= {"importance_sampling_correction": "sequence_mask", "importance_sampling_cap": 50.0}
+    sizes = [(size * row // 8192 or 1, length * row // 8192 or 1) for size, length in LONG]
+    made = Largest()
+    assert difference(settings, True, True, True, sizes=sizes, made=made) < 1e-6
+    assert made.elements == row * block  # the mask of a block of queries
 
 
 def test_advantages_are_those_of_trl():

@@ -22,6 +22,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from tpu_kit.distributed.replica.mesh import active_mesh
 from tpu_kit.distributed.replica.runtime import Runtime
@@ -38,7 +39,7 @@ from tpu_kit.model.loop.layer_calls import kept_states, stacked_prefixes
 from tpu_kit.model.loop.layer_inputs import LayerInputs, Visibility
 from tpu_kit.model.rotary import fix_rotary
 from tpu_kit.torch_tpu.program import ModelProgram, trace_with
-from tpu_kit.xla.scan import Traced, replace_contents
+from tpu_kit.xla.scan import Tensors, Traced, replace_contents, scan
 from tpu_kit.xla.sharding import constrain
 
 BLOCK = 16
@@ -317,7 +318,7 @@ class Decoder:
         carried += [self._occurred(batch, samples)] if plan.penalises else []
         if rules.reads_tokens:
             slots = self._slots if self._rt.has_programs else width + len(uniforms)
-            said = torch.nn.functional.pad(batch.ids, (0, slots - width)).repeat_interleave(samples, 0)
+            said = F.pad(batch.ids, (0, slots - width)).repeat_interleave(samples, 0)
             carried.append(said)
         constant = [lengths, torch.tensor([width]), uniforms, sampling.knobs(self.vocabulary)]
         constant += rules.tensors(self.vocabulary, self._end_flags) if rules != NO_RULES else []
@@ -439,15 +440,20 @@ class Decoder:
             output = self._causal.get_decoder()(**given, position_ids=positions, use_cache=False)
         kept_states(self._causal.get_decoder())  # of a trace, which no program computes
         wanted = torch.cat([ids[:, 1:], ids[:, :1]], 1)
-        parts = []
-        for hidden, targets in zip(
-            output.last_hidden_state.split(_SCORE_CHUNK, 1), wanted.split(_SCORE_CHUNK, 1), strict=True
-        ):
-            logits = head.logits(hidden)
-            chosen = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-            likeliest = (logits.argmax(-1) == targets).float()
-            parts.append(torch.stack([chosen - torch.logsumexp(logits, -1), likeliest]))
-        return torch.cat(parts, -1)
+        count = -(-ids.shape[1] // _SCORE_CHUNK)
+        padding = count * _SCORE_CHUNK - ids.shape[1]
+        states = F.pad(output.last_hidden_state, (0, 0, 0, padding)).unflatten(1, (count, -1)).transpose(0, 1)
+        targets = F.pad(wanted, (0, padding)).unflatten(1, (count, -1)).transpose(0, 1)
+
+        def body(weights: Tensors, chunk: Tensors) -> tuple[Tensors, torch.Tensor]:
+            logits = head.scaled(F.linear(chunk[0], *weights))
+            chosen = logits.gather(-1, chunk[1].unsqueeze(-1)).squeeze(-1)
+            likeliest = (logits.argmax(-1) == chunk[1]).float()
+            return weights, torch.stack([chosen - torch.logsumexp(logits, -1), likeliest])
+
+        weights = [each for each in (head.weight, head.bias) if each is not None]
+        _, found = scan(body, weights, [states, targets])  # a loop: a long row has hundreds of chunks
+        return found.movedim(0, 2).flatten(2)[:, :, : ids.shape[1]]
 
     # ---------------------------------------------------------------------------------------------------- the device
 

@@ -6,6 +6,9 @@
 No implementation reads a tensor on the host: masks are computed from `segment_ids` on the device. `bound` makes the
 mask, and binds what the layers need besides. Given `position_ids` alone, transformers would read them on the host to
 find packed documents.
+
+In rows of more than `splash_blocks.WHOLE` tokens "tpu_kit" computes a block of queries at a time, and each again in the
+backward pass: neither a mask nor scores of (S, S) exist. On a GPU it does not, as there PyTorch's kernels keep no scores.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import torch.nn.functional as F
 
 from tpu_kit.model.loop import activation_checkpointing, layer_inputs
 from tpu_kit.model.loop.layer_inputs import PLAIN, LayerInputs, Visibility
+from tpu_kit.xla.splash_blocks import query_block
 from tpu_kit.xla.traced_program import is_lowering_for_tpu, kernels_on, runs_kernels
 
 SDPA = "tpu_kit"
@@ -95,17 +99,17 @@ def bound(implementation: str, visibility: Visibility) -> Iterator[Any]:
     """Makes layers keep documents of packed rows apart while it is open; yields a model's attention_mask.
 
     transformers neither changes nor reads a 4-D attention_mask, and passes it to all layers: for sdpa it is the boolean
-    mask (B, 1, S, S), for splash an unused view of the segment ids (B, 1, 1, S). Where tokens look ahead, sdpa gets a
-    mask for each kind of layer, which transformers takes from models that do.
+    mask (B, 1, S, S), for splash and rows in blocks an unused view of the segment ids (B, 1, 1, S). Where tokens look
+    ahead, sdpa gets a mask for each kind of layer, which transformers takes from models that do.
 
     Args:
         implementation: a registered name.
         visibility: of the rows, with segment ids.
     """
-    splash = implementation == SPLASH
     assert visibility.segment_ids is not None, "packed rows have segment ids"
-    mask: Any = visibility.segment_ids[:, None, None, :] if splash else visibility.mask()
-    if visibility.ahead is not None and not splash:
+    maskless = implementation == SPLASH or _in_blocks(visibility.segment_ids.shape[1], visibility.segment_ids.device)
+    mask: Any = visibility.segment_ids[:, None, None, :] if maskless else visibility.mask()
+    if visibility.ahead is not None and not maskless:
         mask = {"full_attention": mask, "sliding_attention": visibility.mask(looks_ahead=True)}
     with layer_inputs.bound(LayerInputs(visibility)):
         yield mask
@@ -143,7 +147,8 @@ def sdpa_attention(
         query: (B, heads, Q, D).
         key: (B, key-value heads, K, D).
         value: (B, key-value heads, K, D).
-        attention_mask: (B, 1, Q, K), boolean or additive; None for that of `visibility`.
+        attention_mask: (B, 1, Q, K), boolean or additive; None, or in rows in blocks a view as of `bound`, for that of
+            `visibility`.
         scaling: factor on the scores, default 1 / sqrt(D).
         dropout: must be 0 while training.
         sliding_window: number of keys a query sees, itself included. Applied only if Q = K: with a cache the slot of a
@@ -164,25 +169,92 @@ def sdpa_attention(
     refuse_dropout(module, dropout)
     rows, columns = query.shape[2], key.shape[2]
     query, key = as_value(query, key, value)
-    key, value = _repeat_heads(key, query.shape[1]), _repeat_heads(value, query.shape[1])
+    attend = functools.partial(_attend, scaling=scaling, softcap=softcap)
+    of_visibility = attention_mask is None or attention_mask.shape[2] < rows
+    if of_visibility and rows == columns and visibility.segment_ids is None:
+        ones = torch.ones(query.shape[0], rows, dtype=torch.int32, device=query.device)
+        visibility = visibility._replace(segment_ids=ones)
+    if of_visibility and rows == columns and _in_blocks(rows, query.device):
+        output = _attention_in_blocks(attend, query, key, value, s_aux, visibility, sliding_window, causal)
+        return activation_checkpointing.keep(output.transpose(1, 2).contiguous()), None
     if attention_mask is None and rows == columns:
         segment_ids = visibility.segment_ids
-        if segment_ids is None:
-            segment_ids = torch.ones(1, rows, dtype=torch.int32, device=query.device)
+        assert segment_ids is not None
         if causal:
-            attention_mask = visibility._replace(segment_ids=segment_ids).mask(sliding_window is not None)
+            attention_mask = visibility.mask(sliding_window is not None)
         else:
             attention_mask = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
     if sliding_window is not None and rows == columns and sliding_window < columns:
         assert attention_mask is not None
         attention_mask = _and_window(attention_mask, sliding_window)
+    output = attend(query, key, value, attention_mask, s_aux)
+    return activation_checkpointing.keep(output.transpose(1, 2).contiguous()), None
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    key, value = _repeat_heads(key, query.shape[1]), _repeat_heads(value, query.shape[1])
     # TorchTPU makes a kernel of the function, which a plugin for the CPU cannot run.
     has_function = query.device.type != "tpu" or runs_kernels(query)
-    if softcap is None and s_aux is None and has_function:
-        output = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
-    else:
-        output = _attention_of_scores(query, key, value, attention_mask, scaling, softcap, s_aux)
-    return activation_checkpointing.keep(output.transpose(1, 2).contiguous()), None
+    if softcap is None and sinks is None and has_function:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
+    return _attention_of_scores(query, key, value, mask, scaling, softcap, sinks)
+
+
+def _in_blocks(length: int, device: torch.device) -> bool:
+    """Whether attention without a kernel is computed for a block of queries at a time; "meta" takes no memory."""
+    return query_block(length) < length and device.type not in ("cuda", "meta")
+
+
+def _attention_in_blocks(
+    attend: Callable[..., torch.Tensor],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None,
+    visibility: Visibility,
+    window: int | None,
+    causal: bool,
+) -> torch.Tensor:
+    """Computes attention as `sdpa_attention`, a block of queries at a time; returns (B, heads, S, D).
+
+    The gradients of keys and values, sums over the blocks, are added up in fp32.
+    """
+    length, dtype = query.shape[2], value.dtype
+    block = query_block(length)
+    count = -(-length // block)
+    # The last token again fills the last block: a query that sees nothing would have no softmax.
+    places = torch.arange(count * block, device=query.device).clamp(max=length - 1)
+    rows = {name: one for name, one in visibility._asdict().items() if isinstance(one, torch.Tensor)}
+    wide = torch.promote_types(dtype, torch.float32)
+    constants = {"key": key.to(wide), "value": value.to(wide)} | rows
+    constants |= {} if sinks is None else {"sinks": sinks}
+    blocks = query.index_select(2, places).unflatten(2, (count, block)).movedim(2, 0)
+    inputs = [blocks, places.view(count, block)]
+    inputs += [one.index_select(1, places).unflatten(1, (count, block)).movedim(1, 0) for one in rows.values()]
+
+    def body(carry: Any, fixed: Any, slices: Any) -> tuple[Any, torch.Tensor]:
+        of_block, here, *integers = slices
+        every = visibility._replace(**{name: fixed[name] for name in rows})
+        mine = visibility._replace(**dict(zip(rows, integers, strict=True)))
+        if causal:
+            mask = every.mask_of(mine, here, window is not None)
+        else:
+            mask = mine.segment_ids[:, None, :, None] == every.segment_ids[:, None, None, :]
+        if window is not None and window < length:
+            mask = mask & (here[:, None] - torch.arange(length, device=here.device) < window)
+        found = attend(of_block, fixed["key"].to(dtype), fixed["value"].to(dtype), mask, fixed.get("sinks"))
+        return carry, found
+
+    (output,) = activation_checkpointing.recomputed_scan(body, [], constants, inputs)
+    return output.movedim(0, 2).flatten(2, 3)[:, :, :length]
 
 
 def _attention_of_scores(

@@ -18,6 +18,7 @@ from tpu_kit.model.loop import activation_checkpointing
 from tpu_kit.model.loop.layer_inputs import PLAIN, Visibility
 from tpu_kit.xla import pallas, traced_program
 from tpu_kit.xla.pallas import PER_HEAD, SplashSettings
+from tpu_kit.xla.splash_blocks import padded_length
 
 
 def connect(model: torch.nn.Module, frozen: bool) -> None:
@@ -142,8 +143,3 @@ def _forward(settings: SplashSettings, *tensors: torch.Tensor) -> tuple[torch.Te
 
     dense, log_sums = activation_checkpointing.once(2, compute)
     return dense.unflatten(2, (tensors[0].shape[1], -1)).transpose(1, 2), log_sums
-
-
-def padded_length(length: int) -> int:
-    """Rounds a length up to 128, 256, 512 or a multiple of 1024, which the kernel's blocks divide."""
-    return next((block for block in (128, 256, 512) if length <= block), -(-length // 1024) * 1024)

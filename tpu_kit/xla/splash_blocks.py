@@ -1,4 +1,4 @@
-"""The blocks of the splash kernel, and which of JAX's two backward passes it takes.
+"""The blocks of attention: those of the splash kernel, which of JAX's two backward passes it takes, and sdpa's.
 
 The fused kernel computes the five products of a pair of blocks at once, but writes a gradient of the queries for each
 block of keys: (S / block, n, S, D), which grows with the square of the row. The unfused pass has two kernels, which
@@ -17,10 +17,26 @@ HIDDEN_BLOCKS = 4
 reads zeros for hidden blocks, 0.8 us for each on a v5e and 0.4 on a v6e by their bandwidth, where two products of a
 visible block take 2.9 and 1.2 us."""
 
+WHOLE = 4096
+"""The longest row whose attention without a kernel is computed at once."""
+
+
+def query_block(length: int) -> int:
+    """Returns the queries whose scores exist at a time in attention without a kernel: all, or some of a long row.
+
+    So the scores of a head are 2**24 numbers at most up to 131,072 tokens: those of a row of 4,096.
+    """
+    return length if length <= WHOLE else max(128, 1 << ((WHOLE * 1024 // length).bit_length() - 1))
+
 
 def block_tokens(length: int, head_dim: int) -> int:
     """Returns the tokens of a block: at most 1024, half as many for heads of more than 128, and so on."""
     return min(length, LARGEST_BLOCK >> (-(-max(1, head_dim) // LANES) - 1).bit_length())
+
+
+def padded_length(length: int) -> int:
+    """Rounds a length up to 128, 256, 512 or a multiple of 1024, which the kernel's blocks divide."""
+    return next((block for block in (128, 256, 512) if length <= block), -(-length // 1024) * 1024)
 
 
 def partial_bytes(rows: int, heads: int, length: int, head_dim: int, size: int) -> int:

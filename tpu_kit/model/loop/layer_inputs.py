@@ -67,14 +67,19 @@ class Visibility(NamedTuple):
         padding, because the softmax of a fully masked row is NaN.
         """
         assert self.segment_ids is not None, "plain rows have no mask"
+        return self.mask_of(self, torch.arange(self.segment_ids.shape[1], device=self.segment_ids.device), looks_ahead)
+
+    def mask_of(self, queries: Visibility, places: torch.Tensor, looks_ahead: bool = False) -> torch.Tensor:
+        """Makes the rows of `mask` for Q of the tokens, (B, 1, Q, S): their own integers, and places (Q,) in the row."""
+        assert self.segment_ids is not None and queries.segment_ids is not None, "plain rows have no mask"
         index = torch.arange(self.segment_ids.shape[1], device=self.segment_ids.device)
-        seen = self.segment_ids[:, None, :, None] == self.segment_ids[:, None, None, :]
-        if self.prefix_ids is not None:
+        seen = queries.segment_ids[:, None, :, None] == self.segment_ids[:, None, None, :]
+        if self.prefix_ids is not None and queries.prefix_ids is not None:
             key = self.prefix_ids[:, None, None, :]
-            seen = seen | ((key > 0) & (key == -self.prefix_ids[:, None, :, None]))
-        if looks_ahead and self.ahead is not None:
-            return seen & ((index + self.ahead)[:, None, :, None] >= index)
-        return seen & (index[:, None] >= index[None, :])
+            seen = seen | ((key > 0) & (key == -queries.prefix_ids[:, None, :, None]))
+        if looks_ahead and queries.ahead is not None:
+            return seen & ((places + queries.ahead)[:, None, :, None] >= index)
+        return seen & (places[:, None] >= index[None, :])
 
     def kernel_ids(self, window: int | None) -> list[torch.Tensor]:
         """Returns the tensors that a kernel takes: the segment ids, and prefix ids or `ahead` if there are any."""

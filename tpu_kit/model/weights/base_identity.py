@@ -1,8 +1,9 @@
 """Identifies the weights of a base model, so that a run or an adapter does not silently go on with other weights.
 
 An identity is a JSON document, base.json in checkpoints and adapters: the size of each weight file, a digest of samples
-of each local file, and for a model of the hub the repository, the commit and the hub's own hash of each file. It names
-no folder: the same weights in another folder have the same identity.
+of each local file, the scaling of rotary positions that config.json asks for, and for a model of the hub the repository,
+the commit and the hub's own hash of each file. It names no folder: the same weights in another folder have the same
+identity.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def pin(model: ModelConfig, began: Identity | None = None) -> tuple[ModelConfig,
 
 
 def differences(began: Identity | None, now: Identity | None) -> list[str]:
-    """Returns how the weight files differ from what they were; what is unknown on one side is not compared."""
+    """Returns how weight files and rotary positions differ from what they were; what one side lacks is not compared."""
     if not began or not now or not (then := began["files"]) or not (here := now["files"]):
         return []
     if "commit" in began and began["commit"] == now.get("commit"):
@@ -95,6 +96,12 @@ def differences(began: Identity | None, now: Identity | None) -> list[str]:
             found.append(f"{name} has {new['bytes']:,} bytes, and had {old['bytes']:,}")
         elif any(old[kind] != new[kind] for kind in old.keys() & new.keys()):
             found.append(f"{name} has other content")
+    old, new = began.get("rope", {}), now.get("rope", {})  # an adapter does not carry it
+    found += [
+        f"config.json has {name}={new[name]} for its rotary positions, and had {old[name]}"
+        for name in old
+        if name in new and old[name] != new[name]
+    ]
     return found
 
 
@@ -215,14 +222,31 @@ def _local_files(folder: Path, model: ModelConfig) -> dict[str, dict[str, Any]]:
     return files
 
 
-def _settings(folder: Path) -> dict[str, str]:
-    """Returns a digest of config.json without what names the place or the version; empty where there is none."""
+def _settings(folder: Path) -> dict[str, Any]:
+    """Returns a digest of config.json without what names the place or the version, and its scaling of positions.
+
+    Both are absent where there is no config.json.
+    """
     with contextlib.suppress(OSError, ValueError, AttributeError):  # loading says what is wrong
         settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         for name in ("_name_or_path", "transformers_version"):
             settings.pop(name, None)
-        return {"settings": hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()}
+        digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+        return {"settings": digest, "rope": _rope(settings.get("text_config") or settings)}
     return {}
+
+
+def _rope(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns kind, factor and base of rotary positions; transformers 5 writes them as `rope_parameters`.
+
+    Those of each kind of layers, such as Gemma's, are left out: the older files name them in several ways.
+    """
+    given = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
+    if any(isinstance(one, Mapping) for one in given.values()):
+        return {}
+    found = {"rope_type": given.get("rope_type") or given.get("type") or "default", "factor": given.get("factor")}
+    found["rope_theta"] = given.get("rope_theta", settings.get("rope_theta"))
+    return {name: value for name, value in found.items() if value is not None}
 
 
 @lru_cache(1024)

@@ -313,5 +313,5 @@ def check_positions(length: int, positions: int | None, whose: str = "the model"
     if positions is not None and length > positions:
         raise ValueError(
             f"data.max_length={length} is longer than the {positions} positions of {whose}; set it to {positions} or "
-            "less"
+            "less, or take a model with more: another scaling of rotary positions is not carried by an adapter"
         )
