@@ -61,7 +61,7 @@ NEVER = "never run; tests/README.md says so"
 VERIFY = "the calls of `verify` on a chip: compiled kernels, its larger shapes, its time limit"
 BRANCHES: dict[str, tuple[int, str, str]] = {
     "model_loading._read": (1, NEVER, "the cast of a small model's fp32 weights to bf16 before it answers"),
-    "attention.sdpa_attention": (1, THROUGH, "test_runs"),
+    "attention._attend": (1, THROUGH, "test_runs"),
     "device.has_kernels": (1, THROUGH, "test_compile"),
     "program.is_traced": (1, THROUGH, "test_runs"),
     "pallas._call": (1, THROUGH, "test_compile"),
@@ -128,6 +128,8 @@ BRANCHES: dict[str, tuple[int, str, str]] = {
     "backends.TpuRuntime.barrier": (1, NEVER, "the barrier by `xm.rendezvous`"),
     "backends.TpuRuntime.memory": (1, NEVER, "the memory that the runtime reports"),
     "preflight._placed": (1, RECORDED, "test_mesh_choice"),
+    "preflight._scores": (1, RECORDED, "test_long_rows"),
+    "preflight._padding": (1, RECORDED, "test_long_rows"),
     "detection.detect": (1, RECORDED, "test_runtime"),
     "detection._mesh": (3, RECORDED, "test_runtime"),
     "detection._replicas": (1, RECORDED, "test_runtime"),

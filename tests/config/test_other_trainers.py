@@ -815,3 +815,21 @@ def test_a_file_of_trl_is_planned_by_dpo(
     assert main(["dpo", str(path), "--dry-run", "device_type=cpu"]) == 0
     printed = capsys.readouterr().out
     assert "pairs            6, " in printed and "3 updates" in printed
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "model: {name: a/b, rope_scaling: {rope_type: yarn, factor: 4.0}}",
+        "base_model: a/b\nrope_scaling: {type: linear, factor: 2.0}",
+        "base_model: a/b\noverrides_of_model_config: {rope_scaling: {type: linear, factor: 2.0}}",
+        "model_name_or_path: a/b\nstage: sft\nrope_scaling: dynamic\ntemplate: llama3",
+    ],
+)
+def test_other_rotary_positions_than_the_models_are_refused_by_name(write: Any, text: str) -> None:
+    (told,) = problems(write(text))
+    assert "rope_scaling" in told
+    assert told.endswith(
+        "rotary positions are those of model.name's config.json, as an adapter does not carry others; remove it, or "
+        "take a model with more positions"
+    )

@@ -92,6 +92,21 @@ def test_another_configuration_of_the_same_weights_is_another_model(folder: Path
         assert differences(began, known(ModelConfig(name=str(moved)))) == []
 
 
+def test_an_adapter_is_not_used_with_other_rotary_positions(folder: Path) -> None:
+    yarn = {"rope_scaling": {"type": "yarn", "factor": 4.0}, "rope_theta": 1e6}
+    newer = {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6, "truncate": True}}
+    plain = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    by_kind = {"text_config": {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0}}}}
+    found = []
+    for settings in (yarn, newer, plain, by_kind, {}):
+        (folder / "config.json").write_text(json.dumps(settings))
+        found.append(known(ModelConfig(name=str(folder))))
+    began, same, other, kinds, none = found
+    assert differences(began, same) == differences(same, began) == differences(began, kinds) == []
+    told = ["config.json has rope_type=default for its rotary positions, and had yarn"]
+    assert differences(began, other) == differences(began, none) == told
+
+
 @pytest.mark.parametrize(
     ("name", "content", "told"),
     [

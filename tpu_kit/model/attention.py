@@ -8,7 +8,7 @@ mask, and binds what the layers need besides. Given `position_ids` alone, transf
 find packed documents.
 
 In rows of more than `splash_blocks.WHOLE` tokens "tpu_kit" computes a block of queries at a time, and each again in the
-backward pass: neither a mask nor scores of (S, S) exist. On a GPU it does not, as there PyTorch's kernels keep no scores.
+backward pass: neither a mask nor scores of (S, S) exist. Not on a GPU, where PyTorch's kernels keep no scores.
 """
 
 from __future__ import annotations

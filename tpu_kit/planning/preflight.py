@@ -6,12 +6,12 @@ The predictions come from the formula. If it does not cover a configuration, a m
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from tpu_kit.config.loader import TrainConfig
+from tpu_kit.config.loader import ConfigError, TrainConfig
 from tpu_kit.config.mesh import Mesh
 from tpu_kit.distributed.detection import Backend, detect, device_memory_budget, seen_on
 from tpu_kit.machine.checks import Machine
@@ -21,13 +21,19 @@ from tpu_kit.model.shape import Shape
 from tpu_kit.model.shape_cache import read_shape
 from tpu_kit.planning.batch_choice import filled_batch, settle
 from tpu_kit.planning.cost import StepTime, work
+from tpu_kit.planning.memory.argument_memory import item_bytes
 from tpu_kit.planning.mesh_choice import check_mesh, placed
 from tpu_kit.planning.planner import verified
-from tpu_kit.planning.rollouts import warnings_of
+from tpu_kit.planning.rollouts import rollout_of, warnings_of
 from tpu_kit.planning.run_on_slice import Setting
+from tpu_kit.xla.splash_blocks import padded_length, query_block
 
 ROUNDED_PER_SECOND = {"int8": 500e6, "int4": 45e6}
 """Weights that one core of a server's CPU rounds in a second (measured: 584e6 and 49e6, groups of 128)."""
+_LEAST_TILE = 128
+"""Tokens that a tile of the MLP, or a chunk of the loss on a mesh, should have: with fewer, a TPU's products wait."""
+_PADDED = 1.05
+"""A row whose padding for the kernel of attention is longer by this factor is told."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +132,8 @@ def check_before_launch(
         began: of the checkpoint that the run continues from, its "batch_size" and its "global_batch_size".
 
     Raises:
-        ConfigError: the batch cannot be split over the replicas, or the rows do not fill one.
+        ConfigError: the batch cannot be split over the replicas, or the rows do not fill one; rows have no equal
+            tiles; or attention's scores, or the cache of a rollout, alone exceed the memory.
         ValueError: as `detection.detect`; `optim.batch_size=auto` cannot be chosen.
     """
     backend = backend or detect(config.launch, at)
@@ -162,6 +169,9 @@ def check_before_launch(
         _ = one and one.memory
     except ValueError as error:  # the run raises it too
         one, problem = None, str(error)
+    if one is not None and (wrong := [*_divisions(one), *_scores(one), *_caches(one)]):
+        raise ConfigError(wrong)
+    notes += _padding(one) if one else []
     return Preflight(config, room, one, (*notes, *([f"memory not known: {problem}"] if problem else [])))
 
 
@@ -183,6 +193,87 @@ def _placed(
     if mesh is not None:
         notes.append(f"launch.mesh={mesh}: rows divided by {mesh.batch_shards}; devices {mesh.layout()}")
     return config, room, mesh, notes
+
+
+def _divisions(one: Setting) -> Iterator[str]:
+    """Yields why tokens do not divide into equal tiles of the MLP, or on a mesh into chunks of the loss."""
+    from tpu_kit.model.loop.activation_checkpointing import tiles_of  # it loads torch
+
+    config, mesh = seen_on(one.where.device_type, one.config), one.where.mesh
+    optim, length, rows = config.optim, config.data.max_length, one.update.batch_size
+    tokens = length if mesh else rows * length  # on a mesh each tile has tokens of every row
+    sizes = {"mlp_tile": optim.mlp_tile} if optim.remat == "full" and optim.scan_layers != "off" else {}
+    for name, size in (sizes | ({"loss_chunk": optim.loss_chunk} if mesh else {})).items():
+        most = max(1, size // rows if mesh else size) if size else tokens
+        count = tiles_of(tokens, most)
+        if tokens // count < min(most, _LEAST_TILE):
+            near = max(_LEAST_TILE, length // _LEAST_TILE * _LEAST_TILE)
+            yield (
+                f"data.max_length={length}: {rows} x {length} tokens would be {count:,} tiles of {tokens // count} for "
+                f"optim.{name}={size}, as no larger ones are equal; set data.max_length={near}, a multiple of "
+                f"{_LEAST_TILE}"
+            )
+            return
+
+
+def _scores(one: Setting) -> Iterator[str]:
+    """Yields why attention cannot run: its scores, or the mask of a GPU's or CPU's kernel, exceed the memory."""
+    where, rows, length = one.where, one.update.batch_size, one.config.data.max_length
+    config, size = seen_on(where.device_type, one.config), item_bytes(one.config.model.base_dtype)
+    heads = max(kind.heads for kind in one.shape.kinds) // (where.mesh.model if where.mesh else 1)
+    if where.device_type in ("cuda", "cpu"):  # booleans, and what PyTorch makes of them
+        block = length if where.device_type == "cuda" else query_block(length)
+        each, what = block * length * (1 + size), f"the mask of {block:,} x {length:,} x {1 + size} bytes"
+    elif config.model.attention == "sdpa":
+        block = query_block(length)
+        each, what = (
+            heads * block * length * size,
+            f"the scores of {heads} heads x {block:,} x {length:,} x {size} bytes",
+        )
+    else:
+        return
+    if rows * each <= where.limit:
+        return
+    advice = f"optim.batch_size={fitting}" if (fitting := where.limit // each) else "a smaller data.max_length"
+    if where.device_type in ("tpu", "torch-tpu"):
+        advice = f"model.attention=auto, which has a kernel without them, or {advice}"
+    yield (
+        f"model.attention={one.config.model.attention}: {what} for each of {rows} rows are {rows * each / GIB:.2f} "
+        f"GiB, more than the {where.limit / GIB:.2f} GiB of {where.name}; set {advice}"
+    )
+
+
+def _caches(one: Setting) -> Iterator[str]:
+    """Yields why a rollout cannot run: its keys and values exceed the memory that weights and state leave."""
+    config, where = one.config, one.where
+    replicas = 1 if where.mesh else where.replicas
+    if (rollout := rollout_of(config, replicas)) is None:
+        return
+    decode = next(program for program in one.memory.programs if program.name == "decode")
+    held = {**decode.beside, **decode.arguments}
+    caches = held["prompt_cache"] + held.get("sample_cache", 0)
+    rest = sum(held.values()) - caches
+    if not rest <= where.limit < rest + caches:
+        return
+    most = int((where.limit - rest) * rollout.prompts / caches) * replicas // config.rl.steps_per_generation
+    advice = f"set rl.prompts_per_update={most}" if most else "lower rl.num_generations or rl.max_completion_length"
+    yield (
+        f"rl.prompts_per_update={config.rl.prompts_per_update}: keys and values of {rollout.prompts} prompts and "
+        f"{rollout.samples} completions in {rollout.slots:,} slots take {caches / GIB:.2f} GiB, and {where.name} has "
+        f"{where.limit / GIB:.2f} GiB for each of {where.replicas}, of which weights and state take {rest / GIB:.2f}; "
+        f"{advice}"
+    )
+
+
+def _padding(one: Setting) -> list[str]:
+    """Says to which length the kernel of attention pads rows, if that costs time."""
+    length = one.config.data.max_length
+    padded = padded_length(length)
+    kernel = one.where.device_type in ("tpu", "torch-tpu") and one.config.model.attention != "sdpa"
+    if not kernel or padded <= length * _PADDED:
+        return []
+    below = f"{length // 1024 * 1024} or " if length > 1024 else ""
+    return [f"attention pads rows of {length} tokens to {padded}; data.max_length={below}{padded} wastes no time"]
 
 
 def _rounding(config: TrainConfig, shape: Shape | None) -> list[str]:

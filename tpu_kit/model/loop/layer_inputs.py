@@ -70,7 +70,7 @@ class Visibility(NamedTuple):
         return self.mask_of(self, torch.arange(self.segment_ids.shape[1], device=self.segment_ids.device), looks_ahead)
 
     def mask_of(self, queries: Visibility, places: torch.Tensor, looks_ahead: bool = False) -> torch.Tensor:
-        """Makes the rows of `mask` for Q of the tokens, (B, 1, Q, S): their own integers, and places (Q,) in the row."""
+        """Makes the rows of `mask` for Q tokens, (B, 1, Q, S), by their own integers and places (Q,) in the row."""
         assert self.segment_ids is not None and queries.segment_ids is not None, "plain rows have no mask"
         index = torch.arange(self.segment_ids.shape[1], device=self.segment_ids.device)
         seen = queries.segment_ids[:, None, :, None] == self.segment_ids[:, None, None, :]

@@ -1,9 +1,8 @@
 """Identifies the weights of a base model, so that a run or an adapter does not silently go on with other weights.
 
 An identity is a JSON document, base.json in checkpoints and adapters: the size of each weight file, a digest of samples
-of each local file, the scaling of rotary positions that config.json asks for, and for a model of the hub the repository,
-the commit and the hub's own hash of each file. It names no folder: the same weights in another folder have the same
-identity.
+of each local file, the rotary positions of config.json, and for a model of the hub the repository, the commit and the
+hub's own hash of each file. It names no folder: the same weights in another folder have the same identity.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from tpu_kit.model.shape import Alive, Experts, Layer, Shape, most
 from tpu_kit.model.sharding.sharding_rules import Tensor
 from tpu_kit.planning.memory.argument_memory import LANES, is_matrix, model_tensors, padded, shards, teacher_shape
 from tpu_kit.planning.memory.image_memory import images_of
-from tpu_kit.xla.splash_blocks import block_tokens, is_fused
+from tpu_kit.xla.splash_blocks import WHOLE, block_tokens, is_fused, query_block
 
 if TYPE_CHECKING:
     from tpu_kit.training.objectives import Objective
@@ -129,7 +129,7 @@ class PeakActivationModel:
         if self.objective and not self.objective.trains_model:
             return (yield from self.forward_moments(lasting))
         lasting["saved_activations"] = saved
-        if self.kernel == "sdpa" and self.again:
+        if self.kernel == "sdpa" and self.again and self.length <= WHOLE:
             lasting["mask"] = self.scores()  # a bias of the scores' shape, made once for all layers
         yield Moment("start", lasting, 0)  # the stack that the first loop fills is allocated before it
         if self.images:
@@ -170,9 +170,9 @@ class PeakActivationModel:
         return count * padded((self.tokens, self.shape.hidden), self.stream, free=True)
 
     def scores(self) -> float:
-        """The largest array of sdpa's scores, (B, n, S, S) in the compute dtype."""
+        """The largest array of sdpa's scores, (B, n, Q, S) in the compute dtype, for the Q queries of a block."""
         heads = max(kind.heads for kind in self.shape.kinds)
-        return padded((self.rows * heads, self.length, self.length), self.compute)
+        return padded((self.rows * heads, query_block(self.length), self.length), self.compute)
 
     def saved(self) -> float:
         """Saved activations of one pass: the input of every layer, L T H c (`layer_scan`, or torch_xla's checkpoint).
@@ -191,7 +191,8 @@ class PeakActivationModel:
     def _saved_by(self, kind: Layer) -> float:
         if self.again:
             return self.hidden() + (self.results(kind) if self.keeps else 0.0)
-        return kind.saved * self.tokens * self.compute / 2 + (self.scores() if self.kernel == "sdpa" else 0.0)
+        scores = self.kernel == "sdpa" and self.length <= WHOLE  # of a longer row they are computed again
+        return kind.saved * self.tokens * self.compute / 2 + (self.scores() if scores else 0.0)
 
     def results(self, kind: Layer) -> float:
         """The results of a layer that remat=outputs keeps: of its linear layers, T times their outputs, and attention.
