@@ -51,6 +51,7 @@ from tests.support.generation_functions import (
 )  # fmt: skip
 from tests.support.quantize_functions import dequantized
 from tests.support.tiny_tokenizer import tiny_tokenizer
+from tests.training.test_loss import LargestTensor
 from tpu_kit.cli import main
 from tpu_kit.config.loader import DataConfig, ModelConfig, load_config
 from tpu_kit.distributed.launch import launch
@@ -72,6 +73,7 @@ from tpu_kit.model.weights.source import load_tokenizer
 from tpu_kit.planning.compiler import compile_check
 from tpu_kit.planning.compiler.compile_check import compile_step
 from tpu_kit.planning.cost import step_time
+from tpu_kit.xla import splash_blocks
 
 needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, the TPU compiler")
@@ -219,6 +221,17 @@ def test_layers_of_a_loop_generate_the_same_tokens(family: str) -> None:
     wanted = stock(model, MIXED)
     stack(model.get_decoder() if hasattr(model, "get_decoder") else model.get_base_model().get_decoder())
     assert tokens(generator(model).generate(MIXED, GREEDY)) == wanted
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_long_prompt_is_read_in_blocks_of_queries(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompts = make(family), prompts_of(230, 150, 33)
+    wanted = stock(model, prompts)
+    monkeypatch.setattr(splash_blocks, "WHOLE", 32)  # so that a block has 128 queries
+    with LargestTensor() as made:
+        replies = generator(model, max_prompt=230).generate(prompts, GREEDY)
+    assert tokens(replies) == wanted
+    assert made.elements < len(prompts) * 229 * 229  # of the mask of all
 
 
 def test_with_an_adapter_and_in_bf16() -> None:

@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from tests.support.training_functions import tiny
+from tests.training.test_loss import LargestTensor
 from tpu_kit.config.loader import TrainConfig, load_config
 from tpu_kit.model import causal_lm as models
 from tpu_kit.model.loop.layer_scan import scan_layers
@@ -113,24 +112,9 @@ def correction(mode: str, difference: torch.Tensor, mask: torch.Tensor, cap: flo
     return ratio.clamp(max=cap) if "truncate" in mode else ratio.masked_fill(ratio > cap, 0.0)
 
 
-class Largest(TorchDispatchMode):
-    """The number of elements of the largest tensor that was made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = operation(*args, **(kwargs or {}))
-        self.elements = max(
-            [self.elements, *(one.numel() for one in tree_leaves(made) if isinstance(one, torch.Tensor))]
-        )
-        return made
-
-
 def difference(
     settings: dict[str, Any], off_policy: bool, double: bool, share_prompts: bool, masked: bool = False,
-    sizes: Sequence[tuple[int, int]] = SIZES, made: Largest | None = None,
+    sizes: Sequence[tuple[int, int]] = SIZES, made: LargestTensor | None = None,
 ) -> float:  # fmt: skip
     """The largest difference of a gradient, as a share of the largest gradient; checks loss and metrics."""
     fixed = {"objective": "policy", "base_dtype": "fp32", "max_completion_length": 12, "max_length": ROW}
@@ -233,7 +217,7 @@ def test_of_long_rows_the_loss_is_that_of_trl_and_memory_is_linear_in_the_row(ro
     }
     settings |= {"importance_sampling_correction": "sequence_mask", "importance_sampling_cap": 50.0}
     sizes = [(size * row // 8192 or 1, length * row // 8192 or 1) for size, length in LONG]
-    made = Largest()
+    made = LargestTensor()
     assert difference(settings, True, True, True, sizes=sizes, made=made) < 1e-6
     assert made.elements == row * block  # the mask of a block of queries
 

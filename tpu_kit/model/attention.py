@@ -247,7 +247,7 @@ def _attention_in_blocks(
         if causal:
             mask = every.mask_of(mine, here, window is not None)
         else:
-            mask = mine.segment_ids[:, None, :, None] == every.segment_ids[:, None, None, :]
+            mask = integers[0][:, None, :, None] == fixed["segment_ids"][:, None, None, :]
         if window is not None and window < length:
             mask = mask & (here[:, None] - torch.arange(length, device=here.device) < window)
         found = attend(of_block, fixed["key"].to(dtype), fixed["value"].to(dtype), mask, fixed.get("sinks"))
