@@ -11,12 +11,26 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from transformers import AutoModelForImageTextToText, Gemma4Config, Gemma4UnifiedConfig, Idefics3Config, SmolVLMConfig
+from transformers import (
+    AutoModelForImageTextToText,
+    Gemma3Config,
+    Gemma4Config,
+    Gemma4UnifiedConfig,
+    Idefics3Config,
+    Qwen2_5_VLConfig,
+    Qwen3_5Config,
+    SmolVLMConfig,
+)
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
+from transformers.vision_utils import get_vision_position_ids
+
 from tpu_kit.config.loader import LoraConfig, OptimConfig, TrainConfig
+from tpu_kit.data.images.processors import patches_of
 from tpu_kit.distributed.replica import runtime
 from tpu_kit.generation.decoder import Batch, Decoder, filled
 from tpu_kit.generation.reference_check import _randomize
@@ -24,6 +38,7 @@ from tpu_kit.generation.sampling import Sampling
 from tpu_kit.model import causal_lm as models
 from tpu_kit.model import preparation, trainable
 from tpu_kit.model.families import vision
+from tpu_kit.model.families.vision_towers import TOWERS
 from tpu_kit.model.loop.layer_calls import stacked_names, unstacked
 from tpu_kit.training.objectives import SupervisedObjective
 from tpu_kit.training.step import prepare_model, train_step
@@ -73,6 +88,53 @@ def gemma4() -> Any:
     )  # fmt: skip
 
 
+def gemma3() -> Any:
+    """Gemma 3: every image is one square; its tokens see each other in all layers."""
+    text = {name: TEXT[name] for name in TEXT if name not in ("global_head_dim", "final_logit_softcapping")}
+    return Gemma3Config(
+        text_config=text | {"query_pre_attn_scalar": 8},
+        vision_config={
+            "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 3,
+            "image_size": 48, "patch_size": 4, "vision_use_head": False,
+        },
+        mm_tokens_per_image=36, boi_token_index=BEGIN, eoi_token_index=END, image_token_index=IMAGE,
+    )  # fmt: skip
+
+
+GRIDS = ("qwen2_5_vl", "qwen3_5")
+_PLACES = {"image_token_id": IMAGE, "vision_start_token_id": BEGIN, "vision_end_token_id": END, "video_token_id": 293}
+_OF_GRIDS: dict[str, Any] = {
+    "hidden_size": 24, "intermediate_size": 32, "num_heads": 3, "patch_size": 4, "spatial_merge_size": 2,
+    "temporal_patch_size": 2, "out_hidden_size": 32,
+}  # fmt: skip
+_OF_AXES: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024, "pad_token_id": 0,
+    "eos_token_id": 1, "bos_token_id": 2,
+}  # fmt: skip
+
+
+def qwen2_5_vl() -> Any:
+    """Qwen2.5-VL: a tower with layers whose patches see those of a window, and layers with all."""
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+    return Qwen2_5_VLConfig(
+        text_config=_OF_AXES | {"rope_parameters": rope},
+        vision_config=_OF_GRIDS | {"depth": 4, "fullatt_block_indexes": [1, 3], "window_size": 16},
+        **_PLACES,
+    )
+
+
+def qwen3_5() -> Any:
+    """Qwen3.5: linear attention, and a tower with a table of positions."""
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
+    text = {"rope_parameters": rope, "head_dim": 16, "layer_types": ["linear_attention", "full_attention"] * 2,
+            "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8}  # fmt: skip
+    return Qwen3_5Config(
+        text_config=_OF_AXES | text, vision_config=_OF_GRIDS | {"depth": 2, "num_position_embeddings": 64}, **_PLACES
+    )
+
+
 def smolvlm(kind: Any = SmolVLMConfig) -> Any:
     """SmolVLM: each tile of an image is an image slot of the row."""
     return kind(
@@ -90,7 +152,8 @@ def smolvlm(kind: Any = SmolVLMConfig) -> Any:
 
 
 _generator = threading.Lock()  # replicas of XLA:CPU are threads, and share torch's generator
-CONFIGS = {"gemma4_unified": unified, "gemma4": gemma4, "smolvlm": smolvlm}
+CONFIGS = {"gemma4_unified": unified, "gemma4": gemma4, "smolvlm": smolvlm, "gemma3": gemma3, "qwen2_5_vl": qwen2_5_vl,
+           "qwen3_5": qwen3_5}  # fmt: skip
 ALSO = {"idefics3": lambda: smolvlm(Idefics3Config)}  # as SmolVLM, but for its processor's class
 
 
@@ -102,7 +165,10 @@ def build(config: Any) -> Any:
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if ("vision_tower" in name or "vision_model" in name) and parameter.dim() > 1:
+            if (
+                any(part in name for part in ("vision_tower", "vision_model", "visual", "linear_attn"))
+                and parameter.dim() > 1
+            ):
                 parameter.mul_(0.4)  # sharp attention amplifies rounding, transformers' own as well
         for name, buffer in model.named_buffers():
             if name.endswith("std_bias"):
@@ -143,6 +209,16 @@ def image_processor(config: Any) -> Any:
         return (SmolVLMImageProcessorPil if config.model_type == "smolvlm" else Idefics3ImageProcessorPil)(
             size={"longest_edge": 2 * side}, max_image_size={"longest_edge": side}, do_image_splitting=True
         )
+    if config.model_type == "gemma3":
+        side = config.vision_config.image_size
+        return Gemma3ImageProcessorPil(size={"height": side, "width": side})
+    if config.model_type in GRIDS:
+        vision, kind = config.vision_config, TOWERS[config.model_type]
+        side = vision.patch_size * vision.spatial_merge_size
+        return Qwen2VLImageProcessorPil(
+            size={"shortest_edge": 4 * side**2, "longest_edge": TOKENS * side**2}, patch_size=vision.patch_size,
+            merge_size=vision.spatial_merge_size, image_mean=kind.mean, image_std=kind.std,
+        )  # fmt: skip
     patch, pool = (12, 1) if config.model_type == "gemma4_unified" else (4, 3)
     return Gemma4ImageProcessorPil(patch_size=patch, pooling_kernel_size=pool, max_soft_tokens=TOKENS)
 
@@ -173,6 +249,24 @@ def _processed(config: Any, image: Image.Image) -> tuple[dict[str, torch.Tensor]
         tokens = side**2 // config.scale_factor**2
         given = {name: made[name][0] for name in ("pixel_values", "pixel_attention_mask")}
         return given, [(tile, None, tokens) for tile in pixels]
+    if config.model_type == "gemma3":
+        made = processor(images=[image], return_tensors="pt")
+        plain = processor(images=[image], return_tensors="np", do_rescale=False, do_normalize=False)["pixel_values"]
+        pixels = torch.from_numpy(patches_of(plain, config.vision_config.patch_size)[0])
+        return {"pixel_values": made["pixel_values"]}, [(pixels, None, config.mm_tokens_per_image)]
+    if config.model_type in GRIDS:
+        sides, merge = config.vision_config.patch_size, config.vision_config.spatial_merge_size
+        made = processor(images=[image], return_tensors="pt")
+        plain = processor(images=[image], return_tensors="pt", do_rescale=False, do_normalize=False)["pixel_values"]
+        numbers = plain.unflatten(1, (3, -1, sides**2))[:, :, 0].flatten(1).round().to(torch.uint8)
+        places = get_vision_position_ids(made["image_grid_thw"], merge).flip(1).to(torch.int32)
+        room = TOKENS * merge**2 - len(numbers)
+        slot = (
+            torch.nn.functional.pad(numbers, (0, 0, 0, room)),
+            torch.nn.functional.pad(places, (0, 0, 0, room), value=-1),
+        )
+        given = {name: made[name] for name in ("pixel_values", "image_grid_thw")}
+        return given, [(*slot, len(numbers) // merge**2)]
     made = processor(images=[image], return_tensors="pt")
     pixels, positions = made["pixel_values"][0], made["image_position_ids"][0]
     numbers = (pixels * 255).round().to(torch.uint8)
@@ -237,8 +331,19 @@ def pack(config: Any, rows: Sequence[Sequence[Document]], images: int, length: i
                 batch["image_index"][row, places[:tokens]] = torch.arange(tokens, dtype=torch.int32) + slot * most
                 places, slot = places[tokens:], slot + 1
             assert not places
+            if "axis_positions" in batch:
+                batch["axis_positions"][row, :, here] = torch.from_numpy(axes_of(config, one))
             end += len(one.ids)
     return batch
+
+
+def axes_of(config: Any, one: Document) -> np.ndarray:
+    """Returns the positions of a document in three axes."""
+    if not one.slots:
+        return np.arange(len(one.ids), dtype=np.int32)[None].repeat(3, 0)
+    positions = np.stack([places.numpy() for _, places, _ in one.slots if places is not None])
+    counts, merge = [count for *_, count in one.slots], config.vision_config.spatial_merge_size
+    return vision.axis_positions(np.array(one.ids) == IMAGE, counts, positions, merge)
 
 
 def room_of(rows: Sequence[Sequence[Document]]) -> tuple[int, int]:
@@ -254,15 +359,22 @@ def reference(model: Any, one: Document, served: bool = True) -> torch.Tensor:
     if base.config.model_type in ("smolvlm", "idefics3"):
         given = {name: value[None] for name, value in given.items()}
     else:
-        types = (ids == IMAGE).long()
-        given["mm_token_type_ids"] = types
-        if served:
+        types = {types_of(base.config): (ids == IMAGE).long()}
+        given |= types
+        if base.config.model_type in GRIDS and not one.slots:
+            given = {}
+        if served and base.config.model_type not in GRIDS:
             given["attention_mask"] = type(base).create_masks_for_generate(
                 config=base.config, inputs_embeds=torch.zeros(*ids.shape, 4), attention_mask=torch.ones_like(ids),
-                past_key_values=None, position_ids=torch.arange(ids.shape[1])[None], mm_token_type_ids=types,
+                past_key_values=None, position_ids=torch.arange(ids.shape[1])[None], **types,
             )  # fmt: skip
     logits: torch.Tensor = model(input_ids=ids, use_cache=False, **given).logits[0]
     return logits
+
+
+def types_of(config: Any) -> str:
+    """Returns the argument of transformers' `forward` that says which tokens are of images."""
+    return "token_type_ids" if config.model_type == "gemma3" else "mm_token_type_ids"
 
 
 @dataclass
@@ -293,6 +405,22 @@ def of_transformers(
     total.backward()
     gradients = {name: param.grad for name, param in ours.named_parameters() if param.grad is not None}
     return Result([logits.detach() for logits in found], gradients)
+
+
+def rounding(
+    model: Any, rows: Sequence[Sequence[Document]], wanted: Result, vision: bool = False
+) -> tuple[float, float]:
+    """Returns how much transformers' own results differ: its sdpa from its eager attention, or fp32 from fp64."""
+    own = [of_transformers(model, rows, "sdpa", vision).differs_from(wanted)]
+    if "linear_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ()):
+        exact = copy.deepcopy([[*row] for row in rows])
+        for one in (one for row in exact for one in row):
+            one.given = {
+                name: value.double() if value.is_floating_point() else value for name, value in one.given.items()
+            }
+        own.append(wanted.differs_from(of_transformers(copy.deepcopy(model).double(), exact, vision=vision)))
+    logits, gradients = zip(*own, strict=True)
+    return max(logits), max(gradients)
 
 
 def of_kit(
@@ -331,7 +459,7 @@ def compared(config: TrainConfig) -> dict[str, Any]:
     rows = documents(shape)
     wanted = of_transformers(model, rows)
     found: dict[str, Any] = {"difference": of_kit(model, rows, rt).differs_from(wanted)}
-    found["own"] = of_transformers(model, rows, "sdpa").differs_from(wanted)
+    found["own"] = rounding(model, rows, wanted)
     return found | {"counts": _updates(config, model, rt)[1]}
 
 
@@ -383,8 +511,8 @@ def greedy(config: TrainConfig) -> tuple[list[list[int]], list[list[int]]]:
     for one in prompts:
         ids = torch.tensor(one.ids)[None]
         given = {name: value[None] for name, value in one.given.items()} if shape.model_type == "smolvlm" else one.given
-        if shape.model_type != "smolvlm":
-            given = given | {"mm_token_type_ids": (ids == IMAGE).long()}
+        if shape.model_type != "smolvlm" and (one.slots or shape.model_type not in GRIDS):
+            given = given | {types_of(shape): (ids == IMAGE).long()}
         models.base_model(plain).set_attn_implementation("eager")
         with torch.no_grad():
             out = plain.generate(

@@ -14,8 +14,9 @@ from transformers import PreTrainedTokenizerFast
 from transformers.models.gemma4_unified.configuration_gemma4_unified import Gemma4UnifiedAudioConfig
 
 from tests.support.tiny_tokenizer import tiny_tokenizer
-from tests.support.vision_functions import ALSO, CONFIGS, TOKENS, build
+from tests.support.vision_functions import ALSO, CONFIGS, GRIDS, TOKENS, build
 from tpu_kit.config.loader import ModelConfig
+from tpu_kit.model.families.vision_towers import TOWERS
 from tpu_kit.model.weights.source import load_tokenizer
 
 GEMMA = (
@@ -31,6 +32,24 @@ SMOL = (  # SmolVLM's own, which takes parts alone
     "{{line['text']}}{% elif line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}<end_of_utterance>\n"
     "{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
 )
+QWEN = (  # as Qwen's own, in its form of chats
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['content'] is string %}{{ m['content'] }}"
+    "{% else %}{% for p in m['content'] %}{% if p['type'] == 'image' %}"
+    "{{ '<|vision_start|><|image_pad|><|vision_end|>' }}{% else %}{{ p['text'] }}{% endif %}{% endfor %}{% endif %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+QWEN_TOKENS = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>",
+               "<|endoftext|>"]  # fmt: skip
+GEMMA3 = (  # as Gemma 3's own
+    "{{ bos_token }}{% for m in messages %}{{ '<start_of_turn>' + ('model' if m['role'] == 'assistant' else m['role']) "
+    "+ '\n' }}{% if m['content'] is string %}{{ m['content'] | trim }}{% else %}{% for p in m['content'] %}"
+    "{{ '<start_of_image>' if p['type'] == 'image' else p['text'] | trim }}{% endfor %}{% endif %}"
+    "{{ '<end_of_turn>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+)
+GEMMA3_TOKENS = [
+    "<pad>", "<eos>", "<bos>", "<start_of_image>", "<end_of_image>", "<image_soft_token>", "<start_of_turn>",
+    "<end_of_turn>",
+]  # fmt: skip
 GEMMA_TOKENS = ["<pad>", "<eos>", "<bos>", "<|image|>", "<|image>", "<image|>", "<|turn>", "<turn|>"]
 _IN_TILES = {"smolvlm": "SmolVLM", "idefics3": "Idefics3"}
 SMOL_TOKENS = [
@@ -39,10 +58,20 @@ SMOL_TOKENS = [
 ]  # fmt: skip
 
 
+IMAGE_TOKENS = {"smolvlm": "<image>", "idefics3": "<image>", "gemma3": "<image_soft_token>", "qwen2_5_vl": "<|image_pad|>",
+                "qwen3_5": "<|image_pad|>"}  # fmt: skip
+
+
 def tokenizer_of(family: str) -> PreTrainedTokenizerFast:
     """Makes a tokenizer with the image tokens and the chat template of a family."""
     if family in _IN_TILES:
         return tiny_tokenizer(SMOL, special=SMOL_TOKENS, eos="<end_of_utterance>")
+    if family in GRIDS:
+        return tiny_tokenizer(QWEN, special=QWEN_TOKENS)
+    if family == "gemma3":
+        made = tiny_tokenizer(GEMMA3, special=GEMMA3_TOKENS, eos="<end_of_turn>")
+        made.bos_token, made.pad_token = "<bos>", "<pad>"
+        return made
     return tiny_tokenizer(GEMMA, special=GEMMA_TOKENS, eos="<turn|>")
 
 
@@ -53,6 +82,13 @@ def settings_of(family: str) -> dict[str, Any]:
             "image_processor_type": f"{_IN_TILES[family]}ImageProcessor", "size": {"longest_edge": 64},
             "max_image_size": {"longest_edge": 32}, "do_image_splitting": True, "resample": 1,
         }  # fmt: skip
+    if family in GRIDS:
+        mean, std = TOWERS[family].mean, TOWERS[family].std
+        return {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4, "merge_size": 2,
+                "temporal_patch_size": 2, "size": {"shortest_edge": 256, "longest_edge": TOKENS * 64},
+                "image_mean": mean, "image_std": std}  # fmt: skip
+    if family == "gemma3":
+        return {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 48, "width": 48}, "resample": 2}
     name = "Gemma4UnifiedImageProcessor" if family == "gemma4_unified" else "Gemma4ImageProcessor"
     return {"image_processor_type": name, "patch_size": 4, "pooling_kernel_size": 3, "max_soft_tokens": TOKENS}
 
@@ -125,9 +161,13 @@ def save_model(folder: Path, family: str, tokenizer: Any = None, **text: Any) ->
     if hasattr(part, "vocab_size_per_layer_input"):
         part.vocab_size_per_layer_input = vocabulary
     ids = tokenizer.convert_tokens_to_ids
-    config.image_token_id = ids("<image>" if family in _IN_TILES else "<|image|>")
-    if family not in _IN_TILES:
-        config.boi_token_id, config.eoi_token_id = ids("<|image>"), ids("<image|>")
+    config.image_token_id = ids(IMAGE_TOKENS.get(family, "<|image|>"))
+    if family.startswith("gemma"):
+        ends = ("<start_of_image>", "<end_of_image>") if family == "gemma3" else ("<|image>", "<image|>")
+        config.boi_token_id, config.eoi_token_id = map(ids, ends)
+    if family in GRIDS:
+        ends = ("<|vision_start|>", "<|vision_end|>", "<|video_pad|>")
+        config.vision_start_token_id, config.vision_end_token_id, config.video_token_id = map(ids, ends)
     part.eos_token_id, part.bos_token_id, part.pad_token_id = tokenizer.eos_token_id, 0, 0
     build(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -65,6 +65,14 @@ class Batch:
     last: torch.Tensor
     images: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
+    @property
+    def ends(self) -> torch.Tensor:
+        """(B,) int64, the positions of the last tokens; with positions in axes an image takes fewer than it has tokens."""
+        if (axes := self.images.get("axis_positions")) is None:
+            return self.lengths
+        present = torch.arange(axes.shape[2]) < self.lengths[:, None]
+        return torch.where(present, axes.amax(1), -1).amax(1).long() + 1
+
 
 def widths_to(most: int) -> list[int]:
     """Returns 64, 128 and so on, up to `most` rounded up to a multiple of 64."""
@@ -311,7 +319,8 @@ class Decoder:
             rules: of the model's generation config.
         """
         width = batch.ids.shape[1]
-        lengths, last = (tensor.repeat_interleave(samples) for tensor in (batch.lengths, batch.last))
+        every = batch.lengths, batch.ends, batch.last
+        lengths, starts, last = (tensor.repeat_interleave(samples) for tensor in every)
         flags = torch.tensor(ended, dtype=torch.int64)
         plan = Plan(sampling.kind, sampling.penalises, rules)
         carried = [last, flags, torch.zeros(1, dtype=torch.int64)]
@@ -320,7 +329,7 @@ class Decoder:
             slots = self._slots if self._rt.has_programs else width + len(uniforms)
             said = F.pad(batch.ids, (0, slots - width)).repeat_interleave(samples, 0)
             carried.append(said)
-        constant = [lengths, torch.tensor([width]), uniforms, sampling.knobs(self.vocabulary)]
+        constant = [lengths, starts, torch.tensor([width]), uniforms, sampling.knobs(self.vocabulary)]
         constant += rules.tensors(self.vocabulary, self._end_flags) if rules != NO_RULES else []
         sent = self._rt.put([*carried, *constant])
         return State(sent[: len(carried)], [self._ends, *sent[len(carried) :]], plan)
@@ -384,17 +393,17 @@ class Decoder:
             carried: the last tokens (B,) int64, whether rows have ended (B,) int64, the number of this step (1,) int64,
                 with a repetition penalty the tokens that occurred (B, V) fp32, and with rules that read them the tokens
                 up to the last (B, T) int64.
-            constant: whether each token ends a row (V,) int64, lengths (B,), width (1,), uniforms (T, B), knobs (6,),
+            constant: whether each token ends a row (V,) int64, lengths (B,), positions of the last tokens (B,), width (1,), uniforms (T, B), knobs (6,),
                 and `GenerationRules.tensors`.
             cache: gets the new keys and values.
         """
         token, ended, step, *more = carried
-        ends, lengths, width, uniforms, knobs, *tensors = constant
+        ends, lengths, starts, width, uniforms, knobs, *tensors = constant
         occurred = more.pop(0).scatter(1, token[:, None], 1.0) if plan.penalises else None
         said = more[0].scatter(1, (lengths + step)[:, None], token[:, None]) if plan.rules.reads_tokens else None
         slots = Cache(cache.stacks, Step(lengths, width, step))
         slots.time_limits = self._time_limits
-        position = (lengths + step)[:, None]
+        position = (starts + step)[:, None]
         output = self._run(self._causal, token[:, None], position, slots)
         slots.store_states()
         uniform = uniforms.index_select(0, step)[0]
@@ -437,7 +446,7 @@ class Decoder:
         positions = torch.arange(ids.shape[1], device=ids.device)[None].expand_as(ids)
         given, seen = families.decoder_inputs(self._causal, batch)
         with layer_inputs.bound(LayerInputs(Visibility(**seen), device_type=self._rt.device_type)):
-            output = self._causal.get_decoder()(**given, position_ids=positions, use_cache=False)
+            output = self._causal.get_decoder()(**{"position_ids": positions, **given}, use_cache=False)
         kept_states(self._causal.get_decoder())  # of a trace, which no program computes
         wanted = torch.cat([ids[:, 1:], ids[:, :1]], 1)
         count = -(-ids.shape[1] // _SCORE_CHUNK)
@@ -471,7 +480,7 @@ class Decoder:
         given, seen = families.decoder_inputs(self._causal, {"input_ids": ids, **images})
         inputs = LayerInputs(Visibility(**seen), cache, device_type or self._rt.device_type)
         with layer_inputs.bound(inputs):
-            return module(**given, position_ids=positions, use_cache=True, **named)
+            return module(**{"position_ids": positions, **given}, use_cache=True, **named)
 
     def prompt_cache(self, rows: int, slots: int = 0) -> Cache:
         """Returns the cache of the prompts, of `slots` except on XLA; that of the last call if it fits."""

@@ -50,7 +50,8 @@ def _read(config: TrainConfig, adapter: Path | None, rt: Runtime) -> tuple[torch
         check_generation(settings, config.model.trust_remote_code, config.model.images)
     device = "cuda" if rt.device_type == "cuda" else "cpu"
     model = load_for_generation(config.model, adapter, device, config.optim.objective)
-    check_generation(models.base_model(model).config, config.model.trust_remote_code)  # a whole model has its own
+    whole = models.base_model(model).config  # a whole model has its own
+    check_generation(whole, config.model.trust_remote_code, config.model.images)
     if rt.device_type == "tpu" and config.model.base_dtype != "fp32":
         models.cast(model, torch.bfloat16)  # small models are loaded in fp32, for CPUs
     if rt.device_type in ("tpu", "xla-cpu"):

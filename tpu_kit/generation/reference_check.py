@@ -112,7 +112,7 @@ def check_generation(model: PreTrainedConfig, trust_remote_code: bool = False, i
     pictured = _Comparison(
         f"images {_sizes(model)}", lambda: _compare_replies(*_narrow_with_pictures(model, trust_remote_code))
     )
-    if problem := _problem(compare) or (images and _problem(pictured)):
+    if problem := (_has_head(model) or not images) and _problem(compare) or (images and _problem(pictured)):
         raise ValueError(
             f"the kit cannot generate with {model.model_type}: {problem}. Export the model and call generate() of "
             "transformers; to train it set tracking.generate_rows=0 and tracking.eval_generate_rows=0"
@@ -126,8 +126,13 @@ def _training_problem(config: TrainConfig, model: PreTrainedConfig, device_type:
 
     def compute() -> str:
         on_xla = device_type in ("tpu", "xla-cpu") and model.get_text_config().model_type not in trainable.COMPARED
-        problem = _compare_training(config, model, device_type, torch.device("cpu"))
-        if config.model.images and not problem:
+        images = config.model.images
+        problem = (
+            ""
+            if images and not _has_head(model)
+            else _compare_training(config, model, device_type, torch.device("cpu"))
+        )
+        if images and not problem:
             pictured = _pictured(model, config.model.trust_remote_code)
             problem = _compare_training(config, model, device_type, torch.device("cpu"), pictured)
             problem = problem and f"with images, {problem}"
@@ -163,15 +168,26 @@ def _text(error: Exception) -> str:
 # ---------------------------------------------------------------------------------------------------------- the copy
 
 
+def _has_head(config: PreTrainedConfig) -> bool:
+    """Whether transformers has a class for the text model alone; that of Qwen2.5-VL is a part of the whole model."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
+
+    text = config.get_text_config()
+    return text.model_type in CLASSES or bool(getattr(text, "auto_map", None))
+
+
 def narrow_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
     """Builds the narrow copy of a language model, in fp32 on the CPU; the global random state does not change.
+
+    It has no output head if transformers has no class for the text model alone.
 
     Raises:
         ValueError: no copy of the model can be built.
     """
     import torch._dynamo  # transformers' models import it, and torch 2.8 cannot do that under `torch.device`
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModel, AutoModelForCausalLM
 
+    kind = AutoModelForCausalLM if trust_remote_code or _has_head(config) else AutoModel
     attention.register()
     full, failures = config.get_text_config(), {}
     for divisor in _divisors(full):
@@ -181,7 +197,7 @@ def narrow_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> P
             for device in ("meta", "cpu"):
                 with torch.random.fork_rng(devices=[]), torch.device(device), warnings.catch_warnings(action="ignore"):
                     torch.manual_seed(0)
-                    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                    model: PreTrainedModel = kind.from_config(
                         copy.deepcopy(narrow), attn_implementation="eager", dtype=torch.float32,
                         trust_remote_code=trust_remote_code,
                     )  # fmt: skip

@@ -154,7 +154,7 @@ def sdpa_attention(
         sliding_window: number of keys a query sees, itself included. Applied only if Q = K: with a cache the slot of a
             key is not its position, so the caller's mask must contain the window.
         softcap: c in c * tanh(scores / c), before the mask.
-        visibility: used only without a mask; its `ahead` only with a window.
+        visibility: used only without a mask.
         s_aux: (heads,) sinks: the scores of one more key, whose value is zero.
         causal: False lets a token see all tokens of its segment, without a mask.
         **kwargs: other arguments of the model.

@@ -35,10 +35,11 @@ def to_device(model: torch.nn.Module, device: torch.device | str) -> torch.nn.Mo
     """
     if active_mesh().size > 1 and torch.device(device).type == "xla":
         return partition.to_mesh(model, stacked_prefixes(model), stacked_parts(model))
+    every = [base for base in (base_model(model), getattr(model, "teacher", None)) if base is not None]
+    tied = [base for base in every if base.get_output_embeddings().weight is base.get_input_embeddings().weight]
     model.to(device)
-    for base in filter(None, (base_model(model), getattr(model, "teacher", None))):
-        if text_config(base).tie_word_embeddings:
-            base.get_output_embeddings().weight = base.get_input_embeddings().weight
+    for base in tied:
+        base.get_output_embeddings().weight = base.get_input_embeddings().weight
     return model
 
 
@@ -77,9 +78,8 @@ def hidden_states(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> 
         given, seen = families.decoder_inputs(base, batch)
         implementation = base.config._attn_implementation
         with attention.bound(implementation, Visibility.of(batch, **seen)) as mask:
-            output = base.get_decoder()(
-                **given, position_ids=batch.get("position_ids"), use_cache=False, attention_mask=mask
-            )
+            given = {"position_ids": batch.get("position_ids"), **given}  # those of images have three axes
+            output = base.get_decoder()(**given, use_cache=False, attention_mask=mask)
     return partition.by_rows(output.last_hidden_state.to(dtype))
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, is_dataclass
@@ -18,6 +19,8 @@ from tpu_kit.config.mesh import Mesh
 from tpu_kit.model.loop.loop_structure import Loop, in_blocks, loops, stacks
 from tpu_kit.model.sharding.sharding_rules import Embedding
 
+_PROJECTOR = re.compile(r"\.(embed_vision|connector|multi_modal_projector|visual\.merger)\.")
+_TOWER = re.compile(r"\.(vision_tower|vision_model|visual)\.")
 WITHOUT_ADAPTER = dict.fromkeys(("falcon_h1", "nemotron_h"), ("out_proj",))
 """By model_type, the linear layers that lora.targets=all-linear leaves out: PEFT (0.17) refuses adapters there, because
 fused kernels of CUDA read these weights without their module."""
@@ -224,10 +227,13 @@ class Shape:
     @property
     def projector(self) -> list[tuple[str, tuple[int, ...]]]:
         """(name, shape) of the matrices that bring images into the text model."""
-        return [
-            (name, size) for name, size in self.outside
-            if len(size) == 2 and (".embed_vision." in name or ".connector." in name)
-        ]  # fmt: skip
+        return [(name, size) for name, size in self.outside if len(size) == 2 and _PROJECTOR.search(name)]
+
+    @property
+    def tower(self) -> list[tuple[str, tuple[int, ...]]]:
+        """(name, shape) of the matrices that patches of images are multiplied with before the projector."""
+        found = [(name, size) for name, size in self.outside if len(size) == 2 and _TOWER.search(name)]
+        return [(name, size) for name, size in found if "pos" not in name and not _PROJECTOR.search(name)]
 
     @cached_property
     def linears(self) -> tuple[Linear, ...]:

@@ -53,7 +53,7 @@ def splash_attention(
     and value are sharded by `spec`.
     """
     length = query.shape[2]
-    if sliding_window is None or not causal:  # only layers with a window look ahead
+    if not causal or not (visibility.everywhere or sliding_window is not None):
         visibility = visibility._replace(ahead=None, most_ahead=0)
     window = sliding_window if sliding_window is not None and sliding_window < length else None
     if visibility.segment_ids is None or length != key.shape[2]:

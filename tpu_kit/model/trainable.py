@@ -115,7 +115,7 @@ def adapt(model: PreTrainedModel, lora: LoraConfig, base_dtype: str, seed: int =
             use_rslora=lora.rslora,
             use_dora=lora.dora,
             init_lora_weights=True if lora.init == "default" else lora.init,
-            target_parameters=own + parameters or None,
+            target_parameters=own + parameters + (_projector_parameters(model) if lora.vision else []) or None,
             rank_pattern=dict.fromkeys(own, lora.experts),
             alpha_pattern=dict.fromkeys(own, lora.alpha * lora.experts / lora.r),
             task_type="CAUSAL_LM",
@@ -159,6 +159,17 @@ def _projector(model: PreTrainedModel) -> list[str]:
 
     inside = {*vision.projector_of(model).modules()}
     return [name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear) and part in inside]
+
+
+def _projector_parameters(model: PreTrainedModel) -> list[str]:
+    """Returns the names of the projector's matrices that are in no linear layer (Gemma 3's), which PEFT takes, too."""
+    from tpu_kit.model.families import vision
+
+    part = vision.projector_of(model)
+    inside = {name for name, one in part.named_modules() if isinstance(one, torch.nn.Linear)}
+    names = [name for name, one in part.named_parameters() if one.ndim == 2 and name.rpartition(".")[0] not in inside]
+    (path,) = (name for name, one in model.named_modules() if one is part)
+    return [f"{path}.{name}" for name in names]
 
 
 def _targets(model: PreTrainedModel, lora: LoraConfig, others: list[str], projector: list[str]) -> str | list[str]:

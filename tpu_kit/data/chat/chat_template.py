@@ -145,7 +145,7 @@ class PromptEncoder:
             )  # fmt: skip
         except Exception as error:  # a template may raise anything
             raise RowError(f"the chat template refuses the conversation: {type(error).__name__}: {error}") from error
-        return text
+        return text if self.images is None else str(self.images.processor.shown(text))
 
     @cached_property
     def _tails(self) -> tuple[str, str]:

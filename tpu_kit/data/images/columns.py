@@ -148,6 +148,8 @@ class ImageColumns:
         for name, (shape, dtype) in vision.columns_of(processor.sizes, self.room, dataset.length).items():
             tensors[name] = torch.zeros(len(rows), *shape, dtype=dtype)
         index, jobs = tensors["image_index"].fill_(-1), []
+        if processor.sizes.axes:  # of text
+            tensors["axis_positions"][:] = tensors["position_ids"][:, None]
         for i, row in enumerate(rows):
             end = slot = 0
             for number in dataset.documents_of(row) if row >= 0 else ():
@@ -169,6 +171,9 @@ class ImageColumns:
             tensors["pixels"][i, slots] = torch.from_numpy(pixels)
             if positions is not None:
                 tensors["patch_positions"][i, slots] = torch.from_numpy(positions)
+            if processor.sizes.axes:
+                axes = processor.axes(dataset.document(number)[0], self.images.of(number).tolist(), positions)
+                tensors["axis_positions"][i, :, here] = torch.from_numpy(axes)
 
     def _threads(self) -> ThreadPoolExecutor:
         with self._lock:  # replicas may be threads of one process

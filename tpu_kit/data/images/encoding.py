@@ -69,7 +69,7 @@ class ImageEncoding:
         Raises:
             RowError: there are more image tokens than pictures.
         """
-        image, left = self.processor.token_id, iter(pictures)
+        image, left = self.processor.place_id, iter(pictures)
         found, loss, slots = list[int](), list[bool](), list[list[int]]()
         for token, carries in zip(ids, mask, strict=True):
             if token != image:

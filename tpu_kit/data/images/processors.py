@@ -11,7 +11,7 @@ import abc
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from importlib.metadata import version
@@ -21,13 +21,15 @@ import numpy as np
 import torch
 
 from tpu_kit.config.loader import DataConfig, ModelConfig
-from tpu_kit.model.families.vision import Sizes, check_rows, sizes_of
+from tpu_kit.data.rows.field_values import RowError
+from tpu_kit.model.families.vision import MOST_TOKENS, OF_GRIDS, Sizes, axis_positions, check_rows, sizes_of
+from tpu_kit.model.families.vision_towers import TOWERS
 from tpu_kit.model.weights.source import locate, read_config
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_VERSION = 2  # increase it when the code below makes other tokens or pixels
+_VERSION = 3  # increase it when the code below makes other tokens or pixels
 
 
 @dataclass(frozen=True)
@@ -37,14 +39,23 @@ class ImageProcessor(abc.ABC):
     Attributes:
         sizes: of a slot.
         settings: of the model's own processor, as its files have them.
-        token: the text for which a chat template stands for an image.
-        token_id: the id of the text, and of the soft tokens.
+        token: the text that a chat template writes for an image.
+        token_id: the id of the soft tokens, and of the text unless `place_id` is another.
     """
 
     sizes: Sizes
     settings: Mapping[str, Any]
     token: str
     token_id: int
+
+    @property
+    def place_id(self) -> int:
+        """The id of the text that a chat template writes for an image."""
+        return self.token_id
+
+    def shown(self, text: str) -> str:
+        """Returns a rendered chat with what the processor of transformers writes around the places of images."""
+        return text
 
     @abc.abstractmethod
     def tokens(self, height: int, width: int) -> tuple[list[int], list[int]]:
@@ -57,6 +68,16 @@ class ImageProcessor(abc.ABC):
     @abc.abstractmethod
     def for_transformers(self, images: list[Image], ids: list[int]) -> dict[str, Any]:
         """Returns tensors of pictures as the processor of transformers makes them, for `forward` with these ids."""
+
+    def axes(self, ids: np.ndarray, slots: Sequence[int], positions: np.ndarray) -> np.ndarray:
+        """Returns positions in time, rows and columns, (3, S) int32, for a model whose rotary embedding takes them.
+
+        Args:
+            ids: (S,) of a document or of a prompt.
+            slots: soft tokens of each slot.
+            positions: of `pixels`, of all slots.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has positions in one axis")
 
     @property
     def identity(self) -> str:
@@ -151,17 +172,123 @@ class Idefics3(ImageProcessor):
         made = self._processor(images=[[image]], do_rescale=False, do_normalize=False, return_tensors="np")
         pixels = np.asarray(made["pixel_values"])[0]  # (slots, channels, height, width)
         assert np.asarray(made["pixel_attention_mask"]).all(), "each tile fills its square"
-        side = pixels.shape[-1] // self.patch
-        used = side * self.patch  # SmolVLM2-2.2B has tiles of 384 pixels and patches of 14
-        pixels = pixels[..., :used, :used]
-        patches = pixels.reshape(len(pixels), 3, side, self.patch, side, self.patch).transpose(0, 2, 4, 3, 5, 1)
-        numbers = patches.reshape(len(pixels), self.sizes.patches, self.sizes.numbers)
-        return np.rint(numbers).clip(0, 255).astype(np.uint8), None
+        return patches_of(pixels, self.patch), None
 
     def for_transformers(self, images: list[Image], ids: list[int]) -> dict[str, Any]:
         """See `ImageProcessor.for_transformers`."""
         made = self._processor(images=[images], return_tensors="pt")
         return {name: made[name] for name in ("pixel_values", "pixel_attention_mask")}
+
+
+@dataclass(frozen=True)
+class Gemma3(ImageProcessor):
+    """Gemma 3: every picture is scaled to one square, whatever its aspect ratio, without pan and scan.
+
+    Attributes:
+        begin: id of the token before the soft tokens, which is the one that a chat template writes.
+        end: id of the token after them.
+        patch: pixels of the side of a patch.
+    """
+
+    begin: int
+    end: int
+    patch: int
+
+    @property
+    def place_id(self) -> int:
+        """See `ImageProcessor.place_id`."""
+        return self.begin
+
+    def shown(self, text: str) -> str:
+        """See `ImageProcessor.shown`."""
+        return text.replace(self.token, f"\n\n{self.token}\n\n")
+
+    def tokens(self, height: int, width: int) -> tuple[list[int], list[int]]:
+        """See `ImageProcessor.tokens`."""
+        return [self.begin, *[self.token_id] * self.sizes.tokens, self.end], [self.sizes.tokens]
+
+    @cached_property
+    def _processor(self) -> Any:
+        from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+        return Gemma3ImageProcessorPil(**self.settings)
+
+    def pixels(self, image: Image) -> tuple[np.ndarray, np.ndarray | None]:
+        """See `ImageProcessor.pixels`."""
+        made = self._processor(images=[image], do_rescale=False, do_normalize=False, return_tensors="np")
+        return patches_of(np.asarray(made["pixel_values"]), self.patch), None
+
+    def for_transformers(self, images: list[Image], ids: list[int]) -> dict[str, Any]:
+        """See `ImageProcessor.for_transformers`."""
+        types = torch.tensor([ids]).eq(self.token_id).long()
+        return {"pixel_values": self._processor(images=images, return_tensors="pt")["pixel_values"],
+                "token_type_ids": types}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Qwen(ImageProcessor):
+    """Qwen2.5-VL and Qwen3.5: a picture is scaled to at most `sizes.tokens` squares, and keeps its aspect ratio.
+
+    Attributes:
+        patch: pixels of the side of a patch.
+        merge: patches of the side of a soft token.
+    """
+
+    patch: int
+    merge: int
+
+    def tokens(self, height: int, width: int) -> tuple[list[int], list[int]]:
+        """See `ImageProcessor.tokens`."""
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+        side, size = self.patch * self.merge, self.settings["size"]
+        try:
+            made = smart_resize(height, width, side, size["shortest_edge"], size["longest_edge"])
+        except ValueError as error:
+            raise RowError(f"a picture of {width} x {height} pixels cannot be used: {error}") from error
+        if (count := math.prod(made) // side**2) > self.sizes.tokens:
+            raise RowError(
+                f"a picture of {width} x {height} pixels takes {count} tokens, more than {self.sizes.tokens}: its sides "
+                "differ too much; cut it, or raise data.image_tokens"
+            )
+        return [self.token_id] * count, [count]
+
+    @cached_property
+    def _processor(self) -> Any:
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+        return Qwen2VLImageProcessorPil(**self.settings, patch_size=self.patch, merge_size=self.merge)
+
+    def pixels(self, image: Image) -> tuple[np.ndarray, np.ndarray | None]:
+        """See `ImageProcessor.pixels`."""
+        made = self._processor(images=[image], do_rescale=False, do_normalize=False, return_tensors="np")
+        patches, (_, rows, columns) = np.asarray(made["pixel_values"]), made["image_grid_thw"][0]
+        once = patches.reshape(len(patches), 3, -1, self.patch**2)[:, :, 0].reshape(len(patches), -1)  # of each time
+        shape = rows // self.merge, self.merge, columns // self.merge, self.merge
+        row, column = (one.reshape(shape).transpose(0, 2, 1, 3).reshape(-1) for one in np.indices((rows, columns)))
+        numbers = np.zeros((1, self.sizes.patches, self.sizes.numbers), dtype=np.uint8)
+        numbers[0, : len(once)] = np.rint(once).clip(0, 255).astype(np.uint8)
+        positions = np.full((1, self.sizes.patches, 2), -1, dtype=np.int32)
+        positions[0, : len(once)] = np.stack([column, row], -1)
+        return numbers, positions
+
+    def axes(self, ids: np.ndarray, slots: Sequence[int], positions: np.ndarray) -> np.ndarray:
+        """See `ImageProcessor.axes`."""
+        return axis_positions(ids == self.token_id, slots, positions, self.merge)
+
+    def for_transformers(self, images: list[Image], ids: list[int]) -> dict[str, Any]:
+        """See `ImageProcessor.for_transformers`."""
+        made = self._processor(images=images, return_tensors="pt")
+        types = torch.tensor([ids]).eq(self.token_id).long()
+        return {name: made[name] for name in ("pixel_values", "image_grid_thw")} | {"mm_token_type_ids": types}
+
+
+def patches_of(pixels: np.ndarray, patch: int) -> np.ndarray:
+    """Cuts squares of pixels, (N, 3, side, side), into patches of (rows, columns, channels): (N, P, numbers) uint8."""
+    side = pixels.shape[-1] // patch
+    used = side * patch  # SmolVLM2-2.2B has tiles of 384 pixels and patches of 14
+    cut = pixels[..., :used, :used].reshape(len(pixels), 3, side, patch, side, patch).transpose(0, 2, 4, 3, 5, 1)
+    return np.rint(cut.reshape(len(pixels), side**2, 3 * patch**2)).clip(0, 255).astype(np.uint8)
 
 
 _AROUND, _WHOLE = "<fake_token_around_image>", "<global-img>"
@@ -196,8 +323,12 @@ def image_processor(model: ModelConfig, tokenizer: Any, data: DataConfig) -> Ima
         token = str(tokenizer.convert_ids_to_tokens(config.image_token_id))
         ends = config.boi_token_id, config.eoi_token_id
         return Gemma4(sizes, options, token, config.image_token_id, *ends, patch, pool)
+    if kind in OF_GRIDS:
+        return _qwen(model, tokenizer, config, given, data)
     sizes = sizes_of(config)  # refuses other families
     check_rows(config, sizes.tokens, data.max_length)
+    if kind == "gemma3":
+        return _gemma3(model, tokenizer, config, sizes, given, tokens)
     names = ("size", "max_image_size", "resample", "do_resize", "do_image_splitting")
     kept: dict[str, Any] = {name: given[name] for name in names if name in given}
     kept |= _resolution(tokens, sizes.tokens, kept.get("max_image_size", {}).get("longest_edge") or vision.image_size)
@@ -233,6 +364,60 @@ def _check_gemma4(tokens: int | None) -> None:
     if tokens is not None and tokens not in _SUPPORTED_SOFT_TOKENS:
         offered = ", ".join(map(str, _SUPPORTED_SOFT_TOKENS))
         raise ValueError(f"data.image_tokens={tokens}: Gemma 4 takes {offered}; set one of these, or null")
+
+
+def _gemma3(
+    model: ModelConfig, tokenizer: Any, config: Any, sizes: Sizes, given: Mapping[str, Any], tokens: int | None
+) -> Gemma3:
+    if tokens not in (None, sizes.tokens):
+        raise ValueError(
+            f"data.image_tokens={tokens}: a picture of Gemma 3 takes {sizes.tokens} tokens, whatever its size; set null"
+        )
+    if given.get("do_pan_and_scan"):
+        raise ValueError(
+            f"model.name={model.name}: its image processor cuts pictures (do_pan_and_scan), which is not trained; set "
+            "it to false in preprocessor_config.json"
+        )
+    _check_normal(model, given)
+    side = config.vision_config.image_size
+    options = {"size": {"height": side, "width": side}} | {name: given[name] for name in ("resample",) if name in given}
+    token = str(tokenizer.convert_ids_to_tokens(config.boi_token_id))
+    ends = config.boi_token_id, config.eoi_token_id
+    return Gemma3(sizes, options, token, config.image_token_id, *ends, config.vision_config.patch_size)
+
+
+def _qwen(model: ModelConfig, tokenizer: Any, config: Any, given: Mapping[str, Any], data: DataConfig) -> Qwen:
+    vision, size = config.vision_config, given.get("size") or {}
+    square = (vision.patch_size * vision.spatial_merge_size) ** 2  # pixels of a soft token
+    least = given.get("min_pixels") or size.get("shortest_edge") or 4 * square
+    most = given.get("max_pixels") or size.get("longest_edge") or MOST_TOKENS * square
+    tokens = data.image_tokens
+    fewest, limit = 4 * -(-least // square), most // square
+    if tokens is not None and not fewest <= tokens <= limit:
+        raise ValueError(
+            f"data.image_tokens={tokens}: a picture of {model.name} takes {fewest} to {limit:,} tokens at most; set a "
+            "number of these, or null"
+        )
+    _check_normal(model, given)
+    sizes = sizes_of(config, tokens or min(MOST_TOKENS, limit))
+    check_rows(config, sizes.tokens, data.max_length)
+    options: dict[str, Any] = {"size": {"shortest_edge": least, "longest_edge": sizes.tokens * square}}
+    options |= {name: given[name] for name in ("resample",) if name in given}
+    options |= {"temporal_patch_size": vision.temporal_patch_size, "image_mean": list(TOWERS[config.model_type].mean),
+                "image_std": list(TOWERS[config.model_type].std)}  # fmt: skip
+    token = str(tokenizer.convert_ids_to_tokens(config.image_token_id))
+    return Qwen(sizes, options, token, config.image_token_id, vision.patch_size, vision.spatial_merge_size)
+
+
+def _check_normal(model: ModelConfig, given: Mapping[str, Any]) -> None:
+    """Checks that pixels are normalised as the towers compute it; raises ValueError if they are not."""
+    kind = read_config(model, needed=True).model_type
+    for name, own in (("image_mean", TOWERS[kind].mean), ("image_std", TOWERS[kind].std)):
+        if name in given and not np.allclose(given[name], own, atol=1e-6):
+            raise ValueError(
+                f"model.name={model.name}: its image processor has {name}={given[name]}, and images of {kind} are "
+                f"computed with {list(own)}; take the file of the original model"
+            )
 
 
 def _resolution(tokens: int | None, of_tile: int, side: int) -> dict[str, Any]:

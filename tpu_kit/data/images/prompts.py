@@ -77,6 +77,7 @@ class PromptImages:
         pixels = torch.zeros(rows, self._room, sizes.patches, sizes.numbers, dtype=torch.uint8)
         places = torch.zeros(rows, self._room, sizes.patches, 2, dtype=torch.int32)
         index = torch.full((rows, width), -1, dtype=torch.int32)
+        axes = torch.arange(width, dtype=torch.int32).repeat(rows, 3, 1)
         for row, prompt in enumerate(prompts):
             if not isinstance(prompt, PicturedIds):
                 continue
@@ -92,8 +93,12 @@ class PromptImages:
             if positions is not None:
                 places[row, : len(prompt.slots)] = torch.from_numpy(positions)
             put_index(index[row], np.array(prompt), prompt.slots, self._processor)
+            if sizes.axes:
+                assert positions is not None
+                made = self._processor.axes(np.array(prompt), prompt.slots, positions)[:, :width]
+                axes[row, :, : made.shape[1]] = torch.from_numpy(made)
         found = {"pixels": pixels} | ({"patch_positions": places} if sizes.positions else {})
-        return found | {"image_index": index}
+        return found | ({"axis_positions": axes} if sizes.axes else {}) | {"image_index": index}
 
 
 def put_index(

@@ -50,7 +50,10 @@ FAMILIES = (
         ),
     ),
     Family("tpu_kit.model.families.experts", ("use_experts_implementation",)),
-    Family("tpu_kit.model.families.vision", towers=("gemma4", "gemma4_unified", "smolvlm", "idefics3")),
+    Family(
+        "tpu_kit.model.families.vision",
+        towers=("gemma3", "gemma4", "gemma4_unified", "qwen2_5_vl", "qwen3_5", "smolvlm", "idefics3"),
+    ),
 )
 
 INPUTS = {"image_index": "tpu_kit.model.families.vision"}

@@ -2,22 +2,26 @@
 
 A row has room for K images (or tiles of images). Its batch has, besides the tokens, pixels (B, K, patches, numbers)
 uint8, for Gemma 4 patch_positions (B, K, patches, 2) int32 (column and row of a patch, -1 for padding), and image_index
-(B, S) int32: the place among the K * T soft tokens of its row whose features a token takes, -1 for text. Towers make,
+(B, S) int32: the place among the K * T soft tokens of its row whose features a token takes, -1 for text. For Qwen it
+has axis_positions (B, 3, S) int32, too: time, row and column of each token for the rotary embedding. Towers make,
 without gradients, what projectors turn into (B, K * T, H) features; a token's embedding is that of its id, or the
 features at its index. All else is as for text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from tpu_kit.config.loader import DataConfig, OptimConfig
 from tpu_kit.model.attention import refuse_unknown, sdpa_attention
 from tpu_kit.model.base_model import base_model
+from tpu_kit.model.families.vision_towers import TOWERS
+from tpu_kit.model.loop.layer_calls import decoder_layers
 from tpu_kit.model.loop.layer_inputs import Visibility
 from tpu_kit.model.loop.layer_scan import ScannedLayers, scan_layers
 from tpu_kit.model.splash_attention import splash_attention
@@ -25,6 +29,14 @@ from tpu_kit.xla import traced_program
 
 TOWER = "tpu_kit_tower"
 """The attention of towers in transformers' `AttentionInterface`."""
+
+GRIDS = "tpu_kit_flash_tower"
+"""That of Qwen's towers. transformers hands the ends of images, here segment ids, to a function with "flash" in its
+name; it would read them on the host for another one, to compute each image alone."""
+
+MOST_TOKENS = 1280
+"""Soft tokens of an image of Qwen at most, unless data.image_tokens says another number."""
+OF_GRIDS = ("qwen2_5_vl", "qwen3_5")
 
 Shape = tuple[tuple[int, ...], torch.dtype]
 
@@ -37,12 +49,14 @@ class Sizes(NamedTuple):
         numbers: of a patch.
         tokens: soft tokens at most.
         positions: whether patches have positions.
+        axes: whether the rotary embedding of the text model takes positions in three axes.
     """
 
     patches: int
     numbers: int
     tokens: int
     positions: bool
+    axes: bool = False
 
 
 def sizes_of(config: Any, tokens: int | None = None) -> Sizes:
@@ -65,7 +79,13 @@ def sizes_of(config: Any, tokens: int | None = None) -> Sizes:
     if kind in ("smolvlm", "idefics3"):
         side = vision.image_size // vision.patch_size
         return Sizes(side**2, 3 * vision.patch_size**2, side**2 // config.scale_factor**2, False)
-    raise ValueError(f"images of {config.model_type} are not trained; these families are: {', '.join(sorted(_TOWERS))}")
+    if kind == "gemma3":
+        side = vision.image_size // vision.patch_size
+        return Sizes(side**2, 3 * vision.patch_size**2, config.mm_tokens_per_image, False)
+    if kind in OF_GRIDS:
+        most = tokens or MOST_TOKENS
+        return Sizes(most * vision.spatial_merge_size**2, 3 * vision.patch_size**2, most, True, True)
+    raise ValueError(f"images of {config.model_type} are not trained; these families are: {', '.join(sorted(TOWERS))}")
 
 
 def columns(config: Any, images: int, length: int, tokens: int | None = None) -> dict[str, Shape]:
@@ -78,6 +98,8 @@ def columns_of(sizes: Sizes, images: int, length: int) -> dict[str, Shape]:
     found: dict[str, Shape] = {"pixels": ((images, sizes.patches, sizes.numbers), torch.uint8)}
     if sizes.positions:
         found["patch_positions"] = ((images, sizes.patches, 2), torch.int32)
+    if sizes.axes:
+        found["axis_positions"] = ((3, length), torch.int32)
     return found | {"image_index": ((length,), torch.int32)}
 
 
@@ -98,6 +120,28 @@ def check_rows(config: Any, tokens: int, length: int) -> None:
         raise ValueError(f"data.max_length={length}: with images of {tokens} tokens the attention kernel takes fewer")
 
 
+def axis_positions(image: np.ndarray, slots: Sequence[int], positions: np.ndarray, merge: int) -> np.ndarray:
+    """Returns positions in time, rows and columns of a document, (3, S) int32, as `get_rope_index` of transformers.
+
+    Args:
+        image: bool (S,), the soft tokens of images.
+        slots: soft tokens of each image.
+        positions: (images, P, 2) columns and rows of patches.
+        merge: patches of the side of a soft token.
+    """
+    found = np.empty((3, len(image)), dtype=np.int32)
+    places, start, end, position = np.flatnonzero(image), 0, 0, 0
+    for count, patches in zip(slots, positions, strict=True):
+        first = int(places[start])
+        here = position + first - end
+        found[:, end:first] = np.arange(position, here)
+        column, row = (patches[: count * merge**2 : merge**2] // merge).T
+        found[:, first : first + count] = here + np.stack([np.zeros_like(row), row, column])
+        position, start, end = here + int(max(row.max(), column.max())) + 1, start + count, first + count
+    found[:, end:] = position + np.arange(len(image) - end)
+    return found
+
+
 # -------------------------------------------------------------------------------------------------- hooks of `registry`
 
 
@@ -108,41 +152,47 @@ def connect(model: torch.nn.Module, frozen: bool) -> None:
 
     AttentionInterface.register(TOWER, tower_attention)
     AttentionMaskInterface.register(TOWER, _valid_keys)
+    AttentionInterface.register(GRIDS, grid_attention)
 
 
 def own_attention(model: Any) -> dict[str, str]:
     """Returns the attention of a tower by the name of its configuration."""
     config = model.config.vision_config
-    return {"vision_config": TOWER if encoder_of(model) is not None else config._attn_implementation}
+    if encoder_of(model) is None:
+        return {"vision_config": config._attn_implementation}
+    return {"vision_config": GRIDS if model.config.model_type in OF_GRIDS else TOWER}
 
 
 def loop_layers(model: torch.nn.Module, optim: OptimConfig, device_type: str) -> None:
     """Makes the layers of a tower a loop where a decoder's are."""
     base: Any = base_model(model)
     encoder = encoder_of(base)
-    if encoder is not None and not isinstance(encoder.layers, ScannedLayers):
+    if encoder is not None and not isinstance(decoder_layers(encoder)[1], ScannedLayers):
         scan_layers(encoder, replace(optim, remat="full"), device_type, _inputs(base))
 
 
 def decoder_inputs(model: Any, batch: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Makes the embeddings of a batch with images; see `registry.decoder_inputs`.
 
-    The second value has `ahead` where the tokens of an image see each other in the layers with a window, as Google's
-    code and vLLM let them.
+    The second value has `ahead` where the tokens of an image see each other: of Gemma 4 in the layers with a window, as
+    Google's code and vLLM let them, of Gemma 3 in all layers.
     """
     ids, index, text = batch["input_ids"], batch["image_index"], model.config.get_text_config()
     seen = index >= 0
-    if model.config.model_type.startswith("gemma4"):  # a padding id has its own per-layer embedding
+    if model.config.model_type.startswith("gemma"):  # a padding id has its own per-layer embedding
         ids = torch.where(seen, text.pad_token_id, ids)
     embeds = model.get_input_embeddings()(ids)
     tokens = tokens_of(model.config, batch["pixels"].shape[2])
     found = features(model, batch, tokens).to(embeds.dtype)
     given = {"inputs_embeds": torch.where(seen[..., None], _taken(found, index), embeds)}
+    if "axis_positions" in batch:
+        given["position_ids"] = batch["axis_positions"].transpose(0, 1)
     if getattr(text, "hidden_size_per_layer_input", 0):
         given["per_layer_inputs"] = model.get_decoder().get_per_layer_inputs(ids)
     if not _looks_ahead(model.config):
         return given, {}
-    return given, {"ahead": ahead(index, batch["pixels"].shape[1], tokens), "most_ahead": tokens - 1}
+    found = ahead(index, batch["pixels"].shape[1], tokens)
+    return given, {"ahead": found, "most_ahead": tokens - 1, "everywhere": model.config.model_type == "gemma3"}
 
 
 # --------------------------------------------------------------------------------------------------------------- images
@@ -151,8 +201,12 @@ def decoder_inputs(model: Any, batch: Mapping[str, torch.Tensor]) -> tuple[dict[
 def tokens_of(config: Any, patches: int) -> int:
     """Returns the soft tokens of an image of so many patches, padding included."""
     vision = config.vision_config
+    if config.model_type == "gemma3":
+        return int(config.mm_tokens_per_image)
     if config.model_type == "gemma4_unified":
         return patches
+    if config.model_type in OF_GRIDS:
+        return int(patches // vision.spatial_merge_size**2)
     return patches // (vision.pooling_kernel_size if config.model_type == "gemma4" else config.scale_factor) ** 2
 
 
@@ -174,7 +228,7 @@ def features(model: Any, batch: Mapping[str, torch.Tensor], tokens: int) -> torc
     pixels = batch["pixels"].flatten(0, 1).float() * (1 / 255)  # the processors' fp32, bit for bit
     positions = batch["patch_positions"].flatten(0, 1) if "patch_positions" in batch else None
     with torch.no_grad():
-        hidden = _TOWERS[model.config.model_type](model, pixels, positions, tokens)
+        hidden = TOWERS[model.config.model_type].hidden(model, pixels, positions, tokens)
     part = projector_of(model)
     with torch.set_grad_enabled(torch.is_grad_enabled() and any(one.requires_grad for one in part.parameters())):
         found: torch.Tensor = (
@@ -183,61 +237,23 @@ def features(model: Any, batch: Mapping[str, torch.Tensor], tokens: int) -> torc
     return found.reshape(rows, -1, found.shape[-1])
 
 
-def _gemma4(model: Any, pixels: torch.Tensor, positions: torch.Tensor | None, tokens: int) -> torch.Tensor:
-    """As `Gemma4VisionModel.forward`, whose boolean index strips the padding, which comes last."""
-    assert positions is not None
-    tower = model.model.vision_tower
-    padding = (positions == -1).all(-1)
-    embeds = tower.patch_embedder(pixels, positions, padding)
-    hidden = tower.encoder(
-        inputs_embeds=embeds, attention_mask=~padding, pixel_position_ids=positions
-    ).last_hidden_state
-    hidden, _ = tower.pooler(
-        hidden_states=hidden, pixel_position_ids=positions, padding_positions=padding, output_length=tokens
-    )
-    if tower.config.standardize:
-        hidden = (hidden - tower.std_bias.float()) * tower.std_scale.float()
-    found: torch.Tensor = hidden.to(embeds.dtype)
-    return found
-
-
-def _idefics3(model: Any, pixels: torch.Tensor, positions: torch.Tensor | None, tokens: int) -> torch.Tensor:
-    """As `Idefics3Model.get_image_features` for tiles that fill their square, as the processor makes them."""
-    tower = model.model.vision_model
-    embeddings = tower.embeddings
-    pixels = (pixels - 0.5) / 0.5
-    kernel = embeddings.patch_embedding
-    weight = kernel.weight.permute(0, 2, 3, 1).flatten(1)  # a patch is (rows, columns, channels)
-    hidden = torch.nn.functional.linear(pixels.to(weight.dtype), weight, kernel.bias)
-    hidden = hidden + embeddings.position_embedding.weight[None, : hidden.shape[1]]
-    hidden = tower.encoder(inputs_embeds=hidden, attention_mask=None).last_hidden_state
-    found: torch.Tensor = tower.post_layernorm(hidden)
-    return found
-
-
-_TOWERS: Mapping[str, Callable[[Any, torch.Tensor, torch.Tensor | None, int], torch.Tensor]] = {
-    "gemma4_unified": lambda model, pixels, positions, tokens: pixels,  # it has no tower
-    "gemma4": _gemma4, "smolvlm": _idefics3, "idefics3": _idefics3,
-}  # fmt: skip
-
-
 def projector_of(model: Any) -> Any:
     """Returns the module that brings the features of images into the text model."""
-    return model.model.embed_vision if model.config.model_type.startswith("gemma4") else model.model.connector
+    return model.model.get_submodule(TOWERS[model.config.model_type].projector)
 
 
 def encoder_of(model: Any) -> Any:
     """Returns the module with the list of layers of a tower; None for a model without one."""
-    for path in ("vision_tower", "vision_model"):
-        if (tower := getattr(model.model, path, None)) is not None:
-            return tower.encoder
-    return None
+    path = TOWERS[model.config.model_type].encoder
+    return model.model.get_submodule(path) if path else None
 
 
 def _inputs(model: Any) -> Callable[[torch.Tensor], dict[str, Any]]:
     """Returns what makes the arguments of a tower's encoder for a row of patches, (1, N) of ones."""
-    hidden = model.config.vision_config.hidden_size
-    dtype = next(encoder_of(model).parameters()).dtype
+    config = model.config.vision_config
+    hidden, dtype = config.hidden_size, next(encoder_of(model).parameters()).dtype
+    if model.config.model_type in OF_GRIDS:
+        return lambda ones: _of_one_token(config, ones.device, dtype)
 
     def made(ones: torch.Tensor) -> dict[str, Any]:
         embeds = torch.zeros(*ones.shape, hidden, dtype=dtype, device=ones.device)
@@ -249,12 +265,28 @@ def _inputs(model: Any) -> Callable[[torch.Tensor], dict[str, Any]]:
     return made
 
 
+def _of_one_token(config: Any, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """Returns arguments of a tower of Qwen for the patches of one soft token, with all that it would read of a grid."""
+    patches = config.spatial_merge_size**2
+    numbers = config.in_channels * config.temporal_patch_size * config.patch_size**2
+    places = torch.zeros(patches, 2, dtype=torch.int64, device=device)
+    segments = torch.ones(1, patches, dtype=torch.int32, device=device)
+    given = {"hidden_states": torch.zeros(patches, numbers, dtype=dtype, device=device), "grid_thw": None,
+             "cu_seqlens": segments, "max_seqlen": 1, "position_ids": places}  # fmt: skip
+    if hasattr(config, "window_size"):
+        order = torch.zeros(1, dtype=torch.int64, device=device)
+        return given | {"window_index": order, "cu_window_seqlens": segments + 0, "max_window_seqlen": 1}
+    taps = torch.zeros(patches, 4, device=device)
+    return given | {"interp_indices": taps.long(), "interp_weights": taps}
+
+
 # ------------------------------------------------------------------------------------------------------------ attention
 
 
 def _looks_ahead(config: Any) -> bool:
-    """Whether the tokens of an image see each other in the layers with a window."""
-    return getattr(config.get_text_config(), "use_bidirectional_attention", None) == "vision"
+    """Whether the tokens of an image see each other, in the layers with a window or in all."""
+    text = config.get_text_config()
+    return config.model_type == "gemma3" or getattr(text, "use_bidirectional_attention", None) == "vision"
 
 
 def ahead(image_index: torch.Tensor, images: int, tokens: int) -> torch.Tensor:
@@ -287,6 +319,43 @@ def tower_attention(
         module, query, key, value, None, scaling=scaling, visibility=Visibility(valid.to(torch.int32)), causal=False
     )
     return found
+
+
+def grid_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    cu_seq_lens_q: torch.Tensor,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Computes attention within the segments of images; called by the towers of Qwen.
+
+    Args:
+        module: the attention layer.
+        query: (1, heads, N P, D) of N images in a row.
+        key: the same.
+        value: the same.
+        attention_mask: None.
+        cu_seq_lens_q: (N, P) int32 segment ids in place of the ends of images.
+        scaling: factor on the scores.
+        **kwargs: other arguments of the model.
+
+    Returns:
+        (1, N P, heads, D) and None.
+    """
+    assert attention_mask is None and query.shape[2] == cu_seq_lens_q.numel()
+    names = ("is_causal", "dropout", "cu_seq_lens_k", "max_length_q", "max_length_k")
+    refuse_unknown({name: one for name, one in kwargs.items() if name not in names})
+    images, patches = cu_seq_lens_q.shape
+    query, key, value = (one[0].unflatten(1, (images, patches)).transpose(0, 1) for one in (query, key, value))
+    attend: Any = splash_attention if traced_program.runs_kernels(query) else sdpa_attention
+    found, _ = attend(
+        module, query, key, value, None, scaling=scaling, visibility=Visibility(cu_seq_lens_q), causal=False
+    )
+    return found.flatten(0, 1)[None], None
 
 
 def _valid_keys(attention_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor | None:

@@ -6,9 +6,11 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-from tpu_kit.model.families.vision import columns, encoder_of, sizes_of
+from tpu_kit.model.families.vision import OF_GRIDS, axis_positions, columns, encoder_of, sizes_of
+from tpu_kit.model.families.vision_towers import TOWERS
 
 _SIZES = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -39,18 +41,29 @@ def narrow_config(whole: Any, text: Any) -> Any:
     given = {name: value for name, value in whole.to_dict().items() if name not in ("dtype", "architectures")}
     vision = given["vision_config"]
     given["vision_config"] = vision | {name: size for name, size in _SIZES.items() if vision.get(name)}
+    if whole.model_type == "gemma3":  # 4,096 patches of an image take seconds
+        given["vision_config"]["image_size"], given["mm_tokens_per_image"] = 8 * vision["patch_size"], 16
+    if whole.model_type in OF_GRIDS:
+        sizes = {"depth": 4, "num_heads": 2, "out_hidden_size": text.hidden_size, "num_position_embeddings": 64,
+                 "fullatt_block_indexes": [1, 3]}  # fmt: skip
+        given["vision_config"] |= {name: size for name, size in sizes.items() if name in vision}
     given |= {"text_config": text.to_dict(), "audio_config": None}
     given |= {name: _TEXT + place for place, name in enumerate(sorted(filter(_IMAGE_IDS.fullmatch, given)))}
     return type(whole)(**{name: value for name, value in given.items() if value is not None or name == "audio_config"})
 
 
 def soften(model: Any) -> None:
-    """Makes random weights of a tower smaller: sharp attention amplifies rounding, of transformers as well."""
-    if (encoder := encoder_of(model)) is not None:
-        with torch.no_grad():
-            for parameter in encoder.parameters():
-                if parameter.dim() > 1:
-                    parameter.mul_(0.4)
+    """Makes random weights of a tower smaller: sharp attention amplifies rounding, of transformers as well.
+
+    No reply has a token of images, of which transformers takes pictures.
+    """
+    encoder, ends = encoder_of(model), (model.get_input_embeddings(), model.get_output_embeddings())
+    with torch.no_grad():
+        for end in ends:
+            end.weight[_TEXT:] = 0
+        for parameter in () if encoder is None else encoder.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(0.4)
 
 
 def documents(config: Any) -> list[Document]:
@@ -73,25 +86,44 @@ def _image(config: Any, grid: tuple[int, int], generator: torch.Generator) -> tu
     pixels = torch.randint(0, 256, (sizes.patches, sizes.numbers), generator=generator, dtype=torch.uint8)
     if not sizes.positions:
         return {"pixels": pixels}, sizes.tokens
-    pool = 1 if config.model_type == "gemma4_unified" else config.vision_config.pooling_kernel_size
+    pool = _patches_of_side(config)
     rows, width = (pool * count for count in grid)
     places = torch.full((sizes.patches, 2), -1, dtype=torch.int32)
     place = torch.arange(rows * width, dtype=torch.int32)
+    if sizes.axes:  # the patches of a soft token are neighbours
+        place = place.view(grid[0], pool, grid[1], pool).transpose(1, 2).flatten()
     places[: rows * width] = torch.stack([place % width, torch.div(place, width, rounding_mode="floor")], 1)
     pixels[rows * width :] = 0
     return {"pixels": pixels, "patch_positions": places}, grid[0] * grid[1]
 
 
+def _patches_of_side(config: Any) -> int:
+    """Returns the patches of the side of a soft token."""
+    if config.model_type == "gemma4_unified":
+        return 1
+    vision = config.vision_config
+    return int(vision.spatial_merge_size if config.model_type in OF_GRIDS else vision.pooling_kernel_size)
+
+
 def _given(config: Any, made: dict[str, torch.Tensor], ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    pixels = made["pixels"].float() * (1 / 255)
+    pixels, types = made["pixels"].float() * (1 / 255), (ids == config.image_token_id).long()[None]
+    if config.model_type in OF_GRIDS:
+        tower, places = TOWERS[config.model_type], made["patch_positions"]
+        used, times = int((places >= 0).all(1).sum()), config.vision_config.temporal_patch_size
+        parts = zip(pixels[:used].chunk(3, 1), tower.mean, tower.std, strict=True)
+        channels = torch.stack([(one - mean) / std for one, mean, std in parts], 1)
+        columns, rows = (places.amax(0) + 1).tolist()
+        return {"pixel_values": channels[:, :, None].expand(-1, -1, times, -1).flatten(1),
+                "image_grid_thw": torch.tensor([[1, rows, columns]]), "mm_token_type_ids": types}  # fmt: skip
     if "patch_positions" in made:
-        types = (ids == config.image_token_id).long()[None]
         return {"pixel_values": pixels[None], "image_position_ids": made["patch_positions"][None].long(),
                 "mm_token_type_ids": types}  # fmt: skip
     patch, whole = config.vision_config.patch_size, config.vision_config.image_size
     side = whole // patch
     squares = ((pixels - 0.5) / 0.5).reshape(side, side, patch, patch, 3).permute(4, 0, 2, 1, 3)
     image = torch.nn.functional.pad(squares.reshape(3, side * patch, side * patch), (0, whole - side * patch) * 2)
+    if config.model_type == "gemma3":
+        return {"pixel_values": image[None], "token_type_ids": types}
     return {"pixel_values": image[None, None], "pixel_attention_mask": torch.ones(1, 1, whole, whole)}
 
 
@@ -99,12 +131,13 @@ def logits(model: Any, one: Document, reply: torch.Tensor | None = None) -> torc
     """Returns transformers' logits (S, V) of a document alone, perhaps with a reply, with the masks of generation."""
     reply = one.ids[:0] if reply is None else reply
     ids, given = torch.cat([one.ids, reply])[None], dict[str, Any](one.given)
-    if "mm_token_type_ids" in given:
-        given["mm_token_type_ids"] = torch.nn.functional.pad(given["mm_token_type_ids"], (0, len(reply)))
+    for name in [name for name in given if name.endswith("token_type_ids")]:
+        given[name] = torch.nn.functional.pad(given[name], (0, len(reply)))
+        if "image_grid_thw" in given:  # its tokens see no later ones
+            continue
         given["attention_mask"] = type(model).create_masks_for_generate(
             config=model.config, inputs_embeds=torch.zeros(*ids.shape, 4), attention_mask=torch.ones_like(ids),
-            past_key_values=None, position_ids=torch.arange(ids.shape[1])[None],
-            mm_token_type_ids=given["mm_token_type_ids"],
+            past_key_values=None, position_ids=torch.arange(ids.shape[1])[None], **{name: given[name]},
         )  # fmt: skip
     found: torch.Tensor = model(input_ids=ids, use_cache=False, **given).logits[0]
     return found
@@ -120,7 +153,14 @@ def images_of(config: Any, held: Sequence[Document], starts: Sequence[int], leng
     for one, start in zip(held, starts, strict=True):
         for name, value in one.columns.items():
             found[name][0, slot] = value
-        places = start + (one.ids == config.image_token_id).nonzero()[:, 0]
+        image = one.ids == config.image_token_id
+        if sizes.axes:
+            known = [one.columns["patch_positions"].numpy()] if one.columns else []
+            axes = axis_positions(
+                image.numpy(), [int(image.sum())] * len(known), np.array(known), _patches_of_side(config)
+            )
+            found["axis_positions"][0, :, start : start + len(axes[0])] = torch.from_numpy(axes[:, : length - start])
+        places = start + image.nonzero()[:, 0]
         found["image_index"][0, places] = torch.arange(len(places), dtype=torch.int32) + slot * sizes.tokens
         slot += bool(one.columns)
     return found

@@ -47,12 +47,14 @@ class Visibility(NamedTuple):
         ahead: how many of the tokens after it each token sees in the layers with a window; None if tokens see earlier
             ones alone.
         most_ahead: the largest number that `ahead` may have.
+        everywhere: whether tokens look ahead in all layers, not in those with a window alone.
     """
 
     segment_ids: torch.Tensor | None = None
     prefix_ids: torch.Tensor | None = None
     ahead: torch.Tensor | None = None
     most_ahead: int = 0
+    everywhere: bool = False
 
     @classmethod
     def of(cls, batch: Mapping[str, torch.Tensor], **seen: Any) -> Visibility:
@@ -62,6 +64,8 @@ class Visibility(NamedTuple):
 
     def mask(self, looks_ahead: bool = False) -> torch.Tensor:
         """Makes the mask, (B, 1, S, S) booleans, True where the query (third axis) sees the key (last axis).
+
+        It is that of a layer with a window, if `windowed`, but does not have the window.
 
         Each token sees itself, earlier tokens of its document, and the document's prefix; padding (segment 0) sees
         padding, because the softmax of a fully masked row is NaN.
@@ -77,7 +81,7 @@ class Visibility(NamedTuple):
         if self.prefix_ids is not None and queries.prefix_ids is not None:
             key = self.prefix_ids[:, None, None, :]
             seen = seen | ((key > 0) & (key == -queries.prefix_ids[:, None, :, None]))
-        if looks_ahead and queries.ahead is not None:
+        if queries.ahead is not None and (looks_ahead or self.everywhere):
             return seen & ((places + queries.ahead)[:, None, :, None] >= index)
         return seen & (places[:, None] >= index[None, :])
 

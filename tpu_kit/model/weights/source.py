@@ -39,7 +39,18 @@ def _copied(name: str) -> str:
 
 
 def shipped_shape(model: ModelConfig) -> dict[str, Any] | None:
-    """Returns the config.json of a model; None if it is unknown, a folder has its name, or config has a revision."""
+    """Returns the config.json of a model; None if it is unknown, a folder has its name, or config has a revision.
+
+    Models that read images have a further configuration around that of the text model, under "with_images".
+    """
+    found = _shape_named(model)
+    if found is None or "with_images" not in found:
+        return found
+    text = {name: value for name, value in found.items() if name != "with_images"}
+    return {**found["with_images"], "text_config": text} if model.images else text
+
+
+def _shape_named(model: ModelConfig) -> dict[str, Any] | None:
     if model.revision is not None or Path(model.name).is_dir():
         return None
     if model.name.partition("/")[0] in MIRRORS:

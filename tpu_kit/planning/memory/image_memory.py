@@ -97,9 +97,7 @@ def _images_of(model: ModelConfig, length: int, room: int | None, tokens: int | 
     sizes = vision.sizes_of(settings, tokens)
     room = room or max(1, length // sizes.tokens)
     columns = vision.columns(settings, room, length, tokens).values()
-    matrices = [(name, size) for name, size in shape.outside if len(size) == 2 and "position" not in name]
-    tower = tuple((size[0], size[1]) for name, size in matrices if ".vision_tower." in name or ".vision_model." in name)
-    projector = tuple((rows, width) for _, (rows, width) in shape.projector)
+    tower, projector = (tuple((size[0], size[1]) for _, size in part) for part in (shape.tower, shape.projector))
     config = settings.vision_config
     return ImageShape(
         room, sizes.tokens, sizes.patches, tuple((size, dtype.itemsize) for size, dtype in columns),

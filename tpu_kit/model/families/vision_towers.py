@@ -1,0 +1,133 @@
+"""The towers of transformers in static shapes, by family: a new family of models that see is an entry of `TOWERS`.
+
+Each is computed for all images of a batch at once, without boolean indices and without numbers read on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+Hidden = Callable[[Any, torch.Tensor, torch.Tensor | None, int], torch.Tensor]
+"""Makes what the projector takes of a model, pixels (N, P, numbers) fp32 of 0 to 1, their positions (N, P, 2) or None,
+and the soft tokens of an image."""
+
+
+class Tower(NamedTuple):
+    """The part for images of a family of models.
+
+    Attributes:
+        hidden: computes it up to the projector.
+        projector: its path in `model.model`.
+        encoder: the path of the module with the list of layers; empty without a tower.
+        mean: of each channel, which is subtracted from the pixels; image processors with another one are refused.
+        std: of each channel, by which the pixels are divided then.
+    """
+
+    hidden: Hidden
+    projector: str
+    encoder: str = ""
+    mean: tuple[float, ...] = (0.0, 0.0, 0.0)
+    std: tuple[float, ...] = (1.0, 1.0, 1.0)
+
+
+def _patches(model: Any, pixels: torch.Tensor, positions: torch.Tensor | None, tokens: int) -> torch.Tensor:
+    return pixels  # it has no tower
+
+
+def _gemma4(model: Any, pixels: torch.Tensor, positions: torch.Tensor | None, tokens: int) -> torch.Tensor:
+    """As `Gemma4VisionModel.forward`, whose boolean index strips the padding, which comes last."""
+    assert positions is not None
+    tower = model.model.vision_tower
+    padding = (positions == -1).all(-1)
+    embeds = tower.patch_embedder(pixels, positions, padding)
+    hidden = tower.encoder(
+        inputs_embeds=embeds, attention_mask=~padding, pixel_position_ids=positions
+    ).last_hidden_state
+    hidden, _ = tower.pooler(
+        hidden_states=hidden, pixel_position_ids=positions, padding_positions=padding, output_length=tokens
+    )
+    if tower.config.standardize:
+        hidden = (hidden - tower.std_bias.float()) * tower.std_scale.float()
+    found: torch.Tensor = hidden.to(embeds.dtype)
+    return found
+
+
+def _square(model: Any, pixels: torch.Tensor, positions: torch.Tensor | None, tokens: int) -> torch.Tensor:
+    """As the `forward` of Idefics 3's and SigLIP's towers for images that fill their square, as processors make them."""
+    tower = model.model.vision_tower if hasattr(model.model, "vision_tower") else model.model.vision_model
+    embeddings = tower.embeddings
+    pixels = (pixels - 0.5) / 0.5
+    kernel = embeddings.patch_embedding
+    weight = kernel.weight.permute(0, 2, 3, 1).flatten(1)  # a patch is (rows, columns, channels)
+    hidden = torch.nn.functional.linear(pixels.to(weight.dtype), weight, kernel.bias)
+    hidden = hidden + embeddings.position_embedding.weight[None, : hidden.shape[1]]
+    hidden = tower.encoder(inputs_embeds=hidden, attention_mask=None).last_hidden_state
+    found: torch.Tensor = tower.post_layernorm(hidden)
+    return found
+
+
+def _grid(model: Any, pixels: torch.Tensor, positions: torch.Tensor | None, tokens: int) -> torch.Tensor:
+    """As `forward` of Qwen's towers, with all images as rows of patches; what follows from a grid is computed here.
+
+    The processor repeats a picture for each step of time of the convolution, whose weights are summed instead. The
+    layers with a window see the patches of theirs by segments, without another order.
+    """
+    assert positions is not None
+    tower, kind = model.model.visual, TOWERS[model.config.model_type]
+    valid = (positions >= 0).all(-1)
+    column, row = positions.clamp(min=0).unbind(-1)
+    kernel = tower.patch_embed.proj
+    weight = kernel.weight.float().sum(2).flatten(1).to(kernel.weight.dtype)
+    channels = zip(pixels.chunk(3, -1), kind.mean, kind.std, strict=True)  # a patch is (channels, rows, columns)
+    pixels = torch.cat([(one - mean) / std for one, mean, std in channels], -1)
+    hidden = torch.nn.functional.linear(pixels.to(weight.dtype), weight, kernel.bias)
+    if hasattr(tower, "pos_embed"):
+        hidden = hidden + _interpolated(tower, row, column, valid).to(hidden.dtype)
+    hidden = hidden.flatten(0, 1)
+    places = torch.stack([row, column], -1).flatten(0, 1)
+    rotation = tower.rotary_pos_emb(hidden, places)
+    whole = valid.to(torch.int32)
+    near = whole
+    if whole_layers := getattr(tower, "fullatt_block_indexes", None):
+        side = tower.window_size // tower.patch_size // tower.spatial_merge_size * tower.spatial_merge_size
+        window = row.div(side, rounding_mode="floor") * valid.shape[1] + column.div(side, rounding_mode="floor")
+        near = torch.where(valid, window + 1, 0).to(torch.int32)
+    for number, block in enumerate(tower.blocks):
+        seen = near if whole_layers and number not in whole_layers else whole
+        hidden = block(hidden, cu_seqlens=seen, max_seqlen=1, position_embeddings=rotation)
+    return hidden
+
+
+def _interpolated(tower: Any, row: torch.Tensor, column: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    """Returns the embeddings of positions of patches (N, P), between the four nearest of the tower's square table.
+
+    As `get_vision_interpolation_indices_and_weights` of transformers with align_corners.
+    """
+    side = tower.num_grid_per_side
+    taps = []
+    for place in (row, column):
+        count = torch.where(valid, place, 0).amax(1, keepdim=True) + 1
+        source = place.float() * (side - 1) / (count - 1).clamp(min=1)
+        low = source.floor()
+        taps.append(((low, 1 - (source - low)), ((low + 1).clamp(max=side - 1), source - low)))
+    found = [
+        tower.pos_embed((down * side + right).long()) * (share * part)[..., None]
+        for down, share in taps[0] for right, part in taps[1]
+    ]  # fmt: skip
+    return found[0] + found[1] + found[2] + found[3]
+
+
+_HALF = (0.5, 0.5, 0.5)
+_CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+_TILES = Tower(_square, "connector", "vision_model.encoder", _HALF, _HALF)
+TOWERS: Mapping[str, Tower] = {
+    "gemma4_unified": Tower(_patches, "embed_vision"),
+    "gemma4": Tower(_gemma4, "embed_vision", "vision_tower.encoder"),
+    "gemma3": Tower(_square, "multi_modal_projector", "vision_tower.encoder", _HALF, _HALF),
+    "qwen2_5_vl": Tower(_grid, "visual.merger", "visual", *_CLIP),
+    "qwen3_5": Tower(_grid, "visual.merger", "visual", _HALF, _HALF),
+    "smolvlm": _TILES, "idefics3": _TILES,
+}  # fmt: skip
