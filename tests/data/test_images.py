@@ -9,6 +9,7 @@ import math
 import os
 import pickle
 import random
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,9 +24,10 @@ from datasets import Image as ImageFeature
 from PIL import Image, ImageOps, PngImagePlugin
 from transformers import Idefics3Processor
 from transformers.image_transforms import convert_to_rgb
+from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
-from tests.support.vision_functions import ALSO, CONFIGS, TOKENS, _processed, image_processor, picture
+from tests.support.vision_functions import ALSO, CONFIGS, GRIDS, TOKENS, _processed, image_processor, picture
 from tests.support.vision_models import save_model, settings_of, tokenizer_of
 from tpu_kit.config.loader import DataConfig, ModelConfig
 from tpu_kit.config.sections.data import DataSource
@@ -45,7 +47,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
 
 
-@pytest.fixture(scope="module", params=["gemma4_unified", "smolvlm"])
+@pytest.fixture(scope="module", params=["gemma4_unified", "smolvlm", "gemma3", "qwen3_5"])
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -136,6 +138,7 @@ def forms(content: bytes) -> dict[str, dict[str, Any]]:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("family", ["gemma4_unified", "smolvlm"])
 def test_forms_of_rows_give_one_document(models: Callable[[str], ModelConfig], family: str, folder: Path) -> None:
     found = {}
     for name, row in forms((folder / "0.jpg").read_bytes()).items():
@@ -507,7 +510,7 @@ def test_pictures_of_other_sizes_than_planned_are_refused_by_name(
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(1_000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("family", ["gemma4", "gemma4_unified", "smolvlm", "idefics3"])
+@pytest.mark.parametrize("family", ["gemma4", "gemma4_unified", "smolvlm", "idefics3", "qwen2_5_vl", "qwen3_5"])
 def test_tokens_of_images_of_random_sizes_are_those_of_transformers(
     models: Callable[[str], ModelConfig], family: str, count: int
 ) -> None:
@@ -516,8 +519,20 @@ def test_tokens_of_images_of_random_sizes_are_those_of_transformers(
     shown = Idefics3Processor(own, tokenizer, made.sizes.tokens) if family in ALSO or family == "smolvlm" else None
     for _ in range(count):
         width, height = (int(math.exp(draw.uniform(0, 6.5))) for _ in range(2))
-        ids, counts = made.tokens(height, width)
         image = Image.new("RGB", (width, height))
+        if family in GRIDS:
+            if max(width, height) / min(width, height) > 200:
+                with pytest.raises(RowError, match="cannot be used: absolute aspect ratio must be smaller than 200"):
+                    made.tokens(height, width)
+                continue
+            wanted = int(own(images=[image])["image_grid_thw"].prod()) // 4
+            if wanted > made.sizes.tokens:
+                with pytest.raises(RowError, match=f"takes {wanted} tokens, more than {made.sizes.tokens}: its sides"):
+                    made.tokens(height, width)
+                continue
+            assert made.tokens(height, width) == ([made.token_id] * wanted, [wanted])
+            continue
+        ids, counts = made.tokens(height, width)
         if shown is None:
             (wanted,) = own(images=[image])["num_soft_tokens_per_image"]
             around = tokenizer.convert_tokens_to_ids(["<|image>", "<image|>"])
@@ -552,6 +567,42 @@ def test_tokens_and_pixels_are_those_of_transformers(models: Callable[[str], Mod
             around = tokenizer("a\n<image>b", add_special_tokens=False)["input_ids"]
             place = around.index(made.token_id)
             assert [*around[:place], *ids, *around[place + 1 :]] == wanted
+
+
+def test_chats_of_gemma3_are_those_of_its_processor(models: Callable[[str], ModelConfig], folder: Path) -> None:
+    """Its processor writes line breaks around a picture before the text becomes tokens, which may join others."""
+    tokenizer = tokenizer_of("gemma3")
+    names = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
+    for name, token in names.items():
+        setattr(tokenizer, name, token)
+        setattr(tokenizer, f"{name}_id", tokenizer.convert_tokens_to_ids(token))
+    own = Gemma3Processor(image_processor(CONFIGS["gemma3"]()), tokenizer, image_seq_length=36)
+    content = [{"type": "text", "text": "What?"}, {"type": "image"}, {"type": "text", "text": "And here?"}]
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": content}, {"role": "assistant", "content": "red"}], tokenize=False
+    )
+    wanted = own(text=[text], images=[[Image.open(folder / "0.jpg")]], add_special_tokens=False)["input_ids"][0]
+    made = prepared(models("gemma3"), folder, [asked("What?<image>And here?", images=["0.jpg"])]).train
+    ids, _ = made.document(0)
+    assert ids.tolist() == list(wanted)[: len(ids)] and len(wanted) - len(ids) <= 1  # the break after the last turn
+    with pytest.raises(ValueError, match="image_tokens=64: a picture of Gemma 3 takes 36 tokens, whatever its size"):
+        processors.image_processor(models("gemma3"), tokenizer, DataConfig(image_tokens=64))
+
+
+def test_settings_of_processors_that_are_not_computed(models: Callable[[str], ModelConfig], tmp_path: Path) -> None:
+    def made(family: str, **settings: Any) -> Any:
+        folder = tmp_path / family
+        shutil.copytree(models(family).name, folder, dirs_exist_ok=True)
+        (folder / "preprocessor_config.json").write_text(json.dumps(settings_of(family) | settings))
+        model = ModelConfig(name=str(folder), base_dtype="fp32", images=True)
+        return processors.image_processor(model, tokenizer_of(family), DataConfig(image_tokens=settings.get("tokens")))
+
+    with pytest.raises(ValueError, match=r"image_mean=\[0, 0, 0\], and images of qwen3_5 are computed with \[0.5, 0.5"):
+        made("qwen3_5", image_mean=[0, 0, 0])
+    with pytest.raises(ValueError, match=r"cuts pictures \(do_pan_and_scan\), which is not trained; set it to false"):
+        made("gemma3", do_pan_and_scan=True)
+    with pytest.raises(ValueError, match=r"image_tokens=8: a picture of .* takes 16 to 70 tokens at most"):
+        made("qwen3_5", tokens=8)
 
 
 def test_patches_that_do_not_fill_a_tile(models: Callable[[str], ModelConfig]) -> None:

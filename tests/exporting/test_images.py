@@ -124,7 +124,13 @@ def test_a_model_of_text_has_no_towers() -> None:
 
 @pytest.mark.parametrize(
     "family",
-    ["gemma4_unified", *(pytest.param(one, marks=pytest.mark.slow) for one in ("gemma4", "smolvlm", "idefics3"))],
+    [
+        "gemma4_unified",
+        *(
+            pytest.param(one, marks=pytest.mark.slow)
+            for one in ("gemma4", "smolvlm", "idefics3", "gemma3", "qwen2_5_vl", "qwen3_5")
+        ),
+    ],
 )
 def test_a_run_on_pictures_is_exported_and_compared_with_pictures(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

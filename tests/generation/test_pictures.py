@@ -69,8 +69,9 @@ def of_transformers(folder: Path, prompts: list[tuple[str, list[Image.Image]]]) 
             options: dict[str, Any] = {"return_row_col_info": True} if smol else {}
             made = image_processor(model.config)(images=[images] if smol else images, return_tensors="pt", **options)
             own = SimpleNamespace(
-                image_processor=image_processor(model.config), full_image_sequence=GEMMA3_SEQUENCE, boi_token="<|image>", eoi_token="<image|>",
-                image_token=token, image_seq_len=4, fake_image_token="<fake_token_around_image>", global_image_token="<global-img>",
+                image_processor=image_processor(model.config), full_image_sequence=GEMMA3_SEQUENCE,
+                boi_token="<|image>", eoi_token="<image|>", image_token=token, image_seq_len=4,
+                fake_image_token="<fake_token_around_image>", global_image_token="<global-img>",
             )  # fmt: skip
             kind: Any = PROCESSORS.get(model.config.model_type, Gemma4Processor)
             parts = said.split(token)

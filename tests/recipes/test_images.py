@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,8 +44,11 @@ needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="t
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model for images, and rows with pictures of many sizes."""
-    folder = tmp_path_factory.mktemp("images")
-    save_model(folder / "model", "gemma4_unified")
+    return written(tmp_path_factory.mktemp("images"), "gemma4_unified")
+
+
+def written(folder: Path, family: str) -> Path:
+    save_model(folder / "model", family)
     rows = []
     for number in range(24):
         picture(number, (40 + 3 * number, 90 - 2 * number)).save(folder / f"{number}.png")
@@ -67,10 +71,17 @@ def weights(result: TrainResult) -> dict[str, torch.Tensor]:
     return load_file(Path(result.adapter_dir) / "adapter_model.safetensors")
 
 
-@pytest.mark.parametrize("vision", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize(
+    ("family", "vision"),
+    [
+        pytest.param("gemma4_unified", False, marks=pytest.mark.slow), ("gemma4_unified", True), ("qwen2_5_vl", True),
+        *(pytest.param(family, True, marks=pytest.mark.slow) for family in ("gemma3", "qwen3_5")),
+    ],
+)  # fmt: skip
 def test_a_run_on_pictures_goes_on_bit_for_bit_and_peft_loads_its_adapter(
-    vision: bool, images: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    family: str, vision: bool, images: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    images = images if family == "gemma4_unified" else written(tmp_path, family)
     more = {"lora.vision": vision}
     whole = train(config_of(images, tmp_path / "whole", **more))
     said = capfd.readouterr().out
@@ -82,7 +93,8 @@ def test_a_run_on_pictures_goes_on_bit_for_bit_and_peft_loads_its_adapter(
     own, other = weights(parts), weights(constant)
     assert own.keys() == other.keys() and all(torch.equal(own[name], other[name]) for name in own)
 
-    assert any("embed_vision" in name and tensor.any() for name, tensor in own.items()) == vision
+    projector = re.compile("embed_vision|projector|merger")
+    assert any(projector.search(name) and tensor.any() for name, tensor in own.items()) == vision
     config = config_of(images, tmp_path / "whole", **more)
     batch = prepare_run(config).train.tensors(torch.arange(1).numpy())
     ours = load_for_generation(config.model, whole.adapter_dir)

@@ -58,8 +58,8 @@ SMOL_TOKENS = [
 ]  # fmt: skip
 
 
-IMAGE_TOKENS = {"smolvlm": "<image>", "idefics3": "<image>", "gemma3": "<image_soft_token>", "qwen2_5_vl": "<|image_pad|>",
-                "qwen3_5": "<|image_pad|>"}  # fmt: skip
+IMAGE_TOKENS = {"smolvlm": "<image>", "idefics3": "<image>", "gemma3": "<image_soft_token>",
+                "qwen2_5_vl": "<|image_pad|>", "qwen3_5": "<|image_pad|>"}  # fmt: skip
 
 
 def tokenizer_of(family: str) -> PreTrainedTokenizerFast:

@@ -46,6 +46,8 @@ PICTURES = "bf16"
 """The limits of a comparison with pictures, a key of `equivalence.LIMITS`: a tower amplifies rounding.
 
 Of a tiny Gemma 4 with a tower, in f16, the largest difference was 0.13 standard deviations, of a tiny SmolVLM 0.02."""
+WRITTEN = ("gemma4", "gemma4_unified", "idefics3", "smolvlm")
+"""The families whose part for images is exported."""
 _SIDE = 512  # of a picture in pixels, where a processor names none
 _PLACE = "<__media__>"  # where a picture is in a prompt of llama.cpp
 
@@ -68,6 +70,11 @@ def refuse(tuned: TunedModel, compares: bool) -> None:
     Of small random models of Gemma 4, llama.cpp gave other log-probabilities even for text.
     """
     settings = base_model(tuned.model).config
+    if settings.model_type not in WRITTEN:
+        raise ValueError(
+            f"llama.cpp was not compared with models of {settings.model_type} that see: use format=merged "
+            f"(transformers) or format=vllm; the part for images of these families is written: {', '.join(WRITTEN)}"
+        )
     if settings.model_type == "gemma4_unified" and settings.audio_config is None:
         raise ValueError(
             f"llama.cpp's converter writes the part for images of Gemma 4 unified with that for sound alone, and "

@@ -67,7 +67,7 @@ class Batch:
 
     @property
     def ends(self) -> torch.Tensor:
-        """(B,) int64, the positions of the last tokens; with positions in axes an image takes fewer than it has tokens."""
+        """(B,) int64, the positions of the last tokens; in axes an image takes fewer positions than it has tokens."""
         if (axes := self.images.get("axis_positions")) is None:
             return self.lengths
         present = torch.arange(axes.shape[2]) < self.lengths[:, None]
@@ -393,8 +393,8 @@ class Decoder:
             carried: the last tokens (B,) int64, whether rows have ended (B,) int64, the number of this step (1,) int64,
                 with a repetition penalty the tokens that occurred (B, V) fp32, and with rules that read them the tokens
                 up to the last (B, T) int64.
-            constant: whether each token ends a row (V,) int64, lengths (B,), positions of the last tokens (B,), width (1,), uniforms (T, B), knobs (6,),
-                and `GenerationRules.tensors`.
+            constant: whether each token ends a row (V,) int64, lengths (B,), positions of the last tokens (B,),
+                width (1,), uniforms (T, B), knobs (6,), and `GenerationRules.tensors`.
             cache: gets the new keys and values.
         """
         token, ended, step, *more = carried

@@ -112,7 +112,7 @@ def check_generation(model: PreTrainedConfig, trust_remote_code: bool = False, i
     pictured = _Comparison(
         f"images {_sizes(model)}", lambda: _compare_replies(*_narrow_with_pictures(model, trust_remote_code))
     )
-    if problem := (_has_head(model) or not images) and _problem(compare) or (images and _problem(pictured)):
+    if problem := ((_has_head(model) or not images) and _problem(compare)) or (images and _problem(pictured)):
         raise ValueError(
             f"the kit cannot generate with {model.model_type}: {problem}. Export the model and call generate() of "
             "transformers; to train it set tracking.generate_rows=0 and tracking.eval_generate_rows=0"

@@ -248,8 +248,8 @@ class Qwen(ImageProcessor):
             raise RowError(f"a picture of {width} x {height} pixels cannot be used: {error}") from error
         if (count := math.prod(made) // side**2) > self.sizes.tokens:
             raise RowError(
-                f"a picture of {width} x {height} pixels takes {count} tokens, more than {self.sizes.tokens}: its sides "
-                "differ too much; cut it, or raise data.image_tokens"
+                f"a picture of {width} x {height} pixels takes {count} tokens, more than {self.sizes.tokens}: its "
+                "sides differ too much; cut it, or raise data.image_tokens"
             )
         return [self.token_id] * count, [count]
 

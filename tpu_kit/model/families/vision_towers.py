@@ -56,7 +56,7 @@ def _gemma4(model: Any, pixels: torch.Tensor, positions: torch.Tensor | None, to
 
 
 def _square(model: Any, pixels: torch.Tensor, positions: torch.Tensor | None, tokens: int) -> torch.Tensor:
-    """As the `forward` of Idefics 3's and SigLIP's towers for images that fill their square, as processors make them."""
+    """As the `forward` of Idefics 3's and SigLIP's towers for images that fill their square, as they do."""
     tower = model.model.vision_tower if hasattr(model.model, "vision_tower") else model.model.vision_model
     embeddings = tower.embeddings
     pixels = (pixels - 0.5) / 0.5
