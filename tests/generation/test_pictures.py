@@ -93,9 +93,9 @@ def of_transformers(folder: Path, prompts: list[tuple[str, list[Image.Image]]]) 
 
 
 PLACES = {"gemma4": "<|image|>", "gemma4_unified": "<|image|>", "gemma3": "<start_of_image>", "smolvlm": "<image>",
-          "qwen2_5_vl": "<|image_pad|>", "qwen3_5": "<|image_pad|>"}  # fmt: skip
+          **dict.fromkeys(GRIDS, "<|image_pad|>")}  # fmt: skip
 PROCESSORS: dict[str, Any] = {"smolvlm": SmolVLMProcessor, "gemma3": Gemma3Processor, "qwen2_5_vl": Qwen2_5_VLProcessor,
-                              "qwen3_5": Qwen3VLProcessor}  # fmt: skip
+                              "qwen3_5": Qwen3VLProcessor, "qwen3_vl": Qwen3VLProcessor}  # fmt: skip
 GEMMA3_SEQUENCE = "\n\n<start_of_image>" + "<image_soft_token>" * 36 + "<end_of_image>\n\n"
 ASKED = [("What is it?", [(90, 64)]), ("Both?", [(48, 80), (120, 40)]), ("What is 2 + 3?", [])]
 
@@ -103,7 +103,7 @@ ASKED = [("What is it?", [(90, 64)]), ("Both?", [(48, 80), (120, 40)]), ("What i
 @pytest.mark.parametrize(
     ("family", "device_type"),
     [
-        *((one, "cpu") for one in ("gemma4_unified", "smolvlm", "gemma3", "qwen2_5_vl", "qwen3_5")),
+        *((one, "cpu") for one in ("gemma4_unified", "smolvlm", "gemma3", "qwen2_5_vl", "qwen3_5", "qwen3_vl")),
         pytest.param("gemma4", "cpu", marks=pytest.mark.slow),
         *(pytest.param(one, "xla-cpu", marks=[needs_xla, pytest.mark.slow]) for one in CONFIGS),
     ],

@@ -19,6 +19,7 @@ from transformers import (
     Idefics3Config,
     Qwen2_5_VLConfig,
     Qwen3_5Config,
+    Qwen3VLConfig,
     SmolVLMConfig,
 )
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
@@ -100,7 +101,7 @@ def gemma3() -> Any:
     )  # fmt: skip
 
 
-GRIDS = ("qwen2_5_vl", "qwen3_5")
+GRIDS = ("qwen2_5_vl", "qwen3_5", "qwen3_vl")
 _PLACES = {"image_token_id": IMAGE, "vision_start_token_id": BEGIN, "vision_end_token_id": END, "video_token_id": 293}
 _OF_GRIDS: dict[str, Any] = {
     "hidden_size": 24, "intermediate_size": 32, "num_heads": 3, "patch_size": 4, "spatial_merge_size": 2,
@@ -134,6 +135,15 @@ def qwen3_5() -> Any:
     )
 
 
+def qwen3_vl() -> Any:
+    """Qwen3-VL: states of layers of the tower are added to the results of the text model's first layers."""
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+    vision = {"depth": 3, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 2]}
+    return Qwen3VLConfig(
+        text_config=_OF_AXES | {"rope_parameters": rope, "head_dim": 8}, vision_config=_OF_GRIDS | vision, **_PLACES
+    )
+
+
 def smolvlm(kind: Any = SmolVLMConfig) -> Any:
     """SmolVLM: each tile of an image is an image slot of the row."""
     return kind(
@@ -152,7 +162,7 @@ def smolvlm(kind: Any = SmolVLMConfig) -> Any:
 
 _generator = threading.Lock()  # replicas of XLA:CPU are threads, and share torch's generator
 CONFIGS = {"gemma4_unified": unified, "gemma4": gemma4, "smolvlm": smolvlm, "gemma3": gemma3, "qwen2_5_vl": qwen2_5_vl,
-           "qwen3_5": qwen3_5}  # fmt: skip
+           "qwen3_5": qwen3_5, "qwen3_vl": qwen3_vl}  # fmt: skip
 ALSO = {"idefics3": lambda: smolvlm(Idefics3Config)}  # as SmolVLM, but for its processor's class
 
 

@@ -59,7 +59,7 @@ SMOL_TOKENS = [
 
 
 IMAGE_TOKENS = {"smolvlm": "<image>", "idefics3": "<image>", "gemma3": "<image_soft_token>",
-                "qwen2_5_vl": "<|image_pad|>", "qwen3_5": "<|image_pad|>"}  # fmt: skip
+                **dict.fromkeys(GRIDS, "<|image_pad|>")}  # fmt: skip
 
 
 def tokenizer_of(family: str) -> PreTrainedTokenizerFast:

@@ -444,8 +444,8 @@ class Decoder:
         """Returns the result of `score` on the device, (2, B, W); the last position has no meaning."""
         head, ids = output_embedding(self._model), batch["input_ids"]
         positions = torch.arange(ids.shape[1], device=ids.device)[None].expand_as(ids)
-        given, seen = families.decoder_inputs(self._causal, batch)
-        with layer_inputs.bound(LayerInputs(Visibility(**seen), device_type=self._rt.device_type)):
+        given, seen, additions = families.decoder_inputs(self._causal, batch)
+        with layer_inputs.bound(LayerInputs(Visibility(**seen), None, self._rt.device_type, additions)):
             output = self._causal.get_decoder()(**{"position_ids": positions, **given}, use_cache=False)
         kept_states(self._causal.get_decoder())  # of a trace, which no program computes
         wanted = torch.cat([ids[:, 1:], ids[:, :1]], 1)
@@ -477,8 +477,8 @@ class Decoder:
     ) -> Any:
         """Runs the model or its decoder; its layers and the kit's functions use the cache."""
         named = {_cache_name(module.__class__): cache}
-        given, seen = families.decoder_inputs(self._causal, {"input_ids": ids, **images})
-        inputs = LayerInputs(Visibility(**seen), cache, device_type or self._rt.device_type)
+        given, seen, additions = families.decoder_inputs(self._causal, {"input_ids": ids, **images})
+        inputs = LayerInputs(Visibility(**seen), cache, device_type or self._rt.device_type, additions)
         with layer_inputs.bound(inputs):
             return module(**{"position_ids": positions, **given}, use_cache=True, **named)
 

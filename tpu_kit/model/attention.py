@@ -95,7 +95,7 @@ def _with_visibility(function: Callable[..., Any], *args: Any, **kwargs: Any) ->
 
 
 @contextlib.contextmanager
-def bound(implementation: str, visibility: Visibility) -> Iterator[Any]:
+def bound(implementation: str, visibility: Visibility, additions: tuple[torch.Tensor, ...] = ()) -> Iterator[Any]:
     """Makes layers keep documents of packed rows apart while it is open; yields a model's attention_mask.
 
     transformers neither changes nor reads a 4-D attention_mask, and passes it to all layers: for sdpa it is the boolean
@@ -105,13 +105,14 @@ def bound(implementation: str, visibility: Visibility) -> Iterator[Any]:
     Args:
         implementation: a registered name.
         visibility: of the rows, with segment ids.
+        additions: of `LayerInputs`.
     """
     assert visibility.segment_ids is not None, "packed rows have segment ids"
     maskless = implementation == SPLASH or _in_blocks(visibility.segment_ids.shape[1], visibility.segment_ids.device)
     mask: Any = visibility.segment_ids[:, None, None, :] if maskless else visibility.mask()
     if visibility.ahead is not None and not maskless:
         mask = {"full_attention": mask, "sliding_attention": visibility.mask(looks_ahead=True)}
-    with layer_inputs.bound(LayerInputs(visibility)):
+    with layer_inputs.bound(LayerInputs(visibility, additions=additions)):
         yield mask
 
 

@@ -19,7 +19,7 @@ from tpu_kit.config.mesh import Mesh
 from tpu_kit.model.loop.loop_structure import Loop, in_blocks, loops, stacks
 from tpu_kit.model.sharding.sharding_rules import Embedding
 
-_PROJECTOR = re.compile(r"\.(embed_vision|connector|multi_modal_projector|visual\.merger)\.")
+_PROJECTOR = re.compile(r"\.(embed_vision|connector|multi_modal_projector|visual\.(merger|deepstack_merger_list))\.")
 _TOWER = re.compile(r"\.(vision_tower|vision_model|visual)\.")
 WITHOUT_ADAPTER = dict.fromkeys(("falcon_h1", "nemotron_h"), ("out_proj",))
 """By model_type, the linear layers that lora.targets=all-linear leaves out: PEFT (0.17) refuses adapters there, because

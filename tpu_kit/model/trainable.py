@@ -157,7 +157,7 @@ def _projector(model: PreTrainedModel) -> list[str]:
     """Returns the names of the linear layers that bring images into the text model."""
     from tpu_kit.model.families import vision
 
-    inside = {*vision.projector_of(model).modules()}
+    inside = {one for part in vision.projectors_of(model) for one in part.modules()}
     return [name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear) and part in inside]
 
 
@@ -165,11 +165,10 @@ def _projector_parameters(model: PreTrainedModel) -> list[str]:
     """Returns the names of the projector's matrices that are in no linear layer (Gemma 3's), which PEFT takes, too."""
     from tpu_kit.model.families import vision
 
-    part = vision.projector_of(model)
-    inside = {name for name, one in part.named_modules() if isinstance(one, torch.nn.Linear)}
-    names = [name for name, one in part.named_parameters() if one.ndim == 2 and name.rpartition(".")[0] not in inside]
-    (path,) = (name for name, one in model.named_modules() if one is part)
-    return [f"{path}.{name}" for name in names]
+    paths = [name for name, one in model.named_modules() if one in vision.projectors_of(model)]
+    inside = {name for name, one in model.named_modules() if isinstance(one, torch.nn.Linear)}
+    matrices = (name for name, one in model.named_parameters() if one.ndim == 2)
+    return [name for name in matrices if name.rpartition(".")[0] in paths and name.rpartition(".")[0] not in inside]
 
 
 def _targets(model: PreTrainedModel, lora: LoraConfig, others: list[str], projector: list[str]) -> str | list[str]:

@@ -52,7 +52,7 @@ FAMILIES = (
     Family("tpu_kit.model.families.experts", ("use_experts_implementation",)),
     Family(
         "tpu_kit.model.families.vision",
-        towers=("gemma3", "gemma4", "gemma4_unified", "qwen2_5_vl", "qwen3_5", "smolvlm", "idefics3"),
+        towers=("gemma3", "gemma4", "gemma4_unified", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "smolvlm", "idefics3"),
     ),
 )
 
@@ -111,8 +111,8 @@ def _call(model: torch.nn.Module, function: str, *arguments: Any) -> list[Any]:
 
 def decoder_inputs(
     model: torch.nn.Module, batch: Mapping[str, torch.Tensor]
-) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Returns what a decoder takes for a batch besides positions and mask, and further arguments of the documents.
+) -> tuple[dict[str, torch.Tensor], dict[str, Any], tuple[torch.Tensor, ...]]:
+    """Returns what a decoder takes for a batch besides the mask, arguments of `Visibility`, and `LayerInputs.additions`.
 
     Args:
         model: of transformers, without PEFT's wrapper.
@@ -120,7 +120,7 @@ def decoder_inputs(
     """
     for column, module in INPUTS.items():
         if column in batch:
-            found: tuple[dict[str, torch.Tensor], dict[str, Any]]
+            found: tuple[dict[str, torch.Tensor], dict[str, Any], tuple[torch.Tensor, ...]]
             found = importlib.import_module(module).decoder_inputs(model, batch)
             return found
-    return {"input_ids": batch["input_ids"]}, {}
+    return {"input_ids": batch["input_ids"]}, {}, ()

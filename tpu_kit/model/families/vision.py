@@ -20,12 +20,14 @@ import torch
 from tpu_kit.config.loader import DataConfig, OptimConfig
 from tpu_kit.model.attention import refuse_unknown, sdpa_attention
 from tpu_kit.model.base_model import base_model
-from tpu_kit.model.families.vision_towers import TOWERS
-from tpu_kit.model.loop.layer_calls import decoder_layers
+from tpu_kit.model.families.vision_towers import TOWERS, deep_layers
+from tpu_kit.model.loop import layer_inputs
+from tpu_kit.model.loop.layer_calls import decoder_layers, keep_after
 from tpu_kit.model.loop.layer_inputs import Visibility
 from tpu_kit.model.loop.layer_scan import ScannedLayers, scan_layers
 from tpu_kit.model.splash_attention import splash_attention
 from tpu_kit.xla import traced_program
+from tpu_kit.xla.scan import PROGRAM_DEVICES
 
 TOWER = "tpu_kit_tower"
 """The attention of towers in transformers' `AttentionInterface`."""
@@ -36,7 +38,7 @@ name; it would read them on the host for another one, to compute each image alon
 
 MOST_TOKENS = 1280
 """Soft tokens of an image of Qwen at most, unless data.image_tokens says another number."""
-OF_GRIDS = ("qwen2_5_vl", "qwen3_5")
+OF_GRIDS = ("qwen2_5_vl", "qwen3_5", "qwen3_vl")
 
 Shape = tuple[tuple[int, ...], torch.dtype]
 
@@ -153,6 +155,9 @@ def connect(model: torch.nn.Module, frozen: bool) -> None:
     AttentionInterface.register(TOWER, tower_attention)
     AttentionMaskInterface.register(TOWER, _valid_keys)
     AttentionInterface.register(GRIDS, grid_attention)
+    base: Any = base_model(model)
+    for number in range(len(deep_layers(base.config.vision_config))):
+        _take_addition(decoder_layers(base.get_decoder())[1][number], number)
 
 
 def own_attention(model: Any) -> dict[str, str]:
@@ -168,10 +173,15 @@ def loop_layers(model: torch.nn.Module, optim: OptimConfig, device_type: str) ->
     base: Any = base_model(model)
     encoder = encoder_of(base)
     if encoder is not None and not isinstance(decoder_layers(encoder)[1], ScannedLayers):
+        if device_type in PROGRAM_DEVICES:
+            for number in deep_layers(base.config.vision_config):
+                keep_after(encoder, number + 1)
         scan_layers(encoder, replace(optim, remat="full"), device_type, _inputs(base))
 
 
-def decoder_inputs(model: Any, batch: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def decoder_inputs(
+    model: Any, batch: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], dict[str, Any], tuple[torch.Tensor, ...]]:
     """Makes the embeddings of a batch with images; see `registry.decoder_inputs`.
 
     The second value has `ahead` where the tokens of an image see each other: of Gemma 4 in the layers with a window, as
@@ -183,16 +193,18 @@ def decoder_inputs(model: Any, batch: Mapping[str, torch.Tensor]) -> tuple[dict[
         ids = torch.where(seen, text.pad_token_id, ids)
     embeds = model.get_input_embeddings()(ids)
     tokens = tokens_of(model.config, batch["pixels"].shape[2])
-    found = features(model, batch, tokens).to(embeds.dtype)
+    found, *deep = (one.to(embeds.dtype) for one in features(model, batch, tokens))
     given = {"inputs_embeds": torch.where(seen[..., None], _taken(found, index), embeds)}
+    additions = tuple(torch.where(seen[..., None], _taken(one, index), 0) for one in deep)
     if "axis_positions" in batch:
         given["position_ids"] = batch["axis_positions"].transpose(0, 1)
     if getattr(text, "hidden_size_per_layer_input", 0):
         given["per_layer_inputs"] = model.get_decoder().get_per_layer_inputs(ids)
     if not _looks_ahead(model.config):
-        return given, {}
+        return given, {}, additions
     found = ahead(index, batch["pixels"].shape[1], tokens)
-    return given, {"ahead": found, "most_ahead": tokens - 1, "everywhere": model.config.model_type == "gemma3"}
+    everywhere = model.config.model_type == "gemma3"
+    return given, {"ahead": found, "most_ahead": tokens - 1, "everywhere": everywhere}, additions
 
 
 # --------------------------------------------------------------------------------------------------------------- images
@@ -222,24 +234,47 @@ def _taken(found: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return torch.bmm((index[..., None] == places).to(found.dtype), found)
 
 
-def features(model: Any, batch: Mapping[str, torch.Tensor], tokens: int) -> torch.Tensor:
-    """Computes the features of all images of a batch, (B, K * tokens, H); those of padding have no meaning."""
+def features(model: Any, batch: Mapping[str, torch.Tensor], tokens: int) -> list[torch.Tensor]:
+    """Computes the features of all images of a batch, (B, K * tokens, H); those of padding have no meaning.
+
+    The first are embeddings, others are additions to the results of the text model's first layers.
+    """
     rows = batch["pixels"].shape[0]
     pixels = batch["pixels"].flatten(0, 1).float() * (1 / 255)  # the processors' fp32, bit for bit
     positions = batch["patch_positions"].flatten(0, 1) if "patch_positions" in batch else None
     with torch.no_grad():
-        hidden = TOWERS[model.config.model_type].hidden(model, pixels, positions, tokens)
-    part = projector_of(model)
-    with torch.set_grad_enabled(torch.is_grad_enabled() and any(one.requires_grad for one in part.parameters())):
-        found: torch.Tensor = (
-            part(hidden) if hidden is not pixels else part(hidden, positions, return_dict=True).pooler_output
-        )
-    return found.reshape(rows, -1, found.shape[-1])
+        every = TOWERS[model.config.model_type].hidden(model, pixels, positions, tokens)
+    made = []
+    for part, hidden in zip(projectors_of(model), every, strict=True):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and any(one.requires_grad for one in part.parameters())):
+            found = part(hidden) if hidden is not pixels else part(hidden, positions, return_dict=True).pooler_output
+        made.append(found.reshape(rows, -1, found.shape[-1]))
+    return made
 
 
-def projector_of(model: Any) -> Any:
-    """Returns the module that brings the features of images into the text model."""
-    return model.model.get_submodule(TOWERS[model.config.model_type].projector)
+def projectors_of(model: Any) -> list[Any]:
+    """Returns the modules that bring the features of images into the text model."""
+    path = TOWERS[model.config.model_type].projector
+    further = [f"visual.deepstack_merger_list.{n}" for n, _ in enumerate(deep_layers(model.config.vision_config))]
+    return [model.model.get_submodule(one) for one in (path, *further)]
+
+
+def _take_addition(layer: torch.nn.Module, number: int) -> None:
+    """Makes a layer add to its result what `LayerInputs.additions` has for it; again, it does nothing."""
+    if not hasattr(layer, "addition"):
+        layer.__class__ = type(f"Adding{type(layer).__name__}", (_Adding, type(layer)), {})
+        layer.addition = str(number)  # type: ignore[assignment]  # no tensor; as text, layers differ in it for loops
+
+
+class _Adding(torch.nn.Module):
+    """A layer whose result gets an addition at the tokens of images: DeepStack (https://arxiv.org/abs/2406.04334)."""
+
+    addition: Any
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the layer's result with the addition, if there are any."""
+        output, additions = super().forward(*args, **kwargs), layer_inputs.current().additions  # type: ignore[misc]
+        return output + additions[int(self.addition)].to(output.dtype) if additions else output
 
 
 def encoder_of(model: Any) -> Any:

@@ -45,8 +45,8 @@ def narrow_config(whole: Any, text: Any) -> Any:
         given["vision_config"]["image_size"], given["mm_tokens_per_image"] = 8 * vision["patch_size"], 16
     if whole.model_type in OF_GRIDS:
         sizes = {"depth": 4, "num_heads": 2, "out_hidden_size": text.hidden_size, "num_position_embeddings": 64,
-                 "fullatt_block_indexes": [1, 3]}  # fmt: skip
-        given["vision_config"] |= {name: size for name, size in sizes.items() if name in vision}
+                 "fullatt_block_indexes": [1, 3], "deepstack_visual_indexes": [0, 2]}  # fmt: skip
+        given["vision_config"] |= {name: size for name, size in sizes.items() if vision.get(name)}
     given |= {"text_config": text.to_dict(), "audio_config": None}
     given |= {name: _TEXT + place for place, name in enumerate(sorted(filter(_IMAGE_IDS.fullmatch, given)))}
     return type(whole)(**{name: value for name, value in given.items() if value is not None or name == "audio_config"})

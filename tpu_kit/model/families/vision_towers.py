@@ -5,13 +5,15 @@ Each is computed for all images of a batch at once, without boolean indices and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-Hidden = Callable[[Any, torch.Tensor, torch.Tensor | None, int], torch.Tensor]
-"""Makes what the projector takes of a model, pixels (N, P, numbers) fp32 of 0 to 1, their positions (N, P, 2) or None,
+from tpu_kit.model.loop.layer_calls import kept_states
+
+Hidden = Callable[[Any, torch.Tensor, torch.Tensor | None, int], Sequence[torch.Tensor]]
+"""Makes what each projector takes of a model, pixels (N, P, numbers) fp32 of 0 to 1, their positions (N, P, 2) or None,
 and the soft tokens of an image."""
 
 
@@ -19,8 +21,8 @@ class Tower(NamedTuple):
     """The part for images of a family of models.
 
     Attributes:
-        hidden: computes it up to the projector.
-        projector: its path in `model.model`.
+        hidden: computes it up to the projectors.
+        projector: the path in `model.model` of the one whose features are the embeddings of tokens.
         encoder: the path of the module with the list of layers; empty without a tower.
         mean: of each channel, which is subtracted from the pixels; image processors with another one are refused.
         std: of each channel, by which the pixels are divided then.
@@ -33,11 +35,11 @@ class Tower(NamedTuple):
     std: tuple[float, ...] = (1.0, 1.0, 1.0)
 
 
-def _patches(model: Any, pixels: torch.Tensor, positions: torch.Tensor | None, tokens: int) -> torch.Tensor:
-    return pixels  # it has no tower
+def _patches(model: Any, pixels: torch.Tensor, positions: torch.Tensor | None, tokens: int) -> Sequence[torch.Tensor]:
+    return [pixels]  # it has no tower
 
 
-def _gemma4(model: Any, pixels: torch.Tensor, positions: torch.Tensor | None, tokens: int) -> torch.Tensor:
+def _gemma4(model: Any, pixels: torch.Tensor, positions: torch.Tensor | None, tokens: int) -> Sequence[torch.Tensor]:
     """As `Gemma4VisionModel.forward`, whose boolean index strips the padding, which comes last."""
     assert positions is not None
     tower = model.model.vision_tower
@@ -51,11 +53,10 @@ def _gemma4(model: Any, pixels: torch.Tensor, positions: torch.Tensor | None, to
     )
     if tower.config.standardize:
         hidden = (hidden - tower.std_bias.float()) * tower.std_scale.float()
-    found: torch.Tensor = hidden.to(embeds.dtype)
-    return found
+    return [hidden.to(embeds.dtype)]
 
 
-def _square(model: Any, pixels: torch.Tensor, positions: torch.Tensor | None, tokens: int) -> torch.Tensor:
+def _square(model: Any, pixels: torch.Tensor, positions: torch.Tensor | None, tokens: int) -> Sequence[torch.Tensor]:
     """As the `forward` of Idefics 3's and SigLIP's towers for images that fill their square, as they do."""
     tower = model.model.vision_tower if hasattr(model.model, "vision_tower") else model.model.vision_model
     embeddings = tower.embeddings
@@ -65,11 +66,10 @@ def _square(model: Any, pixels: torch.Tensor, positions: torch.Tensor | None, to
     hidden = torch.nn.functional.linear(pixels.to(weight.dtype), weight, kernel.bias)
     hidden = hidden + embeddings.position_embedding.weight[None, : hidden.shape[1]]
     hidden = tower.encoder(inputs_embeds=hidden, attention_mask=None).last_hidden_state
-    found: torch.Tensor = tower.post_layernorm(hidden)
-    return found
+    return [tower.post_layernorm(hidden)]
 
 
-def _grid(model: Any, pixels: torch.Tensor, positions: torch.Tensor | None, tokens: int) -> torch.Tensor:
+def _grid(model: Any, pixels: torch.Tensor, positions: torch.Tensor | None, tokens: int) -> Sequence[torch.Tensor]:
     """As `forward` of Qwen's towers, with all images as rows of patches; what follows from a grid is computed here.
 
     The processor repeats a picture for each step of time of the convolution, whose weights are summed instead. The
@@ -95,10 +95,18 @@ def _grid(model: Any, pixels: torch.Tensor, positions: torch.Tensor | None, toke
         side = tower.window_size // tower.patch_size // tower.spatial_merge_size * tower.spatial_merge_size
         window = row.div(side, rounding_mode="floor") * valid.shape[1] + column.div(side, rounding_mode="floor")
         near = torch.where(valid, window + 1, 0).to(torch.int32)
+    states = list[torch.Tensor]()
     for number, block in enumerate(tower.blocks):
         seen = near if whole_layers and number not in whole_layers else whole
         hidden = block(hidden, cu_seqlens=seen, max_seqlen=1, position_embeddings=rotation)
-    return hidden
+        states.append(hidden)
+    kept = kept_states(tower) or dict(enumerate(states, 1))  # of loops the last state alone is known
+    return [hidden, *(kept[number + 1] for number in deep_layers(tower.config))]
+
+
+def deep_layers(config: Any) -> Sequence[int]:
+    """Returns the layers of a tower whose states become additions to the first layers of the text model."""
+    return tuple(getattr(config, "deepstack_visual_indexes", None) or ())
 
 
 def _interpolated(tower: Any, row: torch.Tensor, column: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
@@ -129,5 +137,6 @@ TOWERS: Mapping[str, Tower] = {
     "gemma3": Tower(_square, "multi_modal_projector", "vision_tower.encoder", _HALF, _HALF),
     "qwen2_5_vl": Tower(_grid, "visual.merger", "visual", *_CLIP),
     "qwen3_5": Tower(_grid, "visual.merger", "visual", _HALF, _HALF),
+    "qwen3_vl": Tower(_grid, "visual.merger", "visual", _HALF, _HALF),
     "smolvlm": _TILES, "idefics3": _TILES,
 }  # fmt: skip

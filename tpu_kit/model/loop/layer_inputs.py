@@ -106,11 +106,13 @@ class LayerInputs(NamedTuple):
         visibility: of the rows.
         cache: of generation; None outside of it.
         device_type: "tpu", "xla-cpu", "cuda" or "cpu"; the cached attention chooses its kernels by it.
+        additions: what layers that take some add to their results, (B, S, H) each; empty without images.
     """
 
     visibility: Visibility = PLAIN
     cache: LayerCache | None = None
     device_type: str = "cpu"
+    additions: tuple[torch.Tensor, ...] = ()
 
 
 class _Thread(threading.local):
