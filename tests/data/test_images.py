@@ -510,7 +510,9 @@ def test_pictures_of_other_sizes_than_planned_are_refused_by_name(
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(1_000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("family", ["gemma4", "gemma4_unified", "smolvlm", "idefics3", "qwen2_5_vl", "qwen3_5"])
+@pytest.mark.parametrize(
+    "family", ["gemma4", "gemma4_unified", "smolvlm", "idefics3", "qwen2_5_vl", "qwen3_5", "qwen3_vl"]
+)
 def test_tokens_of_images_of_random_sizes_are_those_of_transformers(
     models: Callable[[str], ModelConfig], family: str, count: int
 ) -> None:

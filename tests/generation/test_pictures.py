@@ -265,7 +265,7 @@ def test_a_chat_goes_on_after_a_line_that_cannot_be_asked(tmp_path: Path, capsys
     "family",
     [
         "gemma4_unified", "smolvlm", "qwen3_5",
-        *(pytest.param(one, marks=pytest.mark.slow) for one in ("gemma4", "gemma3", "qwen2_5_vl", *NAMED)),
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("gemma4", "gemma3", "qwen2_5_vl", "qwen3_vl", *NAMED)),
     ],
 )  # fmt: skip
 def test_a_launch_compares_images_with_transformers(

@@ -113,7 +113,7 @@ def _picture(best: Plan) -> list[str]:
     size = item_bytes(config.model.base_dtype)
     time = step_time(image_work(config, images, 1), best.where.chip)
     memory = images.batch_bytes(1) / images.room + images.work_bytes(1, config.data.max_length, size) / images.room
-    kind = "A picture" if len(images.columns) > 2 else "A tile of a picture"
+    kind = "A tile of a picture" if images.tiles else "A picture"
     return [
         f"{kind} takes {images.tokens} tokens at most, {memory / MIB:,.1f} MiB while its features are made, and "
         f"{1e3 * time.device:,.2g} ms beside its tokens; a row has room for {images.room}"

@@ -411,7 +411,8 @@ def _qwen(model: ModelConfig, tokenizer: Any, config: Any, given: Mapping[str, A
 
 def _check_normal(model: ModelConfig, given: Mapping[str, Any]) -> None:
     """Checks that pixels are normalised as the towers compute it; raises ValueError if they are not."""
-    kind = read_config(model, needed=True).model_type
+    config: Any = read_config(model, needed=True)
+    kind = config.model_type
     for name, own in (("image_mean", TOWERS[kind].mean), ("image_std", TOWERS[kind].std)):
         if name in given and not np.allclose(given[name], own, atol=1e-6):
             raise ValueError(

@@ -273,7 +273,7 @@ class _Adding(torch.nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the layer's result with the addition, if there are any."""
-        output, additions = super().forward(*args, **kwargs), layer_inputs.current().additions  # type: ignore[misc]
+        output, additions = super().forward(*args, **kwargs), layer_inputs.current().additions
         return output + additions[int(self.addition)].to(output.dtype) if additions else output
 
 

@@ -28,7 +28,9 @@ _LAST = ("o_proj", "dense", "out_proj")
 _ROWS: Spec = (("model", "fsdp"), None)
 _COLUMNS: Spec = (None, ("model", "fsdp"))
 
-_TABLES = re.compile(r"\.(position_embedding_table|pos_embedding|patch_embedding\.weight)$")
+_TABLES = re.compile(
+    r"\.(position_embedding_table|pos_embedding|pos_embed\.weight|patch_embed\.proj\.weight|patch_embedding\.weight)$"
+)
 """Tables of positions, and the convolution over pixels, of the towers for images."""
 _SHARE = 1000  # of all parameters: a matrix with more than one part of so many may not stay unsharded
 _LAYER = re.compile(r".*\blayers\.(runs\.\d+\.layers\.)?\d+\.")

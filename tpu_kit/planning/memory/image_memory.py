@@ -33,6 +33,7 @@ class ImageShape:
         size: of the tower's states.
         numbers: of a patch.
         hidden: size of the text model's states.
+        tiles: whether they are tiles of pictures.
     """
 
     room: int
@@ -45,6 +46,7 @@ class ImageShape:
     size: int
     numbers: int
     hidden: int
+    tiles: bool
 
     def batch_bytes(self, rows: int) -> int:
         """The tensors of images in the batch of a pass."""
@@ -102,5 +104,5 @@ def _images_of(model: ModelConfig, length: int, room: int | None, tokens: int | 
     return ImageShape(
         room, sizes.tokens, sizes.patches, tuple((size, dtype.itemsize) for size, dtype in columns),
         tower, projector, config.num_hidden_layers if tower else 0, getattr(config, "hidden_size", 0) if tower else 0,
-        sizes.numbers, shape.hidden,
+        sizes.numbers, shape.hidden, settings.model_type in ("smolvlm", "idefics3"),
     )  # fmt: skip
