@@ -10,11 +10,13 @@ import tarfile
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tests.exporting.test_export import make_run
+from tests.support.vision_functions import CONFIGS
 from tests.support.vision_models import save_for_llama_cpp, save_model
 from tpu_kit.exporting import converter, equivalence, gguf, projector
 from tpu_kit.exporting.export import export
@@ -158,3 +160,10 @@ def test_gemma_4_is_converted_with_the_weights_of_its_part_for_images(
     assert "tensors of mmproj-my-run-f16.gguf have the values of the model's part for images" in str(done)
     card = (tmp_path / "whole" / "README.md").read_text()
     assert "mmproj-my-run-f16.gguf --image-min-tokens 70 --image-max-tokens 70" in card
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_5"])
+def test_families_that_llama_cpp_was_not_compared_with_are_refused_by_name(family: str) -> None:
+    tuned: Any = SimpleNamespace(model=SimpleNamespace(config=CONFIGS[family]()))
+    with pytest.raises(ValueError, match=f"not compared with models of {family} that see: use format=merged .* gemma4"):
+        projector.refuse(tuned, compares=True)

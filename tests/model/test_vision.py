@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import Lfm2VlConfig, LlamaConfig
 
 from tests.support import vision_functions
 from tests.support.child_processes import run_python
@@ -188,6 +188,8 @@ def test_a_family_without_images_is_refused() -> None:
         match="images of llama are not trained; these families are: gemma3, gemma4, gemma4_unified, idefics3, q",
     ):
         vision.sizes_of(LlamaConfig())
+    with pytest.raises(ValueError, match="images of lfm2_vl are not trained; these families are: gemma3, gemma4"):
+        vision.sizes_of(Lfm2VlConfig())
 
 
 def test_an_image_larger_than_a_row_is_refused() -> None:

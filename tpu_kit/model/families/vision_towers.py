@@ -95,13 +95,14 @@ def _grid(model: Any, pixels: torch.Tensor, positions: torch.Tensor | None, toke
         side = tower.window_size // tower.patch_size // tower.spatial_merge_size * tower.spatial_merge_size
         window = row.div(side, rounding_mode="floor") * valid.shape[1] + column.div(side, rounding_mode="floor")
         near = torch.where(valid, window + 1, 0).to(torch.int32)
-    states = list[torch.Tensor]()
+    deep, states = deep_layers(tower.config), dict[int, torch.Tensor]()
     for number, block in enumerate(tower.blocks):
         seen = near if whole_layers and number not in whole_layers else whole
         hidden = block(hidden, cu_seqlens=seen, max_seqlen=1, position_embeddings=rotation)
-        states.append(hidden)
-    kept = kept_states(tower) or dict(enumerate(states, 1))  # of loops the last state alone is known
-    return [hidden, *(kept[number + 1] for number in deep_layers(tower.config))]
+        if number in deep:
+            states[number + 1] = hidden
+    states |= kept_states(tower)  # of a loop, whose layers return them after its end
+    return [hidden, *(states[number + 1] for number in deep)]
 
 
 def deep_layers(config: Any) -> Sequence[int]:
