@@ -164,7 +164,7 @@ class _Probe(Placeholders):
 
 
 def decoder_layers(decoder: torch.nn.Module) -> tuple[str, Any]:
-    """Returns name and value of a decoder's list of layers, which most of its modules are in.
+    """Returns name and value of a decoder's list of layers, which most of its modules without adapters are in.
 
     Raises:
         CannotScanError: it has none.
@@ -173,7 +173,9 @@ def decoder_layers(decoder: torch.nn.Module) -> tuple[str, Any]:
              if isinstance(part, (torch.nn.ModuleList, Placeholders)) and len(part)}  # fmt: skip
     if not lists:
         raise CannotScanError(f"{type(decoder).__name__} has no list of layers")
-    return max(lists.items(), key=lambda item: sum(1 for _ in item[1].modules()))
+    # Qwen3-VL has a list of projectors beside its loops, which may have fewer modules.
+    chosen = {name: part for name, part in lists.items() if isinstance(part, Placeholders | KeptLayers)} or lists
+    return max(chosen.items(), key=lambda item: sum("lora_" not in name for name, _ in item[1].named_modules()))
 
 
 Inputs = Callable[[torch.Tensor], dict[str, Any]]
