@@ -35,7 +35,7 @@ MOST_MODULES, MOST_IN_FOLDER, MOST_LINES = 16, 11, 600  # of a room with its fol
 # (losses, updates, and sums by segment). What other trainers call the losses of pairs is one of config.
 # Text without end is four of data and, as a source of updates, one of training.
 # The versions of the second backend for TPUs are one of machine.
-# The last of `model` holds the towers of eight families, which all share what `families.vision` makes of their results.
+# The last of `model` holds the towers of eight families.
 MORE_MODULES = {"config": 17, "machine": 17, "model": 29, "data": 33, "generation": 22, "training": 26, "planning": 18}
 
 # Where the XLA stack may be imported, inside functions alone: so a machine without it can import every module, and a

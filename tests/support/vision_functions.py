@@ -115,7 +115,7 @@ _OF_AXES: dict[str, Any] = {
 
 
 def qwen2_5_vl() -> Any:
-    """Qwen2.5-VL: a tower with layers whose patches see those of a window, and layers with all."""
+    """Qwen2.5-VL: a tower in which most layers have windows of patches."""
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
     return Qwen2_5_VLConfig(
         text_config=_OF_AXES | {"rope_parameters": rope},

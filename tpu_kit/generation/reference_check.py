@@ -169,7 +169,7 @@ def _text(error: Exception) -> str:
 
 
 def _has_head(config: PreTrainedConfig) -> bool:
-    """Whether transformers has a class for the text model alone; that of Qwen2.5-VL is a part of the whole model."""
+    """Whether transformers has a class for the text model alone, as it has not for Qwen2.5-VL."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
     text = config.get_text_config()

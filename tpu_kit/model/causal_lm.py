@@ -78,7 +78,7 @@ def hidden_states(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> 
         given, seen, additions = families.decoder_inputs(base, batch)
         implementation = base.config._attn_implementation
         with attention.bound(implementation, Visibility.of(batch, **seen), additions) as mask:
-            named: dict[str, Any] = {"position_ids": batch.get("position_ids"), **given}  # those of images have axes
+            named: dict[str, Any] = {"position_ids": batch.get("position_ids"), **given}  # images give their own
             output = base.get_decoder()(**named, use_cache=False, attention_mask=mask)
     return partition.by_rows(output.last_hidden_state.to(dtype))
 

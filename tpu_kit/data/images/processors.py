@@ -54,7 +54,7 @@ class ImageProcessor(abc.ABC):
         return self.token_id
 
     def shown(self, text: str) -> str:
-        """Returns a rendered chat with what the processor of transformers writes around the places of images."""
+        """Returns a rendered chat with the text that transformers' processor adds around the places of images."""
         return text
 
     @abc.abstractmethod
@@ -185,7 +185,7 @@ class Gemma3(ImageProcessor):
     """Gemma 3: every picture is scaled to one square, whatever its aspect ratio, without pan and scan.
 
     Attributes:
-        begin: id of the token before the soft tokens, which is the one that a chat template writes.
+        begin: id of the token before the soft tokens, which a chat template writes.
         end: id of the token after them.
         patch: pixels of the side of a patch.
     """

@@ -112,7 +112,7 @@ def _call(model: torch.nn.Module, function: str, *arguments: Any) -> list[Any]:
 def decoder_inputs(
     model: torch.nn.Module, batch: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any], tuple[torch.Tensor, ...]]:
-    """Returns what a decoder takes for a batch besides its mask, arguments of `Visibility`, and its additions.
+    """Returns the arguments of a decoder for a batch, arguments of `Visibility`, and the additions of its layers.
 
     Args:
         model: of transformers, without PEFT's wrapper.

@@ -33,8 +33,8 @@ TOWER = "tpu_kit_tower"
 """The attention of towers in transformers' `AttentionInterface`."""
 
 GRIDS = "tpu_kit_flash_tower"
-"""That of Qwen's towers. transformers hands the ends of images, here segment ids, to a function with "flash" in its
-name; it would read them on the host for another one, to compute each image alone."""
+"""The attention of Qwen's towers. transformers hands the ends of images, here segment ids, to a function with "flash"
+in its name. For other functions it reads them on the host, and computes images one by one."""
 
 MOST_TOKENS = 1280
 """Soft tokens of an image of Qwen at most, unless data.image_tokens says another number."""
@@ -184,8 +184,8 @@ def decoder_inputs(
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any], tuple[torch.Tensor, ...]]:
     """Makes the embeddings of a batch with images; see `registry.decoder_inputs`.
 
-    The second value has `ahead` where the tokens of an image see each other: of Gemma 4 in the layers with a window, as
-    Google's code and vLLM let them, of Gemma 3 in all layers.
+    The second value has `ahead` where the tokens of an image see each other. Gemma 3 lets them in all layers, Gemma 4
+    in the layers with a window, as Google's code and vLLM do.
     """
     ids, index, text = batch["input_ids"], batch["image_index"], model.config.get_text_config()
     seen = index >= 0
@@ -260,7 +260,7 @@ def projectors_of(model: Any) -> list[Any]:
 
 
 def _take_addition(layer: torch.nn.Module, number: int) -> None:
-    """Makes a layer add to its result what `LayerInputs.additions` has for it; again, it does nothing."""
+    """Makes a layer add its part of `LayerInputs.additions` to its result; a second call does nothing."""
     if not hasattr(layer, "addition"):
         layer.__class__ = type(f"Adding{type(layer).__name__}", (_Adding, type(layer)), {})
         layer.addition = str(number)  # type: ignore[assignment]  # no tensor; as text, layers differ in it for loops

@@ -13,8 +13,8 @@ import torch
 from tpu_kit.model.loop.layer_calls import kept_states
 
 Hidden = Callable[[Any, torch.Tensor, torch.Tensor | None, int], Sequence[torch.Tensor]]
-"""Makes what each projector takes of a model, pixels (N, P, numbers) fp32 of 0 to 1, their positions (N, P, 2) or None,
-and the soft tokens of an image."""
+"""Computes the input of each projector from a model, pixels (N, P, numbers) fp32 of 0 to 1, their positions (N, P, 2)
+or None, and the soft tokens of an image."""
 
 
 class Tower(NamedTuple):
@@ -22,9 +22,9 @@ class Tower(NamedTuple):
 
     Attributes:
         hidden: computes it up to the projectors.
-        projector: the path in `model.model` of the one whose features are the embeddings of tokens.
+        projector: the path in `model.model` of the projector to embeddings of tokens.
         encoder: the path of the module with the list of layers; empty without a tower.
-        mean: of each channel, which is subtracted from the pixels; image processors with another one are refused.
+        mean: of each channel, which is subtracted from the pixels; processors with other means are refused.
         std: of each channel, by which the pixels are divided then.
     """
 
@@ -70,7 +70,7 @@ def _square(model: Any, pixels: torch.Tensor, positions: torch.Tensor | None, to
 
 
 def _grid(model: Any, pixels: torch.Tensor, positions: torch.Tensor | None, tokens: int) -> Sequence[torch.Tensor]:
-    """As `forward` of Qwen's towers, with all images as rows of patches; what follows from a grid is computed here.
+    """As `forward` of Qwen's towers, with all images as rows of patches, and the facts of a grid computed here.
 
     The processor repeats a picture for each step of time of the convolution, whose weights are summed instead. The
     layers with a window see the patches of theirs by segments, without another order.

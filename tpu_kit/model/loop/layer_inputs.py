@@ -65,7 +65,7 @@ class Visibility(NamedTuple):
     def mask(self, looks_ahead: bool = False) -> torch.Tensor:
         """Makes the mask, (B, 1, S, S) booleans, True where the query (third axis) sees the key (last axis).
 
-        It is that of a layer with a window, if `windowed`, but does not have the window.
+        `windowed` says that the layer has a window, which is not in the mask.
 
         Each token sees itself, earlier tokens of its document, and the document's prefix; padding (segment 0) sees
         padding, because the softmax of a fully masked row is NaN.
@@ -106,7 +106,7 @@ class LayerInputs(NamedTuple):
         visibility: of the rows.
         cache: of generation; None outside of it.
         device_type: "tpu", "xla-cpu", "cuda" or "cpu"; the cached attention chooses its kernels by it.
-        additions: what layers that take some add to their results, (B, S, H) each; empty without images.
+        additions: (B, S, H) tensors for the results of the first layers; empty without images.
     """
 
     visibility: Visibility = PLAIN

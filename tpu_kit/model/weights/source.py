@@ -41,7 +41,7 @@ def _copied(name: str) -> str:
 def shipped_shape(model: ModelConfig) -> dict[str, Any] | None:
     """Returns the config.json of a model; None if it is unknown, a folder has its name, or config has a revision.
 
-    Models that read images have a further configuration around that of the text model, under "with_images".
+    Under "with_images", models that see have the rest of the whole configuration.
     """
     found = _shape_named(model)
     if found is None or "with_images" not in found:
