@@ -298,6 +298,8 @@ class _Tiled(torch.nn.Module):
         if mesh.size == 1:
             tokens, width = hidden.numel() // hidden.shape[-1], hidden.shape[-1]
             count = tiles_of(tokens, self.tile_tokens)
+        elif hidden.dim() == 2:  # of a tower whose images are one row, which the mesh divides
+            count = 1
         else:  # each tile has tokens of every row, so that all devices work on it
             count = tiles_of(hidden.shape[1], max(1, self.tile_tokens * mesh.batch_shards // hidden.shape[0]))
         if count == 1:
