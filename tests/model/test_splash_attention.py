@@ -67,12 +67,12 @@ for batch, heads, pairs, length, head_dim, window, cap, prefixes, sinks, looks i
         more = {"causal": False}
         if looks == "ahead":
             ahead, more = last - torch.arange(length), {}
-            mask = mask & ((key <= query) | same) & (key > query - window)
+            mask = mask & ((key <= query) | same) & (key > query - (window or length))
 
     def run(function, device, mask=None, **more):
         inputs = [tensor.detach().to(device).requires_grad_() for tensor in states]
         ids = [None if each is None else each.to(device) for each in (segments, prefix_ids, ahead)]
-        options = {"scaling": 0.3, "visibility": Visibility(*ids, MOST - 1 if ahead is not None else 0)}
+        options = {"scaling": 0.3, "visibility": Visibility(*ids, MOST - 1 if ahead is not None else 0, window is None)}
         options |= {"sliding_window": window, "softcap": cap}
         options["s_aux"] = inputs[3] if sinks else None
         output, _ = function(layer, *inputs[:3], mask, **options | more)
@@ -97,7 +97,7 @@ print(json.dumps(errors))
 CASES = [
     (2, 4, 2, 150, 16, None, None, False, False, ""), (1, 2, 1, 256, 8, 50, None, False, True, ""),
     (2, 2, 2, 128, 8, None, 5.0, True, True, ""), (2, 2, 1, 150, 8, 24, None, False, False, "ahead"),
-    (2, 2, 2, 150, 8, None, None, False, False, "everywhere"),
+    (2, 2, 2, 150, 8, None, None, False, False, "everywhere"), (2, 2, 1, 150, 8, None, None, False, False, "ahead"),
 ]  # fmt: skip
 MORE_CASES = [
     (1, 2, 2, 100, 8, 9, 2.0, False, False, ""), (2, 2, 2, 256, 8, 400, None, False, False, "ahead"),
