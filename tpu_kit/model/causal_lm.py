@@ -35,11 +35,10 @@ def to_device(model: torch.nn.Module, device: torch.device | str) -> torch.nn.Mo
     """
     if active_mesh().size > 1 and torch.device(device).type == "xla":
         return partition.to_mesh(model, stacked_prefixes(model), stacked_parts(model))
-    every = [base for base in (base_model(model), getattr(model, "teacher", None)) if base is not None]
-    tied = [base for base in every if base.get_output_embeddings().weight is base.get_input_embeddings().weight]
     model.to(device)
-    for base in tied:
-        base.get_output_embeddings().weight = base.get_input_embeddings().weight
+    for base in filter(None, (base_model(model), getattr(model, "teacher", None))):
+        if base.config.tie_word_embeddings:  # by which transformers ties them; a text model within may not have it
+            base.get_output_embeddings().weight = base.get_input_embeddings().weight
     return model
 
 
