@@ -534,7 +534,8 @@ def greedy(config: TrainConfig) -> tuple[list[list[int]], list[list[int]]]:
     batch = pack(shape, [[one] for one in prompts], room_of([[one] for one in prompts])[0], width + 1)
     ids, lengths = filled([one.ids[:-1] for one in prompts], width, len(prompts))
     images = {name: batch[name] for name in vision.columns(shape, 1, width, TOKENS)}
-    images["image_index"] = images["image_index"][:, :width].contiguous()
+    for name in {"image_index", "axis_positions"} & images.keys():
+        images[name] = images[name][..., :width].contiguous()
     asked = Batch(ids, lengths, torch.tensor([one.ids[-1] for one in prompts]), images)
     decoder = Decoder(ours, rt, 16, width + new)
     with decoder.ready():
