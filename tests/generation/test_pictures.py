@@ -264,8 +264,9 @@ def test_a_chat_goes_on_after_a_line_that_cannot_be_asked(tmp_path: Path, capsys
 @pytest.mark.parametrize(
     "family",
     [
-        "gemma4_unified", "smolvlm", "qwen3_5",
-        *(pytest.param(one, marks=pytest.mark.slow) for one in ("gemma4", "gemma3", "qwen2_5_vl", "qwen3_vl", *NAMED)),
+        "gemma4_unified", "smolvlm",
+        *(pytest.param(one, marks=pytest.mark.slow)
+          for one in ("gemma4", "gemma3", "qwen2_5_vl", "qwen3_vl", "qwen3_5", *NAMED)),
     ],
 )  # fmt: skip
 def test_a_launch_compares_images_with_transformers(
