@@ -65,7 +65,7 @@ class Visibility(NamedTuple):
     def mask(self, looks_ahead: bool = False) -> torch.Tensor:
         """Makes the mask, (B, 1, S, S) booleans, True where the query (third axis) sees the key (last axis).
 
-        `windowed` says that the layer has a window, which is not in the mask.
+        `looks_ahead` says that the layer has a window, which is not in the mask.
 
         Each token sees itself, earlier tokens of its document, and the document's prefix; padding (segment 0) sees
         padding, because the softmax of a fully masked row is NaN.
