@@ -42,7 +42,7 @@ def test_a_mesh_of_another_number_of_devices(text: str, problem: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"mesh": "tensor=8"}, "has 'tensor=8', and is made of data=N, fsdp=N, model=N"),
+        ({"mesh": "tensor=8"}, "has 'tensor=8', and is made of data=N, fsdp=N, context=N, model=N"),
         ({"mesh": "fsdp"}, "has 'fsdp', and is made of"),
         ({"mesh": "fsdp=2,fsdp=4"}, "names fsdp twice"),
         ({"mesh": "fsdp=0"}, "gives fsdp the size '0'; use 1 or more, or -1"),
@@ -91,10 +91,19 @@ def test_every_command_reads_the_variables(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_devices_are_numbered_with_the_last_axis_fastest() -> None:
     mesh = Mesh(2, 2, 2)
-    assert mesh.coordinates(0) == {"data": 0, "fsdp": 0, "model": 0}
-    assert mesh.coordinates(5) == {"data": 1, "fsdp": 0, "model": 1}
+    assert mesh.coordinates(0) == {"data": 0, "fsdp": 0, "context": 0, "model": 0}
+    assert mesh.coordinates(5) == {"data": 1, "fsdp": 0, "context": 0, "model": 1}
+    assert Mesh(fsdp=2, model=2, context=3).coordinates(9) == {"data": 0, "fsdp": 1, "context": 1, "model": 1}
     assert mesh.shard_shape((("model", "fsdp"), None), (8, 3)) == (2, 3)
     assert mesh.fitted((("model", "fsdp"), "data"), (6, 4)) == (None, "data")
+
+
+def test_weights_are_sharded_over_context_too_and_rows_are_not() -> None:
+    mesh, spec = Mesh(data=2, fsdp=2, model=2, context=4), (("model", "fsdp"), None)
+    assert mesh.over_weights(spec) == (("model", "fsdp", "context"), None)
+    assert mesh.over_weights(("fsdp", "model")) == (("fsdp", "context"), ("model",))
+    assert (mesh.size, mesh.batch_shards, mesh.weight_shards) == (32, 4, 8)
+    assert Mesh(fsdp=2).over_weights(spec) == spec
 
 
 def test_heads_that_a_mesh_does_not_divide_are_told_with_their_numbers() -> None:

@@ -204,6 +204,7 @@ def test_settings_and_modules_named_in_the_text_exist(path: Path) -> None:
     known -= {
         "data",
         "fsdp",
+        "context",
         "model",
         "dtype",
         "key",

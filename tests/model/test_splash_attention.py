@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ import torch, torch_xla
 from tpu_kit.model import attention
 from tpu_kit.model import splash_attention
 from tpu_kit.model.loop.layer_inputs import Visibility
-from tpu_kit.xla import pallas, splash_blocks
+from tpu_kit.xla import pallas, sharding, splash_blocks
 
 device = torch_xla.device()
 kernel = splash_attention.splash_kernel
@@ -93,6 +94,49 @@ if BOTH:
 print(json.dumps(errors))
 """
 
+# The same on a mesh whose devices share the tokens of a row; with two key-value heads they exchange heads for tokens,
+# with one each device has all keys.
+ON_A_MESH = """
+import json, os
+import torch, torch_xla
+from tpu_kit.config.mesh import BATCH, Mesh
+from tpu_kit.distributed.replica.mesh import put, read, start
+from tpu_kit.model import attention, splash_attention
+from tpu_kit.model.loop.layer_inputs import Visibility
+from tpu_kit.xla import pallas, sharding, splash_blocks
+
+start(Mesh(**json.loads(os.environ["MESH"])))
+splash_blocks.LARGEST_BLOCK = 128
+kernel = splash_attention.splash_kernel
+splash_attention.splash_kernel = lambda *args: kernel(*args[:4], args[4]._replace(interpret=True), *args[5:])
+layer = torch.nn.Module()
+errors, specs = [], []
+for heads, pairs, length, window, prefixes, sinks, partial in json.loads(os.environ["CASES"]):
+    splash_blocks.PARTIAL_BYTES = partial
+    torch.manual_seed(0)
+    states = [torch.randn(2, count, length, 8) for count in (heads, pairs, pairs)] + [3 * torch.randn(heads)] * sinks
+    upstream = torch.randn(2, length, heads, 8)
+    segments = torch.ones(2, length, dtype=torch.int32)
+    segments[:, length // 3:], segments[0, length // 2:], segments[:, -7:] = 2, 3, 0
+    prefix_ids = (torch.where(segments == 1, 1, -1) * (segments > 0)).to(torch.int32) if prefixes else None
+
+    def run(function, move):
+        inputs = [move(tensor, (BATCH, "model", "context", None) if tensor.ndim == 4 else ("model",)).requires_grad_()
+                  for tensor in states]
+        ids = [None if each is None else move(each, (BATCH, None)) for each in (segments, prefix_ids)]
+        output, _ = function(layer, *inputs[:3], None, scaling=0.3, visibility=Visibility(*ids, None, 0),
+                             sliding_window=window, s_aux=inputs[3] if sinks else None)
+        output.backward(move(upstream, (BATCH, "context", "model", None)))
+        return [output.detach(), *(tensor.grad for tensor in inputs)]
+
+    ours = run(splash_attention.splash_attention, put)
+    torch_xla.sync()
+    expected = run(attention.sdpa_attention, lambda tensor, spec: tensor.clone())
+    errors.append(max(float((a - b).abs().max()) for a, b in zip(read(ours), expected, strict=True)))
+    specs.append(sharding.training_spec(pairs) == sharding.PER_HEAD)
+print(json.dumps([errors, specs]))
+"""
+
 # batch, heads, pairs, length, head_dim, window, cap, prefixes, sinks, looks
 CASES = [
     (2, 4, 2, 150, 16, None, None, False, False, ""), (1, 2, 1, 256, 8, 50, None, False, True, ""),
@@ -117,7 +161,7 @@ from dataclasses import replace
 import jax, torch_xla
 from jax._src import tpu_custom_call
 from tpu_kit.machine.compatibility import PAIRINGS
-from tpu_kit.xla import pallas
+from tpu_kit.xla import pallas, sharding
 
 shapes = (((1, 1, 128, 64), "bfloat16"),) * 3 + (((1, 128), "int32"),)
 chosen, serialize, written = tpu_custom_call.get_ir_version, tpu_custom_call._lower_mosaic_module_to_asm, []
@@ -130,7 +174,7 @@ tpu_custom_call._lower_mosaic_module_to_asm = noted
 for kernel_format in (None, 4):
     pallas.find_pairing = lambda _: replace(PAIRINGS[0], kernel_format=kernel_format)
     pallas._lowered.cache_clear()
-    specs = (pallas.PER_HEAD,) * 3 + (("data", None),)
+    specs = (sharding.PER_HEAD,) * 3 + (("data", None),)
     pallas._lowered(pallas._forward, (pallas.SplashSettings(),), shapes, specs, specs[:2], "tpu", None)
     jax.clear_caches()
 assert tpu_custom_call.get_ir_version is chosen
@@ -189,6 +233,30 @@ def test_the_kernel_gives_the_numbers_of_the_reference_for_more_shapes() -> None
     printed = run_loaded(IN_INTERPRET_MODE, env={"JAX_PLATFORMS": "cpu", "CASES": json.dumps(MORE_CASES)}).stdout
     errors = json.loads(printed.splitlines()[-1])
     assert len(errors) == len(MORE_CASES) and max(errors) < 1e-5, errors
+
+
+@needs_jax
+@pytest.mark.parametrize(
+    ("mesh", "cases"),  # heads, pairs, length, window, prefixes, sinks, PARTIAL_BYTES
+    [
+        ({"context": 2}, [(2, 1, 512, None, True, False, 2**30), (2, 2, 256, None, False, False, 2**30)]),
+        pytest.param({"fsdp": 2, "context": 4}, [
+            (4, 2, 2048, None, False, False, 2**30), (3, 1, 2000, 600, False, True, 0),
+            (4, 2, 1024, None, True, True, 0),
+        ], marks=pytest.mark.slow),
+        pytest.param({"context": 3, "model": 2}, [(4, 2, 1536, None, True, False, 0), (6, 6, 384, 50, False, True, 0)],
+                     marks=pytest.mark.slow),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_devices_that_share_the_tokens_of_a_row_get_the_numbers_of_the_reference(mesh: Any, cases: Any) -> None:
+    devices = str(math.prod(mesh.values()))
+    environment = {"JAX_PLATFORMS": "cpu", "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": devices, "MESH": json.dumps(mesh)}
+    printed = run_loaded(ON_A_MESH, env={**environment, "CASES": json.dumps(cases)}).stdout
+    errors, exchanged = json.loads(printed.splitlines()[-1])
+    shards = mesh["context"] * mesh.get("model", 1)
+    assert exchanged == [pairs % shards == 0 for _, pairs, *_ in cases]
+    assert len(errors) == len(cases) and max(errors) < 2e-5, errors  # fp32, gradients of up to 20
 
 
 @needs_jax

@@ -21,7 +21,7 @@ import pytest
 from tests.support.child_processes import REPOSITORY, child_environment, run_python
 from tests.support.compiler_models import LLAMA_8B, QWEN2_500M, TINY, write_config
 from tpu_kit.config.loader import ModelConfig, TrainConfig, batch_arithmetic, load_config
-from tpu_kit.config.mesh import Mesh
+from tpu_kit.config.mesh import Mesh, parse_mesh
 from tpu_kit.machine import chips
 from tpu_kit.machine.slices import find_topology
 from tpu_kit.model.shape_cache import read_shape
@@ -148,6 +148,34 @@ def test_between_slices_the_hosts_reduce_what_a_slice_has_reduced(tiny: Path, tm
         config, read_shape(config.model), batch_arithmetic(config, 2), Mesh(2, 1, 1), slices=2
     )
     assert moved.moved == pytest.approx(sum(one.moved for one in found), rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("mesh", "kv_heads", "kinds"),
+    [
+        ("fsdp=4,context=2", 8, {"all-to-all": ["all-to-all of heads", "all-to-all of embeddings"]}),
+        ("fsdp=2,context=4", 2, {"collective-permute": ["exchange of queries"]}),
+    ],
+)
+def test_attention_over_a_context_axis_has_the_collectives_that_are_predicted(
+    tmp_path: Path, mesh: str, kv_heads: int, kinds: dict[str, list[str]]
+) -> None:
+    sizes = {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8, "num_hidden_layers": 2}
+    model = write_config(tmp_path / "model", LLAMA_8B, **sizes, num_key_value_heads=kv_heads, head_dim=128)
+    config = small(model, f"mesh={mesh}", "batch_size=1", "max_length=4096", "remat=full")
+    found = compile_step(config, "v5e:2x4", num_replicas=8, effort="low", progress=False, cache_dir=tmp_path)
+    sizes_of = Mesh(**parse_mesh(mesh))
+    plan = batch_arithmetic(config, sizes_of.batch_shards)
+    predicted = {one.kind: one for one in predicted_collectives(config, read_shape(config.model), plan, sizes_of)}
+    compiled = {one.kind: one for one in found.collectives}
+    print({kind: (one.count, one.moved) for kind, one in predicted.items()})
+    print({kind: (one.count, one.moved) for kind, one in compiled.items()})
+    for kind, names in kinds.items():
+        assert compiled[kind].moved == pytest.approx(sum(predicted[name].moved for name in names), rel=0.05)
+        assert compiled[kind].count == pytest.approx(sum(predicted[name].count for name in names), abs=1)
 
 
 @pytest.mark.slow

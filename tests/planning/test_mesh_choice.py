@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +66,38 @@ def test_a_larger_one_has_the_smallest_mesh_that_holds_it(setting: str) -> None:
     assert "mesh = 'data=4,fsdp=2'" in next_parameters(found)
 
 
+def test_devices_share_the_tokens_of_rows_that_fit_no_other_mesh() -> None:
+    found = planned("max_length=65536", "batch_size=1", "remat=full")
+    assert found.fits and str(found.where.mesh) == "fsdp=2,context=4"
+    assert "so mesh=fsdp=2,context=4, which holds it in 10." in found.note
+    kinds = {one.kind: one for one in found.collectives}
+    # 32 layers, forward, recomputed and backward; queries, keys, values and outputs of 32, 8, 8 and 32 heads in bf16.
+    tokens, numbers = 65536 // 4, (32 + 8 + 8 + 32) * 128
+    assert kinds["all-to-all of heads"].count == 4 * 3 * 32
+    assert kinds["all-to-all of heads"].moved == 3 * 32 * tokens * numbers * 2 * 3 / 4
+    few_heads = planned("mesh=context=8", "max_length=32768", "batch_size=1", model="Qwen/Qwen2.5-7B-Instruct")
+    assert {"all-gather of keys", "exchange of queries"} <= {one.kind for one in few_heads.collectives}
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "text"),
+    [
+        ("Qwen/Qwen3.5-4B", [], "launch.mesh: fsdp=2,context=4: a layer that reads its tokens one after the other"),
+        ("Qwen/Qwen3-30B-A3B", [], "launch.mesh: fsdp=2,context=4: a mixture of experts is not supported with an axis"),
+        ("meta-llama/Llama-3.1-8B", ["max_length=1022"],
+         "data.max_length: 1022 tokens do not divide by the context axis of launch.mesh=fsdp=2,context=4; use 1024,"),
+        ("google/gemma-4-12B-it", ["model.images=true"], "launch.mesh: fsdp=2,context=4: model.images=true is not"),
+    ],
+)  # fmt: skip
+def test_what_a_context_axis_does_not_support(model: str, settings: list[str], text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(text)):
+        planned("mesh=fsdp=2,context=4", "batch_size=1", *settings, model=model)
+
+
 def test_where_nothing_fits_the_advice_says_so_with_numbers() -> None:
     found = planned("batch_size=1", model="meta-llama/Llama-3.3-70B-Instruct")
     assert not found.fits and str(found.where.mesh) == "fsdp=8"
-    assert "so mesh=fsdp=8, the mesh of least memory, which does not hold it in 2" in found.note
+    assert "so mesh=fsdp=8, the largest fsdp axis, which does not hold it in 2" in found.note
     assert found.advice is not None and found.advice.smallest_slice is not None
     assert " with mesh=fsdp=" in found.advice.smallest_slice and "with mesh=" in str(found.advice)
     assert any(knob.change == "model.base_dtype=int8" and knob.fits for knob in found.advice.knobs)

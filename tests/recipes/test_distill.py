@@ -115,7 +115,7 @@ def test_replicas_distil_like_one_cpu_in_one_program(
 
 @xla
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["fsdp=2", "data=2,model=2"])
+@pytest.mark.parametrize("mesh", ["fsdp=2", "data=2,model=2", "context=2"])
 def test_a_mesh_distils_like_one_cpu(world: Path, teacher: Path, whole: TrainConfig, tmp_path: Path, mesh: str) -> None:
     where = {"device_type": "xla-cpu", "num_replicas": None, "launch.mesh": mesh}
     found = run(world, teacher, tmp_path, **HIDDEN, **where)

@@ -218,7 +218,13 @@ def test_labelled_replies_are_trained_and_resumed(tmp_path: Path) -> None:
 @needs_xla
 @pytest.mark.parametrize(
     "where",
-    [{"num_replicas": 2}, pytest.param({"mesh": "fsdp=2", "num_replicas": None}, marks=pytest.mark.slow)],
+    [
+        {"num_replicas": 2},
+        *(
+            pytest.param({"mesh": mesh, "num_replicas": None}, marks=pytest.mark.slow)
+            for mesh in ("fsdp=2", "context=2")
+        ),
+    ],
     ids=str,
 )
 def test_replicas_and_a_mesh_learn_the_same(where: dict[str, Any], small: dict[str, Any], tmp_path: Path) -> None:

@@ -363,6 +363,7 @@ def test_completions_that_are_cut_off_are_learned_from_or_not() -> None:
         {"device_type": "xla-cpu", "num_replicas": 1, "remat": "none"},  # passes and tokens through layers one by one
         {"device_type": "xla-cpu", "num_replicas": 4},
         {"device_type": "xla-cpu", "num_replicas": None, "mesh": "fsdp=2"},
+        {"device_type": "xla-cpu", "num_replicas": None, "mesh": "context=2"},
     ],
     ids=lambda each: "-".join(map(str, each.values())),
 )

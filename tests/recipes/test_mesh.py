@@ -16,6 +16,7 @@ from transformers import LlamaConfig, Phi3Config, Phi3ForCausalLM
 
 from tests.support import training_functions
 from tpu_kit.config.loader import TrainConfig, load_config
+from tpu_kit.config.mesh import Mesh, parse_mesh
 from tpu_kit.distributed.launch import launch
 from tpu_kit.extras.tree_search.options import SearchOptions
 from tpu_kit.extras.tree_search.search import think
@@ -27,12 +28,15 @@ pytestmark = [
     pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed"),
 ]
 STEPS = 6
-MESHES = ("data=8", "fsdp=8", "model=2,fsdp=4", "data=2,fsdp=2,model=2")
+MESHES = (
+    "data=8", "fsdp=8", "model=2,fsdp=4", "context=2", "fsdp=2,context=4", "context=8", "context=2,model=2",
+    "data=2,fsdp=2,model=2",
+)  # fmt: skip
 
 
 def configuration(world: Path, folder: Path, mesh: str | None, **changes: Any) -> TrainConfig:
     """Eight rows an update in two passes, with all that a step has: clipping, average, packing, decay, tiles."""
-    shards = {None: 1, "model=2,fsdp=4": 4, "data=2,fsdp=2,model=2": 4, "fsdp=4": 4, "fsdp=2,model=2": 2}.get(mesh, 8)
+    shards = Mesh(**parse_mesh(mesh)).batch_shards if mesh else 1
     settings = {
         "model.name": str(world / "model"), "base_dtype": "fp32", "lora.r": 4, "source": str(world / "rows.jsonl"),
         "max_length": 96, "eval_rows": 8, "max_steps": STEPS, "learning_rate": 1e-2, "loss_chunk": 48, "mlp_tile": 96,
@@ -89,7 +93,10 @@ def check_equal(mine: TrainConfig, reference: TrainConfig) -> None:
         assert apart <= 1e-3 * moved + 1e-7, (name, float(apart), float(moved))
 
 
-@pytest.mark.parametrize("mesh", ["fsdp=2,model=2", pytest.param(MESHES[-1], marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "mesh",
+    ["fsdp=2,context=2", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("fsdp=2,model=2", MESHES[-1]))],
+)
 def test_a_mesh_trains_like_one_device_and_resumes_bit_for_bit(
     world: Path, tmp_path: Path, single: Callable[[], TrainConfig], capfd: pytest.CaptureFixture[str], mesh: str
 ) -> None:
@@ -139,8 +146,11 @@ def test_other_meshes_train_like_one_device(
     ],
     ids=lambda changes: ",".join(f"{name}={value}" for name, value in changes.items()),
 )
-def test_other_ways_to_train_give_what_one_device_gives(world: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
-    mesh = run(world, tmp_path / "mesh", "fsdp=4", **changes)
+@pytest.mark.parametrize("axes", ["fsdp=4", "context=4"])
+def test_other_ways_to_train_give_what_one_device_gives(
+    world: Path, tmp_path: Path, changes: dict[str, Any], axes: str
+) -> None:
+    mesh = run(world, tmp_path / "mesh", axes, **changes)
     single = run(world, tmp_path / "single", None, **changes)
     if "optimizer" in changes:
         torch.testing.assert_close(losses(mesh), losses(single), rtol=0, atol=1e-5)
@@ -167,15 +177,16 @@ def test_fused_products_whose_parts_cross_the_shards_train_like_one_device(world
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["fsdp=4", "fsdp=2,context=2"])
 def test_a_checkpoint_of_one_device_is_gone_on_from_on_a_mesh(
-    world: Path, tmp_path: Path, single: Callable[[], TrainConfig]
+    world: Path, tmp_path: Path, single: Callable[[], TrainConfig], mesh: str
 ) -> None:
     reference = single()
     shutil.copytree(reference.output_path / "checkpoints", tmp_path / "checkpoints")
     for folder in (tmp_path / "checkpoints").iterdir():
         if folder.is_dir() and not folder.name.endswith(f"{3:08}"):
             shutil.rmtree(folder)
-    resumed = run(world, tmp_path, "fsdp=4")
+    resumed = run(world, tmp_path, mesh)
     last, wanted = saved(resumed, STEPS), saved(reference, STEPS)
     for name in [name for name in wanted if name.startswith("parameters/")]:
         torch.testing.assert_close(last[name], wanted[name], rtol=0, atol=1e-5)
@@ -196,6 +207,7 @@ def test_answers_while_and_after_training_are_those_of_one_device(tmp_path: Path
     for name, changes in (
         ("single", {"num_replicas": 1, "batch_size": 8}),
         ("mesh", {"mesh": "fsdp=4", "batch_size": 2}),
+        ("context", {"mesh": "fsdp=2,context=2", "batch_size": 4}),
     ):
         config = load_config(None, {**settings, **changes, "output_dir": str(tmp_path / name)})
         result = sft.train(config)
@@ -204,7 +216,8 @@ def test_answers_while_and_after_training_are_those_of_one_device(tmp_path: Path
         perplexities = torch.tensor([said[which]["perplexity"] for which in ("base", "tuned")])
         accuracies.append((result.metrics["eval_accuracy"], perplexities))
         replies.append(think(config, question, options, adapter_dir=result.adapter_dir).answer)
-    assert answers[0] == answers[1]
-    assert accuracies[0][0] == accuracies[1][0]
-    torch.testing.assert_close(accuracies[0][1], accuracies[1][1], rtol=1e-4, atol=0)
-    assert replies[0] == replies[1]
+    for answer, (accuracy, perplexities), reply in zip(answers[1:], accuracies[1:], replies[1:], strict=True):
+        assert answer == answers[0]
+        assert accuracy == accuracies[0][0]
+        torch.testing.assert_close(accuracies[0][1], perplexities, rtol=1e-4, atol=0)
+        assert reply == replies[0]

@@ -110,6 +110,7 @@ def test_a_run_that_is_interrupted_ends_as_the_undisturbed_one(
         {"num_replicas": 2},
         {"device_type": "xla-cpu", "num_replicas": 2},
         {"device_type": "xla-cpu", "num_replicas": None, "mesh": "fsdp=2"},
+        {"device_type": "xla-cpu", "num_replicas": None, "mesh": "context=2"},
     ],
     ids=lambda each: "-".join(map(str, each.values())),
 )

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
-AXES = ("data", "fsdp", "model")
+AXES = ("data", "fsdp", "context", "model")
 BATCH = ("data", "fsdp")
 """The axes over which rows are sharded."""
 
@@ -26,12 +26,14 @@ class Mesh:
         data: groups of devices that each hold all weights.
         fsdp: devices over which weights, optimizer state and rows are sharded; weights are gathered for each layer.
         model: devices that split each product (heads, MLP columns, vocabulary) and see the same rows.
+        context: devices that share the tokens of each row. Weights and optimizer state are sharded over them, too.
         rules: the user's sharding rules, as `parse_rules` returns them; they come before the built-in ones.
     """
 
     data: int = 1
     fsdp: int = 1
     model: int = 1
+    context: int = 1
     rules: tuple[tuple[str, Spec], ...] = ()
 
     @property
@@ -43,6 +45,16 @@ class Mesh:
     def size(self) -> int:
         """Number of devices."""
         return math.prod(self.sizes.values())
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """The axes over which a weight is stored in shards and gathered for its product."""
+        return ("fsdp", "context") if self.context > 1 else ("fsdp",)
+
+    @property
+    def weight_shards(self) -> int:
+        """The number of shards of a weight, without the model axis."""
+        return self.shards(self.weights)
 
     @property
     def batch_shards(self) -> int:
@@ -64,8 +76,10 @@ class Mesh:
 
     def coordinates(self, device: int) -> dict[str, int]:
         """The place of a device on each axis."""
-        model, fsdp = device % self.model, device // self.model % self.fsdp
-        return {"data": device // self.model // self.fsdp, "fsdp": fsdp, "model": model}
+        places = {}
+        for name, size in reversed(self.sizes.items()):
+            device, places[name] = divmod(device, size)
+        return places
 
     def layout(self) -> str:
         """Returns the numbers of the devices by axis, such as "[[0, 1], [2, 3]] by data, fsdp"."""
@@ -80,6 +94,16 @@ class Mesh:
         fix = f"do not divide by model={self.model}; use a smaller model axis, and fsdp for the rest"
         counts = {"attention heads": heads, "key-value heads": kv_heads}
         return [f"launch.mesh: {self}: {n} {name} {fix}" for name, n in counts.items() if n % self.model]
+
+    def over_weights(self, spec: Spec) -> Spec:
+        """Replaces "fsdp" in a weight's spec by all axes of `weights`."""
+        if self.context == 1:
+            return spec
+        named = (((axes,) if isinstance(axes, str) else axes or ()) for axes in spec)
+        return tuple(
+            tuple(other for name in names for other in (self.weights if name == "fsdp" else (name,))) or None
+            for names in named
+        )
 
     def __str__(self) -> str:
         return ",".join(f"{name}={size}" for name, size in self.sizes.items() if size > 1) or "fsdp=1"

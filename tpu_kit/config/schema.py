@@ -320,8 +320,9 @@ class LaunchConfig:
     num_replicas: int | None = knob(None, "Replicas of the model; null = all devices.", at_least=1, at_most=1024)
     mesh: str | None = knob(
         None,
-        "Axes over which one model is sharded, such as fsdp=8 or data=2,fsdp=4 (data, fsdp, model; -1 = the rest); "
-        "auto and null = a replica on each device where it fits one, else fsdp over as few TPU devices as hold it.",
+        "Axes over which one model is sharded, such as fsdp=8 or fsdp=2,context=4 (data, fsdp, model, and context for "
+        "the tokens of a row; -1 = the rest); auto and null = one replica per device if the model fits on one; "
+        "otherwise fsdp over the fewest TPU devices that hold it, and context if a row does not fit.",
     )
     mesh_rules: dict[str, str] | None = knob(  # noqa: RUF009 - a dataclasses.field, not a shared dictionary
         None,

@@ -13,11 +13,9 @@ import torch
 
 from tpu_kit.distributed.replica.mesh import active_mesh
 from tpu_kit.model.base_model import base_model, text_config
-from tpu_kit.model.sharding.partition import embedding_of, in_place, spec_of
+from tpu_kit.model.sharding.partition import embedding_of, spec_of
 from tpu_kit.model.sharding.sharding_rules import FIRST, cache_spec, is_column
-from tpu_kit.xla.sharding import constrain
-
-_SHARED = ("model", "fsdp")  # the axes over which weights are sharded
+from tpu_kit.xla.sharding import constrain, in_place
 
 
 @contextlib.contextmanager
@@ -38,7 +36,7 @@ def weights_in_place(model: torch.nn.Module, stacks: Iterable[str]) -> Iterator[
     prefixes, embedding, head = tuple(stacks), embedding_of(model), base_model(model).get_output_embeddings()
     config, hooks = text_config(model), []
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    by_heads = cache_spec(active_mesh(), (1, heads, 1, 1))[1] == _SHARED
+    by_heads = cache_spec(active_mesh(), (1, heads, 1, 1))[1] == ("model", *active_mesh().weights)
     for path, part in model.named_modules():
         leaf = path.rpartition(".")[2]
         if isinstance(part, torch.nn.Linear):

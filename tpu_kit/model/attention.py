@@ -22,8 +22,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from tpu_kit.config.mesh import BATCH
 from tpu_kit.model.loop import activation_checkpointing, layer_inputs
 from tpu_kit.model.loop.layer_inputs import PLAIN, LayerInputs, Visibility
+from tpu_kit.xla.sharding import PER_TOKEN, constrain, spec_of_keys, token_shards, training_spec
 from tpu_kit.xla.splash_blocks import query_block
 from tpu_kit.xla.traced_program import is_lowering_for_tpu, kernels_on, runs_kernels
 
@@ -90,8 +92,20 @@ def choose(attention: str, device_type: str) -> str:
 
 def _with_visibility(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
     """Calls an attention function with the `Visibility` that is bound, which transformers does not pass."""
-    found: tuple[torch.Tensor, None] = function(*args, visibility=layer_inputs.current().visibility, **kwargs)
-    return found
+    visibility = layer_inputs.current().visibility
+    if token_shards() == 1:
+        found: tuple[torch.Tensor, None] = function(*args, visibility=visibility, **kwargs)
+        return found
+    module, *states, mask = args
+    # Both layouts are given, or the compiler exchanges earlier, and twice: before the rotary embedding, and the
+    # gradients for each product that takes them.
+    states = [constrain(each, PER_TOKEN) for each in states]
+    spec = training_spec(states[1].shape[1])
+    specs = spec, spec_of_keys(spec), spec_of_keys(spec)
+    states = [constrain(each, one) for each, one in zip(states, specs, strict=True)]
+    output, _ = function(module, *states, mask, visibility=visibility, **kwargs)
+    output = constrain(output, (BATCH, spec[2], spec[1], None))
+    return constrain(output, (BATCH, "context", "model", None)), None
 
 
 @contextlib.contextmanager

@@ -276,8 +276,15 @@ class Shape:
         return sum(len(loop.neighbours) for loop in self.loops)
 
     def mesh_problems(self, mesh: Mesh) -> list[str]:
-        """Returns a text for each number of attention heads that the model axis of a mesh does not divide."""
-        return list(dict.fromkeys(text for kind in self.kinds for text in mesh.problems(kind.heads, kind.kv_heads)))
+        """Returns why the axes of a mesh cannot shard the model, a text for each reason."""
+        found = [text for kind in self.kinds for text in mesh.problems(kind.heads, kind.kv_heads)]
+        if mesh.context > 1:
+            start, fix = f"launch.mesh: {mesh}: ", "is not supported with an axis that shards tokens; use fsdp instead"
+            if any(kind.state or not kind.heads for kind in self.kinds):
+                found.append(f"{start}a layer that reads its tokens one after the other (a state, a convolution) {fix}")
+            if any(kind.experts for kind in self.kinds):
+                found.append(f"{start}a mixture of experts {fix}")
+        return list(dict.fromkeys(found))
 
     def stacks(self, *, scanned: bool = True) -> Iterator[tuple[str, list[int]]]:
         """Yields the path in the model of each layer, or of each stack of layers, and the layers that are in it."""

@@ -17,7 +17,8 @@ from tpu_kit.model.attention import SPLASH, as_value, refuse_dropout, refuse_unk
 from tpu_kit.model.loop import activation_checkpointing
 from tpu_kit.model.loop.layer_inputs import PLAIN, Visibility
 from tpu_kit.xla import pallas, traced_program
-from tpu_kit.xla.pallas import PER_HEAD, SplashSettings
+from tpu_kit.xla.pallas import SplashSettings
+from tpu_kit.xla.sharding import query_shards, training_spec
 from tpu_kit.xla.splash_blocks import padded_length
 
 
@@ -41,7 +42,7 @@ def splash_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     visibility: Visibility = PLAIN,
-    spec: Spec = PER_HEAD,
+    spec: Spec | None = None,
     trains: bool = True,
     s_aux: torch.Tensor | None = None,
     causal: bool = True,
@@ -50,7 +51,7 @@ def splash_attention(
     """Computes attention with the splash kernel; called by transformers.
 
     It falls back to `sdpa_attention` without segment ids (a decode step, a plain forward pass). On a mesh query, key
-    and value are sharded by `spec`.
+    and value are sharded by `spec`, by default as in training.
     """
     length = query.shape[2]
     if not causal or not (visibility.everywhere or sliding_window is not None):
@@ -64,7 +65,8 @@ def splash_attention(
     refuse_unknown(kwargs)
     query, key = as_value(query, key, value)
     query = query * (query.shape[3] ** -0.5 if scaling is None else scaling)
-    padding = padded_length(length) - length
+    spec = spec or training_spec(key.shape[1])
+    padding = padded_length(length, query_shards(spec)) - length
     query, key, value = (F.pad(each, (0, 0, 0, padding)) if padding else each for each in (query, key, value))
     assert visibility.ahead is None or s_aux is None, "the kernel has no sinks where tokens look ahead"
     ids = visibility.kernel_ids(window)

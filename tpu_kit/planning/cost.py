@@ -182,16 +182,16 @@ def work(config: TrainConfig, shape: Shape, plan: BatchPlan, mesh: Mesh | None =
     own = per_device(shape, mesh)
     moved = list(predicted_collectives(config, shape, plan, mesh, slices))
     gathered = sum(one.moved for one in moved if one.kind.startswith("all-gather"))
-    elsewhere = UPDATE_TRAFFIC * 4.0 * trained_count(own, config) * (1 - 1 / mesh.fsdp)
+    elsewhere = UPDATE_TRAFFIC * 4.0 * trained_count(own, config) * (1 - 1 / mesh.weight_shards)
     spread = 0.0
     if config.model.base_dtype == "int4":  # steps and offsets are spread by products, for forward and backward pass
         spread = sum(count * one.inputs**2 * one.outputs for kind, count in own.counted for one in kind.linears)
         spread *= plan.gradient_accumulation * (4 + 2 * blocks_share(config, shape)) / config.model.quant_group
-    return _work(config, own, plan) + Work(spread, GATHERED_TRAFFIC * gathered - elsewhere, tuple(moved))
+    return _work(config, own, plan, mesh.context) + Work(spread, GATHERED_TRAFFIC * gathered - elsewhere, tuple(moved))
 
 
-def _work(config: TrainConfig, shape: Shape, plan: BatchPlan) -> Work:
-    """The work of one update on a device that computes all of the products of `shape`.
+def _work(config: TrainConfig, shape: Shape, plan: BatchPlan, context: int = 1) -> Work:
+    """The work of one update on a device that computes all of the products of `shape`, for a part of the tokens.
 
     A matrix product of N weights takes 2 N FLOPs a token, its gradient to the input as many, to the weight as many
     where that is trained. remat=full adds the forward pass of the layers, without the last product of the MLP, whose
@@ -199,7 +199,8 @@ def _work(config: TrainConfig, shape: Shape, plan: BatchPlan) -> Work:
     times that backward (five products for two; seven where they are not fused); a kernel leaves out the blocks that the
     causal mask hides. remat=blocks adds another forward pass of most layers, with all products.
     """
-    tokens, length, lora = plan.batch_size * config.data.max_length, config.data.max_length, config.lora
+    length, lora = config.data.max_length, config.lora
+    tokens = plan.batch_size * length // context
     dtype, attention = config.model.base_dtype, config.model.attention
     compute = item_bytes(dtype)
     again, twice = int(config.optim.recomputes), blocks_share(config, shape)
@@ -271,7 +272,8 @@ def predicted_collectives(
     The rows of the embedding are exchanged. The loss gathers hidden states over fsdp and reduce-scatters their
     gradient. Over model, activations of (T, H) are all-reduced.
     """
-    passes, tokens = plan.gradient_accumulation, plan.batch_size * config.data.max_length
+    passes, tokens = plan.gradient_accumulation, plan.batch_size * config.data.max_length // mesh.context
+    shards = mesh.weight_shards
     tiles = -(-tokens // min(config.optim.mlp_tile or tokens, tokens))
     gathered, scattered, summed, gathers, matrices = 0.0, 0.0, 0.0, 0, 0
     times_gathered = GATHERS + blocks_share(config, shape)
@@ -286,9 +288,9 @@ def predicted_collectives(
         if tensor.trained:
             times = ("fsdp" in axes) * (tiles if ".mlp." in tensor.name else 1)
             matrices, scattered = matrices + layers * times, scattered + size * times
-            summed += size / (mesh.fsdp if "fsdp" in axes else 1)
-    if mesh.fsdp > 1:
-        moved, ring = passes * gathered * (mesh.fsdp - 1) / mesh.fsdp, passes * scattered * (mesh.fsdp - 1) / mesh.fsdp
+            summed += size / (shards if "fsdp" in axes else 1)
+    if shards > 1:
+        moved, ring = passes * gathered * (shards - 1) / shards, passes * scattered * (shards - 1) / shards
         yield Collective("all-gather of weights", passes * gathers, moved, SYNCHRONOUS_GATHERS * moved)
         yield exposed("reduce-scatter of gradients", passes * matrices, ring)
     data = mesh.data // slices
@@ -298,14 +300,16 @@ def predicted_collectives(
         sent = passes * 2 * summed / data * (slices - 1) / slices
         yield exposed("all-reduce between slices", passes, sent, over_dcn=True)
 
-    states = float(tokens * shape.hidden * item_bytes(config.model.base_dtype))
-    columns = mesh.fsdp * mesh.model
+    size = item_bytes(config.model.base_dtype)
+    states = float(tokens * shape.hidden * size)
+    columns = shards * mesh.model
     if columns > 1:
         yield exposed("all-to-all of embeddings", passes, passes * states * (columns - 1) / columns)
-    if mesh.fsdp > 1:
+    if shards > 1:
         chunks = passes * -(-tokens // config.optim.loss_chunk)
-        yield exposed("all-gather of hidden states", chunks, passes * states * (mesh.fsdp - 1))
-        yield exposed("reduce-scatter of hidden states", chunks, passes * states * (mesh.fsdp - 1))
+        yield exposed("all-gather of hidden states", chunks, passes * states * (shards - 1))
+        yield exposed("reduce-scatter of hidden states", chunks, passes * states * (shards - 1))
+    yield from _between_tokens(config, shape, mesh, passes, tokens * size)
     if mesh.model > 1:
         count = passes * shape.layers * MODEL_REDUCES
         yield exposed("all-reduce of activations", count, count * 2 * states * (mesh.model - 1) / mesh.model)
@@ -314,6 +318,36 @@ def predicted_collectives(
 def blocks_share(config: TrainConfig, shape: Shape) -> float:
     """The share of layers that a step recomputes twice."""
     return shape.recomputed_twice if config.optim.remat == "blocks" else 0.0
+
+
+def _between_tokens(config: TrainConfig, shape: Shape, mesh: Mesh, passes: int, tokens: int) -> Iterator[Collective]:
+    """The collectives of attention over the context axis, in each forward pass of a layer and in its backward pass.
+
+    Queries, keys, values and outputs exchange heads for tokens. If the axis does not divide the key-value heads, keys
+    and values are gathered, and their gradients are all-reduced. Queries, outputs and their gradients then go to other
+    devices and back in two halves, and the logs of sums, whose bytes do not count (see `pallas._balanced`).
+
+    Args:
+        config: the run.
+        shape: of the whole model.
+        mesh: its context axis may be 1: then there are none.
+        passes: of an update.
+        tokens: bytes of one number of each token of a device.
+    """
+    again = int(config.optim.recomputes) + blocks_share(config, shape)
+    others, times = mesh.context - 1, 2 + again
+    for kind, count in shape.counted:
+        queries, keys = (heads * kind.head_dim * tokens / mesh.model for heads in (kind.heads, kind.kv_heads))
+        count *= passes
+        if not others:
+            continue
+        if kind.kv_heads % (mesh.model * mesh.context) == 0:
+            moved = count * times * 2 * (queries + keys) * others / mesh.context
+            yield exposed("all-to-all of heads", round(4 * count * times), moved)
+            continue
+        yield exposed("all-gather of keys", round(2 * count * times), count * times * 2 * keys * others)
+        yield exposed("all-reduce of keys' gradients", 2 * count, count * 4 * keys * others)
+        yield exposed("exchange of queries", round(count * (12 + 6 * again)), count * (6 + again) * queries)
 
 
 def exposed(kind: str, count: int, moved: float, *, over_dcn: bool = False) -> Collective:
@@ -495,7 +529,7 @@ def predicted_work(config: TrainConfig, shape: Shape, where: TargetSlice) -> tup
     if (rollout := rollout_of(config, 1 if where.mesh else where.replicas)) is None:
         return update, {}
     mesh = where.mesh or Mesh()
-    parts, size = mesh.fsdp * mesh.model, item_bytes(config.model.base_dtype)
+    parts, size = mesh.weight_shards * mesh.model, item_bytes(config.model.base_dtype)
     rows, width = -(-rollout.prompts // mesh.data), rollout.widths[-1]
     seen = _seen(config.model.attention, width)
     read = _forward(shape, config.model.base_dtype, rows * width, width, 0, seen)
@@ -523,7 +557,7 @@ def predicted_work(config: TrainConfig, shape: Shape, where: TargetSlice) -> tup
         "decode": Work(block * flops, block * traffic, tuple(moved)),
     }
     if config.optim.objective == "policy" and config.rl.updates_per_rollout > 1:
-        tokens = plan.batch_size * config.data.max_length
+        tokens = plan.batch_size * config.data.max_length // mesh.context
         chunks = -(-tokens // config.optim.loss_chunk)
         length = config.data.max_length
         before = _forward(shape, config.model.base_dtype, tokens, length, chunks, _seen(config.model.attention, length))

@@ -24,8 +24,9 @@ def placed(
     """Returns the run and the slice with the run's mesh, or with one that is chosen for it, and why.
 
     If the user has set neither launch.mesh nor launch.num_replicas, or launch.mesh=auto, that is replicas where the run
-    fits one device, else the mesh with the fewest fsdp devices that holds it, or all of them. On several hosts it is a
-    mesh in any case, whose data axis spreads over the slices.
+    fits one device, else the mesh with the fewest fsdp devices that holds it. If no such mesh holds it, devices share
+    the tokens of rows: it is the mesh with the smallest context axis that holds it, or fsdp alone if none does. On
+    several hosts it is a mesh in any case, whose data axis spreads over the slices.
 
     Args:
         config: the run.
@@ -61,8 +62,9 @@ def placed(
             raise ValueError(f"{where.name}: several hosts are trained by a mesh, and this run cannot be sharded")
         return config, where, f"{asked}: replicas, which take {text}; this run cannot be sharded over a mesh"
     found = list(_meshes(one))
-    best = next((each for each in found if each.fits), found[-1])
-    verdict = "which holds it in" if best.fits else "the mesh of least memory, which does not hold it in"
+    whole = [each for each in found if each.where.mesh and each.where.mesh.context == 1]
+    best = next((each for each in found if each.fits), whole[-1])
+    verdict = "which holds it in" if best.fits else "the largest fsdp axis, which does not hold it in"
     note = (
         f"{asked}: a replica on each device takes {text}, so mesh={best.where.mesh}, {verdict} "
         f"{best.peak_bytes / GIB:.2f} GiB; predicted are {best.time.seconds:.2f} s a step, {best.time.all_reduce:.2f} "
@@ -72,27 +74,43 @@ def placed(
 
 
 def _meshes(one: Setting) -> Iterator[Setting]:
-    """The run on each mesh of data and fsdp, fewest devices in fsdp first."""
+    """Yields the run on each mesh of data and fsdp, fewest devices in fsdp first; then those of fsdp and context."""
     where, launch = one.where, one.config.launch
-    for size in range(1 if where.hosts > 1 else 2, where.replicas // where.slices + 1):
-        if where.replicas % (size * where.slices) == 0:
-            mesh = resolve_mesh(f"data={where.replicas // size},fsdp={size}", where.replicas, launch.mesh_rules)
-            table(one.shape, one.config, mesh)
-            sharded = replace(one.config, launch=replace(launch, mesh=str(mesh)))
-            yield Setting(sharded, one.shape, where.sharded(mesh))
+    devices = where.replicas // where.slices
+    sizes = [size for size in range(1, devices + 1) if devices % size == 0]
+    texts = [f"data={where.replicas // size},fsdp={size}" for size in sizes if size > 1 or where.hosts > 1]
+    texts += [f"data={where.slices},fsdp={devices // size},context={size}" for size in sizes if size > 1]
+    for text in texts:
+        sharded = replace(one.config, launch=replace(launch, mesh=text))
+        try:
+            mesh = check_mesh(sharded, where.replicas, one.shape, where.slices)
+        except ConfigError:  # the model's layers or the length of its rows allow no context axis
+            continue
+        table(one.shape, one.config, mesh)
+        yield Setting(replace(sharded, launch=replace(launch, mesh=str(mesh))), one.shape, where.sharded(mesh))
 
 
 def check_mesh(config: TrainConfig, devices: int, shape: Shape | None, slices: int = 1) -> Mesh:
     """Returns the run's mesh on so many devices of so many slices.
 
     Raises:
-        ConfigError: the mesh does not divide the attention heads, the slices do not divide its data axis, or the batch
-            size is open and the shape of the model is not known.
+        ConfigError: the mesh does not divide the attention heads or the tokens, it has an axis that the model or the
+            rows do not support, the slices do not divide its data axis, or the batch size is open and the shape of the
+            model is not known.
         ValueError: the mesh is of another number of devices.
     """
     assert config.launch.mesh is not None
     mesh = resolve_mesh(config.launch.mesh, devices, config.launch.mesh_rules)
     problems = shape.mesh_problems(mesh) if shape else []
+    if config.data.max_length % mesh.context:
+        problems.append(
+            f"data.max_length: {config.data.max_length} tokens do not divide by the context axis of launch.mesh={mesh}"
+            f"; use {-(-config.data.max_length // mesh.context) * mesh.context}, or another size of context"
+        )
+    if config.model.images and mesh.context > 1:
+        problems.append(
+            f"launch.mesh: {mesh}: model.images=true is not supported with an axis that shards tokens; use fsdp instead"
+        )
     if mesh.data % slices:
         problems.append(
             f"launch.mesh={mesh}: the data axis spreads over the {slices} slices, and data={mesh.data} does not divide "

@@ -144,7 +144,7 @@ def _planned(config: TrainConfig, shape: Shape, where: TargetSlice, rows: Count,
     if "step" in picked.compiled:
         advice = replace(advice, largest_batch=_largest_batch(picked, advice.largest_batch))
     state = memory.parts.get("optimizer", 0) + memory.parts.get("ema", 0)
-    held = state * (mesh.fsdp * mesh.model if mesh else 1) + 4 * memory.trained
+    held = state * (mesh.weight_shards * mesh.model if mesh else 1) + 4 * memory.trained
     updates = count_updates(config, where.replicas, rows)
     moved = tuple(predicted_collectives(config, shape, picked.update, mesh, where.slices)) if mesh else ()
     if mesh and (step := picked.compiled.get("step")) and step.fits:

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tpu_kit.config.mesh import BATCH, Mesh, Spec
+from tpu_kit.config.mesh import Mesh, Spec
 from tpu_kit.distributed.replica.mesh import active_mesh
 from tpu_kit.machine.compatibility import find_pairing, installed_version
 from tpu_kit.torch_tpu import kernels
-from tpu_kit.xla.sharding import sharded_kernel
+from tpu_kit.xla.sharding import PER_HEAD, query_shards, sharded_kernel, spec_of_keys
 from tpu_kit.xla.splash_blocks import block_tokens, is_fused
 
 # Static arguments of the kernel's backward pass, in its order.
@@ -31,9 +31,6 @@ _STATIC = (
 # differ and their collectives wait for each other for ever.
 _LOWERING = threading.Lock()
 
-PER_HEAD: Spec = (BATCH, "model", None, None)
-"""Of (B, heads, S, D) in training."""
-
 
 class SplashSettings(NamedTuple):
     """Static settings of the splash kernel.
@@ -42,7 +39,7 @@ class SplashSettings(NamedTuple):
         window: number of keys a query sees, itself included; None for all before it.
         softcap: c in c * tanh(scores / c), or None.
         interpret: run in Pallas' interpreter on a CPU, for tests.
-        spec: on a mesh, how (B, heads, S, D) are sharded.
+        spec: on a mesh, how queries (B, heads, S, D) are sharded; keys and values too, but for `PER_TOKEN`.
         trains: whether the kernel also writes the logs of sums for a backward pass.
         ahead: the most tokens after it that a query sees; each query's own number comes with the tensors.
         causal: False lets all keys of a segment be seen.
@@ -82,7 +79,8 @@ def _kernel(heads: int, length: int, head_dim: int, settings: SplashSettings, fu
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-    block = block_tokens(length, head_dim)
+    shards = query_shards(settings.spec)
+    block = block_tokens(length if shards == 1 else length // (2 * shards), head_dim)
     assert length % block == 0 and block % 128 == 0, f"a row of {length} tokens is not made of blocks of {block}"
     sizes = kernels.BlockSizes(
         block_q=block, block_kv=block, block_kv_compute=block,
@@ -96,10 +94,71 @@ def _kernel(heads: int, length: int, head_dim: int, settings: SplashSettings, fu
         mask = masks.FullMask(shape)
     else:
         mask = causal_masks()[settings.window is not None](shape, settings.window)
+    if shards > 1:
+        mask.q_sequence = _balanced_order(length, shards)
     return kernels.make_splash_mha(
-        mask=masks.MultiHeadMask((mask,) * heads), block_sizes=sizes, head_shards=1, q_seq_shards=1,
+        mask=masks.MultiHeadMask((mask,) * heads), block_sizes=sizes, head_shards=1, q_seq_shards=shards,
         save_residuals=settings.trains, attn_logits_soft_cap=settings.softcap, interpret=settings.interpret,
     )  # fmt: skip
+
+
+def _balanced_order(length: int, shards: int) -> Any:
+    """Returns the tokens of a row by shard, (S,) int32: shard i of n has blocks i and 2 n - 1 - i of 2 n blocks.
+
+    With a causal mask all shards then see the same number of keys: the order of Llama 3's context parallelism
+    (arXiv:2407.21783, section 3.3.2).
+    """
+    import numpy as np
+
+    blocks = np.arange(length, dtype=np.int32).reshape(2 * shards, -1)
+    return np.stack([blocks[:shards], blocks[: shards - 1 : -1]], 1).reshape(-1)
+
+
+def _balanced(array: Any, axis: int, shards: int, *, back: bool = False) -> Any:
+    """Exchanges halves of this device's tokens for those of `_balanced_order`, or `back`; for one shard the array.
+
+    One of the two blocks of a device has an even number and the other one an odd number, before and after.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    if shards == 1:
+        return array
+    device, first, second = jax.lax.axis_index("context"), *jnp.split(array, 2, axis)
+    targets = [number if number < shards else 2 * shards - 1 - number for number in range(2 * shards)]
+    moves = [[(start, target) for start, target in enumerate(targets[odd::2])] for odd in (0, 1)]
+    is_even = device % 2 == 0  # whether the first block in the balanced order has an even number
+    if back:
+        halves = jnp.where(is_even, first, second), jnp.where(is_even, second, first)
+        moves = [[move[::-1] for move in each] for each in moves]
+    else:
+        halves = first, second
+    even, odd = (jax.lax.ppermute(half, "context", each) for half, each in zip(halves, moves, strict=True))
+    if not back:
+        even, odd = jnp.where(is_even, even, odd), jnp.where(is_even, odd, even)
+    return jnp.concatenate([even, odd], axis)
+
+
+def _own_part(array: Any, axis: int, shards: int) -> Any:
+    """Returns this device's part of an array that all devices hold."""
+    import jax
+
+    size = array.shape[axis] // shards
+    return jax.lax.dynamic_slice_in_dim(array, jax.lax.axis_index("context") * size, size, axis)
+
+
+def _own_kernel(kernel: Any, shards: int) -> Any:
+    """Returns a kernel with the blocks of the mask that this device's queries see."""
+    if shards == 1:
+        return kernel
+
+    def part(info: Any) -> Any:
+        blocks = {name: getattr(info, name) for name in ("data_next", "mask_next", "block_mask")}
+        blocks = {name: array if array is None else _own_part(array, 1, shards) for name, array in blocks.items()}
+        return info._replace(q_sequence=_own_part(info.q_sequence, 0, shards), **blocks)
+
+    infos = (kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info)
+    return type(kernel)(*(info and part(info) for info in infos), **kernel.kwargs)
 
 
 @functools.cache
@@ -117,7 +176,8 @@ def causal_masks() -> tuple[Any, Any]:
 
         def __getitem__(self, where: tuple[slice, slice]) -> Any:
             queries, keys = where
-            least, most = queries.start - keys.stop + 1, queries.stop - 1 - keys.start  # query - key
+            first, last = self.q_sequence[queries.start], self.q_sequence[queries.stop - 1]  # of tokens that follow
+            least, most = first - keys.stop + 1, last - keys.start  # query - key
             if most < 0 or (self.window is not None and least >= self.window):
                 return np.zeros((1, 1), dtype=bool)
             if least >= 0 and (self.window is None or most < self.window):
@@ -185,13 +245,20 @@ def _with_places(kernel: Any, ahead: Any, most: int) -> Any:
     return type(kernel)(*(info and info._replace(q_sequence=places) for info in infos), **kernel.kwargs)
 
 
-def _seen(segment_ids: Any, *prefix_ids: Any) -> list[Any]:
-    """Returns the segment ids of each run of the kernel: documents see themselves, and then their prefixes."""
+def _seen(shards: int, segment_ids: Any, *prefix_ids: Any) -> list[Any]:
+    """Returns the segment ids of each run of the kernel: documents see themselves, and then their prefixes.
+
+    Keys have the ids of a whole row, and queries those of this device's tokens, of which there are `shards` parts.
+    """
     import jax.numpy as jnp
     from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import SegmentIds
 
     prefixes = [SegmentIds(jnp.where(ids < 0, -ids, -1), jnp.where(ids > 0, ids, -2)) for ids in prefix_ids]
-    return [SegmentIds(segment_ids, segment_ids), *prefixes]
+    found = [SegmentIds(segment_ids, segment_ids), *prefixes]
+    if shards == 1:
+        return found
+    own = _own_part(jnp.asarray(_balanced_order(segment_ids.shape[-1], shards)), 0, shards)
+    return [SegmentIds(jnp.take(each.q, own, -1), each.kv) for each in found]
 
 
 def _forward(settings: SplashSettings, query: Any, key: Any, value: Any, *others: Any) -> tuple[Any, ...]:
@@ -201,25 +268,30 @@ def _forward(settings: SplashSettings, query: Any, key: Any, value: Any, *others
 
     ids = [each for each in others if each.ndim == 2]
     saving = settings._replace(trains=settings.trains or len(ids) > 1)
-    kernel = _kernel(query.shape[1], query.shape[2], query.shape[3], saving)
+    shards = query_shards(settings.spec)
+    kernel = _own_kernel(_kernel(query.shape[1], key.shape[2], query.shape[3], saving), shards)
+    query = _balanced(query, 2, shards)
     if settings.ahead:
         segments, ahead = ids
 
         def look(query: Any, key: Any, value: Any, segments: Any, ahead: Any) -> Any:
-            return _with_places(kernel, ahead, settings.ahead)(query, key, value, *_seen(segments))
+            return _with_places(kernel, ahead, settings.ahead)(query, key, value, *_seen(1, segments))
 
         found = jax.vmap(look)(query, key, value, segments, ahead)
         return (found[0], found[1][0]) if settings.trains else (found,)
     sinks = functools.partial(kernel, sinks=others[-1]) if len(others) > len(ids) else kernel
-    runs = [jax.vmap(kernel if turn else sinks)(query, key, value, seen) for turn, seen in enumerate(_seen(*ids))]
+    runs = [
+        jax.vmap(kernel if turn else sinks)(query, key, value, seen) for turn, seen in enumerate(_seen(shards, *ids))
+    ]
     if not saving.trains:
-        return (runs[0],)
+        return (_balanced(runs[0], 2, shards, back=True),)
     output, (log_sums,) = runs[0]
     for more, (sums,) in runs[1:]:
         joined = jnp.logaddexp(log_sums, sums)
         parts = ((output, log_sums), (more, sums))
         output = sum(jnp.exp(its - joined)[..., None] * each.astype(jnp.float32) for each, its in parts)
         output, log_sums = output.astype(query.dtype), joined
+    output, log_sums = (_balanced(each, 2, shards, back=True) for each in (output, log_sums))
     return (output, log_sums) if settings.trains else (output,)
 
 
@@ -232,9 +304,9 @@ def _backward(settings: SplashSettings, output: Any, log_sums: Any, upstream: An
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 
     query, key, value, *ids = inputs
-    rows, heads, length, head_dim = query.shape
-    fused = is_fused(rows, heads, length, head_dim, query.dtype.itemsize, settings.window)
-    kernel = _kernel(heads, length, head_dim, settings, fused)
+    shards, (rows, heads, _, head_dim), length = query_shards(settings.spec), query.shape, key.shape[2]
+    fused = is_fused(rows, heads / shards, length, head_dim, query.dtype.itemsize, settings.window)
+    kernel = _own_kernel(_kernel(heads, length, head_dim, settings, fused), shards)
 
     def row(
         query: Any, key: Any, value: Any, output: Any, log_sums: Any, upstream: Any, seen: Any, ahead: Any
@@ -245,19 +317,27 @@ def _backward(settings: SplashSettings, output: Any, log_sums: Any, upstream: An
         return tuple(gradients[3:6])
 
     ids, ahead = (ids[:1], ids[1]) if settings.ahead else (ids, None)
+    query, output, log_sums, upstream = (_balanced(each, 2, shards) for each in (query, output, log_sums, upstream))
     arrays = (query, key, value, output, log_sums, upstream)
-    runs = [jax.vmap(row)(*arrays, seen, ahead) for seen in _seen(*ids)]
-    return tuple(functools.reduce(operator.add, each) for each in zip(*runs, strict=True))
+    runs = [jax.vmap(row)(*arrays, seen, ahead) for seen in _seen(shards, *ids)]
+    to_query, *others = (functools.reduce(operator.add, each) for each in zip(*runs, strict=True))
+    if shards > 1:
+        others = [jax.lax.psum(each, "context") for each in others]
+    return (_balanced(to_query, 2, shards, back=True), *others)
 
 
 def _call(function: Any, settings: SplashSettings, *tensors: torch.Tensor) -> list[torch.Tensor]:
     if tensors[0].device.type == "tpu":
         count = 3 if function is _backward else 1 + settings.trains
         return kernels.call(functools.partial(function, settings), tensors, count)
-    spec = settings.spec
-    outputs = ((spec, spec[:3]) if settings.trains else (spec,)) if function is _forward else (spec,) * 3
-    known: dict[int, Spec] = {1: (spec[1],), 2: (spec[0], None)}  # sinks; segment ids and prefix ids
-    inputs = tuple(known.get(tensor.ndim, spec[: tensor.ndim]) for tensor in tensors)
+    spec, of_keys = settings.spec, spec_of_keys(settings.spec)
+    known: dict[int, Spec] = {1: (spec[1],), 2: (spec[0], None), 3: spec[:3]}  # sinks; ids; logs of sums
+    if function is _forward:
+        outputs: tuple[Spec, ...] = (spec, spec[:3]) if settings.trains else (spec,)
+        inputs = (spec, of_keys, of_keys, *(known[tensor.ndim] for tensor in tensors[3:]))
+    else:
+        outputs = (spec, of_keys, of_keys)
+        inputs = (spec, spec[:3], spec, spec, of_keys, of_keys, *(known[tensor.ndim] for tensor in tensors[6:]))
     platform = "cpu" if settings.interpret else "tpu"
     return call(functools.partial(function, settings), tensors, inputs, outputs, platform)
 

@@ -8,12 +8,41 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 
-from tpu_kit.config.mesh import Mesh, Spec
+from tpu_kit.config.mesh import BATCH, Mesh, Spec
 from tpu_kit.distributed.replica.mesh import active_mesh
+
+PER_HEAD: Spec = (BATCH, ("model", "context"), None, None)
+"""The spec of queries, keys and values, (B, heads, S, D), in training."""
+PER_TOKEN: Spec = (BATCH, "model", "context", None)
+"""The spec of queries in training on a mesh whose context axis does not divide the key-value heads: each device has its
+queries' tokens, and all keys and values."""
+in_place: ContextVar[bool] = ContextVar("in_place", default=False)
+"""Whether products take a layer's weights and activations as they are, as `decode_sharding` shards them."""
+
+
+def token_shards() -> int:
+    """Returns the number of shards of a row's tokens; see also `in_place`."""
+    return 1 if in_place.get() else active_mesh().context
+
+
+def training_spec(kv_heads: int) -> Spec:
+    """Returns the spec of queries in training: `PER_HEAD` if the mesh's axes divide the key-value heads."""
+    return PER_HEAD if kv_heads % active_mesh().shards(PER_HEAD[1]) == 0 else PER_TOKEN
+
+
+def spec_of_keys(spec: Spec) -> Spec:
+    """Returns the spec of keys and values for that of queries."""
+    return (*spec[:2], None, None) if spec == PER_TOKEN else spec
+
+
+def query_shards(spec: Spec) -> int:
+    """Returns the number of devices that share the queries of a row."""
+    return active_mesh().context if spec == PER_TOKEN else 1
 
 
 def constrain(tensor: torch.Tensor, spec: Spec, gradient: Spec | None = None, *, uneven: bool = False) -> torch.Tensor:

@@ -34,23 +34,28 @@ def block_tokens(length: int, head_dim: int) -> int:
     return min(length, LARGEST_BLOCK >> (-(-max(1, head_dim) // LANES) - 1).bit_length())
 
 
-def padded_length(length: int) -> int:
-    """Rounds a length up to 128, 256, 512 or a multiple of 1024, which the kernel's blocks divide."""
+def padded_length(length: int, shards: int = 1) -> int:
+    """Rounds a length up to 128, 256, 512 or a multiple of 1024, which the kernel's blocks divide.
+
+    If several devices share the queries of a row, each of their two blocks of tokens has such a length.
+    """
+    if shards > 1:
+        return 2 * shards * padded_length(-(-length // (2 * shards)))
     return next((block for block in (128, 256, 512) if length <= block), -(-length // 1024) * 1024)
 
 
-def partial_bytes(rows: int, heads: int, length: int, head_dim: int, size: int) -> int:
+def partial_bytes(rows: int, heads: float, length: int, head_dim: int, size: int) -> int:
     """Returns the bytes of the queries' gradients that the fused kernel writes; for the arguments see `is_fused`."""
     blocks = -(-length // block_tokens(length, head_dim))
-    return blocks * rows * heads * length * -(-head_dim // LANES) * LANES * size if blocks > 1 else 0
+    return int(blocks * rows * heads * length) * -(-head_dim // LANES) * LANES * size if blocks > 1 else 0
 
 
-def is_fused(rows: int, heads: int, length: int, head_dim: int, size: int, window: int | None = None) -> bool:
+def is_fused(rows: int, heads: float, length: int, head_dim: int, size: int, window: int | None = None) -> bool:
     """Whether the backward pass of attention takes the fused kernel.
 
     Args:
         rows: of a pass on a device.
-        heads: query heads of a device.
+        heads: query heads of a device; divided by the devices that share the queries of a row.
         length: tokens of a row.
         head_dim: size of a head, which fills whole lanes.
         size: bytes of a value.

@@ -21,9 +21,9 @@ import torch
 
 from tpu_kit.distributed.replica.mesh import active_mesh
 from tpu_kit.model.shape import scale_groups, tile_rows
-from tpu_kit.model.sharding import partition
 from tpu_kit.xla import grouped, traced_program
 from tpu_kit.xla.grouped import TileLayout, Tiles
+from tpu_kit.xla.sharding import in_place
 
 NAME = "tpu_kit"
 WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
@@ -170,7 +170,7 @@ def experts_forward(
 def tiles_for(pairs: int, experts: int) -> Tiles:
     """Chooses the tiles for all pairs of a batch."""
     mesh, shards = active_mesh(), 0
-    if mesh.size > 1 and partition.in_place.get():
+    if mesh.size > 1 and in_place.get():
         shards = mesh.fsdp if experts % mesh.fsdp == 0 else 1
     else:
         pairs //= mesh.batch_shards

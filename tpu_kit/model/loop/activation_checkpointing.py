@@ -36,6 +36,7 @@ from tpu_kit.model.loop import layer_inputs
 from tpu_kit.model.loop.loop_structure import FEW_TILES
 from tpu_kit.model.sharding import partition
 from tpu_kit.xla.scan import Tensors, Tree, scan
+from tpu_kit.xla.sharding import token_shards
 
 _HIGH = 0x7FFFFFFF
 
@@ -301,7 +302,8 @@ class _Tiled(torch.nn.Module):
         elif hidden.dim() == 2:  # of a tower whose images are one row, which the mesh divides
             count = 1
         else:  # each tile has tokens of every row, so that all devices work on it
-            count = tiles_of(hidden.shape[1], max(1, self.tile_tokens * mesh.batch_shards // hidden.shape[0]))
+            most = max(1, self.tile_tokens * mesh.batch_shards // hidden.shape[0])
+            count = tiles_of(hidden.shape[1] // token_shards(), most)
         if count == 1:
             return super().forward(hidden)
         tiles = hidden.reshape(count, tokens // count, width) if mesh.size == 1 else partition.tiles(hidden, count)
@@ -319,7 +321,7 @@ class _Tiled(torch.nn.Module):
                 _in_tile.reset(token)
 
         (output,) = recomputed_scan(body, [], tensors_of(self), inputs, unrolled=count <= FEW_TILES)
-        return (output if mesh.size == 1 else output.transpose(0, 1)).reshape(hidden.shape)
+        return output.reshape(hidden.shape) if mesh.size == 1 else partition.untiled(output)
 
 
 def seeds_of(module: torch.nn.Module) -> list[str]:

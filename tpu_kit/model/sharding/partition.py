@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -20,10 +19,7 @@ from tpu_kit.distributed.replica.mesh import active_mesh, put, put_stack
 from tpu_kit.machine.chips import GIB
 from tpu_kit.model.sharding import sharding_rules
 from tpu_kit.model.sharding.sharding_rules import Embedding, Placed, Tensor
-from tpu_kit.xla.sharding import constrain
-
-in_place: ContextVar[bool] = ContextVar("in_place", default=False)
-"""Whether products take a layer's weights and activations as they are, as `decode_sharding` shards them."""
+from tpu_kit.xla.sharding import constrain, in_place, token_shards
 
 
 def spec_of(name: str, tensor: torch.Tensor, embedding: Embedding, stacked: bool = False) -> Spec:
@@ -37,10 +33,11 @@ def _described(name: str, tensor: torch.Tensor, stacked: bool) -> Tensor:
 
 
 def gathered(spec: Spec) -> Spec:
-    """The spec of a tensor that is gathered for its product: without fsdp."""
+    """The spec of a tensor that is gathered for its product: without the axes of `Mesh.weights`."""
+    weights = active_mesh().weights
     found: list[str | tuple[str, ...] | None] = []
     for axes in spec:
-        names = tuple(name for name in ((axes,) if isinstance(axes, str) else axes or ()) if name != "fsdp")
+        names = tuple(name for name in ((axes,) if isinstance(axes, str) else axes or ()) if name not in weights)
         found.append(names or None)
     return tuple(found)
 
@@ -60,7 +57,7 @@ def gather_layer(
     found = {}
     for name, tensor in tensors.items():
         spec = spec_of(f"layers.0.{name}", tensor, Embedding(hidden))
-        if any("fsdp" in (axes or ()) for axes in spec):
+        if spec != gathered(spec):
             if dtype is not None and tensor.dtype == torch.float32 and tensor.ndim == 2:
                 tensor = tensor.to(dtype)
             tensor = constrain(tensor, gathered(spec), spec)
@@ -77,7 +74,8 @@ def gathered_early(tensors: Mapping[str, torch.Tensor], alone: bool = True) -> l
     instead of 22.1 of 38.6, with broadcast biases.
     """
     groups: dict[torch.Size | str, list[str]] = {}
-    if active_mesh().fsdp == 1 or in_place.get():
+    mesh = active_mesh()
+    if mesh.shards(mesh.weights) == 1 or in_place.get():
         return []
     for name, tensor in tensors.items():
         first = name.endswith(".weight") and "lora_" not in name and set(name.split(".")) & set(sharding_rules.FIRST)
@@ -121,8 +119,8 @@ def last_product(layer: torch.nn.Module | None, hidden: torch.Tensor) -> Iterato
 
 
 def by_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Shards hidden states or labels, (B, ...), by rows; see also `in_place`."""
-    return tensor if in_place.get() else constrain(tensor, (BATCH, *[None] * (tensor.ndim - 1)))
+    """Shards hidden states, (B, S, H), by rows and tokens; see also `in_place`."""
+    return tensor if in_place.get() else constrain(tensor, (BATCH, "context", None))
 
 
 @contextlib.contextmanager
@@ -143,14 +141,29 @@ def embedding_by_columns(model: Any) -> Iterator[None]:
 
 
 def tiles(tensor: torch.Tensor, count: int) -> torch.Tensor:
-    """Splits (B, S, ...) into (count, B, S / count, ...): each tile has tokens of every row, so of every shard."""
-    found = tensor.unflatten(1, (count, -1)).transpose(0, 1)
-    return constrain(found, (None, BATCH, *[None] * (found.ndim - 2)))
+    """Splits (B, S, ...) into (count, B, S / count, ...): each tile has tokens of every shard."""
+    found = tensor.unflatten(1, (token_shards(), count, -1)).movedim(2, 0).flatten(2, 3)
+    return constrain(found, (None, BATCH, "context", *[None] * (found.ndim - 3)))
 
 
-def untiled(tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Inverts `tiles` after its last axes were flattened: (count, B * S / count) becomes `shape`, (B, S)."""
-    return constrain(tensor.unflatten(1, (shape[0], -1)).transpose(0, 1).reshape(shape), (BATCH, None))
+def untiled(tensor: torch.Tensor) -> torch.Tensor:
+    """Inverts `tiles`: (count, B, S / count, ...) becomes (B, S, ...)."""
+    found = tensor.unflatten(2, (token_shards(), -1)).movedim(0, 2).flatten(1, 3)
+    return constrain(found, (BATCH, "context", *[None] * (found.ndim - 2)))
+
+
+def flat_tiles(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """Splits (B, S, ...) into (count, B * S / count, ...), the tokens of each shard next to each other."""
+    found = tiles(tensor, count).unflatten(1, (active_mesh().batch_shards, -1)).unflatten(3, (token_shards(), -1))
+    found = found.transpose(2, 3).flatten(1, 4)
+    return constrain(found, (None, (*BATCH, "context"), *[None] * (found.ndim - 2)))
+
+
+def unflattened(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """Inverts `flat_tiles` for B = `rows`: (count, B * S / count) becomes (B, S)."""
+    shards = active_mesh().batch_shards
+    found = tensor.unflatten(1, (shards, token_shards(), rows // shards, -1))
+    return untiled(found.transpose(2, 3).flatten(1, 2).flatten(2, 3))
 
 
 def move(tensor: torch.Tensor, device: torch.device, spec: Spec | None = None, copy: bool = False) -> torch.Tensor:

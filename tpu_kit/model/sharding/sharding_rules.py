@@ -115,13 +115,15 @@ def spec_of(tensor: Tensor, embedding: Embedding, mesh: Mesh) -> Spec:
     rule = _chosen(tensor.name, mesh.rules)
     scale = tensor.name.endswith("scale")
     if rule is None:
-        rule = _derived(tensor, shape, embedding)
+        rule = mesh.over_weights(_derived(tensor, shape, embedding))
         if len(rule) == len(shape) == 2 and not _shards(mesh, rule, shape) and _shards(mesh, rule[::-1], shape):
             rule = rule[::-1]
     elif tensor.packed and len(shape) == 2:
-        rule = (None, rule[0])
+        rule = mesh.over_weights((None, rule[0]))
     elif scale and len(shape) == 3:  # int4: (2, I / G, O)
-        rule = (None, None, rule[0])
+        rule = mesh.over_weights((None, None, rule[0]))
+    else:
+        rule = mesh.over_weights(rule)
     if len(rule) > len(shape):  # a vector beside a matrix, such as DoRA's magnitudes
         return whole
     spec = (None,) * tensor.stacked + rule + (None,) * (len(shape) - len(rule))
@@ -171,8 +173,9 @@ def cache_spec(mesh: Mesh, shape: Sequence[int]) -> Spec:
     Over the heads, if their number divides by the devices that share the weights; else over the rows, if that number
     divides, and over the model axis.
     """
-    by_heads = shape[1] % mesh.shards(_ROWS[0]) == 0
-    return mesh.fitted(("data", _ROWS[0], None, None) if by_heads else (BATCH, "model", None, None), shape)
+    shared = mesh.over_weights(_ROWS)[0]
+    by_heads = shape[1] % mesh.shards(shared) == 0
+    return mesh.fitted(("data", shared, None, None) if by_heads else (BATCH, "model", None, None), shape)
 
 
 @cache  # asked for each tensor whenever a step is traced
@@ -223,7 +226,7 @@ def place(mesh: Mesh, tensors: Iterable[Tensor], embedding: Embedding) -> list[P
         and not (len(sizes) == 3 and sizes[1] == 1)
         and _chosen(tensor.name, mesh.rules) is None and not is_small(tensor.name) and not _stays_whole(tensor.name)
     ]  # fmt: skip
-    if missed and mesh.shards(_ROWS[0]) > 1:
+    if missed and mesh.shards(mesh.over_weights(_ROWS)[0]) > 1:
         names = list(dict.fromkeys(shown(one.name) for one in missed))
         raise ValueError(
             f"launch.mesh={mesh}: {_some(names)} would not be sharded: no axis divides it, or it is in no "
@@ -243,9 +246,9 @@ def _advice(mesh: Mesh, tensor: Tensor) -> str:
     """What shards a tensor: a rule for the largest dimension that an axis divides, or else another mesh."""
     shape = tensor.shape[tensor.stacked :]
     rules = [
-        (size, mesh.shards(axis), ",".join(axis if place == each else "None" for each in range(len(shape))))
+        (size, shards, ",".join(axis if place == each else "None" for each in range(len(shape))))
         for place, size in enumerate(shape) for axis in ("model", "fsdp")
-        if mesh.shards(axis) > 1 and size % mesh.shards(axis) == 0
+        if (shards := mesh.shards(mesh.over_weights((axis,))[0])) > 1 and size % shards == 0
     ]  # fmt: skip
     if not rules:
         return f"Use sizes of fsdp and model whose product divides one of {' x '.join(map(str, shape))}"

@@ -73,9 +73,9 @@ class PeakActivationModel:
             config, num_replicas = replace(config, optim=replace(config.optim, scan_layers="on")), mesh.batch_shards
         plan = batch_arithmetic(config, num_replicas)
         self.config, self.shape, self.mesh = config, shape, mesh
-        self.batches, self.parts = num_replicas, mesh.model if mesh else 1
+        self.batches, self.parts, self.context = num_replicas, mesh.model if mesh else 1, mesh.context if mesh else 1
         self.passes, self.rows, self.length = plan.gradient_accumulation, plan.batch_size, config.data.max_length
-        self.tokens = self.rows * self.length
+        self.tokens = self.rows * self.length // self.context
         self.whole = not config.lora.r
         self.dtype = "bf16" if self.whole else config.model.base_dtype
         self.compute = 4 if config.model.base_dtype == "fp32" else 2
@@ -172,7 +172,7 @@ class PeakActivationModel:
     def scores(self) -> float:
         """The largest array of sdpa's scores, (B, n, Q, S) in the compute dtype, for the Q queries of a block."""
         heads = max(kind.heads for kind in self.shape.kinds)
-        return padded((self.rows * heads, query_block(self.length), self.length), self.compute)
+        return padded((self.rows * heads, query_block(self.length), self.length), self.compute) / self.context
 
     def saved(self) -> float:
         """Saved activations of one pass: the input of every layer, L T H c (`layer_scan`, or torch_xla's checkpoint).
@@ -259,7 +259,7 @@ class PeakActivationModel:
         On a mesh the vocabulary is in parts, and a chunk has the states of all devices.
         """
         chunk, shape = min(self.config.optim.loss_chunk, self.tokens), self.shape
-        gathered = padded((chunk * self.mesh.fsdp, shape.hidden), self.stream) if self.mesh else 0
+        gathered = padded((chunk * self.mesh.weight_shards, shape.hidden), self.stream) if self.mesh else 0
         logits = padded((chunk, -(-shape.vocabulary // self.parts)), self.compute)
         return self.hidden(3) + gathered + (logits if logits > VECTOR_MEMORY else 0)
 
@@ -304,9 +304,10 @@ class PeakActivationModel:
 
         It counts as that of layers without windows, which a shape does not have: one with a narrow window is unfused.
         """
-        query = padded((self.rows * kind.heads, self.length, kind.head_dim), self.compute) / self.parts
+        parts = self.parts * self.context
+        query = padded((self.rows * kind.heads, self.length, kind.head_dim), self.compute) / parts
         blocks = self.length // block_tokens(self.length, kind.head_dim)
-        fused = is_fused(self.rows, kind.heads // self.parts, self.length, kind.head_dim, self.compute)
+        fused = is_fused(self.rows, kind.heads / parts, self.length, kind.head_dim, self.compute)
         return self.work(kind.backward, 0) + fused * (blocks - 1) * query
 
     def work(self, alive: Alive, tile: int) -> float:

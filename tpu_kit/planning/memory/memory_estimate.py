@@ -218,7 +218,7 @@ class _Rounds(_Step):
         tokens = -(-rows // mesh.data) * width
         tile = min(optim.mlp_tile or tokens, tokens)
         layer = max(most(kind.forward, tokens, tile) for kind in self.shape.kinds) * self.alive.compute / 2
-        return {"weight_copies": self.alive.copies(), "layer": layer / mesh.fsdp}
+        return {"weight_copies": self.alive.copies(), "layer": layer / mesh.weight_shards}
 
     def decode(self, rows: int) -> dict[str, float]:
         """Temporaries of decode steps: logits; the cache is read and written where it lies."""

@@ -19,12 +19,10 @@ from tpu_kit.model.base_model import OutputHead
 from tpu_kit.model.loop.activation_checkpointing import tiles_of
 from tpu_kit.model.sharding import partition
 from tpu_kit.xla.scan import Tensors, Tree, scan
-from tpu_kit.xla.sharding import constrain
+from tpu_kit.xla.sharding import constrain, token_shards
 
 IGNORE = -100
 """Label of a token that carries no loss (the value PyTorch and Hugging Face use)."""
-VOCABULARY = ("model", "fsdp")
-"""The axes over which the vocabulary of logits is sharded."""
 
 ChunkLoss = Callable[[torch.Tensor, Tensors, Tensors, bool], tuple[Tensors, torch.Tensor | None]]
 """Takes the linear layer's outputs (chunk, V), inputs of these tokens (labels first), constants, and whether to compute
@@ -150,7 +148,7 @@ def shift_labels(labels: torch.Tensor, segment_ids: torch.Tensor | None = None) 
 
 
 def rows_in_chunks(chunk: int, tensors: Tensors) -> tuple[Tensors, int]:
-    """Orders tokens so that each chunk of the loss, of `chunk` tokens a device, is spread over all shards of the rows.
+    """Orders tokens so that each chunk of the loss, of `chunk` tokens a device, is spread over all shards of the batch.
 
     Returns tensors of (B, S, ...) as (S / c, B * c, ...), and B * c. For one device the same tensors and chunk.
     """
@@ -158,8 +156,8 @@ def rows_in_chunks(chunk: int, tensors: Tensors) -> tuple[Tensors, int]:
     if mesh.size == 1:
         return tensors, chunk
     rows = tensors[0].shape[0] // mesh.batch_shards
-    parts = tiles_of(tensors[0].shape[1], max(1, chunk // rows))
-    tiles = [partition.tiles(tensor, parts).flatten(1, 2) for tensor in tensors]
+    parts = tiles_of(tensors[0].shape[1] // token_shards(), max(1, chunk // rows))
+    tiles = [partition.flat_tiles(tensor, parts) for tensor in tensors]
     return tiles, tiles[0].shape[1]
 
 
@@ -238,7 +236,7 @@ def token_logprobs(
     logprobs, entropies = (each.flatten()[:count].view(shape) for each in outputs)
     if active_mesh().size == 1:
         return logprobs, entropies
-    return partition.untiled(logprobs, labels.shape), partition.untiled(entropies, labels.shape)
+    return partition.unflattened(logprobs, len(labels)), partition.unflattened(entropies, len(labels))
 
 
 def head_outputs(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -248,13 +246,18 @@ def head_outputs(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
     parts may be shorter.
     """
     hidden = constrain(hidden, ("data", None))
-    return constrain(F.linear(hidden, _in_parts(weight), bias), ("data", VOCABULARY), uneven=True)
+    return constrain(F.linear(hidden, _in_parts(weight), bias), ("data", _vocabulary()), uneven=True)
 
 
 def _in_parts(weight: torch.Tensor) -> torch.Tensor:
     """Shards a head's (V, H) by its outputs where the axes do not divide V; where they do, it is stored so."""
-    odd = weight.shape[0] % active_mesh().shards(VOCABULARY)
-    return constrain(weight, (VOCABULARY, None), uneven=True) if odd else weight
+    odd = weight.shape[0] % active_mesh().shards(_vocabulary())
+    return constrain(weight, (_vocabulary(), None), uneven=True) if odd else weight
+
+
+def _vocabulary() -> tuple[str, ...]:
+    """The axes over which the vocabulary of logits is sharded."""
+    return ("model", *active_mesh().weights)
 
 
 @functools.cache
