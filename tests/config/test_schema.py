@@ -42,6 +42,13 @@ def test_defaults_are_a_valid_run() -> None:
         ({"model__gguf_file": "a.gguf"}, "model.gguf_file: 'a.gguf' has no effect on the embedded model; "),
         ({"lora__r": 0, "lora__dora": True},
          "lora.dora: true needs adapters, and lora.r=0 has none; remove it or set lora.r=16"),
+        ({"lora__tokens": "added", "lora__full": ["lm_head"]},
+         "lora.tokens: 'added' trains rows of embeddings that lora.full trains whole; remove one of them"),
+        ({"optim__embedding_learning_rate": 1e-5},
+         "optim.embedding_learning_rate: 1e-05 has no effect, as no embedding is trained; set lora.tokens or lora.ful"
+         "l, or name them in lora.targets"),
+        ({"lora__r": 0, "lora__plus": 4.0},
+         "lora.plus: 4.0 needs adapters, and lora.r=0 has none; remove it or set lora.r=16"),
         ({"lora__r": 0, "lora__rslora": True}, "lora.rslora: true needs adapters, "),
         ({"lora__r": 0, "lora__dropout": 0.1}, "lora.dropout: 0.1 needs adapters, "),
         ({"lora__r": 0, "lora__init": "gaussian"}, "lora.init: 'gaussian' needs adapters, "),

@@ -33,6 +33,10 @@ def test_added_tokens_of_the_rows_are_told(way: str, tmp_path: Path, monkeypatch
         return
     assert made.new_tokens == ("<tray>", "<box>")
     text = "new tokens       WARNING: 2 token ids of the rows had no text in pre-training (<tray>, <box>), so their"
-    assert text in str(made) and "LoRA does not train them" in str(made)
+    assert text in str(made) and "LoRA does not train them; lora.tokens=added does" in str(made)
+    whole = prepare_run(load_config(None, {**given, "tokens": "added"}))
+    assert whole.new_tokens == whole.learned_tokens and "WARNING: 2 token ids" not in str(whole)
+    left = prepare_run(load_config(None, {**given, "tokens": ["<tray>"]}))
+    assert "WARNING: 1 token id of the rows had no text in pre-training (<box>), so" in str(left)
     assert prepare_run(load_config(None, {**given, "r": 0})).new_tokens == ()
     assert prepare_run(load_config(None, {**given, "name": "embedded"})).new_tokens == ()

@@ -20,9 +20,9 @@ def test_rows_with_characters_of_the_embedded_models_blind_spot_are_told() -> No
     assert [text for text, number in letters.items() if number in found] == ["<", "=", "%"]
 
     known, rows = cot_rows("train", 40), [{"question": "Who?", "answer": f"{number} = <b>"} for number in range(40)]
-    assert describe_untrained(prepare_rows(DataConfig(eval_rows=0), tokenizer, known), weight, adapters=True) == ""
+    assert describe_untrained(prepare_rows(DataConfig(eval_rows=0), tokenizer, known), weight, frozen=True) == ""
     unknown = prepare_rows(DataConfig(eval_rows=0), tokenizer, rows)
-    said = describe_untrained(unknown, weight, adapters=True)
+    said = describe_untrained(unknown, weight, frozen=True)
     assert "% of the tokens with loss are " in said and "'<', '>'" in said
     assert "which the model was never trained on; adapters do not train its output layer: write the rows" in said
-    assert "lora.r=0" not in describe_untrained(unknown, weight, adapters=False)
+    assert "lora.tokens" not in describe_untrained(unknown, weight, frozen=False)

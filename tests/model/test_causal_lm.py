@@ -350,10 +350,9 @@ def test_the_seed_alone_decides_the_adapters():
     ("targets", "message"),
     [
         (("q_proj", "nothing"), r"lora.targets: nothing matched nothing in LlamaForCausalLM; its linear layers are "
-                                r"down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj. Name some"),
+                                r"down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj, "
+                                r"and its embeddings embed_tokens and lm_head. Name some"),
         ((), "lora.targets: an empty list matched nothing"),
-        (("q_proj", "lm_head"), "lora.targets: lm_head is the model's input or output embedding"),
-        ("embed_tokens", "lora.targets: embed_tokens is the model's input or output embedding"),
     ],
 )  # fmt: skip
 def test_targets_are_checked_against_the_model(targets, message):
@@ -361,13 +360,22 @@ def test_targets_are_checked_against_the_model(targets, message):
         adapt(fresh(PLAIN["llama"]), LoraConfig(r=4, targets=targets), "fp32")
 
 
-def test_an_adapter_on_the_head_is_refused_by_the_loss():
-    from peft import LoraConfig as PeftLoraConfig
-    from peft import get_peft_model
-
-    model = get_peft_model(fresh(PLAIN["llama"]), PeftLoraConfig(r=2, target_modules=["lm_head"]))
-    with pytest.raises(ValueError, match="the output head is a Linear, and the chunked loss needs a plain"):
-        output_embedding(model)
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        ({"full": ("norm",)}, "lora.full: norm is no embedding of LlamaForCausalLM, which are embed_tokens and lm_h"),
+        ({"full": ("lm_head",), "targets": ("q_proj", "embed_tokens")},
+         "lora.full and lora.targets=embed_tokens both train the embeddings of LlamaForCausalLM: keep one"),
+        ({"tokens": ("a",), "targets": ("lm_head",)}, "lora.tokens and lora.targets=lm_head both train the embeddings"),
+        ({"dora": True, "targets": ("embed_tokens",)}, "lora.dora is not for the embeddings embed_tokens in lora.ta"),
+        ({"dropout": 0.1, "targets": ("q_proj", "lm_head")},
+         "lora.dropout=0.1: the chunked loss has no dropout for an adapter of the output embedding: set it to 0, or "
+         "take lm_head out of lora.targets"),
+    ],
+)  # fmt: skip
+def test_what_embeddings_do_not_train_with_is_refused(lora, message):
+    with pytest.raises(ValueError, match=message):
+        adapt(fresh(PLAIN["llama"]), LoraConfig(r=4, **lora), "fp32")
 
 
 @pytest.mark.parametrize(

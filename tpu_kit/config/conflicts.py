@@ -51,6 +51,7 @@ def conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
     if lora.experts and (lora.dropout or lora.dora):
         name = "dora" if lora.dora else "dropout"
         yield f"lora.{name} lora.experts", "is not for adapters of experts; remove it, or set lora.experts=0"
+    yield from _embedding_conflicts(config)
     for one, name in zip(data.by_source, data.source_names or ("",), strict=True):
         try:
             check_roles(one.columns or {}, one.format)
@@ -79,6 +80,22 @@ def conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
     yield from _without_effect(config)
 
 
+def _embedding_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
+    """Yields the contradictions between the parameters of trained embeddings."""
+    lora, rate = config.lora, config.optim.embedding_learning_rate
+    if lora.tokens and lora.full:
+        yield "lora.tokens lora.full", "trains rows of embeddings that lora.full trains whole; remove one of them"
+    for name in ("tokens", "full"):
+        if config.model.images and config[f"lora.{name}"]:
+            yield f"lora.{name} model.images", "is not for models that read images; remove it, or set that to false"
+    if config.model.images and lora.adapts_embeddings:
+        text = "names an embedding, which is not for models that read images; name linear layers, or set that to false"
+        yield "lora.targets model.images", text
+    if rate is not None and lora.r and lora.targets == "all-linear" and not (lora.tokens or lora.full):
+        text = "has no effect, as no embedding is trained; set lora.tokens or lora.full, or name them in lora.targets"
+        yield "optim.embedding_learning_rate lora.targets", text
+
+
 def _remat_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
     looped = {"optim.scan_layers=on": config.optim.scan_layers == "on", "distill.layers": bool(config.distill.layers)}
     for setting in (setting for setting, given in looped.items() if given and config.optim.remat == "none"):
@@ -103,7 +120,7 @@ def _without_effect(config: TrainConfig) -> Iterator[tuple[str, str]]:
         (not model.images, "lora", "vision", "model.images", "trains the projector of images; set model.images=true"),
         (not model.images, "data", "images_per_row image_tokens", "model.images",
          "has no effect without images; remove it or set model.images=true"),
-        (config.lora.r == 0, "lora", "experts dropout targets rslora dora init adapter", "lora.r",
+        (config.lora.r == 0, "lora", "experts dropout targets tokens full plus rslora dora init adapter", "lora.r",
          "needs adapters, and lora.r=0 has none; remove it or set lora.r=16"),
         (optim.optimizer == "adafactor", "optim", "beta1 beta2 eps", "optim.optimizer",
          "is AdamW's, and optim.optimizer=adafactor has none; remove it"),

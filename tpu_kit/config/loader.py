@@ -195,7 +195,7 @@ def _unknown(key: str, value: object, same: Sequence[str]) -> str:
     known, key = parameters(), _shortened(key)
     leaf = key.lstrip("-").rpartition(".")[2].replace("-", "_")  # --batch-size, as in other programs
     leaves = {parameter.leaf for parameter in known.values()}
-    if is_secret_name(key) and not closest(leaf, leaves, similarity=0.9):
+    if is_secret_name(key) and (leaf == "token" or not closest(leaf, leaves, similarity=0.9)):  # lora.tokens is near
         return f"{key}: {SECRET_ADVICE}"
     if advice := other_trainers.advice(leaf, value):
         return f"{key}: no such parameter (given {show(value)}); {advice}"

@@ -50,6 +50,12 @@ class ModelConfig:
     trust_remote_code: bool = knob(False, "Run code from the model's repository.")
 
 
+EMBEDDINGS = ("embed_tokens", "lm_head", "wte", "embed_in", "embed_out", "word_embeddings", "embedding")
+"""Names that models give their input and output embeddings."""
+ADDED = "added"
+"""The value of `lora.tokens` for the new tokens of the rows, which a plan replaces by their names."""
+
+
 @dataclass(frozen=True)
 class LoraConfig:
     """Which weights are trained."""
@@ -62,12 +68,41 @@ class LoraConfig:
     experts: int = knob(
         0, "Rank of each expert's own adapters, scaled as the others; 0 for none.", at_least=0, at_most=1024
     )
-    targets: str | tuple[str, ...] = knob("all-linear", "all-linear, or the name endings of the layers to adapt.")
+    targets: str | tuple[str, ...] = knob(
+        "all-linear", "all-linear, or the name endings of the layers to adapt, embed_tokens and lm_head among them."
+    )
+    tokens: str | tuple[str, ...] | None = knob(
+        None,
+        "Tokens whose rows of the embeddings are trained, by their text or as id:NUMBER; added = the new tokens of "
+        "the rows; null = none.",
+    )
+    full: tuple[str, ...] | None = knob(
+        None, "Embeddings that are trained whole beside the adapters: embed_tokens, lm_head; null = none."
+    )
     rslora: bool = knob(False, "Scale by alpha / sqrt(r).")
     dora: bool = knob(False, "Train a magnitude beside the direction (DoRA).")
     vision: bool = knob(False, "Adapters for the projector too, which brings images into the text model.")
     init: Literal["default", "gaussian"] = knob("default", "PEFT's initialisation.")
+    plus: float = knob(1.0, "Learning rate of the adapters' B, as a multiple of A's (LoRA+).", above=0)
     adapter: str | None = knob(None, "The adapter folder of a run, also in gs://, whose weights training starts from.")
+
+    @property
+    def finds_tokens(self) -> bool:
+        """Whether `tokens` are the new ones of the rows, whose names a plan puts in their place."""
+        return self.tokens == ADDED
+
+    @property
+    def adapts_embeddings(self) -> bool:
+        """Whether `targets` names an embedding by a name that models give it."""
+        targets = (self.targets,) if isinstance(self.targets, str) else self.targets
+        return any(target.rpartition(".")[2] in EMBEDDINGS for target in targets)
+
+    @property
+    def token_names(self) -> tuple[str, ...]:
+        """The tokens of `tokens`; none where they are not known yet."""
+        if self.tokens is None or self.finds_tokens:
+            return ()
+        return (self.tokens,) if isinstance(self.tokens, str) else tuple(dict.fromkeys(self.tokens))
 
 
 USUAL = "usual for this model"
@@ -107,6 +142,9 @@ class OptimConfig:
         None, "The peak, after warm-up; null = 2e-4, a tenth of that with lora.r=0 and a tenth in grpo and dpo, more "
         "for the embedded model.", above=0,
     )  # fmt: skip
+    embedding_learning_rate: float | None = knob(
+        None, "The peak for all that is trained of the input and output embeddings; null = learning_rate.", above=0
+    )
     min_learning_rate_ratio: float = knob(
         0.0, "Where the schedule ends, as a share of the peak.", at_least=0, at_most=1
     )

@@ -81,7 +81,8 @@ class Prepared:
         fingerprint: hash of all tokens, loss masks, packing and order.
         tasks: training rows to answer in reinforcement learning; None otherwise.
         eval_asked: prompts as messages or text, per held-out row.
-        new_tokens: result of `new_tokens.new_tokens`; adapters do not train these embeddings.
+        new_tokens: result of `new_tokens.new_tokens`; empty without adapters.
+        learned_tokens: the new tokens whose embeddings the run trains.
         mix: sources of the training rows; None without a mix.
         eval_mix: sources of the held-out rows; None without a mix.
         eval_numbers: row numbers of the held-out rows in `eval_mix`.
@@ -101,6 +102,7 @@ class Prepared:
     tasks: Tasks | None = None
     eval_asked: list[Any] = field(default_factory=list)
     new_tokens: tuple[str, ...] = ()
+    learned_tokens: tuple[str, ...] = ()
     mix: Mix | None = None
     eval_mix: Mix | None = None
     eval_numbers: np.ndarray = field(default_factory=lambda: NONE)
@@ -130,11 +132,15 @@ class Prepared:
         return "\n".join(lines)
 
     def _new_tokens_text(self) -> str:
-        names, count = ", ".join(self.new_tokens[:5]), len(self.new_tokens)
+        left = [token for token in self.new_tokens if token not in self.learned_tokens]
+        shown = left or self.new_tokens
+        names, count = ", ".join(shown[:5]), len(shown)
         more = f" and {count - 5} more" if count > 5 else ""
+        found = f"{count} token id{'s' if count > 1 else ''} of the rows had no text in pre-training ({names}{more})"
+        if not left:
+            return f"{found}; the run trains their embeddings"
         return (
-            f"WARNING: {count} token id{'s' if count > 1 else ''} of the rows had no text in pre-training "
-            f"({names}{more}), so their embeddings are untrained, and LoRA does not train them; lora.r=0 does"
+            f"WARNING: {found}, so their embeddings are untrained, and LoRA does not train them; lora.tokens=added does"
         )
 
     def place(self, row: int) -> str:

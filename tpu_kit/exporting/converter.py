@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tpu_kit.distributed.child_process import run_child
+from tpu_kit.model.weights.trained_embeddings import described
 
 VERSION = "0.3.36"  # of llama_cpp_python
 ARCHIVE = f"llama_cpp_python-{VERSION}.tar.gz"
@@ -115,6 +116,8 @@ def convert_adapter(adapter: Path, base: Path, target: Path, tools: Path) -> Non
     settings = json.loads((adapter / "adapter_config.json").read_text())
     if settings.get("use_dora"):
         raise ValueError("GGUF adapters cannot hold DoRA's magnitudes: export the merged model (gguf-f16)")
+    if found := described(settings):
+        raise ValueError(f"GGUF adapters cannot hold {' and '.join(found)}: export the merged model (gguf-f16)")
     with tempfile.TemporaryDirectory(prefix="tpu_kit-") as scratch:
         plain = Path(scratch)
         shutil.copy(adapter / "adapter_model.safetensors", plain)

@@ -23,6 +23,7 @@ from tpu_kit.model.causal_lm import cast
 from tpu_kit.model.families import experts
 from tpu_kit.model.weights.saved_adapter import ADAPTER_FILES
 from tpu_kit.model.weights.source import locate
+from tpu_kit.model.weights.trained_embeddings import described, untie
 
 _PROCESSOR_FILES = ("PROCESSOR_NAME", "IMAGE_PROCESSOR_NAME", "VIDEO_PROCESSOR_NAME", "FEATURE_EXTRACTOR_NAME",
                     "AUDIO_TOKENIZER_NAME")  # fmt: skip  # of transformers.utils
@@ -91,8 +92,8 @@ def _in_vllm(tuned: TunedModel, settings: Mapping[str, Any], base: str) -> tuple
     rank = max([settings["r"], *(settings.get("rank_pattern") or {}).values()])
     gateless = not all(part.has_gate for _, part in experts.modules_of(tuned.model))
     reasons = {
-        "adapters with DoRA": settings.get("use_dora"), "trained modules beside the adapter":
-        settings.get("modules_to_save") or settings.get("trainable_token_indices"),
+        "adapters with DoRA": settings.get("use_dora"),
+        f"adapters with {' and '.join(described(settings))}": described(settings),
         "adapters on a base in a GGUF file": tuned.config.model.gguf_file,
         f"adapters of a rank above {RANKS[-1]} (this one has {rank})": rank > RANKS[-1],
         "adapters of experts without gates in PEFT's layout": tuned.config.lora.experts and gateless,
@@ -118,6 +119,7 @@ def merge(tuned: TunedModel) -> LogitComparison:
     if tuned.streamed:
         tuned.streamed.merging = True
     elif hasattr(tuned.model, "merge_and_unload"):
+        untie(tuned.model)
         tuned.model = tuned.model.merge_and_unload(safe_merge=True)
     check = compare(tuned.logits, logits(tuned.model, tuned.whole), tuned.effect, "fp32", "merged in fp32, in memory")
     return accept(check)

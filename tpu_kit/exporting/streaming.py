@@ -21,6 +21,7 @@ from tpu_kit.model import causal_lm as models
 from tpu_kit.model.weights.loading import UNDONE_IN_LOADING
 from tpu_kit.model.weights.saved_adapter import ADAPTER_FILES, attach_adapter, is_whole, read_adapter
 from tpu_kit.model.weights.source import locate, model_class, quantized_by
+from tpu_kit.model.weights.trained_embeddings import described
 
 _INDEX = "model.safetensors.index.json"
 _TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -189,7 +190,8 @@ def _parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
 def stream(config: ModelConfig, adapter: Path | None = None) -> StreamedModel | None:
     """Opens a base model in fp32, with the adapter that training wrote, or the whole model that it wrote in its place.
 
-    None if the weights are not those of safetensors files with the model's own names; then it must be loaded.
+    None if the weights are not those of safetensors files with the model's own names, or the adapter trains embeddings;
+    then it must be loaded.
 
     Raises:
         ValueError: the adapter is missing, damaged or of another model.
@@ -199,6 +201,9 @@ def stream(config: ModelConfig, adapter: Path | None = None) -> StreamedModel | 
 
     folder = _folder(config) if adapter is None or not is_whole(adapter) else adapter
     if folder is None:
+        return None
+    saved = None if adapter is None or is_whole(adapter) else read_adapter(adapter)
+    if saved is not None and described(saved[0].to_dict()):
         return None
     try:
         files = _weights(folder)
@@ -216,10 +221,10 @@ def stream(config: ModelConfig, adapter: Path | None = None) -> StreamedModel | 
     plain = copy.deepcopy(model)
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
     names = {id(tensor): name for name, tensor in tensors if name in sources}
-    if adapter is not None and not is_whole(adapter):
+    if adapter is not None and saved is not None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*copying from a non-meta parameter")
-            model = attach_adapter(model, adapter, *read_adapter(adapter), config.name)
+            model = attach_adapter(model, adapter, *saved, config.name)
         _fill_adapter(model, adapter)
     return StreamedModel(model.eval(), plain, files, sources, names)
 

@@ -32,7 +32,7 @@ from tpu_kit.generation.generation_rules import NO_RULES, GenerationRules
 from tpu_kit.generation.kv_cache import Buffer, Cache, Prompts, Step, stack_spec
 from tpu_kit.generation.sampling import Kind, Sampling
 from tpu_kit.machine.chips import GIB
-from tpu_kit.model.base_model import base_model, output_embedding
+from tpu_kit.model.base_model import base_model, matrix_of, output_embedding
 from tpu_kit.model.families import registry as families
 from tpu_kit.model.loop import layer_inputs
 from tpu_kit.model.loop.layer_calls import kept_states, stacked_prefixes
@@ -209,7 +209,7 @@ class Decoder:
         self._programs: dict[Any, Traced | ModelProgram] = {}
         self._prompt_cache: Cache | None = None  # of the last shape
         self._buffers: dict[tuple[int, str], Buffer] = {}  # see `Cache.buffers`
-        self.vocabulary = int(self._causal.get_output_embeddings().weight.shape[0])
+        self.vocabulary = int(matrix_of(self._causal.get_output_embeddings()).weight.shape[0])
         ends = torch.zeros(self.vocabulary, dtype=torch.int64)
         ends[[token for token in stops if token < self.vocabulary]] = 1
         self._end_flags = ends

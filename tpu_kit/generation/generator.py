@@ -23,7 +23,7 @@ from tpu_kit.generation.decoder import BLOCK, Batch, Decoder, cache_slots, fille
 from tpu_kit.generation.generation_rules import NO_RULES, ModelDefaults
 from tpu_kit.generation.prompts import Completion, Prompt, PromptCodec, Row
 from tpu_kit.generation.sampling import Sampling
-from tpu_kit.model.base_model import base_model, check_vocabulary, text_config
+from tpu_kit.model.base_model import base_model, check_vocabulary, matrix_of, text_config
 from tpu_kit.model.rotary import max_positions
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Generator:
         sizes = {"max_prompt": max_prompt, "max_new_tokens": max_new_tokens, "batch_size": batch_size, "block": block}
         if wrong := [f"{name}={value}" for name, value in sizes.items() if value < 1]:
             raise ValueError(f"{', '.join(wrong)}: must be 1 or more")
-        check_vocabulary(len(tokenizer), base_model(model).get_input_embeddings().weight.shape[0])
+        check_vocabulary(len(tokenizer), matrix_of(base_model(model).get_input_embeddings()).weight.shape[0])
         self._rt, self._config = rt, text_config(model)
         self._limits, self._batch_size = (max_prompt, max_new_tokens), batch_size
         self._prefill_rows = prefill_rows

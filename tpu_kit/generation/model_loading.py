@@ -18,6 +18,7 @@ from tpu_kit.generation.prompts import Prompt, is_chat
 from tpu_kit.generation.reference_check import check_generation
 from tpu_kit.model import causal_lm as models
 from tpu_kit.model import states_head
+from tpu_kit.model.base_model import matrix_of
 from tpu_kit.model.families import registry as families
 from tpu_kit.model.weights.loading import load_base, load_frozen, read_config
 from tpu_kit.model.weights.saved_adapter import attach_adapter, is_whole, read_adapter
@@ -105,7 +106,7 @@ def arrange_for_few_rows(model: torch.nn.Module) -> torch.nn.Module:
     of an input are adjacent, and with more rows the same time as before (MKL, fp32, AMD EPYC). The head would take 1.2
     times as long with 4 rows or more. Do not save the model afterwards.
     """
-    head = models.base_model(model).get_output_embeddings()
+    head = matrix_of(models.base_model(model).get_output_embeddings())
     for part in model.modules():
         if not isinstance(part, torch.nn.Linear) or part is head or part.weight.dtype != torch.float32:
             continue

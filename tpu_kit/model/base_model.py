@@ -21,16 +21,42 @@ def text_config(model: torch.nn.Module) -> Any:
 
 
 class OutputHead(NamedTuple):
-    """The output layer of a model, whose logits are softcap(scale * (hidden @ weight.T + bias))."""
+    """The output layer of a model, whose logits are softcap(scale * (hidden @ W.T + bias)), W = weight + up @ down.
+
+    Attributes:
+        weight: (V, H).
+        bias: (V,), or None.
+        softcap: of the logits, or None.
+        scale: of the logits.
+        down: (R, H), the first factor of an adapter's addition to the weight; None without an adapter.
+        up: (V, R), the second factor.
+    """
 
     weight: torch.Tensor
     bias: torch.Tensor | None = None
     softcap: float | None = None
     scale: float = 1.0
+    down: torch.Tensor | None = None
+    up: torch.Tensor | None = None
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors of the linear layer that it has, by name."""
+        named = {"weight": self.weight, "bias": self.bias, "down": self.down, "up": self.up}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    def detached(self) -> OutputHead:
+        """Returns a head through which no gradient flows to its tensors."""
+        made: dict[str, Any] = {name: tensor.detach() for name, tensor in self.tensors.items()}
+        return self._replace(**made)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Computes the logits (..., V), fp32, of last hidden states (..., H)."""
-        return self.scaled(torch.nn.functional.linear(hidden, self.weight, self.bias))
+        outputs = torch.nn.functional.linear(hidden, self.weight, self.bias)
+        if self.down is not None and self.up is not None:
+            low = torch.nn.functional.linear(hidden, self.down.to(hidden.dtype))
+            outputs = outputs + torch.nn.functional.linear(low, self.up.to(hidden.dtype))
+        return self.scaled(outputs)
 
     def scaled(self, outputs: torch.Tensor) -> torch.Tensor:
         """Computes the logits, fp32, of the outputs of the linear layer."""
@@ -38,23 +64,91 @@ class OutputHead(NamedTuple):
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
 
+def matrix_of(part: Any) -> Any:
+    """Returns the layer with the weight of an input or output embedding, without PEFT's wrappers around it.
+
+    The weight is the trained copy if the whole layer is trained (`modules_to_save`) and adapters are on.
+    """
+    inner = part._modules
+    if "token_adapter" in inner:
+        return matrix_of(part.token_adapter)
+    if "modules_to_save" in inner:
+        return part.original_module if part.disable_adapters else part.modules_to_save[part.active_adapters[0]]
+    return part.base_layer if "base_layer" in inner else part
+
+
+def is_tied(model: torch.nn.Module) -> bool:
+    """Whether the output embedding of a model computes with the weight of its input embedding."""
+    base = base_model(model)
+    head = base.get_output_embeddings()
+    return head is not None and matrix_of(head).weight is matrix_of(base.get_input_embeddings()).weight
+
+
+def tied_layers(base: PreTrainedModel) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
+    """Returns the layers of the input and the output embedding that share a weight: frozen ones, and trained copies.
+
+    The configuration of the model decides about frozen ones: they may not share a weight now.
+    """
+    parts: list[Any] = [base.get_input_embeddings(), base.get_output_embeddings()]
+    pairs: list[tuple[torch.nn.Module, torch.nn.Module]] = []
+    if parts[1] is None:
+        return pairs
+    if base.config.tie_word_embeddings:  # by which transformers ties them; a text model within may not have it
+        start, end = (part.original_module if "modules_to_save" in part._modules else matrix_of(part) for part in parts)
+        pairs.append((start, end))
+    if all("modules_to_save" in part._modules for part in parts):
+        start, end = (next(iter(part.modules_to_save.values())) for part in parts)
+        pairs += [(start, end)] if start.weight is end.weight else []
+    return pairs
+
+
+def embedding_paths(model: torch.nn.Module) -> list[str]:
+    """Returns how the names of the parameters of both embeddings begin, in a `PeftModel` or a plain model."""
+    base = base_model(model)
+    parts = {id(part) for part in (base.get_input_embeddings(), base.get_output_embeddings()) if part is not None}
+    return [f"{path}." for path, part in model.named_modules() if id(part) in parts]
+
+
 def output_embedding(model: torch.nn.Module) -> OutputHead:
     """Returns the output head, for `loss.chunked`.
 
     Raises:
-        ValueError: if the head is not a plain linear layer (LoRA on it, for instance).
+        ValueError: if the head is not a plain linear layer, with an adapter of PEFT or without.
     """
     base = base_model(model)
-    head = base.get_output_embeddings()
+    part: Any = base.get_output_embeddings()
+    head: Any = matrix_of(part)
     if type(head) is not torch.nn.Linear:
         raise ValueError(
             f"the output head is a {type(head).__name__}, and the chunked loss needs a plain linear layer: take "
-            "lm_head out of lora.targets"
+            "another model"
         )
     config = text_config(base)
     # Cohere multiplies its logits, Granite divides them; Gemma caps them.
     scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
-    return OutputHead(head.weight, head.bias, getattr(config, "final_logit_softcapping", None), float(scale))
+    softcap = getattr(config, "final_logit_softcapping", None)
+    return OutputHead(head.weight, head.bias, softcap, float(scale), *_adapter_of_head(part, head.weight))
+
+
+def _adapter_of_head(part: Any, weight: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Returns `OutputHead.down` and `up` of PEFT's wrapper of an output layer, (None, None) without an adapter."""
+    if "token_adapter" in part._modules:
+        rows = part.token_adapter
+        return (None, None) if rows.disable_adapters or rows.merged else rows_as_adapter(rows, weight)
+    if "lora_A" not in part._modules or part.disable_adapters or part.merged:
+        return None, None
+    name = part.active_adapters[0]
+    return part.lora_A[name].weight, part.lora_B[name].weight * part.scaling[name]
+
+
+def rows_as_adapter(rows: Any, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns trained rows of a matrix (V, H) as an adapter: their differences (R, H), and ones at tokens (V, R).
+
+    `rows` is PEFT's `TrainableTokensLayer` after `trained_embeddings.connect`.
+    """
+    delta, numbers = rows.trainable_tokens_delta[rows.active_adapters[0]], rows.numbers
+    tokens = torch.arange(weight.shape[0], device=numbers.device)
+    return delta - weight.index_select(0, numbers), (tokens[:, None] == numbers).to(delta.dtype)
 
 
 def check_vocabulary(ids: int, embeddings: int | None, whose: str = "the model") -> None:

@@ -21,6 +21,7 @@ from tpu_kit.model.base_model import OutputHead as OutputHead
 from tpu_kit.model.base_model import base_model as base_model
 from tpu_kit.model.base_model import output_embedding as output_embedding
 from tpu_kit.model.base_model import text_config as text_config
+from tpu_kit.model.base_model import tied_layers
 from tpu_kit.model.families import registry as families
 from tpu_kit.model.loop.layer_calls import stacked_parts, stacked_prefixes
 from tpu_kit.model.loop.layer_inputs import Visibility
@@ -35,10 +36,11 @@ def to_device(model: torch.nn.Module, device: torch.device | str) -> torch.nn.Mo
     """
     if active_mesh().size > 1 and torch.device(device).type == "xla":
         return partition.to_mesh(model, stacked_prefixes(model), stacked_parts(model))
+    bases = filter(None, (base_model(model), getattr(model, "teacher", None)))
+    tied = [pair for base in bases for pair in tied_layers(base)]
     model.to(device)
-    for base in filter(None, (base_model(model), getattr(model, "teacher", None))):
-        if base.config.tie_word_embeddings:  # by which transformers ties them; a text model within may not have it
-            base.get_output_embeddings().weight = base.get_input_embeddings().weight
+    for embedding, head in tied:
+        head.weight = embedding.weight
     return model
 
 

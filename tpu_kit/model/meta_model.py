@@ -28,6 +28,7 @@ from tpu_kit.model.loop import layer_calls
 from tpu_kit.model.shape import Alive, Experts, Layer, Linear, Shape
 from tpu_kit.model.weights.quantization import Scheme, replace_layers
 from tpu_kit.model.weights.source import brief, model_class, settings_of
+from tpu_kit.model.weights.trained_embeddings import ends_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -107,6 +108,7 @@ def shape_of(model: PreTrainedModel, name: str) -> Shape:
     return Shape(
         family=str(model.config.model_type), vocabulary=embedding.shape[0],
         hidden=int(getattr(text, "hidden_size", embedding.shape[1])), tied=head.weight is embedding,
+        ends=ends_of(model),
         positions=getattr(text, "max_position_embeddings", None) or _MOST_POSITIONS,
         layers_path=".".join(filter(None, [paths[id(decoder)], list_name])),
         outside=tuple((n, tuple(p.shape)) for n, p in model.named_parameters() if id(p) not in inside),

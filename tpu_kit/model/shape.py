@@ -180,6 +180,7 @@ class Shape:
         vocabulary: rows of the embedding.
         hidden: size of the hidden states.
         tied: whether the output layer is the embedding.
+        ends: paths of the input and the output embedding.
         positions: longest sequence.
         layers_path: of the list of layers, such as "model.layers".
         outside: (name, shape) of the parameters that are in no layer; a tied embedding counts once.
@@ -194,6 +195,7 @@ class Shape:
     vocabulary: int
     hidden: int
     tied: bool
+    ends: tuple[str, str]
     positions: int
     layers_path: str
     outside: tuple[tuple[str, tuple[int, ...]], ...]
@@ -296,7 +298,11 @@ class Shape:
         if not lora.r or lora.targets == "all-linear":
             left_out = WITHOUT_ADAPTER.get(self.family, ())
             return bool(lora.r) and linear.path.rpartition(".")[2] not in left_out
-        path = linear.path if layer is None else f"{self.layers_path}.{layer}.{linear.path}"
+        return self.is_target(lora, linear.path if layer is None else f"{self.layers_path}.{layer}.{linear.path}")
+
+    @staticmethod
+    def is_target(lora: LoraConfig, path: str) -> bool:
+        """Whether `lora.targets` names the layer of a path in the model."""
         wanted = [lora.targets] if isinstance(lora.targets, str) else lora.targets
         return any(f".{path}".endswith(f".{one}") for one in wanted)
 
@@ -308,7 +314,7 @@ class Shape:
             for layer, kind in enumerate(self.order)
             for one in self.kinds[kind].linears
         ]
-        check_targets(lora, paths, self.family)
+        check_targets(lora, paths, self.family, self.ends)
 
     @property
     def widths(self) -> list[tuple[str, int]]:
@@ -337,17 +343,48 @@ def check_groups(widths: Sequence[tuple[str, int]], group: int) -> None:
         )
 
 
-def check_targets(lora: LoraConfig, paths: Sequence[str], model: str) -> None:
-    """Raises ValueError if a LoRA target matches none of a model's linear layers, whose paths begin with a dot."""
-    if not lora.r or lora.targets == "all-linear":
+def check_targets(lora: LoraConfig, paths: Sequence[str], model: str, ends: tuple[str, str]) -> None:
+    """Checks which layers are trained.
+
+    Args:
+        lora: the adapters.
+        paths: of the linear layers that may have adapters, which begin with a dot.
+        model: for messages.
+        ends: paths of the input and the output embedding.
+
+    Raises:
+        ValueError: a target matches no layer, `lora.full` names none of the embeddings, or two settings train one.
+    """
+    if not lora.r:
         return
+    embeddings = [f".{path}" for path in ends]
+    names = " and ".join(path.rpartition(".")[2] for path in embeddings)
+    if wrong := [one for one in lora.full or () if not any(path.endswith(f".{one}") for path in embeddings)]:
+        raise ValueError(f"lora.full: {', '.join(wrong)} is no embedding of {model}, which are {names}; name these")
     wanted = [lora.targets] if isinstance(lora.targets, str) else list(lora.targets)
-    missing = [one for one in wanted if not any(path.endswith(f".{one}") for path in paths)]
+    adapted = [one for one in wanted if any(path.endswith(f".{one}") for path in embeddings)]
+    for name, given in (("tokens", lora.tokens), ("full", lora.full)):
+        if given and adapted:
+            raise ValueError(
+                f"lora.{name} and lora.targets={','.join(adapted)} both train the embeddings of {model}: keep one"
+            )
+    if adapted and lora.dora:
+        raise ValueError(
+            f"lora.dora is not for the embeddings {', '.join(adapted)} in lora.targets: remove one of them"
+        )
+    if lora.dropout and any(f".{ends[1]}".endswith(f".{one}") for one in adapted):
+        raise ValueError(
+            f"lora.dropout={lora.dropout:g}: the chunked loss has no dropout for an adapter of the output embedding: "
+            f"set it to 0, or take {ends[1].rpartition('.')[2]} out of lora.targets"
+        )
+    if lora.targets == "all-linear":
+        return
+    missing = [one for one in wanted if one not in adapted and not any(path.endswith(f".{one}") for path in paths)]
     if missing or not wanted:
-        names = ", ".join(sorted({path.rpartition(".")[2] for path in paths}))
+        known = ", ".join(sorted({path.rpartition(".")[2] for path in paths}))
         raise ValueError(
             f"lora.targets: {', '.join(missing) or 'an empty list'} matched nothing in {model}; its linear layers are "
-            f"{names}. Name some of these, or use all-linear"
+            f"{known}, and its embeddings {names}. Name some of these, or use all-linear"
         )
 
 

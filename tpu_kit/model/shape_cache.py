@@ -16,7 +16,7 @@ from tpu_kit.model.shape import Shape
 from tpu_kit.model.weights.source import did_you_mean, locate, settings_of, shipped_shape
 
 CACHE = Path("~/.cache/tpu_kit/shapes")
-_DERIVING = ("shape_cache", "meta_model", "loop/layer_calls", "weights/source", "shape")
+_DERIVING = ("shape_cache", "meta_model", "loop/layer_calls", "weights/source", "weights/trained_embeddings", "shape")
 """The modules whose code makes a shape."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -16,9 +17,11 @@ from tpu_kit.model.families import registry as families
 from tpu_kit.model.loop.layer_inputs import Visibility
 from tpu_kit.model.rotary import fix_rotary
 from tpu_kit.model.shape import WITHOUT_ADAPTER, check_targets
+from tpu_kit.model.weights import trained_embeddings as embeddings
 from tpu_kit.model.weights.loading import load_base, load_frozen
 from tpu_kit.model.weights.quantization import QuantizedLinear
 from tpu_kit.model.weights.quantization import layers_of as linear_layers
+from tpu_kit.model.weights.source import token_numbers as token_numbers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -64,14 +67,17 @@ def load_model(
     """
     # For a mesh trained weights stay as they are saved, mapped from the files, until their shards are made in fp32.
     whole: Any = torch.float32 if active_mesh().size == 1 else "auto"
+    numbers = token_numbers(config, lora)
     base = load_frozen(config, settings) if lora.r else load_base(config, whole, settings)
-    model = adapt(base, lora, config.base_dtype, seed)
+    model = adapt(base, lora, config.base_dtype, seed, numbers)
     if base_model(model).config.model_type not in COMPARED:
         check_head(model)
     return model.train()
 
 
-def adapt(model: PreTrainedModel, lora: LoraConfig, base_dtype: str, seed: int = 0) -> torch.nn.Module:
+def adapt(
+    model: PreTrainedModel, lora: LoraConfig, base_dtype: str, seed: int = 0, tokens: Sequence[int] | None = None
+) -> torch.nn.Module:
     """Makes a causal language model trainable; it may come from anywhere and be on any device.
 
     Args:
@@ -79,6 +85,7 @@ def adapt(model: PreTrainedModel, lora: LoraConfig, base_dtype: str, seed: int =
         lora: the adapters, or r = 0.
         base_dtype: "fp32" runs matrix products in fp32, others in bf16.
         seed: of the adapters' initial values.
+        tokens: the ids of `lora.tokens`; by default the first ones, for a model without values.
 
     Returns:
         The same weights, with adapters if lora.r > 0; `requires_grad` says which are trained.
@@ -119,10 +126,13 @@ def adapt(model: PreTrainedModel, lora: LoraConfig, base_dtype: str, seed: int =
             rank_pattern=dict.fromkeys(own, lora.experts),
             alpha_pattern=dict.fromkeys(own, lora.alpha * lora.experts / lora.r),
             task_type="CAUSAL_LM",
+            **embeddings.peft_settings(model, lora, range(len(lora.token_names)) if tokens is None else tokens),
         )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             adapted = experts.with_adapters(model, settings)
+        for param in trainable_parameters(adapted).values():  # a trained copy has the dtype of its matrix
+            param.data = param.data.float()
     return adapted
 
 
@@ -172,7 +182,7 @@ def _projector_parameters(model: PreTrainedModel) -> list[str]:
 
 
 def _targets(model: PreTrainedModel, lora: LoraConfig, others: list[str], projector: list[str]) -> str | list[str]:
-    """Checks that the LoRA targets match linear layers of the text model, and none of its embeddings.
+    """Checks that the LoRA targets match linear layers of the text model, or its embeddings.
 
     Args:
         model: the base.
@@ -182,21 +192,17 @@ def _targets(model: PreTrainedModel, lora: LoraConfig, others: list[str], projec
     """
     from transformers.pytorch_utils import Conv1D
 
+    ends = (model.get_output_embeddings(), model.get_input_embeddings())
+    modules = {f".{name}": part for name, part in model.named_modules()}
+    linear = [name for name, part in modules.items() if isinstance(part, torch.nn.Linear | Conv1D) and part not in ends]
+    check_targets(lora, linear, type(model).__name__, embeddings.ends_of(model))
     if lora.targets == "all-linear":
         beside = _beside_experts(model)
         return [*beside, *projector] if beside else lora.targets
     wanted = [lora.targets] if isinstance(lora.targets, str) else list(lora.targets)
-    ends = (model.get_output_embeddings(), model.get_input_embeddings())
-    modules = {f".{name}": part for name, part in model.named_modules()}
-    embeddings = [name for name, part in modules.items() if part in ends]
-    if refused := [target for target in wanted if any(name.endswith(f".{target}") for name in embeddings)]:
-        raise ValueError(
-            f"lora.targets: {', '.join(refused)} is the model's input or output embedding. The loss reads the output "
-            "embedding in chunks, without its layer, and it may share its weight with the input: leave both out"
-        )
-    linear = [name for name, part in modules.items() if isinstance(part, torch.nn.Linear | Conv1D) and part not in ends]
-    check_targets(lora, linear, type(model).__name__)
     for target in wanted:
+        if any(f".{path}".endswith(f".{target}") for path in embeddings.ends_of(model)):
+            continue
         if all(name.removeprefix(".") in others for name in linear if name.endswith(f".{target}")):
             raise ValueError(
                 f"lora.targets: {target} is of the part for images, which is frozen: name layers of the text model; "

@@ -107,7 +107,10 @@ def _check_start(plan: RunPlan, adapter: str, objective: Objective) -> None:
     with adapter_at_hand(adapter) as folder:
         assert folder is not None
         base_of_adapter(config.model, folder, plan.record.identities.get(NAME))
+        if config.lora.finds_tokens:  # which the rows tell; a replica compares them
+            return
+        tokens = models.token_numbers(config.model, config.lora)
         with torch.device("meta"):
-            model = models.adapt(empty_model(config), config.lora, config.model.base_dtype)
+            model = models.adapt(empty_model(config), config.lora, config.model.base_dtype, tokens=tokens)
             objective.attach(model, lambda one: empty_model(replace(config, model=plan.pinned(one))))
         start_from(model, folder)

@@ -100,7 +100,8 @@ def trainer(
             for line in plan.resume_point.described(config, plan.record) if plan.resume_point else ():
                 print(line, flush=True)
             head = output_embedding(model).weight  # before it leaves the CPU
-            untrained = describe_untrained(prepared, head, adapters=bool(config.lora.r))
+            frozen = bool(config.lora.r) and not (config.lora.full or config.lora.adapts_embeddings)
+            untrained = describe_untrained(prepared, head, frozen, models.token_numbers(config.model, config.lora))
         checkpoint = plan.resume_point.checkpoint if plan.resume_point else None
         state = prepare_model(model, config, rt, checkpoint, len(objective.extra))
         rt.sync()

@@ -60,8 +60,23 @@ def prepare_run(config: TrainConfig, model: PreTrainedConfig | None = None) -> P
         )
     if tokenizer is None or not config.lora.r:  # full fine-tuning trains the embeddings
         return prepared
-    used = np.flatnonzero(occurrences(prepared.train.documents))
-    return replace(prepared, new_tokens=new_tokens(config.model, text, tokenizer, used))
+    used, lora = np.flatnonzero(occurrences(prepared.train.documents)), config.lora
+    new = new_tokens(config.model, text, tokenizer, used)
+    every = lora.full or lora.finds_tokens or lora.adapts_embeddings
+    learned = new if every else tuple(token for token in new if token in lora.token_names)
+    return replace(prepared, new_tokens=new, learned_tokens=learned)
+
+
+def with_tokens(config: TrainConfig, prepared: Prepared) -> TrainConfig:
+    """Puts the names of the new tokens of the rows in the place of lora.tokens=added; raises ValueError without any."""
+    if not config.lora.finds_tokens:
+        return config
+    if not prepared.new_tokens:
+        raise ValueError(
+            "lora.tokens=added: the rows have no token that was added to the tokenizer and whose embedding is as it "
+            "was made, or the weights are not safetensors files on this machine: name the tokens, or set it to null"
+        )
+    return replace(config, lora=replace(config.lora, tokens=prepared.new_tokens))
 
 
 @contextlib.contextmanager

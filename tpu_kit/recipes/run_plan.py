@@ -32,7 +32,7 @@ from tpu_kit.model.weights.base_identity import NAME, fingerprint, identify_adap
 from tpu_kit.model.weights.loading import read_config
 from tpu_kit.planning.preflight import Preflight, check_before_launch
 from tpu_kit.recipes import problems
-from tpu_kit.recipes.run_data import SHOWN_REPORT, data_report, prepare_run
+from tpu_kit.recipes.run_data import SHOWN_REPORT, data_report, prepare_run, with_tokens
 from tpu_kit.training.losses.sampled_updates import planned_updates
 from tpu_kit.training.losses.teacher_files import TeacherFiles, prepare_files, read_columns
 from tpu_kit.training.objectives import Objective, objective_of
@@ -253,7 +253,7 @@ def with_model(plan: RunPlan) -> tuple[RunPlan, Objective | None]:
 
 def with_data(plan: RunPlan, prepared: Prepared) -> RunPlan:
     """Adds the hashes of the data, its number of rows, and the place of the teacher's logits."""
-    config, tasks = plan.config, prepared.tasks
+    config, tasks = with_tokens(plan.config, prepared), prepared.tasks
     if prepared.images_per_row:
         config = replace(config, data=replace(config.data, images_per_row=prepared.images_per_row))
     files = TeacherFiles.of(config, prepared, plan.record.identities.get(TEACHER))

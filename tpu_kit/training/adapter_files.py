@@ -24,6 +24,7 @@ from tpu_kit.model.states_head import StatesHead, file_names, find_head, title
 from tpu_kit.model.weights import base_identity
 from tpu_kit.model.weights.saved_adapter import read_adapter
 from tpu_kit.model.weights.source import locate, modules_left_out
+from tpu_kit.model.weights.trained_embeddings import names_in_files, tied_names
 from tpu_kit.training.state import set_parameters
 
 
@@ -32,19 +33,19 @@ def _own(trained: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def adapter_tensors(model: torch.nn.Module, trained: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Makes the tensors of adapter_model.safetensors, under the names of PEFT's `get_peft_model_state_dict`.
+    """Makes the tensors of adapter_model.safetensors, under the names of PEFT.
 
-    That function drops all names that are not in the model, and a model with stacks has no names of single layers.
+    PEFT also writes the frozen matrix of an embedding with LoRA, unless it is told `save_embedding_layers=False`; it
+    reads a file without.
 
     Args:
         model: the `PeftModel`.
         trained: CPU tensors by the names of `trainable_parameters` of the model without stacks.
     """
-    tensors = {}
-    for name, value in _own(trained).items():
-        name = name.replace(".default", "")
-        tensors[name.removesuffix(".weight") if "lora_magnitude_vector" in name else name] = value
-    return {name: value.contiguous() for name, value in tensors.items()}
+    own = _own(trained)
+    names = names_in_files(own)
+    tensors = {names[name]: value.contiguous() for name, value in own.items()}
+    return tensors | {second: tensors[first].clone() for first, second in tied_names(model).items()}
 
 
 def adapter_settings(model: Any, config: TrainConfig) -> dict[str, Any]:
@@ -161,6 +162,10 @@ def start_from(model: torch.nn.Module, folder: Path) -> None:
     theirs, ours = settings.to_dict(), model.peft_config["default"].to_dict()  # type: ignore[index,union-attr]  # of PEFT
     compared = ("lora_alpha", "r", "use_dora", "use_rslora", "alpha_pattern", "rank_pattern")
     differ = [name for name in compared if theirs.get(name) != ours[name]]
+    # The ids of tokens are compared here, the names of whole matrices by the tensors.
+    indices = [one.get("trainable_token_indices") for one in (theirs, ours)]
+    if len({tuple(next(iter(one.values())) if isinstance(one, dict) else one or ()) for one in indices}) > 1:
+        differ.append("trainable_token_indices")
     if theirs.get("init_lora_weights") not in (True, False, "gaussian"):  # the others change the base as PEFT loads it
         differ.append("init_lora_weights")
     if differ:
@@ -178,6 +183,9 @@ def start_from(model: torch.nn.Module, folder: Path) -> None:
             )
         tensors |= {f"objective.{name}": value for name, value in load_file(folder / file_names(head)[1]).items()}
     started = {name: param.detach() for name, param in params.items() if name.startswith("objective.")}
-    names = dict(zip(adapter_tensors(model, params), (name for name in params if name not in started), strict=True))
+    names = {told: name for name, told in names_in_files(_own(params)).items()}
+    for first, second in tied_names(model).items():
+        if second in tensors and torch.equal(tensors[first], tensors[second]):
+            del tensors[second]
     started |= {names.get(name, name): tensor for name, tensor in tensors.items()}
     set_parameters(model, started, f"lora.adapter={folder}", "Set lora.targets as in its run")

@@ -95,16 +95,20 @@ def model_flops_per_token(model: Any, sequence_length: int) -> int | None:
     """
     from torch.nn import Embedding
 
+    from tpu_kit.model.base_model import matrix_of
     from tpu_kit.model.families import experts
     from tpu_kit.model.weights.quantization import QuantizedLinear
 
     config = model.config.get_text_config()
-    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    decoder, output = model.get_decoder(), model.get_output_embeddings()
+    head = matrix_of(output)
     parts, mixtures = list(decoder.modules()), dict(experts.modules_of(decoder))
     chosen = next((count for name in _CHOSEN if (count := getattr(config, name, None))), None)
     if mixtures and chosen is None:
         return None
     tables = {part.weight for part in parts if isinstance(part, Embedding)}
+    looked_up = ("lora_embedding_A", "trainable_tokens_delta")  # of which a token takes a row
+    tables |= {param for name, param in model.named_parameters() if any(one in name for one in looked_up)}
     counts = {False: sum(part.count for part in parts if isinstance(part, QuantizedLinear)), True: 0.0}
     shares = dict[str, float]()
     for path, part in mixtures.items():
@@ -114,7 +118,8 @@ def model_flops_per_token(model: Any, sequence_length: int) -> int | None:
             size = part.form.sizes[name] if hasattr(part, "form") else weight.shape[-3:]
             counts[weight.requires_grad] += share * size.numel() * (weight.numel() // math.prod(weight.shape[-3:]))
         tables |= {getattr(part, name) for name in experts.shaped_names(part)}
-    named = {parameter: name for name, parameter in [*decoder.named_parameters(), *head.named_parameters()]}
+    adapters = [(name, param) for name, param in output.named_parameters() if "lora_" in name]
+    named = {param: name for name, param in [*decoder.named_parameters(), *head.named_parameters(), *adapters]}
     for parameter, name in named.items():
         if parameter not in tables or parameter is head.weight:  # a tied table is the head's matrix
             share = next((share for path, share in shares.items() if name.startswith(path)), 1.0)

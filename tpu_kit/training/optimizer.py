@@ -7,7 +7,7 @@ for one late step (AdamW, when the bias correction becomes exactly 1).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -34,6 +34,37 @@ class Optimizer(NamedTuple):
 
     start: Callable[[Sequence[int], bool], Moments]
     direction: Callable[[torch.Tensor, OptimConfig], Direction]
+
+
+def relative_rates(
+    names: Iterable[str], embeddings: Sequence[str], optim: OptimConfig, plus: float = 1.0
+) -> dict[str, float]:
+    """Returns the learning rate of each parameter, as a multiple of `optim.learning_rate`.
+
+    B of LoRA has `plus` times the rate of A, and so have DoRA's magnitudes (LoRA+, Hayou et al., arXiv:2402.12354, as
+    PEFT groups them). All of an embedding has `optim.embedding_learning_rate`, if that is set.
+
+    Args:
+        names: of the trained parameters.
+        embeddings: how the names of the two embeddings' parameters begin.
+        optim: the rates.
+        plus: `lora.plus`.
+
+    Raises:
+        ValueError: an embedding's rate is set, and none is trained.
+    """
+    found, given = {}, optim.embedding_learning_rate
+    for name in names:
+        found[name] = plus if ".lora_B." in name or ".lora_magnitude_vector." in name else 1.0
+        if given is not None and name.startswith(tuple(embeddings)):
+            assert optim.learning_rate is not None, "TrainConfig replaces null"
+            found[name] = given / optim.learning_rate
+    if given is not None and not any(name.startswith(tuple(embeddings)) for name in found):
+        raise ValueError(
+            f"optim.embedding_learning_rate={given:g}: no embedding is trained; set lora.tokens or lora.full, "
+            "name them in lora.targets, or set it to null"
+        )
+    return found
 
 
 def is_matrix(shape: Sequence[int], stacked: bool) -> bool:

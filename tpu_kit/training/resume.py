@@ -85,8 +85,13 @@ class ResumePoint:
         return checkpoint is not None and (checkpoint.step, checkpoint.files) == (self.step, self.checkpoint.files)
 
     def kept(self, config: TrainConfig) -> TrainConfig:
-        """Returns the run with `data.eval_rows` and `data.date` with which it began, where it does not set them."""
+        """Returns the run with its first `data.eval_rows` and `data.date`, where it does not set them.
+
+        The names that lora.tokens=added found then take its place.
+        """
         data = config.data
+        if config.lora.finds_tokens and self.config.get("lora.tokens"):
+            config = replace(config, lora=replace(config.lora, tokens=tuple(self.config["lora.tokens"])))
         rows = self.config.get("data.eval_rows") if data.eval_rows is None else data.eval_rows
         return replace(config, data=replace(data, eval_rows=rows, date=data.date or self.config["data.date"]))
 

@@ -15,11 +15,12 @@ from tpu_kit.config.mesh import Spec
 from tpu_kit.distributed.replica.mesh import active_mesh
 from tpu_kit.distributed.replica.runtime import Runtime
 from tpu_kit.model import causal_lm as models
+from tpu_kit.model.base_model import embedding_paths
 from tpu_kit.model.loop.layer_calls import restacked, stacked_names, unstacked
 from tpu_kit.model.sharding import partition
 from tpu_kit.model.sharding.sharding_rules import Embedding
 from tpu_kit.training.checkpoint.manifest import Checkpoint, Select
-from tpu_kit.training.optimizer import OPTIMIZERS
+from tpu_kit.training.optimizer import OPTIMIZERS, relative_rates
 
 if TYPE_CHECKING:
     from tpu_kit.xla.scan import Traced
@@ -70,6 +71,7 @@ class TrainState:
         params: the trained parameters by name, fp32.
         stacks: as `layer_calls.stacked_names` returns them.
         specs: how the parameters are sharded on a mesh, by name.
+        rates: the learning rate of each parameter, as a multiple of optim.learning_rate.
         optimizer: from `optimizer.OPTIMIZERS`.
         moments: of the optimizer, by name of the parameter and kind.
         passes: forward and backward pass as `step` has traced them, by the shapes of a batch; None if it traces anew.
@@ -86,12 +88,15 @@ class TrainState:
         optim: OptimConfig,
         saved: Mapping[str, torch.Tensor] | None = None,
         extra_sums: int = 0,
+        plus: float = 1.0,
     ) -> None:
         """Creates a new state; or, from the tensors of `to_host`, that of a model whose parameters have been set."""
         self.params = models.trainable_parameters(model)
         wrong = [name for name, param in self.params.items() if param.dtype != torch.float32]
         assert not wrong, f"trained in other than fp32: {wrong[:3]}"
         self.stacks = stacked_names(model)
+        embeddings = embedding_paths(model) if optim.embedding_learning_rate else []
+        self.rates = relative_rates(self.params, embeddings, optim, plus)
         embedding = partition.embedding_of(model) if active_mesh().size > 1 else Embedding()
         self.specs = {
             name: partition.spec_of(name, param, embedding, name in self.stacks) for name, param in self.params.items()
@@ -129,6 +134,7 @@ class TrainState:
         device: torch.device,
         optim: OptimConfig,
         extra_sums: int = 0,
+        plus: float = 1.0,
     ) -> TrainState:
         """Restores the state of a checkpoint: first into the model on the CPU, then on the device beside it.
 
@@ -139,6 +145,7 @@ class TrainState:
             device: of this replica.
             optim: of the run.
             extra_sums: number of extra sums of the objective.
+            plus: `lora.plus`.
 
         Raises:
             DamagedError: the checkpoint is not what was written.
@@ -147,7 +154,7 @@ class TrainState:
         saved = read_tensors(checkpoint)
         restore(model, saved)
         place()
-        return cls(model, device, optim, saved, extra_sums)
+        return cls(model, device, optim, saved, extra_sums, plus)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All tensors of the state on the device, by section and name of the parameter."""

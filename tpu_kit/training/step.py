@@ -70,9 +70,9 @@ def prepare_model(
         _place(model, config, rt)
 
     if checkpoint is not None:
-        return TrainState.load(checkpoint, model, place, rt.local_device, config.optim, extra_sums)
+        return TrainState.load(checkpoint, model, place, rt.local_device, config.optim, extra_sums, config.lora.plus)
     place()
-    return TrainState(model, rt.local_device, config.optim, extra_sums=extra_sums)
+    return TrainState(model, rt.local_device, config.optim, extra_sums=extra_sums, plus=config.lora.plus)
 
 
 def _place(model: torch.nn.Module, config: TrainConfig, rt: Runtime) -> None:
@@ -258,18 +258,19 @@ def _update(
         scale = (optim.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
 
     applied = state.applied + good
-    decay = 1.0 - rate * optim.weight_decay  # of a matrix
     share = good * (1.0 - optim.ema_decay)  # of the new parameters in the average
     direction_of = state.optimizer.direction(applied, optim)
     for names in _groups(state):
         params: list[torch.Tensor] = [state.params[name] for name in names]
         kinds = {kind: [state.moments[name][kind] for name in names] for kind in state.moments[names[0]]}
-        stacked = names[0] in state.stacks or len(names) > 1
+        stacked, relative = names[0] in state.stacks or len(names) > 1, state.rates[names[0]]
+        own_rate = rate if relative == 1.0 else rate * relative
         param, gradient = _stack(params), _stack([gradients[name] for name in names])
         moments = {kind: _stack(each) for kind, each in kinds.items()}
         direction, new_moments = direction_of(gradient * scale, moments, stacked)
-        decayed = param * decay if optim.weight_decay and is_matrix(param.shape, stacked) else param
-        _write(params, torch.where(good, decayed - rate * direction, param), state.specs[names[0]])
+        decays = optim.weight_decay and is_matrix(param.shape, stacked)
+        decayed = param * (1.0 - own_rate * optim.weight_decay) if decays else param
+        _write(params, torch.where(good, decayed - own_rate * direction, param), state.specs[names[0]])
         for kind, each in kinds.items():
             new = torch.where(good, new_moments[kind], moments[kind])
             _write(each, new, state.spec(names[0], each[0]))
@@ -298,12 +299,13 @@ def _update(
 def _groups(state: TrainState) -> Iterable[list[str]]:
     """Yields the names of the parameters that are updated together.
 
-    Small ones of one shape are, except on a mesh: one by one, the device would wait until the host has traced hundreds.
+    Small ones of one shape and rate are, except on a mesh: one by one, the device would wait until the host has traced
+    hundreds.
     """
     groups: dict[Any, list[str]] = {}
     for name, param in state.params.items():
         alone = active_mesh().size > 1 or name in state.stacks
-        groups.setdefault(name if alone else param.shape, []).append(name)
+        groups.setdefault(name if alone else (param.shape, state.rates[name]), []).append(name)
     for names in groups.values():
         size = max(1, ALONE // state.params[names[0]].numel())
         yield from (names[start : start + size] for start in range(0, len(names), size))

@@ -278,6 +278,7 @@ class Trainer:
         extra: dict[str, Any] = self.objective.means(sums, weight)
         reads = {f"{name}_per_step": (pending.now[name] - pending.before[name]) / steps
                  for name in ("host_syncs", "fallbacks") if name in pending.now}  # fmt: skip
+        reads |= self._rates_of_groups(pending.rate)
         extra |= (measured := self.updates.metrics(pending.window))
         self.metrics |= {name: mean for name, mean in measured.items() if name == "reward"}
         if self._tracker is not None:
@@ -310,6 +311,13 @@ class Trainer:
                 )
         if skipped:
             self._report_skipped(pending.window, report)
+
+    def _rates_of_groups(self, rate: float) -> dict[str, float]:
+        """The learning rates of parameters that have others than the run's; empty without any."""
+        optim, plus, found = self.config.optim, self.config.lora.plus, dict[str, float]()
+        if optim.embedding_learning_rate and optim.learning_rate:
+            found["lr_embeddings"] = rate * optim.embedding_learning_rate / optim.learning_rate
+        return found | ({"lr_b": rate * plus} if plus != 1 else {})
 
     def _read(self, report: torch.Tensor) -> UpdateSums:
         return UpdateSums.unpack(self.rt.to_host([report])[0].tolist())

@@ -181,6 +181,9 @@ def _case(values: Mapping[str, Any], trainer: str) -> frozenset[str]:
         cases.add("few bits")
     if values.get("lora_target_linear") is True:
         cases.add("all linear")
+    targets = [values.get(name) for name in ("lora_target_modules", "target_modules", "lora_target", "lora.targets")]
+    if any(isinstance(one, list | str) and "embed_tokens" in one for one in targets):
+        cases.add("adapted embedding")
     stage = values.get("stage")
     of_pairs = values.get("rl") in METHODS or stage in ("dpo", "kto") or is_pair_loss(values.get("loss_type"))
     if of_pairs or {"DPO", "CPO", "KTO"} & cases:
@@ -243,6 +246,8 @@ def _made(key: str, value: Any, rule: Rule) -> dict[str, Any]:
     """The values by our names that a rule makes of a value."""
     if "choices" in rule:
         return {rule["to"]: rule["choices"][_text(value)]}
+    if "each" in rule:
+        return {rule["to"]: [rule["each"].format(item) for item in value]}
     if "set" in rule:
         return {name: value if item == "=" else item for name, item in rule["set"].items()}
     return {} if rule else {NAMES.get(key, key): value}

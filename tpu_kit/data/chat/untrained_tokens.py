@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -34,7 +36,7 @@ def untrained_tokens(weight: torch.Tensor, ids: np.ndarray) -> np.ndarray:
     return ids[near.sum(1).numpy() >= _NEIGHBOURS]
 
 
-def describe_untrained(prepared: Prepared, weight: torch.Tensor, adapters: bool) -> str:
+def describe_untrained(prepared: Prepared, weight: torch.Tensor, frozen: bool, learned: Sequence[int] = ()) -> str:
     """Describes the share of training tokens with loss that the base was never trained on; empty below 1 %.
 
     Ignores the tokenizer's special tokens: an instruction-tuned model knows them although their rows hardly changed.
@@ -42,7 +44,8 @@ def describe_untrained(prepared: Prepared, weight: torch.Tensor, adapters: bool)
     Args:
         prepared: the data.
         weight: weight of the base's output layer, (V, H), on the CPU.
-        adapters: whether adapters are trained, which do not change the output layer.
+        frozen: whether the output layer stays as it is, as under adapters of other layers.
+        learned: ids of the tokens whose rows are trained nevertheless.
     """
     if prepared.encoder is None or prepared.tasks:
         return ""
@@ -50,13 +53,14 @@ def describe_untrained(prepared: Prepared, weight: torch.Tensor, adapters: bool)
     counts = occurrences(documents, with_loss=True)
     ids = np.flatnonzero(counts)
     counts = counts[ids]
-    found = np.isin(ids, untrained_tokens(weight, ids)) & ~np.isin(ids, [*tokenizer.added_tokens_decoder])
+    known = [*tokenizer.added_tokens_decoder, *learned]
+    found = np.isin(ids, untrained_tokens(weight, ids)) & ~np.isin(ids, known)
     if (share := counts[found].sum() / max(1, counts.sum())) < _LEAST_SHARE:
         return ""
     order = np.argsort(-counts[found], kind="stable")
     names = ", ".join(repr(tokenizer.decode([number])) for number in ids[found][order][:_SHOWN])
     more = f" and {found.sum() - _SHOWN} more" if found.sum() > _SHOWN else ""
     advice = "write the rows without them or take another model"
-    if adapters:
-        advice = f"adapters do not train its output layer: {advice}, or set lora.r=0, which trains all weights"
+    if frozen:
+        advice = f"adapters do not train its output layer: {advice}, or name these tokens in lora.tokens"
     return f"{share:.0%} of the tokens with loss are {names}{more}, which the model was never trained on; {advice}"

@@ -141,8 +141,7 @@ class ErrorCorrectionObjective(Objective):
         nll, tokens, _ = supervised.of_states(model, hidden, batch, own)
         (slope,) = torch.autograd.grad(nll, hidden, retain_graph=True)
         residual = F.linear(-slope.float(), model.get_buffer("objective.projection"))
-        fixed = own._replace(weight=own.weight.detach(), bias=None if own.bias is None else own.bias.detach())
-        better = supervised.of_states(model, corrected, batch, fixed).loss
+        better = supervised.of_states(model, corrected, batch, own.detached()).loss
         labels = shift_labels(batch["labels"], batch["segment_ids"])
         density = torch.where(labels != IGNORE, estimate.log_prob(residual), 0.0).sum() / residual.shape[-1]
         return Sums(nll + better - density, tokens, (nll.detach(), better.detach(), -density.detach()))

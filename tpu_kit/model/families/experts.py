@@ -21,6 +21,7 @@ import torch
 
 from tpu_kit.distributed.replica.mesh import active_mesh
 from tpu_kit.model.shape import scale_groups, tile_rows
+from tpu_kit.model.weights import trained_embeddings
 from tpu_kit.xla import grouped, traced_program
 from tpu_kit.xla.grouped import TileLayout, Tiles
 from tpu_kit.xla.sharding import in_place
@@ -264,6 +265,7 @@ def with_adapters(model: Any, settings: Any) -> torch.nn.Module:
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match any targeted module")
+        warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True` and a tied layer")  # export unties it
         for _, part in list(modules_of(model)) if parameters else ():
             if hasattr(part, "form"):
                 stack.enter_context(_as_in_files(part))
@@ -273,6 +275,7 @@ def with_adapters(model: Any, settings: Any) -> torch.nn.Module:
             stack.callback(setattr, model.config, "model_type", model.config.model_type)
             model.config.model_type = "without names of experts"  # for PEFT
         adapted: torch.nn.Module = get_peft_model(model, settings, autocast_adapter_dtype=True)
+    trained_embeddings.connect(adapted)
     if linears:  # else PEFT has put the names of layers in the place of all-linear
         settings.target_modules, settings.target_parameters = modules, parameters
     parts: Iterable[Any] = adapted.modules()

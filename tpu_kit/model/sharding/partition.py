@@ -17,6 +17,7 @@ import torch
 from tpu_kit.config.mesh import BATCH, Spec
 from tpu_kit.distributed.replica.mesh import active_mesh, put, put_stack
 from tpu_kit.machine.chips import GIB
+from tpu_kit.model.base_model import base_model, is_tied, matrix_of
 from tpu_kit.model.sharding import sharding_rules
 from tpu_kit.model.sharding.sharding_rules import Embedding, Placed, Tensor
 from tpu_kit.xla.sharding import constrain, in_place, token_shards
@@ -131,8 +132,9 @@ def embedding_by_columns(model: Any) -> Iterator[None]:
     sharded over data as well.
     """
     embedding, columns = model.get_input_embeddings(), None
-    if active_mesh().data > 1 and embedding.weight.requires_grad:
-        columns = spec_of("model.embed_tokens.weight", embedding.weight, embedding_of(model))[1]
+    weight = matrix_of(embedding).weight
+    if active_mesh().data > 1 and weight.requires_grad:
+        columns = spec_of("model.embed_tokens.weight", weight, embedding_of(model))[1]
     if columns is None:  # or it is tied, and sharded by rows
         yield
         return
@@ -287,8 +289,8 @@ def check_rules(model: torch.nn.Module, stacks: Iterable[str]) -> list[Placed]:
 
 def embedding_of(model: torch.nn.Module) -> Embedding:
     """What sharding rules need to know of a model's embedding, and of its teacher's."""
-    causal: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-    head, weight = causal.get_output_embeddings(), causal.get_input_embeddings().weight
+    causal: Any = base_model(model)
+    weight = matrix_of(causal.get_input_embeddings()).weight
     hidden = getattr(causal.config.get_text_config(), "hidden_size", weight.shape[1])
     teacher = getattr(model, "teacher", None)
-    return Embedding(hidden, head is not None and head.weight is weight, teacher and embedding_of(teacher))
+    return Embedding(hidden, is_tied(causal), teacher and embedding_of(teacher))

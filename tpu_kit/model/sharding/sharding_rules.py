@@ -34,7 +34,8 @@ _TABLES = re.compile(
 """Tables of positions, and the convolution over pixels, of the towers for images."""
 _SHARE = 1000  # of all parameters: a matrix with more than one part of so many may not stay unsharded
 _LAYER = re.compile(r".*\blayers\.(runs\.\d+\.layers\.)?\d+\.")
-_PARTS = re.compile(r"\.(base_layer|lora_\w+)\..*|\.[^.]*$")  # what follows the path of a linear layer
+# The end of a name, after the path of a linear layer or an embedding.
+_PARTS = re.compile(r"\.(base_layer|lora_\w+|token_adapter|modules_to_save|original_module)\..*|\.[^.]*$")
 
 
 class Embedding(NamedTuple):
@@ -146,6 +147,10 @@ def _derived(tensor: Tensor, shape: tuple[int, ...], embedding: Embedding) -> Sp
         return ("fsdp",)
     if _stays_whole(name) or (len(shape) != 2 and not scale):
         return ()
+    if "lora_embedding_A" in name:  # (r, V)
+        return _COLUMNS
+    if "lora_embedding_B" in name:  # (H, r)
+        return _ROWS
     if "embed" in leaf and not (embedding.tied and leaf == "embed_tokens"):
         return _COLUMNS
     if "lora_A" in name:  # (r, I); the side of the base weight that is sharded over the model axis is the adapter's too
@@ -160,7 +165,9 @@ def _derived(tensor: Tensor, shape: tuple[int, ...], embedding: Embedding) -> Sp
 
 
 def _stays_whole(name: str) -> bool:
-    """Whether the name is a router's, a tower's table, or of what an objective trains beside the model: all small."""
+    """Whether the name is a router's, a tower's table, a trained row's or an objective's: all are small."""
+    if ".trainable_tokens_" in name:
+        return True
     leaf = _PARTS.sub("", name).rpartition(".")[2]
     if leaf in ("gate", "router") or ".router." in name or ".objective." in name:
         return True

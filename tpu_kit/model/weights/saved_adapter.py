@@ -80,7 +80,9 @@ def attach_adapter(
     except (ValueError, RuntimeError, KeyError) as error:
         reason = " ".join(hide_secrets(str(error)).split())[:400]
         raise ValueError(f"{refusal}: {type(error).__name__}: {reason}; {advice}") from error
-    differences = [f"{key} is not in the file" for key in result.missing_keys if ".default" in key]
+    params = {name for name, _ in adapted.named_parameters()}  # without second names, as of tied rows
+    absent = [key for key in result.missing_keys if ".default" in key and key in params]
+    differences = [f"{key} is not in the file" for key in absent]
     differences += [f"{key} is not in the model" for key in result.unexpected_keys]
     if differences := [text.replace(".default", "") for text in differences]:  # the adapter's name
         more = len(differences) - _SHOWN_DIFFERENCES

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpu_kit.config.fields import closest, hide_secrets
-from tpu_kit.config.loader import ModelConfig
+from tpu_kit.config.loader import LoraConfig, ModelConfig
 from tpu_kit.machine.hub import ask_hub_once
 from tpu_kit.machine.storage.local_folder import is_lfs_pointer
 
@@ -326,3 +326,24 @@ def check_positions(length: int, positions: int | None, whose: str = "the model"
             f"data.max_length={length} is longer than the {positions} positions of {whose}; set it to {positions} or "
             "less, or take a model with more: another scaling of rotary positions is not carried by an adapter"
         )
+
+
+def token_numbers(config: ModelConfig, lora: LoraConfig) -> list[int]:
+    """Returns the ids of `lora.tokens`; raises ValueError for texts that are no token of the model's tokenizer."""
+    if lora.tokens is None:
+        return []
+    if lora.finds_tokens:
+        raise ValueError(
+            "lora.tokens=added: the new tokens of the rows are found when a run is planned; name the tokens here"
+        )
+    names = lora.token_names
+    vocabulary = load_tokenizer(config).get_vocab()
+    by_number = {f"id:{number}": number for number in vocabulary.values()}
+    vocabulary = by_number | vocabulary
+    if wrong := [name for name in names if name not in vocabulary]:
+        raise ValueError(
+            f"lora.tokens: {', '.join(map(repr, wrong))} is no token of model.name={config.name}. Add it first, and "
+            "name the folder: tokenizer.add_tokens([...]); model.resize_token_embeddings(len(tokenizer)); "
+            "save_pretrained of both"
+        )
+    return [vocabulary[name] for name in names]

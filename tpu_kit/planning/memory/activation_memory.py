@@ -214,10 +214,11 @@ class PeakActivationModel:
         table = 0.0
         if self.mesh and not self.shape.tied and self.config.optim.optimizer == "adamw":
             table = 16.0 * sum(math.prod(part) for one, part in self.of_trained() if "embed_tokens" in one.name)
-        every = self.whole or self.compute == 4
+        every, looked_up = self.whole or self.compute == 4, f".{self.shape.ends[0]}."
         stacks = 2.0 * sum(
             math.prod(part) for one, part in self.sharded
-            if (every and self.in_layers(one)) or (one.trained and not self.whole)
+            if (every and self.in_layers(one))
+            or (one.trained and not self.whole and (self.shape.tied or looked_up not in one.name))
         )  # fmt: skip
         return stacks * (self.scanned or not every) + table
 
@@ -248,20 +249,33 @@ class PeakActivationModel:
         return size * self.tokens * sum(one.outputs for one in self.shape.linears_outside)
 
     def head_gradient(self) -> float:
-        """The output layer's gradient in fp32, alive from the loss on, in full fine-tuning; in shards it is small."""
-        return 0.0 if self.mesh or not self.whole else padded((self.shape.vocabulary, self.shape.hidden), 4, free=True)
+        """The output layer's gradient in fp32, alive from the loss on, where it is trained whole; small in shards."""
+        if self.mesh or not (self.whole or self.of_head("modules_to_save")):
+            return 0.0
+        return padded((self.shape.vocabulary, self.shape.hidden), 4, free=True)
+
+    def of_head(self, *kinds: str) -> list[tuple[Tensor, tuple[int, ...]]]:
+        """The trained tensors, and their parts, that PEFT's wrappers of these kinds add to the output layer."""
+        path = self.shape.ends[not self.shape.tied]
+        names = [f".{path}.{kind}." for kind in kinds]
+        return [pair for pair in self.of_trained() if any(name in pair[0].name for name in names)]
 
     # ---------------------------------------------------------------------------------------- tensors of one moment
 
     def loss(self) -> float:
         """The loss: logits of one chunk in the compute dtype, and the hidden states and gradients of all, 3 T H c.
 
-        On a mesh the vocabulary is in parts, and a chunk has the states of all devices.
+        An adapter of the output layer adds a factor (V, R), of trained rows with a one for each token. On a mesh the
+        vocabulary is in parts, and a chunk has the states of all devices.
         """
         chunk, shape = min(self.config.optim.loss_chunk, self.tokens), self.shape
         gathered = padded((chunk * self.mesh.weight_shards, shape.hidden), self.stream) if self.mesh else 0
         logits = padded((chunk, -(-shape.vocabulary // self.parts)), self.compute)
-        return self.hidden(3) + gathered + (logits if logits > VECTOR_MEMORY else 0)
+        rows = [part[0] for _, part in self.of_head("token_adapter")]
+        adapters = [part for one, part in self.of_trained() if f".{shape.ends[1]}.lora_B." in one.name]
+        factors = [(shape.vocabulary // self.parts, count) for count in rows] + adapters
+        low = sum(padded(sizes, self.compute, free=True) for sizes in factors)
+        return self.hidden(3) + gathered + low + (logits if logits > VECTOR_MEMORY else 0)
 
     def teacher(self) -> float:
         """A teacher's logits of one chunk, and its states that are kept for the loss: the last, and those compared."""

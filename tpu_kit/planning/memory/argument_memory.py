@@ -125,6 +125,8 @@ def _model_tensors(shape: Shape, alone: _Stack, scanned: bool) -> tuple[Tensor, 
     quantized = {f"{one.path}.{leaf}" for one in shape.linears_outside for leaf in ("weight", "bias")}
     outside = [(name, sizes) for name, sizes in shape.outside if name not in quantized]
     tensors = [alone.tensor(start + name, sizes, alone.size, trained=whole) for name, sizes in outside]
+    if lora.r:
+        tensors = _with_embeddings(shape, alone, start, tensors)
     for one in shape.linears_outside:
         tensors += alone.linear(start + one.path, one, float(shape.has_adapter(lora, None, one)))
     for name, (rows, width) in shape.projector if lora.vision else ():
@@ -140,6 +142,49 @@ def _model_tensors(shape: Shape, alone: _Stack, scanned: bool) -> tuple[Tensor, 
             share = sum(shape.has_adapter(lora, layer, one) for layer in layers) / len(layers)
             tensors += stack.linear(f"{place}.{one.path}", one, share)
     return tuple(tensors)
+
+
+def _with_embeddings(shape: Shape, alone: _Stack, start: str, tensors: list[Tensor]) -> list[Tensor]:
+    """Adds the trained tensors of the embeddings, and renames the frozen matrices as PEFT's wrappers do.
+
+    lora.tokens=added counts as one row until the rows of the run are read.
+    """
+    lora, where = alone.lora, {f"{start}{path}": path for path in shape.ends}
+    first, second = where
+    adapted = [path for path in where if shape.is_target(lora, where[path])]
+    if not (adapted or lora.full or lora.tokens):
+        return tensors
+    named = {one.name: one for one in tensors}
+    size = named[f"{first}.weight"].shape
+    added = list[Tensor]()
+
+    def wrap(path: str, wrapper: str) -> None:
+        for leaf in ("weight", "bias"):
+            if (one := named.get(f"{path}.{leaf}")) is not None:
+                named[one.name] = replace(one, name=f"{path}.{wrapper}.{leaf}")
+
+    for path in adapted:
+        wrap(path, "base_layer")
+        if path == second:
+            added += alone.adapters(path, Linear(where[path], size[1], size[0], False), lora.r)
+            continue
+        for leaf, sizes in (("A", (lora.r, size[0])), ("B", (size[1], lora.r))):
+            added.append(alone.tensor(f"{path}.lora_embedding_{leaf}.default", sizes, 4, trained=True))
+    full = [path for path in where if any(f".{path}".endswith(f".{one}") for one in lora.full or ())]
+    if full and shape.tied:
+        full = [first]  # the output embedding is the same copy
+    for path in [first, second] if full and shape.tied else full:
+        wrap(path, "original_module")
+    added += [alone.tensor(f"{path}.modules_to_save.default.weight", size, 4, trained=True) for path in full]
+    if lora.tokens:
+        rows = (len(lora.token_names) or 1, size[1])
+        for path in [first] if shape.tied else [first, second]:
+            wrap(path, "token_adapter.base_layer")
+            added.append(alone.tensor(f"{path}.token_adapter.trainable_tokens_delta.default", rows, 4, trained=True))
+            added.append(
+                alone.tensor(f"{path}.token_adapter.trainable_tokens_original.default", rows, 4, trained=False)
+            )
+    return [*named.values(), *added]
 
 
 def is_matrix(tensor: Tensor) -> bool:

@@ -115,7 +115,7 @@ class DistillationObjective(Objective):
             done = [states, *theirs.values()]
             batch = dict(zip(batch, after(done, list(batch.values())), strict=True))
             head = models.output_embedding(teacher)
-            constants = [head.weight.to(states.dtype), *([] if head.bias is None else [head.bias.to(states.dtype)])]
+            constants = [tensor.to(states.dtype) for tensor in head.tensors.values()]
             inputs += [states]
         hidden = models.hidden_states(model, batch)
         apart = self._apart(model, self._compared(model, batch), theirs, labels)

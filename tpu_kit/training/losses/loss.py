@@ -176,7 +176,7 @@ def chunked(
 
     Args:
         function: the loss.
-        hidden: (T, H); gradients flow to it, and to the head's weight and bias where they require it.
+        hidden: (T, H); gradients flow to it, and to the tensors of the head that require it.
         head: the output layer, of any float dtype.
         inputs: (T, ...) each, the labels first, already shifted; T is padded to a multiple of `chunk`, with ignored
             tokens.
@@ -189,14 +189,15 @@ def chunked(
     """
     chunk = min(chunk, hidden.shape[0])  # a batch smaller than a chunk needs no padding
     # Under no_grad inputs of a Function may still require gradients, which evaluation must not compute.
-    wanted = tuple(
-        torch.is_grad_enabled() and tensor is not None and tensor.requires_grad
-        for tensor in (hidden, head.weight, head.bias)
-    )
+    tensors = head.tensors
+    wanted = {
+        name for name, tensor in [("hidden", hidden), *tensors.items()]
+        if torch.is_grad_enabled() and tensor.requires_grad
+    }  # fmt: skip
     padding = -hidden.shape[0] % chunk
     if padding:
         hidden, inputs = F.pad(hidden, (0, 0, 0, padding)), [_padded(tensor, padding) for tensor in inputs]
-    totals = _Chunked.apply(function, hidden, head.weight, head.bias, inputs, [*constants], chunk, sums, wanted)
+    totals = _Chunked.apply(function, [*tensors], inputs, [*constants], chunk, sums, wanted, hidden, *tensors.values())
     return list(totals.unbind())
 
 
@@ -226,12 +227,13 @@ def token_logprobs(
     states, targets = F.pad(states, (0, 0, 0, -count % chunk)), _padded(targets, -count % chunk)
 
     def body(carry: Tensors, chunk_inputs: Tensors) -> tuple[Tensors, Tensors]:
-        logits = head.scaled(head_outputs(chunk_inputs[0], carry[0], *carry[1:]))
+        logits = head.scaled(head_outputs(chunk_inputs[0], **dict(zip(names, carry, strict=True))))
         log_p = F.log_softmax(logits, dim=-1)
         is_label = torch.arange(log_p.shape[-1], device=logits.device) == chunk_inputs[1][:, None]
         return carry, [torch.where(is_label, log_p, 0.0).sum(-1), -(log_p.exp() * log_p).sum(-1)]
 
-    weights = [each.detach().to(hidden.dtype) for each in (head.weight, head.bias) if each is not None]
+    names = [*head.tensors]
+    weights = [each.detach().to(hidden.dtype) for each in head.tensors.values()]
     _, outputs = scan(body, weights, [tensor.reshape(-1, chunk, *tensor.shape[1:]) for tensor in (states, targets)])
     logprobs, entropies = (each.flatten()[:count].view(shape) for each in outputs)
     if active_mesh().size == 1:
@@ -239,14 +241,23 @@ def token_logprobs(
     return partition.unflattened(logprobs, len(labels)), partition.unflattened(entropies, len(labels))
 
 
-def head_outputs(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Computes a chunk's outputs of the linear layer, (chunk, V), in the dtype of `hidden`.
+def head_outputs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    down: torch.Tensor | None = None,
+    up: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Computes a chunk's outputs of the linear layer, (chunk, V), in the dtype of `hidden`; see `OutputHead`.
 
     On a mesh each device has the logits of all tokens of its data group, for its part of the vocabulary, whose last
     parts may be shorter.
     """
     hidden = constrain(hidden, ("data", None))
-    return constrain(F.linear(hidden, _in_parts(weight), bias), ("data", _vocabulary()), uneven=True)
+    outputs = F.linear(hidden, _in_parts(weight), bias)
+    if down is not None and up is not None:
+        outputs = outputs + F.linear(F.linear(hidden, down), _in_parts(up))
+    return constrain(outputs, ("data", _vocabulary()), uneven=True)
 
 
 def _in_parts(weight: torch.Tensor) -> torch.Tensor:
@@ -273,44 +284,54 @@ class _Chunked(torch.autograd.Function):
     def forward(
         ctx: Any,
         function: ChunkLoss,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
+        names: list[str],
         inputs: Tensors,
         constants: Tensors,
         chunk: int,
         sums: int,
-        wanted: tuple[bool, ...],
+        wanted: set[str],
+        hidden: torch.Tensor,
+        *tensors: torch.Tensor,
     ) -> torch.Tensor:
-        to_hidden, to_weight, to_bias = wanted
+        """`names` are those of the head's `tensors`, and `wanted` those with gradients, "hidden" among them."""
+        given = dict(zip(names, tensors, strict=True))
         # The carry has the head because the body of a scan must not use outer tensors.
-        carry: Tree = {"sums": torch.zeros(sums, device=hidden.device), "head": [weight.to(hidden.dtype)]}
-        carry["head"] += [] if bias is None else [bias.to(hidden.dtype)]
-        carry["constants"] = constants
-        carry |= {"to_weight": torch.zeros_like(weight, dtype=torch.float32)} if to_weight else {}
-        carry |= {"to_bias": torch.zeros_like(bias, dtype=torch.float32)} if to_bias and bias is not None else {}
+        carry: Tree = {
+            "sums": torch.zeros(sums, device=hidden.device),
+            "head": {name: tensor.to(hidden.dtype) for name, tensor in given.items()},
+            "constants": constants,
+            "to": {name: torch.zeros_like(given[name], dtype=torch.float32) for name in names if name in wanted},
+        }
 
         def body(carry: Tree, chunk_inputs: Tensors) -> tuple[Tree, Tensors]:
             states, *others = chunk_inputs
-            added, slope = compute(head_outputs(states, *carry["head"]), others, carry["constants"], any(wanted))
+            head, to = carry["head"], dict(carry["to"])
+            added, slope = compute(head_outputs(states, **head), others, carry["constants"], bool(wanted))
             new = carry | {"sums": carry["sums"] + torch.stack(added)}
             if slope is None:
                 return new, []
-            if to_weight:
-                new["to_weight"] = _in_parts(carry["to_weight"] + (slope.t() @ states).float())
-            if to_bias:
-                new["to_bias"] = carry["to_bias"] + slope.float().sum(0)
-            return new, [slope @ carry["head"][0]] if to_hidden else []
+            low = slope @ head["up"] if "up" in head else None
+            if "weight" in to:
+                to["weight"] = _in_parts(to["weight"] + (slope.t() @ states).float())
+            if "bias" in to:
+                to["bias"] = to["bias"] + slope.float().sum(0)
+            if "down" in to and low is not None:
+                to["down"] = to["down"] + (low.t() @ states).float()
+            if "up" in to:
+                to["up"] = _in_parts(to["up"] + (slope.t() @ F.linear(states, head["down"])).float())
+            if "hidden" not in wanted:
+                return new | {"to": to}, []
+            back = slope @ head["weight"]
+            return new | {"to": to}, [back if low is None else back + low @ head["down"]]
 
-        compute = functools.partial(_fused(), function) if hidden.is_cuda and any(wanted) else function
+        compute = functools.partial(_fused(), function) if hidden.is_cuda and wanted else function
         chunks = hidden.shape[0] // chunk
         rows = [tensor.detach().reshape(chunks, chunk, *tensor.shape[1:]) for tensor in (hidden, *inputs)]
         carry, outputs = scan(body, carry, rows)  # a loop: unrolled, all chunks would be in memory at once
 
         ctx.save_for_backward(
-            outputs[0].reshape(hidden.shape) if to_hidden else None,
-            carry["to_weight"].to(weight.dtype) if to_weight else None,
-            carry["to_bias"].to(bias.dtype) if to_bias and bias is not None else None,
+            outputs[0].reshape(hidden.shape) if "hidden" in wanted else None,
+            *(carry["to"][name].to(tensor.dtype) if name in wanted else None for name, tensor in given.items()),
         )
         return carry["sums"]
 
@@ -322,4 +343,4 @@ class _Chunked(torch.autograd.Function):
             None if saved is None else (at_least_fp32(saved) * upstream[0]).to(saved.dtype)
             for saved in ctx.saved_tensors
         )
-        return (None, *gradients, None, None, None, None, None)
+        return (*[None] * 7, *gradients)
