@@ -66,7 +66,7 @@ BRANCHES: dict[str, tuple[int, str, str]] = {
     "program.is_traced": (1, THROUGH, "test_runs"),
     "pallas._call": (1, THROUGH, "test_compile"),
     "scan.replace_contents": (1, THROUGH, "test_runs"),
-    "limits.check_machine": (2, RECORDED, "test_runtime"),
+    "limits.check_machine": (4, RECORDED, "test_runtime"),
     "claims.Claims._learns": (1, NEVER, VERIFY),
     "doctor.diagnose": (5, NEVER, "the doctor's rows"),
     "hosts.find_hosts": (1, RECORDED, "test_hosts"),

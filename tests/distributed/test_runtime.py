@@ -14,7 +14,7 @@ from tests.support.child_processes import run_python
 from tpu_kit.config.loader import LaunchConfig, load_config
 from tpu_kit.config.mesh import Mesh
 from tpu_kit.distributed import detection
-from tpu_kit.distributed.detection import detect
+from tpu_kit.distributed.detection import Backend, detect
 from tpu_kit.distributed.hosts import Hosts
 from tpu_kit.distributed.launch import launch
 from tpu_kit.distributed.replica import runtime
@@ -198,6 +198,14 @@ def test_torch_tpu_is_taken_where_it_is_asked_for_alone(tmp_path: Path) -> None:
         detect(LaunchConfig(), at)
     with pytest.raises(ValueError, match=r"device_type=cpu, or torch-tpu, which is experimental$"):
         detect(LaunchConfig("tpu"), at)
+    assert detect(LaunchConfig("torch-tpu", 8), with_torch_tpu(tmp_path / "all", 8)).num_replicas == 8
+    with pytest.raises(ValueError, match=r"num_replicas=3 with 8 chip\(s\): .* set launch.num_replicas=8, or 1$"):
+        detect(LaunchConfig("torch-tpu", 3), with_torch_tpu(tmp_path / "some", 8))
+    several = Backend("torch-tpu", 1, "", hosts=Hosts(0, ("a", "b"), "a:1"))
+    (problem,) = detection.run_problems(load_config(None, ["device_type=torch-tpu"]), several)
+    assert problem.startswith(
+        "launch.hosts: 2 hosts train together, which launch.device_type=torch-tpu does not do yet"
+    )
     plugin = with_torch_tpu(tmp_path / "none", 0, {"TPU_LIBRARY_PATH": "/a/plugin.so"})
     assert detect(LaunchConfig("torch-tpu"), plugin).device_type == "torch-tpu"
     room = detection.device_memory_budget(load_config(None, {"device_type": "torch-tpu"}), at)
@@ -253,7 +261,6 @@ def test_a_chip_that_another_process_holds_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (["num_replicas=4"], "launch.num_replicas: 4 replicas on 1 host"),
         (["objective=policy"], "the command: grpo is not supervised fine-tuning"),
         (["objective=preference"], "the command: dpo is not supervised fine-tuning"),
         (["distill.teacher=embedded"], "the command: distill is not supervised fine-tuning"),

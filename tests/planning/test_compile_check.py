@@ -228,7 +228,7 @@ def test_what_is_asked_of_the_child(tiny: Path, tmp_path: Path, monkeypatch: pyt
         raise RuntimeError("enough")
 
     monkeypatch.setattr(compile_check, "_in_child", stop)
-    monkeypatch.setattr(compile_check, "check_available", lambda: "0.0.21")
+    monkeypatch.setattr(compile_check, "check_available", lambda *_: "0.0.21")
     hub = load_config(None, ["model.name=Qwen/Qwen2.5-0.5B-Instruct", "batch_size=1"])
     with pytest.raises(RuntimeError, match="enough"):
         compile_step(hub, "v5e", cache_dir=tmp_path)
@@ -306,7 +306,7 @@ def _runs(process: str) -> bool:
 
 @needs_libtpu
 def test_a_child_that_dies_is_told(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_check, "check_available", lambda: "0.0.21")
+    monkeypatch.setattr(compile_check, "check_available", lambda *_: "0.0.21")
     monkeypatch.setattr(compile_check.sys, "executable", "/bin/false")
     with pytest.raises(RuntimeError, match="the process that compiles ended with status 1"):
         compile_step(small(tiny), "v5e", progress=False, cache_dir=tmp_path)

@@ -84,6 +84,16 @@ def greedy_tokens(config: TrainConfig) -> list[list[int]]:
     return [list(reply.tokens) for reply in one.generate(prompts)]
 
 
+def meet(config: TrainConfig) -> dict[str, Any]:
+    """What replicas in processes of their own tell each other, and which chip each was given."""
+    rt = runtime.current()
+    total = torch.tensor([rt.rank + 1.0])
+    rt.all_reduce([total])
+    rt.barrier()
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCH_TPU_TOPOLOGY", "TORCH_TPU_SLICEBUILDER_ADDRESSES")
+    return {"total": total.item(), "places": rt.exchange({name: os.environ.get(name) for name in names})}
+
+
 def main() -> None:
     """Launches one of the functions above: NAME, then key=value."""
     name, *changes = sys.argv[1:]

@@ -81,6 +81,24 @@ ENTRY %main (w: f32[8,128], v: f32[16,128]) -> (f32[8,128], f32[16,128]) {
 """  # noqa: E501  the compiler's text
 
 
+def test_kernels_of_torch_tpu_are_named_by_their_settings() -> None:
+    """As libtpu 0.0.52 writes them, on lines of their own."""
+    call = 'custom-call(%p), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={'
+    settings = '"xprof_metadata":"{\\"block_q_dkv\\": 256, \\"q_layout\\": 1}"'
+    text = (
+        "HloModule one\n\nENTRY %main (p: f32[8]) -> f32[8] {\n  %p = f32[8]{0} parameter(0)\n"
+        f"  %custom-call.3 = f32[8]{{0}} {call}\n{settings}\n}}}}\n"
+        "  ROOT %copy = f32[8]{0} copy(%custom-call.3)\n}\n"
+    )
+    names = Module(text).computations["main"]
+    assert list(names) == ["p", "splash_mha_dkv.custom-call.3", "copy"]
+    assert names["copy"].operands == ["splash_mha_dkv.custom-call.3"]
+    assert origin('metadata={op_name="create_scan_op/custom_kernel" source_file="-" source_line=3}') == {
+        "operation": "",
+        "source": "",
+    }
+
+
 def test_loops_are_followed_and_collectives_counted_at_every_turn() -> None:
     module = Module(LOOPS)
     assert module.entry == "main" and len(module.computations) == 6
@@ -426,6 +444,11 @@ def test_other_out_of_memory_texts() -> None:
     assert found is not None and found["argument_bytes"] == 0
     one = "RESOURCE_EXHAUSTED: Allocation (size=52428800000) would exceed memory (size=17179869184) :: #allocation299"
     assert parse_out_of_memory(one) == {"used_bytes": 52428800000, "argument_bytes": None}
+    newer = (
+        "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for HLO "
+        "temporaries (24.36G) exceeds available HBM (15.75G). HLO module: tt_jit_export."
+    )
+    assert parse_out_of_memory(newer) == {"used_bytes": round(24.36 * 2**30), "argument_bytes": None}
     assert parse_out_of_memory("INTERNAL: Mosaic failed to compile TPU kernel") is None
     vmem = "RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem. Used 20M of 16M vmem."
     assert parse_out_of_memory(vmem) is None, "a kernel's fault, which no smaller batch mends"

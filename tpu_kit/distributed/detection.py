@@ -73,7 +73,7 @@ def detect(launch: LaunchConfig | None = None, at: Machine | None = None, hosts:
                 f"launch.device_type={wish}, but the environment says PJRT_DEVICE={pjrt}, which is {pjrt_wish}. Unset "
                 f"PJRT_DEVICE, or set launch.device_type={pjrt_wish}"
             )
-    _require(device_type, at)
+    _require(device_type, at, launch.num_replicas or 1)
     if hosts.count > 1 and device_type == "xla-cpu":
         raise ValueError(
             f"device_type={device_type} on {hosts.count} hosts ({hosts.source}): torch_xla connects no hosts on the "
@@ -91,7 +91,7 @@ def detect(launch: LaunchConfig | None = None, at: Machine | None = None, hosts:
 def run_problems(config: TrainConfig, backend: Backend) -> list[str]:
     """Lists settings of a run that its backend does not support, with the fix."""
     if backend.device_type == TORCH_TPU:
-        return limits.problems(config, backend.num_replicas or 1, backend.hosts.count)
+        return limits.problems(config, backend.hosts.count)
     return slice_problems(config) if backend.hosts.count > 1 and backend.mesh is not None else []
 
 
@@ -130,7 +130,7 @@ def _choose(pjrt: str, at: Machine) -> tuple[DeviceType, str]:
     return "cpu", f"{no_tpu}, and no GPU; launch.device_type=xla-cpu rehearses the TPU's path here"
 
 
-def _require(device_type: str, at: Machine) -> None:
+def _require(device_type: str, at: Machine, replicas: int) -> None:
     beside = at.version("torch_tpu")
     if device_type in ("tpu", "xla-cpu") and beside and at.version("torch_xla"):
         raise ValueError(
@@ -144,7 +144,7 @@ def _require(device_type: str, at: Machine) -> None:
             f"or use launch.device_type={other}{_experimental(at)}"
         )
     if device_type == TORCH_TPU:
-        limits.check_machine(at)
+        limits.check_machine(at, replicas)
     if device_type == "tpu" and not at.tpus() and not at.nodes():
         raise ValueError(
             "launch.device_type=tpu, but this machine has no TPU. On Colab: Runtime > Change runtime type; on Kaggle: "

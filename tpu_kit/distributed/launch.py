@@ -302,7 +302,7 @@ def _end(process: subprocess.Popen[bytes], first: signal.Signals) -> None:
 
 def _environment(backend: Backend) -> dict[str, str]:
     """Returns the environment of launcher and replicas, without variables that give several processes the same chip."""
-    several = backend.device_type == "tpu" and backend.num_replicas != 1 and backend.mesh is None
+    several = backend.device_type in ("tpu", "torch-tpu") and backend.num_replicas != 1 and backend.mesh is None
     left_out = preset_per_process(Machine()) if several else []
     return {name: value for name, value in os.environ.items() if name not in left_out} | _settings(backend)
 

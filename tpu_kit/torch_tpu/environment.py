@@ -27,9 +27,12 @@ def other_plugin(environ: Mapping[str, str] | None = None) -> str:
 
 
 def check_command(command: str, device_type: str) -> None:
-    """Raises ValueError if a command does not know the backend yet."""
+    """Raises ValueError if a command does not run on the backend yet."""
     if device_type == NAME:
-        raise ValueError(f"{command} does not know launch.device_type={NAME} yet; train, evaluate and generate do")
+        raise ValueError(
+            f"{command} does not run on launch.device_type={NAME} yet; train, evaluate and generate do, and "
+            "`profile chip=v5e` tells the time of a step by the TPU compiler's cost model"
+        )
 
 
 def check_family(model_type: str, device_type: str) -> None:

@@ -1,4 +1,4 @@
-"""What `launch.device_type=torch-tpu` does not do yet: each is refused by name before anything starts."""
+"""What `launch.device_type=torch-tpu` needs, and does not do yet: refused by name before anything starts."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from tpu_kit.config.schema import TrainConfig
 from tpu_kit.machine import torch_tpu
 from tpu_kit.machine.checks import Machine, check_holder
-from tpu_kit.machine.compatibility import bare, environment_line
+from tpu_kit.machine.compatibility import Version, bare, environment_line, installed_version
 from tpu_kit.torch_tpu.environment import ELSEWHERE, NAME, other_plugin
 
 
-def check_machine(at: Machine) -> None:
+def check_machine(at: Machine, replicas: int = 1) -> None:
     """Checks without opening the device that this machine and its packages can run torch_tpu.
 
     Raises:
         ValueError: torch_tpu is absent, of a version that was not tested or beside torch_xla; or there is no chip, or
-            another process holds it.
+            another process holds it; or there are replicas for some of the chips.
     """
     if wrong := torch_tpu.mismatches(at.version):
         text = ", ".join(
@@ -39,20 +39,42 @@ def check_machine(at: Machine) -> None:
             f"launch.device_type={NAME}, but this machine has no TPU. On Colab: Runtime > Change runtime type; on "
             "Kaggle: Settings > Accelerator. launch.device_type=cpu trains on this CPU"
         )
+    if (chips := len(at.tpus()) or len(at.nodes())) and replicas not in (1, chips):
+        raise ValueError(
+            f"launch.device_type={NAME}: launch.num_replicas={replicas} with {chips} chip(s): replicas have one chip "
+            f"each, and take all or one; set launch.num_replicas={chips}, or 1"
+        )
     if (held := check_holder(at)).status == "failure":
         raise ValueError(f"launch.device_type={NAME}: the chip is {held.found}. {held.fix}")
 
 
-def problems(config: TrainConfig, replicas: int, hosts: int) -> list[str]:
+def tracer(device_type: str) -> str:
+    """Returns the package that traces a TPU's programs for `launch.device_type`."""
+    return "torch_tpu" if device_type == NAME else "torch_xla"
+
+
+def compiler_problem(version: Version = installed_version) -> str:
+    """Says what the compiler of this backend's programs lacks here, with the fix; empty where it can be used."""
+    wrong = torch_tpu.mismatches(version)
+    needed = ", ".join(f"{name} {tested}" for name, tested in wrong.items())
+    text = f"the compiler of launch.device_type={NAME} needs {needed}; make an environment: {environment_line(NAME)}"
+    return text if wrong else ""
+
+
+def run_limits(config: TrainConfig) -> list[str]:
+    """What a run for any backend asks for that this one, if it is meant, does not do, with the fix."""
+    return problems(config, 1) if config.launch.device_type == NAME else []
+
+
+def problems(config: TrainConfig, hosts: int) -> list[str]:
     """What a run asks for that the backend does not do, with the fix."""
     return [f"{names}: {text}, which launch.device_type={NAME} does not do yet; {fix}"
-            for names, text, fix in _asked(config, replicas, hosts)]  # fmt: skip
+            for names, text, fix in _asked(config, hosts)]  # fmt: skip
 
 
-def _asked(config: TrainConfig, replicas: int, hosts: int) -> Iterator[tuple[str, str, str]]:
-    if replicas > 1 or hosts > 1:
-        text = f"{replicas} replicas on {hosts} host(s)"
-        yield "launch.num_replicas", text, "set launch.num_replicas=1, which trains on one chip"
+def _asked(config: TrainConfig, hosts: int) -> Iterator[tuple[str, str, str]]:
+    if hosts > 1:
+        yield "launch.hosts", f"{hosts} hosts train together", f"start it on one of them, or {ELSEWHERE}"
     if config.launch.mesh not in (None, "auto"):
         yield "launch.mesh", f"{config.launch.mesh} shards the model", f"remove it, or {ELSEWHERE}"
     if config.recipe != "train":

@@ -14,6 +14,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tpu_kit.torch_tpu import loop
+from tpu_kit.torch_tpu.process_group import check_all_reduces
 
 Tensors = list[torch.Tensor]
 
@@ -47,12 +48,17 @@ class Program:
         fn: see `trace`.
         example: see `trace`.
         donated: how many of the arguments, the first, may be overwritten by results; they have no values after a call.
+        replicas: that run the program together, which sums over them once if there are several.
+
+    Raises:
+        ValueError: it does not; see `process_group.check_all_reduces`.
     """
 
     def __init__(
-        self, name: str, fn: Callable[..., Sequence[torch.Tensor]], example: Sequence[torch.Tensor], donated: int = 0
-    ) -> None:
-        self._run = _compiled(trace(fn, example), example, donated, name)
+        self, name: str, fn: Callable[..., Sequence[torch.Tensor]], example: Sequence[torch.Tensor], donated: int = 0,
+        replicas: int = 1,
+    ) -> None:  # fmt: skip
+        self._run = _compiled(trace(fn, example), example, donated, name, replicas)
 
     def __call__(self, *tensors: torch.Tensor) -> Tensors:
         """Runs the program."""
@@ -60,9 +66,13 @@ class Program:
 
 
 class Programs:
-    """Functions of trees of tensors, each a program for each structure and shapes of its arguments."""
+    """Functions of trees of tensors, each a program for each structure and shapes of its arguments.
 
-    def __init__(self) -> None:
+    Several `replicas` run each of them together; see `Program`.
+    """
+
+    def __init__(self, replicas: int = 1) -> None:
+        self._replicas = replicas
         self._programs: dict[Any, Program] = {}
         self._results: dict[Any, Any] = {}  # structures of what the functions return
 
@@ -76,7 +86,7 @@ class Programs:
                 found, self._results[key] = tree_flatten(fn(*tree_unflatten(list(tensors), given)))
                 return found
 
-            self._programs[key] = Program(name, flat, leaves, donated)
+            self._programs[key] = Program(name, flat, leaves, donated, self._replicas)
         return tree_unflatten(self._programs[key](*leaves), self._results[key])
 
 
@@ -149,13 +159,19 @@ def computing_with(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) 
         yield
 
 
-def _compiled(graph: torch.fx.GraphModule, example: Sequence[torch.Tensor], donated: int, name: str) -> Any:
+def _compiled(
+    graph: torch.fx.GraphModule, example: Sequence[torch.Tensor], donated: int, name: str, replicas: int
+) -> Any:
     """Compiles a graph; without donation where the private compiler does not take it: the old values stay beside."""
     try:
         from torch_tpu._internal.compile.compiler import StaticCompiler
 
-        return StaticCompiler(debug=None)(
+        done = StaticCompiler(debug=True if replicas > 1 else None)(  # with its text
             graph, list(example), True, donated_inputs=list(range(donated)), module_name=name
         )
     except (ImportError, TypeError):
+        check_all_reduces("", replicas)  # that of several cannot be read
         return torch.compile(graph, backend="tpu", fullgraph=True)
+    if replicas > 1:
+        check_all_reduces(done.mlir_text, replicas)
+    return done

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -351,11 +351,21 @@ class TracedSteps:
             raise ValueError(
                 f"{drawn[0]} is dropout outside of a loop over layers: set it to 0 in the model's config.json"
             )
-        self._programs = Programs()
+        self._programs = Programs(rt.world_size)
         self._frozen = {name: tensor for name, tensor in tensors_of(model).items() if name not in state.params}
 
     def train_step(self, batches: Sequence[Mapping[str, torch.Tensor]], control: torch.Tensor) -> None:
         """Makes one update; the sums for the log are a new tensor, so that the host can read the old one meanwhile."""
+        new, state = self._programs.run("update", *self.update(batches, control)), self._state
+        for name, param in state.params.items():
+            param.data = new["params"][name]
+        state.moments, state.applied, state.report = new["moments"], new["applied"], new["report"]
+        state.average = new["average"] or None
+
+    def update(
+        self, batches: Sequence[Mapping[str, torch.Tensor]], control: torch.Tensor
+    ) -> tuple[Callable[..., Any], int, Any, Any, Any, torch.Tensor]:
+        """Returns an update as a function of all that it reads, the number of donated tensors, and its arguments."""
         state = self._state
 
         def update(changed: Any, frozen: Any, batches: Any, control: torch.Tensor) -> Any:
@@ -371,13 +381,7 @@ class TracedSteps:
 
         changed = self._changed(state)
         donated = len(tree_leaves(changed)) - 1  # all but the sums for the log, the last
-        new = self._programs.run(
-            "update", update, donated, changed, self._frozen, [dict(batch) for batch in batches], control
-        )
-        for name, param in state.params.items():
-            param.data = new["params"][name]
-        state.moments, state.applied, state.report = new["moments"], new["applied"], new["report"]
-        state.average = new["average"] or None
+        return update, donated, changed, self._frozen, [dict(batch) for batch in batches], control
 
     def eval_step(self, batch: Mapping[str, torch.Tensor], sums: torch.Tensor) -> None:
         """Adds the loss and the weight of a batch to `sums`."""

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from tpu_kit.distributed.replica.mesh import active_mesh
 from tpu_kit.xla import hlo
 from tpu_kit.xla.traced_program import Program
 
@@ -16,12 +17,39 @@ _RESULT_LAYOUTS = "mhlo.xla_entry_computation_result_layout"
 LOW_EFFORT = -1.0  # of XLA's exec_time_optimization_effort, whose default is 0
 
 
-def fingerprint(program: Program) -> str:
-    """Hashes the program and its donated buffers, without names and source lines."""
+def _hlo() -> Any:
+    """Returns the module of jaxlib that has the classes of HLO; one of their own from 0.10 on."""
     from jaxlib import xla_client
 
-    module = xla_client._xla.HloModule.from_serialized_hlo_module_proto(program.hlo)
-    options = xla_client._xla.HloPrintOptions()
+    return getattr(xla_client, "hlo", xla_client._xla)
+
+
+def _given(stablehlo: bytes) -> Any:
+    """Returns what the client compiles: the bytes of a module, or from jaxlib 0.10 on the module."""
+    from jax._src.interpreters import mlir
+    from jax._src.lib.mlir import ir
+    from jaxlib import xla_client
+
+    return ir.Module.parse(stablehlo, mlir.make_ir_context()) if hasattr(xla_client, "hlo") else stablehlo
+
+
+def program_of(stablehlo: str, donated: tuple[int, ...], arguments: tuple[str, ...], argument_bytes: int) -> Program:
+    """Makes a program for one device of the text of a StableHLO module; see `Program`."""
+    from jax._src.interpreters import mlir
+    from jax._src.lib.mlir import ir
+    from jaxlib import xla_client
+
+    with mlir.make_ir_context():
+        module = mlir.module_to_bytecode(ir.Module.parse(stablehlo))
+    convert = xla_client._xla.mlir.mlir_module_to_xla_computation
+    lowered = convert(module, use_tuple_args=False, return_tuple=True).as_serialized_hlo_module_proto()
+    return Program(lowered, donated, arguments, argument_bytes, active_mesh(), ())
+
+
+def fingerprint(program: Program) -> str:
+    """Hashes the program and its donated buffers, without names and source lines."""
+    module = _hlo().HloModule.from_serialized_hlo_module_proto(program.hlo)
+    options = _hlo().HloPrintOptions()
     options.print_metadata, options.print_large_constants = False, True
     text = module.to_string(options) + repr(program.donated)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
@@ -61,7 +89,7 @@ def compile_program(
     options.executable_build_options.use_shardy_partitioner = False
     if request["effort"] == "low":
         options.executable_build_options.exec_time_optimization_effort = LOW_EFFORT
-    stablehlo = _stablehlo(program)
+    stablehlo = _given(_stablehlo(program))
     start = time.monotonic()
     try:
         done = devices[0].client.compile(stablehlo, xla_client.DeviceList(tuple(devices)), options)
@@ -104,7 +132,7 @@ def compiled_figures(
     module, client = hlo.Module(text), xla_client.make_cpu_client()
 
     def analyse(text: str) -> Any:
-        return xla_client._xla.hlo_module_cost_analysis(client, xla_client._xla.hlo_module_from_text(text))
+        return xla_client._xla.hlo_module_cost_analysis(client, _hlo().hlo_module_from_text(text))
 
     instructions = hlo.instruction_costs(module, analyse)
     return {

@@ -77,6 +77,22 @@ class Instruction:
         return value[1] if value else ""
 
 
+# From jaxlib 0.10 on, the settings of a kernel are on a line of their own. torch_tpu leaves out the name of a kernel of
+# splash attention; the first of its settings tells it.
+_KERNEL_SETTINGS = re.compile(r"\{\n(\"[^\n]*)\n\}")
+_UNNAMED = re.compile(
+    r'^ +%(custom-call[\w.]*) = .*"tpu_custom_call".*\{"xprof_metadata":"\{\\"(block_q\w*)', re.MULTILINE
+)
+_SPLASH = {"block_q": "splash_mha_fwd", "block_q_dkv": "splash_mha_dkv", "block_q_dq": "splash_mha_dq"}
+
+
+def _named(text: str) -> str:
+    """Returns the text of a program as that of torch_xla's programs is."""
+    text = _KERNEL_SETTINGS.sub(r"{\1}", text)
+    names = {name: f"{_SPLASH[first]}.{name}" for name, first in _UNNAMED.findall(text)}
+    return re.sub(r"%(custom-call[\w.]*)", lambda found: f"%{names.get(found[1], found[1])}", text)
+
+
 class Module:
     """A compiled program.
 
@@ -89,6 +105,7 @@ class Module:
     """
 
     def __init__(self, text: str) -> None:
+        text = _named(text)
         self.text, self._texts = text, dict[str, str]()
         self.computations: dict[str, dict[str, Instruction]] = {}
         self.entry = ""
@@ -385,6 +402,8 @@ def origin(metadata: str) -> dict[str, str]:
     # Numbers distinguish scopes of one name; "/jit(" begins the inside of a kernel.
     operation = re.sub(r"\.\d+(?=/|$)", "", named.get("op_name", "")).partition("/jit(")[0]
     file = "" if "xla__scan" in operation else file  # torch_xla reports wrong lines for the body of a loop
+    operation = operation.removeprefix("create_scan_op/custom_kernel")  # all that torch_tpu tells of one
+    file = "" if file.startswith(("torch_tpu/", "-")) else file  # what lowers an operation, or a line of the program
     return {"operation": operation, "source": f"{file}:{named.get('source_line', '')}" if file else ""}
 
 
@@ -396,8 +415,8 @@ def parse_out_of_memory(text: str) -> dict[str, int | None] | None:
     """
     if single := re.search(r"Allocation \(size=(\d+)\) would exceed memory \(size=\d+\)", text):
         return {"used_bytes": int(single[1]), "argument_bytes": None}
-    sizes = [
-        re.search(rf"{before} ?([\d.]+)([BKMGT])", text) for before in ("memory space hbm. Used", r"\n +arguments +")
-    ]
+    # Before the first size, libtpu 0.0.21 writes the first text, and 0.0.52 the second.
+    used_by = r"(?:memory space hbm. Used|total memory required for HLO temporaries \()"
+    sizes = [re.search(rf"{before} ?([\d.]+)([BKMGT])", text) for before in (used_by, r"\n +arguments +")]
     used, argument = (round(float(size[1]) * 1024 ** "BKMGT".index(size[2])) if size else None for size in sizes)
     return None if used is None else {"used_bytes": used, "argument_bytes": argument}

@@ -9,7 +9,7 @@ import torch
 
 from tpu_kit.config.mesh import Mesh, Spec
 from tpu_kit.distributed.hosts import ONE, Hosts
-from tpu_kit.distributed.replica.exchange import ProcessGroup
+from tpu_kit.distributed.replica.exchange import ProcessGroup, between_processes
 from tpu_kit.distributed.replica.mesh import Box, local_devices, pieces, put, put_rows, read, row_shards
 from tpu_kit.distributed.replica.runtime import DeviceType, Runtime, Shared
 from tpu_kit.torch_tpu import device as torch_tpu
@@ -44,6 +44,30 @@ class TorchTpuRuntime(Runtime):
 
     device_type = "torch-tpu"
     has_programs = traces_steps = True
+
+    def all_reduce(self, tensors: Sequence[torch.Tensor]) -> None:
+        """See `Runtime.all_reduce`; on the device a part of the traced program. Tensors of the CPU are summed there."""
+        if self.world_size == 1:
+            return
+        import torch.distributed as dist
+        import torch.distributed._functional_collectives as collectives
+
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        if flat.device.type == "cpu":
+            dist.all_reduce(flat)
+        else:
+            assert dist.group.WORLD is not None, "the launcher made it"
+            flat = collectives.wait_tensor(collectives.all_reduce(flat, "sum", dist.group.WORLD))
+        for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+    def exchange(self, mine: T) -> list[T]:
+        """See `Runtime.exchange`; on the CPU."""
+        return [mine] if self.world_size == 1 else between_processes(mine, torch.device("cpu"))
+
+    def barrier(self) -> None:
+        """See `Runtime.barrier`."""
+        self.exchange(None)
 
     def memory(self) -> tuple[int | None, int | None]:
         """See `Runtime.memory`."""

@@ -46,6 +46,7 @@ from tpu_kit.distributed.replica.exchange import ProcessGroup
 from tpu_kit.distributed.replica.runtime import Outdated, Runtime, Shared
 from tpu_kit.distributed.sending import refuse_devices, restored
 from tpu_kit.machine.storage import atomic
+from tpu_kit.torch_tpu.process_group import prepare_launch
 
 REFUSALS: dict[str, type[ValueError]] = {"refused": ValueError, "outdated": Outdated}
 """Kinds of reports that the calling process raises as errors without a traceback."""
@@ -219,6 +220,7 @@ def _torch_replica(local_rank: int, folder: str, payload: bytes, backend: Backen
     import torch.distributed as dist
 
     from tpu_kit.distributed.replica.backends import CpuRuntime, CudaRuntime, TorchTpuRuntime
+    from tpu_kit.torch_tpu import process_group
     from tpu_kit.torch_tpu.device import open_device
 
     device_type, replicas, hosts = backend.device_type, backend.num_replicas or 1, backend.hosts
@@ -226,7 +228,12 @@ def _torch_replica(local_rank: int, folder: str, payload: bytes, backend: Backen
 
     def make() -> Runtime:
         if device_type == "torch-tpu":
-            return TorchTpuRuntime(rank, world_size, open_device(), hosts.count)
+            if world_size > 1:
+                process_group.take_chip(rank, world_size)
+            opened = open_device()
+            if world_size > 1:
+                _connect(process_group.GROUP, hosts, folder, rank, world_size)
+            return TorchTpuRuntime(rank, world_size, opened, hosts.count)
         device = torch.device("cuda", local_rank) if device_type == "cuda" else torch.device("cpu")
         if device_type == "cuda":
             torch.cuda.set_device(device)
@@ -376,6 +383,8 @@ def _processes(folder: str, payload: bytes, backend: Backend, hang_timeout: floa
     if backend.device_type == "xla-cpu":
         return [spawn.Process(target=_rehearsal, args=(*arguments, hang_timeout))]
     ranks = range(backend.num_replicas or 1)
+    if backend.device_type == "torch-tpu" and len(ranks) > 1:
+        prepare_launch(len(ranks))
     return [spawn.Process(target=_torch_replica, args=(rank, *arguments, hang_timeout)) for rank in ranks]
 
 

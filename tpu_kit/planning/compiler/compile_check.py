@@ -24,9 +24,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-from tpu_kit.config.loader import ModelConfig, TrainConfig
+from tpu_kit.config.loader import ConfigError, ModelConfig, TrainConfig
 from tpu_kit.distributed.child_process import run_child, xla_cpu_environment
-from tpu_kit.machine.chips import CHIPS, GIB
+from tpu_kit.machine.chips import CHIPS, GIB, Topology
 from tpu_kit.machine.compatibility import PAIRINGS
 from tpu_kit.machine.slices import find_topology
 from tpu_kit.machine.storage import atomic
@@ -34,6 +34,7 @@ from tpu_kit.model.shape_cache import read_shape, shape_key
 from tpu_kit.planning.compiler.step_estimate import Sizes, estimated_seconds, instruction_seconds
 from tpu_kit.planning.cost import Collective, Work
 from tpu_kit.planning.rollouts import rollout_of
+from tpu_kit.torch_tpu.limits import compiler_problem, run_limits, tracer
 
 Effort = Literal["full", "low"]
 
@@ -139,13 +140,13 @@ class Compiled:
 
 CACHE = Path("~/.cache/tpu_kit/compiled")
 
-_NEEDED = ("torch_xla", "jax", "jaxlib", "libtpu")
+_NEEDED = ("torch_xla", "jax", "jaxlib", "libtpu")  # of torch_tpu's programs `limits` tells
 # The modules that run the compiler and read its answer.
 _READERS = (
     "tpu_kit.planning.compiler.compile_check", "tpu_kit.planning.compiler.step_estimate", "tpu_kit.xla.compiler",
     "tpu_kit.xla.hlo",
 )  # fmt: skip
-_VERSIONS = ("torch", "torch_xla", "transformers", "peft", "jax", "jaxlib")
+_VERSIONS = ("torch", "transformers", "peft", "jax", "jaxlib")
 # No lock on the chips, no log files; and kernels without their source lines, which would make another program where the
 # kit lies in another folder.
 _ENVIRONMENT = {
@@ -187,12 +188,15 @@ def compile_step(
 
     Raises:
         CompilerUnavailable: libtpu or a package that drives it is not installed, or not in a known version.
+        ConfigError: the run is for torch_tpu, which does not train it.
         ValueError: unknown chip, no such topology, too few devices; no config.json; or the step cannot be traced: the
             model, the adapters or the batch do not allow it.
         RuntimeError: the process that compiles died, or the time limit was exceeded.
     """
     kind, topology = find_topology(chip, num_replicas)
-    libtpu = check_available()
+    if problems := run_limits(config):
+        raise ConfigError(problems)
+    libtpu = check_available(config.launch.device_type)
     folder = cache_dir or CACHE.expanduser()
     compiler = repr((topology, num_replicas, effort, libtpu, _source(*_READERS)))
     suffix = hashlib.sha256(compiler.encode()).hexdigest()[:16]
@@ -224,13 +228,22 @@ def compile_programs(
     }  # fmt: skip
 
 
-def check_available() -> str:
-    """Returns the version of the TPU compiler.
+def check_available(device_type: str = "tpu") -> str:
+    """Returns the version of the TPU compiler for `launch.device_type`.
 
     Raises:
         CompilerUnavailable: it cannot be used here.
     """
+    if tracer(device_type) == "torch_tpu":
+        if problem := compiler_problem():
+            raise CompilerUnavailable(problem)
+        return version("libtpu")
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing and not compiler_problem():
+        raise CompilerUnavailable(
+            f"the TPU compiler needs {', '.join(missing)}, not installed beside torch_tpu; set launch.device_type="
+            "torch-tpu, whose compiler is here"
+        )
     if missing:
         raise CompilerUnavailable(
             f"the TPU compiler needs {', '.join(missing)}, not installed here: pip install -r requirements-tpu.txt "
@@ -294,14 +307,19 @@ def main() -> None:
 
 def _compile(request: dict[str, Any], show: Callable[[str], None]) -> dict[str, Any]:
     from tpu_kit.config.loader import load_config
-    from tpu_kit.planning.compiler.trace import trace_generation, trace_step
+    from tpu_kit.planning.compiler import torch_tpu_trace, trace
     from tpu_kit.xla.compiler import compile_program, fingerprint
 
     show("tracing")
     start = time.monotonic()
     config, devices, part = load_config(request["config"]), request["num_replicas"], request["part"]
     sizes = request["sizes"]
-    program = trace_generation(config, devices, part, **sizes) if sizes else trace_step(config, devices, part)
+    if tracer(config.launch.device_type) == "torch_tpu":
+        program = torch_tpu_trace.trace_step(config, devices, Topology(**request["topology"]))
+    elif sizes:
+        program = trace.trace_generation(config, devices, part, **sizes)
+    else:
+        program = trace.trace_step(config, devices, part)
     traced = {"program": fingerprint(program), "trace_seconds": time.monotonic() - start}
     file = Path(request["cache"], f"{traced['program']}-{request['suffix']}.json")
     if (known := _read(file)) is not None:
@@ -334,11 +352,11 @@ def _request_key(config: TrainConfig, num_replicas: int, part: str, sizes: Mappi
     """Hashes everything that determines the program: the run, the model's configuration, the code, and the versions."""
     values = config.to_dict()
     shape = {name: values[name] for name in ("model", "lora", "optim", "distill", "rl")}
-    mesh = [config.launch.mesh, config.launch.mesh_rules]
+    mesh, by = [config.launch.mesh, config.launch.mesh_rules], tracer(config.launch.device_type)
     shape |= {"max_length": config.data.max_length, "mesh": mesh, "part": part, "sizes": sizes and dict(sizes)}
     parts = [
         json.dumps(shape, sort_keys=True), *map(shape_key, _models(config)), str(num_replicas),
-        _source(), *(version(name) for name in _VERSIONS),
+        _source(), by, *(version(name) for name in (by, *_VERSIONS)),
     ]  # fmt: skip
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 

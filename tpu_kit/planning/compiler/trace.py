@@ -19,6 +19,7 @@ from tpu_kit.config.loader import TrainConfig, batch_arithmetic
 from tpu_kit.config.mesh import BATCH, Spec, resolve_mesh
 from tpu_kit.distributed.replica.backends import TpuRuntime
 from tpu_kit.distributed.replica.mesh import use_mesh
+from tpu_kit.distributed.replica.runtime import Runtime
 from tpu_kit.generation.decoder import BLOCK, Batch, Decoder
 from tpu_kit.generation.kv_cache import stack_spec
 from tpu_kit.generation.sampling import Sampling
@@ -52,7 +53,7 @@ def trace_step(config: TrainConfig, num_replicas: int, part: str = "step") -> Pr
     """
     with _mesh_of(config, num_replicas) as (replicas, shards):
         plan = batch_arithmetic(config, replicas * shards)
-        model, state, objective = _prepared(config, replicas)
+        model, state, objective = prepared(config, TpuRuntime(0, replicas, torch.device("meta")))
         replica = _TracedReplica(0, replicas, traced_program.device())
         inputs = fill(model, state)
         name_operations(model)
@@ -102,14 +103,13 @@ def _mesh_of(config: TrainConfig, num_devices: int) -> Iterator[tuple[int, int]]
         yield 1, mesh.batch_shards
 
 
-def _prepared(config: TrainConfig, num_replicas: int) -> tuple[PreTrainedModel, TrainState, Objective]:
-    """Prepares the model as training does, on "meta"."""
+def prepared(config: TrainConfig, replica: Runtime) -> tuple[PreTrainedModel, TrainState, Objective]:
+    """Prepares the model as training does for a replica on "meta"."""
     with torch.device("meta"):
         model = trainable.adapt(empty_model(config), config.lora, config.model.base_dtype).train()
         objective = objective_of(config)
         objective.attach(model, lambda one: empty_model(replace(config, model=one)))
         with traced_program.lowering_for_tpu():
-            replica = TpuRuntime(0, num_replicas, torch.device("meta"))
             return model, prepare_model(model, config, replica, extra_sums=len(objective.extra)), objective
 
 
@@ -141,7 +141,7 @@ def trace_generation(
     with _mesh_of(config, num_devices):
         sampling = Sampling(max(1, slots - width), temperature=0.7, top_p=0.9)
         if config.on_policy:
-            model, state, _ = _prepared(config, 1)
+            model, state, _ = prepared(config, TpuRuntime(0, 1, torch.device("meta")))
             specs, sampling = _specs(model, state), replace(sampling, top_p=1.0)
             inputs = fill(model, state)
         else:

@@ -1,0 +1,98 @@
+"""The process group "tpu_dist" of a run on several chips, of which each process has one."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import TYPE_CHECKING, Any
+
+from tpu_kit.torch_tpu.environment import ELSEWHERE, NAME
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+GROUP = "cpu:gloo,tpu:tpu_dist"
+"""For `init_process_group`: tensors of the CPU go through gloo. With a group of another kind, such as "fake", the
+collectives of a traced function are no part of its program, and nothing says so."""
+
+_SUM = re.compile(r'stablehlo\.all_reduce"?\(.*?replica_groups = dense<([^>]*)>', re.DOTALL)
+
+
+def prepare_launch(replicas: int) -> None:
+    """Sets in the launcher the variables on which all processes of this host must agree, before they start."""
+    from torch_tpu._internal.distributed.distributed import set_tpu_launch_env
+
+    set_tpu_launch_env(nproc_per_node=replicas)
+
+
+def take_chip(rank: int, replicas: int) -> None:
+    """Sets the variables by which torch_tpu gives this process a chip, before its import.
+
+    It looks for an address, too, at which nothing listens: the replicas meet at a store of the kit's.
+    """
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": replicas, "MASTER_PORT": 1}
+    os.environ.update({name: str(number) for name, number in numbers.items()}, MASTER_ADDR="localhost")
+
+
+def join_alone(replicas: int) -> None:
+    """Joins, as the first, a group whose other replicas do not exist, for programs that are compiled alone."""
+    import torch.distributed as dist
+
+    take_chip(0, replicas)
+    addresses = ",".join(f"localhost:{number}" for number in range(1, replicas + 1))
+    os.environ.update(TORCH_TPU_TOPOLOGY=f"{replicas},1,1", TORCH_TPU_SLICEBUILDER_ADDRESSES=addresses)
+    dist.init_process_group("tpu_dist", store=_answering_store(replicas), rank=0, world_size=replicas)
+
+
+def _answering_store(replicas: int) -> dist.Store:
+    """Returns a store that answers for the other replicas, with the device that the first one tells, and its number.
+
+    torch_tpu gathers them by entries "LENGTH:LENGTH:world_topo:RANKDEVICE,X,Y,...": the lengths are of what follows,
+    and of the name, which the device follows at once.
+    """
+    import torch.distributed as dist
+
+    class Store(dist.Store):
+        def __init__(self) -> None:
+            super().__init__()
+            self._device = ""
+
+        def set(self, key: str, value: Any) -> None:
+            if ":node:" in key:
+                self._device = bytes(value).decode().partition("world_topo:0")[2].partition(",")[2]
+
+        def add(self, key: str, value: int) -> int:
+            return replicas  # that have told theirs
+
+        def wait(self, keys: list[str], *_: object) -> None:
+            """Returns at once."""
+
+        def multi_get(self, keys: list[str]) -> list[bytes]:
+            entries = []
+            for rank, _ in enumerate(keys):
+                name = f"world_topo:{rank}"
+                entry = f"{len(name)}:{name}{rank},{self._device}"
+                entries.append(f"{len(entry)}:{entry}".encode())
+            return entries
+
+    return Store()
+
+
+def check_all_reduces(text: str, replicas: int) -> None:
+    """Checks that the program of a step sums over all replicas, once.
+
+    Args:
+        text: of its StableHLO module.
+        replicas: number of all.
+
+    Raises:
+        ValueError: it does not, so the replicas would drift apart.
+    """
+    groups = [found.count(",") + 1 for found in _SUM.findall(text)]
+    if groups != ([replicas] if replicas > 1 else []):
+        raise ValueError(
+            f"launch.num_replicas={replicas}: the compiled step has {len(groups)} all-reduces, over {groups} replicas, "
+            f"and must have one over {replicas}: without it the replicas would drift apart. torch_tpu leaves out those "
+            f"of a process group that is not its own. Set launch.num_replicas=1, with which launch.device_type={NAME} "
+            f"needs none, or {ELSEWHERE}"
+        )

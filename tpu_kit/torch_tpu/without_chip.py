@@ -1,0 +1,149 @@
+"""Lowers traced functions to StableHLO without a TPU: TorchTPU's kernels and collectives ask for a device.
+
+For a while, libtpu makes a PJRT client of a topology in place of one of chips. It names its devices, as TorchTPU asks,
+and runs nothing. Any number of replicas on such devices have a process group "tpu_dist" in this process alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+PJRT_MINOR = 90
+"""The version of PJRT's C API that the client speaks; functions that came later are hidden."""
+
+FUNCTIONS = {
+    "Plugin_Initialize": 3, "Client_Create": 10, "Client_PlatformName": 12, "Client_PlatformVersion": 14,
+    "Client_Devices": 15, "Client_AddressableDevices": 16, "Client_AddressableMemories": 19,
+    "Device_GetDescription": 29, "Device_AddressableMemories": 32, "Memory_AddressableByDevices": 39,
+    "TopologyDescription_Create": 82, "TopologyDescription_GetDeviceDescriptions": 86,
+    "Client_TopologyDescription": 95,
+}  # fmt: skip
+"""Places in the table `PJRT_Api`, which has `COUNT` of them in that version."""
+COUNT = 128
+
+_HEAD = (
+    40  # bytes before the functions: the size of the table, extensions, and size, extensions and numbers of a version
+)
+_WORD, _STRING, _LONGS = 8, 0, 2  # bytes of a field; types of options
+_Fields = ctypes.POINTER(ctypes.c_uint64)  # of a call's structure: its size, extensions, the object, then results
+_Function = ctypes.CFUNCTYPE(ctypes.c_void_p, _Fields)
+
+
+@contextlib.contextmanager
+def topology_as_device(name: str, bounds: Sequence[int], chip_config: str | None = None) -> Iterator[torch.device]:
+    """Makes TorchTPU's device one of a topology, in a process that has not opened a device.
+
+    Args:
+        name: of the topology, such as "v5e:2x2".
+        bounds: chips of a host along each axis.
+        chip_config: of `machine.chips.Topology.chip_config_name`.
+    """
+    import libtpu
+
+    plugin = ctypes.CDLL(libtpu.get_library_path())
+    plugin.GetPjrtApi.restype = ctypes.c_void_p
+    table = plugin.GetPjrtApi()
+    size = ctypes.c_uint64.from_address(table).value
+    before, kept = ctypes.string_at(table, size), list[Any]()  # objects that libtpu reads
+    _make_writable(table, size)
+    ctypes.c_uint64.from_address(table).value = _HEAD + COUNT * _WORD
+    ctypes.c_int.from_address(table + _HEAD - 4).value = PJRT_MINOR
+
+    def entry(function: str) -> ctypes.c_uint64:
+        return ctypes.c_uint64.from_address(table + _HEAD + FUNCTIONS[function] * _WORD)
+
+    def words(*values: int) -> int:
+        kept.append((ctypes.c_uint64 * len(values))(*values))
+        return ctypes.addressof(kept[-1])
+
+    def text(value: str) -> tuple[int, int]:
+        kept.append(ctypes.create_string_buffer(value.encode()))
+        return ctypes.addressof(kept[-1]), len(value)
+
+    def ask(function: str, *given: int, results: int = 0) -> list[int]:
+        fields = (ctypes.c_uint64 * (2 + len(given) + results))(0, 0, *given)
+        fields[0] = ctypes.sizeof(fields)
+        assert not _Function(entry(function).value)(fields), f"libtpu refuses {function} for {name}"
+        return list(fields[2 + len(given) :])
+
+    def answer(function: str, *values: int, at: int = 3) -> None:
+        respond(function, lambda _: values, at)
+
+    def respond(function: str, results: Callable[[int], Sequence[int]], at: int = 3) -> None:
+        def run(fields: Any) -> None:
+            for number, value in enumerate(results(fields[2])):
+                fields[at + number] = value
+
+        kept.append(_Function(run))
+        entry(function).value = ctypes.cast(kept[-1], ctypes.c_void_p).value or 0
+
+    ask("Plugin_Initialize")
+    options = [7 * _WORD, 0, *text("chips_per_host_bounds"), _LONGS, words(*bounds), len(bounds)]
+    options += [7 * _WORD, 0, *text("chip_config_name"), _STRING, *text(chip_config)] if chip_config else []
+    (topology,) = ask("TopologyDescription_Create", *text(name), words(*options), len(options) // 7, results=1)
+    start, count = ask("TopologyDescription_GetDeviceDescriptions", topology, results=2)
+    devices = {words(0): ctypes.c_uint64.from_address(start + number * _WORD).value for number in range(count)}
+    client, memories, listed = words(0), words(words(0)), words(*devices)
+    answer("Client_Create", client, at=8)
+    answer("Client_PlatformName", *text("tpu"))
+    answer("Client_PlatformVersion", *text("a topology"))
+    answer("Client_TopologyDescription", topology)
+    answer("Client_Devices", listed, count)
+    for owner in ("Client_AddressableDevices", "Memory_AddressableByDevices"):
+        answer(owner, listed, 1)  # the first is that of this process
+    for owner in ("Client_AddressableMemories", "Device_AddressableMemories"):
+        answer(owner, memories, 1)
+    respond("Device_GetDescription", lambda device: [devices[device]])
+    try:
+        import torch_tpu._loader as loader
+
+        loader._init_device("tpu")  # which makes the client later, for the first tensor
+        yield torch.device("tpu", 0)
+    finally:
+        ctypes.memmove(table, before, size)
+
+
+def _make_writable(start: int, size: int) -> None:
+    page = os.sysconf("SC_PAGESIZE")
+    first = start // page * page
+    read_and_write = 1 | 2  # PROT_READ, PROT_WRITE
+    length = ctypes.c_size_t(start + size - first)
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(first), length, read_and_write) == 0, "libtpu's table is locked"
+
+
+def lower(graph: torch.fx.GraphModule, example: Sequence[torch.Tensor]) -> str:
+    """Lowers a traced function, for `topology_as_device`; returns the text of the StableHLO module.
+
+    It is what TorchTPU's compiler makes of the graph, without random numbers, whose state is on a chip.
+
+    Args:
+        graph: of `program.trace`.
+        example: see `program.trace`; the arguments of the module, in their order.
+    """
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+    from torch_tpu._internal.compile import scan, tpu_torch_compile
+    from torch_tpu._internal.compile.compiler import StaticCompiler
+    from torch_tpu._internal.export import export
+
+    def module_of(graph: torch.fx.GraphModule, args: Sequence[torch.Tensor], **_: Any) -> SimpleNamespace:
+        return SimpleNamespace(module=scan._build_body_mlir(graph, args))
+
+    class Lowering(StaticCompiler):
+        def _compile(self, graph: torch.fx.GraphModule, example: Sequence[torch.Tensor], *_: Any) -> str:
+            with unset_fake_temporarily():
+                inputs = [tpu_torch_compile.placeholder_like(tensor, False) for tensor in example]
+                module = module_of(graph, inputs).module
+                return str(tpu_torch_compile.serialize_mlir_text(module, enable_debug_info=True))
+
+    kept, export.fx_to_mlir = export.fx_to_mlir, module_of  # of bodies of loops, which it would compile, too
+    try:
+        return str(Lowering()(graph, example, True))
+    finally:
+        export.fx_to_mlir = kept
