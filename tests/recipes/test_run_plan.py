@@ -23,6 +23,7 @@ from tests.distributed.test_hosts import together
 from tests.machine.test_checks import V5E, fake
 from tests.support.cached_model import put_in_cache, use_cache
 from tests.support.child_processes import PYTHONPATH, child_environment
+from tests.support.compiler_models import TINY, write_config
 from tests.support.object_store import free_port
 from tpu_kit.cli import main
 from tpu_kit.config.loader import ConfigError, TrainConfig, load_config
@@ -33,11 +34,13 @@ from tpu_kit.distributed.meeting import Meeting
 from tpu_kit.distributed.replica.backends import CpuRuntime
 from tpu_kit.distributed.replica.runtime import Outdated, enter
 from tpu_kit.machine.checks import Machine
+from tpu_kit.model.meta_model import empty_model
 from tpu_kit.planning import planner, run_cost
 from tpu_kit.recipes import problems, sft
 from tpu_kit.recipes.replica import fine_tune
 from tpu_kit.recipes.run_plan import RunPlan, plan_run
 from tpu_kit.training.checkpoint.manager import list_checkpoints
+from tpu_kit.training.objectives import objective_of
 from tpu_kit.training.resume import START
 
 needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
@@ -55,6 +58,38 @@ def run(world: Path, folder: Path, **changes: Any) -> TrainConfig:
 class _WithoutTensors(pickle.Pickler):
     def persistent_id(self, obj: Any) -> None:
         assert not isinstance(obj, torch.Tensor | torch.nn.Module), "the plan holds a tensor"
+
+
+PHI3 = TINY | {"model_type": "phi3", "architectures": ["Phi3ForCausalLM"], "pad_token_id": 0, "resid_pdrop": 0.1}
+OLMO = TINY | {"model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"]}
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "message"),
+    [
+        (PHI3, [], ""),
+        (PHI3, ["remat=none"], r"resid_attn_dropout is dropout outside of a loop over layers: set optim.remat=full"),
+        (OLMO, [], "launch.device_type=torch-tpu trains llama, qwen2, qwen3, gemma3_text, phi3 alone: use launch.dev"),
+        (TINY, ["shared"], "cannot run its layers as a loop, as XLA does: its layers share weights; train it with"),
+    ],
+)
+def test_layers_that_torch_tpu_does_not_train_are_refused_by_the_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: dict[str, Any], changes: list[str], message: str
+) -> None:
+    """In the caller, before anything starts: without torch_tpu, too."""
+    if "shared" in changes:
+
+        def with_shared_layers(config: TrainConfig) -> Any:
+            made = empty_model(config)
+            made.model.layers[1] = made.model.layers[0]
+            return made
+
+        monkeypatch.setattr("tpu_kit.model.meta_model.empty_model", with_shared_layers)
+    changes = [f"model.name={write_config(tmp_path, model)}", *(one for one in changes if one != "shared")]
+    config = load_config(None, ["device_type=torch-tpu", *changes])
+    found = problems.of_model(RunPlan(config, Backend("torch-tpu", 1, "")), objective_of(config))
+    assert len(found) == bool(message) and all(re.search(message, str(one)) for one in found), found
+    assert not problems.of_model(RunPlan(config, Backend("cpu", 1, "")), objective_of(config))
 
 
 def test_a_plan_can_be_sent_and_holds_no_tensors(world: Path, tmp_path: Path) -> None:

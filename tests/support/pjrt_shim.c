@@ -1,5 +1,6 @@
 // A plugin of PJRT's C API that stands before one for the CPU, so that torch_tpu accepts it in libtpu's place:
 // - it drops the TPU's options when a client is made, and says that each result is in the memory "device";
+// - a process with a RANK has that one of the CPU's devices alone, as with one chip;
 // - it has the topology of one chip, for which programs with kernels ask;
 // - it counts compiles and executions (shim_counts);
 // - with SHIM_DUMP=FOLDER it writes each program there before it is compiled, and with SHIM_STABLEHLO=1.16.3 programs
@@ -23,6 +24,13 @@ static long compiles, executions;
 static PJRT_Error* client_create(PJRT_Client_Create_Args* args) {
   args->num_options = 0;
   return real->PJRT_Client_Create(args);
+}
+
+static PJRT_Error* addressable_devices(PJRT_Client_AddressableDevices_Args* args) {
+  PJRT_Error* error = real->PJRT_Client_AddressableDevices(args);
+  const char* rank = getenv("RANK");
+  if (!error && rank) args->addressable_devices += atoi(rank), args->num_addressable_devices = 1;
+  return error;
 }
 
 static PJRT_Error* output_memory_kinds(PJRT_Executable_OutputMemoryKinds_Args* args) {
@@ -127,6 +135,7 @@ const PJRT_Api* GetPjrtApi(void) {
   topology.has_limited_ici_connectivity = whole_links;
   mine->extension_start = &topology.base;
   mine->PJRT_Client_Create = client_create;
+  mine->PJRT_Client_AddressableDevices = addressable_devices;
   mine->PJRT_Executable_OutputMemoryKinds = output_memory_kinds;
   mine->PJRT_Client_Compile = compile;
   mine->PJRT_LoadedExecutable_Execute = execute;

@@ -33,6 +33,10 @@ def counts() -> list[int]:
 def make_updates(config: TrainConfig) -> dict[str, Any]:
     """Continues a run up to the step in UPTO, and saves there; reads the sums of each update."""
     last, made = int(os.environ["UPTO"]), []
+    if os.environ.get("NO_DONATION"):
+        from torch_tpu._internal.compile import compiler
+
+        del compiler.StaticCompiler
     with replica.trainer(config) as (loop, agreement):
         rt, state, first = loop.rt, loop.state, loop.step
         loop.model.train()

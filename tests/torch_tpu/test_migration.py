@@ -30,7 +30,8 @@ def test_each_row_has_a_test_or_says_that_it_was_not_run() -> None:
 @pytest.fixture(scope="module")
 def found() -> Any:
     (script,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    done = run_python(["-m", "tests.support.torch_tpu_calls"], env={**environment(), "SCRIPT": script}, cwd=REPOSITORY)
+    done = run_python(["-m", "tests.support.torch_tpu_calls"], env={**environment(), "SCRIPT": script}, cwd=REPOSITORY,
+                      timeout=900)  # fmt: skip
     print(done.stdout)
     return json.loads(done.stdout.rpartition("found ")[2])
 

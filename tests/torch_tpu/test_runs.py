@@ -26,12 +26,15 @@ SHORT = ["max_steps=20", "warmup_steps=3", "learning_rate=2e-3", "logging_steps=
 TORCH_XLA = os.environ.get("TESTS_TORCH_XLA_PYTHON", "")  # an interpreter of an environment with torch_xla
 
 
-def ask(name: str, device: str, *changes: str, upto: int = 20, executable: str = sys.executable) -> Any:
+def ask(
+    name: str, device: str, *changes: str, upto: int = 20, executable: str = sys.executable,
+    more: dict[str, str] | None = None,
+) -> Any:  # fmt: skip
     """What a function of tests/support/torch_tpu_functions.py finds on a device."""
     on_torch_tpu = environment() if device == "torch-tpu" else {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     arguments = ["-m", "tests.support.torch_tpu_functions", name, f"device_type={device}", "num_replicas=1", *changes]
-    done = run_python(arguments, env={"PJRT_DEVICE": None, "UPTO": str(upto), **on_torch_tpu}, cwd=REPOSITORY,
-                      timeout=900, executable=executable)  # fmt: skip
+    around = {"PJRT_DEVICE": None, "UPTO": str(upto), **on_torch_tpu, **(more or {})}
+    done = run_python(arguments, env=around, cwd=REPOSITORY, timeout=900, executable=executable)
     return json.loads(done.stdout.rpartition("found ")[2])
 
 
@@ -158,6 +161,29 @@ def test_a_killed_run_resumes_bit_for_bit_and_is_exported(tmp_path: Path) -> Non
     assert "resum" in done.stdout and losses(killed) == losses(whole)
     export = [sys.executable, "-m", "tpu_kit", "export", str(whole), "format=merged"]
     subprocess.run(export, env=around | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, check=True, timeout=600)
+
+
+def test_four_processes_have_a_chip_each() -> None:
+    """The launcher's: torch_tpu's process group, and sums and values of the host; the plugin cannot sum over chips."""
+    around = {**environment(), "TORCH_TPU_TOPOLOGY": "2,2,1"}  # which torch_tpu otherwise finds among PCI devices
+    arguments = ["-m", "tests.support.torch_tpu_functions", "meet", "device_type=torch-tpu", "num_replicas=4"]
+    done = run_python(arguments, env=around, cwd=REPOSITORY, timeout=900)
+    found = json.loads(done.stdout.rpartition("found ")[2])
+    places = found["places"]
+    assert found["total"] == 10 and [one["LOCAL_RANK"] for one in places] == [one["RANK"] for one in places]
+    assert [(one["RANK"], one["WORLD_SIZE"]) for one in places] == [(str(rank), "4") for rank in range(4)]
+    (addresses,) = {one["TORCH_TPU_SLICEBUILDER_ADDRESSES"] for one in places}
+    assert len(set(addresses.split(","))) == 4
+
+
+def test_updates_without_donation_are_those_with_it(tmp_path: Path) -> None:
+    """Where the private compiler has moved, `torch.compile` takes the graph."""
+    found = [
+        ask("make_updates", "torch-tpu", *SHORT, f"output_dir={tmp_path / name}", upto=3, more={"NO_DONATION": without})
+        for name, without in (("with", ""), ("without", "1"))
+    ]
+    assert largest_difference(*found) < 1e-6
+    assert {one["executed"] for one in found[1]["updates"][1:]} == {1}
 
 
 def test_greedy_tokens_are_those_of_the_cpu(tmp_path: Path) -> None:

@@ -335,6 +335,16 @@ def eval_step(
         sums.add_(totals)
 
 
+def check_dropouts(model: torch.nn.Module) -> None:
+    """Raises ValueError if a trace would hold the masks of a dropout; those of layers in a loop are seeded."""
+    drawn = [name for name, part in model.named_modules() if isinstance(part, torch.nn.Dropout) and part.p > 0]
+    if drawn:
+        raise ValueError(
+            f"{drawn[0]} is dropout outside of a loop over layers: set optim.remat=full, with which layers are a loop, "
+            "or the dropout to 0 in the model's config.json"
+        )
+
+
 class TracedSteps:
     """`train_step` and `eval_step` as programs, on a device whose operations run one by one otherwise (TorchTPU).
 
@@ -346,11 +356,7 @@ class TracedSteps:
         self, model: torch.nn.Module, state: TrainState, objective: Objective, optim: OptimConfig, rt: Runtime
     ) -> None:
         self._model, self._state, self._objective, self._optim, self._rt = model, state, objective, optim, rt
-        drawn = [name for name, part in model.named_modules() if isinstance(part, torch.nn.Dropout) and part.p > 0]
-        if drawn:  # a trace would hold its masks; those of layers in a loop are seeded
-            raise ValueError(
-                f"{drawn[0]} is dropout outside of a loop over layers: set it to 0 in the model's config.json"
-            )
+        check_dropouts(model)
         self._programs = Programs(rt.world_size)
         self._frozen = {name: tensor for name, tensor in tensors_of(model).items() if name not in state.params}
 
