@@ -2,10 +2,7 @@
 // - it drops the TPU's options when a client is made, and says that each result is in the memory "device";
 // - a process with a RANK has that one of the CPU's devices alone, as with one chip;
 // - it has the topology of one chip, for which programs with kernels ask;
-// - it counts compiles and executions (shim_counts);
-// - with SHIM_DUMP=FOLDER it writes each program there before it is compiled, and with SHIM_STABLEHLO=1.16.3 programs
-//   come in that version, for a compiler that reads no later one;
-// - with SHIM_FALLBACK=FILE it compiles that program where the CPU has no kernel for one, which is not to be executed.
+// - it counts compiles and executions (shim_counts).
 // SHIM_REAL is the path of the plugin for the CPU. Build: gcc -O2 -shared -fPIC -I HEADERS pjrt_shim.c -o shim.so -ldl
 #include <dlfcn.h>
 #include <stdbool.h>
@@ -45,48 +42,13 @@ static PJRT_Error* output_memory_kinds(PJRT_Executable_OutputMemoryKinds_Args* a
 }
 
 static PJRT_Error* compile(PJRT_Client_Compile_Args* args) {
-  long number = __sync_add_and_fetch(&compiles, 1);
-  const char* folder = getenv("SHIM_DUMP");
-  if (folder && *folder) {
-    char path[4096];
-    snprintf(path, sizeof path, "%s/%04ld.%.*s", folder, number, (int)args->program->format_size, args->program->format);
-    FILE* file = fopen(path, "wb");
-    if (file) fwrite(args->program->code, 1, args->program->code_size, file), fclose(file);
-  }
-  PJRT_Error* error = real->PJRT_Client_Compile(args);
-  const char* other = getenv("SHIM_FALLBACK");
-  FILE* file = error && other && *other ? fopen(other, "rb") : NULL;
-  if (!file) return error;
-  PJRT_Error_Destroy_Args destroy = {.struct_size = sizeof destroy, .error = error};
-  real->PJRT_Error_Destroy(&destroy);
-  static char code[1 << 20];
-  PJRT_Program program = *args->program;
-  const PJRT_Program* given = args->program;
-  program.code = code, program.code_size = fread(code, 1, sizeof code, file), fclose(file);
-  args->program = &program;
-  error = real->PJRT_Client_Compile(args);
-  args->program = given;
-  return error;
+  __sync_add_and_fetch(&compiles, 1);
+  return real->PJRT_Client_Compile(args);
 }
 
 static PJRT_Error* execute(PJRT_LoadedExecutable_Execute_Args* args) {
   __sync_add_and_fetch(&executions, 1);
   return real->PJRT_LoadedExecutable_Execute(args);
-}
-
-static PJRT_Error* attributes(PJRT_Plugin_Attributes_Args* args) {
-  static PJRT_NamedValue copy[64];
-  static int64_t wanted[3];
-  PJRT_Error* error = real->PJRT_Plugin_Attributes(args);
-  const char* text = getenv("SHIM_STABLEHLO");
-  if (error || !text || args->num_attributes > 64) return error;
-  if (sscanf(text, "%ld.%ld.%ld", &wanted[0], &wanted[1], &wanted[2]) != 3) return error;
-  for (size_t i = 0; i < args->num_attributes; i++) {
-    copy[i] = args->attributes[i];
-    if (!strncmp(copy[i].name, "stablehlo_current_version", copy[i].name_size)) copy[i].int64_array_value = wanted;
-  }
-  args->attributes = copy;
-  return NULL;
 }
 
 static PJRT_Error* one_chip(PJRT_TpuTopology_ChipCount_Args* args) {
@@ -139,6 +101,5 @@ const PJRT_Api* GetPjrtApi(void) {
   mine->PJRT_Executable_OutputMemoryKinds = output_memory_kinds;
   mine->PJRT_Client_Compile = compile;
   mine->PJRT_LoadedExecutable_Execute = execute;
-  mine->PJRT_Plugin_Attributes = attributes;
   return mine;
 }

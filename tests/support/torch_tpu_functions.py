@@ -16,6 +16,7 @@ from tpu_kit.config.loader import TrainConfig, load_config
 from tpu_kit.distributed.launch import launch
 from tpu_kit.distributed.replica import runtime
 from tpu_kit.generation.generator import Generator
+from tpu_kit.generation.sampling import Sampling
 from tpu_kit.model.trainable import load_model
 from tpu_kit.recipes import replica
 from tpu_kit.training.state import UpdateSums
@@ -34,9 +35,16 @@ def make_updates(config: TrainConfig) -> dict[str, Any]:
     """Continues a run up to the step in UPTO, and saves there; reads the sums of each update."""
     last, made = int(os.environ["UPTO"]), []
     if os.environ.get("NO_DONATION"):
-        from torch_tpu._internal.compile import compiler
+        from torch_tpu._internal.compile.compiler import StaticCompiler
 
-        del compiler.StaticCompiler
+        compiles = StaticCompiler.__call__
+
+        def moved(self: Any, *given: Any, **named: Any) -> Any:
+            if "donated_inputs" in named:
+                raise TypeError("an unexpected argument")
+            return compiles(self, *given, **named)
+
+        StaticCompiler.__call__ = moved
     with replica.trainer(config) as (loop, agreement):
         rt, state, first = loop.rt, loop.state, loop.step
         loop.model.train()
@@ -77,7 +85,23 @@ def draw_dropout(config: TrainConfig) -> list[float]:
     return losses[1:]
 
 
-def greedy_tokens(config: TrainConfig) -> list[list[int]]:
+def sampled_tokens(config: TrainConfig) -> list[list[int]]:
+    """As `greedy_tokens`, drawn: the plugin for the CPU aborts in a cumulative sum, which is a product here."""
+    if "SHIM_REAL" in os.environ:
+        from torch_tpu._internal.compile import _backend
+
+        def summed(values: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+            assert dim % values.ndim == values.ndim - 1 and dtype is None
+            places = torch.arange(values.shape[-1], device=values.device)
+            return values @ (places[:, None] <= places).to(values.dtype)
+
+        _backend._TPU_DECOMPOSITIONS[vars(torch)["ops"].aten.cumsum.default] = (
+            summed  # pickle does not follow `torch.ops`
+        )
+    return greedy_tokens(config, Sampling(32, temperature=0.8, top_p=1.0, seed=7))
+
+
+def greedy_tokens(config: TrainConfig, sampling: Sampling | None = None) -> list[list[int]]:
     """The greedy tokens of the embedded model for a few prompts of different lengths."""
     rt = runtime.current()
     model = load_model(config.model, config.lora, 0)
@@ -85,7 +109,7 @@ def greedy_tokens(config: TrainConfig) -> list[list[int]]:
     one = Generator(model, AutoTokenizer.from_pretrained(ASSETS), rt, data=config.data, max_prompt=128,
                     max_new_tokens=32, batch_size=4)  # fmt: skip
     prompts = [f"Ann has {number} pens. " * (1 + number % 3) + "How many?" for number in range(3, 10)]
-    return [list(reply.tokens) for reply in one.generate(prompts)]
+    return [list(reply.tokens) for reply in one.generate(prompts, sampling)]
 
 
 def meet(config: TrainConfig) -> dict[str, Any]:

@@ -191,6 +191,13 @@ def test_greedy_tokens_are_those_of_the_cpu(tmp_path: Path) -> None:
     assert cpu == tpu and sum(map(len, cpu)) > 50
 
 
+def test_sampled_tokens_are_those_of_the_cpu() -> None:
+    """The host draws the uniform numbers, so one seed gives one reply."""
+    greedy = ask("greedy_tokens", "cpu", "attention=sdpa")
+    cpu, tpu = (ask("sampled_tokens", device, "attention=sdpa") for device in ("cpu", "torch-tpu"))
+    assert cpu == tpu and cpu != greedy and sum(map(len, cpu)) > 50
+
+
 def test_evaluation_is_that_of_the_cpu(tmp_path: Path) -> None:
     """Answers of both models, and their likelihoods, of one adapter."""
     around = {"PYTHONPATH": PYTHONPATH} | child_environment(environment())

@@ -100,7 +100,7 @@ class ModelProgram:
         example: tensors of the shapes and dtypes of the calls.
         model: its parameters and buffers may change between calls, its shapes not.
         steps: number of turns of a loop over `fn`; None runs it once.
-        carried: number of tensors that each step passes to the next; the others are constant.
+        carried: number of tensors that each step passes to the next, and a call overwrites; the others are constant.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class ModelProgram:
             state, outputs = loop.scan(turn, list(inputs[:carried]), [turns], constants=list(inputs[carried:]))
             return [*state, *outputs]
 
-        self._program = Program(name, flat, [*example, *tensors.values()])
+        self._program = Program(name, flat, [*example, *tensors.values()], carried)
 
     def __call__(self, *tensors: torch.Tensor) -> Tensors:
         """Runs the program; with `steps` returns the carried tensors, then the stacked ones."""

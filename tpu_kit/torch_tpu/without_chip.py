@@ -121,7 +121,7 @@ def _make_writable(start: int, size: int) -> None:
 def lower(graph: torch.fx.GraphModule, example: Sequence[torch.Tensor]) -> str:
     """Lowers a traced function, for `topology_as_device`; returns the text of the StableHLO module.
 
-    It is what TorchTPU's compiler makes of the graph, without random numbers, whose state is on a chip.
+    It is what TorchTPU's compiler makes of the graph, with 1 in place of each random integer, whose state is on a chip.
 
     Args:
         graph: of `program.trace`.
@@ -142,6 +142,9 @@ def lower(graph: torch.fx.GraphModule, example: Sequence[torch.Tensor]) -> str:
                 module = module_of(graph, inputs).module
                 return str(tpu_torch_compile.serialize_mlir_text(module, enable_debug_info=True))
 
+    drawn = torch.ops.aten.randint
+    for node in [node for node in graph.graph.nodes if node.target in (drawn.default, drawn.low)]:
+        node.args, node.target = (node.args[-1], 1), torch.ops.aten.full.default
     kept, export.fx_to_mlir = export.fx_to_mlir, module_of  # of bodies of loops, which it would compile, too
     try:
         return str(Lowering()(graph, example, True))

@@ -208,7 +208,8 @@ def compile_step(
         "suffix": suffix, "cache": str(folder), "parent": os.getpid(), "part": part, "sizes": sizes and dict(sizes),
         "about": {"topology": str(topology), "libtpu": libtpu, "limit_bytes": kind.usable_hbm_bytes},
     }  # fmt: skip
-    compiled = Compiled.from_dict(_in_child(request | {"refuses": False}, progress, time_limit))
+    refuses = None if tracer(config.launch.device_type) == "torch_tpu" else False  # whether it names what XLA lacks
+    compiled = Compiled.from_dict(_in_child(request | {"refuses": refuses}, progress, time_limit))
     _write(asked, compiled)
     return compiled
 
@@ -276,7 +277,7 @@ def _in_child(request: dict[str, Any], progress: bool, time_limit: float | None)
         except TimeoutError:
             raise RuntimeError(f"the compile was not done after the time limit of {time_limit:g} s") from None
         result = Path(folder, "result.json")
-        if not result.is_file() and done.status < 0 and not request["refuses"]:
+        if not result.is_file() and done.status < 0 and request["refuses"] is False:
             return _in_child(request | {"refuses": True}, progress, time_limit)  # to name the operation, if it was one
         if not result.is_file():
             raise RuntimeError(f"the process that compiles ended with {done.how}:\n{done.errors[-4000:]}")
