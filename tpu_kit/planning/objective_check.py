@@ -1,4 +1,4 @@
-"""Checks the objective of a run before its launch: the teacher that fits the model, the user's own loss.
+"""Checks objective and layers of a run before its launch: the teacher that fits the model, the user's own loss.
 
 The user's loss runs twice on PyTorch's "meta" device, where an operation that reads a value, or whose shape depends on
 values, fails. Both calls must do the same, because XLA compiles a program for each sequence of operations and shapes.
@@ -26,6 +26,7 @@ from tpu_kit.model import causal_lm as models
 from tpu_kit.model import trainable
 from tpu_kit.model.states_head import StatesHead, file_names, find_head, title
 from tpu_kit.planning.rollouts import check_sampling
+from tpu_kit.torch_tpu.limits import tracer
 from tpu_kit.training.objectives import Objective, Sums, objective_of
 
 _READS = ("meta tensor", "register_meta function", "data-dependent")
@@ -159,3 +160,17 @@ class _Operations(TorchDispatchMode):
         line = next((line for frame, line in frames if frame.f_code.co_filename == self.file), 0)
         self.done.append((str(func), shapes, line))
         return found
+
+
+def check_layers(config: TrainConfig, device_type: str) -> None:
+    """Raises ValueError if the backend is one that traces its steps, and does not train the layers of the model."""
+    from tpu_kit.model.meta_model import empty_model  # it loads the compiler of torch, which takes a second
+    from tpu_kit.model.preparation import prepare_layers
+    from tpu_kit.training.step import check_dropouts
+
+    if tracer(device_type) == "torch_xla":
+        return
+    with torch.device("meta"):
+        model = trainable.adapt(empty_model(config), config.lora, config.model.base_dtype).train()
+        prepare_layers(model, config, device_type)
+    check_dropouts(model)

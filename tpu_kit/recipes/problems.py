@@ -22,8 +22,7 @@ from tpu_kit.generation.reference_check import check_training
 from tpu_kit.machine.storage.run_folder import adapter_at_hand
 from tpu_kit.model import trainable as models
 from tpu_kit.model.weights.base_identity import NAME, base_of_adapter
-from tpu_kit.planning.objective_check import check_objective
-from tpu_kit.torch_tpu.limits import tracer
+from tpu_kit.planning.objective_check import check_layers, check_objective
 from tpu_kit.training.adapter_files import start_from
 from tpu_kit.training.losses.sampled_updates import check_rollouts
 from tpu_kit.training.metrics import check_tracking
@@ -73,8 +72,7 @@ def of_machine(config: TrainConfig, hosts: Hosts) -> list[ValueError]:
 def of_model(plan: RunPlan, objective: Objective | None) -> list[ValueError]:
     """The objective, the adapter from which training starts, and the checkpoint by parameters and weights."""
     found = [*of_resuming(plan), *caught(check_objective, plan.config, objective)]
-    if not found and tracer(plan.backend.device_type) == "torch_tpu":
-        found += caught(_check_layers, plan.config, plan.backend.device_type)
+    found += [] if found else caught(check_layers, plan.config, plan.backend.device_type)
     if plan.config.lora.adapter and objective is not None:
         found += caught(_check_start, plan, plan.config.lora.adapter, objective)
     return found
@@ -100,18 +98,6 @@ def of_resuming(plan: RunPlan) -> list[ValueError]:
     total = plan.config.optim.max_steps if plan.updates is None else plan.updates
     text = point.refusal(plan.config, plan.record, total, plan.rows_done)
     return [ValueError(text)] if text else []
-
-
-def _check_layers(config: TrainConfig, device_type: str) -> None:
-    """Raises ValueError if a backend that traces its steps does not train the layers of a model."""
-    from tpu_kit.model.meta_model import empty_model
-    from tpu_kit.model.preparation import prepare_layers
-    from tpu_kit.training.step import check_dropouts
-
-    with torch.device("meta"):
-        model = models.adapt(empty_model(config), config.lora, config.model.base_dtype).train()
-        prepare_layers(model, config, device_type)
-    check_dropouts(model)
 
 
 def _check_start(plan: RunPlan, adapter: str, objective: Objective) -> None:
