@@ -41,6 +41,12 @@ def xla_stays_out_of_this_process(request: pytest.FixtureRequest) -> Iterator[No
         pytest.exit(f"{request.node.nodeid} initialised torch_xla in the tests' own process: use run_python", 1)
 
 
+@pytest.fixture(autouse=True)
+def the_compiler_answers_only_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run on a TPU that a test describes does not compile for a minute."""
+    monkeypatch.setattr("tpu_kit.planning.preflight.ASKED_SECONDS", 0.0)
+
+
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The kit as a wheel, built offline."""

@@ -19,7 +19,7 @@ from tpu_kit.config.mesh import Mesh, resolve_mesh
 from tpu_kit.machine.chips import GIB
 from tpu_kit.planning.compiler.compile_check import compile_programs
 from tpu_kit.planning.memory.memory_estimate import estimate
-from tpu_kit.planning.rollouts import program_rows
+from tpu_kit.planning.program_peaks import program_rows
 
 PAGE = REPOSITORY / "tpu_kit" / "planning" / "README.md"
 FILE = Path(__file__).parents[1] / "recorded_rollouts.json"

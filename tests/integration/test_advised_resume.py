@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.support.compiler_models import LLAMA_8B, QWEN2_500M, write_config
 from tests.support.tiny_tokenizer import tiny_tokenizer
 from tpu_kit.assets import embedded
-from tpu_kit.config.loader import TrainConfig, batch_arithmetic, load_config
+from tpu_kit.config.loader import TrainConfig, load_config
 from tpu_kit.machine.checks import Machine
-from tpu_kit.machine.slices import find_slice
 from tpu_kit.model.shape_cache import read_shape
-from tpu_kit.planning import oom_recovery, run_on_slice
+from tpu_kit.planning.ladder import differences, is_another, of_another_training, of_same_training, same_training
 from tpu_kit.planning.planner import plan
-from tpu_kit.planning.run_on_slice import is_another
 from tpu_kit.recipes import sft
 from tpu_kit.training.metrics import read_metrics
 
@@ -36,7 +35,7 @@ ADVISED: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"batch_size": 2, "global_batch_size": 8, "gradient_accumulation": 1, "remat": "outputs", **SCAN},
     ),
     ({"remat": "outputs", **SCAN}, {"remat": "full", "loss_chunk": 16, "mlp_tile": 8}),
-    ({"remat": "none"}, {"remat": "full", "mlp_tile": 8, **SCAN}),
+    ({"remat": "none", "attention": "sdpa"}, {"remat": "full", "mlp_tile": 8, "attention": "auto", **SCAN}),
     # Besides: from a TPU to a device without a loop, and generation at evaluations.
     ({"remat": "full", **SCAN}, {"scan_layers": "off"}),
     ({"remat": "full", **SCAN, "eval_rows": 4}, {"scan_layers": "auto", "eval_generate_rows": 2, "generate_tokens": 2}),
@@ -79,7 +78,9 @@ def losses(folder: Path) -> list[float]:
 
 def test_every_parameter_that_may_be_advised_is_tried_here() -> None:
     besides = {"scan_layers", "eval_generate_rows", "generate_tokens"}
-    assert set(oom_recovery._NAMES) == {name for _, after in ADVISED for name in after} - besides
+    advised = {rung.name.rpartition(".")[2] for rung in of_same_training(load_config(), 1)}
+    advised |= {"global_batch_size", "gradient_accumulation"}  # of more passes
+    assert advised == {name for _, after in ADVISED for name in after} - besides
 
 
 @pytest.mark.parametrize(("before", "after"), ADVISED)
@@ -121,12 +122,8 @@ def test_rows_that_a_growing_batch_would_take_otherwise_are_refused(world: Path,
         sft.train(changed)
     assert (folder / "config.yaml").read_text() == written
     # So it is not advised, either.
-    advised = oom_recovery._candidates(run(world, folder, **growing, batch_size=4, remat="none"), batch_of(4))
+    advised = same_training(run(world, folder, **growing, batch_size=4, remat="none"), 1)
     assert {one.optim.batch_size for one in advised} == {4}
-
-
-def batch_of(rows: int) -> Any:
-    return batch_arithmetic(load_config(None, {"batch_size": rows}), 1)
 
 
 @pytest.mark.parametrize(
@@ -140,11 +137,9 @@ def batch_of(rows: int) -> Any:
 )
 def test_all_that_is_offered_after_an_error_is_the_same_run(settings: dict[str, Any]) -> None:
     config = load_config(None, {**settings, "max_steps": 9})
-    found = list(oom_recovery._candidates(config, batch_arithmetic(config, 4)))
-    assert len(found) > 2
+    found = list(same_training(config, 4))
+    assert len(found) > 2 and all(differences(config, one) for one in found)
     assert not any(is_another(config, one, 4) for one in found)
-    changed = {name for one in found for name in oom_recovery._changes(config, one)}
-    assert changed <= set(oom_recovery._NAMES)
 
 
 def test_a_plan_says_which_changes_are_another_training(tmp_path: Path) -> None:
@@ -153,9 +148,10 @@ def test_a_plan_says_which_changes_are_another_training(tmp_path: Path) -> None:
     (found,) = plan(load_config(None, [*settings, "max_length=2048", "ema_decay=0.9"]))
     assert found.advice is not None and not found.fits
     said = {knob.change.partition("=")[0]: knob for knob in found.advice.knobs}
-    assert not said["optim.remat"].anew and said["optim.remat"].harm.startswith("the same training, ")
-    for name in ("optim.batch_size", "model.base_dtype"):
-        assert said[name].anew and said[name].harm.endswith(", another training"), name
+    for name in ("optim.batch_size", "optim.remat"):
+        assert not said[name].anew and said[name].harm.startswith("the same training, "), name
+    assert re.fullmatch(r"optim.batch_size=[1-4] optim.global_batch_size=8", said["optim.batch_size"].change)
+    assert said["model.base_dtype"].anew and said["model.base_dtype"].harm.endswith(", another training")
     text = str(found.advice)
     assert text.count("another training") == 1 + sum(knob.anew for knob in found.advice.knobs)
     assert "another training cannot go on from a checkpoint of this run: give it another run_name (or output" in text
@@ -168,13 +164,12 @@ def test_every_change_of_a_plan_is_judged_by_what_resume_refuses(tmp_path: Path)
     for values in ({"remat": "outputs", "base_dtype": "fp32", "ema_decay": 0.9, "attention": "sdpa", "mlp_tile": None},
                    {"lora.r": 0}, {"base_dtype": "bf16", "lora.r": 64}):  # fmt: skip
         config = load_config(None, {**values, "batch_size": 8, "max_length": 4096, "loss_chunk": 512})
-        for name, value, harm in run_on_slice._changes(config, shape):
-            assert "training" not in harm  # that is not for a table to say
-            changed = run_on_slice.Setting(config, shape, find_slice("v5e", 1)).changed(name, value).config
-            tried.add(name)
-            assert is_another(config, changed, 2) == (
-                name not in ("model.attention", "optim.loss_chunk", "optim.remat", "optim.mlp_tile")
-            ), name
+        for rungs, anew in ((of_same_training(config, 2), False), (of_another_training(config, shape, 2), True)):
+            for rung in (one for one in rungs if one.values):
+                assert "training" not in rung.harm  # that is not for a table to say
+                tried.add(rung.name)
+                for value in rung.values[:2]:
+                    assert is_another(config, rung.changed(config, value, 2), 2) == anew, rung
     assert {"optim.batch_size", "optim.optimizer", "lora.r", "data.max_length", "model.base_dtype"} < tried
     same = load_config(None, {"batch_size": 8})
     assert not is_another(same, replace(same, optim=replace(same.optim, batch_size=4, gradient_accumulation=2)), 2)

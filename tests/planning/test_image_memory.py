@@ -11,10 +11,10 @@ from transformers import SmolVLMConfig
 from tpu_kit.cli import main
 from tpu_kit.config.loader import TrainConfig, batch_arithmetic, load_config
 from tpu_kit.config.mesh import resolve_mesh
+from tpu_kit.model.families.input_work import inputs_of
 from tpu_kit.model.shape_cache import read_shape
 from tpu_kit.planning.compiler.compile_check import compile_step
 from tpu_kit.planning.cost import work
-from tpu_kit.planning.memory.image_memory import images_of
 from tpu_kit.planning.memory.memory_estimate import Memory, estimate
 
 
@@ -139,8 +139,8 @@ def test_more_images_of_a_row_take_more_of_the_batch_and_of_the_time(tmp_path: P
     patches = 2520  # of an image; its bytes and positions, and a batch's text beside them
     assert held[1] - held[0] == pytest.approx(3 * patches * (768 + 2 * 4), rel=0.3)
     costs = [work(config, read_shape(config.model), batch_arithmetic(config, 1)).flops for config in (few, more)]
-    images = images_of(more)
-    assert images is not None and costs[1] - costs[0] == pytest.approx(3 * images.flops(2048, trained=False), rel=0.01)
+    inputs = inputs_of(more)
+    assert inputs is not None and costs[1] - costs[0] == pytest.approx(3 * inputs.flops(), rel=0.01)
     trained = configuration((*E2B, "lora.vision=true"), tmp_path)
     assert estimate(trained).trained - estimate(more).trained == 16 * (1536 + 768)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import statistics
 import time
 from importlib.metadata import version
@@ -21,6 +22,7 @@ from tpu_kit.model.shape_cache import read_shape
 from tpu_kit.model.trainable import COMPARED
 from tpu_kit.planning.compiler.compile_check import compile_step
 from tpu_kit.planning.cost import work
+from tpu_kit.planning.memory import activation_memory, memory_estimate
 from tpu_kit.planning.memory.argument_memory import model_tensors, padded, trained_count
 from tpu_kit.planning.memory.memory_estimate import Memory, estimate
 
@@ -79,6 +81,8 @@ def test_its_errors_together(tmp_path: Path) -> None:
     sizes = [abs(one) for one in found.values()]
     assert statistics.median(sizes) <= 0.025 and sum(size <= 0.08 for size in sizes) >= 0.9 * len(sizes)
     assert min(found.values()) >= -RESERVE and max(found.values()) <= 0.15, found
+    later = {name_of(one): error(one, tmp_path) for one in RECORDED["later"]}
+    assert min(later.values()) >= -0.06 and max(later.values()) <= 0.2, later
 
 
 @pytest.mark.skipif(
@@ -303,3 +307,31 @@ def test_layers_with_a_state_are_near_what_the_compiler_said() -> None:
     done = work(config, read_shape(config.model), batch_arithmetic(config, 1))
     assert estimate(config).total_bytes / 2**30 == pytest.approx(11.07, rel=0.03)
     assert done.flops / 1e12 == pytest.approx(98.4, rel=0.03)
+
+
+PAGE = REPOSITORY / "tpu_kit" / "planning" / "memory" / "formula.md"
+
+
+def test_the_page_that_explains_the_formula_says_what_it_computes() -> None:
+    """Each expression gives the figure beside it and the part of the estimate; constants are those of the code."""
+    found = estimate(load_config(None, ["model.name=Qwen/Qwen2.5-0.5B", "max_length=1024", "remat=full"]))
+    letters: dict[str, float] = {}
+    for names, values in re.findall(r"^\| ([A-Za-z, ]+) \| ([\d, ]+) \|", text := PAGE.read_text(), re.MULTILINE):
+        letters |= dict(zip(names.split(", "), map(int, values.split(", ")), strict=True))
+    modules = {"activation_memory": activation_memory, "memory_estimate": memory_estimate}
+    constants = re.findall(r"^\| (\w+)\.(\S+) \| ([\d. *]+) \|", text, re.MULTILINE)
+    for module, name, value in constants:
+        assert eval(name, vars(modules[module])) == eval(value), name
+    names = vars(activation_memory) | vars(memory_estimate) | letters
+    parts = re.findall(r"^\| (\w+) \| `(.+?)` \| ([\d.]+) \|", text, re.MULTILINE)
+    for name, expression, figure in parts:
+        names[name] = eval(expression, dict(names))
+        assert names[name] == pytest.approx(found.parts[name], rel=1e-5), name
+        assert f"{names[name] / 2**20:.2f}" == figure, name
+    assert {name for name, size in found.parts.items() if size} == {name for name, *_ in parts}
+    assert found.trained == letters["P"] and len(constants) == 18
+    (total,) = re.findall(
+        r"^In all `(.+?)`\nare ([\d.]+) MiB. The TPU compiler says 1586 .*\+1.5 %", text, re.MULTILINE
+    )
+    assert eval(total[0], dict(names)) / 2**20 == pytest.approx(float(total[1]), abs=0.05)
+    assert found.total_bytes / 2**20 / 1586 == pytest.approx(1.015, abs=5e-4)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import time
 from inspect import unwrap
 from pathlib import Path
 from typing import Any
@@ -9,7 +12,9 @@ from typing import Any
 import pytest
 
 from tests.machine.test_checks import V5E, fake
-from tests.support.compiler_models import LLAMA_8B, QWEN2_500M, write_config
+from tests.planning.test_planner import compiled
+from tests.support.compiler_models import LLAMA_8B, QWEN2_500M, TINY, write_config
+from tpu_kit.cli import main
 from tpu_kit.config.loader import ConfigError, TrainConfig, batch_arithmetic, load_config
 from tpu_kit.config.schema import LEAST_UPDATES
 from tpu_kit.distributed import detection
@@ -17,13 +22,17 @@ from tpu_kit.distributed.detection import detect
 from tpu_kit.distributed.hosts import Hosts
 from tpu_kit.machine.checks import Machine
 from tpu_kit.machine.slices import find_slice
+from tpu_kit.model.shape_cache import read_shape
 from tpu_kit.planning import preflight
 from tpu_kit.planning.compiler import compile_check
 from tpu_kit.planning.compiler.compile_check import Compiled
+from tpu_kit.planning.oom_recovery import suggestion
 from tpu_kit.planning.planner import MOST_UNTIMED_ROWS, best_setting
 from tpu_kit.planning.preflight import check_before_launch
+from tpu_kit.planning.run_on_slice import Setting
 
 GIB = 2**30
+needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, the TPU compiler")
 
 
 @pytest.fixture
@@ -192,11 +201,29 @@ def test_where_memory_is_not_known_auto_is_refused(small: Path, tmp_path: Path) 
     assert "memory not known: model.name=" in str(check_before_launch(run(unknown, "device_type=cpu"), at=at))
 
 
-def test_the_compiler_is_asked_only_if_told_to(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, str, Any]]:
+    """What the compiler is asked: rows, slice and time limit; it takes 2 GiB for each row."""
+    calls: list[tuple[Any, str, Any]] = []
+
+    def compile_step(config: TrainConfig, chip: str, *, time_limit: float | None, **_: Any) -> Compiled:
+        calls.append((config.optim.batch_size, chip, time_limit))
+        assert isinstance(config.optim.batch_size, int)
+        return compiled(config.optim.batch_size * 2 * GIB)
+
+    monkeypatch.setattr(compile_check, "compile_step", compile_step)
+    monkeypatch.setattr(preflight, "check_available", lambda: "0.0.21")
+    monkeypatch.setattr(preflight, "ASKED_SECONDS", 60.0)
+    return calls
+
+
+def test_with_exact_the_compiler_is_asked_without_a_limit(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = []
 
-    def compile_step(config: TrainConfig, chip: str, **_: Any) -> Compiled:
-        asked.append((config.optim.batch_size, chip))
+    def compile_step(config: TrainConfig, chip: str, **options: Any) -> Compiled:
+        asked.append((config.optim.batch_size, chip, options["time_limit"]))
         raise compile_check.CompilerUnavailable("no libtpu: pip install it")
 
     monkeypatch.setattr(compile_check, "compile_step", compile_step)
@@ -205,12 +232,120 @@ def test_the_compiler_is_asked_only_if_told_to(small: Path, tmp_path: Path, monk
     by_formula = check_before_launch(config, at=at).config.optim.batch_size
     assert not asked
     assert check_before_launch(config, exact=True, at=at).config.optim.batch_size == by_formula
-    assert asked == [(by_formula, "v5e:2x4")]
+    assert asked == [(by_formula, "v5e:2x4", None)]
     given = check_before_launch(run(small, "batch_size=2", "device_type=tpu"), exact=True, at=at)
-    assert asked[-1] == (2, "v5e:2x4") and "by formula, as the compiler cannot run: no libtpu" in str(given)
+    assert asked[-1] == (2, "v5e:2x4", None) and "by formula, as the compiler cannot run: no libtpu" in str(given)
     here = check_before_launch(run(small, "device_type=cpu"), exact=True, at=host(tmp_path / "host", 8))
     assert "GiB by formula, which is made for TPUs and not for cpu\nmemory limit     " in str(here)
-    assert "not by the TPU compiler" in str(here) and len(asked) == 3
+    assert "not by the TPU compiler" in str(here) and len(asked) == 2
+
+
+def test_the_compiler_is_asked_where_the_formula_alone_does_not_decide(
+    asked: list[Any], small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    at, auto = fake(tmp_path / "root", V5E), run(small, "batch_size=auto", "device_type=tpu", "remat=full")
+    found = check_before_launch(auto, at=at)
+    assert asked[0][1:2] == ("v5e:1x1",) and 59 < asked[0][2] <= 60 and len(asked) > 1
+    assert found.fits and found.config.optim.batch_size == asked[-1][0] <= 7
+    assert "asking the TPU compiler, at most 60 s, as optim.batch_size is auto" in capsys.readouterr().err
+    text = str(found)
+    for part in (" GiB by compiler\n", ", 1% kept free: fits", "by the compiler, it fits v5e:1x1: "):
+        assert part in text
+    assert found.setting is not None and found.device_bytes == found.setting.peak_bytes == asked[-1][0] * 2 * GIB
+    asked.clear()
+    # Not one that continues, which keeps its rows; nor a rehearsal.
+    began = {"batch_size": 4, "global_batch_size": 4}
+    assert check_before_launch(auto, at=at, began=began).config.optim.batch_size == 4
+    check_before_launch(run(small, "batch_size=auto", "device_type=xla-cpu"), at=host(tmp_path / "cpu", 64))
+    # A given batch only near the limit; then the run that does not fit is told before it starts.
+    far = check_before_launch(run(small, "batch_size=8", "device_type=tpu", "remat=full"), at=at)
+    assert not asked and "GiB by formula\n" in str(far) and not capsys.readouterr().err
+    rows = next(n for n in range(8, 999) if abs(planned_bytes(small, n, at) / (15.75 * GIB) - 1) < 0.1)
+    near = check_before_launch(run(small, f"batch_size={rows}", "device_type=tpu", "remat=full"), at=at)
+    assert [one[0] for one in asked] == [rows] and near.fits is False
+    assert "as the formula is within 12% of the memory" in capsys.readouterr().err
+    assert "by the compiler, it does not fit v5e:1x1" in str(near) and suggestion(near).startswith(
+        "warning: it may run"
+    )
+
+
+def planned_bytes(model: Path, rows: int, at: Machine) -> int:
+    config = run(model, f"batch_size={rows}", "device_type=tpu", "remat=full")
+    return Setting(config, read_shape(config.model), find_slice("v5e", 1)).peak_bytes
+
+
+def test_on_several_hosts_and_without_the_compiler_the_formula_decides(
+    asked: list[Any], small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer that comes in time on one host alone would make different runs."""
+    at, config = fake(tmp_path / "root", *[V5E] * 4), run(small, "device_type=tpu", "batch_size=auto")
+    hosts = Hosts(0, ("0", "1"), "0:29477")
+    assert check_before_launch(config, at=at, backend=detect(config.launch, at, hosts)).fits and not asked
+    monkeypatch.setattr(preflight, "check_available", compile_check.check_available)
+    monkeypatch.setattr(compile_check, "_NEEDED", ("no_such_package",))
+    assert check_before_launch(config, at=at).fits and not asked
+
+
+@pytest.mark.parametrize("answers", [0, 1])
+def test_no_answer_in_time_is_told(
+    answers: int, asked: list[Any], small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = compile_check.compile_step
+
+    def late(*given: Any, **options: Any) -> Compiled:
+        if len(asked) >= answers:
+            raise compile_check.CompileTimeout("not done")
+        return answer(*given, **options)
+
+    monkeypatch.setattr(compile_check, "compile_step", late)
+    at, config = fake(tmp_path / "root", V5E), run(small, "batch_size=auto", "device_type=tpu", "remat=full")
+    found = check_before_launch(config, at=at)
+    if not answers:
+        assert "by formula, as the compiler was asked and it had no answer in 60 s" in str(found)
+        assert found.config.optim.batch_size == best_setting(config, find_slice("v5e", 1)).config.optim.batch_size
+    else:  # by the formula, corrected by as much as the first was too low
+        assert "1 larger settings do not fit by the compiler, and of this one it had no answer in 60 s" in str(found)
+        rows = found.config.optim.batch_size
+        assert isinstance(rows, int) and rows < asked[0][0] and 2 * rows < 16
+
+
+@needs_libtpu
+def test_a_compile_that_takes_too_long_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The real compiler, of which nothing is left."""
+    monkeypatch.setattr(preflight, "ASKED_SECONDS", 0.5)
+    monkeypatch.setattr(compile_check, "CACHE", tmp_path / "cache")
+    config = run(write_config(tmp_path / "tiny", TINY), "batch_size=auto", "device_type=tpu", "max_length=512")
+    start = time.monotonic()
+    found = check_before_launch(config, at=fake(tmp_path / "root", V5E))
+    assert "the compiler was asked and it had no answer in 0.5 s" in str(found) and time.monotonic() - start < 30
+    assert not Path(f"/proc/self/task/{os.getpid()}/children").read_text() and not (tmp_path / "cache").exists()
+
+
+@pytest.mark.slow
+@needs_libtpu
+@pytest.mark.timeout(900)
+def test_train_asks_the_compiler_by_itself_and_keeps_its_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The way of a user's command, with the real compiler, on a machine that looks like a TPU's."""
+    at = fake(tmp_path / "root", V5E)
+    monkeypatch.setattr(detection, "Machine", lambda: at)
+    monkeypatch.setattr(preflight, "ASKED_SECONDS", 600.0)  # others use these processors
+    monkeypatch.setattr(compile_check, "CACHE", tmp_path / "cache")
+    locks = set(Path("/tmp").glob("libtpu*"))
+    command = ["train", "embedded-cot", "--dry-run", "device_type=tpu", "batch_size=auto", "remat=full",
+               f"output_dir={tmp_path}/run", "eval_generate_rows=0"]  # fmt: skip
+    told = []
+    for _ in range(2):
+        assert main(command) == 0
+        out, err = capfd.readouterr()
+        assert "asking the TPU compiler, at most 600 s, as optim.batch_size is auto" in err
+        assert " GiB by compiler" in out and "by the compiler, it fits v5e:1x1: " in out
+        told.append(err)
+    assert "compiling for v5e:1x1" in told[0] and "compiling for" not in told[1]
+    assert set(Path("/tmp").glob("libtpu*")) <= locks, "it would keep a run from the chip"
 
 
 def test_what_may_not_fit_is_said(tmp_path: Path) -> None:

@@ -28,9 +28,10 @@ from tpu_kit.planning.memory.memory_estimate import estimate
 from tpu_kit.planning.oom_recovery import next_setting, out_of_memory, suggestion
 from tpu_kit.planning.planner import Plan, plan
 from tpu_kit.planning.preflight import check_before_launch
+from tpu_kit.planning.program_peaks import cache_bytes, program_rows
 from tpu_kit.planning.report import format_plans
-from tpu_kit.planning.rollouts import cache_bytes, program_rows, rollout_of, update_plan
 from tpu_kit.training.losses.policy_gradient import Sampled, pack
+from tpu_kit.training.losses.rollout_programs import rollout_of, update_plan
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, the TPU compiler")
 SIZES = ["max_length=1024", "max_prompt_length=256", "max_completion_length=512", "max_steps=100"]
@@ -149,7 +150,7 @@ def test_a_rollout_that_does_not_fit_is_told_before_the_launch(small: Path, tmp_
     outlook = check_before_launch(config, at=at)
     assert outlook.fits is False and outlook.setting is not None and outlook.setting.memory.moment == "decode"
     # No setting of the passes makes a rollout smaller.
-    assert next_setting(outlook) == ({}, "") and "or with grpo rl.prompts_per_update" in suggestion(outlook)
+    assert next_setting(outlook) == ({}, "") and ": rl.prompts_per_update=" in suggestion(outlook)
     with pytest.raises(ValueError, match=r"not one row .* on v5litepod-1: rl\.prompts_per_update=\d+ \(fewer pr"):
         check_before_launch(run(small, "device_type=tpu", "batch_size=auto", "prompts_per_update=512"), at=at)
     advice = plan(config)[0].advice
@@ -232,7 +233,7 @@ def estimated(config: TrainConfig, answer: dict[str, Any]) -> Any:
 def test_a_compiled_rollout_takes_what_the_cost_model_says(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spent = {"prefill": 0.5, "samples": 0.25, "decode": 0.125, "accumulate": 0.75, "apply": 0.0625}
 
-    def answer(config: TrainConfig, topology: str, devices: int) -> dict[str, Any]:
+    def answer(config: TrainConfig, topology: str, devices: int, **_: Any) -> dict[str, Any]:
         programs = estimate(config).programs
         return {one.name: compiled(one.own, estimated={"other": spent[one.name]}) for one in programs}
 
@@ -249,7 +250,7 @@ def test_a_compiled_rollout_takes_what_the_cost_model_says(small: Path, monkeypa
 def test_a_pass_that_the_compiler_refuses_becomes_smaller(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
-    def answer(config: TrainConfig, topology: str, devices: int) -> dict[str, Any]:
+    def answer(config: TrainConfig, topology: str, devices: int, **_: Any) -> dict[str, Any]:
         asked.append(config.optim.batch_size)
         more = {"accumulate": 3 * GIB * config.optim.batch_size}  # type: ignore[operator]  # a number
         return {one.name: compiled(one.own + more.get(one.name, 0)) for one in estimate(config).programs}

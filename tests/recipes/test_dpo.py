@@ -24,10 +24,10 @@ from tpu_kit.machine.checks import Machine
 from tpu_kit.model.weights.loading import load_base
 from tpu_kit.model.weights.source import load_tokenizer
 from tpu_kit.notebook.displays import pairs
-from tpu_kit.planning.objective_check import check_objective
 from tpu_kit.planning.planner import plan
 from tpu_kit.recipes.preference import dpo
 from tpu_kit.recipes.sft import train
+from tpu_kit.training.losses.objective_check import check_objective
 from tpu_kit.training.losses.pair_updates import PAIR_FILE
 from tpu_kit.training.losses.preference import PreferenceObjective
 from tpu_kit.training.losses.segment_sums import running_sum

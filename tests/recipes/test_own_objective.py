@@ -16,8 +16,8 @@ from tpu_kit.config.loader import TrainConfig, load_config
 from tpu_kit.generation.model_loading import load_for_generation
 from tpu_kit.machine.checks import Machine
 from tpu_kit.model.states_head import without_head
-from tpu_kit.planning.objective_check import check_objective
 from tpu_kit.recipes import sft
+from tpu_kit.training.losses.objective_check import check_objective
 
 OWN = "tests.support.own_objectives"
 xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")

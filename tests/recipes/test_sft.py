@@ -32,7 +32,7 @@ from tpu_kit.distributed.replica.backends import CudaRuntime
 from tpu_kit.generation.evaluation import evaluate
 from tpu_kit.machine.checks import Machine
 from tpu_kit.model.weights.source import load_tokenizer
-from tpu_kit.planning import batch_choice, oom_recovery, preflight
+from tpu_kit.planning import oom_recovery, preflight
 from tpu_kit.recipes import sft
 from tpu_kit.recipes.result import TrainResult
 from tpu_kit.recipes.run_data import data_report
@@ -557,7 +557,7 @@ def test_a_run_keeps_the_batch_that_auto_chose(
     assert "optim.batch_size=auto is 8: the most that leaves 50% of " in capfd.readouterr().out
     assert first.metrics["host_peak_bytes"] > 2**28
     # Where the run was, its rows count: nothing is chosen anew, whatever memory there is now.
-    monkeypatch.setattr(batch_choice, "best_setting", lambda *_: pytest.fail("chosen anew"))
+    monkeypatch.setattr(preflight, "best_setting", lambda *_: pytest.fail("chosen anew"))
     config = configure(**settings, max_steps=2)
     assert sft.train(config).step == 2
     printed = capfd.readouterr().out

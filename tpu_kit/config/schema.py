@@ -489,6 +489,16 @@ class TrainConfig:
         return self.optim.objective == "policy" or self.distill.on_policy
 
     @property
+    def free_passes(self) -> bool:
+        """Whether an update has any number of passes, since its rows are what the model samples, not those of data."""
+        return self.on_policy
+
+    @property
+    def plain_loss(self) -> bool:
+        """Whether the objective is the supervised loss of one source, which adds nothing to a step."""
+        return self.optim.objective == "supervised" and not (self.distill.teacher or self.data.source_names)
+
+    @property
     def on_pairs(self) -> bool:
         """Whether the run trains on pairs of a chosen and a rejected reply: `dpo`."""
         return self.optim.objective == "preference"

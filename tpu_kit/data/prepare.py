@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from datasets import config as datasets_config
 
-from tpu_kit.config.loader import DataConfig, ModelConfig
+from tpu_kit.config.loader import DataConfig, ModelConfig, TrainConfig
 from tpu_kit.config.sections.data import GENERATED
 from tpu_kit.data.batching import Documents, PackedDataset
 from tpu_kit.data.chat.chat_encoding import Encoder, Example, ReasoningCounts
@@ -184,6 +184,12 @@ class Prepared:
             documents.source_rows[number], int(documents.images.pictures[number])
         )
         return found
+
+
+def units_of(config: TrainConfig) -> dict[str, Any]:
+    """Returns the options of `prepare` that say what the run trains on: rows, prompts to sample from, or pairs."""
+    most = config.rl.longest_prompt(config.data.max_length) if config.on_policy else None
+    return {"max_prompt": most, "pairs": PairLayout.of(config)}
 
 
 def prepare(

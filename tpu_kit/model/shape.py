@@ -237,6 +237,11 @@ class Shape:
         found = [(name, size) for name, size in self.outside if len(size) == 2 and _TOWER.search(name)]
         return [(name, size) for name, size in found if "pos" not in name and not _PROJECTOR.search(name)]
 
+    def adapted_projector(self, lora: LoraConfig) -> list[Linear]:
+        """The matrices of the projector, where they have adapters."""
+        pairs = self.projector if lora.vision else []
+        return [Linear(name.removesuffix(".weight"), width, rows, False) for name, (rows, width) in pairs]
+
     @cached_property
     def linears(self) -> tuple[Linear, ...]:
         """The different linear layers of all kinds of layers, and those that are in no layer."""

@@ -30,6 +30,12 @@ def read_shape(model: ModelConfig) -> Shape:
 
 
 @cache
+def shape_of(model: ModelConfig) -> Shape:
+    """As `read_shape`, once in a process: what changes on disk is not seen."""
+    return read_shape(model)
+
+
+@cache
 def _read_or_derive(path: Path, model: ModelConfig) -> Shape:
     try:
         return Shape.from_dict(json.loads(path.read_text()))

@@ -20,7 +20,7 @@ from tpu_kit.machine.checks import Check, Machine
 def diagnose(config: TrainConfig | None = None, at: Machine | None = None) -> Iterator[Check]:
     """Checks the machine for a run (by default the default configuration); yields rows, the quick checks first."""
     from tpu_kit.distributed import detection
-    from tpu_kit.planning.rollouts import check_rollouts
+    from tpu_kit.training.losses.rollout_programs import check_rollouts
 
     config, at = as_trained(config or TrainConfig()), at or Machine()
     asked, replicas, used = config.launch.device_type, None, "cpu"

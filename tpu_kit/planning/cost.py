@@ -17,15 +17,18 @@ from tpu_kit.config.mesh import Mesh
 from tpu_kit.distributed.detection import seen_on
 from tpu_kit.machine.chips import Chip
 from tpu_kit.machine.slices import TargetSlice
+from tpu_kit.model.families.input_work import inputs_of
 from tpu_kit.model.shape import Layer, Linear, Shape
+from tpu_kit.model.shape_cache import shape_of
 from tpu_kit.model.sharding.sharding_rules import is_column, spec_of
 from tpu_kit.planning.memory.activation_memory import objective_beside
-from tpu_kit.planning.memory.argument_memory import LANES, item_bytes, model_tensors, teacher_shape, trained_count
-from tpu_kit.planning.memory.image_memory import ImageShape, images_of
-from tpu_kit.planning.rollouts import WHOLE_ROWS, cache_bytes, rollout_of, update_plan
+from tpu_kit.planning.memory.argument_memory import LANES, item_bytes, model_tensors, trained_count
+from tpu_kit.planning.program_peaks import cache_bytes
+from tpu_kit.training.losses.rollout_programs import WHOLE_ROWS, rollout_of, update_plan
 from tpu_kit.xla.splash_blocks import LARGEST_BLOCK, is_fused
 
 if TYPE_CHECKING:
+    from tpu_kit.model.families.input_work import InputWork
     from tpu_kit.planning.compiler.compile_check import Compiled
 
 MXU_EFFICIENCY = 0.93
@@ -240,24 +243,23 @@ def _work(config: TrainConfig, shape: Shape, plan: BatchPlan, context: int = 1) 
         heads = sum(count * kind.heads for kind, count in shape.counted)
         traffic += SCORES_TRAFFIC * tokens * length * heads * compute
     done = Work(flops, traffic, narrow=tuple((width, 2 * tokens * each) for width, each in narrow if width))
-    if (images := images_of(config)) is not None:
-        done += image_work(config, images, plan.batch_size * images.room)
-    if config.teacher is not None and (teacher := teacher_shape(config)) is not None:
-        done += _forward(teacher, config.teacher.base_dtype, tokens, length, chunks, seen)
+    if (inputs := inputs_of(config)) is not None:
+        done += input_work(config, inputs, plan.batch_size * inputs.room)
     if objective := objective_beside(config):
         added, logits = objective.cost(tokens, shape.hidden), Work(2 * tokens * head, chunks * head * compute)
         forward = _forward(shape, config.model.base_dtype, tokens, length, chunks, seen)
         done = done if objective.trains_model else forward + logits
         done += logits.repeated(added.output_products) + forward.repeated(added.forwards)
         done += Work(6 * tokens * added.params, 0.0)
+        for other in added.frozen:
+            done += _forward(shape_of(other.model), other.model.base_dtype, tokens, length, chunks, seen)
     return done.repeated(plan.gradient_accumulation) + Work(0.0, UPDATE_TRAFFIC * 4.0 * trained)
 
 
-def image_work(config: TrainConfig, images: ImageShape, count: int) -> Work:
-    """The work of the features of so many images in a pass; their tokens' is that of all tokens."""
+def input_work(config: TrainConfig, inputs: InputWork, count: int) -> Work:
+    """The work of the features of so many inputs beside text in a pass; their tokens' is that of all tokens."""
     size = item_bytes(config.model.base_dtype)
-    flops = count * images.flops(config.data.max_length, config.lora.vision)
-    return Work(flops, ROWS_TRAFFIC / 3 * count * images.ends() * size + images.weights * size)
+    return Work(count * inputs.flops(), ROWS_TRAFFIC / 3 * count * inputs.ends() * size + inputs.weights * size)
 
 
 def predicted_collectives(
@@ -515,7 +517,7 @@ def predict_time(
         return time
     blocks = {"decode": -(-sizes.tokens // sizes.block)}
     seconds = sum(blocks.get(name, 1) * one for name, one in each.items())
-    return replace(time, host=HOST_SECONDS * (passes + 1), rollout=seconds / config.rl.updates_per_rollout)
+    return replace(time, host=HOST_SECONDS * (passes + 1), rollout=seconds / sizes.updates)
 
 
 def predicted_work(config: TrainConfig, shape: Shape, where: TargetSlice) -> tuple[Work, dict[str, Work]]:
@@ -556,7 +558,7 @@ def predicted_work(config: TrainConfig, shape: Shape, where: TargetSlice) -> tup
         "samples": Work(0.0, COPY_TRAFFIC * cache * rollout.copies),
         "decode": Work(block * flops, block * traffic, tuple(moved)),
     }
-    if config.optim.objective == "policy" and config.rl.updates_per_rollout > 1:
+    if rollout.scored:
         tokens = plan.batch_size * config.data.max_length // mesh.context
         chunks = -(-tokens // config.optim.loss_chunk)
         length = config.data.max_length

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from tpu_kit.config.loader import ConfigError, ModelConfig, TrainConfig, load_config
-from tpu_kit.config.mesh import Mesh, resolve_mesh
+from tpu_kit.config.loader import ConfigError, LaunchConfig, ModelConfig, TrainConfig, load_config
+from tpu_kit.config.mesh import Mesh, mesh_size, resolve_mesh
 from tpu_kit.machine.chips import GIB
-from tpu_kit.machine.slices import TargetSlice
+from tpu_kit.machine.slices import TargetSlice, find_slice, services
 from tpu_kit.model.shape import Shape, undivided
 from tpu_kit.model.shape_cache import read_shape
 from tpu_kit.model.weights.source import shipped_shapes
@@ -16,6 +17,14 @@ from tpu_kit.planning.memory.argument_memory import table
 from tpu_kit.planning.run_on_slice import Setting, can_shard, largest, with_rows
 
 _UNSET = (None, "auto")
+
+
+def find_places(launch: LaunchConfig, names: Sequence[str]) -> list[TargetSlice]:
+    """Finds the slices for a run by names of chips, slices or services; raises ValueError as `find_slice`."""
+    if launch.mesh in _UNSET:
+        return [find_slice(name, launch.num_replicas) for name in services(names)]
+    size = mesh_size(launch.mesh)  # a chip alone means the smallest slice with room for the mesh
+    return [find_slice(name, None if re.search(r"[-_:]\d", name) else size) for name in services(names)]
 
 
 def placed(

@@ -8,36 +8,34 @@ that does not fit.
 from __future__ import annotations
 
 import math
-import re
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from tpu_kit.config.loader import ConfigError, TrainConfig, as_trained, batch_arithmetic
-from tpu_kit.config.mesh import mesh_size
-from tpu_kit.config.schema import LEAST_UPDATES, MOST_ROWS
+from tpu_kit.config.schema import MOST_ROWS
 from tpu_kit.machine.chips import GIB
-from tpu_kit.machine.slices import TargetSlice, find_slice, services
+from tpu_kit.machine.slices import TargetSlice
 from tpu_kit.model.shape import Shape
 from tpu_kit.model.shape_cache import read_shape
 from tpu_kit.model.sharding.sharding_rules import Placed
-from tpu_kit.planning.compiler.compile_check import CompilerUnavailable
+from tpu_kit.planning.compiler.compile_check import CompilerUnavailable, CompileTimeout
 from tpu_kit.planning.cost import Collective, predicted_collectives
+from tpu_kit.planning.ladder import MOST_TOKENS, Advice, advise, batches, options, remats, told
 from tpu_kit.planning.memory.argument_memory import table
-from tpu_kit.planning.mesh_choice import placed
-from tpu_kit.planning.rollouts import check_sampling, program_rows, warnings_of
+from tpu_kit.planning.mesh_choice import find_places, placed
+from tpu_kit.planning.program_peaks import program_rows
 from tpu_kit.planning.run_cost import Count, TimePlan, count_rows, count_updates, time_plan
-from tpu_kit.planning.run_on_slice import Advice, Inference, Setting, advise, can_block, inference, largest, with_rows
+from tpu_kit.planning.run_on_slice import Inference, Setting, inference, with_rows
+from tpu_kit.training.losses.rollout_programs import check_sampling, warnings_of
 
 TIE = 0.05
 """Settings whose speeds differ by less count as equally fast, as the compiler's cost model does not tell them apart. Of
 them the one with fewest passes is picked, as it compiles sooner, then the one with most rows in an update."""
 MOST_UNTIMED_ROWS = 8
 """Most rows of `batch_size=auto` on a CPU, where more are not faster, and on a GPU of unknown speed."""
-MOST_TOKENS = 2**31
-"""Tokens of a pass at which indices overflow."""
-Remat = Literal["auto", "full", "outputs", "none", "blocks"]
 _COMPILED = (
     "argument_bytes", "temporary_bytes", "output_bytes", "aliased_bytes", "code_bytes", "flops", "bytes_accessed",
     "compile_seconds", "program",
@@ -90,7 +88,7 @@ class Plan(Setting):
         }  # fmt: skip
         if step := self.compiled.get("step"):
             values |= {name: getattr(step, name) for name in _COMPILED}
-        if self.config.on_policy:
+        if self.several:
             rows = program_rows(self.memory.programs, self.compiled)
             values |= {"rollout_seconds": self.time.rollout, "programs": rows}
         return values
@@ -111,15 +109,10 @@ def plan(config: TrainConfig, chips: Sequence[str] = ("v5e",), exact: bool = Fal
     config = as_trained(config)
     check_sampling(config)
     if ":" in config.optim.objective:  # the user's own; the check loads torch
-        from tpu_kit.planning.objective_check import check_objective
+        from tpu_kit.training.losses.objective_check import check_objective
 
         check_objective(config)
-    launch, chips = config.launch, services(chips)
-    if launch.mesh in (None, "auto"):
-        places = [find_slice(name, launch.num_replicas) for name in chips]
-    else:  # a chip alone means the smallest slice with room for the mesh
-        size = mesh_size(launch.mesh)
-        places = [find_slice(name, None if re.search(r"[-_:]\d", name) else size) for name in chips]
+    places = find_places(config.launch, chips)
     shape = read_shape(config.model)
     rows = Count(None) if config.optim.max_steps else count_rows(config)
     found, refused = [], list[str]()
@@ -138,7 +131,7 @@ def _planned(config: TrainConfig, shape: Shape, where: TargetSlice, rows: Count,
     config, where, meshed = placed(config, shape, where, one_row="optim.batch_size" not in config.sources)
     config, notes = where.calibration.apply(config)
     settings = candidates(config, shape, where, rows)
-    picked, unverified = verified(settings) if exact else (fastest(settings), "")
+    picked = verified(settings) if exact else fastest(settings)
     config, memory, mesh = picked.config, picked.memory, where.mesh
     advice = advise(picked)
     if "step" in picked.compiled:
@@ -149,7 +142,13 @@ def _planned(config: TrainConfig, shape: Shape, where: TargetSlice, rows: Count,
     moved = tuple(predicted_collectives(config, shape, picked.update, mesh, where.slices)) if mesh else ()
     if mesh and (step := picked.compiled.get("step")) and step.fits:
         moved = step.collectives
-    notes = [meshed, *warnings_of(config, 1 if mesh else where.replicas), *notes, *where.calibration.notes, unverified]
+    notes = [
+        meshed,
+        *warnings_of(config, 1 if mesh else where.replicas),
+        *notes,
+        *where.calibration.notes,
+        picked.unverified,
+    ]
     return Plan(
         config=config, shape=shape, where=where, compiled=picked.compiled, waits=picked.waits, settings=tuple(settings),
         advice=advice,
@@ -158,12 +157,18 @@ def _planned(config: TrainConfig, shape: Shape, where: TargetSlice, rows: Count,
             picked.compiling,
         ),
         checkpoint_bytes=held, inference=inference(picked), updates=updates.count, unknown=updates.reason,
-        note="; ".join(filter(None, notes)), tensors=tuple(table(shape, config, mesh)) if mesh else (),
-        collectives=moved,
+        note="; ".join(filter(None, [*notes, picked.unverified])),
+        tensors=tuple(table(shape, config, mesh)) if mesh else (), collectives=moved,
     )  # fmt: skip
 
 
-def best_setting(config: TrainConfig, where: TargetSlice, exact: bool = False, rows: Count | None = None) -> Setting:
+def best_setting(
+    config: TrainConfig,
+    where: TargetSlice,
+    exact: bool = False,
+    rows: Count | None = None,
+    asks: Callable[[Setting], float] = lambda best: 0.0,
+) -> Setting:
     """Chooses what `auto` leaves open of `optim.batch_size` and `optim.remat`: the fastest that fits.
 
     Args:
@@ -171,16 +176,18 @@ def best_setting(config: TrainConfig, where: TargetSlice, exact: bool = False, r
         where: the slice, or this machine; of unknown speed it has `MOST_UNTIMED_ROWS` at most.
         exact: whether the TPU compiler verifies the formula's pick.
         rows: of the data, where they were counted; see `LEAST_UPDATES`.
+        asks: without `exact`, the seconds that the compiler has to verify the formula's pick; 0 does not ask it.
 
     Raises:
         ValueError: as `plan`; or with optim.batch_size=auto not one row fits, with what to change.
     """
     config = replace(config, sources=dict(config.sources) | {"optim.batch_size": "code"})
     settings = candidates(config, read_shape(config.model), where, rows or Count(None))
-    known = where.chip.bf16_flops is not None
-    best = verified(settings)[0] if exact and known else fastest(settings)
+    known, best = where.chip.bf16_flops is not None, fastest(settings)
+    if known and (exact or (seconds := asks(best))):
+        best = verified(settings, None if exact else seconds)
     if config.optim.batch_size == "auto" and not best.fits:
-        advice: Any = "use fewer replicas or passes, shorter rows or a smaller model, or give a number"
+        advice: Any = "; ".join(told([*options(best)])) or "use fewer replicas or passes, or a smaller model"
         passes = max(batch_arithmetic(one.config, where.replicas).gradient_accumulation for one in settings)
         each = f" in each of {passes:,} passes" if passes > 1 else ""
         raise ValueError(
@@ -198,11 +205,11 @@ def candidates(config: TrainConfig, shape: Shape, where: TargetSlice, rows: Coun
         ValueError: the rows of an update cannot be split over the replicas, or those of a pass are too many.
     """
     found, known = list[Setting](), where.chip.bf16_flops is not None
-    for remat in _remats(config, where, shape):
+    for remat in remats(config, where, shape):
         if remat == "blocks" != config.optim.remat and any(one.fits for one in found):
             continue  # it takes longer
         base = Setting(replace(config, optim=replace(config.optim, remat=remat)), shape, where)
-        for number, whole in _batches(base, rows, MOST_ROWS if known else MOST_UNTIMED_ROWS):
+        for number, whole in batches(base, rows, MOST_ROWS if known else MOST_UNTIMED_ROWS):
             if number * config.data.max_length >= MOST_TOKENS:
                 raise ValueError(
                     f"optim.batch_size={number} x data.max_length={config.data.max_length}: a pass of 2**31 tokens or "
@@ -216,7 +223,7 @@ def candidates(config: TrainConfig, shape: Shape, where: TargetSlice, rows: Coun
     return sorted(found, key=lambda one: (-one.pace if known else -one.update.batch_size, one.peak_bytes))
 
 
-def _wait(one: Setting, longer: float, rows: Count, asked: Remat) -> float:
+def _wait(one: Setting, longer: float, rows: Count, asked: str) -> float:
     """An update's part of the seconds by which a setting compiles `longer`.
 
     If the number of updates is not known, it is infinite for layers one by one that nobody `asked` for.
@@ -226,47 +233,6 @@ def _wait(one: Setting, longer: float, rows: Count, asked: Remat) -> float:
     if updates := count_updates(one.config, one.where.replicas, rows).count:
         return longer / updates
     return math.inf if (asked, one.config.optim.remat) == ("auto", "none") else 0.0
-
-
-def _remats(config: TrainConfig, where: TargetSlice, shape: Shape) -> Sequence[Remat]:
-    """The values of `optim.remat` that are candidates; blocks where no other one fits.
-
-    With none, layers run one by one. It was compared with the compiler for adapters on decoders of usual layers.
-    """
-    optim, lora = config.optim, config.lora
-    if optim.remat != "auto":
-        return [optim.remat]
-    if where.device_type != "tpu":
-        return ["full"]
-    blocks: list[Remat] = ["blocks"] if can_block(config, shape) else []
-    if where.mesh is not None:
-        return ["full", *blocks]
-    usual = not any(kind.experts or kind.state for kind in shape.kinds) and lora.r and not lora.dropout
-    alone = optim.scan_layers == "auto" and config.teacher is None and not config.model.images
-    alone = alone and optim.objective in ("supervised", "policy")
-    none: list[Remat] = ["none"] if usual and alone else []
-    return ["full", "outputs", *none, *blocks]
-
-
-def _batches(base: Setting, rows: Count, limit: int) -> Iterator[tuple[int, int | None]]:
-    """The rows of a pass, at most `limit`, and of an update that are candidates."""
-    config, optim, replicas = base.config, base.config.optim, base.where.replicas
-    whole = optim.global_batch_size
-    if isinstance(optim.batch_size, int) and "optim.batch_size" in config.sources:
-        yield optim.batch_size, whole
-        return
-    limit = min(limit, MOST_TOKENS // config.data.max_length)
-    limit = largest(lambda number: base.changed("optim.batch_size", number).fits, limit)
-    if whole is None and isinstance(optim.batch_size, int) and not config.on_policy:
-        whole = optim.batch_size * replicas * optim.gradient_accumulation
-    if whole is None:  # auto, with any number of rows in an update: all that fit
-        if rows.count is not None and not config.on_policy:
-            limit = min(limit, rows.count // (LEAST_UPDATES * replicas * optim.gradient_accumulation))
-        yield from ((1 << i, None) for i in range(max(1, limit).bit_length()))
-        return
-    one = replace(optim, batch_size=1, global_batch_size=whole, gradient_accumulation=1)
-    each = batch_arithmetic(replace(config, optim=one), replicas).gradient_accumulation
-    yield from ((n, whole) for n in range(1, min(each, max(1, limit)) + 1) if each % n == 0)
 
 
 def fastest(settings: Sequence[Setting]) -> Setting:
@@ -280,40 +246,58 @@ def fastest(settings: Sequence[Setting]) -> Setting:
     return min(near, key=lambda one: (one.update.gradient_accumulation, -one.update.global_batch_size, one.peak_bytes))
 
 
-def verified(settings: Sequence[Setting]) -> tuple[Setting, str]:
+def verified(settings: Sequence[Setting], seconds: float | None = None) -> Setting:
     """Compiles the fastest; if it does not fit, the next smaller ones until one does.
 
     Of a run that samples, a smaller batch changes only "accumulate".
 
+    Args:
+        settings: of `candidates`.
+        seconds: that the compiler has for all of them. When they are over, it is the fastest that fits by the formula,
+            corrected by what was compiled; errors of the compiler are noted, and not raised.
+
     Returns:
-        A compiled setting, and ""; or the fastest by formula, and why the compiler cannot run.
+        A compiled setting; or one by formula, with the reason in `unverified`.
     """
     first, answers = fastest(settings), list[Setting]()
     below = sorted((one for one in settings if one.peak_bytes < first.peak_bytes), key=lambda one: -one.peak_bytes)
+    end = math.inf if seconds is None else time.monotonic() + seconds
     try:
         for one in [first, *below]:
-            answers.append(one.compile())
+            answers.append(one.compile(None if seconds is None else max(0.0, end - time.monotonic())))
             if answers[-1].fits or answers[-1].largest not in ("step", "accumulate"):
-                return answers[-1], ""
+                return answers[-1]
     except CompilerUnavailable as error:
-        return first, f"by formula, as the compiler cannot run: {error}"
-    return answers[0], ""
+        return replace(first, unverified=f"by formula, as the compiler cannot run: {error}")
+    except (RuntimeError, ValueError) as error:
+        if seconds is None:
+            raise
+        reason = str(error).strip().splitlines()[0][:200]
+        if isinstance(error, CompileTimeout):
+            reason = f"it had no answer in {seconds:g} s"
+        if not answers:
+            return replace(first, unverified=f"by formula, as the compiler was asked and {reason}")
+        least = min(answer.bound for answer in answers)
+        rest = [one for one in below if one.peak_bytes <= least] or below[-1:] or [first]
+        text = f"{len(answers)} larger settings do not fit by the compiler, and of this one {reason}"
+        return replace(fastest(rest), unverified=text)
+    return answers[0]
 
 
 def _largest_batch(picked: Setting, guess: int) -> int:
-    """The largest batch that was compiled and fits.
+    """The largest batch that was compiled and fits; 0 if none does.
 
     It compiles the formula's largest batch, then that at which the line through both meets the limit, up to twice the
     rows that were compiled. Near the limit the compiler saves memory by itself, and the line may not rise.
     """
     rows, limit = picked.update.batch_size, picked.where.limit * (1 - picked.free)
-    totals = {rows: picked.peak_bytes}
+    made = {rows: picked}
     for _ in range(2):
-        if guess < 1 or guess in totals:
+        if guess < 1 or guess in made:
             break
-        totals[guess] = picked.changed("optim.batch_size", guess).compile().peak_bytes
-        each = (totals[guess] - totals[rows]) / (guess - rows)
+        made[guess] = picked.changed("optim.batch_size", guess).compile()
+        each = (made[guess].peak_bytes - picked.peak_bytes) / (guess - rows)
         if each <= 0:
             break
-        guess = min(rows + int((limit - totals[rows]) // each), 2 * max(totals))
-    return max((number for number, total in totals.items() if total <= limit), default=0)
+        guess = min(rows + int((limit - picked.peak_bytes) // each), 2 * max(made))
+    return max((number for number, one in made.items() if one.fits), default=0)

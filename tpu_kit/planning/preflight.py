@@ -1,33 +1,42 @@
-"""Predicts memory and time of a run before `train` launches it, with the batch that `batch_choice` gives it.
+"""Chooses the batch and `optim.remat` of a run before `train` launches it, and predicts its memory and time.
 
-The predictions come from the formula. If it does not cover a configuration, a message says so and the run starts.
+The predictions come from the formula. If it does not cover a configuration, a message says so and the run starts. Where
+the formula alone does not decide and libtpu is installed, the TPU compiler is asked, for a minute at most: see `_Asks`.
 """
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from tpu_kit.config.loader import ConfigError, TrainConfig
+from tpu_kit.config.loader import ConfigError, TrainConfig, batch_arithmetic
 from tpu_kit.config.mesh import Mesh
+from tpu_kit.data.batching import too_few_rows
 from tpu_kit.distributed.detection import Backend, detect, device_memory_budget, seen_on
 from tpu_kit.machine.checks import Machine
 from tpu_kit.machine.chips import GIB
 from tpu_kit.machine.slices import TargetSlice
 from tpu_kit.model.shape import Shape
 from tpu_kit.model.shape_cache import read_shape
-from tpu_kit.planning.batch_choice import filled_batch, settle
+from tpu_kit.planning.compiler.compile_check import CompilerUnavailable, check_available
 from tpu_kit.planning.cost import StepTime, work
 from tpu_kit.planning.memory.argument_memory import item_bytes
 from tpu_kit.planning.mesh_choice import check_mesh, placed
-from tpu_kit.planning.planner import verified
-from tpu_kit.planning.rollouts import rollout_of, warnings_of
+from tpu_kit.planning.planner import MOST_UNTIMED_ROWS, best_setting, verified
+from tpu_kit.planning.run_cost import Count
 from tpu_kit.planning.run_on_slice import Setting
+from tpu_kit.training.losses.rollout_programs import rollout_of, warnings_of
 from tpu_kit.xla.splash_blocks import padded_length, query_block
 
+ASKED_SECONDS = 60.0
+"""The most time that the TPU compiler has where the user did not ask for it; its answer is kept on disk."""
+NEAR = 0.12
+"""Share of a chip's memory: nearer to it the formula does not tell whether a step fits. Its error is less for 9 of 10
+steps of seeds that it was not fitted to."""
 ROUNDED_PER_SECOND = {"int8": 500e6, "int4": 45e6}
 """Weights that one core of a server's CPU rounds in a second (measured: 584e6 and 49e6, groups of 128)."""
 _LEAST_TILE = 128
@@ -43,7 +52,8 @@ class Preflight:
     Attributes:
         config: the run, with a number for every "auto" that the launch needs.
         room: the devices, and the memory of a replica; None where that is not known.
-        setting: the run on these devices by formula; None where its memory is not known.
+        setting: the run on these devices, with the compiler's figures if it was asked; None where its memory is not
+            known.
         notes: what was chosen, and what is not known.
     """
 
@@ -54,19 +64,19 @@ class Preflight:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the run fits with the reserve, by formula; None where that is not known."""
+        """Whether the run fits with the reserve; None where that is not known."""
         return None if self.setting is None else self.setting.fits
 
     @property
     def time(self) -> StepTime | None:
-        """The time of a step, by formula; None where it is not known."""
+        """The time of a step; None where it is not known."""
         return self.setting.time if self.setting and self.setting.where.chip.bf16_flops else None
 
     @property
     def device_bytes(self) -> int | None:
         """Peak memory of a device, bytes; None off TPU and GPU, where it is not known."""
         known = self.setting is not None and self.setting.where.device_type in ("tpu", "cuda")
-        return self.setting.memory.total_bytes if self.setting and known else None
+        return self.setting.peak_bytes if self.setting and known else None
 
     def duration(self, updates: int) -> str:
         """Describes how long so many updates take, and how that is known."""
@@ -75,8 +85,8 @@ class Preflight:
             how = "estimated, not measured" if self.time.measured is None else "as measured on this machine"
             return f"about {_duration(updates * self.time.seconds)} {how}; {besides}"
         one = self.setting
-        learns = self.config.on_policy  # from as many tokens as the model writes
-        if one is None or learns or one.where.device_type not in ("cpu", "xla-cpu"):
+        # A run that samples learns from as many tokens as the model writes.
+        if one is None or one.several or one.where.device_type not in ("cpu", "xla-cpu"):
             return "not known before the first updates"
         done = work(seen_on(one.where.device_type, one.config), one.shape, one.update)
         least = updates * one.where.replicas * done.flops / _host_rate()
@@ -96,8 +106,8 @@ def _table(one: Setting, time: StepTime | None) -> list[str]:
     parts = [f"{name} {size / GIB:.2f}" for name, size in one.parts.items() if size >= peak / 50]
     verdict = "fits" if one.fits else "MAY NOT FIT"
     lines = [
-        f"memory           {' + '.join(parts)} = {peak / GIB:.2f} GiB by formula",
-        f"memory limit     {room.limit / GIB:.2f} GiB for each of {room.replicas} on {room.name}, {room.free:.0%} "
+        f"memory           {' + '.join(parts)} = {peak / GIB:.2f} GiB by {one.source}",
+        f"memory limit     {room.limit / GIB:.2f} GiB for each of {room.replicas} on {room.name}, {one.free:.0%} "
         f"kept free: {verdict}",
     ]
     if room.device_type != "tpu":
@@ -108,7 +118,7 @@ def _table(one: Setting, time: StepTime | None) -> list[str]:
         how = "estimated, not measured"
         if time.measured is not None:
             how = f"as measured on this machine ({time.predicted:.3f} s estimated)"
-        most = "at most " if one.config.on_policy else ""
+        most = "at most " if one.several else ""
         lines.append(f"step             {most}{time.seconds:.3f} s, {one.speed:,.0f} tokens/s {how}")
     return lines
 
@@ -140,7 +150,8 @@ def check_before_launch(
     room = device_memory_budget(config, at, backend=backend)
     config, notes = room.calibration.apply(config) if room else (config, [])
     notes += room.calibration.notes if room else []
-    given = config.optim.batch_size != "auto"
+    asks = _Asks(backend, resumes=bool(began), auto=config.optim.batch_size == "auto")
+    made: Setting | None = None
     try:
         shape, problem = read_shape(config.model), ""
     except ValueError as error:
@@ -148,7 +159,7 @@ def check_before_launch(
     config, room, mesh, placing = _placed(config, room, shape, backend)
     notes += placing
     if room is not None and shape is not None:
-        config, reasons = settle(config, room, exact, rows, began or {})
+        config, made, reasons = settle(config, room, exact, rows, began or {}, asks)
         notes += reasons
     elif config.optim.batch_size == "auto":
         problem = problem or "how much memory this machine has is not known"
@@ -160,8 +171,6 @@ def check_before_launch(
         config, fewer = filled_batch(config, shards, rows)
         notes += fewer
     one = Setting(config, shape, room) if room is not None and shape is not None else None
-    if exact and shape is not None and (given or room is None or room.chip.bf16_flops is None):
-        notes.append(_compiled(one))
     notes += _rounding(config, shape)
     if room is not None and room.device_type == "tpu":
         notes += warnings_of(config, 1 if config.launch.mesh else room.replicas)
@@ -172,7 +181,68 @@ def check_before_launch(
     if one is not None and (wrong := [*_divisions(one), *_scores(one), *_caches(one)]):
         raise ConfigError(wrong)
     notes += _padding(one) if one else []
+    if one is not None and made is not None and made.config.optim == config.optim:
+        one = replace(one, compiled=made.compiled, unverified=made.unverified)
+    if exact and (one is None or one.where.topology is None):
+        notes.append("not by the TPU compiler: it compiles only for TPUs, and not for all of them")
+    elif one is not None and not (one.compiled or one.unverified) and (exact or (seconds := asks(one))):
+        one = verified([one], None if exact else seconds)
+    notes += [_answer(one)] if one and _answer(one) else []
     return Preflight(config, room, one, (*notes, *([f"memory not known: {problem}"] if problem else [])))
+
+
+def filled_batch(config: TrainConfig, replicas: int, rows: int | None) -> tuple[TrainConfig, list[str]]:
+    """Lowers the default batch to one that the rows fill."""
+    batch = batch_arithmetic(config, replicas)
+    if rows is None or config.free_passes or rows >= batch.global_batch_size:
+        return config, []
+    given = {"optim.batch_size", "optim.global_batch_size", "optim.gradient_accumulation"} & set(config.sources)
+    if given or rows < replicas:
+        raise ConfigError([too_few_rows(rows, batch)])
+    fewer = rows // replicas
+    note = f"optim.batch_size={fewer}, not {batch.batch_size}: the data is {rows} rows after packing"
+    return replace(config, optim=replace(config.optim, batch_size=fewer)), [note]
+
+
+def settle(
+    config: TrainConfig, room: TargetSlice, exact: bool, count: int | None, began: Mapping[str, Any],
+    asks: Callable[[Setting], float] = lambda best: 0.0,
+) -> tuple[TrainConfig, Setting | None, list[str]]:  # fmt: skip
+    """Chooses what `auto` leaves open of `optim.batch_size` and `optim.remat`.
+
+    A resumed run keeps the rows of an update, and the rows of a pass where they still divide them. `began` has its
+    "batch_size" and "global_batch_size"; it is empty for a new run. `asks` is that of `best_setting`.
+
+    Returns:
+        The run; the setting that was chosen, None where nothing was left open; and the reasons.
+    """
+    notes = list[str]()
+    if config.optim.batch_size == "auto" and isinstance(began.get("batch_size"), int):
+        config, notes = _resumed(config, room, began["batch_size"], began["global_batch_size"])
+    choices = ("batch_size", "remat") if room.device_type == "tpu" else ("batch_size",)
+    names = [name for name in choices if getattr(config.optim, name) == "auto"]
+    if not names:
+        return config, None, notes
+    best = best_setting(config, room, exact, Count(count), asks)
+    why = f"the fastest that leaves {best.free:.0%} of {room.limit / GIB:.2f} GiB, by {best.source}"
+    if room.chip.bf16_flops is None:
+        why = f"the most that leaves {best.free:.0%} of {room.limit / GIB:.2f} GiB, and {MOST_UNTIMED_ROWS} at most"
+    elif not best.fits:
+        why = "which takes least"
+    values: dict[str, Any] = {name: getattr(best.config.optim, name) for name in names}
+    notes += [f"optim.{name}=auto is {value}: {why}" for name, value in values.items()]
+    return replace(config, optim=replace(config.optim, **values)), best, notes
+
+
+def _resumed(config: TrainConfig, room: TargetSlice, rows: int, whole: int) -> tuple[TrainConfig, list[str]]:
+    """Keeps the rows of an update, and those of a pass where they still divide them."""
+    optim = config.optim
+    if not config.free_passes:  # else its passes hold what was sampled
+        optim = replace(optim, global_batch_size=optim.global_batch_size or whole, gradient_accumulation=1)
+        if whole != optim.global_batch_size or whole % (rows * room.replicas):
+            return replace(config, optim=optim), []
+    note = f"optim.batch_size={rows}, as in the run that this one resumes"
+    return replace(config, optim=replace(optim, batch_size=rows)), [note]
 
 
 def _placed(
@@ -301,13 +371,47 @@ def _host_rate() -> float:
     return count * 2 * 512**3 / seconds
 
 
-def _compiled(one: Setting | None) -> str:
-    """Describes the TPU compiler's result for a batch size that the user gave."""
-    if one is None or one.where.topology is None:
-        return "not by the TPU compiler: it compiles only for TPUs, and not for all of them"
-    made, problem = verified([one])
-    if problem or "step" in made.compiled:
-        return problem or f"by the compiler, it {made.compiled['step']}"
+@dataclass(frozen=True)
+class _Asks:
+    """Decides whether the TPU compiler is asked though the user did not ask for it, and tells why.
+
+    A process of its own compiles the step (`compile_check`), opens no TPU, and is killed when the time is over. On
+    several hosts answers that come in time on one of them alone would make different runs, and a run of several
+    programs compiles for minutes: the formula decides there.
+    """
+
+    backend: Backend
+    resumes: bool
+    auto: bool
+
+    @property
+    def reason(self) -> str:
+        return "optim.batch_size is auto" if self.auto else f"the formula is within {NEAR:.0%} of the memory"
+
+    def __call__(self, one: Setting) -> float:
+        """The seconds that it has for a setting by formula; 0 if it is not asked."""
+        room = one.where
+        if self.resumes or room.device_type != "tpu" or room.topology is None or self.backend.hosts.count > 1:
+            return 0.0
+        near = abs(one.peak_bytes / room.limit - 1) <= NEAR
+        if not (near or (self.auto and one.fits)) or one.several:
+            return 0.0
+        try:
+            check_available()
+        except CompilerUnavailable:
+            return 0.0
+        if ASKED_SECONDS:
+            text = f"asking the TPU compiler, at most {ASKED_SECONDS:g} s, as {self.reason}"
+            print(f"plan             {text}", file=sys.stderr, flush=True)
+        return ASKED_SECONDS
+
+
+def _answer(made: Setting) -> str:
+    """Describes the TPU compiler's answer; empty if it was not asked."""
+    if made.unverified or not made.compiled:
+        return made.unverified
+    if "step" in made.compiled:
+        return f"by the compiler, it {made.compiled['step']}"
     sizes = ", ".join(f"{name} {size / GIB:.2f}" for name, size in made.peaks.items())
     verdict = "fits" if made.fits else "does not fit"
     return f"by the compiler, it {verdict}: of {made.where.limit / GIB:.2f} GiB {sizes}"

@@ -10,13 +10,14 @@ from tpu_kit.config.loader import TrainConfig, batch_arithmetic
 from tpu_kit.machine.chips import GIB, KAGGLE_HOURS_PER_SESSION, KAGGLE_HOURS_PER_WEEK, MIB
 from tpu_kit.machine.slices import find_slice
 from tpu_kit.machine.upload_rate import upload_rate
-from tpu_kit.planning.cost import factors, image_work, link_seconds, step_time
-from tpu_kit.planning.memory.argument_memory import item_bytes
-from tpu_kit.planning.memory.image_memory import images_of
+from tpu_kit.model.families.input_work import inputs_of
+from tpu_kit.planning.cost import factors, input_work, link_seconds, step_time
+from tpu_kit.planning.memory.argument_memory import item_bytes, padded
 from tpu_kit.planning.mesh_choice import largest_models
 from tpu_kit.planning.planner import Plan
-from tpu_kit.planning.rollouts import program_count, program_rows, rollout_of
+from tpu_kit.planning.program_peaks import program_rows
 from tpu_kit.planning.run_cost import BESIDE_COMPILING, SPOT_HOURS_BETWEEN_INTERRUPTIONS
+from tpu_kit.training.losses.rollout_programs import program_count, rollout_of
 from tpu_kit.xla.splash_blocks import PARTIAL_BYTES, partial_bytes
 
 MOST_SETTINGS = 8
@@ -69,7 +70,7 @@ def format_plans(config: TrainConfig, plans: Sequence[Plan], given: Sequence[str
         left = [text for text in given if text.partition("=")[0].rpartition(".")[2] not in chosen]
         command = shlex.join([*left, *(f"{name}={value}" for name, value in chosen.items())])
         train = f"To train there: python -m tpu_kit {best.config.recipe} {command}"
-        lines[1:1] = [*_picture(best), train, *_upload(best)]
+        lines[1:1] = [*_inputs(best), train, *_upload(best)]
     else:
         lines += ["", *(line.removeprefix("  ") for line in _changes(best))]
     for reason, known in {one.unknown: one.updates is not None for one in plans if one.unknown}.items():
@@ -105,18 +106,18 @@ def _upload(best: Plan) -> list[str]:
     ]
 
 
-def _picture(best: Plan) -> list[str]:
-    """What a picture, or a tile of one, costs; nothing for text."""
-    config, images = best.config, images_of(best.config)
-    if images is None:
+def _inputs(best: Plan) -> list[str]:
+    """What an input beside text costs; nothing for text."""
+    config, inputs = best.config, inputs_of(best.config)
+    if inputs is None:
         return []
     size = item_bytes(config.model.base_dtype)
-    time = step_time(image_work(config, images, 1), best.where.chip)
-    memory = images.batch_bytes(1) / images.room + images.work_bytes(1, config.data.max_length, size) / images.room
-    kind = "A tile of a picture" if images.tiles else "A picture"
+    time = step_time(input_work(config, inputs, 1), best.where.chip)
+    batch = sum(padded((1, *shape), dtype.itemsize, free=True) for shape, dtype in inputs.columns.values())
+    memory = (batch + inputs.work_bytes(1, size)) / inputs.room
     return [
-        f"{kind} takes {images.tokens} tokens at most, {memory / MIB:,.1f} MiB while its features are made, and "
-        f"{1e3 * time.device:,.2g} ms beside its tokens; a row has room for {images.room}"
+        f"{inputs.kind} takes {inputs.tokens} tokens at most, {memory / MIB:,.1f} MiB while its features are made, and "
+        f"{1e3 * time.device:,.2g} ms beside its tokens; a row has room for {inputs.room}"
     ]
 
 
@@ -157,7 +158,7 @@ def _details(one: Plan) -> list[str]:
         blocks = [mesh_lines(one), *(text_tables.to_text(rows).splitlines() for rows in tables_of if rows)]
         lines += [f"  {line}" for block in blocks for line in block]
     lines += [f"  {name:<18} {size / GIB:8.3f} GiB" for name, size in one.parts.items() if size >= 2**19]
-    if one.config.on_policy:
+    if one.several:
         lines += [f"  {line}" for line in rollout_lines(one)]
     lines += [f"  {line}" for line in (*_backward_pass(one), *_blocks(one))]
     known = one.where.calibration
@@ -180,7 +181,7 @@ def _details(one: Plan) -> list[str]:
     took = f"{one.compiling / 60:.1f} min on this machine"
     if not one.compiled:
         took = f"{one.compiling / 60:.1f} min by formula, and {BESIDE_COMPILING / 60:g} for all else are an assumption"
-    lines.append(f"  each start compiles the {'programs' if one.config.on_policy else 'step'}: {took}")
+    lines.append(f"  each start compiles the {'programs' if one.several else 'step'}: {took}")
     if one.updates is not None:
         lines.append(f"  {one.updates:,} updates")
     return [*lines, f"  checkpoint {one.checkpoint_bytes / MIB:,.0f} MiB", *limits(one)]
@@ -226,7 +227,7 @@ def rollout_lines(one: Plan) -> list[str]:
     ]  # fmt: skip
     count = program_count(one.config, replicas)
     each = ", ".join(f"{number} {name}" for name, number in count.items() if number)
-    repeats = one.config.rl.updates_per_rollout
+    repeats = rollout.updates
     share = f" (for {repeats} updates)" if repeats > 1 else ""
     return [
         *text_tables.to_text(rows, ">").splitlines(), f"up to {sum(count.values())} programs: {each}",
@@ -280,9 +281,11 @@ def limits(one: Plan) -> list[str]:
     rank = "" if advice.largest_rank is None else f", the largest rank {advice.largest_rank}"
     kept = f"batch_size={one.update.batch_size}, max_length={config.data.max_length}, r={config.lora.r}, "
     kept += f"remat={config.optim.remat}, base_dtype={config.model.base_dtype}"
+    most = f"the largest batch_size that fits is {advice.largest_batch}, the"
+    if one.compiled:
+        most = f"the largest batch_size that was compiled and fits is {advice.largest_batch or 'none'}; by formula, the"
     lines.append(
-        f"  one by one, the others as here ({kept}): the largest batch_size that fits is {advice.largest_batch}, the "
-        f"longest max_length {advice.longest_sequence}{rank}"
+        f"  one by one, the others as here ({kept}): {most} longest max_length {advice.longest_sequence}{rank}"
     )
     found = one.inference
     lines.append(
@@ -296,12 +299,12 @@ def _changes(one: Plan) -> list[str]:
     """What to change if the run does not fit."""
     knobs = one.advice.knobs
     if knobs and knobs[-1].fits:
-        head = "  what to change, in the order of least harm, each on top of those before:"
+        head = "  what to change by formula, in the order of least harm, each on top of those before:"
     elif knobs:
         sizes = f"{knobs[-1].peak_bytes / GIB:.2f} GiB, of {one.where.limit / GIB:.2f}"
-        head = f"  {len(knobs)} changes together do not suffice: they leave {sizes}:"
+        head = f"  {len(knobs)} changes together do not suffice by formula: they leave {sizes}:"
     else:
-        head = "  no change makes it fit:"
+        head = "  no change makes it fit by formula:"
     return [head, *(f"    {text}" for text in str(one.advice).split("; "))]
 
 
@@ -349,7 +352,7 @@ def next_parameters(plan: Plan) -> str:
     optim, run, batch = plan.config.optim, plan.run, batch_arithmetic(plan.config, plan.where.replicas)
     values: dict[str, object] = {
         "name": plan.config.model.name, "max_length": plan.config.data.max_length, "batch_size": optim.batch_size,
-        "global_batch_size": None if plan.config.on_policy else batch.global_batch_size,  # its passes are free
+        "global_batch_size": None if plan.config.free_passes else batch.global_batch_size,  # its passes are free
         "mesh": str(plan.where.mesh) if plan.where.mesh else None, "remat": optim.remat, "max_steps": optim.max_steps,
         "save_minutes": max(1, round(run.save_interval_seconds / 60)),
     }  # fmt: skip

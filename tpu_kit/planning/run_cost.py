@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tpu_kit.config.loader import BatchPlan, TrainConfig, batch_arithmetic
+from tpu_kit.config.loader import TrainConfig, batch_arithmetic
 from tpu_kit.config.sections.data import GENERATED
 from tpu_kit.machine.chips import (
     FREE_SLICES,
@@ -65,16 +65,14 @@ def count_rows(config: TrainConfig) -> Count:
     if not _has_tokenizer(config):
         return _count_by_characters(config)
     # Here, because they load torch, transformers and datasets.
-    from tpu_kit.data.pairs import PairLayout
-    from tpu_kit.data.prepare import prepare
+    from tpu_kit.data.prepare import prepare, units_of
     from tpu_kit.model.weights.source import load_tokenizer
 
     data = config.data
     elsewhere = data.eval_source or data.eval_split or data.source in GENERATED
     data = replace(data, eval_source=None, eval_split=None, eval_rows=0 if elsewhere else data.eval_rows)
-    most = config.rl.longest_prompt(data.max_length) if config.on_policy else None
     try:
-        prepared = prepare(data, load_tokenizer(config.model), max_prompt=most, pairs=PairLayout.of(config))
+        prepared = prepare(data, load_tokenizer(config.model), **units_of(config))
         return Count(len(prepared.tasks.numbers) if prepared.tasks else len(prepared.train))
     except ValueError as error:  # the run raises it too
         return Count(None, str(error))
@@ -86,14 +84,11 @@ def count_updates(config: TrainConfig, replicas: int, rows: Count) -> Count:
         return Count(config.optim.max_steps)
     if rows.count is None:
         return rows
-    from tpu_kit.data.batching import updates
+    from tpu_kit.training.losses.sampled_updates import planned_updates
 
-    each, repeats = batch_arithmetic(config, replicas), 1
-    if config.on_policy:  # as `Rollouts.all`
-        prompts, repeats = config.rl.prompts_per_rollout, config.rl.updates_per_rollout
-        each = BatchPlan(prompts, 1, 1, prompts, 0)
+    batch = batch_arithmetic(config, replicas)
     try:
-        return Count(repeats * sum(1 for _ in updates(rows.count, each, config.optim)), rows.reason)
+        return Count(sum(1 for _ in planned_updates(rows.count, batch, config)), rows.reason)
     except ValueError as error:
         return Count(None, str(error))
 
@@ -127,7 +122,7 @@ def _count_by_characters(config: TrainConfig) -> Count:
     elsewhere, every = data.eval_source or data.eval_split or data.source in GENERATED, sum(map(len, sources))
     left = 1.0 if elsewhere else max(1, every - held_out_rows(data, every)) / every
     copies = [one.copies for one in data.mix] or [1.0]
-    if config.on_policy or not data.packing:
+    if config.free_passes or not data.packing:
         return Count(max(1, round(left * sum(len(rows) * often for rows, often in zip(sources, copies, strict=True)))))
     tokens = (
         left
@@ -221,7 +216,7 @@ def compile_seconds(config: TrainConfig, shape: Shape, passes: int) -> float:
     """Estimates the seconds to compile a step of so many passes, or the programs of a run that samples."""
     looped = config.optim.remat != "none" and config.optim.scan_layers != "off"
     layers = shape.program_layers if looped else shape.layers
-    if config.on_policy:  # each pass of an update runs the same program
+    if config.free_passes:  # each pass of an update runs the same program
         return SAMPLING_COMPILING * (COMPILING + layers * LAYER_COMPILING)
     return COMPILING + passes * layers * LAYER_COMPILING
 

@@ -22,8 +22,8 @@ from tpu_kit.generation.reference_check import check_training
 from tpu_kit.machine.storage.run_folder import adapter_at_hand
 from tpu_kit.model import trainable as models
 from tpu_kit.model.weights.base_identity import NAME, base_of_adapter
-from tpu_kit.planning.objective_check import check_layers, check_objective
 from tpu_kit.training.adapter_files import start_from
+from tpu_kit.training.losses.objective_check import check_layers, check_objective
 from tpu_kit.training.losses.sampled_updates import check_rollouts
 from tpu_kit.training.metrics import check_tracking
 from tpu_kit.training.objectives import Objective

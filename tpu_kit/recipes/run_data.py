@@ -13,8 +13,7 @@ from tpu_kit.config.loader import BatchPlan, TrainConfig
 from tpu_kit.config.schema import LEAST_UPDATES
 from tpu_kit.data.chat.new_tokens import new_tokens, occurrences
 from tpu_kit.data.held_out import NONE, Questions
-from tpu_kit.data.pairs import PairLayout
-from tpu_kit.data.prepare import MappedData, Prepared, on_disk, prepare
+from tpu_kit.data.prepare import MappedData, Prepared, on_disk, prepare, units_of
 from tpu_kit.data.rows.sources import SYNTHETIC
 from tpu_kit.machine.storage.run_folder import find_run
 from tpu_kit.model.base_model import check_vocabulary
@@ -36,9 +35,7 @@ def prepare_run(config: TrainConfig, model: PreTrainedConfig | None = None) -> P
 
     `model` is its configuration, if it was read before.
     """
-    model, max_prompt = model or read_config(config.model), None
-    if config.on_policy:
-        max_prompt = config.rl.longest_prompt(config.data.max_length)
+    model = model or read_config(config.model)
     start = Questions.read(find_run(config.lora.adapter).folder) if config.lora.adapter else None
     text = model.get_text_config() if model else None  # loading a model explains why its configuration cannot be read
     tokenizer = None if config.data.source == SYNTHETIC else load_tokenizer(config.model)
@@ -54,9 +51,8 @@ def prepare_run(config: TrainConfig, model: PreTrainedConfig | None = None) -> P
             tokenizer,
             vocab_size=getattr(text, "vocab_size", None),
             learned=start.trained if start else NONE,
-            max_prompt=max_prompt,
             model=config.model,
-            pairs=PairLayout.of(config),
+            **units_of(config),
         )
     if tokenizer is None or not config.lora.r:  # full fine-tuning trains the embeddings
         return prepared

@@ -17,6 +17,9 @@ from tpu_kit.config.registry import OBJECTIVES
 from tpu_kit.model import causal_lm as models
 from tpu_kit.training.losses.loss import IGNORE, Likelihood, SourcedLikelihood, chunked, rows_in_chunks, shift_labels
 
+ROW = {"input_ids": torch.int64, "labels": torch.int64, "position_ids": torch.int64, "segment_ids": torch.int32}
+"""The tensors of every batch, (B, S) each; as in `PackedDataset.tensors`."""
+
 
 class Sums(NamedTuple):
     """Sums over one batch of this replica: fp32 scalars on the batch's device.
@@ -33,6 +36,14 @@ class Sums(NamedTuple):
     extra: tuple[torch.Tensor, ...] = ()
 
 
+class Frozen(NamedTuple):
+    """Another model that an objective runs forward: its name in plans, and its arrays of (T, H) kept for the loss."""
+
+    name: str
+    model: ModelConfig
+    kept: int
+
+
 class Cost(NamedTuple):
     """What an objective adds to a step with the supervised loss.
 
@@ -41,12 +52,14 @@ class Cost(NamedTuple):
         saved: shapes of the fp32 tensors that it saves for the backward pass.
         output_products: products of all tokens with the output layer.
         forwards: forward passes of the frozen model.
+        frozen: other models in memory, of whose logits the loss has a chunk at a time.
     """
 
     params: int = 0
     saved: tuple[tuple[int, ...], ...] = ()
     output_products: int = 0
     forwards: int = 0
+    frozen: tuple[Frozen, ...] = ()
 
 
 class Objective(abc.ABC):
@@ -60,6 +73,8 @@ class Objective(abc.ABC):
         measures_held_out: whether evaluations report the `extra` sums, too.
         shares_prompts: whether documents of a row see a common prefix, in models where `attention.sees_all` holds; then
             a batch has the column prefix_ids.
+        one_by_one: whether a step with layers one by one (remat=none) was compared with the TPU compiler; else `auto`
+            does not choose it.
     """
 
     extra: tuple[str, ...] = ()
@@ -68,6 +83,7 @@ class Objective(abc.ABC):
     trains_model = True
     measures_held_out = False
     shares_prompts = False
+    one_by_one = False
 
     def means(self, sums: Mapping[str, float], weight: float) -> dict[str, float]:
         """Returns what logs show of the `extra` sums of some updates, of this weight; nan where nothing was summed."""
@@ -108,6 +124,8 @@ class SupervisedObjective(Objective):
 
     Each token with a label has weight 1.
     """
+
+    one_by_one = True
 
     def __init__(self, optim: OptimConfig) -> None:
         self._optim = optim

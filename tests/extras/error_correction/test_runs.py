@@ -22,10 +22,10 @@ from tpu_kit.generation.model_loading import load_for_generation
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.machine.checks import Machine
 from tpu_kit.model.states_head import file_names, without_head
-from tpu_kit.planning.objective_check import check_objective
 from tpu_kit.recipes import sft
 from tpu_kit.recipes.replica import read
 from tpu_kit.recipes.run_plan import RunPlan
+from tpu_kit.training.losses.objective_check import check_objective
 from tpu_kit.training.objectives import objective_of
 
 pytestmark = pytest.mark.usefixtures("quick_xla")

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from tpu_kit.config.loader import DataConfig, OptimConfig
+from tpu_kit.config.loader import OptimConfig
 from tpu_kit.model.attention import refuse_unknown, sdpa_attention
 from tpu_kit.model.base_model import base_model
 from tpu_kit.model.families.vision_towers import TOWERS, deep_layers
@@ -103,13 +103,6 @@ def columns_of(sizes: Sizes, images: int, length: int) -> dict[str, Shape]:
     if sizes.axes:
         found["axis_positions"] = ((3, length), torch.int32)
     return found | {"image_index": ((length,), torch.int32)}
-
-
-def columns_of_run(config: Any, data: DataConfig) -> dict[str, Shape]:
-    """Returns `columns` of a run; where the images of a row are not known, as many as fit in it."""
-    tokens = sizes_of(config, data.image_tokens).tokens
-    images = data.images_per_row or max(1, data.max_length // tokens)
-    return columns(config, images, data.max_length, data.image_tokens)
 
 
 def check_rows(config: Any, tokens: int, length: int) -> None:

@@ -12,6 +12,7 @@ import ctypes
 import hashlib
 import importlib.util
 import json
+import math
 import os
 import signal
 import sys
@@ -24,17 +25,19 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-from tpu_kit.config.loader import ConfigError, ModelConfig, TrainConfig
+from tpu_kit.config.loader import ConfigError, TrainConfig
 from tpu_kit.distributed.child_process import run_child, xla_cpu_environment
 from tpu_kit.machine.chips import CHIPS, GIB, Topology
 from tpu_kit.machine.compatibility import PAIRINGS
 from tpu_kit.machine.slices import find_topology
 from tpu_kit.machine.storage import atomic
+from tpu_kit.model.families.input_work import inputs_of
 from tpu_kit.model.shape_cache import read_shape, shape_key
 from tpu_kit.planning.compiler.step_estimate import Sizes, estimated_seconds, instruction_seconds
 from tpu_kit.planning.cost import Collective, Work
-from tpu_kit.planning.rollouts import rollout_of
+from tpu_kit.planning.memory.activation_memory import objective_beside
 from tpu_kit.torch_tpu.limits import compiler_problem, run_limits, tracer
+from tpu_kit.training.losses.rollout_programs import rollout_of
 
 Effort = Literal["full", "low"]
 
@@ -146,6 +149,8 @@ _READERS = (
     "tpu_kit.planning.compiler.compile_check", "tpu_kit.planning.compiler.step_estimate", "tpu_kit.xla.compiler",
     "tpu_kit.xla.hlo",
 )  # fmt: skip
+# What no program depends on, but for the mesh, the length of rows and the columns of a batch, which are in the key.
+_NOT_TRACED = ("data", "checkpoint", "launch", "tracking", "hub", "output_dir", "run_name")
 _VERSIONS = ("torch", "transformers", "peft", "jax", "jaxlib")
 # No lock on the chips, no log files; and kernels without their source lines, which would make another program where the
 # kit lies in another folder.
@@ -158,6 +163,10 @@ _ENVIRONMENT = {
 
 class CompilerUnavailable(ValueError):
     """The TPU compiler is not installed, or its version is not known; the text says what to do."""
+
+
+class CompileTimeout(RuntimeError):
+    """The compile was not done after the time limit."""
 
 
 def compile_step(
@@ -182,7 +191,7 @@ def compile_step(
             mostly down.
         progress: whether to print each phase with its time to stderr.
         cache_dir: folder of the answers; ~/.cache/tpu_kit/compiled by default.
-        time_limit: seconds after which the compile is ended, as an interrupt (Ctrl-C) ends it.
+        time_limit: seconds after which the process that compiles is killed.
         part: the "step"; "accumulate" or "apply" of an update that is two programs; or a program of generation.
         sizes: of a program of generation, as `trace.trace_generation` takes them.
 
@@ -191,7 +200,7 @@ def compile_step(
         ConfigError: the run is for torch_tpu, which does not train it.
         ValueError: unknown chip, no such topology, too few devices; no config.json; or the step cannot be traced: the
             model, the adapters or the batch do not allow it.
-        RuntimeError: the process that compiles died, or the time limit was exceeded.
+        RuntimeError: the process that compiles died; a `CompileTimeout` if the time limit was exceeded.
     """
     kind, topology = find_topology(chip, num_replicas)
     if problems := run_limits(config):
@@ -215,16 +224,28 @@ def compile_step(
 
 
 def compile_programs(
-    config: TrainConfig, topology: str | None, num_devices: int, **options: Any
+    config: TrainConfig, topology: str | None, num_devices: int, *, seconds: float | None = None, **options: Any
 ) -> dict[str, Compiled]:
-    """As `compile_step` for each program of a run, by name; `topology` is None where the compiler has none."""
+    """As `compile_step` for each program of a run, by name.
+
+    Args:
+        config: the run.
+        topology: the slice; None where the compiler has none.
+        num_devices: replicas, or devices of the mesh.
+        seconds: time limit of all programs together.
+        options: of `compile_step`.
+    """
+    end = math.inf if seconds is None else time.monotonic() + seconds
     if topology is None:
         raise CompilerUnavailable("the compiler has no topology for this slice")
     asked: dict[str, Mapping[str, int] | None] = {"step": None}
     if rollout := rollout_of(config, 1 if config.launch.mesh else num_devices):
         asked = {**rollout.programs, "accumulate": None, "apply": None}
     return {
-        part: compile_step(config, topology, num_replicas=num_devices, part=part, sizes=sizes, **options)
+        part: compile_step(
+            config, topology, num_replicas=num_devices, part=part, sizes=sizes,
+            time_limit=None if seconds is None else max(0.0, end - time.monotonic()), **options,
+        )
         for part, sizes in asked.items()
     }  # fmt: skip
 
@@ -275,10 +296,11 @@ def _in_child(request: dict[str, Any], progress: bool, time_limit: float | None)
                 seconds=time_limit,
             )  # fmt: skip
         except TimeoutError:
-            raise RuntimeError(f"the compile was not done after the time limit of {time_limit:g} s") from None
+            raise CompileTimeout(f"the compile was not done after the time limit of {time_limit:.3g} s") from None
         result = Path(folder, "result.json")
         if not result.is_file() and done.status < 0 and request["refuses"] is False:
-            return _in_child(request | {"refuses": True}, progress, time_limit)  # to name the operation, if it was one
+            left = None if time_limit is None else max(0.0, time_limit - (time.monotonic() - start))
+            return _in_child(request | {"refuses": True}, progress, left)  # to name the operation, if it was one
         if not result.is_file():
             raise RuntimeError(f"the process that compiles ended with {done.how}:\n{done.errors[-4000:]}")
         answer: dict[str, Any] = json.loads(result.read_text())
@@ -351,20 +373,19 @@ def _compile(request: dict[str, Any], show: Callable[[str], None]) -> dict[str, 
 
 def _request_key(config: TrainConfig, num_replicas: int, part: str, sizes: Mapping[str, int] | None) -> str:
     """Hashes everything that determines the program: the run, the model's configuration, the code, and the versions."""
-    values = config.to_dict()
-    shape = {name: values[name] for name in ("model", "lora", "optim", "distill", "rl")}
+    values, objective = config.to_dict(), objective_beside(config)
+    others = [one.model for one in objective.cost(1, 1).frozen] if objective else []
+    shape = {name: value for name, value in values.items() if name not in _NOT_TRACED}
     mesh, by = [config.launch.mesh, config.launch.mesh_rules], tracer(config.launch.device_type)
+    beside = inputs_of(config)
+    columns = repr([objective and dict(objective.columns), beside and dict(beside.columns)])
     shape |= {"max_length": config.data.max_length, "mesh": mesh, "part": part, "sizes": sizes and dict(sizes)}
+    shape |= {"columns": columns}
     parts = [
-        json.dumps(shape, sort_keys=True), *map(shape_key, _models(config)), str(num_replicas),
+        json.dumps(shape, sort_keys=True), *map(shape_key, [config.model, *others]), str(num_replicas),
         _source(), by, *(version(name) for name in (by, *_VERSIONS)),
     ]  # fmt: skip
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
-
-
-def _models(config: TrainConfig) -> list[ModelConfig]:
-    """The model and, if there is one, its teacher."""
-    return [one for one in (config.model, config.teacher) if one is not None]
 
 
 @cache

@@ -25,9 +25,10 @@ from tpu_kit.generation.kv_cache import stack_spec
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.model import attention, trainable
 from tpu_kit.model import causal_lm as models
-from tpu_kit.model.base_model import base_model
+from tpu_kit.model.families.input_work import inputs_of
 from tpu_kit.model.meta_model import empty_model
-from tpu_kit.training.objectives import Objective, objective_of
+from tpu_kit.training.losses.rollout_programs import rollout_of
+from tpu_kit.training.objectives import ROW, Objective, objective_of
 from tpu_kit.training.state import TrainState
 from tpu_kit.training.step import SplitStep, prepare_model, train_step
 from tpu_kit.xla import traced_program
@@ -35,9 +36,6 @@ from tpu_kit.xla.traced_program import Program, is_input, lower, name_operations
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-ROW = {"input_ids": torch.int64, "labels": torch.int64, "position_ids": torch.int64, "segment_ids": torch.int32}
-"""The tensors of a batch, (B, S) each; as in `PackedDataset.tensors`."""
 
 
 def trace_step(config: TrainConfig, num_replicas: int, part: str = "step") -> Program:
@@ -63,10 +61,8 @@ def trace_step(config: TrainConfig, num_replicas: int, part: str = "step") -> Pr
         if objective.shares_prompts and attention.sees_all(model):
             columns |= {"prefix_ids": (1, torch.int32)}
         shapes: dict[str, Any] = {name: ((length * width,), dtype) for name, (width, dtype) in columns.items()}
-        if config.model.images:
-            from tpu_kit.model.families import vision
-
-            shapes |= vision.columns_of_run(base_model(model).config, config.data)
+        if (beside := inputs_of(config)) is not None:
+            shapes |= beside.columns
         batches = [
             {name: placeholder((rows, *shape), dtype) for name, (shape, dtype) in shapes.items()}
             for _ in range(plan.gradient_accumulation)
@@ -140,7 +136,7 @@ def trace_generation(
     """
     with _mesh_of(config, num_devices):
         sampling = Sampling(max(1, slots - width), temperature=0.7, top_p=0.9)
-        if config.on_policy:
+        if rollout_of(config, 1) is not None:
             model, state, _ = prepared(config, TpuRuntime(0, 1, torch.device("meta")))
             specs, sampling = _specs(model, state), replace(sampling, top_p=1.0)
             inputs = fill(model, state)

@@ -20,15 +20,23 @@ from typing import TYPE_CHECKING
 
 from tpu_kit.config.loader import TrainConfig, batch_arithmetic
 from tpu_kit.config.mesh import Mesh
+from tpu_kit.model.families.input_work import inputs_of
 from tpu_kit.model.loop.loop_structure import ALONE
 from tpu_kit.model.shape import Alive, Experts, Layer, Shape, most
+from tpu_kit.model.shape_cache import shape_of
 from tpu_kit.model.sharding.sharding_rules import Tensor
-from tpu_kit.planning.memory.argument_memory import LANES, is_matrix, model_tensors, padded, shards, teacher_shape
-from tpu_kit.planning.memory.image_memory import images_of
+from tpu_kit.planning.memory.argument_memory import (
+    LANES,
+    is_matrix,
+    item_bytes,
+    model_tensors,
+    padded,
+    shards,
+)
 from tpu_kit.xla.splash_blocks import WHOLE, block_tokens, is_fused, query_block
 
 if TYPE_CHECKING:
-    from tpu_kit.training.objectives import Objective
+    from tpu_kit.training.objectives import Frozen, Objective
 
 MORE_WORK, MOST_MORE = 0.3, 2**28
 """Bytes in HBM beyond each traced byte of a layer, and the most of them: a layer of 32,768 tokens takes no more."""
@@ -36,6 +44,8 @@ UNPACKED = {"int8": 0.7, "int4": 1.5}
 """Bytes for each weight of a layer that is cut out of a stack and converted."""
 GATHERED = {"int8": 1.0, "int4": 2.75, "bf16": 2.5, "fp32": 5.0}
 """As much on a mesh, where the weights of a layer, and some of the next one, are gathered over fsdp."""
+FEW_CHUNKS = 2
+"""Chunks of a loss up to which the gradient of a sharded output layer is not accumulated in a loop."""
 CHUNK_STATES, TOKENS_OF_CHUNK = 3, 64
 """Arrays in fp32 of the states between the chunks of linear attention, beyond those in the trace."""
 VECTOR_MEMORY = 80 * 2**20
@@ -43,8 +53,8 @@ VECTOR_MEMORY = 80 * 2**20
 
 
 def objective_beside(config: TrainConfig) -> Objective | None:
-    """Returns the objective, which says what it adds; None for supervised learning and a teacher's."""
-    if config.optim.objective == "supervised":
+    """Returns the objective, which says what it adds; None for the plain loss, so that a plan need not load torch."""
+    if config.plain_loss:
         return None
     from tpu_kit.training.objectives import objective_of
 
@@ -96,8 +106,9 @@ class PeakActivationModel:
         self.trained = sum(math.prod(one.shape) for one in self.tensors if one.trained)
         self.groups = self.update_groups()
         self.objective = objective_beside(config)
-        self.images = images_of(config)
+        self.inputs = inputs_of(config)
         self.added = self.objective.cost(self.tokens, shape.hidden) if self.objective else None
+        self.others = self.added.frozen if self.added else ()
 
     def of_trained(self) -> list[tuple[Tensor, tuple[int, ...]]]:
         """The trained tensors, and the parts of them that a device has."""
@@ -132,16 +143,17 @@ class PeakActivationModel:
         if self.kernel == "sdpa" and self.again and self.length <= WHOLE:
             lasting["mask"] = self.scores()  # a bias of the scores' shape, made once for all layers
         yield Moment("start", lasting, 0)  # the stack that the first loop fills is allocated before it
-        if self.images:
-            made = self.images.work_bytes(self.rows, self.length, self.compute)
-            yield Moment("images", {"layer_inputs": lasting["layer_inputs"], "images": made}, 0)
+        if self.inputs:
+            made = self.inputs.work_bytes(self.rows, self.compute)
+            yield Moment(self.inputs.name, {"layer_inputs": lasting["layer_inputs"], self.inputs.name: made}, 0)
         inner = self.inner()
         if inner and not self.sparse:  # what such a loop saves is copied when it has ended
             stacks = saved + inner * max(map(self._saved_by, self.shape.kinds))
             layer = max(self.work(kind.forward, self.tile) for kind in self.shape.kinds)
             yield Moment("forward", lasting | {"saved_activations": stacks, "layer": layer}, stacks)
         before = gradients if self.passes > 1 else 0.0
-        parts = {"loss_chunk": self.loss() + head, "teacher": self.teacher(), "gradients": before}
+        parts = {"loss_chunk": self.loss() + head, "gradients": before}
+        parts |= {other.name: self.frozen(other) for other in self.others}
         yield Moment("loss", lasting | parts, saved + self.hidden() + head + before)
         filled = self.layer_gradients() * (1 + inner / self.shape.layers) + head
         carried = saved + self.hidden(1 + self.tiled) + filled + before
@@ -249,10 +261,21 @@ class PeakActivationModel:
         return size * self.tokens * sum(one.outputs for one in self.shape.linears_outside)
 
     def head_gradient(self) -> float:
-        """The output layer's gradient in fp32, alive from the loss on, where it is trained whole; small in shards."""
-        if self.mesh or not (self.whole or self.of_head("modules_to_save")):
+        """The output layer's gradient in fp32, alive from the loss on, where it is trained whole.
+
+        On a mesh it is a device's shard, which the loop over the chunks of the loss accumulates, but for one or two; of
+        an output layer that is trained beside adapters it was not compared.
+        """
+        if not (self.whole or self.of_head("modules_to_save")):
             return 0.0
-        return padded((self.shape.vocabulary, self.shape.hidden), 4, free=True)
+        if self.mesh is None:
+            return padded((self.shape.vocabulary, self.shape.hidden), 4, free=True)
+        path, chunks = (
+            self.shape.ends[not self.shape.tied],
+            self.tokens / min(self.config.optim.loss_chunk, self.tokens),
+        )
+        looped = self.whole and chunks > FEW_CHUNKS
+        return looped * 4.0 * sum(math.prod(part) for one, part in self.of_trained() if path in one.name)
 
     def of_head(self, *kinds: str) -> list[tuple[Tensor, tuple[int, ...]]]:
         """The trained tensors, and their parts, that PEFT's wrappers of these kinds add to the output layer."""
@@ -277,16 +300,13 @@ class PeakActivationModel:
         low = sum(padded(sizes, self.compute, free=True) for sizes in factors)
         return self.hidden(3) + gathered + low + (logits if logits > VECTOR_MEMORY else 0)
 
-    def teacher(self) -> float:
-        """A teacher's logits of one chunk, and its states that are kept for the loss: the last, and those compared."""
-        shape, chunk = teacher_shape(self.config), min(self.config.optim.loss_chunk, self.tokens)
-        if shape is None:
-            return 0.0
-        kept = 1 + len(self.config.distill.pairs) + bool(self.config.distill.embeddings_weight)
-        size = 4 if self.config.distill.teacher_dtype == "fp32" else 2
-        # On a mesh, logits of more tokens than the student knows are cut into a second array.
+    def frozen(self, other: Frozen) -> float:
+        """The logits of one chunk of another model, and its states that are kept for the loss."""
+        shape, size = shape_of(other.model), item_bytes(other.model.base_dtype)
+        chunk = min(self.config.optim.loss_chunk, self.tokens)
+        # On a mesh, logits of more tokens than the model knows are cut into a second array.
         twice = 1 + bool(self.mesh and shape.vocabulary != self.shape.vocabulary)
-        states = kept * padded((self.tokens, shape.hidden), size, free=True)
+        states = other.kept * padded((self.tokens, shape.hidden), size, free=True)
         return float(twice * padded((chunk, shape.vocabulary), size) + states)
 
     def objective_saved(self) -> float:

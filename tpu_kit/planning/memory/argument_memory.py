@@ -1,7 +1,7 @@
 """The tensors of a training step's arguments: their names, shapes, dtypes and bytes in a TPU's memory.
 
-They are those of the model, of its adapters and of a teacher, as `layer_scan` stacks the layers and `quantization`
-stores integers. On a mesh a device has the shards by the rules of `model.sharding.sharding_rules`.
+They are those of the model, of its adapters and of other models in memory, as `layer_scan` stacks the layers and
+`quantization` stores integers. On a mesh a device has the shards by the rules of `model.sharding.sharding_rules`.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from itertools import permutations
 
 from tpu_kit.config.loader import LoraConfig, ModelConfig, TrainConfig
 from tpu_kit.config.mesh import Mesh
 from tpu_kit.model.shape import Experts, Linear, Shape, scale_groups
-from tpu_kit.model.shape_cache import read_shape
+from tpu_kit.model.shape_cache import shape_of
 from tpu_kit.model.sharding.sharding_rules import Embedding, Placed, Tensor, place, spec_of
 
 LANES, ROWS, VECTOR = 128, 8, 1024
@@ -129,9 +129,8 @@ def _model_tensors(shape: Shape, alone: _Stack, scanned: bool) -> tuple[Tensor, 
         tensors = _with_embeddings(shape, alone, start, tensors)
     for one in shape.linears_outside:
         tensors += alone.linear(start + one.path, one, float(shape.has_adapter(lora, None, one)))
-    for name, (rows, width) in shape.projector if lora.vision else ():
-        path = name.removesuffix(".weight")
-        tensors += alone.adapters(start + path, Linear(path, width, rows, False), lora.r, lora.dora)
+    for one in shape.adapted_projector(lora):
+        tensors += alone.adapters(start + one.path, one, lora.r, lora.dora)
     for path, layers in shape.stacks(scanned=scanned):
         kind, stack = shape.kinds[shape.order[layers[0]]], replace(alone, axes=(len(layers),) if scanned else ())
         place = f"{start}{path}"
@@ -197,24 +196,13 @@ def trained_count(shape: Shape, config: TrainConfig) -> int:
     return sum(math.prod(one.shape) for one in model_tensors(shape, config) if one.trained)
 
 
-@cache
-def shape_of(model: ModelConfig) -> Shape:
-    """As `read_shape`, once in a process."""
-    return read_shape(model)
-
-
-def teacher_shape(config: TrainConfig) -> Shape | None:
-    """Returns the shape of a teacher in memory; None without one."""
-    return None if config.teacher is None or config.distill.files else shape_of(config.teacher)
-
-
-def teacher_tensors(config: TrainConfig) -> list[Tensor]:
-    """Returns the stored weights of a teacher in memory; none without one."""
-    shape, model = teacher_shape(config), config.teacher
-    if shape is None or model is None:
-        return []
+def frozen_bytes(model: ModelConfig, config: TrainConfig, mesh: Mesh | None) -> int:
+    """Returns the bytes on a device of the stored weights of another model, which is not trained."""
+    shape = shape_of(model)
     tensors = model_tensors(shape, replace(config, model=model, lora=LoraConfig()))
-    return [one for one in tensors if not one.trained]
+    stored = [one for one in tensors if not one.trained]
+    parts = shards(stored, mesh, shape.embedding)
+    return sum(padded(part, one.size, free=True) for one, part in zip(stored, parts, strict=True))
 
 
 def table(shape: Shape, config: TrainConfig, mesh: Mesh) -> list[Placed]:

@@ -18,8 +18,9 @@ from tpu_kit.model.shape import Shape, check_groups, most
 from tpu_kit.model.shape_cache import read_shape
 from tpu_kit.model.weights.source import check_positions
 from tpu_kit.planning.memory.activation_memory import PeakActivationModel
-from tpu_kit.planning.memory.argument_memory import is_matrix, padded, shards, teacher_shape, teacher_tensors
-from tpu_kit.planning.rollouts import ProgramPeak, cache_bytes, rollout_of, update_plan
+from tpu_kit.planning.memory.argument_memory import frozen_bytes, is_matrix, padded
+from tpu_kit.planning.program_peaks import ProgramPeak, cache_bytes
+from tpu_kit.training.losses.rollout_programs import rollout_of, update_plan
 
 LOOP_CODE = 26 * 2**20
 """Code of a program of loops for each layer in it (one, or those of a block) and each pass: 20 to 31 MiB."""
@@ -42,9 +43,9 @@ class Memory:
     """The memory of a step on one device.
 
     Attributes:
-        parts: bytes by name at the peak: base_weights, teacher_weights, adapters, optimizer, ema, batch,
-            objective, objective_saved, layer_inputs, saved_activations, mask, gradients, weight_copies, layer,
-            loss_chunk, teacher, images, all_reduce, update, heap, code.
+        parts: bytes by name at the peak: base_weights, adapters, optimizer, ema, batch, objective, objective_saved,
+            layer_inputs, saved_activations, mask, gradients, weight_copies, layer, loss_chunk, all_reduce,
+            update, heap, code; and by their names inputs beside text, and of another model its weights and its states.
         argument_bytes: weights, state and batch.
         temporary_bytes: buffers that live only within the step.
         code_bytes: the program.
@@ -89,7 +90,7 @@ def estimate(
         check_groups(shape.widths, config.model.quant_group)
     if config.optim.remat == "blocks":
         check_blocks(shape.loops)
-    kind = _Rounds if config.on_policy else _Step
+    kind = _Rounds if rollout_of(config, 1) else _Step
     return kind(config, shape, num_replicas, mesh).memory()
 
 
@@ -109,23 +110,20 @@ class _Step:
         alive, config = self.alive, self.config
         every = sum(padded(part, one.size, free=True) for one, part in alive.sharded)
         adapters = sum(padded(part, one.size, free=True) for one, part in alive.of_trained()) if config.lora.r else 0
-        teacher, state = teacher_tensors(config), sum(map(alive.group_bytes, alive.groups))
-        shape = teacher_shape(config)
-        parts = shards(teacher, self.mesh, shape.embedding) if shape else []
+        state = sum(map(alive.group_bytes, alive.groups))
         columns = [(1, 8), (1, 8), (1, 8), (1, 4)]
-        if config.distill.files:
-            columns += [(config.distill.top_k, 4), (config.distill.top_k + 1, 4)]
-        images = alive.images.batch_bytes(alive.rows) if alive.images else 0
+        more = alive.inputs.columns.values() if alive.inputs else ()
         if alive.objective:
-            columns += [(width, 4) for width, _ in alive.objective.columns.values()]
+            columns += [(width, dtype.itemsize) for width, dtype in alive.objective.columns.values()]
         rows = sum(padded((alive.rows, alive.length * width), size) for width, size in columns)
+        rows += sum(padded((alive.rows, *shape), dtype.itemsize, free=True) for shape, dtype in more)
         return {
             "base_weights": every - adapters,
-            "teacher_weights": sum(padded(part, one.size, free=True) for one, part in zip(teacher, parts, strict=True)),
+            **{f"{one.name}_weights": frozen_bytes(one.model, config, self.mesh) for one in alive.others},
             "adapters": adapters,
             "optimizer": 2 * state if config.optim.optimizer == "adamw" else self._factored(),
             "ema": state if config.optim.ema_decay else 0,
-            "batch": (rows + images) * alive.passes,
+            "batch": rows * alive.passes,
             # Its parameters, with AdamW's 12 bytes each at most.
             "objective": 12 * alive.added.params if alive.added else 0,
         }  # fmt: skip
@@ -158,7 +156,7 @@ class _Step:
         most = max(programs, key=lambda one: one.total - one.code)
         held = {**most.beside, **most.arguments, **({"sample_cache": most.results} if most.results else {})}
         parts, temporaries = {**held, **most.temporaries, "code": codes}, sum(most.temporaries.values())
-        moment = ", ".join(filter(None, [most.name if self.config.on_policy else "", most.moment]))
+        moment = ", ".join(filter(None, [most.name if len(programs) > 1 else "", most.moment]))
         return Memory(parts, sum(held.values()), temporaries, codes, moment, self.alive.trained, programs)
 
     def programs(self) -> Iterator[ProgramPeak]:
@@ -203,7 +201,8 @@ class _Rounds(_Step):
         yield made("decode", (*model, cache), self.decode(rollout.samples), code, also=cached)
         moment, beyond = self.alive.reported(update=False)
         passes = update_plan(config, self.alive.batches).gradient_accumulation
-        reads, sent = (*model, "teacher_weights", "gradient_buffer", "batch"), {"batch": batch * passes}
+        others = [f"{one.name}_weights" for one in self.alive.others]
+        reads, sent = (*model, *others, "gradient_buffer", "batch"), {"batch": batch * passes}
         parts = {**moment.parts, "heap": beyond}
         yield made("accumulate", reads, parts, self.code(), also=sent, moment=moment.name)
         moment, beyond = self.alive.reported(update=True)

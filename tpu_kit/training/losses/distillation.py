@@ -19,9 +19,10 @@ from tpu_kit.model import causal_lm as models
 from tpu_kit.model import trainable
 from tpu_kit.model.base_model import check_vocabulary
 from tpu_kit.model.loop.layer_calls import keep_after, kept_states
+from tpu_kit.model.shape_cache import read_shape
 from tpu_kit.model.weights.source import check_positions, load_tokenizer, read_config
 from tpu_kit.training.losses.loss import IGNORE, Likelihood, chunked, head_outputs, rows_in_chunks, shift_labels
-from tpu_kit.training.objectives import Objective, Sums, SupervisedObjective
+from tpu_kit.training.objectives import Cost, Frozen, Objective, Sums, SupervisedObjective
 from tpu_kit.xla.scan import Tensors, after
 
 _NONE = -1e30  # the logarithm of no probability: finite, as the gradient of infinity times 0 is not a number
@@ -97,6 +98,16 @@ class DistillationObjective(Objective):
                 model.objective = torch.nn.ModuleDict(
                     {name: torch.nn.Linear(sizes[0], sizes[1], False, dtype=torch.float32) for name in projected}
                 )
+
+    def cost(self, tokens: int, hidden_size: int) -> Cost:
+        """See `Objective.cost`: the teacher, and projections where states of another size are compared."""
+        teacher = self._config.teacher
+        if self._distill.files or teacher is None:
+            return Cost()
+        compared = len(self._distill.pairs) + ("embeddings" in self._weights)
+        size = read_shape(teacher).hidden if compared else hidden_size
+        params = compared * hidden_size * size if size != hidden_size else 0
+        return Cost(params, frozen=(Frozen("teacher", teacher, 1 + compared),))
 
     def __call__(self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> Sums:
         """See `Objective.__call__`."""

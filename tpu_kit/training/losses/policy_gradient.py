@@ -36,6 +36,7 @@ class PolicyObjective(Objective):
     extra = ("tokens", "entropy", "clip_low", "clip_high", "kl", "sampler_gap", "sampler_gap_outside")
     divisor = "tokens"
     shares_prompts = True
+    one_by_one = True
 
     def __init__(self, config: TrainConfig) -> None:
         self._rl, self._chunk = config.rl, config.optim.loss_chunk

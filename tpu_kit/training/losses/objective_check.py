@@ -25,9 +25,9 @@ from tpu_kit.config.sections.preference import PreferenceConfig
 from tpu_kit.model import causal_lm as models
 from tpu_kit.model import trainable
 from tpu_kit.model.states_head import StatesHead, file_names, find_head, title
-from tpu_kit.planning.rollouts import check_sampling
 from tpu_kit.torch_tpu.limits import tracer
-from tpu_kit.training.objectives import Objective, Sums, objective_of
+from tpu_kit.training.losses.rollout_programs import check_sampling
+from tpu_kit.training.objectives import ROW, Objective, Sums, objective_of
 
 _READS = ("meta tensor", "register_meta function", "data-dependent")
 
@@ -69,7 +69,6 @@ def check_pairs(config: TrainConfig) -> None:
 
 def _check_own(config: TrainConfig, objective: Objective) -> None:
     from tpu_kit.model.meta_model import empty_model  # it loads the compiler of torch, which takes a second
-    from tpu_kit.planning.compiler.trace import ROW
 
     name, target = f"optim.objective={config.optim.objective}", imported(config.optim.objective)
     # Of a class in a notebook's cell Python does not know the file, of its methods it does.

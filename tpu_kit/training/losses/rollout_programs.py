@@ -1,4 +1,4 @@
-"""The rollouts of `grpo` and `distill.on_policy` on one device: the shapes of their programs, and their memory.
+"""The programs of `grpo` and `distill.on_policy` on one device: their shapes, their number, and their checks.
 
 A rollout reads its prompts at once (prefill), copies their keys and values for each sample, and decodes a block of
 tokens a program until every row has ended.
@@ -7,20 +7,13 @@ tokens a program until every row has ended.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
 
 from tpu_kit.config.loader import BatchPlan, ConfigError, TrainConfig, batch_arithmetic
-from tpu_kit.config.mesh import Mesh
 from tpu_kit.config.schema import RlConfig
 from tpu_kit.machine.checks import Check, Machine
-from tpu_kit.model.shape import Shape
-from tpu_kit.model.sharding.sharding_rules import cache_spec
-from tpu_kit.planning.memory.argument_memory import item_bytes, padded, shape_of
-
-if TYPE_CHECKING:
-    from tpu_kit.planning.compiler.compile_check import Compiled
+from tpu_kit.model.shape_cache import shape_of
 
 WHOLE_ROWS = 64
 """A number of rows of which a TPU computes multiples: others cost the time of the next multiple."""
@@ -60,6 +53,8 @@ class Rollout:
         slots: length of the key/value cache.
         block: decode steps of a program.
         tokens: the most tokens of a completion.
+        updates: that learn from it.
+        scored: whether the log-probabilities of the samples are computed before the first of them.
     """
 
     prompts: int
@@ -68,6 +63,8 @@ class Rollout:
     slots: int
     block: int
     tokens: int
+    updates: int
+    scored: bool
 
     @property
     def programs(self) -> dict[str, dict[str, int]]:
@@ -91,9 +88,11 @@ def rollout_of(config: TrainConfig, replicas: int) -> Rollout | None:
     rl, most = config.rl, config.rl.longest_prompt(config.data.max_length)
     prompts = -(-rl.prompts_per_rollout // replicas)
     slots = cache_slots(most, rl.max_completion_length, BLOCK)
+    scored = config.optim.objective == "policy" and rl.updates_per_rollout > 1
     return Rollout(
-        prompts, prompts * config.num_generations, tuple(widths_to(most)), slots, BLOCK, rl.max_completion_length
-    )
+        prompts, prompts * config.num_generations, tuple(widths_to(most)), slots, BLOCK, rl.max_completion_length,
+        rl.updates_per_rollout, scored,
+    )  # fmt: skip
 
 
 def update_plan(config: TrainConfig, replicas: int) -> BatchPlan:
@@ -119,74 +118,14 @@ def update_plan(config: TrainConfig, replicas: int) -> BatchPlan:
     )  # fmt: skip
 
 
-def cache_bytes(config: TrainConfig, shape: Shape, rows: int, slots: int, mesh: Mesh | None) -> int:
-    """Bytes of a key/value cache on one device, in the compute dtype: its stacks (G, B, m, S, d) for the turns G."""
-    size, mesh = item_bytes(config.model.base_dtype), mesh or Mesh()
-    total = 0
-    for kind, count in shape.counted:
-        if not kind.cached_heads:
-            continue
-        one = (rows, kind.cached_heads, slots, kind.head_dim)
-        total += 2 * count * padded(mesh.shard_shape(mesh.fitted(cache_spec(mesh, one), one), one), size, free=True)
-    return total
-
-
-@dataclass(frozen=True)
-class ProgramPeak:
-    """The memory of a device while one of the programs of a run that samples is at work.
-
-    Attributes:
-        name: "prefill", "samples", "decode", "accumulate" or "apply".
-        arguments: bytes by name of the buffers that it reads.
-        results: bytes that it returns in new buffers.
-        temporaries: bytes by name of the buffers that live only within it.
-        code: its own size.
-        beside: bytes of the other buffers, without the code of other programs.
-        moment: the moment of its peak, where it has several.
-    """
-
-    name: str
-    arguments: Mapping[str, int]
-    results: int
-    temporaries: Mapping[str, int]
-    code: int
-    beside: Mapping[str, int]
-    moment: str = ""
-
-    @property
-    def own(self) -> int:
-        """Bytes that the compiler counts."""
-        return sum(self.arguments.values()) + self.results + sum(self.temporaries.values()) + self.code
-
-    @property
-    def total(self) -> int:
-        """Bytes of the device."""
-        return self.own + sum(self.beside.values())
-
-
-def program_rows(programs: Sequence[ProgramPeak], made: Mapping[str, Compiled]) -> list[dict[str, Any]]:
-    """The bytes of a device in each program: by formula, and by the compiler where it was asked.
-
-    The code of all programs is there all the time.
-    """
-    codes, compiled = sum(one.code for one in programs), sum(one.code_bytes or 0 for one in made.values())
-    exact = {name: one.total_bytes - (one.code_bytes or 0) + compiled for name, one in made.items()}
-    return [
-        {"program": one.name, "formula_bytes": one.total - one.code + codes,
-         "compiler_bytes": exact[one.name] + sum(one.beside.values()) if one.name in exact else None}
-        for one in programs
-    ]  # fmt: skip
-
-
 def program_count(config: TrainConfig, replicas: int) -> dict[str, int]:
     """The most programs of a run that samples, by kind."""
     rollout = rollout_of(config, replicas)
     assert rollout is not None
     # Held-out prompts fill the rows of the samples, some at a time.
     added = int(bool(config.tracking.eval_generate_rows) and rollout.copies)
-    before = int(config.optim.objective == "policy" and config.rl.updates_per_rollout > 1)
     return {"prefill": len(rollout.widths), "samples": rollout.copies + added, "decode": 1, "accumulate": 1,
-            "apply": 1, "log-probabilities before": before}  # fmt: skip
+            "apply": 1, "log-probabilities before": int(rollout.scored)}  # fmt: skip
 
 
 def whole_prompts(config: TrainConfig, replicas: int) -> int:
@@ -194,6 +133,16 @@ def whole_prompts(config: TrainConfig, replicas: int) -> int:
     count, steps = config.num_generations, config.rl.steps_per_generation
     each = math.lcm(WHOLE_ROWS, count) // count * replicas
     return each // math.gcd(each, steps)
+
+
+def smaller(config: TrainConfig, replicas: int) -> list[tuple[str, Sequence[int], str]]:
+    """Returns the parameters by which a rollout takes less memory: their names, smaller values, and their harm."""
+    rl, whole = config.rl, whole_prompts(config, replicas)
+    prompts = [n for n in range(rl.prompts_per_update - 1, 0, -1) if n % whole == 0 or n < whole]
+    return [
+        ("rl.steps_per_generation", [1] if rl.steps_per_generation > 1 else [], "fewer prompts a rollout"),
+        ("rl.prompts_per_update", prompts, "fewer prompts an update"),
+    ]
 
 
 def warnings_of(config: TrainConfig, replicas: int) -> list[str]:

@@ -11,7 +11,7 @@ import torch
 
 from tests.support import own_objectives
 from tpu_kit.config.loader import load_config
-from tpu_kit.planning.objective_check import _Operations, check_objective
+from tpu_kit.training.losses.objective_check import _Operations, check_objective
 
 OWN = "tests.support.own_objectives"
 

@@ -1,0 +1,315 @@
+"""What to change when memory is short: one ordered list of changes, the least harm first.
+
+`plan` goes down the list until a run fits, and prints the changes (`advise`). After an out-of-memory error `train`
+takes the fastest run of the list's first part, which leaves the training as it is (`same_training`). `auto` chooses
+among the values that the list has for `optim.remat` and for the rows of a pass (`REMATS`, `row_splits`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+from tpu_kit.config.fields import ConfigError
+from tpu_kit.config.loader import TrainConfig, batch_arithmetic
+from tpu_kit.config.mesh import Mesh
+from tpu_kit.config.resuming import ANEW, changes
+from tpu_kit.config.schema import LEAST_UPDATES, MOST_ROWS
+from tpu_kit.machine.chips import CHIPS, GIB
+from tpu_kit.machine.slices import RESERVE, TargetSlice
+from tpu_kit.model.families.input_work import inputs_of
+from tpu_kit.model.shape import Shape, undivided
+from tpu_kit.planning.memory.activation_memory import objective_beside
+from tpu_kit.planning.memory.memory_estimate import estimate
+from tpu_kit.planning.run_cost import Count
+from tpu_kit.planning.run_on_slice import Setting, can_block, can_shard, largest, with_rows, with_value
+from tpu_kit.training.losses.rollout_programs import smaller
+
+MOST_TOKENS = 2**31
+"""Tokens of a pass at which indices overflow."""
+Remat = Literal["auto", "none", "outputs", "full", "blocks"]
+REMATS: tuple[Remat, ...] = ("none", "outputs", "full", "blocks")
+"""The values of `optim.remat`, fastest first."""
+_RANKS = 4096
+
+
+class Rung(NamedTuple):
+    """A parameter, its values that take less memory, the least harm first, and their `harm`.
+
+    `more_passes` is whether fewer rows of a pass make more passes, not an update of fewer rows.
+    """
+
+    name: str
+    values: Sequence[Any]
+    harm: str
+    more_passes: bool = False
+
+    def changed(self, config: TrainConfig, value: Any, replicas: int) -> TrainConfig:
+        """Returns the run with a value; raises ConfigError where the run cannot have it."""
+        if self.name != "optim.batch_size":
+            return with_value(config, self.name, value)
+        if self.more_passes and not config.free_passes:
+            whole = batch_arithmetic(config, replicas).global_batch_size
+            return with_rows(config, value, global_batch_size=whole, gradient_accumulation=1)
+        return with_rows(config, value)
+
+
+def of_same_training(config: TrainConfig, replicas: int, blocks: bool = False) -> Iterator[Rung]:
+    """The first part of the ladder, with which a run resumes; with `blocks` also remat=blocks, see `can_block`."""
+    optim = config.optim
+    rows = batch_arithmetic(config, replicas).batch_size
+    # Growth of the batch rounds the number of passes down, so that other passes may make other updates.
+    fewer = [] if optim.batch_growth_steps else row_splits(config, replicas, rows - 1)
+    remats = REMATS[REMATS.index(optim.remat) + 1 : -1] if optim.remat in REMATS else ()
+    yield Rung("model.attention", ["auto"] if config.model.attention != "auto" else [], "no slower")
+    yield Rung("optim.batch_size", fewer, "more passes", more_passes=True)
+    yield Rung("optim.loss_chunk", [256] if optim.loss_chunk > 256 else [], "no slower")
+    yield Rung("optim.remat", remats, "up to a third more FLOPs")
+    yield Rung("optim.mlp_tile", [512] if optim.mlp_tile is None or optim.mlp_tile > 512 else [], "slower")
+    yield Rung("optim.loss_chunk", [64] if optim.loss_chunk > 64 else [], "slower")
+    yield Rung("optim.remat", ["blocks"] if blocks and optim.remat != "blocks" else [], "a fifth more FLOPs")
+
+
+def of_another_training(config: TrainConfig, shape: Shape, replicas: int) -> Iterator[Rung]:
+    """The second part of the ladder, with which a run begins anew."""
+    optim, model, lora = config.optim, config.model, config.lora
+    if config.free_passes:
+        yield from (Rung(*one) for one in smaller(config, replicas))
+    else:
+        rows = batch_arithmetic(config, replicas).batch_size
+        yield Rung("optim.batch_size", range(max(1, rows - 1), 0, -1), "fewer rows an update")
+    yield Rung("model.base_dtype", ["bf16"] if model.base_dtype == "fp32" else [], "base weights and products in bf16")
+    yield Rung("optim.optimizer", ["adafactor"] if optim.optimizer == "adamw" else [], "hardly any moments")
+    yield Rung("optim.ema_decay", [0.0] if optim.ema_decay else [], "no average of the weights")
+    yield Rung("lora.r", [] if lora.r else [16], "adapters in place of all weights")
+    yield Rung("lora.r", [8] if lora.r > 8 and not lora.adapter else [], "smaller adapters")
+    lengths = [length for length in (2048, 1024, 512, 256) if length < config.data.max_length]
+    yield Rung("data.max_length", [length for length in lengths if length >= 1024], "shorter rows")
+    if lora.r:  # without adapters all weights are trained
+        whole_dtype, packs = model.base_dtype in ("bf16", "fp32"), not undivided(shape.widths, model.quant_group)
+        yield Rung("model.base_dtype", ["int8"] if whole_dtype else [], "base weights in int8, products in bf16")
+        int4 = ["int4"] if model.base_dtype != "int4" and packs else []
+        yield Rung("model.base_dtype", int4, "base weights in int4, products in bf16")
+    yield Rung("data.max_length", [length for length in lengths if length < 1024], "shorter rows")
+
+
+def row_splits(config: TrainConfig, replicas: int, most: int) -> list[int]:
+    """Returns the rows of a pass, at most `most`, that leave the rows of an update as they are; the most first.
+
+    Samples are trained in any number of passes.
+    """
+    if config.free_passes:
+        return list(range(most, 0, -1))
+    each = batch_arithmetic(config, replicas).global_batch_size // replicas
+    return [rows for rows in range(min(each, most), 0, -1) if each % rows == 0]
+
+
+def remats(config: TrainConfig, where: TargetSlice, shape: Shape) -> Sequence[Remat]:
+    """The values of `optim.remat` that are candidates; blocks where no other one fits.
+
+    With none, layers run one by one. It was compared with the compiler for adapters on decoders of usual layers.
+    """
+    optim, lora = config.optim, config.lora
+    if optim.remat != "auto":
+        return [optim.remat]
+    if where.device_type != "tpu":
+        return ["full"]
+    blocks: list[Remat] = ["blocks"] if can_block(config, shape) else []
+    if where.mesh is not None:
+        return ["full", *blocks]
+    usual = not any(kind.experts or kind.state for kind in shape.kinds) and lora.r and not lora.dropout
+    objective = objective_beside(config)
+    alone = optim.scan_layers == "auto" and inputs_of(config) is None and (not objective or objective.one_by_one)
+    none: list[Remat] = ["none"] if usual and alone else []
+    return [*none, "outputs", "full", *blocks]
+
+
+def batches(base: Setting, rows: Count, limit: int) -> Iterator[tuple[int, int | None]]:
+    """The rows of a pass, at most `limit`, and of an update that are candidates."""
+    config, optim, replicas = base.config, base.config.optim, base.where.replicas
+    whole = optim.global_batch_size
+    if isinstance(optim.batch_size, int) and "optim.batch_size" in config.sources:
+        yield optim.batch_size, whole
+        return
+    limit = min(limit, MOST_TOKENS // config.data.max_length)
+    limit = largest(lambda number: base.changed("optim.batch_size", number).fits, limit)
+    if whole is None and isinstance(optim.batch_size, int) and not config.free_passes:
+        whole = optim.batch_size * replicas * optim.gradient_accumulation
+    if whole is None:  # auto, with any number of rows in an update: all that fit
+        if rows.count is not None and not config.free_passes:
+            limit = min(limit, rows.count // (LEAST_UPDATES * replicas * optim.gradient_accumulation))
+        yield from ((1 << i, None) for i in range(max(1, limit).bit_length()))
+        return
+    one = with_rows(config, 1, global_batch_size=whole, gradient_accumulation=1)
+    yield from ((rows, whole) for rows in row_splits(one, replicas, max(1, limit)))
+
+
+def same_training(config: TrainConfig, replicas: int, blocks: bool = False) -> Iterator[TrainConfig]:
+    """Yields all combinations of the ladder's first part, the least harm first; without the run itself."""
+    rungs = of_same_training(config, replicas, blocks)
+    steps = [[(rung, None), *((rung, value) for value in rung.values)] for rung in rungs]
+    for choice in itertools.product(*reversed(steps)):
+        changed = config
+        for rung, value in reversed(choice):
+            if value is not None and (rung.name != "optim.loss_chunk" or value < changed.optim.loss_chunk):
+                changed = rung.changed(changed, value, replicas)
+        if changed != config:
+            yield changed
+
+
+def differences(before: TrainConfig, now: TrainConfig) -> dict[str, Any]:
+    """Returns the parameters that differ, by their dotted names."""
+    values, new = before.flat_values(), now.flat_values()
+    return {name: new[name] for name in new if values.get(name) != new[name]}
+
+
+def is_another(before: TrainConfig, now: TrainConfig, replicas: int) -> bool:
+    """Returns whether a run of one configuration cannot resume with the other, on as many replicas."""
+    rows = [batch_arithmetic(config, replicas).global_batch_size for config in (before, now)]
+    return rows[0] != rows[1] or bool(changes(before.flat_values(), now.flat_values())[1])
+
+
+# ------------------------------------------------------------------------------------------------ the ladder of a plan
+
+
+@dataclass(frozen=True)
+class MemoryOption:
+    """A change that takes less memory.
+
+    Attributes:
+        change: as on the command line, such as "optim.loss_chunk=128"; and its cost, `harm`.
+        anew: whether a run that has begun cannot continue with it.
+        peak_bytes: the peak by formula with this change and all before it; and whether that `fits`.
+    """
+
+    change: str
+    harm: str
+    anew: bool
+    peak_bytes: int
+    fits: bool
+
+    def __str__(self) -> str:
+        return f"{self.change} ({self.harm}): {self.peak_bytes / GIB:.2f} GiB{', fits' if self.fits else ''}"
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to change if a run does not fit, and the largest settings that fit, one by one; 0 for none.
+
+    Attributes:
+        knobs: if it does not fit, changes in the order of least harm, each added to those before.
+        smallest_slice: if it does not fit, the cheapest slice on which the unchanged run fits.
+        largest_batch: rows of a replica in a pass.
+        longest_sequence: tokens of a row, a multiple of 128.
+        largest_rank: None without adapters, and where one is trained on, whose rank is given.
+    """
+
+    knobs: tuple[MemoryOption, ...]
+    smallest_slice: str | None
+    largest_batch: int
+    longest_sequence: int
+    largest_rank: int | None
+
+    def __str__(self) -> str:
+        place = self.smallest_slice or "no known slice"
+        return "; ".join([*told(self.knobs), f"unchanged it fits {place}, all by formula"])
+
+
+def told(options: Sequence[MemoryOption]) -> list[str]:
+    """Describes changes; and how to begin anew, where one needs that."""
+    lines = [str(one) for one in options]
+    if any(one.anew for one in options):
+        lines.append(f"another training cannot go on from a checkpoint of this run: give it {ANEW}")
+    return lines
+
+
+def advise(one: Setting) -> Advice:
+    """Finds the largest settings that fit, and what to change if the run does not."""
+
+    def most(name: str, limit: int, each: int = 1) -> int:
+        def within(number: int) -> bool:
+            try:
+                return one.changed(name, each * number).memory.total_bytes <= one.bound
+            except ConfigError:  # rows shorter than a completion
+                return True
+
+        return each * largest(within, limit)
+
+    lora = one.config.lora
+    return Advice(
+        knobs=() if one.fits else tuple(options(one)),
+        smallest_slice=None if one.fits else _smallest_slice(one),
+        largest_batch=most("optim.batch_size", min(MOST_ROWS, 2**31 // one.config.data.max_length)),
+        longest_sequence=most("data.max_length", one.shape.positions // 128, 128),
+        largest_rank=most("lora.r", _RANKS) if lora.r and not lora.adapter else None,
+    )
+
+
+def options(one: Setting) -> Iterator[MemoryOption]:
+    """The changes that help, each added to those before, until the run fits; without those that it fits without."""
+    replicas, found = one.where.replicas, list[tuple[Rung, Any]]()
+
+    def after(taken: Sequence[tuple[Rung, Any]]) -> Setting:
+        config = one.config
+        for rung, value in taken:
+            config = rung.changed(config, value, replicas)
+        return one.of(config)
+
+    def fits(taken: Sequence[tuple[Rung, Any]]) -> bool:
+        return after(taken).peak_bytes <= one.bound
+
+    def least_harm(before: Sequence[tuple[Rung, Any]], rung: Rung, later: Sequence[tuple[Rung, Any]] = ()) -> Any:
+        """The first value with which it fits, or the last."""
+        number = bisect_left(rung.values, True, key=lambda value: fits([*before, (rung, value), *later]))
+        return rung.values[min(number, len(rung.values) - 1)]
+
+    blocks = can_block(one.config, one.shape)
+    rungs = [*of_same_training(one.config, replicas, blocks), *of_another_training(one.config, one.shape, replicas)]
+    for rung in (rung for rung in rungs if rung.values):
+        if fits(found):
+            break
+        with contextlib.suppress(ConfigError):  # not on a mesh
+            added = [*found, (rung, least_harm(found, rung))]
+            if after(added).peak_bytes < after(found).peak_bytes:
+                found = added
+    for number in reversed(range(len(found))) if fits(found) else ():
+        before, (rung, _), later = found[:number], found[number], found[number + 1 :]
+        kept = [] if fits([*before, *later]) else [(rung, least_harm(before, rung, later))]
+        found = [*before, *kept, *later]
+    now = one.config
+    for number, (rung, value) in enumerate(found, 1):
+        last, now = now, after(found[:number]).config
+        anew = is_another(last, now, replicas)
+        new = {rung.name: value, **differences(last, now)}.items()
+        change = " ".join(f"{name}={'null' if value is None else value}" for name, value in new)
+        harm = f"{rung.harm}, another training" if anew else f"the same training, {rung.harm}"
+        yield MemoryOption(change, harm, anew, after(found[:number]).peak_bytes, fits(found[:number]))
+
+
+def _smallest_slice(one: Setting) -> str | None:
+    """The cheapest slice on which the run fits: as it is on each device, or sharded over all of its devices."""
+    found, where, peak = [], one.where, one.memory.total_bytes
+    passes = batch_arithmetic(one.config, where.replicas).gradient_accumulation
+    optim = replace(one.config.optim, global_batch_size=None, gradient_accumulation=passes)
+    each = replace(one.config, optim=optim)
+    for chip in CHIPS.values():
+        if chip.accelerator_prefix is None or chip.usable_hbm_bytes is None:
+            continue
+        limit = chip.usable_hbm_bytes * (1 - RESERVE)
+        alone = where.mesh is None and peak <= limit
+        for count in chip.slice_sizes:
+            devices = count * chip.devices_per_chip
+            if not alone:
+                if devices == 1 or not can_shard(each):
+                    continue
+                if estimate(each, shape=one.shape, mesh=Mesh(fsdp=devices)).total_bytes > limit:
+                    continue
+            price = chip.price.on_demand * count if chip.price else float("inf")
+            name = chip.slice_name(count) + ("" if alone else f" with mesh=fsdp={devices}")
+            found.append((price, count, name))
+            break
+    return min(found)[2] if found else None

@@ -1,0 +1,75 @@
+"""The memory of a device while each program of a run is at work: by formula, and by the compiler where it was asked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tpu_kit.config.loader import TrainConfig
+from tpu_kit.config.mesh import Mesh
+from tpu_kit.model.shape import Shape
+from tpu_kit.model.sharding.sharding_rules import cache_spec
+from tpu_kit.planning.memory.argument_memory import item_bytes, padded
+
+if TYPE_CHECKING:
+    from tpu_kit.planning.compiler.compile_check import Compiled
+
+
+def cache_bytes(config: TrainConfig, shape: Shape, rows: int, slots: int, mesh: Mesh | None) -> int:
+    """Bytes of a key/value cache on one device, in the compute dtype: its stacks (G, B, m, S, d) for the turns G."""
+    size, mesh = item_bytes(config.model.base_dtype), mesh or Mesh()
+    total = 0
+    for kind, count in shape.counted:
+        if not kind.cached_heads:
+            continue
+        one = (rows, kind.cached_heads, slots, kind.head_dim)
+        total += 2 * count * padded(mesh.shard_shape(mesh.fitted(cache_spec(mesh, one), one), one), size, free=True)
+    return total
+
+
+@dataclass(frozen=True)
+class ProgramPeak:
+    """The memory of a device while a program is at work.
+
+    Attributes:
+        name: "step"; or "prefill", "samples", "decode", "accumulate" or "apply".
+        arguments: bytes by name of the buffers that it reads.
+        results: bytes that it returns in new buffers.
+        temporaries: bytes by name of the buffers that live only within it.
+        code: its own size.
+        beside: bytes of the other buffers, without the code of other programs.
+        moment: the moment of its peak, where it has several.
+    """
+
+    name: str
+    arguments: Mapping[str, int]
+    results: int
+    temporaries: Mapping[str, int]
+    code: int
+    beside: Mapping[str, int]
+    moment: str = ""
+
+    @property
+    def own(self) -> int:
+        """Bytes that the compiler counts."""
+        return sum(self.arguments.values()) + self.results + sum(self.temporaries.values()) + self.code
+
+    @property
+    def total(self) -> int:
+        """Bytes of the device."""
+        return self.own + sum(self.beside.values())
+
+
+def program_rows(programs: Sequence[ProgramPeak], made: Mapping[str, Compiled]) -> list[dict[str, Any]]:
+    """The bytes of a device in each program: by formula, and by the compiler where it was asked.
+
+    The code of all programs is there all the time.
+    """
+    codes, compiled = sum(one.code for one in programs), sum(one.code_bytes or 0 for one in made.values())
+    exact = {name: one.total_bytes - (one.code_bytes or 0) + compiled for name, one in made.items()}
+    return [
+        {"program": one.name, "formula_bytes": one.total - one.code + codes,
+         "compiler_bytes": exact[one.name] + sum(one.beside.values()) if one.name in exact else None}
+        for one in programs
+    ]  # fmt: skip
