@@ -10,6 +10,7 @@ from tpu_kit.config.loader import ConfigError, LaunchConfig, ModelConfig, TrainC
 from tpu_kit.config.mesh import Mesh, mesh_size, resolve_mesh
 from tpu_kit.machine.chips import GIB
 from tpu_kit.machine.slices import TargetSlice, find_slice, services
+from tpu_kit.model.families.input_work import inputs_of
 from tpu_kit.model.shape import Shape, undivided
 from tpu_kit.model.shape_cache import read_shape
 from tpu_kit.model.weights.source import shipped_shapes
@@ -116,7 +117,7 @@ def check_mesh(config: TrainConfig, devices: int, shape: Shape | None, slices: i
             f"data.max_length: {config.data.max_length} tokens do not divide by the context axis of launch.mesh={mesh}"
             f"; use {-(-config.data.max_length // mesh.context) * mesh.context}, or another size of context"
         )
-    if config.model.images and mesh.context > 1:
+    if mesh.context > 1 and inputs_of(config) is not None:
         problems.append(
             f"launch.mesh: {mesh}: model.images=true is not supported with an axis that shards tokens; use fsdp instead"
         )
