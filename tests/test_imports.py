@@ -324,6 +324,7 @@ FAN_OUT = 15
 FAN_OUTS = {
     "recipes.replica": 23, "recipes.sft": 18, "planning.compiler.trace": 16,
     "generation.reference_check": 16,  # what models that see are compared with
+    "planning.compiler.compile_check": 17,  # the key of an answer has all that a program depends on, of two backends
 }  # fmt: skip
 
 # An identifier of a feature -> the modules that own it, and the most others that name it (goal: 3). The configuration
