@@ -42,9 +42,11 @@ def xla_stays_out_of_this_process(request: pytest.FixtureRequest) -> Iterator[No
 
 
 @pytest.fixture(autouse=True)
-def the_compiler_answers_only_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+def the_compiler_answers_only_who_asks() -> Iterator[None]:
     """A run on a TPU that a test describes does not compile for a minute."""
-    monkeypatch.setattr("tpu_kit.planning.preflight.ASKED_SECONDS", 0.0)
+    with pytest.MonkeyPatch.context() as patch:  # the fixture `monkeypatch` would end after the check above
+        patch.setattr("tpu_kit.planning.preflight.ASKED_SECONDS", 0.0)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -56,7 +56,8 @@ def test_the_projector_is_trained_as_by_transformers(family: str) -> None:
     more = {name for name in found.gradients if any(part in name for part in projectors)}
     assert more and not any(part in name for name in found.gradients for part in towers)
     assert all(float(found.gradients[name].norm()) > 0 for name in more)
-    assert all(a <= b for a, b in zip(found.differs_from(wanted), bars(own), strict=True))
+    times = 3 if family == "qwen3_5" else 2  # the delta rule is computed in other chunks, which round on their own
+    assert all(a <= b for a, b in zip(found.differs_from(wanted), bars(own, times=times), strict=True))
 
 
 def test_adapters_of_a_tower_are_refused_by_name() -> None:

@@ -309,7 +309,7 @@ def test_layers_with_a_state_are_near_what_the_compiler_said() -> None:
     assert done.flops / 1e12 == pytest.approx(98.4, rel=0.03)
 
 
-PAGE = REPOSITORY / "tpu_kit" / "planning" / "memory" / "formula.md"
+PAGE = REPOSITORY / "tpu_kit" / "planning" / "memory" / "README.md"
 
 
 def test_the_page_that_explains_the_formula_says_what_it_computes() -> None:

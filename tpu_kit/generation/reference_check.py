@@ -170,10 +170,10 @@ def _text(error: Exception) -> str:
 
 def _has_head(config: PreTrainedConfig) -> bool:
     """Whether transformers has a class for the text model alone, as it has not for Qwen2.5-VL."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING as CLASSES
 
     text = config.get_text_config()
-    return text.model_type in CLASSES or bool(getattr(text, "auto_map", None))
+    return type(text) in CLASSES or bool(getattr(text, "auto_map", None))
 
 
 def narrow_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:

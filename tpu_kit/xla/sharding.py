@@ -27,7 +27,8 @@ in_place: ContextVar[bool] = ContextVar("in_place", default=False)
 
 def token_shards() -> int:
     """Returns the number of shards of a row's tokens; see also `in_place`."""
-    return 1 if in_place.get() else active_mesh().context
+    shards = active_mesh().context
+    return 1 if shards == 1 or in_place.get() else shards  # torch.compile cannot read the variable
 
 
 def training_spec(kv_heads: int) -> Spec:

@@ -27,7 +27,7 @@ def _adapter_near(folder: Path) -> str:
     if (folder / "adapter").is_dir():
         return f"give {folder / 'adapter'}"
     run = folder if (folder / "checkpoints").is_dir() else folder.parent
-    return unfinished(run) if (run / "checkpoints").is_dir() else "give the one that training wrote"
+    return unfinished(run) if (run / "checkpoints").is_dir() else "give the folder that training wrote"
 
 
 def read_adapter(folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
