@@ -81,6 +81,11 @@ class _Rendezvous:
                 self._unhurried -= 1
 
 
+# Threads of XLA:CPU for each device. A device runs independent collectives at once, and each blocks a thread until all
+# devices have come to it. With as many threads as devices, two devices may hold all of them in two collectives each.
+_THREADS = 16
+
+
 class MeetingError(RuntimeError):
     """Raised in replicas that wait for a replica that failed or did not reach the step."""
 
@@ -94,6 +99,8 @@ def environment(devices: int, replicas: bool = True) -> dict[str, str]:
     if replicas and devices > 1:
         # Two threads per replica: one starts programs, the other moves data.
         settings |= {"XLA_THREAD_POOL_SIZE": str(2 * devices), "XLA_ENABLE_PARAM_ALIASING": "0"}
+    if devices > 1:
+        settings |= {"PJRT_NPROC": str(_THREADS * devices)}
     return settings
 
 
