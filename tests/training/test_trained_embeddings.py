@@ -18,6 +18,7 @@ from tests.support.tiny_tokenizer import tiny_tokenizer
 from tests.support.training_functions import control
 from tpu_kit.config.loader import OptimConfig, TrainConfig, load_config
 from tpu_kit.distributed.replica.backends import CpuRuntime
+from tpu_kit.generation.decoder import Decoder
 from tpu_kit.generation.model_loading import load_for_generation
 from tpu_kit.model.base_model import output_embedding
 from tpu_kit.model.causal_lm import hidden_states, trainable_parameters
@@ -161,6 +162,10 @@ def test_ten_updates_are_those_of_peft(way: str, folder: Path, tmp_path: Path) -
         logps, _ = token_logprobs(hidden_states(model, batch), output_embedding(model), labels, 7)
         whole = torch.log_softmax(peft(input_ids=ids).logits, -1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
         torch.testing.assert_close(logps[:, :-1], whole[:, :-1], atol=2e-6, rtol=1e-6)
+        decoder = Decoder(model, runtime, 3, 20)
+        with decoder.ready():  # as evaluation scores answers
+            scores = decoder.score(ids)[0]
+        torch.testing.assert_close(scores, whole[:, :-1], atol=2e-6, rtol=1e-6)
         with model.disable_adapter(), peft.disable_adapter():
             off = output_embedding(model).logits(hidden_states(model, batch))
             torch.testing.assert_close(off, peft(input_ids=ids).logits, atol=2e-6, rtol=1e-6)
@@ -208,6 +213,17 @@ def test_tokens_are_named_by_their_text_or_their_number(folder: Path) -> None:
     numbers = load_tokenizer(configure(folder).model).convert_tokens_to_ids(list(TOKENS))
     config = configure(folder, **{"lora.tokens": [TOKENS[0], f"id:{numbers[2]}"]})
     assert token_numbers(config.model, config.lora) == [numbers[0], numbers[2]]
+
+
+@pytest.mark.parametrize("changes", [{"use_dora": True}, {"lora_bias": True}], ids=str)
+def test_an_adapter_of_the_head_that_the_loss_does_not_compute_is_refused(changes: dict[str, bool]) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes, tie_word_embeddings=False))
+    if "lora_bias" in changes:
+        model.lm_head = torch.nn.Linear(32, 64)
+    tuned = get_peft_model(model, PeftLoraConfig(r=2, target_modules=["lm_head"], **changes))
+    with pytest.raises(ValueError, match=r"the adapter of the output head has DoRA or a bias, .* merge the adapter"):
+        output_embedding(tuned)
 
 
 def test_a_rate_for_embeddings_without_any_is_refused() -> None:

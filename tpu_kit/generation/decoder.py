@@ -454,14 +454,16 @@ class Decoder:
         states = F.pad(output.last_hidden_state, (0, 0, 0, padding)).unflatten(1, (count, -1)).transpose(0, 1)
         targets = F.pad(wanted, (0, padding)).unflatten(1, (count, -1)).transpose(0, 1)
 
+        names = [*head.tensors]
+
         def body(weights: Tensors, chunk: Tensors) -> tuple[Tensors, torch.Tensor]:
-            logits = head.scaled(F.linear(chunk[0], *weights))
+            named: dict[str, Any] = dict(zip(names, weights, strict=True))
+            logits = head._replace(**named).logits(chunk[0])
             chosen = logits.gather(-1, chunk[1].unsqueeze(-1)).squeeze(-1)
             likeliest = (logits.argmax(-1) == chunk[1]).float()
             return weights, torch.stack([chosen - torch.logsumexp(logits, -1), likeliest])
 
-        weights = [each for each in (head.weight, head.bias) if each is not None]
-        _, found = scan(body, weights, [states, targets])  # a loop: a long row has hundreds of chunks
+        _, found = scan(body, [*head.tensors.values()], [states, targets])  # a loop: a long row has hundreds of chunks
         return found.movedim(0, 2).flatten(2)[:, :, : ids.shape[1]]
 
     # ---------------------------------------------------------------------------------------------------- the device

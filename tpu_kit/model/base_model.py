@@ -113,7 +113,7 @@ def output_embedding(model: torch.nn.Module) -> OutputHead:
     """Returns the output head, for `loss.chunked`.
 
     Raises:
-        ValueError: if the head is not a plain linear layer, with an adapter of PEFT or without.
+        ValueError: if the head is not a plain linear layer, or has an adapter of PEFT with DoRA or a bias.
     """
     base = base_model(model)
     part: Any = base.get_output_embeddings()
@@ -138,6 +138,11 @@ def _adapter_of_head(part: Any, weight: torch.Tensor) -> tuple[torch.Tensor | No
     if "lora_A" not in part._modules or part.disable_adapters or part.merged:
         return None, None
     name = part.active_adapters[0]
+    if name in part.lora_variant or part.lora_bias.get(name):
+        raise ValueError(
+            "the adapter of the output head has DoRA or a bias, which the chunked loss does not compute: merge the "
+            "adapter into its base, or train one without"
+        )
     return part.lora_A[name].weight, part.lora_B[name].weight * part.scaling[name]
 
 

@@ -185,7 +185,7 @@ def start_from(model: torch.nn.Module, folder: Path) -> None:
     started = {name: param.detach() for name, param in params.items() if name.startswith("objective.")}
     names = {told: name for name, told in names_in_files(_own(params)).items()}
     for first, second in tied_names(model).items():
-        if second in tensors and torch.equal(tensors[first], tensors[second]):
+        if {first, second} <= tensors.keys() and torch.equal(tensors[first], tensors[second]):
             del tensors[second]
     started |= {names.get(name, name): tensor for name, tensor in tensors.items()}
     set_parameters(model, started, f"lora.adapter={folder}", "Set lora.targets as in its run")

@@ -222,7 +222,8 @@ class Divergence:
             count = ids.shape[1] + (ids.shape[1] < logits.shape[1])  # no others where all are among the k
             return top_log_probabilities(logits, ids, self.distill.temperature)[:, :count], log_p[:, :count]
         with torch.no_grad():
-            theirs = self.teacher.scaled(head_outputs(others[0], constants[0], next(iter(constants[1:]), None)))
+            named = dict(zip(self.teacher.tensors, constants, strict=True))
+            theirs = self.teacher.scaled(head_outputs(others[0], **named))
         size = min(logits.shape[-1], theirs.shape[-1])  # the longer vocabulary has padding at its end
         log_q, log_p = (F.log_softmax(side[:, :size] / self.distill.temperature, dim=-1) for side in (logits, theirs))
         return log_q, log_p

@@ -166,14 +166,13 @@ def _top(teacher: Any, batch: dict[str, torch.Tensor], config: TrainConfig) -> l
     shape = states.shape[:2]
     parts = tiles_of(shape[1], max(1, config.optim.loss_chunk // shape[0]))
     chunks = states.unflatten(1, (parts, -1)).transpose(0, 1).flatten(1, 2)
-    bias = [] if head.bias is None else [head.bias.to(states.dtype)]
 
     def body(carry: Tensors, inputs: Tensors) -> tuple[Tensors, Tensors]:
-        logits = head.scaled(head_outputs(inputs[0], carry[0], next(iter(carry[1:]), None)))[:, :size]
+        logits = head.scaled(head_outputs(inputs[0], **dict(zip(head.tensors, carry, strict=True))))[:, :size]
         ids = torch.topk(logits, k, dim=-1).indices
         return carry, [ids.to(torch.int32), top_log_probabilities(logits, ids, config.distill.temperature)]
 
-    _, columns = scan(body, [head.weight.to(states.dtype), *bias], [chunks])
+    _, columns = scan(body, [tensor.to(states.dtype) for tensor in head.tensors.values()], [chunks])
     return [column.unflatten(1, (shape[0], -1)).transpose(0, 1).flatten(1) for column in columns]
 
 
