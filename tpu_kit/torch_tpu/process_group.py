@@ -15,6 +15,7 @@ GROUP = "cpu:gloo,tpu:tpu_dist"
 """For `init_process_group`: tensors of the CPU go through gloo. With a group of another kind, such as "fake", the
 collectives of a traced function are no part of its program, and nothing says so."""
 
+_GROUP = re.compile(r"\[([^\[\]]*)\]")
 _SUM = re.compile(r'stablehlo\.all_reduce"?\(.*?replica_groups = dense<([^>]*)>', re.DOTALL)
 
 
@@ -88,11 +89,11 @@ def check_all_reduces(text: str, replicas: int) -> None:
     Raises:
         ValueError: it does not, so the replicas would drift apart.
     """
-    groups = [found.count(",") + 1 for found in _SUM.findall(text)]
-    if groups != ([replicas] if replicas > 1 else []):
+    groups = [[group.count(",") + 1 for group in _GROUP.findall(found)] for found in _SUM.findall(text)]
+    if groups != ([[replicas]] if replicas > 1 else []):
         raise ValueError(
-            f"launch.num_replicas={replicas}: the compiled step has {len(groups)} all-reduces, over {groups} replicas, "
-            f"and must have one over {replicas}: without it the replicas would drift apart. torch_tpu leaves out those "
-            f"of a process group that is not its own. Set launch.num_replicas=1, with which launch.device_type={NAME} "
-            f"needs none, or {ELSEWHERE}"
+            f"launch.num_replicas={replicas}: the compiled step has {len(groups)} all-reduces, over groups of {groups} "
+            f"replicas, and must have one over {replicas}: without it the replicas would drift apart. torch_tpu leaves "
+            "out those of a process group that is not its own. Set launch.num_replicas=1, with which "
+            f"launch.device_type={NAME} needs none, or {ELSEWHERE}"
         )

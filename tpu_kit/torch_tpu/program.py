@@ -14,6 +14,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tpu_kit.torch_tpu import loop
+from tpu_kit.torch_tpu.environment import ELSEWHERE
 from tpu_kit.torch_tpu.process_group import check_all_reduces
 
 Tensors = list[torch.Tensor]
@@ -169,8 +170,12 @@ def _compiled(
         done = StaticCompiler(debug=True if replicas > 1 else None)(  # with its text
             graph, list(example), True, donated_inputs=list(range(donated)), module_name=name
         )
-    except (ImportError, TypeError):
-        check_all_reduces("", replicas)  # that of several cannot be read
+    except (ImportError, TypeError) as error:
+        if replicas > 1:
+            raise ValueError(
+                f"launch.num_replicas={replicas}: this torch_tpu does not give the text of a program ({error}), so its "
+                f"all-reduce cannot be checked; set launch.num_replicas=1, or {ELSEWHERE}"
+            ) from error
         return torch.compile(graph, backend="tpu", fullgraph=True)
     if replicas > 1:
         check_all_reduces(done.mlir_text, replicas)
