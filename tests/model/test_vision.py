@@ -48,7 +48,12 @@ def test_the_projector_is_trained_as_by_transformers(family: str) -> None:
     config = CONFIGS[family]()
     model, rows = build(config), documents(config)
     wanted = vision_functions.of_transformers(model, rows, vision=True)
-    own = vision_functions.rounding(model, rows, wanted, vision=True)
+    # The largest of two draws, with and without the projector's gradients: fp32 differs from fp64 by 1.3e-5 or 5e-6.
+    own, other = (
+        vision_functions.rounding(model, rows, vision_functions.of_transformers(model, rows, vision=vision), vision)
+        for vision in (True, False)
+    )
+    own = max(own[0], other[0]), max(own[1], other[1])
     found = vision_functions.of_kit(model, rows, ALONE, vision=True)
     print(f"{family:16} logits and gradients {found.differs_from(wanted)}, transformers' own {own}")
     assert set(found.gradients) == set(wanted.gradients)
@@ -56,8 +61,7 @@ def test_the_projector_is_trained_as_by_transformers(family: str) -> None:
     more = {name for name in found.gradients if any(part in name for part in projectors)}
     assert more and not any(part in name for name in found.gradients for part in towers)
     assert all(float(found.gradients[name].norm()) > 0 for name in more)
-    times = 3 if family == "qwen3_5" else 2  # the delta rule is computed in other chunks, which round on their own
-    assert all(a <= b for a, b in zip(found.differs_from(wanted), bars(own, times=times), strict=True))
+    assert all(a <= b for a, b in zip(found.differs_from(wanted), bars(own), strict=True))
 
 
 def test_adapters_of_a_tower_are_refused_by_name() -> None:

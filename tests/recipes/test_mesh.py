@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -98,8 +99,10 @@ def check_equal(mine: TrainConfig, reference: TrainConfig) -> None:
     ["fsdp=2,context=2", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("fsdp=2,model=2", MESHES[-1]))],
 )
 def test_a_mesh_trains_like_one_device_and_resumes_bit_for_bit(
-    world: Path, tmp_path: Path, single: Callable[[], TrainConfig], capfd: pytest.CaptureFixture[str], mesh: str
-) -> None:
+    world: Path, tmp_path: Path, single: Callable[[], TrainConfig], capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch, mesh: str,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("XLA_FLAGS", f"{os.environ['XLA_FLAGS']} --xla_dump_to={tmp_path}/hlo --xla_dump_hlo_as_text")
     whole = configuration(world, tmp_path / "whole", mesh)
     whole.output_path.mkdir()
     launch(training_functions.resumed, whole, sharded=True)
@@ -111,6 +114,10 @@ def test_a_mesh_trains_like_one_device_and_resumes_bit_for_bit(
     steps = [line for line in lines if line["kind"] == "train"]
     assert len({line["compiles"] for line in steps[1:]}) == 1, "a step after the second compiled"
     assert all(line["host_syncs_per_step"] == 0 for line in steps)
+
+    if "context" in mesh:  # queries, keys, values and outputs, forward, recomputed and backward, in each of two passes
+        step = max((path.read_text() for path in (tmp_path / "hlo").glob("*after_optimizations.txt")), key=len)
+        assert (step.count(" all-to-all("), step.count(" collective-permute(")) == (2 * 3 * 4, 0)
 
     before, after = saved(whole, STEPS), saved(replace(whole, output_dir=f"{whole.output_path}-again"), STEPS)
     assert before.keys() == after.keys()

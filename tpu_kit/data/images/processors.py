@@ -77,7 +77,7 @@ class ImageProcessor(abc.ABC):
             slots: soft tokens of each slot.
             positions: of `pixels`, of all slots.
         """
-        raise NotImplementedError(f"{type(self).__name__} has positions in one axis")
+        raise AssertionError("only a processor whose sizes have axes is asked")
 
     @property
     def identity(self) -> str:

@@ -138,7 +138,7 @@ def _xla_replica(
     from tpu_kit.distributed.replica.backends import SimulatedRuntime, TpuRuntime
 
     with _IMPORTING:
-        import transformers  # noqa: F401
+        import transformers  # noqa: F401  # see `_IMPORTING`
 
     rank = xr.global_ordinal()
 
