@@ -329,7 +329,7 @@ def test_the_page_that_explains_the_formula_says_what_it_computes() -> None:
         assert names[name] == pytest.approx(found.parts[name], rel=1e-5), name
         assert f"{names[name] / 2**20:.2f}" == figure, name
     assert {name for name, size in found.parts.items() if size} == {name for name, *_ in parts}
-    assert found.trained == letters["P"] and len(constants) == 18
+    assert found.trained == letters["P"] and len(constants) == 20
     (total,) = re.findall(
         r"^In all `(.+?)`\nare ([\d.]+) MiB. The TPU compiler says 1586 .*\+1.5 %", text, re.MULTILINE
     )

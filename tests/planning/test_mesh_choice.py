@@ -75,6 +75,12 @@ def test_devices_share_the_tokens_of_rows_that_fit_no_other_mesh() -> None:
     tokens, numbers = 65536 // 4, (32 + 8 + 8 + 32) * 128
     assert kinds["all-to-all of heads"].count == 4 * 3 * 32
     assert kinds["all-to-all of heads"].moved == 3 * 32 * tokens * numbers * 2 * 3 / 4
+    # As many tokens on a device as a row of 16,384 has, so as much traffic between the products.
+    shared, alone = (
+        planned(f"mesh={mesh}", f"max_length={length}", "batch_size=1", "remat=full")
+        for mesh, length in (("context=8", 131072), ("fsdp=8", 16384))
+    )
+    assert shared.settings[0].time.memory == pytest.approx(alone.settings[0].time.memory, rel=0.2)
     few_heads = planned("mesh=context=8", "max_length=32768", "batch_size=1", model="Qwen/Qwen2.5-7B-Instruct")
     assert {"all-gather of keys", "exchange of queries"} <= {one.kind for one in few_heads.collectives}
 

@@ -498,6 +498,17 @@ def test_without_the_compiler_the_formula_answers(
     printed = capsys.readouterr()
     assert json.loads(printed.out)[0]["source"] == "formula"
     assert "v5litepod-1: by formula, as the compiler cannot run: the TPU compiler needs libtpu" in printed.err
+    assert printed.err.count("by formula") == 1
+
+
+def test_a_plan_for_torch_tpu_names_all_chips_and_refuses_what_it_does_not_train(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["plan", "embedded-cot", "device_type=torch-tpu", "--chip", "v5e-8"]) == 0
+    assert re.search(r"^To train there: .* num_replicas=8$", capsys.readouterr().out, re.MULTILINE)
+    assert main(["plan", "qwen2.5-1.5b-grpo", "device_type=torch-tpu", "--chip", "v5e"]) == 2
+    printed = capsys.readouterr()
+    assert "which launch.device_type=torch-tpu does not do yet" in printed.err and not printed.out
 
 
 CODE = """

@@ -48,6 +48,11 @@ def tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
             "ones are equal; set data.max_length=16384, a multiple of 128",
         ),
         (
+            ["max_length=16411", "batch_size=1", "remat=blocks"], 2,
+            "data.max_length=16411: 1 x 16411 tokens would be 16,411 tiles of 1 for optim.mlp_tile=2048, as no larger "
+            "ones are equal; set data.max_length=16384, a multiple of 128",
+        ),
+        (
             ["max_length=131073", "batch_size=1"], 1,
             "data.max_length=131073 is longer than the 131072 positions of the model; set it to 131072 or less, or "
             "take a model with more: another scaling of rotary positions is not carried by an adapter",

@@ -104,6 +104,9 @@ def _remat_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
     if (config.optim.remat, config.optim.scan_layers) == ("blocks", "off"):
         text = "keeps the inputs of blocks of a loop, and optim.scan_layers=off makes no loops; remove that"
         yield "optim.remat optim.scan_layers", text
+    if config.optim.remat == "blocks" and config.distill.layers:
+        text = "keeps the inputs of blocks alone, and distill.layers compares single layers; set optim.remat=full"
+        yield "optim.remat distill.layers", text
 
 
 def _without_effect(config: TrainConfig) -> Iterator[tuple[str, str]]:

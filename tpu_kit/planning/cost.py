@@ -221,7 +221,7 @@ def _work(config: TrainConfig, shape: Shape, plan: BatchPlan, context: int = 1) 
     seen = _seen(attention, length)
     attending = {kind.head_dim: 0.0 for kind in shape.kinds}
     for kind, count in shape.counted:
-        products = 3.5 + again + twice + (attention != "sdpa" and not _is_fused(kind, plan.batch_size, length, compute))
+        products = 3.5 + again + twice + (attention != "sdpa" and not _is_fused(kind, tokens / length, length, compute))
         attending[kind.head_dim] += 2.0 * length * count * kind.heads * kind.head_dim * products * seen
     head, states = shape.vocabulary * shape.hidden, sum(count * kind.state for kind, count in shape.counted)
     scores = sum(attending.values()) + STATE_PRODUCTS * states * (3 + again + twice)
@@ -403,7 +403,7 @@ def _key_blocks(length: int) -> int:
     return -(-length // LARGEST_BLOCK)
 
 
-def _is_fused(kind: Layer, rows: int, length: int, size: int) -> bool:
+def _is_fused(kind: Layer, rows: float, length: int, size: int) -> bool:
     """Whether attention's backward pass is one kernel; as of a layer without a window, which a shape does not have."""
     return is_fused(rows, kind.heads, length, kind.head_dim, size)
 
@@ -430,7 +430,7 @@ def _between(shape: Shape, tokens: int, size: int, length: int, tiled: bool = Fa
             STATES_TRAFFIC + tiled * TILES_TRAFFIC + SPILLED_TRAFFIC * _spilled(states)
         )
         head = -(-kind.head_dim // LANES) * LANES * tokens * size
-        parts = (_key_blocks(length) - 1) * _is_fused(kind, tokens // length, length, size)
+        parts = (_key_blocks(length) - 1) * _is_fused(kind, tokens / length, length, size)
         passes = HEADS_TRAFFIC + PARTS_TRAFFIC * parts + SPILLED_TRAFFIC * _spilled(kind.heads * head)
         moved += count * (kind.heads + 2 * kind.kv_heads) * head * passes
         for each in kind.experts:

@@ -29,6 +29,7 @@ from tpu_kit.planning.mesh_choice import find_places, placed
 from tpu_kit.planning.program_peaks import program_rows
 from tpu_kit.planning.run_cost import Count, TimePlan, count_rows, count_updates, time_plan
 from tpu_kit.planning.run_on_slice import Inference, Setting, inference, with_rows
+from tpu_kit.torch_tpu.limits import run_limits
 from tpu_kit.training.losses.rollout_programs import check_sampling, warnings_of
 
 TIE = 0.05
@@ -104,9 +105,11 @@ def plan(config: TrainConfig, chips: Sequence[str] = ("v5e",), exact: bool = Fal
 
     Raises:
         ValueError: of `slices.find_slice`, `shape_cache.read_shape` or `memory_estimate.estimate`; or the global batch
-            cannot be split over any of them; or as `check_sampling` and `check_objective`.
+            cannot be split over any of them; or as `run_limits`, `check_sampling` and `check_objective`.
     """
     config = as_trained(config)
+    if problems := run_limits(config):
+        raise ConfigError(problems)
     check_sampling(config)
     if ":" in config.optim.objective:  # the user's own; the check loads torch
         from tpu_kit.training.losses.objective_check import check_objective
@@ -157,7 +160,7 @@ def _planned(config: TrainConfig, shape: Shape, where: TargetSlice, rows: Count,
             picked.compiling,
         ),
         checkpoint_bytes=held, inference=inference(picked), updates=updates.count, unknown=updates.reason,
-        note="; ".join(filter(None, [*notes, picked.unverified])),
+        note="; ".join(filter(None, notes)),
         tensors=tuple(table(shape, config, mesh)) if mesh else (), collectives=moved,
     )  # fmt: skip
 
@@ -278,10 +281,11 @@ def verified(settings: Sequence[Setting], seconds: float | None = None) -> Setti
         if not answers:
             return replace(first, unverified=f"by formula, as the compiler was asked and {reason}")
         least = min(answer.bound for answer in answers)
-        rest = [one for one in below if one.peak_bytes <= least] or below[-1:] or [first]
+        rest = [one for one in below if one.peak_bytes <= least]
+        rest = rest or [min([first, *below], key=lambda one: one.peak_bytes)]
         text = f"{len(answers)} larger settings do not fit by the compiler, and of this one {reason}"
         return replace(fastest(rest), unverified=text)
-    return answers[0]
+    return min(answers, key=lambda one: one.peak_bytes)
 
 
 def _largest_batch(picked: Setting, guess: int) -> int:

@@ -271,8 +271,8 @@ def _divisions(one: Setting) -> Iterator[str]:
 
     config, mesh = seen_on(one.where.device_type, one.config), one.where.mesh
     optim, length, rows = config.optim, config.data.max_length, one.update.batch_size
-    tokens = length if mesh else rows * length  # on a mesh each tile has tokens of every row
-    sizes = {"mlp_tile": optim.mlp_tile} if optim.remat == "full" and optim.scan_layers != "off" else {}
+    tokens = length // mesh.context if mesh else rows * length  # on a mesh each tile has tokens of every row
+    sizes = {"mlp_tile": optim.mlp_tile} if optim.remat in ("full", "blocks") and optim.scan_layers != "off" else {}
     for name, size in (sizes | ({"loss_chunk": optim.loss_chunk} if mesh else {})).items():
         most = max(1, size // rows if mesh else size) if size else tokens
         count = tiles_of(tokens, most)
@@ -290,7 +290,8 @@ def _scores(one: Setting) -> Iterator[str]:
     """Yields why attention cannot run: its scores, or the mask of a GPU's or CPU's kernel, exceed the memory."""
     where, rows, length = one.where, one.update.batch_size, one.config.data.max_length
     config, size = seen_on(where.device_type, one.config), item_bytes(one.config.model.base_dtype)
-    heads = max(kind.heads for kind in one.shape.kinds) // (where.mesh.model if where.mesh else 1)
+    shards = where.mesh.model * where.mesh.context if where.mesh else 1
+    heads = -(-max(kind.heads for kind in one.shape.kinds) // shards)
     if where.device_type in ("cuda", "cpu"):  # booleans, and what PyTorch makes of them
         block = length if where.device_type == "cuda" else query_block(length)
         each, what = block * length * (1 + size), f"the mask of {block:,} x {length:,} x {1 + size} bytes"

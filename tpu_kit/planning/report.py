@@ -17,6 +17,7 @@ from tpu_kit.planning.mesh_choice import largest_models
 from tpu_kit.planning.planner import Plan
 from tpu_kit.planning.program_peaks import program_rows
 from tpu_kit.planning.run_cost import BESIDE_COMPILING, SPOT_HOURS_BETWEEN_INTERRUPTIONS
+from tpu_kit.torch_tpu.environment import NAME
 from tpu_kit.training.losses.rollout_programs import program_count, rollout_of
 from tpu_kit.xla.splash_blocks import PARTIAL_BYTES, partial_bytes
 
@@ -67,6 +68,8 @@ def format_plans(config: TrainConfig, plans: Sequence[Plan], given: Sequence[str
     if best.fits:
         chosen: dict[str, object] = {"batch_size": best.update.batch_size, "remat": best.config.optim.remat}
         chosen |= {"mesh": best.where.mesh} if best.where.mesh else {}
+        if config.launch.device_type == NAME and best.where.replicas > 1:  # one chip trains by default
+            chosen["num_replicas"] = best.where.replicas
         left = [text for text in given if text.partition("=")[0].rpartition(".")[2] not in chosen]
         command = shlex.join([*left, *(f"{name}={value}" for name, value in chosen.items())])
         train = f"To train there: python -m tpu_kit {best.config.recipe} {command}"
@@ -189,11 +192,12 @@ def _details(one: Plan) -> list[str]:
 
 def _backward_pass(one: Plan) -> list[str]:
     """Says that attention's backward pass is two kernels, if it is, and what the fused kernel would write."""
-    config, parts = one.config, one.where.mesh.model if one.where.mesh else 1
+    config, mesh = one.config, one.where.mesh
+    parts = mesh.model * mesh.context if mesh else 1
     if one.where.device_type != "tpu" or config.model.attention == "sdpa":
         return []
     size, length, rows = item_bytes(config.model.base_dtype), config.data.max_length, one.update.batch_size
-    written = max(partial_bytes(rows, each.heads // parts, length, each.head_dim, size) for each in one.shape.kinds)
+    written = max(partial_bytes(rows, each.heads / parts, length, each.head_dim, size) for each in one.shape.kinds)
     if written <= PARTIAL_BYTES:
         return []
     return [

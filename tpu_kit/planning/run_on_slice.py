@@ -194,7 +194,11 @@ def inference(one: Setting) -> Inference:
 
 def can_block(config: TrainConfig, shape: Shape) -> bool:
     """Whether the layers of a run have blocks of which optim.remat=blocks keeps the input alone."""
-    return config.optim.scan_layers != "off" and shape.recomputed_twice > 0
+    try:
+        replace(config, optim=replace(config.optim, remat="blocks"))
+    except ConfigError:
+        return False
+    return shape.recomputed_twice > 0
 
 
 def can_shard(config: TrainConfig) -> bool:

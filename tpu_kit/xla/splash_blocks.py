@@ -44,17 +44,17 @@ def padded_length(length: int, shards: int = 1) -> int:
     return next((block for block in (128, 256, 512) if length <= block), -(-length // 1024) * 1024)
 
 
-def partial_bytes(rows: int, heads: float, length: int, head_dim: int, size: int) -> int:
+def partial_bytes(rows: float, heads: float, length: int, head_dim: int, size: int) -> int:
     """Returns the bytes of the queries' gradients that the fused kernel writes; for the arguments see `is_fused`."""
     blocks = -(-length // block_tokens(length, head_dim))
     return int(blocks * rows * heads * length) * -(-head_dim // LANES) * LANES * size if blocks > 1 else 0
 
 
-def is_fused(rows: int, heads: float, length: int, head_dim: int, size: int, window: int | None = None) -> bool:
+def is_fused(rows: float, heads: float, length: int, head_dim: int, size: int, window: int | None = None) -> bool:
     """Whether the backward pass of attention takes the fused kernel.
 
     Args:
-        rows: of a pass on a device.
+        rows: of a pass on a device; a part of a row if devices share its tokens.
         heads: query heads of a device; divided by the devices that share the queries of a row.
         length: tokens of a row.
         head_dim: size of a head, which fills whole lanes.
