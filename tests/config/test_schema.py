@@ -215,8 +215,7 @@ def test_output_path() -> None:
         ({"distill__teacher": "t", "distill__layers": "1:2"},
          "distill.hidden_weight: 0.0 and distill.layers=1:2 belong together; set both, or remove both"),
         ({"distill__teacher": "t", "distill__layers": "1:2", "distill__hidden_weight": 1, "optim__remat": "blocks"},
-         "optim.remat: 'blocks' keeps the inputs of blocks alone, and distill.layers compares single layers; set "
-         "optim.remat=full"),
+         "optim.remat: 'blocks' keeps no single layers, which distill.layers compares; set optim.remat=full"),
         ({"distill__teacher": "t", "distill__teacher_dtype": "int4", "launch__mesh": "model=2"},
          "launch.mesh: 'model=2' splits columns that int4 keeps two in a byte; use fsdp in place of model, or "
          "distill.teacher_dtype=int8"),

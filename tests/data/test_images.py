@@ -601,6 +601,8 @@ def test_settings_of_processors_that_are_not_computed(models: Callable[[str], Mo
 
     with pytest.raises(ValueError, match=r"image_mean=\[0, 0, 0\], and images of qwen3_5 are computed with \[0.5, 0.5"):
         made("qwen3_5", image_mean=[0, 0, 0])
+    with pytest.raises(ValueError, match=r"image_mean=\[0, 0, 0\], and images of smolvlm are computed with \[0.5, 0.5"):
+        made("smolvlm", image_mean=[0, 0, 0])
     with pytest.raises(ValueError, match=r"cuts pictures \(do_pan_and_scan\), which is not trained; set it to false"):
         made("gemma3", do_pan_and_scan=True)
     with pytest.raises(ValueError, match=r"image_tokens=8: a picture of .* takes 16 to 70 tokens at most"):

@@ -178,6 +178,6 @@ def test_meetings_follow_one_another() -> None:
 
 def test_environment() -> None:
     alone = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "1", "JAX_PLATFORMS": "cpu"}  # or JAX opens the machine's TPU
-    more = {"CPU_NUM_DEVICES": "8", "XLA_THREAD_POOL_SIZE": "16", "XLA_ENABLE_PARAM_ALIASING": "0"}
+    more = {"CPU_NUM_DEVICES": "8", "XLA_THREAD_POOL_SIZE": "16", "XLA_ENABLE_PARAM_ALIASING": "0", "PJRT_NPROC": "128"}
     assert cpu_simulation.environment(1) == alone
     assert cpu_simulation.environment(8) == alone | more

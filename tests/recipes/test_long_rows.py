@@ -88,9 +88,17 @@ def test_a_rollout_whose_keys_and_values_do_not_fit_is_told_with_what_to_do(
 
 
 def test_what_attention_pads_is_told(tmp_path: Path) -> None:
-    model, at = write_config(tmp_path / "llama", LLAMA_8B), fake(tmp_path / "root", V5E)
-    for length, told in ((16384, ""), (16500, "to 17408; data.max_length=16384 or 17408 wastes no time")):
+    one, eight = fake(tmp_path / "root", V5E), fake(tmp_path / "eight", *[V5E] * 8)
+    cases = (
+        (one, None, 8, 16384, ""),
+        (one, None, 8, 16500, "to 17408; data.max_length=16384 or 17408 wastes no time"),
+        (eight, "context=8", 8, 24576, ""),  # heads for tokens
+        (eight, "context=8", 4, 24576, "to 32768; data.max_length=16384 or 32768 wastes no time"),
+    )
+    for at, mesh, heads, length, told in cases:
+        model = write_config(tmp_path / f"llama-{heads}", LLAMA_8B, num_key_value_heads=heads)
         values = {"model.name": str(model), "base_dtype": "int8", "device_type": "tpu", "max_length": length}
+        values["mesh"] = mesh
         notes = check_before_launch(load_config(None, values | {"batch_size": 1, "remat": "full"}), at=at).notes
         assert [note.partition(f"{length} tokens ")[2] for note in notes if "attention pads" in note] == [told] * bool(
             told

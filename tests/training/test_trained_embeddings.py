@@ -222,7 +222,7 @@ def test_an_adapter_of_the_head_that_the_loss_does_not_compute_is_refused(change
     if "lora_bias" in changes:
         model.lm_head = torch.nn.Linear(32, 64)
     tuned = get_peft_model(model, PeftLoraConfig(r=2, target_modules=["lm_head"], **changes))
-    with pytest.raises(ValueError, match=r"the adapter of the output head has DoRA or a bias, .* merge the adapter"):
+    with pytest.raises(ValueError, match=r"the adapter of the output head has DoRA or a bias, .*: merge it"):
         output_embedding(tuned)
 
 

@@ -105,7 +105,7 @@ def _remat_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
         text = "keeps the inputs of blocks of a loop, and optim.scan_layers=off makes no loops; remove that"
         yield "optim.remat optim.scan_layers", text
     if config.optim.remat == "blocks" and config.distill.layers:
-        text = "keeps the inputs of blocks alone, and distill.layers compares single layers; set optim.remat=full"
+        text = "keeps no single layers, which distill.layers compares; set optim.remat=full"
         yield "optim.remat distill.layers", text
 
 

@@ -95,6 +95,10 @@ class Mesh:
         counts = {"attention heads": heads, "key-value heads": kv_heads}
         return [f"launch.mesh: {self}: {n} {name} {fix}" for name, n in counts.items() if n % self.model]
 
+    def exchanges(self, kv_heads: int) -> bool:
+        """Returns True if devices that share rows exchange heads for tokens; if not, all have all keys and values."""
+        return kv_heads % (self.model * self.context) == 0
+
     def over_weights(self, spec: Spec) -> Spec:
         """Replaces "fsdp" in a weight's spec by all axes of `weights`."""
         if self.context == 1:

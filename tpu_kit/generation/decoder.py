@@ -454,10 +454,8 @@ class Decoder:
         states = F.pad(output.last_hidden_state, (0, 0, 0, padding)).unflatten(1, (count, -1)).transpose(0, 1)
         targets = F.pad(wanted, (0, padding)).unflatten(1, (count, -1)).transpose(0, 1)
 
-        names = [*head.tensors]
-
         def body(weights: Tensors, chunk: Tensors) -> tuple[Tensors, torch.Tensor]:
-            named: dict[str, Any] = dict(zip(names, weights, strict=True))
+            named: dict[str, Any] = dict(zip(head.tensors, weights, strict=True))
             logits = head._replace(**named).logits(chunk[0])
             chosen = logits.gather(-1, chunk[1].unsqueeze(-1)).squeeze(-1)
             likeliest = (logits.argmax(-1) == chunk[1]).float()

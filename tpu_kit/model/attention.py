@@ -97,12 +97,10 @@ def _with_visibility(function: Callable[..., Any], *args: Any, **kwargs: Any) ->
         found: tuple[torch.Tensor, None] = function(*args, visibility=visibility, **kwargs)
         return found
     module, *states, mask = args
-    # Both layouts are given, or the compiler exchanges earlier, and twice: before the rotary embedding, and the
-    # gradients for each product that takes them.
-    states = [constrain(each, PER_TOKEN) for each in states]
+    # Without PER_TOKEN the compiler exchanges before the rotary embedding, and gradients once for each product.
     spec = training_spec(states[1].shape[1])
     specs = spec, spec_of_keys(spec), spec_of_keys(spec)
-    states = [constrain(each, one) for each, one in zip(states, specs, strict=True)]
+    states = [constrain(constrain(each, PER_TOKEN), one) for each, one in zip(states, specs, strict=True)]
     output, _ = function(module, *states, mask, visibility=visibility, **kwargs)
     output = constrain(output, (BATCH, spec[2], spec[1], None))
     return constrain(output, (BATCH, "context", "model", None)), None

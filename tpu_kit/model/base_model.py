@@ -139,10 +139,7 @@ def _adapter_of_head(part: Any, weight: torch.Tensor) -> tuple[torch.Tensor | No
         return None, None
     name = part.active_adapters[0]
     if name in part.lora_variant or part.lora_bias.get(name):
-        raise ValueError(
-            "the adapter of the output head has DoRA or a bias, which the chunked loss does not compute: merge the "
-            "adapter into its base, or train one without"
-        )
+        raise ValueError("the adapter of the output head has DoRA or a bias, which the loss does not compute: merge it")
     return part.lora_A[name].weight, part.lora_B[name].weight * part.scaling[name]
 
 

@@ -343,7 +343,7 @@ def _between_tokens(config: TrainConfig, shape: Shape, mesh: Mesh, passes: int, 
         count *= passes
         if not others:
             continue
-        if kind.kv_heads % (mesh.model * mesh.context) == 0:
+        if mesh.exchanges(kind.kv_heads):
             moved = count * times * 2 * (queries + keys) * others / mesh.context
             yield exposed("all-to-all of heads", round(4 * count * times), moved)
             continue

@@ -145,13 +145,7 @@ def _planned(config: TrainConfig, shape: Shape, where: TargetSlice, rows: Count,
     moved = tuple(predicted_collectives(config, shape, picked.update, mesh, where.slices)) if mesh else ()
     if mesh and (step := picked.compiled.get("step")) and step.fits:
         moved = step.collectives
-    notes = [
-        meshed,
-        *warnings_of(config, 1 if mesh else where.replicas),
-        *notes,
-        *where.calibration.notes,
-        picked.unverified,
-    ]
+    notes = [meshed, *warnings_of(config, 1 if mesh else where.replicas), *notes, *where.calibration.notes]
     return Plan(
         config=config, shape=shape, where=where, compiled=picked.compiled, waits=picked.waits, settings=tuple(settings),
         advice=advice,
@@ -160,7 +154,7 @@ def _planned(config: TrainConfig, shape: Shape, where: TargetSlice, rows: Count,
             picked.compiling,
         ),
         checkpoint_bytes=held, inference=inference(picked), updates=updates.count, unknown=updates.reason,
-        note="; ".join(filter(None, notes)),
+        note="; ".join(filter(None, [*notes, picked.unverified])),
         tensors=tuple(table(shape, config, mesh)) if mesh else (), collectives=moved,
     )  # fmt: skip
 
@@ -281,8 +275,7 @@ def verified(settings: Sequence[Setting], seconds: float | None = None) -> Setti
         if not answers:
             return replace(first, unverified=f"by formula, as the compiler was asked and {reason}")
         least = min(answer.bound for answer in answers)
-        rest = [one for one in below if one.peak_bytes <= least]
-        rest = rest or [min([first, *below], key=lambda one: one.peak_bytes)]
+        rest = [one for one in below if one.peak_bytes <= least] or below[-1:] or [first]
         text = f"{len(answers)} larger settings do not fit by the compiler, and of this one {reason}"
         return replace(fastest(rest), unverified=text)
     return min(answers, key=lambda one: one.peak_bytes)

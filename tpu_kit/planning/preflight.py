@@ -339,11 +339,14 @@ def _caches(one: Setting) -> Iterator[str]:
 def _padding(one: Setting) -> list[str]:
     """Says to which length the kernel of attention pads rows, if that costs time."""
     length = one.config.data.max_length
-    padded = padded_length(length)
+    mesh = one.where.mesh
+    shards = mesh.context if mesh and not all(mesh.exchanges(kind.kv_heads) for kind in one.shape.kinds) else 1
+    padded = padded_length(length, shards)
     kernel = one.where.device_type in ("tpu", "torch-tpu") and one.config.model.attention != "sdpa"
     if not kernel or padded <= length * _PADDED:
         return []
-    below = f"{length // 1024 * 1024} or " if length > 1024 else ""
+    step = 1024 if shards == 1 else 2048 * shards
+    below = f"{length // step * step} or " if length > step else ""
     return [f"attention pads rows of {length} tokens to {padded}; data.max_length={below}{padded} wastes no time"]
 
 

@@ -192,8 +192,7 @@ def _details(one: Plan) -> list[str]:
 
 def _backward_pass(one: Plan) -> list[str]:
     """Says that attention's backward pass is two kernels, if it is, and what the fused kernel would write."""
-    config, mesh = one.config, one.where.mesh
-    parts = mesh.model * mesh.context if mesh else 1
+    config, parts = one.config, one.where.mesh.model * one.where.mesh.context if one.where.mesh else 1
     if one.where.device_type != "tpu" or config.model.attention == "sdpa":
         return []
     size, length, rows = item_bytes(config.model.base_dtype), config.data.max_length, one.update.batch_size

@@ -194,17 +194,17 @@ def inference(one: Setting) -> Inference:
 
 def can_block(config: TrainConfig, shape: Shape) -> bool:
     """Whether the layers of a run have blocks of which optim.remat=blocks keeps the input alone."""
-    try:
-        replace(config, optim=replace(config.optim, remat="blocks"))
-    except ConfigError:
-        return False
-    return shape.recomputed_twice > 0
+    return shape.recomputed_twice > 0 and _allows(config, "optim", remat="blocks")
 
 
 def can_shard(config: TrainConfig) -> bool:
     """Whether the run can be sharded over a mesh: its layers run as a loop, and its settings allow it."""
+    return _allows(config, "launch", mesh="fsdp=-1", num_replicas=None)
+
+
+def _allows(config: TrainConfig, section: str, **changes: Any) -> bool:
     try:
-        replace(config, launch=replace(config.launch, mesh="fsdp=-1", num_replicas=None))
+        replace(config, **{section: replace(getattr(config, section), **changes)})
     except ConfigError:
         return False
     return True

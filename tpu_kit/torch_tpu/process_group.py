@@ -15,7 +15,6 @@ GROUP = "cpu:gloo,tpu:tpu_dist"
 """For `init_process_group`: tensors of the CPU go through gloo. With a group of another kind, such as "fake", the
 collectives of a traced function are no part of its program, and nothing says so."""
 
-_GROUP = re.compile(r"\[([^\[\]]*)\]")
 _SUM = re.compile(r'stablehlo\.all_reduce"?\(.*?replica_groups = dense<([^>]*)>', re.DOTALL)
 
 
@@ -89,7 +88,7 @@ def check_all_reduces(text: str, replicas: int) -> None:
     Raises:
         ValueError: it does not, so the replicas would drift apart.
     """
-    groups = [[group.count(",") + 1 for group in _GROUP.findall(found)] for found in _SUM.findall(text)]
+    groups = [[group.count(",") + 1 for group in re.findall(r"\[([^\[\]]*)\]", found)] for found in _SUM.findall(text)]
     if groups != ([[replicas]] if replicas > 1 else []):
         raise ValueError(
             f"launch.num_replicas={replicas}: the compiled step has {len(groups)} all-reduces, over groups of {groups} "

@@ -172,10 +172,8 @@ def _compiled(
         )
     except (ImportError, TypeError) as error:
         if replicas > 1:
-            raise ValueError(
-                f"launch.num_replicas={replicas}: this torch_tpu does not give the text of a program ({error}), so its "
-                f"all-reduce cannot be checked; set launch.num_replicas=1, or {ELSEWHERE}"
-            ) from error
+            unread = f"the program of this torch_tpu cannot be read ({error}), so its all-reduce is not checked"
+            raise ValueError(f"launch.num_replicas={replicas}: {unread}; set it to 1, or {ELSEWHERE}") from error
         return torch.compile(graph, backend="tpu", fullgraph=True)
     if replicas > 1:
         check_all_reduces(done.mlir_text, replicas)

@@ -127,16 +127,14 @@ def _balanced(array: Any, axis: int, shards: int, *, back: bool = False) -> Any:
     device, first, second = jax.lax.axis_index("context"), *jnp.split(array, 2, axis)
     targets = [number if number < shards else 2 * shards - 1 - number for number in range(2 * shards)]
     moves = [[(start, target) for start, target in enumerate(targets[odd::2])] for odd in (0, 1)]
-    is_even = device % 2 == 0  # whether the first block in the balanced order has an even number
+
+    def swapped(one: Any, other: Any) -> tuple[Any, Any]:  # unless the device's first balanced block is an even one
+        return jnp.where(device % 2 == 0, one, other), jnp.where(device % 2 == 0, other, one)
+
     if back:
-        halves = jnp.where(is_even, first, second), jnp.where(is_even, second, first)
-        moves = [[move[::-1] for move in each] for each in moves]
-    else:
-        halves = first, second
-    even, odd = (jax.lax.ppermute(half, "context", each) for half, each in zip(halves, moves, strict=True))
-    if not back:
-        even, odd = jnp.where(is_even, even, odd), jnp.where(is_even, odd, even)
-    return jnp.concatenate([even, odd], axis)
+        (first, second), moves = swapped(first, second), [[move[::-1] for move in each] for each in moves]
+    even, odd = jax.lax.ppermute(first, "context", moves[0]), jax.lax.ppermute(second, "context", moves[1])
+    return jnp.concatenate([even, odd] if back else swapped(even, odd), axis)
 
 
 def _own_part(array: Any, axis: int, shards: int) -> Any:

@@ -19,21 +19,19 @@ from tpu_kit.distributed.replica.mesh import active_mesh
 PER_HEAD: Spec = (BATCH, ("model", "context"), None, None)
 """The spec of queries, keys and values, (B, heads, S, D), in training."""
 PER_TOKEN: Spec = (BATCH, "model", "context", None)
-"""The spec of queries in training on a mesh whose context axis does not divide the key-value heads: each device has its
-queries' tokens, and all keys and values."""
+"""Likewise if the mesh does not divide the key-value heads: a device has queries of its tokens, and all keys."""
 in_place: ContextVar[bool] = ContextVar("in_place", default=False)
 """Whether products take a layer's weights and activations as they are, as `decode_sharding` shards them."""
 
 
 def token_shards() -> int:
-    """Returns the number of shards of a row's tokens; see also `in_place`."""
-    shards = active_mesh().context
-    return 1 if shards == 1 or in_place.get() else shards  # torch.compile cannot read the variable
+    """Returns the number of shards of a row's tokens; `in_place`, which torch.compile cannot read, is read last."""
+    return active_mesh().context if active_mesh().context > 1 and not in_place.get() else 1
 
 
 def training_spec(kv_heads: int) -> Spec:
     """Returns the spec of queries in training: `PER_HEAD` if the mesh's axes divide the key-value heads."""
-    return PER_HEAD if kv_heads % active_mesh().shards(PER_HEAD[1]) == 0 else PER_TOKEN
+    return PER_HEAD if active_mesh().exchanges(kv_heads) else PER_TOKEN
 
 
 def spec_of_keys(spec: Spec) -> Spec:

@@ -179,7 +179,7 @@ class DataConfig:
     )
     image_tokens: int | None = knob(
         None,
-        "Tokens of an image at most, which is its resolution (Gemma 4: 70, 140, 280, 560 or 1120; Qwen: 256 and more); "
+        "Tokens of an image at most, which is its resolution (Gemma 4: 70, 140, 280, 560 or 1120); "
         "null = the model's, of Qwen at most 1,280.",
         at_least=1,
     )

@@ -227,7 +227,7 @@ class Gemma3(ImageProcessor):
 
 @dataclass(frozen=True)
 class Qwen(ImageProcessor):
-    """Qwen2.5-VL and Qwen3.5: a picture is scaled to at most `sizes.tokens` squares, and keeps its aspect ratio.
+    """Qwen2.5-VL, Qwen3-VL, Qwen3.5: a picture is scaled to at most `sizes.tokens` squares and keeps its aspect ratio.
 
     Attributes:
         patch: pixels of the side of a patch.
@@ -326,6 +326,7 @@ def image_processor(model: ModelConfig, tokenizer: Any, data: DataConfig) -> Ima
     if kind in OF_GRIDS:
         return _qwen(model, tokenizer, config, given, data)
     sizes = sizes_of(config)  # refuses other families
+    _check_normal(model, config, given)
     check_rows(config, sizes.tokens, data.max_length)
     if kind == "gemma3":
         return _gemma3(model, tokenizer, config, sizes, given, tokens)
@@ -378,7 +379,6 @@ def _gemma3(
             f"model.name={model.name}: its image processor cuts pictures (do_pan_and_scan), which is not trained; set "
             "it to false in preprocessor_config.json"
         )
-    _check_normal(model, given)
     side = config.vision_config.image_size
     options = {"size": {"height": side, "width": side}} | {name: given[name] for name in ("resample",) if name in given}
     token = str(tokenizer.convert_ids_to_tokens(config.boi_token_id))
@@ -392,13 +392,14 @@ def _qwen(model: ModelConfig, tokenizer: Any, config: Any, given: Mapping[str, A
     least = given.get("min_pixels") or size.get("shortest_edge") or 4 * square
     most = given.get("max_pixels") or size.get("longest_edge") or MOST_TOKENS * square
     tokens = data.image_tokens
+    # Sides are rounded up to whole soft tokens, which at most doubles a side of one or more.
     fewest, limit = 4 * -(-least // square), most // square
     if tokens is not None and not fewest <= tokens <= limit:
         raise ValueError(
             f"data.image_tokens={tokens}: a picture of {model.name} takes {fewest} to {limit:,} tokens at most; set a "
             "number of these, or null"
         )
-    _check_normal(model, given)
+    _check_normal(model, config, given)
     sizes = sizes_of(config, tokens or min(MOST_TOKENS, limit))
     check_rows(config, sizes.tokens, data.max_length)
     options: dict[str, Any] = {"size": {"shortest_edge": least, "longest_edge": sizes.tokens * square}}
@@ -409,9 +410,8 @@ def _qwen(model: ModelConfig, tokenizer: Any, config: Any, given: Mapping[str, A
     return Qwen(sizes, options, token, config.image_token_id, vision.patch_size, vision.spatial_merge_size)
 
 
-def _check_normal(model: ModelConfig, given: Mapping[str, Any]) -> None:
+def _check_normal(model: ModelConfig, config: Any, given: Mapping[str, Any]) -> None:
     """Checks that pixels are normalised as the towers compute it; raises ValueError if they are not."""
-    config: Any = read_config(model, needed=True)
     kind = config.model_type
     for name, own in (("image_mean", TOWERS[kind].mean), ("image_std", TOWERS[kind].std)):
         if name in given and not np.allclose(given[name], own, atol=1e-6):

@@ -81,9 +81,7 @@ class _Rendezvous:
                 self._unhurried -= 1
 
 
-# Threads of XLA:CPU for each device. A device runs independent collectives at once, and each blocks a thread until all
-# devices have come to it. With as many threads as devices, two devices may hold all of them in two collectives each.
-_THREADS = 16
+_THREADS = 16  # of XLA:CPU per device: each collective that it runs at once blocks one until all devices join
 
 
 class MeetingError(RuntimeError):
@@ -100,7 +98,7 @@ def environment(devices: int, replicas: bool = True) -> dict[str, str]:
         # Two threads per replica: one starts programs, the other moves data.
         settings |= {"XLA_THREAD_POOL_SIZE": str(2 * devices), "XLA_ENABLE_PARAM_ALIASING": "0"}
     if devices > 1:
-        settings |= {"PJRT_NPROC": str(_THREADS * devices)}
+        settings["PJRT_NPROC"] = str(_THREADS * devices)
     return settings
 
 
