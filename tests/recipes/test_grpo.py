@@ -456,7 +456,7 @@ def test_groups_of_equal_rewards_change_nothing(
     again = run_of(tmp_path / "end", max_steps=4, **settings)
     capsys.readouterr()
     result = grpo(again, reward_funcs=[reward_functions.equal])
-    assert capsys.readouterr().err.count("so nothing was learned. Start from an adapter") == 1
+    assert capsys.readouterr().err.count("Nothing was learned. Start from an adapter") == 1
     zero = run_of(tmp_path / "zero", max_steps=2)
     grpo(zero, reward_funcs=[reward_functions.silent, reward_functions.equal])
     del shared[-2:]

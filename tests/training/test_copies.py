@@ -98,7 +98,7 @@ def test_objects_that_were_uploaded_in_parts_have_no_md5_and_are_read(
         assert (
             found is not None
             and found.step == 1
-            and "x.safetensors is not what was written" in store.rejected[0].reason
+            and "x.safetensors has changed since it was written" in store.rejected[0].reason
         )
 
 

@@ -211,7 +211,7 @@ def test_list(place: str, capsys: pytest.CaptureFixture[str]) -> None:
         (damaged,) = listed["damaged"]
         assert damaged == {
             "path": file.removesuffix("/state.json"),
-            "reason": f"{file} is not what was written: its MD5 is another",
+            "reason": f"{file} has changed since it was written: its MD5 differs",
         }
     assert manager.print_checkpoints("gs://no-such-bucket-of-mine/run") == 1
     assert "there is no bucket gs://no-such-bucket-of-mine: make it" in capsys.readouterr().err
@@ -298,7 +298,7 @@ def test_second_writer_is_refused_until_the_first_ends(place: str) -> None:
         says(first, "held")
         holder = f"process {first.pid} on {socket.gethostname()}"
         start = time.monotonic()
-        with pytest.raises(ValueError, match=f"is being written to by {holder}: end that one first, or set another"):
+        with pytest.raises(ValueError, match=f"is being written to by {holder}: end that process first, or set"):
             CheckpointManager(place, keep=1)
         assert time.monotonic() - start < 1.5, "on one machine nobody needs to wait"
         go(first)
@@ -353,7 +353,7 @@ def test_writer_of_another_machine_is_replaced_at_once_and_cannot_commit(
             go(first)
             told = says(first, "refused")
             holder = f"process {os.getpid()} on {socket.gethostname()}"
-            assert told.startswith(f"{place} is being written to by {holder}: end that one first")
+            assert told.startswith(f"{place} is being written to by {holder}: end that process first")
             assert steps(store) == [3, 5] and list_checkpoints(place)[1] == []
         assert {name[:13] for name in objects(place)} == {"step-00000003", "step-00000005"}
 
@@ -628,7 +628,7 @@ def test_reading_needs_no_temporary_folder_and_downloads_what_is_wanted(
             damaged = content.copy()
             damaged[place_of_damage] ^= 1
             store._store.files.write(file, bytes(damaged))
-            with pytest.raises(DamagedError, match=r"training.safetensors is not what was written: its MD5 is another"):
+            with pytest.raises(DamagedError, match=r"training.safetensors has changed since .* its MD5 differs"):
                 found.tensors("training")
 
 

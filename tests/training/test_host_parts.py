@@ -135,7 +135,7 @@ def test_a_lost_host_leaves_the_previous_checkpoint(place: Path | str, monkeypat
         save(place, 2, 3, 1, state, specs)
         with monkeypatch.context() as short:
             short.setattr(parts_module, "PATIENCE", 0.5)
-            with pytest.raises(OSError, match=r"training-1.json have not come within 0.5 s.* step 3 stays good"):
+            with pytest.raises(OSError, match=r"training-1.json did not appear within 0.5 s.* step 3 stays good"):
                 save(place, 2, 6, 1, state, specs, absent=1)
             assert [one.step for one in list_checkpoints(place, verify=True)[0]] == [3]
             with pytest.raises(OSError, match=r"training-1.json have not come"):  # the other launch's are no use

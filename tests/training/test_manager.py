@@ -275,7 +275,7 @@ def test_damage_is_found_on_reading(folder: Path) -> None:
         (found,) = store.complete()
         flip(found.path / "optimizer.safetensors")
         found.tensors("adapter_model")
-        with pytest.raises(DamagedError, match=r"optimizer\.safetensors is not what was written"):
+        with pytest.raises(DamagedError, match=r"optimizer\.safetensors has changed since it was written"):
             found.tensors("optimizer")
         (found.path / "rng.safetensors").unlink()
         with pytest.raises(DamagedError, match=r"rng\.safetensors is missing"):
@@ -291,7 +291,8 @@ def test_all_damaged_is_refused_and_stays_where_it_is(folder: Path) -> None:
         with pytest.raises(ValueError, match="has no complete checkpoint, but this is there:") as refused:
             store.newest()
         for step in (1, 2):
-            assert f"step-0000000{step}/state.json is not what was written: its MD5 is another" in str(refused.value)
+            text = f"step-0000000{step}/state.json has changed since it was written: its MD5 differs"
+            assert text in str(refused.value)
         assert "start anew: another run_name (or output_dir, if it is set), or checkpoint.resume=" in str(refused.value)
         assert everything(folder) == before
         store.restart()
@@ -431,7 +432,7 @@ def test_second_writer_is_refused_and_the_first_ends_when_it_has_saved(folder: P
         part = folder / ".step-00000001.1.part"
         part.mkdir()
         holder = f"process {first.pid} on {socket.gethostname()}"
-        with pytest.raises(ValueError, match=f"is being written to by {holder}: end that one first, or set another"):
+        with pytest.raises(ValueError, match=f"is being written to by {holder}: end that process first, or set"):
             CheckpointManager(folder, keep=1)
         assert part.exists()  # it may be the first one's
         first.communicate(timeout=60)
@@ -657,7 +658,7 @@ def test_list(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         printed = capsys.readouterr().out.splitlines()
         assert "verified, best" in printed[0] and "1,001" in printed[1]
         damaged = folder / "step-00001000" / "optimizer.safetensors"
-        assert printed[2:] == [f"damaged: {damaged} is not what was written: its MD5 is another"]
+        assert printed[2:] == [f"damaged: {damaged} has changed since it was written: its MD5 differs"]
         assert damaged.exists()  # a list changes nothing
 
         assert manager.print_checkpoints(str(folder), verify=True, as_json=True) == 1

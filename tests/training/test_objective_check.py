@@ -55,12 +55,12 @@ def test_what_a_tpu_cannot_run_is_told_with_its_line(name: str, line: str, text:
             "missing",
             "it cannot be imported (AttributeError: module 'tests.support.own_objectives' has no attribute 'missing')",
         ),
-        ("alone", "is not called with these arguments; write (model, batch)"),
+        ("alone", "must take the arguments (model, batch); change it"),
         ("a_tensor", "returned a Tensor; return Sums(loss, weight) of tpu_kit.training.objectives"),
         ("detached", "returned a loss without a gradient to the model; do not detach it"),
-        ("by_token", "returned other than scalar tensors; sum the loss and the weight over all tokens"),
+        ("by_token", "returned values that are not scalar tensors; sum loss and weight over all tokens"),
         ("in_fp64", "returned sums of torch.float64, which a TPU lacks; compute them in torch.float32"),
-        ("NoObjective", "is a class, but no subclass of Objective; derive it from that"),
+        ("NoObjective", "is a class, but not a subclass of Objective; derive it from that"),
     ],
 )
 def test_a_loss_of_another_form_is_refused(name: str, text: str) -> None:

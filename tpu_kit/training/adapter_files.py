@@ -1,6 +1,6 @@
-"""The trained weights as files: an adapter that PEFT loads, or a whole model, and the head of an objective.
+"""Files of the trained weights: an adapter that PEFT loads or a whole model, and the objective's head.
 
-`save_adapter` writes them after training, and `start_from` reads those that training starts from.
+`save_adapter` writes them after training; `start_from` loads the adapter that training starts from.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def _own(trained: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def adapter_tensors(model: torch.nn.Module, trained: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Makes the tensors of adapter_model.safetensors, under the names of PEFT.
+    """Makes the tensors of adapter_model.safetensors, under PEFT's names.
 
-    PEFT also writes the frozen matrix of an embedding with LoRA, unless it is told `save_embedding_layers=False`; it
-    reads a file without.
+    The frozen matrix of an embedding with LoRA is not included. PEFT writes it unless `save_embedding_layers=False`,
+    and does not need it to load the file.
 
     Args:
         model: the `PeftModel`.
-        trained: CPU tensors by the names of `trainable_parameters` of the model without stacks.
+        trained: CPU tensors by the names of `trainable_parameters`, one tensor per layer (no stacks).
     """
     own = _own(trained)
     names = names_in_files(own)
@@ -51,8 +51,8 @@ def adapter_tensors(model: torch.nn.Module, trained: Mapping[str, torch.Tensor])
 def adapter_settings(model: Any, config: TrainConfig) -> dict[str, Any]:
     """Makes the contents of adapter_config.json.
 
-    PEFT matches targets by the end of a name. The whole model may have such modules in its towers for images and sound,
-    which training did not load, so these are excluded by name.
+    PEFT matches targets by the end of a module's name. Modules of the image and sound towers may match too, but
+    training does not load these towers, so such modules are listed in `exclude_modules`.
     """
     settings = {**model.peft_config["default"].to_dict(), "inference_mode": True}
     targets = settings["target_modules"]
@@ -68,7 +68,7 @@ def adapter_settings(model: Any, config: TrainConfig) -> dict[str, Any]:
 def result_files(
     model: Any, trained: Mapping[str, torch.Tensor], config: TrainConfig
 ) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
-    """Makes the tensors and the JSON documents, by name of the file, of the adapter and of the objective's head."""
+    """Makes the tensors and JSON documents of the adapter and the objective's head, by file name without suffix."""
     files, documents = {}, {}
     if hasattr(model, "peft_config"):
         files["adapter_model"] = adapter_tensors(model, trained)
@@ -79,9 +79,9 @@ def result_files(
 
 
 def tokenizer_to_save(encoder: Encoder) -> Any:
-    """Returns the tokenizer of the rows: without its chat template after training on plain text.
+    """Returns the tokenizer to save, without its chat template after training on plain text.
 
-    So nothing asks the model, or a copy of its folder, through a template that it was not trained with.
+    No tool then prompts the trained model with a template that it was not trained on.
     """
     if encoder.layout.turns_by != "none":
         return encoder.tokenizer
@@ -98,30 +98,30 @@ def save_adapter(
     tokenizer: Any,
     base: base_identity.Identity | None = None,
 ) -> None:
-    """Replaces a folder by the trained weights: an adapter that PEFT loads, or a whole model where lora.r=0.
+    """Replaces a folder by the trained weights: an adapter that PEFT loads, or a whole model if lora.r=0.
 
-    The savers of PEFT and transformers cannot read tensors on XLA, so this takes CPU tensors.
+    PEFT and transformers cannot save tensors on XLA, so this takes CPU tensors.
 
     Args:
         folder: `<output_dir>/adapter`.
         model: the replica's model, on any device; only its names and settings are used.
-        trained: CPU tensors by the names of `trainable_parameters` of the model without stacks.
+        trained: CPU tensors by the names of `trainable_parameters`, one tensor per layer (no stacks).
         config: the run.
-        tokenizer: saved beside the weights, with its chat template; None if the run needed none.
-        base: identity of the base weights; None where it is not known.
+        tokenizer: saved beside the weights, with its chat template; None if the run needed no tokenizer.
+        base: identity of the base weights; None if unknown.
 
     Raises:
-        OSError: they cannot be written; the text says what to do.
+        OSError: the files cannot be written; the message names the next action.
     """
     try:
         with atomic.replacing(folder) as part:
             part.mkdir(parents=True)
             _write(part, model, trained, config, tokenizer, base)
-    except Exception as error:  # of safetensors and tokenizers, too, which are written in Rust
+    except Exception as error:  # safetensors and tokenizers (Rust) report OS errors by other exception types
         if not isinstance(error, OSError) and "os error" not in str(error):
             raise
         code = atomic.error_number(error)
-        advice = f"make room or set that right, and {config.again}: the checkpoints are complete"
+        advice = f"free disk space or fix this error, and {config.again}: the checkpoints are complete"
         raise OSError(
             code, f"the trained weights could not be written to {folder} ({os.strerror(code)}): {advice}"
         ) from error
@@ -148,38 +148,38 @@ def _write(
     for name, tensors in files.items():
         path = part / f"{name}.safetensors"
         save_file(tensors, path, metadata={"format": "pt"})
-        path.chmod(0o644)  # safetensors makes it readable by the owner alone
+        path.chmod(0o644)  # safetensors makes the file readable by its owner only
     if tokenizer is not None:
         tokenizer.save_pretrained(part)
 
 
 def start_from(model: torch.nn.Module, folder: Path) -> None:
-    """Sets the parameters of a model on the CPU, with its objective attached, to those of an adapter and its head.
+    """Loads an adapter and its head into a model on the CPU that has its objective attached.
 
-    What the objective trains besides stays as it is. Raises ValueError if the adapter is damaged, or another one.
+    Other parameters of the objective keep their values. Raises ValueError if the adapter is damaged or does not fit.
     """
     settings, tensors = read_adapter(folder)
     theirs, ours = settings.to_dict(), model.peft_config["default"].to_dict()  # type: ignore[index,union-attr]  # of PEFT
     compared = ("lora_alpha", "r", "use_dora", "use_rslora", "alpha_pattern", "rank_pattern")
     differ = [name for name in compared if theirs.get(name) != ours[name]]
-    # The ids of tokens are compared here, the names of whole matrices by the tensors.
+    # Token ids are compared here; `set_parameters` compares the names of whole matrices.
     indices = [one.get("trainable_token_indices") for one in (theirs, ours)]
     if len({tuple(next(iter(one.values())) if isinstance(one, dict) else one or ()) for one in indices}) > 1:
         differ.append("trainable_token_indices")
-    if theirs.get("init_lora_weights") not in (True, False, "gaussian"):  # the others change the base as PEFT loads it
+    if theirs.get("init_lora_weights") not in (True, False, "gaussian"):  # the others change the base when loaded
         differ.append("init_lora_weights")
     if differ:
         texts = (f"{name.removeprefix('lora_')}={theirs.get(name)} there, {ours[name]} now" for name in differ)
         raise ValueError(
-            f"lora.adapter={folder} has other settings: {'; '.join(texts)}. Set these parameters of lora; where it has "
-            "none, merge the adapter into its base, and start from that"
+            f"lora.adapter={folder} has other settings: {'; '.join(texts)}. Set lora's parameters to these values; if "
+            "lora has no such parameter, merge the adapter into its base and start from the merged model"
         )
     params, own = trainable_parameters(model), getattr(model, "objective", None)
     if head := find_head(folder):
         if not isinstance(own, StatesHead) or own.name != head:
             raise ValueError(
                 f"lora.adapter={folder} has an {title(head)}, which this run would drop: set optim.objective as in its "
-                f"run, or name a copy of the folder without {' and '.join(file_names(head))}"
+                f"own run, or name a copy of the folder without {' and '.join(file_names(head))}"
             )
         tensors |= {f"objective.{name}": value for name, value in load_file(folder / file_names(head)[1]).items()}
     started = {name: param.detach() for name, param in params.items() if name.startswith("objective.")}
@@ -188,4 +188,4 @@ def start_from(model: torch.nn.Module, folder: Path) -> None:
         if {first, second} <= tensors.keys() and torch.equal(tensors[first], tensors[second]):
             del tensors[second]
     started |= {names.get(name, name): tensor for name, tensor in tensors.items()}
-    set_parameters(model, started, f"lora.adapter={folder}", "Set lora.targets as in its run")
+    set_parameters(model, started, f"lora.adapter={folder}", "Set lora.targets as in the adapter's run")

@@ -1,6 +1,6 @@
-"""Metrics of a run, written to JSONL always and to Weights & Biases and TensorBoard on request; one progress bar.
+"""Metrics of a run: JSONL always, Weights & Biases and TensorBoard on request, and a progress bar.
 
-`RecompileMonitor` warns about recompilation and host reads, and `peak_memory` measures memory.
+`RecompileMonitor` warns about recompilation and host reads; `peak_memory` measures memory.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ if TYPE_CHECKING:
     from tpu_kit.generation.evaluation.comparison import Comparison
 
 METRICS_FILE = "metrics.jsonl"
-_WANDB_ID = "wandb_run_id"  # in a run's folder, for `log_result`; a resumed run has it from the checkpoint
-_WINDOWS = 3  # consecutive logs with a cause before its warning: a first evaluation compiles, and a checkpoint reads
+_WANDB_ID = "wandb_run_id"  # file in the run's folder, for `log_result`; a resumed run takes the id from the checkpoint
+_WINDOWS = 3  # consecutive logs with a cause before its warning: first evaluations compile, and checkpoints read
 
 
 class RecompileMonitor:
-    """Warns once about recompilation and once about host reads, by the counters of each log."""
+    """Warns once about recompilation and once about host reads, from the counters at every log."""
 
     def __init__(self) -> None:
         self._seen: dict[str, int] = {}
 
     def notice(self, before: Mapping[str, int], now: Mapping[str, int], steps: int) -> Iterator[str]:
-        """Yields the warnings to print after a log, from `Runtime.counters` before and after its steps."""
+        """Yields the warnings to print after a log of `steps` steps, from `Runtime.counters` before and after them."""
         compiles, reads = (now.get(name, 0) - before.get(name, 0) for name in ("compiles", "fallbacks"))
         if self._again("compiles", compiles > 0):
             yield (
                 f"{compiles} programs were compiled in the last {steps} steps, and some in each log before: "
-                "shapes or slices change from step to step, and each change is compiled, for minutes on a TPU. Keep "
-                "data.packing=true; in a model's code pass values that change by step as tensors"
+                "shapes or slices change from step to step, and every change compiles a program, for minutes on a TPU. "
+                "Keep data.packing=true; in a model's code pass values that change by step as tensors"
             )
         if self._again("fallbacks", reads >= steps):
             yield (
                 f"the host reads or computes {reads / steps:.0f} values of each step (.item(), print, a condition on "
-                "a tensor, or an operation that XLA lacks), and the device waits for each. Remove them from the "
+                "a tensor, or an operation that XLA lacks), and the device waits for every value. Remove them from the "
                 "model's code or function; the kit itself reads the device only every tracking.logging_steps"
             )
 
@@ -67,7 +67,7 @@ def peak_memory(rt: Runtime, predicted: int | None = None) -> dict[str, float]:
     """Measures the peak memory of this process and of its device.
 
     Returns:
-        host_peak_bytes; where the device counts memory also device_peak_bytes and, with the `predicted` bytes of a
+        host_peak_bytes; if the device counts memory, also device_peak_bytes and, with the `predicted` bytes of a
         device, predicted_peak_bytes and device_peak_difference (measured / predicted - 1).
     """
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
@@ -145,9 +145,9 @@ def check_tracking(config: TrainConfig, at: Machine | None = None) -> None:
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Reads the records of a metrics.jsonl, or of the one in an output folder, in order; none without a file.
+    """Reads the records of a metrics.jsonl, given its path or its folder, in order; an empty list without a file.
 
-    A last line that a kill truncated is left out.
+    A last line that a killed process left incomplete is skipped.
     """
     path = Path(path)
     path = path / METRICS_FILE if path.is_dir() else path
@@ -161,8 +161,8 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 def best_evaluation(records: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
     """Returns the evaluation with the lowest loss or, without losses, with the most correct answers.
 
-    Of equal losses it is the earliest. Of equal accuracies, of which few rows have many, it is the latest, which has
-    learned more. None without a number.
+    The earliest of equal losses wins, and the latest of equal accuracies, which are frequent with few rows: later
+    weights have learned more. Returns None if no evaluation has a finite number.
     """
     records = [record for record in records if record["kind"] == "eval"]
     measured = [record for record in records if record["loss"] is not None]
@@ -173,11 +173,11 @@ def best_evaluation(records: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 class Evaluations:
-    """The evaluations of a run, by which it selects the best weights and stops early.
+    """The evaluations of a run, which select the best weights and the early stop.
 
     Args:
         patience: `optim.early_stop_patience`.
-        records: of an earlier launch, as `Tracker.log_eval` returns them; others are ignored.
+        records: records of an earlier launch, as `Tracker.log_eval` returns them; other kinds are ignored.
     """
 
     def __init__(self, patience: int | None, records: Iterable[dict[str, Any]] = ()) -> None:
@@ -187,7 +187,7 @@ class Evaluations:
     def add(
         self, step: int, loss: float, accuracy: float | None, by_source: Mapping[str, float] = MappingProxyType({})
     ) -> None:
-        """Adds an evaluation, as `Tracker.log_eval`; what is not finite counts as not measured."""
+        """Adds an evaluation, with the values of `Tracker.log_eval`; a value that is not finite becomes None."""
         measured = {"loss": loss, "accuracy": math.nan if accuracy is None else accuracy, **by_source}
         finite = {name: value if math.isfinite(value) else None for name, value in measured.items()}
         self._records.append({"kind": "eval", "step": step, **finite})
@@ -199,12 +199,12 @@ class Evaluations:
 
     @property
     def stopped(self) -> bool:
-        """Whether the last evaluations stop the run."""
+        """Whether the run stops early: the last `patience` evaluations were not better."""
         return self._patience is not None and self._since_best >= self._patience
 
     @property
     def reason(self) -> str:
-        """The reason of an early stop."""
+        """The reason for an early stop."""
         best = best_evaluation(self._records)
         than = f"better than step {best['step']} ({best['loss']:.6g})" if best else "a number"
         return f"none of the last {self._since_best} evaluations was {than}"
@@ -214,13 +214,13 @@ class Evaluations:
         best = best_evaluation(self._records) or {"loss": None, "accuracy": None, "step": 0}
         same = (record["step"] for record in self._records
                 if (record["loss"], record["accuracy"]) == (best["loss"], best["accuracy"]))  # fmt: skip
-        first = next(same, 0)  # an equal one is no progress
+        first = next(same, 0)  # an equal evaluation is no progress
         return sum(record["step"] > first for record in self._records)
 
     def figures(self, step: int | None = None) -> dict[str, float]:
         """Returns eval_loss, eval_accuracy and eval_step of a step, by default of the newest evaluation.
 
-        In a mix also eval_loss/NAME and eval_accuracy/NAME of each source.
+        A mix also has eval_loss/NAME and eval_accuracy/NAME for every source.
         """
         record = next((record for record in reversed(self._records) if step in (None, record["step"])), None)
         if record is None:
@@ -235,29 +235,29 @@ class Evaluations:
 
 
 class Tracker:
-    """Writes the metrics of a run, on rank 0 alone, and shows the progress bar on stderr.
+    """Writes the metrics of a run, on rank 0 only, and shows the progress bar on stderr.
 
-    Each record of `<output_dir>/metrics.jsonl` has `kind` ("start", "train" or "eval") and `step`. A value that is not
+    Every record of `<output_dir>/metrics.jsonl` has `kind` ("start", "train" or "eval") and `step`. A value that is not
     finite is null, and `nonfinite` has its text, as in ``{"loss": null, "nonfinite": {"loss": "nan"}}``.
 
     Args:
         config: the run.
         output_dir: folder of the run; created if missing.
-        resume_step: the step that the run continues after.
-        history: the records until `resume_step`, which replace those of the file. None starts a new file, and renames
-            an earlier one to metrics.previous.jsonl.
+        resume_step: number of updates made by earlier launches.
+        history: the records until `resume_step`, which replace the file's records. None starts a new file, and renames
+            an existing file to metrics.previous.jsonl.
         resume_tokens: tokens trained on until `resume_step`, without padding.
         total_steps: the last step of the run, for the bar and the ETA.
-        flops_per_token: for MFU; see `model_flops_per_token`.
+        flops_per_token: see `model_flops_per_token`; for MFU.
         chip_name: a name for `chips.chip`, for MFU.
-        num_chips: chips of the run on all hosts.
-        device_type: what they are, where the chip has no name.
-        wandb_id: of the W&B run that a resumed run continues.
+        num_chips: number of chips of the run on all hosts.
+        device_type: the name in the records if `chip_name` is None.
+        wandb_id: id of the W&B run that a resumed run continues.
         clock: monotonic clock, seconds.
 
     Attributes:
         history: all records until now.
-        wandb_id: of the W&B run; None without one.
+        wandb_id: id of the W&B run; None without W&B.
     """
 
     def __init__(
@@ -308,7 +308,7 @@ class Tracker:
         self.close(failed=error is not None)
 
     def tick(self, step: int) -> None:
-        """Moves the bar to `step`, without a device read."""
+        """Moves the bar to `step`, without reading the device."""
         self._bar.update(step - self._bar.n)
 
     def log(
@@ -320,12 +320,12 @@ class Tracker:
         Rates are over the window since the previous record; the first window includes compilation.
 
         Args:
-            step: updates done.
-            loss: mean of the window, nats per token with loss.
-            tokens: trained on since the start of the run on all replicas, without padding.
-            ahead: seconds of work on later steps until now, which count for the next record.
-            extra: the objective's sums and the rewards' numbers, under names of the user's; see `apart_from`.
-            values: further numbers of the record.
+            step: number of updates done.
+            loss: mean over the window, nats per token with loss.
+            tokens: tokens trained on by all replicas since the start of the run, without padding.
+            ahead: seconds that the host already spent on later steps, which count for the next record.
+            extra: numbers of the objective and the rewards, whose names the user may choose; see `apart_from`.
+            values: further numbers of the record; `lr` must be among them.
         """
         now, steps = self._clock() - ahead, step - self._window_step
         assert steps > 0, f"step {step} was logged after step {self._window_step}"
@@ -334,7 +334,7 @@ class Tracker:
         if not self._first_window:
             self._steady_steps += steps
             self._steady_seconds += seconds
-        # The first window includes compilation: the ETA uses it only while there is no other.
+        # The first window includes compilation: the ETA uses it only until the next window ends.
         step_seconds = self._steady_seconds / self._steady_steps if self._steady_steps else seconds / steps
         eta = None if self._total_steps is None else (self._total_steps - step) * step_seconds
         self._window_start, self._window_step, self._window_tokens = now, step, tokens
@@ -361,12 +361,12 @@ class Tracker:
     def log_start(
         self, loss: float, vocabulary: int | None, by_source: Mapping[str, float] = MappingProxyType({})
     ) -> dict[str, Any]:
-        """Writes the record of the held-out rows before the first update, prints it and returns it.
+        """Writes the record of the held-out loss before the first update, prints it and returns it.
 
         Args:
-            loss: of the rows, nats.
-            vocabulary: number of tokens that the model chooses among; None where the loss is not their likelihood.
-            by_source: of a mix, "loss/NAME" -> loss.
+            loss: loss of the held-out rows, nats per token.
+            vocabulary: number of tokens in the model's vocabulary; None if the loss is not a likelihood of tokens.
+            by_source: for a mix, "loss/NAME" -> loss.
         """
         self._bar.write(describe_start(loss, vocabulary), file=sys.stdout)
         sys.stdout.flush()
@@ -385,35 +385,35 @@ class Tracker:
         """Writes one evaluation record and returns it.
 
         Args:
-            step: updates done.
-            loss: of held-out rows, nats.
-            accuracy: the share of correct answers.
-            interval: its ends.
-            by_source: of a mix, "loss/NAME" and "accuracy/NAME" -> value.
+            step: number of updates done.
+            loss: loss of the held-out rows, nats per token.
+            accuracy: the share of correct answers, 0 to 1.
+            interval: the ends of the accuracy's confidence interval.
+            by_source: for a mix, "loss/NAME" and "accuracy/NAME" -> value.
         """
         ends = dict(zip(("accuracy_low", "accuracy_high"), interval or (), strict=False))
         values = {"loss": loss, "perplexity": self._perplexity(loss), "accuracy": accuracy, **ends, **by_source}
         return self._write("eval", step, values)
 
     def _perplexity(self, loss: float) -> float | None:
-        """Returns e ** loss, of a loss that is a likelihood."""
+        """Returns e ** loss if the loss is a log-likelihood, else None."""
         if not self._is_likelihood:
             return None
-        return math.inf if loss > 709 else math.exp(loss)  # above, a double overflows
+        return math.inf if loss > 709 else math.exp(loss)  # above 709 a double overflows
 
     @contextlib.contextmanager
     def untimed(self) -> Iterator[None]:
-        """Excludes the time inside (evaluation, checkpoint) from the training rates and the ETA."""
+        """Excludes the time inside the context (evaluation, checkpoint) from the training rates and the ETA."""
         start = self._clock()
         yield
         self._untimed += self._clock() - start
 
     def close(self, failed: bool = False) -> None:
-        """Closes all trackers, and marks the W&B run as failed if it `failed`. A second call does nothing."""
+        """Closes all trackers, and marks the W&B run as failed if `failed`. A second call does nothing."""
         if self._file.closed:
             return
         self._bar.close()
-        with contextlib.suppress(OSError):  # of a record that could not be written, which was told then
+        with contextlib.suppress(OSError):  # a record could not be written, and `_room` reported it
             self._file.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
@@ -451,7 +451,7 @@ class Tracker:
 
     @contextlib.contextmanager
     def _room(self) -> Iterator[None]:
-        """Says what to do if the log cannot be written, as on a full disk."""
+        """Adds the next action to the error if the log cannot be written, as on a full disk."""
         try:
             yield
         except OSError as error:
@@ -461,7 +461,7 @@ class Tracker:
 
 
 def apart_from(ours: Container[str], own: Mapping[str, float]) -> dict[str, float]:
-    """Returns a user's numbers, those with a name that the kit has as "own/NAME"."""
+    """Returns the user's numbers `own`; a name that the kit uses itself (in `ours`) becomes "own/NAME"."""
     return {f"own/{name}" if name in ours else name: value for name, value in own.items()}
 
 
@@ -481,7 +481,7 @@ def _open_wandb(config: TrainConfig, folder: Path) -> Any:
         name=config.run_name,
         id=(folder / _WANDB_ID).read_text(),
         resume="allow" if mode == "online" else None,
-        mode=mode,  # type: ignore[arg-type]  # a Literal in W&B's stubs; the variable may hold any text
+        mode=mode,  # type: ignore[arg-type]  # a Literal in W&B's stubs; the environment variable may hold any text
         dir=folder,
         config=config.to_dict(),
         # W&B would otherwise wrap stderr, which the launch streams to the parent process.
@@ -498,7 +498,7 @@ _COLUMNS = ("question", "expected", "base", "base correct", "tuned", "tuned corr
 def log_result(
     config: TrainConfig, step: int, metrics: Mapping[str, float], compared: Comparison | None, adapter_dir: str
 ) -> None:
-    """Adds the result of a run to the trackers: figures, answers of both models and, on request, the adapter."""
+    """Sends the result of a run to the trackers: metrics, answers of both models and, on request, the adapter."""
     figures = {f"result/{name}": value for name, value in metrics.items() if math.isfinite(value)}
     samples = zip(compared.base.samples, compared.tuned.samples, strict=True) if compared else ()
     cells = [(base.question, base.expected, base.answer, base.correct, tuned.answer, tuned.correct)
@@ -516,7 +516,7 @@ def log_result(
     if config.tracking.wandb != "off":
         import wandb
 
-        unsent = "W&B did not take the result ({}); eval.json and the adapter are here"
+        unsent = "W&B did not accept the result ({}); eval.json and the adapter are in the run's folder"
         with _optional(unsent), _open_wandb(config, config.output_path) as run:
             answers = {"answers": wandb.Table(columns=list(_COLUMNS), data=rows)} if rows else {}
             run.log({**figures, **answers, "step": step})
@@ -528,7 +528,7 @@ def log_result(
 
 @contextlib.contextmanager
 def _optional(warning: str) -> Iterator[None]:
-    """Prints a warning with the error inside: W&B may raise anything, and the run is complete without it."""
+    """Prints an error inside the context as a warning: W&B may raise any error, and the run is complete without it."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Objectives: the losses that a training step minimises, and what they add to the model."""
+"""Objectives: the losses that a training step minimises, with their parameters and their cost for the planner."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tpu_kit.model import causal_lm as models
 from tpu_kit.training.losses.loss import IGNORE, Likelihood, SourcedLikelihood, chunked, rows_in_chunks, shift_labels
 
 ROW = {"input_ids": torch.int64, "labels": torch.int64, "position_ids": torch.int64, "segment_ids": torch.int32}
-"""The tensors of every batch, (B, S) each; as in `PackedDataset.tensors`."""
+"""The (B, S) tensors of every batch, as `PackedDataset.tensors` returns them."""
 
 
 class Sums(NamedTuple):
@@ -26,9 +26,9 @@ class Sums(NamedTuple):
 
     Attributes:
         loss: the summed loss, with its graph.
-        weight: the divisor of the loss, such as the number of tokens with loss, summed over replicas and passes.
-        extra: one sum for each name in `Objective.extra`, without a graph; logs show it divided by the weight, or by
-            the sum that `Objective.divisor` names.
+        weight: the batch's part of the loss's divisor, such as its number of tokens with loss; the step sums it over
+            replicas and passes.
+        extra: one sum for each name in `Objective.extra`, without a graph; see `Objective.means`.
     """
 
     loss: torch.Tensor
@@ -37,7 +37,7 @@ class Sums(NamedTuple):
 
 
 class Frozen(NamedTuple):
-    """Another model that an objective runs forward: its name in plans, and its arrays of (T, H) kept for the loss."""
+    """Another model that an objective runs forward: its name in plans, and the number of (T, H) arrays it keeps."""
 
     name: str
     model: ModelConfig
@@ -45,14 +45,14 @@ class Frozen(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """What an objective adds to a step with the supervised loss.
+    """The memory and compute that an objective adds to a step with the supervised loss.
 
     Attributes:
         params: number of parameters of `model.objective`.
         saved: shapes of the fp32 tensors that it saves for the backward pass.
-        output_products: products of all tokens with the output layer.
+        output_products: number of multiplications of all tokens with the output layer.
         forwards: forward passes of the frozen model.
-        frozen: other models in memory, of whose logits the loss has a chunk at a time.
+        frozen: other models in memory; the loss computes their logits chunk by chunk.
     """
 
     params: int = 0
@@ -67,14 +67,14 @@ class Objective(abc.ABC):
 
     Attributes:
         extra: names of further sums for the log.
-        divisor: the one of these by which logs divide the others; None for the weight.
-        columns: name -> (numbers for each token, dtype) of tensors that the batch has besides, (B, S * numbers) each.
-        trains_model: whether the model's own parameters get gradients, or `model.objective` alone.
-        measures_held_out: whether evaluations report the `extra` sums, too.
-        shares_prompts: whether documents of a row see a common prefix, in models where `attention.sees_all` holds; then
-            a batch has the column prefix_ids.
-        one_by_one: whether a step with layers one by one (remat=none) was compared with the TPU compiler; else `auto`
-            does not choose it.
+        divisor: the name in `extra` by which logs divide the other sums; None divides them by the weight.
+        columns: name -> (numbers per token, dtype) of the batch's further tensors, of shape (B, S * numbers).
+        trains_model: whether the model's own parameters get gradients, or only `model.objective`.
+        measures_held_out: whether evaluations also report the `extra` sums.
+        shares_prompts: whether documents of a row attend to a common prefix, in models where `attention.sees_all`
+            holds; such a batch has the column prefix_ids.
+        one_by_one: whether the planner's estimate without a layer loop (remat=none) was compared with the TPU compiler;
+            otherwise `auto` does not choose remat=none.
     """
 
     extra: tuple[str, ...] = ()
@@ -86,19 +86,19 @@ class Objective(abc.ABC):
     one_by_one = False
 
     def means(self, sums: Mapping[str, float], weight: float) -> dict[str, float]:
-        """Returns what logs show of the `extra` sums of some updates, of this weight; nan where nothing was summed."""
+        """Returns the means that logs show: `extra` sums of some updates over the divisor, nan if that is 0."""
         others = {name: total for name, total in sums.items() if name != self.divisor}
         divisor = sums[self.divisor] if self.divisor else weight
         return {name: total / divisor if divisor else math.nan for name, total in others.items()}
 
     def check(self) -> None:  # noqa: B027  optional
-        """Checks before the launch that the run's model and data suit the loss; raises ValueError if they do not."""
+        """Checks, before the launch, that the loss supports the run's model and data; raises ValueError if not."""
 
     def attach(self, model: torch.nn.Module, load: Callable[[ModelConfig], Any]) -> None:  # noqa: B027  optional
-        """Adds what the loss needs to a loaded model: a frozen `model.teacher`, parameters to train `model.objective`.
+        """Adds the loss's modules to a loaded model: a frozen `model.teacher`, a trained `model.objective`.
 
-        Checkpoints have the parameters. A `states_head.StatesHead` is also saved beside the adapter, and applied where
-        the adapter generates.
+        Checkpoints include the parameters of `model.objective`. A `states_head.StatesHead` is also saved beside the
+        adapter, and applied when the adapter generates.
 
         Args:
             model: as `trainable.load_model` returns it.
@@ -106,7 +106,7 @@ class Objective(abc.ABC):
         """
 
     def cost(self, tokens: int, hidden_size: int) -> Cost:
-        """Returns what the plan adds for this objective, for the tokens of a batch on one device."""
+        """Returns the objective's cost in a step, for `tokens` tokens of a batch on one device."""
         return Cost()
 
     @abc.abstractmethod
@@ -115,12 +115,12 @@ class Objective(abc.ABC):
 
         Args:
             model: as `trainable.load_model` returns it, on the batch's device.
-            batch: input_ids, labels, position_ids and segment_ids, (B, S) each.
+            batch: the (B, S) tensors of `ROW`, and the tensors of `columns`.
         """
 
 
 class SupervisedObjective(Objective):
-    """The negative log-likelihood of the labels, in nats, with label smoothing in training alone.
+    """The negative log-likelihood of the labels, in nats, with label smoothing in training only.
 
     Each token with a label has weight 1.
     """
@@ -137,7 +137,7 @@ class SupervisedObjective(Objective):
     def of_states(
         self, model: torch.nn.Module, hidden: torch.Tensor, batch: Mapping[str, torch.Tensor], head: models.OutputHead
     ) -> Sums:
-        """Computes the sums from last hidden states, (B, S, H)."""
+        """Computes the sums from the last hidden states, (B, S, H)."""
         labels = shift_labels(batch["labels"], batch["segment_ids"])
         (hidden, labels), chunk = rows_in_chunks(self._optim.loss_chunk, [hidden, labels])
         likelihood = Likelihood(head, self._optim.label_smoothing if model.training else 0.0)
@@ -147,9 +147,9 @@ class SupervisedObjective(Objective):
 
 
 class MixObjective(SupervisedObjective):
-    """The supervised loss of a mix, whose logs show the loss of each source, `loss/NAME`.
+    """The supervised loss of a mix of sources; logs show the loss of every source, `loss/NAME`.
 
-    Batches that are trained have the source of each token, from 1 on; those that are evaluated are of one source each.
+    Training batches have the source number of each token, from 1. An evaluation batch has rows of a single source.
     """
 
     columns = MappingProxyType({"sources": (1, torch.int32)})
@@ -160,7 +160,7 @@ class MixObjective(SupervisedObjective):
         self.extra = (*(f"loss/{name}" for name in names), *(f"tokens/{name}" for name in names))
 
     def means(self, sums: Mapping[str, float], weight: float) -> dict[str, float]:
-        """See `Objective.means`; sources that the updates had no token of are left out."""
+        """See `Objective.means`; sources without a token in these updates are left out."""
         counts = {name: sums[f"tokens/{name}"] for name in self._names}
         return {f"loss/{name}": sums[f"loss/{name}"] / count for name, count in counts.items() if count}
 
@@ -181,7 +181,7 @@ class MixObjective(SupervisedObjective):
 
 
 class FunctionObjective(Objective):
-    """The user's function of a model and a batch, as in `Objective.__call__`."""
+    """A user's function with the arguments and result of `Objective.__call__`."""
 
     def __init__(self, function: Callable[[torch.nn.Module, Mapping[str, torch.Tensor]], Sums]) -> None:
         self._function = function
@@ -194,8 +194,8 @@ class FunctionObjective(Objective):
 def objective_of(config: TrainConfig) -> Objective:
     """Returns the objective of a run.
 
-    `optim.objective` may name a function (model, batch) -> Sums, or a subclass of `Objective`, which is called with the
-    configuration. Raises ValueError if it cannot be imported, or takes other arguments.
+    `optim.objective` may name a function (model, batch) -> Sums, or a subclass of `Objective`, which is constructed
+    with the configuration. Raises ValueError if it cannot be imported or takes other arguments.
     """
     name = config.optim.objective
     path = OBJECTIVES.get(name, name)
@@ -214,8 +214,8 @@ def objective_of(config: TrainConfig) -> Objective:
         inspect.signature(target).bind(*arguments)
     except TypeError as error:
         takes = f"{name}{inspect.signature(target)}"
-        raise ValueError(f"optim.objective: {takes} is not called with these arguments; write {wanted}") from error
+        raise ValueError(f"optim.objective: {takes} must take the arguments {wanted}; change it") from error
     objective = target(config) if is_class else FunctionObjective(target)
     if not isinstance(objective, Objective):
-        raise ValueError(f"optim.objective={name} is a class, but no subclass of Objective; derive it from that")
+        raise ValueError(f"optim.objective={name} is a class, but not a subclass of Objective; derive it from that")
     return objective

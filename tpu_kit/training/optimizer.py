@@ -1,7 +1,7 @@
 """Optimizers as functions of fp32 tensors, which XLA compiles into the training step.
 
-PyTorch's optimizers keep the step count on the host. XLA would then compile a new program for each step (Adafactor) or
-for one late step (AdamW, when the bias correction becomes exactly 1).
+PyTorch's optimizers keep the step count on the host. XLA would compile a new program for every step with Adafactor, and
+a second program with AdamW at the late step where the bias correction becomes exactly 1.
 """
 
 from __future__ import annotations
@@ -15,21 +15,20 @@ import torch
 from tpu_kit.config.loader import OptimConfig
 
 Moments = dict[str, torch.Tensor]
-"""The moments of a parameter by kind, such as "first". Those of a stack of layers' parameters are stacks, too."""
+"""The moments of a parameter by kind, such as "first". A stack of layers' parameters has stacked moments."""
 
 Direction = Callable[[torch.Tensor, Moments, bool], tuple[torch.Tensor, Moments]]
-"""Takes a gradient, the moments, and whether the parameter is a stack; returns the value to subtract for a learning
-rate of 1, and the new moments."""
+"""Takes a gradient, the moments, and whether the parameter is a stack; returns the value to subtract at a learning rate
+of 1, and the new moments."""
 
 
 class Optimizer(NamedTuple):
-    """The moments of an optimizer, and its update.
+    """An optimizer as two functions.
 
     Attributes:
-        start: makes the moments of a parameter before the first update, CPU tensors of zeros, from its shape and
-            whether it is a stack.
-        direction: makes the `Direction` of an update from the number of applied updates including this one, (), and
-            the configuration.
+        start: takes a parameter's shape and whether it is a stack; returns its initial moments, CPU tensors of zeros.
+        direction: takes the number of applied updates including the present one, a () tensor, and the configuration;
+            returns the `Direction` of this update.
     """
 
     start: Callable[[Sequence[int], bool], Moments]
@@ -41,17 +40,17 @@ def relative_rates(
 ) -> dict[str, float]:
     """Returns the learning rate of each parameter, as a multiple of `optim.learning_rate`.
 
-    B of LoRA has `plus` times the rate of A, and so have DoRA's magnitudes (LoRA+, Hayou et al., arXiv:2402.12354, as
-    PEFT groups them). All of an embedding has `optim.embedding_learning_rate`, if that is set.
+    LoRA's B and DoRA's magnitudes have `plus` times the rate of A (LoRA+, Hayou et al., arXiv:2402.12354, with PEFT's
+    groups). All parameters of an embedding have `optim.embedding_learning_rate`, if it is set.
 
     Args:
-        names: of the trained parameters.
-        embeddings: how the names of the two embeddings' parameters begin.
+        names: names of the trained parameters.
+        embeddings: prefixes of the names of the two embeddings' parameters.
         optim: the rates.
         plus: `lora.plus`.
 
     Raises:
-        ValueError: an embedding's rate is set, and none is trained.
+        ValueError: `optim.embedding_learning_rate` is set, but no embedding is trained.
     """
     found, given = {}, optim.embedding_learning_rate
     for name in names:
@@ -68,14 +67,14 @@ def relative_rates(
 
 
 def is_matrix(shape: Sequence[int], stacked: bool) -> bool:
-    """Whether a parameter of this shape is a matrix or a stack of matrices; a stack of vectors is not."""
+    """Whether a parameter of this shape is a matrix or a stack of matrices, not a vector or a stack of vectors."""
     return len(shape) - stacked > 1
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:
-    """Swaps the axes of a matrix with short rows and long columns; other tensors are returned as they are.
+    """Transposes a matrix with rows below 128 numbers and columns of at least 128; returns other tensors unchanged.
 
-    A TPU reshapes (8192, 16) through rows of 128, which takes eight times the memory. (16, 8192) it copies.
+    To reshape (8192, 16), a TPU pads the rows to 128 numbers, eight times the memory. It copies (16, 8192) directly.
     """
     return tensor.mT if tensor.ndim > 1 and tensor.shape[-1] < 128 <= tensor.shape[-2] else tensor
 
@@ -88,10 +87,10 @@ def _adamw_start(shape: Sequence[int], _: bool) -> Moments:
 
 
 def _adamw(applied: torch.Tensor, optim: OptimConfig) -> Direction:
-    """Computes AdamW (Loshchilov and Hutter, arXiv:1711.05101) without the weight decay, which the step applies."""
+    """Computes AdamW (Loshchilov and Hutter, arXiv:1711.05101) without weight decay, which the step applies."""
 
     def correction(beta: float) -> torch.Tensor:
-        """Computes 1 - beta ** applied on the device: on the host it would be a constant, at some step exactly 1.0."""
+        """Computes 1 - beta ** applied on the device; on the host it would be a constant of the program."""
         return -torch.expm1(applied * math.log(beta)) if beta else torch.ones_like(applied)
 
     first_correction, second_correction = correction(optim.beta1), correction(optim.beta2)
@@ -117,8 +116,8 @@ def _adafactor_start(shape: Sequence[int], stacked: bool) -> Moments:
 def _adafactor(applied: torch.Tensor, _: OptimConfig) -> Direction:
     """Computes Adafactor (Shazeer and Stern, arXiv:1804.04235, algorithms 4 and 5) with a given learning rate.
 
-    It has no momentum. The second moment of each matrix is factored into means over columns and over rows. The decay is
-    1 - t ** -0.8. A direction with a root mean square above 1, of each matrix or vector, is scaled down to 1.
+    There is no momentum. A matrix's second moment is factored into its means over columns and over rows, and decays by
+    1 - t ** -0.8. The direction of a matrix or vector is scaled down to a root mean square of 1 if it is above 1.
     """
     decay = 1 - applied.clamp(min=1) ** -0.8
 
@@ -140,7 +139,7 @@ def _adafactor(applied: torch.Tensor, _: OptimConfig) -> Direction:
 
 
 def _limited(gradient: torch.Tensor, second: torch.Tensor, axes: int | tuple[int, int]) -> torch.Tensor:
-    """Divides a gradient by the root of its second moment, and scales a root mean square above 1 down to 1."""
+    """Divides a gradient by the root of its second moment, and scales the result to a root mean square of at most 1."""
     direction = gradient * torch.rsqrt(second)
     return direction / direction.square().mean(axes, keepdim=True).sqrt().clamp(min=1.0)
 

@@ -1,4 +1,4 @@
-"""What the held-out loss says of a run: before training, and whether it fell."""
+"""Texts about the held-out loss of a run: the loss before training, and a warning if it did not fall."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from typing import Any
 from tpu_kit.config.schema import LEAST_UPDATES
 
 BEFORE_TRAINING = "start"
-"""The `kind` of the record of the held-out rows before the first update."""
+"""The `kind` of the record in metrics.jsonl with the held-out loss before the first update."""
 MORE_UPDATES = "raise optim.max_steps or optim.epochs, or lower optim.batch_size or data.max_length"
 
 
 def describe_start(loss: float, vocabulary: int | None) -> str:
-    """Describes the held-out loss before training, among so many tokens."""
+    """Describes the held-out loss before training, beside a uniform guess over the vocabulary's tokens, if given."""
     beside = f"; {math.log(vocabulary):.4g} is a uniform guess among {vocabulary:,} tokens" if vocabulary else ""
     return f"held-out loss    {loss:.4g} before training{beside}"
 
 
 def not_learned(records: Iterable[Mapping[str, Any]], final: Mapping[str, float], updates: int) -> str:
-    """Says why a run seems to have taught nothing; empty where its held-out loss fell below a uniform guess.
+    """Explains why a run seems to have learned nothing; empty if its held-out loss fell below a uniform guess.
 
     Args:
-        records: of metrics.jsonl.
-        final: metrics of the resulting weights, as of `recipes.replica.fine_tune`.
-        updates: made by the run.
+        records: records of metrics.jsonl.
+        final: metrics of the resulting weights, as `recipes.replica.fine_tune` returns them.
+        updates: number of updates of the run.
     """
     start = next((record for record in records if record["kind"] == BEFORE_TRAINING), None)
     if start is None or start["loss"] is None or "eval_loss" not in final:
         return ""
     before, after, uniform = start["loss"], final["eval_loss"], start["uniform"]
-    fell, knows = after < before, uniform is None or after < uniform  # of NaN neither
+    fell, knows = after < before, uniform is None or after < uniform  # both False for NaN
     if fell and knows:
         return ""
     text = f"the held-out loss {'fell only' if fell else 'did not fall'} from {before:.4g} to {after:.4g}"

@@ -1,4 +1,4 @@
-"""The checkpoint that a run continues from, and whether it may."""
+"""Finds the checkpoint that a run continues from, and checks that the run may continue from it."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ _ROWS = ("data.source", "data.eval_source")
 
 
 class Record(NamedTuple):
-    """What a checkpoint says of its run beside configuration and state; a run that resumes has it in common.
+    """Facts about a run that its checkpoints record beside configuration and state, and that a resuming run compares.
 
     Attributes:
-        identities: of the base, the teacher and the adapter that training starts from, by document.
-        versions: of packages and of the user's code, which may differ.
+        identities: identities of the base, the teacher and the initial adapter, by name of the document.
+        versions: versions of packages and of the user's code, which may differ.
         fingerprint: `Prepared.fingerprint`.
         rows_digest: see `rows_digest`.
-        global_batch_size: rows of an update.
-        shards: of a stream, the version of each file by its name.
+        global_batch_size: rows per update.
+        shards: for a stream, the version of every file by its name.
     """
 
     identities: Mapping[str, Identity]
@@ -54,13 +54,13 @@ class Record(NamedTuple):
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The checkpoint that a run continues from, with the documents that are needed before its tensors.
+    """The checkpoint that a run continues from, with the documents that are read before its tensors.
 
     Attributes:
-        checkpoint: with the digest of each file.
-        config: of its run, by dotted name.
+        checkpoint: the checkpoint.
+        config: the parameters of its run, by dotted name.
         state: the document "state".
-        identities: of its weights, by document.
+        identities: identities of its weights, by name of the document.
     """
 
     checkpoint: Checkpoint
@@ -77,17 +77,17 @@ class ResumePoint:
 
     @property
     def step(self) -> int:
-        """The updates that are done."""
+        """The number of updates that the checkpoint contains."""
         return self.checkpoint.step
 
     def is_of(self, checkpoint: Checkpoint | None) -> bool:
-        """Whether a checkpoint has the step and the content of this one."""
+        """Whether a checkpoint has the same step and content."""
         return checkpoint is not None and (checkpoint.step, checkpoint.files) == (self.step, self.checkpoint.files)
 
     def kept(self, config: TrainConfig) -> TrainConfig:
-        """Returns the run with its first `data.eval_rows` and `data.date`, where it does not set them.
+        """Returns `config` with the checkpoint's `data.eval_rows` and `data.date` if it does not set them.
 
-        The names that lora.tokens=added found then take its place.
+        lora.tokens=added is replaced by the token names that the first launch found.
         """
         data = config.data
         if config.lora.finds_tokens and self.config.get("lora.tokens"):
@@ -96,15 +96,15 @@ class ResumePoint:
         return replace(config, data=replace(data, eval_rows=rows, date=data.date or self.config["data.date"]))
 
     def compare(self, config: TrainConfig, record: Record) -> Comparison:
-        """Compares parameters and weights and, where they are known, rows per update and data.
+        """Compares parameters and weights and, if `record` has them, rows per update and data.
 
-        Of rows and weights the content counts, not where they are.
+        Rows and weights are compared by content, not by location.
         """
         before, now, moved = self.config, config.flat_values(), dict[str, tuple[str, str]]()
         differ = {name: f"{name}: {before[name]!r} there, {now[name]!r} now" for name in changes(before, now)[1]}
         for document, whose, name in _WEIGHTS:
-            # Updates no longer depend on the adapter that training started from; another name must be another name for
-            # it.
+            # Further updates do not depend on the adapter that training started from, so it is compared only if its
+            # name differs.
             identity = record.identities.get(document) if document != START or name in differ else None
             began = self.identities.get(document)
             if name not in differ:
@@ -121,7 +121,7 @@ class ResumePoint:
         if rows := [name for name in _ROWS if name in differ and before[name] and now[name]]:
             same = bool(record.rows_digest) and record.rows_digest == self.state["rows_digest"]
             moved |= {name: (before[name], now[name]) for name in rows if same}
-            for name in rows if same or not record.rows_digest else ():  # once they are read
+            for name in rows if same or not record.rows_digest else ():  # unread rows are compared later
                 del differ[name]
         if record.global_batch_size not in (None, rows_there := self.state["global_batch_size"]):
             differ["rows"] = (
@@ -136,13 +136,13 @@ class ResumePoint:
         return Comparison([*differ.values()], moved)
 
     def refusal(self, config: TrainConfig, record: Record, total: int | None, rows: int | None = None) -> str:
-        """Says why the run may not continue from the checkpoint, with all differences; empty if it may.
+        """Explains why the run may not continue from the checkpoint, with all differences; empty if it may.
 
         Args:
             config: the run.
-            record: what is known of it.
-            total: its updates, if they are known.
-            rows: the rows that the updates of the checkpoint take with this configuration, if they are known.
+            record: the facts about the run that are known so far.
+            total: the run's number of updates, if known.
+            rows: the number of rows that the checkpoint's updates take with this configuration, if known.
         """
         path, step = self.checkpoint.path, self.step
         if problems := self.compare(config, record).problems:
@@ -163,7 +163,7 @@ class ResumePoint:
         return ""
 
     def described(self, config: TrainConfig, record: Record) -> list[str]:
-        """Lines that say from where the run goes on, and what differs without harm."""
+        """Returns lines to print: the checkpoint that the run continues from, and the differences that are allowed."""
         moved = self.compare(config, record).moved
         lines = [
             f"moved            {name}: {earlier} -> {after}, same content" for name, (earlier, after) in moved.items()
@@ -177,7 +177,7 @@ class ResumePoint:
 
 
 def _other_files(before: Mapping[str, str] | None, now: Mapping[str, str] | None) -> str:
-    """Says which files of a stream are not what they were; empty if none is known to differ."""
+    """Describes which files of a stream have changed since the checkpoint; empty if no difference is known."""
     if not before or now is None:
         return ""
     kinds = {
@@ -190,11 +190,11 @@ def _other_files(before: Mapping[str, str] | None, now: Mapping[str, str] | None
 
 
 class Comparison(NamedTuple):
-    """How a run differs from its checkpoint.
+    """The differences between a run and its checkpoint.
 
     Attributes:
-        problems: differences with which it may not continue.
-        moved: parameters that name another place with the same content: before and now.
+        problems: differences with which the run may not continue.
+        moved: parameters that name another location with the same content: (before, now).
     """
 
     problems: list[str]
@@ -204,11 +204,11 @@ class Comparison(NamedTuple):
 def find_resume_point(config: TrainConfig) -> ResumePoint | None:
     """Returns the newest checkpoint whose documents are not damaged, or None for a new run.
 
-    Damaged ones of larger steps are set aside by the process that writes, see `CheckpointManager.newest`.
+    Newer checkpoints that are damaged are set aside later, by the process that writes: `CheckpointManager.newest`.
 
     Raises:
-        ValueError: checkpoint.resume=must, and there is no checkpoint; there is none, but something else lies there; or
-            the place cannot be read.
+        ValueError: there is no checkpoint, and checkpoint.resume=must or the folder has other files of a run; or the
+            folder cannot be read.
     """
     if config.checkpoint.resume == "never":
         return None
@@ -234,7 +234,7 @@ def find_resume_point(config: TrainConfig) -> ResumePoint | None:
 
 
 def weights_of(step: int, config: TrainConfig) -> Tensors:
-    """Reads the trained weights of a step, or their average, from its checkpoint; raises ValueError without one."""
+    """Reads the trained weights of a step, or their average, from its checkpoint; raises ValueError if it is gone."""
     checkpoint = next((each for each in list_checkpoints(config.checkpoints_place)[0] if each.step == step), None)
     if checkpoint is None:
         raise ValueError(
@@ -250,7 +250,7 @@ _WEIGHTS = ((base_identity.NAME, "base", "model.name"), (TEACHER, "teacher's", "
 
 
 def rows_digest(prepared: Prepared) -> str:
-    """Returns a hash of all rows: trained on, held out, and answered in reinforcement learning."""
+    """Returns a hash of all rows: training rows, held-out rows, and the prompts of reinforcement learning."""
     held = prepared.eval.fingerprint() if prepared.eval else ""
     asked = prepared.tasks.rows.rows if prepared.tasks else []
     rows = json.dumps([prepared.eval_rows, asked], sort_keys=True, default=str)
@@ -258,7 +258,7 @@ def rows_digest(prepared: Prepared) -> str:
 
 
 def versions(config: TrainConfig) -> dict[str, str]:
-    """Returns what trains, for the checkpoint: versions of packages, and hashes of the code of own functions."""
+    """Returns the versions of packages, and hashes of the code of the user's functions, for the checkpoint."""
     names = ("tpu_kit", "torch", "torch_xla", "transformers", "peft")
     found = {name: version for name in names if (version := installed_version(name))}
     formats = [one.format for one in config.data.by_source]

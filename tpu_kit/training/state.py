@@ -1,4 +1,4 @@
-"""The state of training: parameters, the optimizer's moments, their average and the sums for the log."""
+"""The state of training: parameters, optimizer moments, the average of the parameters and the sums for the log."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ SCALARS = ("applied", "report")
 
 
 class UpdateSums(NamedTuple):
-    """What the host reads of the updates since `window_open` was 0: fp32 scalars on the device, numbers on the host.
+    """Sums over the updates since `Control.window_open` was 0: fp32 scalars on the device, numbers on the host.
 
     Attributes:
-        loss: sum over applied updates, as are the next two.
-        weight: sum of the objective's weights, such as the number of tokens with loss.
-        grad_norm: sum of the gradients' norms, before clipping.
+        loss: sum of the loss over applied updates.
+        weight: sum of the objective's weights over applied updates, such as the number of tokens with loss.
+        grad_norm: sum of the gradient norms before clipping, over applied updates.
         skipped: number of skipped updates.
-        first_skipped: step of the first of them, 0 if there is none.
+        first_skipped: step of the first skipped update, 0 if there is none.
         usual: running mean of the loss per token over the whole run, to detect an exploding loss.
-        streak: consecutive skipped updates until now.
-        extra: the extra sums of the objective.
+        streak: number of consecutive skipped updates until now.
+        extra: the extra sums of the objective, over applied updates.
     """
 
     loss: Any
@@ -52,12 +52,12 @@ class UpdateSums(NamedTuple):
     extra: tuple[Any, ...] = ()
 
     def pack(self) -> torch.Tensor:
-        """Makes one tensor of scalars, (7 + N,)."""
+        """Packs the sums into one tensor, (7 + N,) with N extra sums."""
         return torch.stack([*self[:-1], *self.extra])
 
     @classmethod
     def unpack(cls, values: Sequence[Any]) -> UpdateSums:
-        """Inverts `pack`, from the scalars or numbers of the tensor."""
+        """Inverts `pack`: takes the tensor's elements, as scalar tensors or numbers."""
         count = len(cls._fields) - 1
         return cls(*values[:count])._replace(extra=tuple(values[count:]))
 
@@ -65,20 +65,20 @@ class UpdateSums(NamedTuple):
 class TrainState:
     """The state of training on the device.
 
-    A checkpoint has the tensors of each layer by themselves, so it does not depend on which layers are stacked.
+    A checkpoint stores every layer's tensors separately, so it does not depend on which layers are stacked.
 
     Attributes:
         params: the trained parameters by name, fp32.
         stacks: as `layer_calls.stacked_names` returns them.
-        specs: how the parameters are sharded on a mesh, by name.
+        specs: sharding of the parameters on a mesh, by name.
         rates: the learning rate of each parameter, as a multiple of optim.learning_rate.
         optimizer: from `optimizer.OPTIMIZERS`.
-        moments: of the optimizer, by name of the parameter and kind.
-        passes: forward and backward pass as `step` has traced them, by the shapes of a batch; None if it traces anew.
+        moments: the optimizer's moments, by name of the parameter and kind.
+        passes: traced forward and backward passes by the shapes of a batch; None for a pass traced in every step.
         average: exponential moving average of the parameters, by name, or None.
-        applied: () number of applied updates, skipped ones excluded.
-        report: (7 + N,) a packed `UpdateSums`. Each step makes a new tensor, so that the host can read the old one
-            while the next step runs.
+        applied: () number of applied updates, without skipped updates.
+        report: (7 + N,) a packed `UpdateSums`. Every step makes a new tensor, so that the host can read the previous
+            tensor while the next step runs.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class TrainState:
         extra_sums: int = 0,
         plus: float = 1.0,
     ) -> None:
-        """Creates a new state; or, from the tensors of `to_host`, that of a model whose parameters have been set."""
+        """Creates a new state, or with `saved` from `to_host` restores it; the parameters are the model's own."""
         self.params = models.trainable_parameters(model)
         wrong = [name for name, param in self.params.items() if param.dtype != torch.float32]
         assert not wrong, f"trained in other than fp32: {wrong[:3]}"
@@ -105,7 +105,7 @@ class TrainState:
         before = sections(saved or {})
 
         def moved(name: str, section: str, new: torch.Tensor) -> torch.Tensor:
-            """Moves a tensor of a parameter to the device: the saved one, or `new` where there is none."""
+            """Moves the saved tensor of a parameter to the device, or `new` if none was saved."""
             tensor = restacked(self.stacks, before[section], name) if section in before else new
             return partition.move(tensor, device, self.spec(name, new), copy=tensor is not new)
 
@@ -116,13 +116,13 @@ class TrainState:
             }
             for name, param in self.params.items()
         }
-        # Zeros made on XLA would be constants of the first program, and the second step would compile again.
+        # Zeros created on XLA would be constants of the first program, and the second step would compile again.
         start = {"applied": torch.zeros(()), "report": torch.zeros(len(UpdateSums._fields) - 1 + extra_sums)}
         start |= before.get("", {})
         self.passes: dict[Any, Traced | None] = {}
         self.applied, self.report = (partition.move(start[name], device) for name in SCALARS)
         self.average = None
-        if optim.ema_decay:  # the product makes a buffer: on XLA a copy would share the parameter's
+        if optim.ema_decay:  # multiplying makes a new buffer; a copy on XLA would share the parameter's
             self.average = {name: moved(name, "average", param.detach() * 1) for name, param in self.params.items()}
 
     @classmethod
@@ -136,20 +136,20 @@ class TrainState:
         extra_sums: int = 0,
         plus: float = 1.0,
     ) -> TrainState:
-        """Restores the state of a checkpoint: first into the model on the CPU, then on the device beside it.
+        """Restores the state of a checkpoint: the model's parameters on the CPU, then the other tensors on the device.
 
         Args:
-            checkpoint: of this run.
+            checkpoint: a checkpoint of this run.
             model: as `trainable.load_model` returns it, with its objective attached.
             place: moves the model to the device, and may stack its layers.
-            device: of this replica.
-            optim: of the run.
+            device: this replica's device.
+            optim: the run's optimizer settings.
             extra_sums: number of extra sums of the objective.
             plus: `lora.plus`.
 
         Raises:
-            DamagedError: the checkpoint is not what was written.
-            ValueError: its parameters do not fit the model, or it lacks shards.
+            DamagedError: a file of the checkpoint has changed since it was written.
+            ValueError: the checkpoint's parameters do not fit the model, or it lacks shards.
         """
         saved = read_tensors(checkpoint)
         restore(model, saved)
@@ -157,7 +157,7 @@ class TrainState:
         return cls(model, device, optim, saved, extra_sums, plus)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors of the state on the device, by section and name of the parameter."""
+        """Returns all tensors of the state on the device, by "SECTION/NAME"."""
         tensors = {name: getattr(self, name) for name in SCALARS}
         for name, moments in self.moments.items():
             tensors |= {f"moments/{kind}/{name}": moment for kind, moment in moments.items()}
@@ -168,8 +168,8 @@ class TrainState:
         """Copies the state to CPU tensors.
 
         Returns:
-            For each unstacked parameter of each layer "parameters/NAME", "average/NAME" if there is an average, and
-            "moments/KIND/NAME"; and applied and report.
+            "parameters/NAME", "moments/KIND/NAME" and, with an average, "average/NAME" for every parameter, unstacked;
+            and "applied" and "report".
         """
         tensors = self.tensors()
         values = dict(zip(tensors, runtime.to_host(list(tensors.values())), strict=True))
@@ -179,8 +179,8 @@ class TrainState:
         """Copies the shards that this host saves to the CPU.
 
         Returns:
-            The shards, by the name in `tensors` and the box, such as "parameters/NAME@0:4,8:16"; and the layout for
-            `joined`, of values for JSON.
+            The shards, by the name in `tensors` and the slice of every axis, such as "parameters/NAME@0:4,8:16"; and
+            the layout for `joined`, which can be written as JSON.
         """
         tensors = self.tensors()
         shards = {
@@ -191,12 +191,12 @@ class TrainState:
         return shards, {"shapes": {name: list(tensor.shape) for name, tensor in tensors.items()}, "stacks": self.stacks}
 
     def spec(self, name: str, tensor: torch.Tensor) -> Spec:
-        """How a tensor of a parameter is sharded on a mesh: as the parameter, if it has its shape; else not at all."""
+        """Returns the sharding of a parameter's tensor on a mesh: the parameter's if the shapes are equal, or none."""
         return self.specs[name] if tensor.shape == self.params[name].shape else (None,) * tensor.ndim
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Makes the model use the average instead of the parameters. Swaps references and computes nothing."""
+        """Makes the model use the average instead of the parameters, by swapping references."""
         current = {name: param.data for name, param in self.params.items()}
         for name, average in (self.average or {}).items():
             self.params[name].data = average
@@ -208,7 +208,7 @@ class TrainState:
 
 
 def _unstacked(values: Mapping[str, torch.Tensor], stacks: Mapping[str, list[str]]) -> dict[str, torch.Tensor]:
-    """Makes what `TrainState.to_host` returns of CPU copies of `TrainState.tensors`, or of some sections of them."""
+    """Converts CPU copies of `TrainState.tensors`, or of some sections, to the tensors of `TrainState.to_host`."""
     return {
         f"{section}/{name}" if section else name: tensor
         for section, named in sections(values).items()
@@ -219,7 +219,7 @@ def _unstacked(values: Mapping[str, torch.Tensor], stacks: Mapping[str, list[str
 def read_tensors(checkpoint: Checkpoint, select: Select | None = None) -> dict[str, torch.Tensor]:
     """Reads training.safetensors, or the parts of several hosts, as the tensors of `TrainState.to_host`.
 
-    Whole sections may be left out by `select`. Raises DamagedError as `Checkpoint.tensors`.
+    `select` chooses whole sections by tensor name. Raises DamagedError, as `Checkpoint.tensors` does.
     """
     if parts := [name.removesuffix(".safetensors") for name in checkpoint.files if name.startswith("training-")]:
         layout = checkpoint.document("layout")
@@ -229,7 +229,7 @@ def read_tensors(checkpoint: Checkpoint, select: Select | None = None) -> dict[s
 
 
 def joined(parts: Iterable[Mapping[str, torch.Tensor]], layout: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Makes what `TrainState.to_host` returns of the shards of all hosts; raises ValueError if some are missing."""
+    """Joins the shards of all hosts to the tensors of `TrainState.to_host`; raises ValueError if shards are missing."""
     shapes, whole, filled = layout["shapes"], dict[str, torch.Tensor](), Counter[str]()
     for part in parts:
         for key, piece in part.items():
@@ -254,7 +254,7 @@ def sections(saved: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Ten
 
 
 def restore(model: torch.nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
-    """Sets the parameters of a model on the CPU to those of `TrainState.to_host`; raises ValueError if they differ."""
+    """Sets the parameters of a model on the CPU from `TrainState.to_host`; raises ValueError if they do not fit."""
     advice = (
         "Use the model of the run, and the versions of transformers and peft that state.json in the checkpoint names"
     )
@@ -265,13 +265,13 @@ def set_parameters(model: torch.nn.Module, there: Mapping[str, torch.Tensor], so
     """Sets the parameters of a model on the CPU to tensors of unstacked layers.
 
     Args:
-        model: with its adapters and its objective.
-        there: by name, all and no others.
-        source: what has them, for the error.
-        advice: what to do where they do not fit.
+        model: the model with its adapters and its objective.
+        there: one tensor per trained parameter, by name.
+        source: the origin of the tensors, for the error.
+        advice: the next action, for the error.
 
     Raises:
-        ValueError: names or shapes differ.
+        ValueError: names or shapes differ from the model's.
     """
     params, stacks = models.trainable_parameters(model), stacked_names(model)
     ours, theirs = (
@@ -286,5 +286,5 @@ def set_parameters(model: torch.nn.Module, there: Mapping[str, torch.Tensor], so
         for name, param in params.items():
             if active_mesh().size == 1:
                 param.copy_(restacked(stacks, there, name))
-            else:  # which may be mapped from a file, in bf16
+            else:  # the parameter may be mapped from a bf16 file
                 param.data = restacked(stacks, there, name)

@@ -1,7 +1,7 @@
 """The training step (forward, loss, backward, one all-reduce, clipping, update, average) and the evaluation step.
 
-On XLA each is one program, in which the host reads nothing. Numbers that change between steps are its inputs: a tensor
-holds learning rate and step, and the optimizer counts on the device. The planner compiles these functions.
+On XLA both are single programs, and the host reads nothing in between. Numbers that change between steps are inputs: a
+tensor holds learning rate and step, and the optimizer counts on the device. The planner compiles these functions.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tpu_kit.training.state import TrainState, UpdateSums
 from tpu_kit.xla.scan import Traced, after
 from tpu_kit.xla.sharding import constrain
 
-_LOSS_DECAY = 0.9  # of the running mean of the loss: about ten updates
+_LOSS_DECAY = 0.9  # decay of the running mean of the loss: about ten updates
 
 
 class Control(NamedTuple):
@@ -40,8 +40,8 @@ class Control(NamedTuple):
 
     Attributes:
         rate: the learning rate.
-        window_open: 0 to begin the sums of the `Report` anew, else 1.
-        step: number of the step.
+        window_open: 0 to restart the `UpdateSums`, 1 to continue them.
+        step: number of the step, from 1.
     """
 
     rate: Any
@@ -56,13 +56,13 @@ def prepare_model(
     checkpoint: Checkpoint | None = None,
     extra_sums: int = 0,
 ) -> TrainState:
-    """Prepares a loaded model in place for `train_step` (attention, layer loop, remat, device), with its state.
+    """Prepares a loaded model in place for `train_step` (attention, layer loop, remat, device) and returns its state.
 
     Args:
         model: as `trainable.load_model` returns it.
         config: the run.
         rt: the replica.
-        checkpoint: to continue from; None creates a new state.
+        checkpoint: the checkpoint to continue from; None creates a new state.
         extra_sums: number of extra sums of the objective.
     """
 
@@ -76,7 +76,7 @@ def prepare_model(
 
 
 def _place(model: torch.nn.Module, config: TrainConfig, rt: Runtime) -> None:
-    """Moves a model to the device of a replica, its layers as the run computes them."""
+    """Prepares a model's layers, and its teacher's, as the run computes them, and moves the model to the device."""
     scanned = preparation.prepare_layers(model, config, rt.device_type)
     if scanned is not None and rt.rank == 0:
         print(f"layers           {scanned}", flush=True)
@@ -86,19 +86,19 @@ def _place(model: torch.nn.Module, config: TrainConfig, rt: Runtime) -> None:
     if rt.device_type == "cuda":  # the loss is compiled too
         _set_compiler(config.launch.torch_compile)
     if rt.device_type == "cuda" and scanned is None:
-        for layer in decoder_layers(model.get_decoder())[1]:  # type: ignore[operator]  # alike, so it compiles once; mypy takes get_decoder for a tensor
+        for layer in decoder_layers(model.get_decoder())[1]:  # type: ignore[operator]  # equal layers, compiled once; mypy takes get_decoder for a tensor
             layer.compile(dynamic=False)
 
 
 def _set_compiler(compiles: bool) -> None:
-    """Sets what torch.compile does in this process, without its warnings of what the kit means."""
-    import torch._dynamo  # takes a second, so only where there is a model
+    """Turns torch.compile on or off in this process, and silences its warnings about the kit's own choices."""
+    import torch._dynamo  # takes a second, so it is imported only here
 
     torch.compiler.set_stance("default" if compiles else "force_eager")
-    # Layers have a program for each shape, with and without gradients; after 8, the default, `grpo` would run eagerly.
+    # A layer has a program for every shape, with and without gradients; at the default limit of 8 `grpo` runs eagerly.
     torch._dynamo.config.recompile_limit = 64
-    warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # base_dtype=fp32 asks for whole products
-    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)  # of the context of remat=outputs
+    warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # base_dtype=fp32 means full precision
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)  # about remat=outputs' context
 
 
 def train_step(
@@ -110,15 +110,15 @@ def train_step(
     optim: OptimConfig,
     runtime: Runtime,
 ) -> None:
-    """Makes one update from `batches`, one for each pass of gradient accumulation; changes model and state in place.
+    """Makes one update from `batches`, one per gradient accumulation pass; changes model and state in place.
 
     The summed gradients are divided by the objective's weight over all replicas and passes, so the update does not
     depend on how rows are split over them. If the loss or the gradient norm is not finite, or the loss has risen by
-    more than `max_loss_rise`, all replicas skip the update and change only the counters. Matrices alone decay.
+    more than `max_loss_rise`, all replicas skip the update and change only the counters. Only matrices are decayed.
 
     Args:
         model: the replica's model, in training mode.
-        state: its state.
+        state: the model's state.
         batches: tensors as the objective takes them.
         control: (3,) fp32, a `Control`.
         objective: the loss.
@@ -128,11 +128,11 @@ def train_step(
     totals = torch.zeros(2 + len(objective.extra), device=control.device)
     for number, batch in enumerate(batches):
         if number:
-            # Without this order XLA may start a pass before the previous one ends, and keep the activations of both.
+            # Otherwise XLA may start a pass before the previous pass ends, and keep the activations of both.
             done = [param.grad for param in state.params.values() if param.grad is not None]
             batch = dict(zip(batch, after(done, list(batch.values())), strict=True))
         totals = totals + _backward(model, state, batch, objective, optim)
-    with torch.no_grad():  # unless a new value is sharded as its tensor, the compiler chooses another sharding
+    with torch.no_grad():  # a new value must be sharded as its tensor, or the compiler chooses another sharding
         gradients = {name: constrain(_take_gradient(param), state.specs[name]) for name, param in state.params.items()}
         runtime.all_reduce([*gradients.values(), totals])
         _update(state, gradients, totals, control, optim)
@@ -145,7 +145,7 @@ def _backward(
     objective: Objective,
     optim: OptimConfig,
 ) -> torch.Tensor:
-    """Adds the gradients of a pass to the parameters'; returns its sums, (2 + N,)."""
+    """Adds the gradients of a pass to the parameters' gradients; returns loss, weight and extra sums, (2 + N,)."""
     shapes = tuple((name, tensor.shape) for name, tensor in batch.items())
     if shapes not in state.passes:
         state.passes[shapes] = _traced(model, state, batch, objective) if _is_long(model, batch, optim) else None
@@ -160,10 +160,10 @@ def _backward(
 
 
 def _is_long(model: torch.nn.Module, batch: Mapping[str, torch.Tensor], optim: OptimConfig) -> bool:
-    """Whether a pass has too many operations to be traced in each step: layers one by one on XLA.
+    """Whether a pass has too many operations to be traced in every step: layers outside of a loop, on XLA.
 
-    For 24 of them the host takes 0.3 s, more than a TPU. A user's objective may read values, which a trace lacks, and
-    dropouts draw other numbers in each step.
+    Tracing 24 such layers takes the host 0.3 s, longer than a TPU computes. False for a user's objective, which may
+    read values, and with dropout, which needs new random numbers in every step.
     """
     on_xla = next(iter(batch.values())).device.type == "xla" and active_mesh().size == 1
     if not on_xla or optim.remat != "none" or ":" in optim.objective:
@@ -174,7 +174,7 @@ def _is_long(model: torch.nn.Module, batch: Mapping[str, torch.Tensor], optim: O
 def _traced(
     model: torch.nn.Module, state: TrainState, batch: Mapping[str, torch.Tensor], objective: Objective
 ) -> Traced:
-    """Traces a pass once: of the tensors of a batch it makes the sums and the gradients of all parameters."""
+    """Traces a pass once: a function from a batch's tensors to its sums and the gradients of all parameters."""
 
     def run(*tensors: torch.Tensor) -> list[torch.Tensor]:
         with torch.enable_grad():
@@ -186,9 +186,9 @@ def _traced(
 
 
 class SplitStep:
-    """`train_step` as two programs, `accumulate` for each pass and `apply`, so that the number of passes is free.
+    """`train_step` as two programs, `accumulate` per pass and `apply`, so that the number of passes may change.
 
-    It keeps a buffer for the gradients. The state must not be given to `train_step` besides.
+    It keeps a buffer for the gradients. The state must not be passed to `train_step` as well.
     """
 
     def __init__(
@@ -200,16 +200,16 @@ class SplitStep:
         (self._totals,) = runtime.put([torch.zeros(2 + len(objective.extra))])
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Returns what it keeps between its programs, by name."""
+        """Returns the tensors kept between the two programs, by name: gradients and sums."""
         gradients = {f"gradients.{name}": param.grad for name, param in self._state.params.items()}
         return {name: tensor for name, tensor in gradients.items() if tensor is not None} | {"totals": self._totals}
 
     def accumulate(self, batch: Mapping[str, torch.Tensor]) -> None:
-        """Adds the gradients and sums of one pass; without a collective."""
+        """Adds the gradients and sums of one pass, without a collective."""
         self._totals.add_(_backward(self._model, self._state, batch, self._objective, self._optim))
 
     def apply(self, control: torch.Tensor) -> None:
-        """Makes the update of all passes since the last one, as `train_step`."""
+        """Makes an update, as `train_step` does, from all passes since the last update."""
         state = self._state
         with torch.no_grad():
             buffers = {name: param.grad for name, param in state.params.items() if param.grad is not None}
@@ -222,15 +222,15 @@ class SplitStep:
 
 def _take_gradient(param: torch.nn.Parameter) -> torch.Tensor:
     gradient, param.grad = param.grad, None
-    # A parameter that the rows did not use (a branch not taken) has no gradient.
+    # A parameter that no row used (in a branch not taken) has no gradient.
     return torch.zeros_like(param) if gradient is None else gradient
 
 
 def _norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Computes the norm of all gradients; small ones are summed as one vector, which has few operations to trace."""
+    """Computes the norm of all gradients; small gradients are concatenated, so that few operations are traced."""
     small, parts = list[torch.Tensor](), list[torch.Tensor]()
     for gradient in gradients:
-        together = gradient.numel() < ALONE and active_mesh().size == 1  # a vector of shards would gather them
+        together = gradient.numel() < ALONE and active_mesh().size == 1  # on a mesh, concatenation would gather shards
         (small if together else parts).append(gradient)
     if small:
         parts.insert(0, torch.cat([wide(gradient).reshape(-1) for gradient in small]))
@@ -247,7 +247,7 @@ def _update(
     rate, window_open, step = Control(*control.unbind())
     sums, before = Sums(totals[0], totals[1], totals[2:].unbind()), UpdateSums.unpack(state.report.unbind())
     tokens = torch.where(sums.weight > 0, sums.weight, torch.ones_like(rate))
-    torch._foreach_div_(list(gradients.values()), tokens)  # in place: off XLA a copy of all gradients would be made
+    torch._foreach_div_(list(gradients.values()), tokens)  # in place: outside XLA this avoids a copy of all gradients
     norm = _norm(gradients.values())
     loss = sums.loss / tokens
     good = torch.isfinite(norm) & torch.isfinite(loss)
@@ -258,7 +258,7 @@ def _update(
         scale = (optim.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
 
     applied = state.applied + good
-    share = good * (1.0 - optim.ema_decay)  # of the new parameters in the average
+    share = good * (1.0 - optim.ema_decay)  # weight of the new parameters in the average
     direction_of = state.optimizer.direction(applied, optim)
     for names in _groups(state):
         params: list[torch.Tensor] = [state.params[name] for name in names]
@@ -297,10 +297,9 @@ def _update(
 
 
 def _groups(state: TrainState) -> Iterable[list[str]]:
-    """Yields the names of the parameters that are updated together.
+    """Yields the names of parameters that are updated as one stack: small parameters of equal shape and rate.
 
-    Small ones of one shape and rate are, except on a mesh: one by one, the device would wait until the host has traced
-    hundreds.
+    Otherwise the device would wait until the host has traced hundreds of updates. A mesh has no groups.
     """
     groups: dict[Any, list[str]] = {}
     for name, param in state.params.items():
@@ -316,7 +315,7 @@ def _stack(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _write(tensors: list[torch.Tensor], value: torch.Tensor, spec: Spec) -> None:
-    """Copies a value of `_stack` into its tensors."""
+    """Copies a value with the shape of `_stack(tensors)` into the tensors."""
     torch._foreach_copy_(tensors, [constrain(each, spec) for each in (value.unbind() if len(tensors) > 1 else [value])])
 
 
@@ -327,7 +326,7 @@ def eval_step(
     objective: Objective,
     runtime: Runtime,
 ) -> None:
-    """Adds the loss, the weight and N of the `extra` sums of a batch of each replica to `sums`, (2 + N,) fp32."""
+    """Adds the loss, the weight and the first N `extra` sums of all replicas' batches to `sums`, (2 + N,) fp32."""
     with torch.no_grad():
         loss, weight, extra = objective(model, batch)
         totals = torch.stack([loss, weight, *extra][: len(sums)])
@@ -336,20 +335,20 @@ def eval_step(
 
 
 def check_dropouts(model: torch.nn.Module) -> None:
-    """Raises ValueError if a trace would hold the masks of a dropout; those of layers in a loop are seeded."""
+    """Raises ValueError for dropout outside of a layer loop: a trace would keep its masks; loops seed their dropout."""
     drawn = [name for name, part in model.named_modules() if isinstance(part, torch.nn.Dropout) and part.p > 0]
     if drawn:
         raise ValueError(
-            f"{drawn[0]} is dropout outside of a loop over layers: set optim.remat=full, with which layers are a loop, "
-            "or the dropout to 0 in the model's config.json"
+            f"{drawn[0]} is dropout outside of a loop over layers: set optim.remat=full, which makes layers a loop, or "
+            "set the dropout to 0 in the model's config.json"
         )
 
 
 class TracedSteps:
-    """`train_step` and `eval_step` as programs, on a device whose operations run one by one otherwise (TorchTPU).
+    """`train_step` and `eval_step` as compiled programs on a device that otherwise runs single operations (TorchTPU).
 
-    They are traced with all tensors that they read as inputs, and those that they change as results: each is a program
-    for each structure and shape of batches. The old state is donated.
+    A trace takes all tensors that are read as inputs and returns the changed tensors as results. Every structure and
+    shape of batches has its own program. The old state is donated.
     """
 
     def __init__(
@@ -361,7 +360,7 @@ class TracedSteps:
         self._frozen = {name: tensor for name, tensor in tensors_of(model).items() if name not in state.params}
 
     def train_step(self, batches: Sequence[Mapping[str, torch.Tensor]], control: torch.Tensor) -> None:
-        """Makes one update; the sums for the log are a new tensor, so that the host can read the old one meanwhile."""
+        """Makes one update. The sums for the log are a new tensor, so the host can read the old tensor meanwhile."""
         new, state = self._programs.run("update", *self.update(batches, control)), self._state
         for name, param in state.params.items():
             param.data = new["params"][name]
@@ -371,7 +370,7 @@ class TracedSteps:
     def update(
         self, batches: Sequence[Mapping[str, torch.Tensor]], control: torch.Tensor
     ) -> tuple[Callable[..., Any], int, Any, Any, Any, torch.Tensor]:
-        """Returns an update as a function of all that it reads, the number of donated tensors, and its arguments."""
+        """Returns an update as a function of all tensors it reads, the number of donated tensors, and the arguments."""
         state = self._state
 
         def update(changed: Any, frozen: Any, batches: Any, control: torch.Tensor) -> Any:
@@ -386,7 +385,7 @@ class TracedSteps:
             return self._changed(twin)
 
         changed = self._changed(state)
-        donated = len(tree_leaves(changed)) - 1  # all but the sums for the log, the last
+        donated = len(tree_leaves(changed)) - 1  # all but the last, the sums for the log
         return update, donated, changed, self._frozen, [dict(batch) for batch in batches], control
 
     def eval_step(self, batch: Mapping[str, torch.Tensor], sums: torch.Tensor) -> None:
@@ -403,7 +402,7 @@ class TracedSteps:
 
     @staticmethod
     def _changed(state: TrainState) -> dict[str, Any]:
-        """The tensors that an update changes, that of `report` the last."""
+        """Returns the tensors that an update changes; `report` is the last."""
         return {
             "params": {name: param.detach() for name, param in state.params.items()}, "moments": state.moments,
             "average": state.average or {}, "applied": state.applied, "report": state.report,

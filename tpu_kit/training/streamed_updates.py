@@ -1,4 +1,4 @@
-"""The updates of a run on text without end: each takes the rows that follow those of the one before."""
+"""The updates of a run on streamed text: every update takes the stream's next rows."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from tpu_kit.training.update_sources import NextUpdateError, Tensors, Updates
 
 
 class _Rows(NamedTuple):
-    """Some rows of an update, of one shard."""
+    """Rows of one shard that belong to one update."""
 
-    number: int  # of the shard, counted on from epoch to epoch
+    number: int  # of the shard, counted over all epochs
     data: PackedDataset
     rows: np.ndarray
 
 
 class StreamUpdates(Updates):
-    """The updates of a stream. An update may have rows of several shards, which are never left out."""
+    """The updates of a stream. An update may have rows of several shards, and no row is left out."""
 
     keeps_state = True
 
@@ -38,17 +38,17 @@ class StreamUpdates(Updates):
         assert prepared.stream is not None
         self._stream: TextStream = prepared.stream
         self._start = Place()
-        self._made_until: dict[int, tuple[Place, float]] = {}  # by step: the place after it, and the epochs until there
-        self._parts: dict[int, list[_Rows]] = {}  # by step, until the log after the next
-        self._skipped: dict[int, str] = {}  # by shard, what was skipped of it, until it is told
+        self._made_until: dict[int, tuple[Place, float]] = {}  # step -> position and epochs after it
+        self._parts: dict[int, list[_Rows]] = {}  # step -> its rows, kept until the log after the next
+        self._skipped: dict[int, str] = {}  # shard -> text about its skipped rows, until a warning has it
         self._told = set[int]()
 
     def all(self) -> Iterator[Update]:
-        """See `Updates.all`; their first rows are counted from the start of the run."""
+        """See `Updates.all`; `first_row` counts from the start of the run."""
         return updates(math.inf, self._plan, self._config.optim)
 
     def after(self, step: int, agreement: PreemptionGuard) -> Iterator[tuple[Update, int, list[Tensors]]]:
-        """See `Updates.after`; a shard is waited for until the run is to stop."""
+        """See `Updates.after`; waits for a shard unless the run has to stop."""
         return prefetch(self._streamed(step, agreement))
 
     def _streamed(self, step: int, agreement: PreemptionGuard) -> Iterator[tuple[Update, int, list[Tensors]]]:
@@ -83,7 +83,7 @@ class StreamUpdates(Updates):
             shards.close()  # type: ignore[attr-defined]  # a generator
 
     def _ended(self, error: ValueError) -> ValueError:
-        """All replicas of a host end before the same update; those of other hosts learn it as of any failure."""
+        """Makes the error for a shard: NextUpdateError on a single host, whose replicas all end before this update."""
         return NextUpdateError(str(error)) if self._rt.num_hosts == 1 else ValueError(str(error))
 
     def _note(self, step: int, parts: list[_Rows], number: int, used: int, rows: int) -> None:
@@ -103,20 +103,20 @@ class StreamUpdates(Updates):
         return [f"{row} of {self._stream.shard(number)}" for number, row in sorted(rows)]
 
     def metrics(self, window: Sequence[Update]) -> dict[str, float]:
-        """Returns the number of the shard of the last row, from 0; forgets the updates before the window."""
+        """Returns the number of the last row's shard, from 0; forgets the updates before the window."""
         for kept in (self._made_until, self._parts):
             for step in [step for step in kept if step < window[0].step]:
                 del kept[step]
         return {"shard": float(self._parts[window[-1].step][-1].number % self._stream.count)}
 
     def warnings(self, means: Mapping[str, float], step: int) -> list[str]:
-        """Says once of each shard what was skipped of it."""
+        """Returns a text about skipped rows for every new shard that has some."""
         found, self._skipped = self._skipped, {}
         self._told |= found.keys()
         return [*found.values()]
 
     def document(self, step: int) -> dict[str, Any]:
-        """See `Updates.document`: the place after a step."""
+        """See `Updates.document`: the position in the stream after a step."""
         return dict(self._made_until[step][0]._asdict())
 
     def restore(self, document: Mapping[str, Any]) -> None:
@@ -125,7 +125,7 @@ class StreamUpdates(Updates):
 
 
 def _tensors(parts: Sequence[_Rows], numbers: np.ndarray) -> Tensors:
-    """Returns the tensors of some rows of an update, by their numbers in it."""
+    """Returns the tensors of an update's rows with these numbers, which count the rows of all `parts`."""
     ends = np.cumsum([len(part.rows) for part in parts])
     of_part = np.searchsorted(ends, numbers, side="right")
     starts = ends - [len(part.rows) for part in parts]

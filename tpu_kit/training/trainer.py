@@ -1,7 +1,7 @@
 """The training loop of one replica: batches, steps, logs, evaluations and checkpoints.
 
 The loop sends a batch, traces the step, dispatches it and continues. It reads the device only to log, to evaluate and
-to save, and it reads a log while the next step runs.
+to save, and reads the sums for a log while the next step runs.
 """
 
 from __future__ import annotations
@@ -47,26 +47,26 @@ _DIVERGED = 10  # consecutive skipped updates after which training does not reco
 
 @dataclass(frozen=True)
 class _PendingLog:
-    """A log whose sums the device has not sent yet."""
+    """A log whose sums the host has not read from the device yet."""
 
     window: list[Update]
     report: torch.Tensor
     rate: float
-    before: dict[str, int]  # counters
+    before: dict[str, int]  # `Runtime.counters` before and after the window
     now: dict[str, int]
     tokens: int
-    sent: float  # when the host dispatched its last step, seconds
+    sent: float  # the time when the host had dispatched the last step, seconds
 
 
 class Trainer:
     """Runs the training loop of one replica. As a context manager, it opens and closes the trackers of rank 0.
 
     Attributes:
-        step: updates done.
-        metrics: the newest loss, nats per loss token.
+        step: number of updates done.
+        metrics: "loss", the newest mean in nats per token with loss, and in reinforcement learning "reward".
         skipped: number of skipped updates.
-        evaluations: of the held-out rows.
-        mark: called with the name of a phase and the step where the phase begins; a profile sets it.
+        evaluations: the evaluations of the held-out rows.
+        mark: called with a phase's name and the step when the phase begins; the profiler sets it.
     """
 
     def __init__(
@@ -86,25 +86,25 @@ class Trainer:
         predicted_bytes: int | None = None,
         parts: HostParts | None = None,
     ) -> None:
-        """Makes the loop of a run that is loaded.
+        """Makes the loop of a loaded run.
 
         Args:
             config: the run.
             rt: this replica.
-            model: on the device.
-            objective: attached to the model.
-            state: of the model's parameters.
+            model: the model on the device.
+            objective: the loss, attached to the model.
+            state: the state of the model's parameters.
             prepared: the data.
             plan: the rows of an update.
-            updates: where the batches come from.
+            updates: the source of the batches.
             total: number of updates of the run.
-            record: what checkpoints say of the run.
-            count_correct: lets the model answer this replica's part of the held-out rows; returns the correct answers,
-                and the rows with an answer to compare with, of all and of each source of a mix. Called with
-                `tracking.eval_generate_rows`.
-            checkpoints: of rank 0, which saves.
-            predicted_bytes: of the memory of a device.
-            parts: of each host, where the state is sharded over hosts.
+            record: the facts about the run that checkpoints record.
+            count_correct: answers this replica's part of the held-out rows; returns the number of correct answers and
+                the number of rows with an expected answer, then both numbers for every source of a mix. Called only
+                with `tracking.eval_generate_rows`.
+            checkpoints: the writer of checkpoints, on rank 0 only.
+            predicted_bytes: predicted peak memory of a device.
+            parts: the writer of this host's part of a checkpoint, if the state is sharded over hosts.
         """
         self.config, self.rt, self.model, self.objective, self.state = config, rt, model, objective, state
         self.prepared, self.plan, self.checkpoints, self.parts = prepared, plan, checkpoints, parts
@@ -116,8 +116,8 @@ class Trainer:
         self.step, self.skipped = 0, 0
         self.metrics: dict[str, float] = {}
         self._logged = 0  # the step of the last log
-        self._rows, self._tokens = 0, 0  # trained on; the tokens without padding
-        self._seconds = 0.0  # of `run` until the last checkpoint, earlier launches included
+        self._rows, self._tokens = 0, 0  # totals of the run; tokens without padding
+        self._seconds = 0.0  # in `run` until the last checkpoint, earlier launches included
         self._started = time.monotonic()
         self.evaluations = Evaluations(config.optim.early_stop_patience)
         self._pending: _PendingLog | None = None
@@ -150,7 +150,7 @@ class Trainer:
             self._tracker.close(failed=error is not None)
 
     def resume(self, point: ResumePoint) -> None:
-        """Continues from a checkpoint whose tensors the state already has, and whose updates took the same rows."""
+        """Continues from a checkpoint, after its tensors were loaded and its rows compared (`ResumePoint.refusal`)."""
         checkpoint, state = point.checkpoint, point.state
         self.step = self._saved = checkpoint.step
         self._logged, self._rows, self._tokens = state["logged"], state["rows"], state["tokens"]
@@ -164,10 +164,10 @@ class Trainer:
     def run(self, agreement: PreemptionGuard) -> Status:
         """Makes the remaining updates; between two logs the host only traces and dispatches steps.
 
-        After a stop signal, for which it asks `agreement` before each step, the run saves and returns "preempted".
+        Before every step it asks `agreement` whether to stop. After a stop signal it saves and returns "preempted".
 
         Raises:
-            ValueError: training has diverged, or the next update cannot be made; the updates before it are saved.
+            ValueError: training has diverged, or the next update cannot be made (after a checkpoint is saved).
         """
         if self.evaluations.stopped:
             return "stopped"
@@ -206,7 +206,7 @@ class Trainer:
             self._rows, self._tokens = self._rows + update.rows, self._tokens + tokens
             if self._tracker is not None:
                 self._tracker.tick(step)
-            self._log()  # of an earlier step, while this one runs
+            self._log()  # a log of an earlier step, while this step runs
             if step % self.config.tracking.logging_steps == 0 or step == self.total:
                 now, sent = rt.counters(), time.monotonic()
                 self._pending = _PendingLog(window, self.state.report, rate, before, now, self._tokens, sent)
@@ -234,11 +234,11 @@ class Trainer:
             self._save(anyway=True)
 
     def _dispatch(self, update: Update, tensors: list[Tensors], window_open: bool) -> float:
-        """Sends a batch and dispatches its step; returns the learning rate."""
+        """Sends the batches of an update and dispatches its step; returns the learning rate."""
         rt, optim, step = self.rt, self.config.optim, update.step
         self.mark("step", step)
         rate = learning_rate(step, self.total, optim, update.passes / self.plan.gradient_accumulation)
-        # Without a batch there is nothing to learn, and the moments alone must not move the weights.
+        # Without a batch the rate is 0: the moments alone must not change the weights.
         control = torch.tensor(Control(rate if tensors else 0.0, float(window_open), float(step)))
         *batches, sent = rt.to_device([*tensors, {"control": control}])
         seed_dropout(rt, self.config, step)
@@ -267,7 +267,7 @@ class Trainer:
             return
         pending, self._pending, asked = self._pending, None, time.monotonic()
         report = self._read(pending.report)
-        # How much longer the host took to dispatch the next step than the device to run this one.
+        # The time the host took to dispatch the next step, less the time it waited for the device.
         ahead = asked - pending.sent - (time.monotonic() - asked)
         skipped, weight = int(report.skipped), report.weight
         steps, good, last = len(pending.window), len(pending.window) - skipped, pending.window[-1]
@@ -306,14 +306,14 @@ class Trainer:
             if good and not weight and not self._split:
                 _warn(
                     f"optim.objective={self.config.optim.objective} had the weight 0 in all updates up to step "
-                    f"{last.step} since the last log, so their loss has no mean (nan): let Sums.weight count what its "
-                    "loss sums, and look at what it leaves out"
+                    f"{last.step} since the last log, so their loss has no mean (nan): let Sums.weight count the "
+                    "tokens that the loss sums, and check which tokens it leaves out"
                 )
         if skipped:
             self._report_skipped(pending.window, report)
 
     def _rates_of_groups(self, rate: float) -> dict[str, float]:
-        """The learning rates of parameters that have others than the run's; empty without any."""
+        """Returns the learning rates of parameters with a rate of their own; empty if there are none."""
         optim, plus, found = self.config.optim, self.config.lora.plus, dict[str, float]()
         if optim.embedding_learning_rate and optim.learning_rate:
             found["lr_embeddings"] = rate * optim.embedding_learning_rate / optim.learning_rate
@@ -323,7 +323,7 @@ class Trainer:
         return UpdateSums.unpack(self.rt.to_host([report])[0].tolist())
 
     def _report_skipped(self, window: list[Update], report: UpdateSums) -> None:
-        """Warns about skipped updates; raises ValueError with optim.on_nan=stop, or after too many in a row."""
+        """Warns about skipped updates; raises ValueError with optim.on_nan=stop or after too many in a row."""
         optim, first = self.config.optim, int(report.first_skipped)
         update = next(update for update in window if update.step == first)
         rows = self.updates.places(update)
@@ -343,9 +343,9 @@ class Trainer:
             if begun == 1:
                 raise ValueError(
                     f"nothing was learned: {text}, and all were skipped from step 1 on. Look at these rows, and at the "
-                    "model: its own weights or the objective may give numbers that are not finite"
+                    "model: its weights or the objective may produce numbers that are not finite"
                 )
-            if self.checkpoints is not None:  # the weights of the update before made the loss explode
+            if self.checkpoints is not None:  # the weights of this checkpoint made the loss explode
                 self.checkpoints.withdraw(begun - 1)
             raise ValueError(
                 f"training has diverged: {text}, and the last {report.streak:.0f} updates, from step {begun} on, were "
@@ -360,12 +360,12 @@ class Trainer:
         every = self.config.optim.eval_steps
         if every is not None and every < 1:
             every = max(1, round(every * self.total))
-        if self.updates.splits and not self.config.tracking.eval_generate_rows:  # nothing is answered
+        if self.updates.splits and not self.config.tracking.eval_generate_rows:  # rollouts have no held-out loss
             return False
         return self.prepared.eval is not None and (step == self.total or (every is not None and step % every == 0))
 
     def _evaluate_start(self) -> None:
-        """Measures the held-out loss before the first update, by the program of all evaluations."""
+        """Measures the held-out loss before the first update, with the program of later evaluations."""
         with self._tracker.untimed() if self._tracker else contextlib.nullcontext():
             self.model.eval()
             self.updates.evaluating()
@@ -391,7 +391,7 @@ class Trainer:
         self.evaluations.add(step, loss, share, by_source | others)
 
     def _held_out_loss(self) -> tuple[float, dict[str, float]]:
-        """Returns the loss of the held-out rows; by name that of each source of a mix, and what the loss measures."""
+        """Returns the held-out loss, and by name the losses of a mix's sources and the objective's means."""
         assert self.prepared.eval is not None
         rt, parts, each = self.rt, self.prepared.eval_parts(), list[torch.Tensor]()
         extra = self.objective.extra if self.objective.measures_held_out else ()
@@ -411,7 +411,7 @@ class Trainer:
         return mean, {f"loss/{name}": loss for name, loss in zip(parts, losses, strict=True) if name} | more
 
     def _held_out_accuracy(self) -> tuple[Accuracy, dict[str, float]]:
-        """Returns the correct answers to held-out rows with an answer to compare with, and shares by source."""
+        """Returns the accuracy on held-out rows with an expected answer, and the accuracies of a mix's sources."""
         sums = self._on_device(self._count_correct())
         self.rt.all_reduce([sums])
         self.rt.sync()
@@ -424,7 +424,7 @@ class Trainer:
         return self.rt.to_device([{"sums": torch.tensor(sums, dtype=torch.float32)}])[0]["sums"]
 
     def warning(self, final: Mapping[str, float]) -> str:
-        """Says, on rank 0, why the run seems to have taught nothing, by its final metrics; empty where it has."""
+        """Explains, on rank 0, why the run seems to have learned nothing, from its final metrics; empty if it has."""
         return not_learned(self._tracker.history, final, self.total) if self._tracker is not None else ""
 
     def results(self) -> dict[str, float]:
@@ -434,11 +434,11 @@ class Trainer:
 
     @property
     def _chosen_step(self) -> int | None:
-        """The step of the best evaluation, whose weights are the result; None where the last weights are."""
+        """The step of the best evaluation, whose weights are the result; None if the last weights are the result."""
         return (self.evaluations.best_step or None) if self.config.optim.eval_steps is not None else None
 
     def weights(self) -> Tensors:
-        """Returns the resulting weights on the CPU; for rank 0, once the last checkpoint is durable."""
+        """Returns the resulting weights on the CPU; call it on rank 0, after the last checkpoint is durable."""
         chosen = self._chosen_step or self.step
         if self.parts is not None or chosen != self.step:
             return weights_of(chosen, self.config)
@@ -453,7 +453,7 @@ class Trainer:
         return step % every == 0 or step == self.total or self._postponed or self._is_due()
 
     def _is_due(self) -> bool:
-        """Whether `checkpoint.save_minutes` have passed on the clock of rank 0, which all hosts that save follow."""
+        """Whether `checkpoint.save_minutes` have passed on rank 0's clock, which decides for all hosts that save."""
         if (minutes := self.config.checkpoint.save_minutes) is None:
             return False
         due = torch.tensor([float(self.rt.rank == 0 and time.monotonic() - self._saved_at >= 60 * minutes)])
@@ -463,21 +463,21 @@ class Trainer:
 
     @property
     def _is_kept(self) -> bool:
-        """Whether the present step is saved in any case: it is the best by evaluation, or an early stop."""
+        """Whether to save the present step in any case: it has the best evaluation, or the run stops early."""
         return self.evaluations.best_step == self.step or self.evaluations.stopped
 
     def _save(self, anyway: bool) -> None:
         """Starts to write a checkpoint; the loop waits only for the copy from the device.
 
         Args:
-            anyway: also if the last update was skipped: no applied one may follow, or these weights are wanted.
+            anyway: whether to save even if the last update was skipped, because no applied update may follow.
         """
         if self.checkpoints is None and self.parts is None:
             return
         tensors = self.state.to_host(self.rt) if self.parts is None else {}
         report = UpdateSums.unpack(tensors["report"].tolist()) if tensors else self._read(self.state.report)
         self._postponed = report.streak > 0 and not anyway
-        if self._postponed:  # the weights may make the loss explode: wait for an update that is applied
+        if self._postponed:  # the weights may make the loss explode: wait for an applied update
             return
         self._seconds, self._started = self._train_seconds(), time.monotonic()
         self._saved, self._saved_at = self.step, self._started
@@ -511,7 +511,7 @@ class Trainer:
 
 
 def seed_dropout(rt: Runtime, config: TrainConfig, step: int) -> None:
-    """Seeds dropout, of adapters and of the model itself, so that a resumed run draws the same numbers."""
+    """Seeds the dropout of adapters and of the model for a step, so that a resumed run draws the same numbers."""
     rank = rt.rank if active_mesh().size == 1 else 0  # all processes of a mesh run one program
     rt.seed(int(np.random.SeedSequence([config.optim.seed, rank, step]).generate_state(1)[0]))
 

@@ -1,4 +1,4 @@
-"""The updates of a run, and where their batches come from."""
+"""The updates of a run and the source of their batches."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ Tensors = dict[str, torch.Tensor]
 
 
 class NextUpdateError(ValueError):
-    """The next update cannot be made, for a reason outside the training; all replicas raise it before that update."""
+    """The next update's batches cannot be made; all replicas raise it before that update."""
 
 
 class Updates:
-    """The updates of a run and the batches of each: of packed rows, which a thread makes ahead.
+    """The updates of a run and their batches of packed rows, which a thread makes ahead.
 
     Attributes:
-        splits: whether the number of passes changes, so that an update is two programs.
-        keeps_state: whether a checkpoint needs a `document`.
-        generator: answers held-out rows in place of their loss; None computes the loss.
-        rows: number of rows of an epoch.
+        splits: whether the number of passes varies, so that an update is two programs (`step.SplitStep`).
+        keeps_state: whether a checkpoint needs `document`.
+        generator: answers the held-out rows, whose loss is then not computed; None computes their loss.
+        rows: number of rows per epoch.
     """
 
     splits = False
@@ -46,13 +46,13 @@ class Updates:
         return updates(self.rows, self._plan, self._config.optim)
 
     def begin(self, step: int, agreement: PreemptionGuard) -> bool:
-        """Makes what all updates after a step need, on the device; returns False if the run is to stop before."""
+        """Prepares tensors that the updates after a step need on the device; returns False if the run has to stop."""
         return True
 
     def after(self, step: int, agreement: PreemptionGuard) -> Iterator[tuple[Update, int, list[Tensors]]]:
-        """Yields the updates after a step, their tokens on all replicas without padding, and this replica's batches.
+        """Yields every update after a step, its tokens on all replicas without padding, and this replica's batches.
 
-        An update that `agreement` does not let run may have no batches.
+        An update that `agreement` does not allow to run may have no batches.
 
         Raises:
             NextUpdateError: the batches of an update cannot be made.
@@ -72,35 +72,35 @@ class Updates:
             yield update, int(self._data.row_tokens[taken].sum()), batches
 
     def source_rows(self, update: Update) -> list[int]:
-        """Returns the data set rows of an update, sorted."""
+        """Returns the numbers of an update's data set rows, sorted."""
         packed = rows_of(update, self.rows, self._config.data, self._data.grouping)
         return sorted({row for number in packed for row in self._data.source_rows(number)})
 
     def places(self, update: Update) -> list[str]:
-        """Names the data set rows of an update."""
+        """Returns the locations of an update's data set rows, for messages."""
         return [self._place(row) for row in self.source_rows(update)]
 
     def epoch_after(self, update: Update) -> float:
-        """Returns the epochs that are done after an update."""
+        """Returns the number of epochs completed after an update, as a fraction."""
         return update.epoch + (update.first_row + update.rows) / self.rows
 
     def metrics(self, window: Sequence[Update]) -> dict[str, float]:
-        """Returns further numbers for the log of some updates, each of which is asked for once."""
+        """Returns further numbers for the log of some updates; called once per window of updates, in order."""
         return {}
 
     def warnings(self, means: Mapping[str, float], step: int) -> list[str]:
-        """Returns what to say about the means of a log at a step, once each; step 0 is the first evaluation."""
+        """Returns new warnings about the means of the log at a step; step 0 is the evaluation before training."""
         return []
 
     def evaluating(self) -> None:
-        """Called on all replicas before the held-out rows are measured."""
+        """Called on all replicas before an evaluation."""
 
     def evaluated(self, step: int) -> None:
-        """Called on all replicas after the held-out rows were measured, with the weights that they were measured by."""
+        """Called on all replicas after an evaluation, while the model still has the evaluated weights."""
 
     def document(self, step: int) -> dict[str, Any]:
-        """Returns what a checkpoint needs besides to continue after a step, of values for JSON."""
+        """Returns the JSON state that a checkpoint needs in addition to continue after a step."""
         return {}
 
     def restore(self, document: Mapping[str, Any]) -> None:
-        """Continues from a `document`."""
+        """Restores the state that `document` returned."""

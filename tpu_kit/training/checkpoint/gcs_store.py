@@ -1,6 +1,6 @@
-"""Commits checkpoints in an object store, which cannot rename: an object is created that names those that count.
+"""Commits checkpoints in an object store, which cannot rename: a commit creates an object that lists valid checkpoints.
 
-layout.py lists the names, which are those of a folder on a disk.
+layout.py lists the names, which folders on disks share.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from tpu_kit.training.checkpoint.manifest import CORRUPT, MANIFEST, Checkpoint, 
 class BucketStore(FolderStore):
     """The checkpoints of a run in an object store.
 
-    An object store has no locks that die with their holder. The object owner-<number>.json of the largest number names
-    the owner and the folders of the checkpoints that count. Each commit, and each new owner, creates the next number if
-    no object has that name (if-generation-match=0), which one process can do. So a former owner cannot commit any more,
-    and a machine that replaces another one goes on at once, from all that was committed before.
+    An object store has no locks that end with their holder. The object owner-<number>.json with the largest number
+    names the owner and the valid checkpoints. A commit, or a new owner, creates the next number on the condition that
+    no such object exists (if-generation-match=0), so only a single process succeeds. A former owner therefore cannot
+    commit any more, and a replacement machine continues at once from all committed checkpoints.
 
-    A former owner may create a deleted number again, but it is not the largest then; that is checked after each
-    creation. Nobody deletes the largest number, so what was never the largest never counts. Only the owner deletes what
-    has counted.
+    A former owner may create a deleted number again, but the number is not the largest; every creation is followed by
+    a check for that. The largest number is never deleted, so an object that was never the largest never becomes valid.
+    Only the owner deletes checkpoints that were valid.
 
-    What was copied here from another place, as its name tells, counts until the owner drops it: `dropped` holds its
-    name for as long as it has files.
+    A checkpoint copied from another place, which its name tells, is valid until the owner drops it: `dropped` has its
+    name as long as it has files.
     """
 
     files: ObjectFolder
@@ -63,7 +63,7 @@ class BucketStore(FolderStore):
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """See `FolderStore.writing`; takes the place over from a process of another machine."""
+        """See `FolderStore.writing`; takes over from a process on another machine."""
         path = _lock_file(self.files.url)
         with ExitStack() as held:
             try:
@@ -82,7 +82,7 @@ class BucketStore(FolderStore):
         self._delete(checkpoint.folder)
 
     def set_aside(self, folder: str) -> str:
-        """See `FolderStore.set_aside`; renames the manifest alone."""
+        """See `FolderStore.set_aside`; renames only the manifest."""
         manifest = f"{folder}/{MANIFEST}"
         self._update(drop=[folder])
         self.files.write(manifest + CORRUPT, self.files.read_all([manifest]).get(manifest, b""))
@@ -114,16 +114,16 @@ class BucketStore(FolderStore):
         try:
             yield
             self._update(add=[folder], drop=replaced)
-        except ValueError:  # after an OSError the files stay: the commit may have been made, and its answer lost
+        except ValueError:  # after an OSError the files stay: the commit may have succeeded, and its response was lost
             with suppress(OSError):
-                if folder not in self._snapshot()[1].counted:  # else the process that has taken over counts on it
+                if folder not in self._snapshot()[1].counted:  # otherwise the new owner has adopted it
                     self._delete(folder)
             raise
-        with suppress(OSError):  # else the next run's `_clean` deletes them
+        with suppress(OSError):  # the next run's `_clean` tries again
             self._delete(*replaced)
 
     def _put_tensors(self, name: str, tensors: Mapping[str, Tensor]) -> Entry:
-        with tempfile.TemporaryDirectory(prefix="tpu_kit-upload-") as staging:  # it holds one file at a time
+        with tempfile.TemporaryDirectory(prefix="tpu_kit-upload-") as staging:  # for a single file at a time
             path = Path(staging, "tensors")
             try:
                 entry = self._save(path, tensors)
@@ -137,7 +137,7 @@ class BucketStore(FolderStore):
 
     def _clean(self) -> None:
         listing = self.files.list()
-        self._check()  # only now: a later owner may have written files before the list was made
+        self._check()  # after the list, because a later owner may have written files before it
         left = set(self._sorted(listing, self._about).left)
         self.files.remove(name for name in listing if name.partition("/")[0] in left)
 
@@ -152,34 +152,34 @@ class BucketStore(FolderStore):
             try:
                 self._update()
                 break
-            except ValueError:  # another process has just committed a checkpoint, or taken over
+            except ValueError:  # another process has just committed a checkpoint or taken over
                 continue
         if not before.get("released", True):
             print(f"{before['holder']} was writing to {self.files.url}: this process takes it over", file=sys.stderr)
 
     def _release(self) -> None:
-        self._about["released"] = True  # so that the next owner is not told of this one
+        self._about["released"] = True  # the next owner then prints no takeover
         with suppress(OSError, ValueError):
             self._update()
 
     def _update(self, add: Iterable[str] = (), drop: Iterable[str] = ()) -> None:
-        """Changes the folders that count; raises ValueError if another process has become the owner."""
+        """Changes the list of valid folders; raises ValueError if another process has become the owner."""
         commits = [*(folder for folder in self._about["commits"] if folder not in {*drop}), *add]
         about = {**self._about, "commits": commits, "dropped": sorted({*self._about["dropped"], *drop})}
         try:
             self.files.create(owner_name(self._number + 1), json.dumps(about).encode())
         except FileExistsError:
-            self._check()  # an update whose answer was lost was made
+            self._check()  # the update may have succeeded, and its response was lost
             return self._update(add, drop)
         self._number += 1
         listing, self._about = self._check(), about
         there = {name.partition("/")[0] for name in listing}
         about["dropped"] = [folder for folder in about["dropped"] if folder in there]
-        with suppress(OSError):  # the next update deletes them
+        with suppress(OSError):  # the next update tries again
             self.files.remove(owner_name(number) for number in owner_numbers(listing) if number < self._number)
 
     def _check(self) -> Listing:
-        """Lists all objects; raises ValueError if one of them is a later owner's."""
+        """Lists all objects; raises ValueError if they include a later owner's object."""
         listing, number, owner = read_owner(self.files)
         if number > self._number and owner["id"] != self._about["id"]:
             raise in_use(self.files.url, owner["holder"])

@@ -1,8 +1,8 @@
 """Background writing, and the parts of a checkpoint that the hosts of a mesh write.
 
-Each host writes a file of tensors, such as training-3.safetensors, and then its receipt, training-3.json, with the
-file's size and digest. Host 0 commits the checkpoint once all receipts are there. Only the hosts of this launch know
-the name of the attempt's folder, so files of another launch are never mixed into a checkpoint.
+Every host writes a file of tensors, such as training-3.safetensors, and then its receipt, training-3.json, with the
+file's size and digest. Host 0 commits the checkpoint after all receipts exist. Only the hosts of this launch know the
+name of the attempt's folder, so files of another launch never get into a checkpoint.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 PATIENCE = 1800.0
-"""Seconds after which a part counts as lost. The loss of its host ends the run much sooner."""
-_PAUSE = 0.5  # seconds between two looks for receipts
+"""Seconds after which a part counts as lost. If its host is lost, the run ends much sooner."""
+_PAUSE = 0.5  # seconds between two checks for receipts
 
 
 class BackgroundWriter:
-    """Runs one write at a time in a thread. A context manager: on exit the last write has ended."""
+    """Runs one write at a time in a thread. As a context manager, it waits on exit until the last write has ended."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1)
@@ -36,19 +36,19 @@ class BackgroundWriter:
         return self
 
     def poll(self) -> None:
-        """Raises the error of the last write, if it has ended in one; never waits."""
+        """Raises the error of the last write, if it has failed; never waits."""
         if self._failed:
             self.wait()
 
     def wait(self) -> None:
-        """Waits until the last write is durable; raises, once, its error."""
+        """Waits until the last write is durable; raises its error, once."""
         if self._last is not None:
             wait_for([self._last])  # an interrupt leaves the write to the next `wait`
             last, self._last = self._last, None
             last.result()
 
     def close(self) -> None:
-        """Waits as `wait`."""
+        """Calls `wait`."""
         self.wait()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -57,7 +57,7 @@ class BackgroundWriter:
         except Exception as failure:
             if kind is None:
                 raise
-            print(failure, file=sys.stderr, flush=True)  # the error of the body tells more
+            print(failure, file=sys.stderr, flush=True)  # the context's own error matters more
 
     def _start(self, write: Callable[[], None]) -> None:
         self._last = self._executor.submit(write)
@@ -72,7 +72,7 @@ class Attempt:
     broken: Callable[[], bool]  # whether this host's own part could not be written
 
     def receipts(self, read: Callable[[], Mapping[str, bytes]]) -> dict[str, dict[str, Any]]:
-        """Waits for all receipts, which `read` returns by name; returns size and digest of each part by name.
+        """Waits for all receipts, which `read` returns by name; returns the parts' sizes and digests by file name.
 
         Raises:
             OSError: a part was not written.
@@ -80,7 +80,7 @@ class Attempt:
         until, wanted = time.monotonic() + PATIENCE, {f"training-{host}.json" for host in range(self.hosts)}
         while missing := sorted(wanted - (found := read()).keys()):
             if self.broken() or time.monotonic() > until:
-                why = "could not be written" if self.broken() else f"have not come within {PATIENCE:g} s"
+                why = "could not be written" if self.broken() else f"did not appear within {PATIENCE:g} s"
                 raise OSError(f"{', '.join(missing)} {why}: each host writes its part of a checkpoint")
             time.sleep(_PAUSE)
         return {name.replace(".json", ".safetensors"): json.loads(found[name]) for name in sorted(wanted)}

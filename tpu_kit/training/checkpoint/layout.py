@@ -1,15 +1,15 @@
-"""Defines the names in a run's checkpoints folder: the same on disks and in object stores, so that runs can be copied.
+"""Defines the names in a run's checkpoints folder. Disks and object stores share them, so that runs can be copied.
 
 <output_dir>/checkpoints/
-  step-00000400/             a complete checkpoint, from a disk; only its manifest counts, not its name
-    adapter_model.safetensors, state.json, ...
-    manifest.json            see tpu_kit.training.checkpoint.manifest
-  step-00000412-1f2e3d4c-3f9a1c07b2de/   likewise, from an object store: with a hash of its address, and an attempt
-  owner-00000007.json        of an object store: the folders that count there; see `gcs_store.BucketStore`
-  step-00000300.corrupt/     set aside by `CheckpointManager.newest`; in an object store the file manifest.json.corrupt
-  .step-00000412.3f9a1c07b2de.part/  on a disk: an attempt, or what a killed process has left of it
-  .step-00000412.old/        on a disk, for a moment, while the same step is saved again
-  .lock                      on a disk: held by the one process that writes here; names its host and PID
+
+- step-00000400/: a checkpoint written on a disk, with adapter_model.safetensors, state.json, ... and manifest.json,
+  which has the step that counts; see tpu_kit.training.checkpoint.manifest
+- step-00000412-1f2e3d4c-3f9a1c07b2de/: the same, written in an object store: a hash of its address, then an attempt
+- owner-00000007.json: in an object store, names the valid checkpoints; see `gcs_store.BucketStore`
+- step-00000300.corrupt/: set aside by `CheckpointManager.newest`; in an object store the file manifest.json.corrupt
+- .step-00000412.3f9a1c07b2de.part/: on a disk, an attempt, perhaps of a killed process
+- .step-00000412.old/: on a disk, exists briefly while the same step is saved again
+- .lock: on a disk, locked by the process that writes here; contains its host and PID
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tpu_kit.training.checkpoint.manifest import CORRUPT, MANIFEST
 
 Listing = Mapping[str, tuple[int, str]]
 Owner = Mapping[str, Any]
-"""The content of an owner object; empty where there is none."""
+"""The content of an owner object; empty if there is no owner object."""
 
 _ATTEMPT = re.compile(r"step-\d{8,}-(?P<place>[0-9a-f]{8})-[0-9a-f]{12}")
 _STEP = re.compile(r"step-\d+(-\w+)*")  # looks like a checkpoint, with or without its manifest
@@ -39,40 +39,40 @@ _ARCHIVE = re.compile(r".*\.(zip|tar|tgz|tbz2|txz|7z|rar)(\.\w+)?|.*\.(gz|bz2|xz
 
 
 def attempt_name(url: str) -> str:
-    """The name of an attempt in the object store at a URL, to be formatted with its `step` and `name`."""
+    """Returns a format string for the names of attempts in the object store at `url`, with `step` and `name`."""
     return f"step-{{step:08d}}-{place_hash(url)}-{{name}}"
 
 
 def place_hash(url: str) -> str:
-    """Tells attempts of this place from checkpoints that were copied here."""
+    """Returns a hash of a URL, which distinguishes attempts made there from checkpoints copied there."""
     return hashlib.blake2b(url.encode(), digest_size=4).hexdigest()
 
 
 def same_step(folder: str, step: int) -> bool:
-    """Whether a folder's name is one of a step."""
+    """Whether a folder has the name of a checkpoint of `step`."""
     return re.fullmatch(rf"step-0*{step}(-.*)?", folder) is not None
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What lies in a checkpoints folder, by the names of its folders."""
+    """The content of a checkpoints folder: names of its folders, by kind."""
 
-    counted: list[str] = field(default_factory=list)  # checkpoints; of one step the last one counts
-    left: list[str] = field(default_factory=list)  # of killed processes, or not yet committed
-    aside: list[str] = field(default_factory=list)
-    strange: dict[str, str] = field(default_factory=dict)  # any other file or folder, and what it seems to be
+    counted: list[str] = field(default_factory=list)  # checkpoints; of equal steps the last is valid
+    left: list[str] = field(default_factory=list)  # from killed processes, or not yet committed
+    aside: list[str] = field(default_factory=list)  # set aside as damaged
+    strange: dict[str, str] = field(default_factory=dict)  # any other file or folder -> its description
 
 
 def sort_out(listing: Iterable[str], owner: Owner, here: str = "") -> Contents:
-    """Sorts the files of a checkpoints folder, by name, into what they belong to.
+    """Sorts the files of a checkpoints folder, by name, into `Contents`.
 
-    Without an owner object, all folders with a manifest are checkpoints. With one, an attempt is one if the owner says
-    so, at the place of the owner object and `here`; and what comes from another place, until the owner drops it.
+    Without an owner object, all folders with a manifest are checkpoints. With it, an attempt made here or where the
+    object was made is a checkpoint if the object lists it; folders from elsewhere are, until the owner drops them.
 
     Args:
         listing: the names of all files.
         owner: the newest owner object.
-        here: `place_hash` of the place; empty on a disk.
+        here: `place_hash` of this place; empty on a disk.
     """
     inside: dict[str, set[str]] = {}
     for name in listing:
@@ -81,8 +81,8 @@ def sort_out(listing: Iterable[str], owner: Owner, here: str = "") -> Contents:
     commits, dropped = owner.get("commits", []), owner.get("dropped", [])
     decided = {here, owner.get("place")} if owner else set()
     found = Contents()
-    # Hidden names come first, so that a step's new checkpoint hides the old one that it is about to replace, and
-    # attempts before other names, so that what a run saves on a disk hides what came from an object store.
+    # The last checkpoint of a step is valid. Hidden names come first, so that a step's new checkpoint supersedes its
+    # predecessor (.old). Attempts come next, so that a save on a disk supersedes a copy from an object store.
     for folder in sorted(inside, key=lambda name: (name[0] != ".", not _ATTEMPT.fullmatch(name), name)):
         names, attempt = inside[folder], _ATTEMPT.fullmatch(folder)
         if folder.endswith(PART):
@@ -106,13 +106,13 @@ def _deeper(inside: Iterable[str]) -> list[str]:
 
 
 def describe(name: str, inside: Iterable[str]) -> str:
-    """Says what a file (`inside` is {""}), or a folder with these files inside, seems to be."""
+    """Describes a file (`inside` is {""}) or a folder with these files that is not a checkpoint."""
     inside = set(inside)
     if deeper := _deeper(inside):
         return f"holds {deeper[0]}: it is one folder too deep, or of an earlier tpu_kit"
     if _OF_TRAINER.fullmatch(name) or "trainer_state.json" in inside:
         return (
-            "is a checkpoint of transformers' Trainer, which the kit does not continue; it can be a start: set "
+            "is a checkpoint of transformers' Trainer, which the kit does not continue; to start from its weights, set "
             "lora.adapter to its adapter, or model.name to its whole model"
         )
     if _ARCHIVE.fullmatch(name) and inside == {""}:
@@ -121,7 +121,7 @@ def describe(name: str, inside: Iterable[str]) -> str:
 
 
 def lies_around(run: LocalFolder | ObjectFolder) -> list[str]:
-    """Says what in a run's folder, which has no checkpoints, tells of a run; empty if nothing does."""
+    """Describes traces of a run in a run folder without checkpoints; empty if there are none."""
     names, found = run.names(), []
     for name in sorted(names):
         folder, plain = name.endswith("/"), name.rstrip("/")
@@ -137,21 +137,21 @@ def lies_around(run: LocalFolder | ObjectFolder) -> list[str]:
 
 
 def owner_name(number: int) -> str:
-    """The name of an owner object."""
+    """Returns the name of an owner object."""
     return f"owner-{number:08d}.json"
 
 
 def owner_numbers(names: Iterable[str]) -> list[int]:
-    """The numbers of the owner objects among names."""
+    """Returns the numbers of the owner objects among `names`."""
     return [int(match[1]) for name in names if (match := _OWNER.fullmatch(name))]
 
 
 def read_owner(files: LocalFolder | ObjectFolder) -> tuple[Listing, int, Owner]:
-    """Lists all files; returns the number and the content of the newest owner object too, or -1 and nothing."""
+    """Returns the listing of all files, and the newest owner object's number and content, or -1 and {}."""
     while True:
         listing = files.list()
         number = max(owner_numbers(listing), default=-1)
         if number < 0:
             return listing, number, {}
-        with suppress(FileNotFoundError):  # a commit has replaced it since
+        with suppress(FileNotFoundError):  # a commit may have replaced it
             return listing, number, json.loads(files.read(owner_name(number)))

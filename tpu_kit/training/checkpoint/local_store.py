@@ -1,7 +1,7 @@
-"""Commits checkpoints in a folder of this machine, in steps that `gcs_store` shares.
+"""Commits checkpoints in a folder of this machine; `gcs_store` shares the protocol.
 
-The files of an attempt to save a step, and the parts of several hosts, are written under its random name, then the
-manifest. Then one atomic operation makes the checkpoint valid: here a rename. layout.py lists the names.
+An attempt to save a step writes its files, and the parts of several hosts, into a folder with a random name, then the
+manifest. Then an atomic operation makes the checkpoint valid: here a rename. layout.py lists the names.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ Entry = dict[str, Any]
 
 
 class FolderStore:
-    """The checkpoints of a run. All processes may read and write parts; the one within `writing` changes the rest."""
+    """The checkpoints of a run. Any process may read and write parts; only the process in `writing` may do the rest."""
 
     files: LocalFolder | ObjectFolder
     attempt_name = f".step-{{step:08d}}.{{name}}{PART}"
@@ -67,7 +67,7 @@ class FolderStore:
         self.folder, self.files = place, LocalFolder(place)
 
     def list_checkpoints(self, verify: bool = False) -> tuple[list[Checkpoint], list[Rejected]]:
-        """See `manager.list_checkpoints`. The writer may change the place during a look: two must agree on damage."""
+        """See `manager.list_checkpoints`. The writer may change files meanwhile, so two scans must agree on damage."""
         damaged: list[Rejected] = []
         while True:
             good, now = self._look(verify)
@@ -93,43 +93,43 @@ class FolderStore:
         return [found[step] for step in sorted(found)], rejected
 
     def contents(self) -> Contents:
-        """What lies at the place."""
+        """Returns the content of the checkpoints folder."""
         return self._snapshot()[1]
 
     def write_part(self, step: int, attempt: str, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """Writes the part `name` of one of several hosts, then its receipt; see `host_parts`."""
+        """Writes a host's part `name` of a step, then its receipt; see `host_parts`."""
         folder = self.attempt_name.format(step=step, name=attempt)
         entry = self._put_tensors(f"{folder}/{name}.safetensors", tensors)
         self._put(f"{folder}/{name}.json", json.dumps(entry))
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Makes this process the writer, and removes the leftovers of killed ones.
+        """Makes this process the writer, and removes the leftovers of killed processes.
 
         Raises:
             ValueError: another process writes there.
-            OSError: the place cannot be written to; the text says what to do.
+            OSError: the folder cannot be written to; the message names the next action.
         """
         make_folder(self.folder)
         with lock(self.folder / ".lock", self.folder) as alone:
-            if alone:  # the writers of leftovers are dead
+            if alone:  # the processes that wrote the leftovers have ended
                 self._clean()
             yield
 
     def write(
         self, about: Mapping[str, Any], tensors: Tensors, texts: Mapping[str, str], attempt: Attempt | None = None
     ) -> None:
-        """Writes the files, then the manifest, then commits the checkpoint in place of one of the same step.
+        """Writes the files, then the manifest, then commits the checkpoint; it replaces a checkpoint of the same step.
 
         Args:
             about: the manifest without its files.
-            tensors: by name of the file.
-            texts: by name of the file.
-            attempt: of several hosts, whose parts become files of the checkpoint.
+            tensors: file name without ".safetensors" -> tensors by name.
+            texts: file name -> content.
+            attempt: the attempt of several hosts, whose parts become files of the checkpoint.
 
         Raises:
-            ValueError: another process has become the writer in the meantime.
-            OSError: the place, or the temporary folder of this machine, cannot be written to.
+            ValueError: another process has become the writer.
+            OSError: the folder, or this machine's temporary folder, cannot be written to.
         """
         step, name = about["step"], attempt.name if attempt else secrets.token_hex(6)
         folder = self.attempt_name.format(step=step, name=name)
@@ -142,7 +142,7 @@ class FolderStore:
             self._put(f"{folder}/{MANIFEST}", seal({**about, "files": entries}))
 
     def discard(self, checkpoint: Checkpoint) -> None:
-        """Deletes a checkpoint; if killed in between, it leaves none that looks damaged. Raises OSError."""
+        """Deletes a checkpoint; if killed meanwhile, it leaves no damaged checkpoint. Raises OSError."""
         self._remove(self.folder / checkpoint.folder)
 
     def set_aside(self, folder: str) -> str:
@@ -150,12 +150,12 @@ class FolderStore:
         aside = self.folder / f"{folder}{CORRUPT}"
         if aside.exists():
             aside = self.folder / f"{folder}.{time.time_ns()}{CORRUPT}"
-        with suppress(FileNotFoundError):  # an owner object names it, and it has no files
+        with suppress(FileNotFoundError):  # an owner object lists it, but its files are lost
             (self.folder / folder).rename(aside)
         return aside.name
 
     def restart(self) -> None:
-        """Moves all that is there to `previous`, whose content it deletes."""
+        """Replaces the content of `previous` by the whole content of the folder."""
         previous = self.previous
         entries = [path for path in self.folder.iterdir() if path.name not in (".lock", previous.name, "lost+found")]
         if entries:
@@ -167,20 +167,20 @@ class FolderStore:
 
     @property
     def previous(self) -> Path:
-        """Where `restart` moves the checkpoints: beside them, on their disk, or inside where that is a whole disk."""
+        """The folder to which `restart` moves checkpoints: beside theirs, or inside it if it is a whole disk."""
         folder = self.folder.resolve()
         beside = folder.with_name(f"{folder.name}.previous")
         inside = os.path.ismount(folder) or not os.access(folder.parent, os.W_OK)
         return folder / ".previous" if inside else beside
 
     def _snapshot(self) -> tuple[Listing, Contents]:
-        """Lists all files, and sorts them into what they belong to."""
-        listing, _, owner = read_owner(self.files)  # of the object store that they were copied from
+        """Lists all files and sorts them."""
+        listing, _, owner = read_owner(self.files)  # copied from an object store, if there is an owner object
         return listing, sort_out(listing, owner)
 
     @contextmanager
     def _commit(self, folder: str, step: int, shared: bool) -> Iterator[None]:
-        """Makes the attempt in a folder the checkpoint of a step, if the block raises nothing."""
+        """Makes the attempt in a folder the checkpoint of a step, unless the context raises an error."""
         part = self.folder / folder
         part.mkdir(exist_ok=True)
         try:
@@ -188,14 +188,14 @@ class FolderStore:
             with atomic.replacing(self.folder / f"step-{step:08d}", durable=True) as new:
                 part.rename(new)
         except BaseException:
-            if not shared:  # else other hosts may still write there
+            if not shared:  # in a shared folder other hosts may still write
                 shutil.rmtree(part, ignore_errors=True)
             raise
-        with suppress(OSError):  # the next commit does it
+        with suppress(OSError):  # the next commit tries again
             self._settle(step)
 
     def _settle(self, step: int) -> None:
-        """After a commit: removes what was copied from an object store and is the same step, or did not count there."""
+        """Removes, after a commit, folders copied from an object store: other copies of the step, and invalid ones."""
         listing, contents = self._snapshot()
         left = [name for name in contents.left if not name.endswith(PART)]
         others = [name for name in contents.counted if same_step(name, step) and name != f"step-{step:08d}"]
@@ -208,7 +208,7 @@ class FolderStore:
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         entry = self._save(path, tensors)
-        with suppress(OSError):  # safetensors writes with mode 600; some folders allow no chmod
+        with suppress(OSError):  # safetensors sets mode 600; some file systems have no chmod
             path.chmod(path.parent.stat().st_mode & 0o666)
         atomic.sync(path)
         return entry
@@ -244,10 +244,10 @@ class FolderStore:
 
 @contextmanager
 def lock(path: Path, place: Path | str) -> Iterator[bool]:
-    """Locks a file; yields False if its file system has no locks. The lock ends with this process, too.
+    """Locks a file; yields False if its file system has no locks. The lock also ends if this process ends.
 
     Raises:
-        ValueError: another process holds it, and writes to the place.
+        ValueError: another process holds the lock, and writes to `place`.
     """
     with path.open("a+") as file:
         try:

@@ -1,4 +1,4 @@
-"""Saves a run's checkpoints in the background, deletes surplus ones, finds the newest, and lists them for the user."""
+"""Saves a run's checkpoints in the background, deletes old ones, finds the newest, and lists them for the user."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ from tpu_kit.training.checkpoint.manifest import (
     holder_name,
 )
 
-_SHOWN = 6  # lines of what lies in a folder
-_UNITS = (("d", 86400), ("h", 3600), ("min", 60))  # of an age, with their seconds
+_SHOWN = 6  # most files listed in an error
+_UNITS = (("d", 86400), ("h", 3600), ("min", 60))  # units of an age, in seconds
 
 
 class CheckpointManager(BackgroundWriter):
-    """Writes a run's checkpoints, in one process at a time; other processes use `list_checkpoints`.
+    """Writes a run's checkpoints, in a single process at a time; other processes use `list_checkpoints`.
 
-    A context manager: on exit the last checkpoint becomes durable, and another process may write.
+    As a context manager, it waits on exit until the last checkpoint is durable; then another process may write.
 
     Args:
-        place: `<output_dir>/checkpoints`, a folder (made if missing) or a URL in an object store.
-        keep: number of the newest checkpoints that are kept, besides the best one.
+        place: `<output_dir>/checkpoints`, a folder (created if missing) or a URL in an object store.
+        keep: number of newest checkpoints that are kept, in addition to the best checkpoint.
         keep_every: checkpoints whose step is a multiple of this are never deleted.
         clock: seconds since the epoch, for the manifests.
 
     Raises:
-        ValueError: the place cannot be written to, or another process writes there.
+        ValueError: `place` cannot be written to, or another process writes there.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class CheckpointManager(BackgroundWriter):
         assert keep >= 1 and (keep_every is None or keep_every >= 1), (keep, keep_every)
         self.place, self.keep, self.keep_every, self.clock = place, keep, keep_every, clock
         super().__init__()
-        self.rejected: list[Rejected] = []  # set aside by `newest`
+        self.rejected: list[Rejected] = []  # checkpoints that `newest` has set aside
         self._durable: int | None = None  # the step of the newest checkpoint that was written or verified
         self._held = ExitStack()
         try:
@@ -76,25 +76,25 @@ class CheckpointManager(BackgroundWriter):
             raise ValueError(f"{place} cannot be written to{f': {why}' if is_url(place) else local}") from error
 
     def close(self) -> None:
-        """Waits until the last checkpoint is durable and releases the lock; raises as `wait` does."""
+        """Waits until the last checkpoint is durable and releases the lock; raises the errors of `wait`."""
         try:
             super().close()
         finally:
             self._held.close()
 
     def complete(self) -> list[Checkpoint]:
-        """All checkpoints with a valid manifest and files of the right size, the smallest step first."""
+        """Returns all checkpoints with a valid manifest and files of the right size, by ascending step."""
         return self._store.list_checkpoints()[0]
 
     def newest(self) -> Checkpoint | None:
-        """Checks the checkpoints from the largest step down; returns the first that is not damaged, or None.
+        """Verifies the checkpoints from the largest step down; returns the first that is not damaged, or None.
 
-        Damaged ones of larger steps are renamed to *.corrupt, reported on stderr, and added to `rejected`.
+        Damaged checkpoints of larger steps are renamed to *.corrupt, reported on stderr, and added to `rejected`.
 
         Raises:
-            ValueError: one has a format that this tpu_kit does not read, or there is none, but something else, such as
-                a damaged one or a part of a copy; see `remains`.
-            OSError: the place cannot be read.
+            ValueError: a checkpoint has a format that this tpu_kit does not read; or there is no good checkpoint, but
+                other files, such as a damaged checkpoint or part of a copy (see `remains`).
+            OSError: `place` cannot be read.
         """
         complete, damaged = self._store.list_checkpoints()
         newest: Checkpoint | None = None
@@ -117,12 +117,12 @@ class CheckpointManager(BackgroundWriter):
         return newest
 
     def restart(self) -> None:
-        """Moves all checkpoints to `<place>.previous`, whose content it deletes, for a run that starts anew."""
+        """Replaces the content of `<place>.previous` by all checkpoints, for a run that starts anew."""
         self.wait()
         self._store.restart()
 
     def withdraw(self, step: int) -> None:
-        """Sets aside the checkpoints of this and later steps, which were written after the training diverged."""
+        """Sets aside the checkpoints of `step` and later steps, because the training diverged."""
         self.wait()
         for checkpoint in self.complete():
             if checkpoint.step >= step:
@@ -138,25 +138,25 @@ class CheckpointManager(BackgroundWriter):
         best: bool = False,
         attempt: Attempt | None = None,
     ) -> None:
-        """Waits for the previous checkpoint, then starts to write one in a thread, in place of one of the same step.
+        """Waits for the previous checkpoint, then writes a new one in a thread, replacing any of the same step.
 
         Args:
-            step: updates done.
-            tensors: file name without ".safetensors" to CPU tensors, which must not change any more.
-            documents: file name without ".json" to values for `json.dumps`.
-            metrics: shown in lists.
-            best: whether it is the best so far: it is then kept until a better one is saved.
-            attempt: of several hosts, from `HostParts.save`.
+            step: number of updates done.
+            tensors: file name without ".safetensors" -> CPU tensors, which must not change any more.
+            documents: file name without ".json" -> values for `json.dumps`.
+            metrics: metrics to show in lists.
+            best: whether this checkpoint is the best so far; it is then kept until a better checkpoint is saved.
+            attempt: the attempt of several hosts, from `HostParts.save`.
 
         Raises:
-            OSError: the previous one could not be written, or there is no room for this one.
-            ValueError: another process has written there in the meantime.
+            OSError: the previous checkpoint could not be written, or there is too little space.
+            ValueError: another process has become the writer.
         """
         self.wait()
         written = {f"{name}.json": json.dumps(content) for name, content in documents.items()}
         assert MANIFEST not in written and all("/" not in name for name in (*written, *tensors)), "bad file names"
         sizes = [value.numel() * value.element_size() for group in tensors.values() for value in group.values()]
-        # A header takes some 100 bytes a tensor, and a file is rounded up to the file system's block.
+        # A header takes about 100 bytes per tensor, and a file is rounded up to the file system's blocks.
         files = len(tensors) + len(written) + 1
         needed = sum(sizes) + sum(len(text.encode()) for text in written.values()) + 256 * len(sizes) + 8192 * files
         self.make_room(step, needed)
@@ -176,7 +176,7 @@ class CheckpointManager(BackgroundWriter):
             raise self._failure(about["step"], error, needed) from error
 
     def _surplus(self, keep: int) -> list[Checkpoint]:
-        """The checkpoints that may be deleted: all but the `keep` newest, the best, and those of `keep_every`."""
+        """Returns the checkpoints to delete: all but the `keep` newest, the best, and multiples of `keep_every`."""
         complete = self.complete()
         best = best_of(complete)
         stay = [best.step] if best is not None else []
@@ -187,7 +187,7 @@ class CheckpointManager(BackgroundWriter):
     def _discard(self, checkpoint: Checkpoint) -> None:
         try:
             self._store.discard(checkpoint)
-        except OSError as error:  # no reason to end a run: `save` checks the room
+        except OSError as error:  # the run goes on: `save` checks the free space
             _warn(f"{checkpoint.path} could not be deleted ({error.strerror})")
 
     def _set_aside(self, rejected: Rejected) -> None:
@@ -196,10 +196,10 @@ class CheckpointManager(BackgroundWriter):
         _warn(f"{rejected.reason}; the checkpoint is set aside as {aside}")
 
     def make_room(self, step: int, needed: int) -> None:
-        """Makes room for a checkpoint of `needed` bytes; the newest, the best and those of `keep_every` stay.
+        """Frees space for `needed` bytes by deleting checkpoints, except the newest, the best and `keep_every`'s.
 
         Raises:
-            OSError: the previous one could not be written, or there is no room.
+            OSError: the previous checkpoint could not be written, or there is not enough space.
         """
         self.wait()
         if is_url(self.place) or (free := shutil.disk_usage(self.place).free) >= needed:
@@ -213,11 +213,11 @@ class CheckpointManager(BackgroundWriter):
             self._discard(older)
 
     def _failure(self, step: int, error: Exception, needed: int) -> OSError:
-        """Makes the error for the user from the `error` of a write."""
+        """Makes the error message of a failed write, with the next action."""
         code = atomic.error_number(error)
         last = f"The checkpoint of step {self._durable} stays good" if self._durable else "There is no earlier one"
         text = f"the checkpoint of step {step} could not be written to {self.place}"
-        if is_url(self.place) or getattr(error, "errno", code) is None:  # not of the disk
+        if is_url(self.place) or getattr(error, "errno", code) is None:  # not a disk error
             return OSError(code, f"{text}: {getattr(error, 'strerror', None) or error}. {last}")
         room = "delete something there or lower checkpoint.keep, or " if code in (errno.ENOSPC, errno.EDQUOT) else ""
         advice = f"It needs {needed:,} bytes: {room}set output_dir to another disk"
@@ -225,14 +225,14 @@ class CheckpointManager(BackgroundWriter):
 
 
 class HostParts(BackgroundWriter):
-    """Writes, on each host of a mesh, the shards of its devices in the background; see `host_parts`.
+    """Writes the shards of this host's devices, on a mesh of several hosts, in the background; see `host_parts`.
 
     Args:
-        place: of `CheckpointManager`; hosts share a folder.
+        place: the `place` of `CheckpointManager`, a URL or a folder that all hosts share.
         host: number of this host, below `hosts`.
         hosts: number of hosts.
-        token: the same number on all hosts of a launch, and another one in each launch.
-        make_room: takes the step and the bytes of a part, and returns once there is room for the parts of all hosts.
+        token: a number that is equal on all hosts of a launch and differs between launches.
+        make_room: takes the step and the bytes of a part; returns when there is space for the parts of all hosts.
     """
 
     def __init__(
@@ -243,7 +243,7 @@ class HostParts(BackgroundWriter):
         self._host, self._hosts, self._token, self._saves = host, hosts, token, 0
 
     def save(self, step: int, tensors: Mapping[str, Tensor]) -> Attempt:
-        """Starts to write this host's part of a step, of CPU tensors; raises OSError if the previous one failed.
+        """Starts to write this host's part of a step, CPU tensors; raises OSError if the previous part failed.
 
         All hosts save the same steps. On host 0 `CheckpointManager.save` commits the attempt.
         """
@@ -261,35 +261,35 @@ def _warn(text: str) -> None:
 
 
 def open_store(place: Path | str) -> FolderStore:
-    """The store of the checkpoints in a folder or at a URL."""
+    """Returns the store of the checkpoints in a folder or at a URL."""
     return BucketStore(str(place)) if is_url(place) else FolderStore(Path(place))
 
 
 def list_checkpoints(place: Path | str, *, verify: bool = False) -> tuple[list[Checkpoint], list[Rejected]]:
-    """Lists a run's complete checkpoints, the smallest step first, and the damaged ones; may run beside the writer.
+    """Lists a run's complete checkpoints by ascending step, and its damaged checkpoints; may run beside the writer.
 
     Args:
         place: `<output_dir>/checkpoints`, a folder or a URL; may be missing.
-        verify: whether to check the content of all files of a folder; an object store lists digests anyway.
+        verify: whether to check the content of all files in a folder; an object store always lists digests.
 
     Raises:
-        ValueError: one has a format that this tpu_kit does not read.
+        ValueError: a checkpoint has a format that this tpu_kit does not read.
         OSError: an object store cannot be read.
     """
     return open_store(place).list_checkpoints(verify)
 
 
 def remains(place: Path | str, damaged: Sequence[Rejected] | None = None) -> list[str]:
-    """Says what lies in a checkpoints folder without a complete one; empty where a run may begin.
+    """Describes the content of a checkpoints folder without a complete checkpoint; empty if a run may begin there.
 
-    Such as a part of a copy, what was set aside, or a checkpoint of another tool.
+    Examples are part of a copy, checkpoints that were set aside, or a checkpoint of another tool.
 
     Args:
         place: as in `list_checkpoints`.
-        damaged: of `list_checkpoints`; None lists them.
+        damaged: the damaged checkpoints from `list_checkpoints`; None lists them.
 
     Raises:
-        OSError: the place cannot be read.
+        OSError: `place` cannot be read.
     """
     store = open_store(place)
     damaged = store.list_checkpoints()[1] if damaged is None else damaged
@@ -301,7 +301,7 @@ def remains(place: Path | str, damaged: Sequence[Rejected] | None = None) -> lis
 
 
 def not_empty(place: Path | str, found: Sequence[str]) -> ValueError:
-    """Makes the error for a run without a complete checkpoint in whose folder lies what `remains` has found."""
+    """Makes the error for a run without a complete checkpoint, from the descriptions that `remains` returned."""
     more = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
     return ValueError(
         f"{place} has no complete checkpoint, but this is there:\n  "
@@ -314,7 +314,7 @@ def print_checkpoints(run: str, verify: bool = False, as_json: bool = False) -> 
     """Prints the checkpoints of a run, from its output_dir or the checkpoints folder there.
 
     Returns:
-        The exit code: 1 if one is damaged or of another format, or the object store cannot be read.
+        The exit code: 1 if a checkpoint is damaged or of another format, or the object store cannot be read.
 
     Raises:
         ConfigError: there is no such folder.

@@ -1,9 +1,9 @@
 """Defines the format of a checkpoint: reads it and checks it against its manifest.
 
-The manifest holds a format number, the step, the time, metrics, and the size and MD5 of every file, which object stores
-compute too: so a checkpoint can be copied from a folder to an object store and back. A folder without a valid manifest
-is no checkpoint. Tensors are safetensors, everything else is JSON (Python's, with NaN and Infinity): nothing is
-unpickled.
+The manifest has a format number, the step, the time, metrics, and the size and MD5 of every file. Object stores compute
+the same digest, so a checkpoint can be copied from a folder to an object store and back. A folder without a valid
+manifest is not a checkpoint. Tensors are safetensors, everything else is JSON (Python's, with NaN and Infinity), and
+nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tpu_kit.machine.storage.object_store import ObjectFolder, leads_out
 MANIFEST = "manifest.json"
 FORMAT = 4
 CORRUPT = ".corrupt"  # suffix of a checkpoint that is set aside
-_READ_BYTES = 16 * MIB  # of a request
+_READ_BYTES = 16 * MIB  # per request
 
 
 Tensors = Mapping[str, Mapping[str, Tensor]]
@@ -37,33 +37,33 @@ Tensors = Mapping[str, Mapping[str, Tensor]]
 
 
 Select = Callable[[str], bool]
-"""Whether a tensor of a file is wanted, by its name."""
+"""Takes a tensor's name; returns whether to read the tensor."""
 
 
 class DamagedError(ValueError):
-    """A checkpoint differs from its manifest, or has none; the text names the file."""
+    """A checkpoint differs from its manifest or has none; the message names the file."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One complete checkpoint. Its files are read into memory, block by block."""
+    """A complete checkpoint. Its files are read into memory block by block."""
 
-    step: int  # updates done
+    step: int  # number of updates done
     path: Path | str  # its folder or URL, for users
-    created: float  # seconds since the epoch, by the writer's clock; the order is by step
-    metrics: dict[str, float]  # of `CheckpointManager.save`
-    best: bool  # whether it was the best of its run when it was saved; see `best_of`
-    files: dict[str, tuple[int, str]]  # name to (bytes, MD5), without the manifest
+    created: float  # seconds since the epoch on the writer's clock; checkpoints are ordered by step
+    metrics: dict[str, float]  # from `CheckpointManager.save`
+    best: bool  # whether it was the run's best checkpoint when it was saved; see `best_of`
+    files: dict[str, tuple[int, str]]  # name -> (bytes, MD5), without the manifest
     source: LocalFolder | ObjectFolder = field(repr=False, compare=False)  # the folder of the run's checkpoints
-    folder: str  # its name there
+    folder: str  # its name in `source`
 
     @property
     def size(self) -> int:
-        """Bytes of all its files without the manifest."""
+        """Bytes of all its files, without the manifest."""
         return sum(size for size, _ in self.files.values())
 
     def check(self, listing: Mapping[str, tuple[int, str]]) -> None:
-        """Raises DamagedError at the first file that is missing or has another size or MD5 in `source.list`."""
+        """Raises DamagedError for the first file that is missing or has another size or MD5 in `source.list`."""
         for name, (size, digest) in self.files.items():
             if f"{self.folder}/{name}" not in listing:
                 raise DamagedError(f"{self._place(name)} is missing")
@@ -74,14 +74,14 @@ class Checkpoint:
                 raise self._changed(name)
 
     def verify(self, *names: str) -> None:
-        """Checks the content of all files, or of some; raises DamagedError at the first that has changed."""
+        """Checks the content of all files, or of `names`; raises DamagedError for the first file that has changed."""
         self.check(listing := self.source.list(self.folder))
         for name in names or self.files:
             if not listing[f"{self.folder}/{name}"][1] and self._digest(name) != self.files[name][1]:
                 raise self._changed(name)
 
     def document(self, name: str) -> Any:
-        """Reads `<name>.json`; raises DamagedError, and ValueError if there is no such file."""
+        """Reads `<name>.json`; raises DamagedError, or ValueError if the checkpoint has no such file."""
         self._open(file := f"{name}.json")
         content = self._read(file)
         if new_digest(content).hexdigest() != self.files[file][1]:
@@ -89,12 +89,12 @@ class Checkpoint:
         return json.loads(content)
 
     def tensors(self, name: str, select: Select | None = None) -> dict[str, Tensor]:
-        """Reads CPU tensors of `<name>.safetensors`, by default all; see `document` for the errors."""
+        """Reads CPU tensors of `<name>.safetensors`, by default all; raises the errors of `document`."""
         self._open(file := f"{name}.safetensors")
-        if select is not None:  # else the digest of what is read is compared
+        if select is not None:  # without `select` the digest is computed while reading
             self.verify(file)
         content, found = new_digest(), dict[str, Tensor]()
-        begin, block = 0, b""  # the last block that was read, and where it begins
+        begin, block = 0, b""  # the last block that was read, and its offset
 
         def read(start: int, end: int) -> bytes:
             nonlocal begin, block
@@ -118,7 +118,7 @@ class Checkpoint:
                     for at in range(start, end, _READ_BYTES):
                         upto = min(at + _READ_BYTES, end)
                         room[at - start : upto - start] = read(at, upto)
-        except DamagedError:  # it is missing
+        except DamagedError:  # the file is missing
             raise
         except (KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
             raise self._changed(file) from error
@@ -127,7 +127,7 @@ class Checkpoint:
         return found
 
     def _open(self, name: str) -> None:
-        """Raises ValueError if there is no such file, and DamagedError if one of all files is not as it was."""
+        """Raises ValueError if there is no such file, and DamagedError if any file of the checkpoint has changed."""
         if name not in self.files:
             raise ValueError(f"{self.path} holds no {name}; it holds {', '.join(sorted(self.files))}")
         self.check(self.source.list(self.folder))
@@ -139,7 +139,7 @@ class Checkpoint:
             raise DamagedError(f"{self._place(name)} is missing") from error
 
     def _digest(self, name: str) -> str:
-        """The MD5 of a file that `source.list` has none for: on a disk, or an object that was uploaded in parts."""
+        """Computes the MD5 of a file without an MD5 in `source.list`: on a disk, or an object uploaded in parts."""
         found, size = new_digest(), self.files[name][0]
         for start in range(0, size, _READ_BYTES):
             found.update(self._read(name, start, min(start + _READ_BYTES, size)))
@@ -149,12 +149,12 @@ class Checkpoint:
         return self.source.place(f"{self.folder}/{name}")
 
     def _changed(self, name: str) -> DamagedError:
-        return DamagedError(f"{self._place(name)} is not what was written: its MD5 is another")
+        return DamagedError(f"{self._place(name)} has changed since it was written: its MD5 differs")
 
 
 @dataclass(frozen=True)
 class Rejected:
-    """A damaged checkpoint, and the reason."""
+    """A damaged checkpoint and the reason."""
 
     folder: str  # see `Checkpoint`
     path: Path | str
@@ -162,23 +162,23 @@ class Rejected:
 
 
 def holder_name() -> str:
-    """The name of this process in manifests, locks and errors."""
+    """Returns the name of this process for manifests, locks and errors."""
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 def in_use(place: Path | str, holder: str) -> ValueError:
     """Makes the error for a place where another process writes."""
     text = f"{place} is being written to by {holder}"
-    return ValueError(f"{text}: end that one first, or set another run_name or output_dir")
+    return ValueError(f"{text}: end that process first, or set another run_name or output_dir")
 
 
 def best_of(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
-    """The best of checkpoints in the order of their steps: the last that was better than all before it."""
+    """Returns the best of checkpoints, given by ascending step: the last that was the best when it was saved."""
     return next((checkpoint for checkpoint in reversed(checkpoints) if checkpoint.best), None)
 
 
 def read_checkpoint(source: LocalFolder | ObjectFolder, folder: str, text: bytes | None) -> Checkpoint:
-    """Makes a checkpoint from the text of its manifest; raises as `unseal`."""
+    """Makes a checkpoint from its manifest's text; raises DamagedError if that is None, and the errors of `unseal`."""
     place = source.place(f"{folder}/{MANIFEST}")
     if text is None:
         raise DamagedError(f"{place} is missing")
@@ -189,19 +189,19 @@ def read_checkpoint(source: LocalFolder | ObjectFolder, folder: str, text: bytes
 
 
 def unseal(text: bytes, file: Path | str, place: Path | str) -> dict[str, Any]:
-    """Reads a manifest that `seal` made; errors name its file and the checkpoint's place.
+    """Parses a manifest that `seal` made; errors name its file and the checkpoint's location.
 
     Raises:
-        DamagedError: its content has changed.
-        ValueError: this tpu_kit does not read its format.
+        DamagedError: the content has changed.
+        ValueError: this tpu_kit does not read the format.
     """
     try:
         manifest: dict[str, Any] = json.loads(text)
         sealed = manifest.pop("sha256") == _seal(manifest)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise DamagedError(f"{file} is no manifest") from error
+        raise DamagedError(f"{file} is not a manifest") from error
     if not sealed:
-        raise DamagedError(f"{file} is not what was written: its SHA-256 is another")
+        raise DamagedError(f"{file} has changed since it was written: its SHA-256 differs")
     if manifest["format"] != FORMAT:
         raise ValueError(
             f"{place} has format {manifest['format']}, and this tpu_kit reads {FORMAT}: use the tpu_kit that wrote it, "
@@ -213,7 +213,7 @@ def unseal(text: bytes, file: Path | str, place: Path | str) -> dict[str, Any]:
 
 
 def seal(manifest: Mapping[str, Any]) -> str:
-    """The manifest's text with the SHA-256 of its content, which also detects a flipped bit in a metric."""
+    """Returns the manifest's text with the SHA-256 of its content, which also detects a flipped bit in a metric."""
     return json.dumps({**manifest, "sha256": _seal(manifest)}, indent=1)
 
 
@@ -222,11 +222,11 @@ def _seal(manifest: Mapping[str, Any]) -> str:
 
 
 def new_digest(content: bytes = b"") -> Any:
-    """An MD5: it finds what a disk or a network has changed, and is no protection from people."""
+    """Returns an MD5, which detects errors of disks and networks, but does not protect against attackers."""
     return hashlib.md5(content, usedforsecurity=False)
 
 
 def file_digest(path: Path) -> str:
-    """The MD5 of a file's content, in hexadecimal."""
+    """Returns the MD5 of a file's content, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, new_digest).hexdigest()

@@ -1,5 +1,5 @@
-"""The losses of training, with what each needs: the chunked kernel, a teacher, rollouts.
+"""Training losses and their inputs: the chunked kernel, teachers, rollouts.
 
-Offers `loss`, which all of them call, `distillation` and `policy_gradient`.
-Must not know the step or the loop around it.
+Offers `loss`, which every loss calls, `distillation`, `policy_gradient` and `preference`.
+Must not know the training step or the training loop.
 """

@@ -1,7 +1,7 @@
 """Distillation: the loss of a model that learns from a frozen teacher.
 
-The divergences are those of Agarwal et al. (arXiv:2306.13649), summed over the tokens with labels, without Hinton's
-factor temperature**2. The teacher runs in the step's program, or its top logits come with the batch.
+The divergences follow Agarwal et al. (arXiv:2306.13649), summed over the tokens with labels, without Hinton's factor
+temperature**2. The teacher runs in the step's program, or the batch has its top logits, read from files.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from tpu_kit.training.losses.loss import IGNORE, Likelihood, chunked, head_outpu
 from tpu_kit.training.objectives import Cost, Frozen, Objective, Sums, SupervisedObjective
 from tpu_kit.xla.scan import Tensors, after
 
-_NONE = -1e30  # the logarithm of no probability: finite, as the gradient of infinity times 0 is not a number
+_NONE = -1e30  # the log of probability 0: finite, because 0 times an infinite gradient is nan
 
 
 class DistillationObjective(Objective):
-    """The weighted sum of divergence, labels, hidden states and embeddings, for each token with a label.
+    """The weighted sum of four losses over the tokens with labels: logits, labels, hidden states and embeddings.
 
-    In evaluation it is the negative log-likelihood of the labels, so that its loss compares with that of other runs.
+    Evaluation uses the negative log-likelihood of the labels, which is comparable with other runs.
     """
 
     def __init__(self, config: TrainConfig) -> None:
@@ -45,7 +45,7 @@ class DistillationObjective(Objective):
             self.columns = {"top_ids": (k, torch.int32), "top_log_p": (k + 1, torch.float32)}
 
     def check(self) -> None:
-        """See `Objective.check`; vocabulary, layers and length of the teacher and the model must fit each other."""
+        """See `Objective.check`; the teacher must have the model's tokenizer, and both enough layers and positions."""
         config = self._config
         teacher, name = config.teacher, f"distill.teacher={config.distill.teacher}"
         assert teacher is not None
@@ -61,7 +61,7 @@ class DistillationObjective(Objective):
                 f"and {len(other):,} tokens differ, such as {differ[0]!r}. Their logits are not comparable: choose a "
                 "teacher of the same family"
             )
-        models_of = [read_config(config.model), settings]  # None: loading says why it cannot be read
+        models_of = [read_config(config.model), settings]  # None if unreadable; loading reports why
         sizes = [whole.get_text_config().vocab_size for whole in models_of if whole is not None]
         text = settings.get_text_config() if settings else None
         check_vocabulary(len(other), getattr(text, "vocab_size", None), name)
@@ -81,7 +81,7 @@ class DistillationObjective(Objective):
                 )
 
     def attach(self, model: torch.nn.Module, load: Callable[[ModelConfig], Any]) -> None:
-        """Adds the teacher, and projections of states to the teacher's size where it is another."""
+        """Adds the teacher, and projections of compared states to the teacher's size if the sizes differ."""
         if self._distill.files:
             return
         assert self._config.teacher is not None
@@ -100,7 +100,7 @@ class DistillationObjective(Objective):
                 )
 
     def cost(self, tokens: int, hidden_size: int) -> Cost:
-        """See `Objective.cost`: the teacher, and projections where states of another size are compared."""
+        """See `Objective.cost`: the teacher, and the projections of compared states if the sizes differ."""
         teacher = self._config.teacher
         if self._distill.files or teacher is None:
             return Cost()
@@ -122,7 +122,7 @@ class DistillationObjective(Objective):
             with torch.no_grad():
                 states = models.hidden_states(teacher.eval(), batch)
                 theirs = self._compared(teacher, batch)
-            # The teacher's forward pass ends before the model's begins, so that not both are in memory.
+            # The teacher's forward pass ends before the model's begins, so that their activations never coexist.
             done = [states, *theirs.values()]
             batch = dict(zip(batch, after(done, list(batch.values())), strict=True))
             head = models.output_embedding(teacher)
@@ -144,7 +144,7 @@ class DistillationObjective(Objective):
         return Sums(loss, (labels != IGNORE).sum().float(), tuple(parts[name].detach() for name in self._weights))
 
     def _compared(self, model: Any, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Returns the states to compare, (B, S, H) each, by name; after a forward pass of the model."""
+        """Returns the (B, S, H) states to compare, by name; called after a forward pass of the model."""
         base, side = models.base_model(model), 0 if hasattr(model, "teacher") else 1
         layers = kept_states(base.get_decoder())
         states = {_name(pair): layers[pair[side]] for pair in self._distill.pairs}
@@ -159,7 +159,7 @@ class DistillationObjective(Objective):
         theirs: dict[str, torch.Tensor],
         labels: torch.Tensor,
     ) -> dict[str, torch.Tensor]:
-        """Returns the mean squared differences of states, summed over tokens and over pairs of layers."""
+        """Returns the mean squared differences of states, summed over tokens and pairs of layers, by kind of state."""
         sums: dict[str, torch.Tensor] = {}
         for name, states in ours.items():
             if hasattr(model, "objective"):
@@ -182,8 +182,8 @@ def _name(pair: tuple[int, int]) -> str:
 class Divergence:
     """The divergence of a chunk and the likelihood of its labels: a `loss.ChunkLoss`.
 
-    Its sums are the weighted loss, the divergence and the negative log-likelihood. Inputs after the labels are the
-    teacher's last hidden states (c, H), with its output layer as constants; or top_ids (c, k) and top_log_p (c, k + 1).
+    It returns the weighted loss, the divergence and the negative log-likelihood. Its further inputs are the teacher's
+    last hidden states (c, H), with its output layer as constants, or top_ids (c, k) and top_log_p (c, k + 1).
     """
 
     distill: DistillConfig
@@ -216,10 +216,10 @@ class Divergence:
     def _log_probabilities(
         self, logits: torch.Tensor, others: Tensors, constants: Tensors
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns those of the model and of the teacher, (c, outcomes) each."""
+        """Returns the (c, outcomes) log-probabilities of the model, then of the teacher."""
         if self.teacher is None:
             ids, log_p = others
-            count = ids.shape[1] + (ids.shape[1] < logits.shape[1])  # no others where all are among the k
+            count = ids.shape[1] + (ids.shape[1] < logits.shape[1])  # if k is the whole vocabulary, no others
             return top_log_probabilities(logits, ids, self.distill.temperature)[:, :count], log_p[:, :count]
         with torch.no_grad():
             named = dict(zip(self.teacher.tensors, constants, strict=True))
@@ -230,7 +230,7 @@ class Divergence:
 
 
 def top_log_probabilities(logits: torch.Tensor, ids: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Returns the log-probabilities of the tokens `ids`, (c, k), and of all others together: (c, k + 1)."""
+    """Returns (c, k + 1) log-probabilities: of the tokens `ids`, (c, k), and of all other tokens together."""
     logits, ids = logits / temperature, ids.long()
     whole = torch.logsumexp(logits, dim=-1, keepdim=True)
     others = torch.logsumexp(logits.scatter(1, ids, _NONE), dim=-1, keepdim=True)
@@ -238,7 +238,7 @@ def top_log_probabilities(logits: torch.Tensor, ids: torch.Tensor, temperature: 
 
 
 def divergence(log_p: torch.Tensor, log_q: torch.Tensor, kind: str) -> torch.Tensor:
-    """Computes the divergence between the teacher's p and the model's q, in nats, for each row of (c, outcomes).
+    """Computes the (c,) divergences between the teacher's p and the model's q, in nats, from (c, outcomes) log values.
 
     "forward" is KL(p, q), "reverse" KL(q, p), and "js" KL(p, m) / 2 + KL(q, m) / 2 with m = (p + q) / 2.
     """

@@ -1,7 +1,7 @@
 """Linear layer and cross-entropy over chunks of tokens, without the logits of a whole batch.
 
-The forward pass processes `chunk` tokens at a time and computes the gradient at once: with respect to the logits it is
-softmax(logits) - target. Each chunk leaves one number and a (chunk, H) gradient, and nothing is computed twice.
+The forward pass processes `chunk` tokens at a time and also computes their gradient: with respect to the logits it is
+softmax(logits) - target. Only the sum and a (chunk, H) gradient remain of a chunk, and nothing is computed twice.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ IGNORE = -100
 """Label of a token that carries no loss (the value PyTorch and Hugging Face use)."""
 
 ChunkLoss = Callable[[torch.Tensor, Tensors, Tensors, bool], tuple[Tensors, torch.Tensor | None]]
-"""Takes the linear layer's outputs (chunk, V), inputs of these tokens (labels first), constants, and whether to compute
-the gradient; returns sums over the tokens (fp32 scalars, the loss first) and the loss's gradient at those outputs."""
+"""Takes the linear layer's outputs (chunk, V), the tokens' inputs (labels first), constants, and whether to compute the
+gradient. Returns sums over the tokens (fp32 scalars, the loss first) and the gradient with respect to the outputs."""
 
 
 @dataclass(frozen=True)
 class Likelihood:
-    """The negative log-likelihood of the labels, from the linear layer's outputs on: a `ChunkLoss`.
+    """The negative log-likelihood of the labels: a `ChunkLoss`.
 
-    A second input weights each token, and a third one the entropy of each, which is subtracted.
+    An optional second input weights the tokens. An optional third input weights their entropies, which are subtracted.
 
     Attributes:
         head: the output layer, for its scale and soft cap.
@@ -84,9 +84,9 @@ class Likelihood:
 
 @dataclass(frozen=True)
 class SourcedLikelihood(Likelihood):
-    """As `Likelihood`, with a sum of the losses of the tokens of each source after the loss.
+    """`Likelihood` that also returns, after the loss, the sum of the token losses of every source.
 
-    The second input is the source of each token, from 1 on; label smoothing is not in these sums.
+    The second input is the source number of every token, from 1. These sums have no label smoothing.
 
     Attributes:
         sources: number of sources.
@@ -110,7 +110,7 @@ class SourcedLikelihood(Likelihood):
 def _in_one_pass(
     logits: torch.Tensor, labels: torch.Tensor, dtype: torch.dtype, grad: bool
 ) -> tuple[Tensors, torch.Tensor | None]:
-    """As `Likelihood` with its defaults: XLA reads the logits once for both sums, and writes no log-probabilities."""
+    """Computes `Likelihood` with its defaults: XLA reads the logits once, and writes no log-probabilities."""
     is_label = torch.arange(logits.shape[-1], device=labels.device) == labels[:, None]
     carries = labels != IGNORE
     logits = logits - logits.amax(-1, keepdim=True)
@@ -124,7 +124,7 @@ def _in_one_pass(
 
 
 def at_least_fp32(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a float tensor in fp32, or in fp64 if it is that."""
+    """Converts a float tensor to fp32; fp64 stays fp64."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
@@ -133,7 +133,7 @@ def shift_labels(labels: torch.Tensor, segment_ids: torch.Tensor | None = None) 
 
     Args:
         labels: (B, S) integer labels, unshifted, `IGNORE` where a token carries no loss.
-        segment_ids: (B, S) number of the document of each token, 0 = padding; None = one document a row.
+        segment_ids: (B, S) document number of every token, 0 = padding; None = one document per row.
 
     Returns:
         (B, S) labels; `IGNORE` at the last token of a document and at padding.
@@ -148,9 +148,9 @@ def shift_labels(labels: torch.Tensor, segment_ids: torch.Tensor | None = None) 
 
 
 def rows_in_chunks(chunk: int, tensors: Tensors) -> tuple[Tensors, int]:
-    """Orders tokens so that each chunk of the loss, of `chunk` tokens a device, is spread over all shards of the batch.
+    """Reorders tokens so that every chunk of the loss, of `chunk` tokens per device, has tokens of all batch shards.
 
-    Returns tensors of (B, S, ...) as (S / c, B * c, ...), and B * c. For one device the same tensors and chunk.
+    Returns (B, S, ...) tensors as (S / c, B * c, ...), and the chunk size B * c; on one device both are unchanged.
     """
     mesh = active_mesh()
     if mesh.size == 1:
@@ -178,9 +178,9 @@ def chunked(
         function: the loss.
         hidden: (T, H); gradients flow to it, and to the tensors of the head that require it.
         head: the output layer, of any float dtype.
-        inputs: (T, ...) each, the labels first, already shifted; T is padded to a multiple of `chunk`, with ignored
-            tokens.
-        chunk: tokens whose logits exist at once.
+        inputs: (T, ...) tensors; the first has the labels, already shifted. T is padded to a multiple of `chunk` with
+            ignored tokens.
+        chunk: number of tokens whose logits exist at once.
         constants: other tensors that `function` needs; no gradients flow to them.
         sums: number of sums that `function` returns.
 
@@ -188,7 +188,7 @@ def chunked(
         The sums, fp32 scalars; only the first has a gradient.
     """
     chunk = min(chunk, hidden.shape[0])  # a batch smaller than a chunk needs no padding
-    # Under no_grad inputs of a Function may still require gradients, which evaluation must not compute.
+    # Under no_grad a Function's inputs may still require gradients, which evaluation must not compute.
     tensors = head.tensors
     wanted = {
         name for name, tensor in [("hidden", hidden), *tensors.items()]
@@ -202,7 +202,7 @@ def chunked(
 
 
 def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """Adds rows: of labels ignored ones, else zeros."""
+    """Pads the first axis: labels with `IGNORE`, other tensors with zeros."""
     value = IGNORE if tensor.ndim == 1 else 0
     return F.pad(tensor, (*[0, 0] * (tensor.ndim - 1), 0, rows), value=value)
 
@@ -216,10 +216,10 @@ def token_logprobs(
         hidden: (B, S, H).
         head: the output layer.
         labels: (B, S), already shifted.
-        chunk: tokens whose logits exist at once.
+        chunk: number of tokens whose logits exist at once.
 
     Returns:
-        (B, S) log-probabilities of the labels, 0 where there is none, and entropies of the distributions, in nats.
+        (B, S) log-probabilities of the labels, 0 without a label, and (B, S) entropies of the distributions, in nats.
     """
     (states, targets), chunk = rows_in_chunks(chunk, [hidden.detach(), labels])
     shape, count = targets.shape, targets.numel()
@@ -248,10 +248,10 @@ def head_outputs(
     down: torch.Tensor | None = None,
     up: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Computes a chunk's outputs of the linear layer, (chunk, V), in the dtype of `hidden`; see `OutputHead`.
+    """Computes the linear layer's outputs for a chunk, (chunk, V), in the dtype of `hidden`; see `OutputHead`.
 
-    On a mesh each device has the logits of all tokens of its data group, for its part of the vocabulary, whose last
-    parts may be shorter.
+    On a mesh a device has the logits of all tokens of its data group, for its part of the vocabulary. The last parts
+    may be shorter.
     """
     hidden = constrain(hidden, ("data", None))
     outputs = F.linear(hidden, _in_parts(weight), bias)
@@ -261,19 +261,19 @@ def head_outputs(
 
 
 def _in_parts(weight: torch.Tensor) -> torch.Tensor:
-    """Shards a head's (V, H) by its outputs where the axes do not divide V; where they do, it is stored so."""
+    """Shards a head's (V, H) by its outputs if the axes do not divide V; otherwise it is stored so."""
     odd = weight.shape[0] % active_mesh().shards(_vocabulary())
     return constrain(weight, (_vocabulary(), None), uneven=True) if odd else weight
 
 
 def _vocabulary() -> tuple[str, ...]:
-    """The axes over which the vocabulary of logits is sharded."""
+    """Returns the mesh axes over which the vocabulary of the logits is sharded."""
     return ("model", *active_mesh().weights)
 
 
 @functools.cache
 def _fused() -> Callable[..., Any]:
-    """Compiles a `ChunkLoss` on a GPU, where each of its operations would write (chunk, V) numbers in fp32."""
+    """Compiles a `ChunkLoss` for a GPU; otherwise each operation would write (chunk, V) numbers in fp32."""
     return torch.compile(lambda function, *arguments: function(*arguments), dynamic=False)
 
 
@@ -293,9 +293,9 @@ class _Chunked(torch.autograd.Function):
         hidden: torch.Tensor,
         *tensors: torch.Tensor,
     ) -> torch.Tensor:
-        """`names` are those of the head's `tensors`, and `wanted` those with gradients, "hidden" among them."""
+        """Takes the names of the head's `tensors`; `wanted` are the names, or "hidden", that get gradients."""
         given = dict(zip(names, tensors, strict=True))
-        # The carry has the head because the body of a scan must not use outer tensors.
+        # The head is in the carry because the body of a scan must not use outer tensors.
         carry: Tree = {
             "sums": torch.zeros(sums, device=hidden.device),
             "head": {name: tensor.to(hidden.dtype) for name, tensor in given.items()},
@@ -327,7 +327,7 @@ class _Chunked(torch.autograd.Function):
         compute = functools.partial(_fused(), function) if hidden.is_cuda and wanted else function
         chunks = hidden.shape[0] // chunk
         rows = [tensor.detach().reshape(chunks, chunk, *tensor.shape[1:]) for tensor in (hidden, *inputs)]
-        carry, outputs = scan(body, carry, rows)  # a loop: unrolled, all chunks would be in memory at once
+        carry, outputs = scan(body, carry, rows)  # a loop keeps a single chunk in memory
 
         ctx.save_for_backward(
             outputs[0].reshape(hidden.shape) if "hidden" in wanted else None,
@@ -338,7 +338,7 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # In fp32, as bf16 would round the factor 1 / tokens.
+        # In fp32, because bf16 would round the factor 1 / tokens.
         gradients = (
             None if saved is None else (at_least_fp32(saved) * upstream[0]).to(saved.dtype)
             for saved in ctx.saved_tensors

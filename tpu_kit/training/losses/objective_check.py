@@ -1,7 +1,7 @@
-"""Checks objective and layers of a run before its launch: the teacher that fits the model, the user's own loss.
+"""Checks a run's objective and layers before the launch: whether the teacher fits, and the user's own loss.
 
-The user's loss runs twice on PyTorch's "meta" device, where an operation that reads a value, or whose shape depends on
-values, fails. Both calls must do the same, because XLA compiles a program for each sequence of operations and shapes.
+The user's loss runs twice on PyTorch's "meta" device, where an operation fails if it reads a value or its shape depends
+on values. Both calls must do the same, because XLA compiles a program for every sequence of operations and shapes.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ _READS = ("meta tensor", "register_meta function", "data-dependent")
 
 
 def check_objective(config: TrainConfig, objective: Objective | None = None) -> None:
-    """Checks that the teacher fits the model; or the user's loss, by two calls without values.
+    """Checks that the teacher fits the model, and the user's loss by two calls without values.
 
     Args:
         config: the run.
-        objective: of the run; None makes it.
+        objective: the run's objective; None makes it.
 
     Raises:
-        ValueError: it does not, or the loss reads the device, changes its operations, or does not return `Sums`; or the
-            model or the teacher has a head of an objective.
+        ValueError: the teacher does not fit; the loss reads the device, changes its operations, or does not return
+            `Sums`; or the model or the teacher has an objective's head.
     """
     for parameter, name in (("model.name", config.model.name), ("distill.teacher", config.distill.teacher)):
         if name is not None and (head := find_head(Path(name))):
             raise ValueError(
-                f"{parameter}={name}: its {title(head)} is for generate and evaluate alone; copy the folder without "
+                f"{parameter}={name}: its {title(head)} is for generate and evaluate only; copy the folder without "
                 f"{' and '.join(file_names(head))}, and name the copy"
             )
     check_sampling(config)
@@ -58,7 +58,7 @@ def check_objective(config: TrainConfig, objective: Objective | None = None) -> 
 
 
 def check_pairs(config: TrainConfig) -> None:
-    """Raises ConfigError for parameters of pairs of replies in a run that has none."""
+    """Raises ConfigError if parameters of `preference` are set in a run without pairs of replies."""
     known = PreferenceConfig()
     if not config.on_pairs and config.preference != known:
         changed = [
@@ -68,10 +68,10 @@ def check_pairs(config: TrainConfig) -> None:
 
 
 def _check_own(config: TrainConfig, objective: Objective) -> None:
-    from tpu_kit.model.meta_model import empty_model  # it loads the compiler of torch, which takes a second
+    from tpu_kit.model.meta_model import empty_model  # loads torch's compiler, which takes a second
 
     name, target = f"optim.objective={config.optim.objective}", imported(config.optim.objective)
-    # Of a class in a notebook's cell Python does not know the file, of its methods it does.
+    # For a class defined in a notebook's cell, Python knows the file of its methods, not of the class.
     methods = filter(inspect.isfunction, vars(target).values())
     file = inspect.getsourcefile(next(methods, target) if isinstance(target, type) else target)
     whole = replace(config, model=replace(config.model, base_dtype="fp32"))  # "meta" has no autocast
@@ -99,8 +99,8 @@ def _check_own(config: TrainConfig, objective: Objective) -> None:
         place = _at(file, other[2])
         raise ValueError(
             f"{name} does something else each time it is called, from {place} on: {other[0]} with the shapes "
-            f"{other[1]}. XLA would compile each step anew, for minutes. Pass values that change as tensors of a fixed "
-            "shape, and put a mask in place of a slice"
+            f"{other[1]}. XLA would compile every step anew, for minutes. Pass values that change as tensors of fixed "
+            "shape, and use a mask in place of a slice"
         )
 
 
@@ -110,11 +110,11 @@ def _check_sums(name: str, objective: Objective, found: Any) -> None:
             f"{name} returned a {type(found).__name__}; return Sums(loss, weight) of tpu_kit.training.objectives"
         )
     if any(not isinstance(one, torch.Tensor) or one.ndim for one in (found.loss, found.weight, *found.extra)):
-        raise ValueError(f"{name} returned other than scalar tensors; sum the loss and the weight over all tokens")
+        raise ValueError(f"{name} returned values that are not scalar tensors; sum loss and weight over all tokens")
     if wide := [one.dtype for one in (found.loss, found.weight, *found.extra) if one.dtype == torch.float64]:
         raise ValueError(f"{name} returned sums of {wide[0]}, which a TPU lacks; compute them in torch.float32")
     if len(found.extra) != len(objective.extra):
-        raise ValueError(f"{name} returned {len(found.extra)} extra sums, and its `extra` names {len(objective.extra)}")
+        raise ValueError(f"{name} returned {len(found.extra)} extra sums, but its `extra` names {len(objective.extra)}")
     if not found.loss.requires_grad:
         raise ValueError(f"{name} returned a loss without a gradient to the model; do not detach it")
 
@@ -126,26 +126,26 @@ def _explained(name: str, file: str | None, error: Exception) -> str:
     if not any(part in str(error) for part in _READS):
         return f"{name} fails at {place}: {type(error).__name__}: {text}"
     return (
-        f"{name} reads values of tensors at {place}: {text}. The device would wait for the host in each step. Compute "
-        "with tensors: torch.where in place of a condition, a mask in place of a boolean index or of nonzero"
+        f"{name} reads values of tensors at {place}: {text}. The device would wait for the host in every step. "
+        "Compute with tensors: torch.where in place of a condition, a mask in place of a boolean index or nonzero"
     )
 
 
 def _refuse_own_call(decoder: Any, args: Any, kwargs: Any) -> None:
     if kwargs.get("use_cache") is not False:
         raise ValueError(
-            "it calls the model itself, without the documents of a packed row; call hidden_states(model, batch) or "
-            "logits(model, batch) of tpu_kit.model.causal_lm"
+            "it calls the model itself, which ignores the documents of a packed row; call hidden_states(model, batch) "
+            "or logits(model, batch) of tpu_kit.model.causal_lm"
         )
 
 
 def _at(file: str | None, line: int) -> str:
-    """A line of a file, and what it says; line 0 is the file alone."""
+    """Describes a line by file, number and source text; for line 0, the file only."""
     return f"{file}:{line} (`{linecache.getline(file, line).strip()}`)" if file and line else str(file)
 
 
 class _Operations(TorchDispatchMode):
-    """Notes each operation: its name, the shapes of its results, and the line of a file that called it."""
+    """Records operations: name, shapes of the results, and the line of `file` that called it, or 0."""
 
     def __init__(self, file: str | None) -> None:
         super().__init__()
@@ -162,8 +162,8 @@ class _Operations(TorchDispatchMode):
 
 
 def check_layers(config: TrainConfig, device_type: str) -> None:
-    """Raises ValueError if the backend is one that traces its steps, and does not train the layers of the model."""
-    from tpu_kit.model.meta_model import empty_model  # it loads the compiler of torch, which takes a second
+    """Raises ValueError if TorchTPU, the backend that traces whole steps, cannot train the model's layers."""
+    from tpu_kit.model.meta_model import empty_model  # loads torch's compiler, which takes a second
     from tpu_kit.model.preparation import prepare_layers
     from tpu_kit.training.step import check_dropouts
 

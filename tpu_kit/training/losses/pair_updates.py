@@ -1,4 +1,4 @@
-"""The updates of runs on pairs of replies, and their reference, which is computed before the first update."""
+"""The updates of runs on pairs of replies, and their reference, computed before the first update."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from tpu_kit.training.losses.segment_sums import last_of_segments, running_sum
 from tpu_kit.training.objectives import Objective
 from tpu_kit.training.update_sources import Tensors, Updates
 
-PAIR_FILE = "pair.json"  # in a run's folder: a pair, with what each token has gained since the start
-_FALLEN = -1.0  # rewards of both replies from which on the model gives up what it could
-_MARGIN = 0.1  # of rewards, from which on it is asked whether the lengths of the replies alone make it
-_GAP = 0.1  # nats of a token by which the model may differ from its reference before the first update
+PAIR_FILE = "pair.json"  # in the run's folder: a pair, with the gain of every token's log-probability since the start
+_FALLEN = -1.0  # a warning if the rewards of both replies are below
+_MARGIN = 0.1  # margin of the rewards above which the lengths of the replies are examined
+_GAP = 0.1  # nats per token that the model may differ from its reference before the first update
 _OfBatch = list[list[list[float]]]
 """row -> pair -> the log-probabilities of its chosen and its rejected reply."""
 
@@ -38,9 +38,9 @@ _OfBatch = list[list[list[float]]]
 class PairUpdates(Updates):
     """The updates of packed pairs.
 
-    With `preference.reference=start` the reference is the model before the first update, with the adapter that it
-    starts from. The log-probabilities of all replies are computed then, in the run's own shapes, and are a part of each
-    checkpoint: two numbers a pair.
+    With `preference.reference=start` the reference is the model before the first update, with its initial adapter. The
+    log-probabilities of all replies are computed at that time, in the run's own shapes, and saved in every checkpoint:
+    two numbers per pair.
     """
 
     def __init__(
@@ -51,12 +51,12 @@ class PairUpdates(Updates):
         assert isinstance(objective, PreferenceObjective)
         self._model, self._objective, self._prepared, self._told = model, objective, prepared, set[str]()
         self._compares = config.preference.compares
-        self._first: list[float] | None = None  # of the tokens of the first held-out row, by the reference
+        self._first: list[float] | None = None  # the reference's log-probabilities of the first held-out row
         self._sets = {"train": prepared.train} | ({"eval": prepared.eval} if prepared.eval is not None else {})
         self.keeps_state = self._compares and config.preference.reference == "start"
 
     def begin(self, step: int, agreement: PreemptionGuard) -> bool:
-        """See `Updates.begin`: computes the reference of a new run."""
+        """See `Updates.begin`; computes the reference of a new run."""
         if step or not self.keeps_state:
             return True
         self._model.eval()
@@ -65,7 +65,7 @@ class PairUpdates(Updates):
         if not agreement.should_run(step + 1):
             return False
         for name, mine in found.items():
-            passes = zip(*self._rt.exchange(mine), strict=True)  # of all replicas, as `eval_batches` divides the rows
+            passes = zip(*self._rt.exchange(mine), strict=True)  # of all replicas, in the order of `eval_batches`
             by_row = chain.from_iterable(chain.from_iterable(passes))
             self._set(name, [pair for row in by_row for pair in row])
         if self._rt.rank == 0:
@@ -74,7 +74,7 @@ class PairUpdates(Updates):
         return True
 
     def _of_replica(self, rows: PackedDataset, agreement: PreemptionGuard) -> list[_OfBatch]:
-        """Computes the log-probabilities of the pairs in this replica's rows; incomplete if the run is to stop."""
+        """Computes the log-probabilities of the pairs in this replica's rows; incomplete if the run has to stop."""
         rt, size, found = self._rt, self._plan.batch_size, list[_OfBatch]()
         batches = prefetch(eval_batches(rows, rt.data_shards, rt.data_size, size))
         shown = open_bar("reference", -(-len(rows) // (size * rt.data_size)), unit="batch")
@@ -92,14 +92,14 @@ class PairUpdates(Updates):
         return found
 
     def _logprobs(self, batch: Tensors) -> torch.Tensor:
-        """Computes `PreferenceObjective.logprobs` of a batch, on the host."""
+        """Computes `PreferenceObjective.logprobs` of a batch; returns a CPU tensor, (3, B, S)."""
         (sent,) = self._rt.to_device([batch])
         values = self._objective.logprobs(self._model, sent)
         self._rt.sync()
         return self._rt.to_host([values])[0]
 
     def after(self, step: int, agreement: PreemptionGuard) -> Iterator[tuple[Update, int, list[Tensors]]]:
-        """See `Updates.after`; with kto the divergence over an update is computed before its passes."""
+        """See `Updates.after`; for kto, computes the divergence over an update before its passes."""
         for update, tokens, batches in super().after(step, agreement):
             if self._config.preference.labelled:
                 if not agreement.should_run(update.step):
@@ -113,14 +113,14 @@ class PairUpdates(Updates):
             yield update, tokens, batches
 
     def evaluating(self) -> None:
-        """See `Updates.evaluating`: with kto the divergence over all held-out rows."""
+        """See `Updates.evaluating`; for kto, computes the divergence over all held-out rows."""
         rows, rt = self._prepared.eval, self._rt
         if self._config.preference.labelled and rows is not None:
             batches = eval_batches(rows, rt.data_shards, rt.data_size, self._plan.batch_size)
             columns_of(rows).kl = self._divergence(batches)
 
     def _divergence(self, batches: Iterable[Tensors]) -> float:
-        """Estimates the divergence from the reference by the mismatched replies of all replicas; at least 0."""
+        """Estimates the divergence from the reference with the mismatched replies of all replicas; at least 0."""
         total, count = 0.0, 0
         for batch in batches:
             values = self._logprobs(batch)[1]
@@ -132,7 +132,7 @@ class PairUpdates(Updates):
         return max(0.0, sum(totals) / max(1, sum(counts)))
 
     def evaluated(self, step: int) -> None:
-        """See `Updates.evaluated`: writes the first held-out pair, with what each token has gained since the start."""
+        """See `Updates.evaluated`; writes the first held-out pair with the gains of its tokens since the start."""
         rows, rt = self._prepared.eval, self._rt
         if rows is None or self._first is None or self._config.preference.labelled:
             return
@@ -152,19 +152,19 @@ class PairUpdates(Updates):
             reward = self._config.preference.pref_beta * float(gained[places].sum())
             replies[name] = {"reward": reward, "tokens": texts, "gained": gained[places].tolist()}
         text = json.dumps({"step": step, "prompt": tokenizer.decode(ids[: begin + 1]), **replies})
-        with contextlib.suppress(OSError):  # a full disk: the log says so
+        with contextlib.suppress(OSError):  # on a full disk the log reports the error
             atomic.write_text(self._config.output_path / PAIR_FILE, text)
 
     def _set(self, name: str, pairs: Sequence[Sequence[float]]) -> None:
-        """Gives the pairs of a data set, in the order of its packed rows, their reference."""
+        """Sets the reference of a data set's pairs, given in the order of the packed rows."""
         rows = self._sets[name]
         numbers = np.concatenate([rows.documents_of(row) for row in range(len(rows))])
         table: np.ndarray = np.zeros((len(rows.documents), 2), dtype=np.float32)
         table[numbers] = pairs
-        columns_of(rows).reference = table  # the array before may be of a file that all replicas map
+        columns_of(rows).reference = table  # a new array: the old may be a file that all replicas map
 
     def document(self, step: int) -> dict[str, Any]:
-        """See `Updates.document`: the reference of all pairs, and of the tokens of the pair that is shown."""
+        """See `Updates.document`: the reference of all pairs, and of the tokens of the pair in pair.json."""
         tables = {name: columns_of(rows).reference.tolist() for name, rows in self._sets.items()}
         return {**tables, "first": self._first}
 
@@ -175,7 +175,7 @@ class PairUpdates(Updates):
         self._first = document["first"]
 
     def _made(self, step: int) -> Iterator[tuple[Update, int, list[Tensors]]]:
-        """As `Updates`; what counts tokens is divided by those of the whole update."""
+        """Yields the updates of `Updates._made`, with token_share scaled by the whole update's pairs per token."""
         for update, tokens, batches in super()._made(step):
             taken = rows_of(update, self.rows, self._config.data, self._data.grouping)
             share = columns_of(self._data).share(self._data, taken)
@@ -184,32 +184,32 @@ class PairUpdates(Updates):
             yield update, tokens, batches
 
     def warnings(self, means: Mapping[str, float], step: int) -> list[str]:
-        """Says once when both rewards fall far, lengths alone make the margin, or the model starts as another one."""
+        """Warns once if both rewards fall far, if lengths alone make the margin, or if the reference does not match."""
         found, rewards = {}, [means.get(f"rewards/{name}", 0.0) for name in ("chosen", "rejected")]
         if step and self._compares and max(rewards) < _FALLEN:
             found["fallen"] = (
                 f"the rewards of the chosen and the rejected replies are both far below 0 ({rewards[0]:.2g} and "
                 f"{rewards[1]:.2g}), so the model moves away from both. Lower optim.learning_rate, raise "
-                "preference.pref_beta, or set losses=[sigmoid,sft], which keeps the chosen ones likely"
+                "preference.pref_beta, or set losses=[sigmoid,sft], which keeps the chosen replies likely"
             )
         margin, of_token = means.get("rewards/margins", 0.0), means.get("token_margins", math.inf)
         if step and margin > _MARGIN and of_token <= 0:
             found["length"] = (
                 f"the margin of the rewards is {margin:.2g}, and {of_token:.2g} if each reward is divided by the "
                 "number of tokens of its reply, so it comes from the lengths of the replies alone. Set "
-                "losses=[sigmoid_norm], which compares means of tokens, or preference.ld_alpha=0.5; or give replies of "
-                "similar lengths"
+                "losses=[sigmoid_norm], which compares means over tokens, or preference.ld_alpha=0.5; or train on "
+                "replies of similar lengths"
             )
         if not step and (gap := means.get("reference_gap", 0.0)) > _GAP:
             found["gap"] = (
                 f"the log-probability of a token differs by {gap:.2g} nats between the model before the first update "
-                f"and its reference (usually below {_GAP:g}). Set model.base_dtype=fp32 to see whether rounding is why"
+                f"and its reference (usually below {_GAP:g}). Set model.base_dtype=fp32 to see if rounding causes this"
             )
         told, self._told = self._told, self._told | found.keys()
         return [text for name, text in found.items() if name not in told]
 
 
 def columns_of(rows: PackedDataset) -> PairColumns:
-    """Returns what makes the tensors of pairs of a data set."""
+    """Returns the `PairColumns` of a data set of pairs, which make its tensors."""
     assert isinstance(rows.further, PairColumns)
     return rows.further

@@ -1,7 +1,7 @@
 """The loss of reinforcement learning: the clipped surrogate of GRPO and its variants, on packed completions.
 
-The names are those of TRL's `GRPOTrainer`, whose loss and gradients these are, with one difference: sums are over the
-whole update, so the loss depends on neither the rows of a pass nor the number of replicas (and bnpo equals dapo).
+Names, loss and gradients follow TRL's `GRPOTrainer`, with one difference. Sums are over the whole update, so the loss
+depends on neither the rows of a pass nor the number of replicas, and bnpo equals dapo.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from tpu_kit.training.losses.segment_sums import sum_by_segment
 from tpu_kit.training.objectives import Cost, Objective, Sums
 
 GAP = 0.1
-"""A difference, in nats, between the sampler's and the trainer's log-probability of a token that is counted."""
+"""Logs count the tokens whose log-probabilities differ more than this between sampler and trainer, in nats."""
 
 
 class PolicyObjective(Objective):
-    """The surrogate loss of sampled completions, with labels at their tokens alone.
+    """The surrogate loss of sampled completions; only tokens of completions have labels.
 
-    A batch has these columns, fp32 (B, S), at the position that predicts the token: advantages; share, 1 / tokens of
-    the completion; weight, the token's part of the loss's divisor; sampler_logps, log-probabilities when it was
-    sampled; with several updates of one rollout old_logps, those before the first of them; and with entropy_coef bonus,
-    the weight of the token's entropy.
+    A batch has these fp32 (B, S) columns, with values at the position that predicts the token: advantages; share,
+    1 / tokens of the completion; weight, the token's part of the loss's divisor; sampler_logps, log-probabilities at
+    sampling; with several updates per rollout old_logps, log-probabilities before the rollout's first update; and with
+    entropy_coef bonus, the weight of the token's entropy.
     """
 
     extra = ("tokens", "entropy", "clip_low", "clip_high", "kl", "sampler_gap", "sampler_gap_outside")
@@ -45,15 +45,15 @@ class PolicyObjective(Objective):
         names += ["bonus"] if config.rl.entropy_coef else []
         self.columns = {name: (1, torch.float32) for name in names}
         self.correction = config.rl.importance_sampling_correction
-        if self.correction == "auto":  # sampler and trainer compute alike in fp32; rounded, their programs differ
+        if self.correction == "auto":  # sampler and trainer agree in fp32, but not with rounded weights
             self.correction = "off" if config.model.base_dtype == "fp32" else "sequence_mask"
 
     def cost(self, tokens: int, hidden_size: int) -> Cost:
-        """See `Objective.cost`: the log-probabilities are computed before the loss, and with beta the reference's."""
+        """See `Objective.cost`: log-probabilities before the loss, and with beta the reference's forward pass."""
         return Cost(output_products=1, forwards=int(bool(self._rl.beta)))
 
     def logprobs(self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Computes the log-probabilities of the labels without a gradient, (B, S) at the position that predicts."""
+        """Computes the labels' log-probabilities without a gradient, (B, S), at the positions that predict them."""
         with torch.no_grad():
             labels = shift_labels(batch["labels"], batch["segment_ids"])
             hidden = models.hidden_states(model, batch)
@@ -64,12 +64,12 @@ class PolicyObjective(Objective):
         head, labels = self._head(model), shift_labels(batch["labels"], batch["segment_ids"])
         reference = None
         if self._rl.beta:
-            with model.disable_adapter():  # type: ignore[operator]  # of PEFT; mypy takes it for a tensor
+            with model.disable_adapter():  # type: ignore[operator]  # PEFT's; mypy takes it for a tensor
                 reference = self.logprobs(model, batch)
         hidden = models.hidden_states(model, batch)
         logps, entropy = token_logprobs(hidden, head, labels, self._chunk)
         mask = (labels != IGNORE).to(logps.dtype)
-        with torch.enable_grad():  # of a vector: the gradient of the loss with respect to the log-probabilities
+        with torch.enable_grad():  # only for the gradient of the loss with respect to the log-probabilities
             logps.requires_grad_()
             losses, parts = self._surrogate(logps, mask, batch, reference)
             per_token = batch["share"] if self._rl.loss_type == "grpo" else torch.ones_like(mask)
@@ -90,7 +90,7 @@ class PolicyObjective(Objective):
         return Sums(loss, batch["weight"].sum(), tuple(part.detach().sum().float() for part in extra))
 
     def _head(self, model: torch.nn.Module) -> models.OutputHead:
-        """The output layer whose logits are divided by the temperature of the samples."""
+        """Returns the output layer with logits divided by `sampling_temperature`."""
         head, temperature = models.output_embedding(model), self._rl.sampling_temperature
         softcap = head.softcap and head.softcap / temperature
         return head._replace(scale=head.scale / temperature, softcap=softcap)
@@ -102,7 +102,7 @@ class PolicyObjective(Objective):
         batch: Mapping[str, torch.Tensor],
         reference: torch.Tensor | None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Computes the loss of each token, (B, S), and of each whether it is clipped below, above, and its KL."""
+        """Computes token losses (B, S), and for every token whether it is clipped below or above, and its KL term."""
         rl, advantages, segments = self._rl, batch["advantages"], batch["segment_ids"]
         old = batch["old_logps"] if "old_logps" in batch else logps.detach()
         log_ratio = (logps - old) * mask
@@ -128,7 +128,7 @@ class PolicyObjective(Objective):
         return losses, (low, high & (advantages > 0), kl)
 
     def _correction(self, difference: torch.Tensor, segments: torch.Tensor) -> torch.Tensor:
-        """Computes importance weights for the difference between trainer and sampler, (B, S)."""
+        """Computes importance weights (B, S) from the trainer's minus the sampler's log-probabilities."""
         level, _, bound = self.correction.partition("_")
         ratio = (sum_by_segment(difference, segments) if level == "sequence" else difference).exp()
         cap = self._rl.importance_sampling_cap
@@ -142,10 +142,10 @@ class Sampled:
     Attributes:
         row: number of the data set row.
         prompt: token ids.
-        tokens: ids of the completion, with the one that ended it.
-        logprobs: of the tokens when they were sampled, in nats.
-        advantage: how much better it is than its group; 0 without rewards.
-        learns: whether its tokens carry loss.
+        tokens: ids of the completion, with its end token.
+        logprobs: log-probabilities of the tokens at sampling, in nats.
+        advantage: the completion's advantage over its group; 0 without rewards.
+        learns: whether its tokens have loss.
     """
 
     row: int
@@ -159,26 +159,26 @@ class Sampled:
 def pack(
     sampled: Sequence[Sampled], config: TrainConfig, pad_id: int = 0, share_prompts: bool = False
 ) -> PackedDataset | None:
-    """Packs completions behind their prompts into rows of `data.max_length` with the columns of the objective.
+    """Packs prompts and completions into rows of `data.max_length` tokens, with the columns of the objective.
 
-    Completions that change nothing are left out with `rl.drop_zero_advantage`, and their part of the divisor is spread
-    over the others. Returns None if none is left.
+    With `rl.drop_zero_advantage`, completions that change no weight are left out, and their part of the divisor is
+    spread over the others. Returns None if no completion is left.
 
-    With `share_prompts` the completions of a prompt in a row follow one copy of it. Each is a document whose prefix is
-    the prompt without its last token; this token, which predicts the first one of the completion, begins the document.
+    With `share_prompts` the completions of a prompt in a row follow one copy of the prompt. A completion is a document
+    that begins with the prompt's last token, which predicts the next; its prefix is the prompt without that token.
     """
-    rl, scored = config.rl, config.distill.on_policy  # by a teacher, which has something to say of each
+    rl, scored = config.rl, config.distill.on_policy  # a teacher scores every completion
     kept = [each for each in sampled if ((each.advantage or scored) and each.learns) or not rl.drops_flat_groups]
     if not kept:
         return None
     groups = _in_one_row(kept, config.data.max_length) if share_prompts else [[each] for each in kept]
     weights = [_weight(each, config) for each in sampled]
     whole = sum(weights) / max(1e-9, sum(_weight(each, config) for each in kept))
-    # The mean entropy is over the tokens that learn, whatever the divisor.
+    # The entropy is a mean over tokens with loss, whatever the loss's divisor.
     bonus = rl.entropy_coef * sum(weights) / max(1, sum(each.learns * len(each.tokens) for each in sampled))
 
     def of_tokens(each: Sampled) -> dict[str, Sequence[float]]:
-        """Returns the objective's columns at the tokens of a completion."""
+        """Returns the objective's columns for the tokens of a completion."""
         size = len(each.tokens)
         columns: dict[str, Sequence[float]] = {
             "advantages": [each.advantage] * size,
@@ -203,14 +203,14 @@ def pack(
 
 
 _OF_PREFIXES = {"position_ids": np.int64, "prefix_ids": np.int32, "segment_ids": np.int32}
-"""The columns by which the completions of a group see its prompt; see `layer_inputs.Visibility`."""
+"""The columns that let a group's completions attend to their prompt; see `layer_inputs.Visibility`."""
 _DTYPES = {"ids": np.int32, "loss": np.bool_, **_OF_PREFIXES}
 
 
 def _columns(
     groups: Sequence[Sequence[Sampled]], of_tokens: Callable[[Sampled], Mapping[str, Sequence[float]]]
 ) -> dict[str, np.ndarray]:
-    """Joins the numbers of all documents: of each group its prompt without the last token, then its completions."""
+    """Joins the columns of all documents: for every group its prompt without the last token, then its completions."""
     documents: list[tuple[int, dict[str, Any]]] = []
     for number, group in enumerate(groups, 1):
         *context, last = group[0].prompt
@@ -221,7 +221,7 @@ def _columns(
             size = 1 + len(each.tokens)
             here = {"ids": [last, *each.tokens], "loss": [False, *[each.learns] * len(each.tokens)]}
             here |= {"position_ids": range(before, before + size), "prefix_ids": -number}
-            # At the positions that predict the tokens.
+            # Values are at the positions that predict the tokens.
             documents.append((size, here | {name: [*values, 0.0] for name, values in of_tokens(each).items()}))
     columns = {
         name: np.concatenate([np.broadcast_to(values[name], size) for size, values in documents])
@@ -232,7 +232,7 @@ def _columns(
 
 
 def _in_one_row(sampled: Sequence[Sampled], length: int) -> list[list[Sampled]]:
-    """Groups neighbours with one prompt so that some groups together fill a row of `length` tokens."""
+    """Groups adjacent completions of equal prompts, in groups that fit into rows of `length` tokens together."""
     groups, free = list[list[Sampled]](), 0
     for each in sampled:
         size = 1 + len(each.tokens)
@@ -247,7 +247,7 @@ def _in_one_row(sampled: Sequence[Sampled], length: int) -> list[list[Sampled]]:
 
 
 def _weight(sampled: Sampled, config: TrainConfig) -> float:
-    """Returns a completion's part of the divisor of the loss."""
+    """Returns a completion's part of the loss's divisor."""
     if config.rl.loss_type == "grpo":
         return 1.0
     return float(

@@ -1,8 +1,8 @@
 """Losses of pairs of a chosen and a rejected reply: DPO and its family, on packed units of `data.pairs`.
 
-The names and formulas are those of TRL 1.16: of its `DPOTrainer`, for simpo and orpo of its `CPOTrainer` (without the
-likelihood that `cpo_alpha` weights there) and `ORPOTrainer`, and for kto of its `KTOTrainer`. Sums are over the whole
-update, so the loss depends on neither the rows of a pass nor the number of replicas.
+Names and formulas follow TRL 1.16: `DPOTrainer`, for simpo `CPOTrainer` (without the likelihood that it weights with
+`cpo_alpha`), for orpo `ORPOTrainer`, for kto `KTOTrainer`. Sums are over the whole update, so the loss depends on
+neither the rows of a pass nor the number of replicas.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from tpu_kit.training.losses.segment_sums import last_of_segments, running_sum
 from tpu_kit.training.objectives import Cost, Objective, Sums
 
 _ELSEWHERE = -1.0
-"""A log-probability for positions without a pair: at 0 the odds of a reply are infinite, and so are gradients."""
-_MOST_EXPONENT = 80.0  # of which fp32 has the exponential
+"""A placeholder log-probability at positions without a pair: at 0 the odds and their gradients would be infinite."""
+_MOST_EXPONENT = 80.0  # its exponential is finite in fp32
 
 
 class Scores(NamedTuple):
-    """The numbers of each pair, fp32 of one shape.
+    """The numbers of all pairs, fp32 tensors of equal shape.
 
     Attributes:
-        chosen: log-probability of the reply, summed over its tokens.
-        rejected: the same of the other one.
-        chosen_ratio: its difference from the reference's.
-        rejected_ratio: the same of the other one.
-        chosen_tokens: number of tokens of the reply.
-        rejected_tokens: the same of the other one.
+        chosen: log-probability of the chosen reply, summed over its tokens.
+        rejected: log-probability of the rejected reply.
+        chosen_ratio: `chosen` minus the reference's log-probability.
+        rejected_ratio: `rejected` minus the reference's log-probability.
+        chosen_tokens: number of tokens of the chosen reply.
+        rejected_tokens: number of tokens of the rejected reply.
     """
 
     chosen: torch.Tensor
@@ -63,7 +63,7 @@ def _delta(scores: Scores, preference: PreferenceConfig) -> torch.Tensor:
 
 
 def _mean_delta(scores: Scores, preference: PreferenceConfig) -> torch.Tensor:
-    """The difference of the scores by token."""
+    """Computes the difference of the scores per token."""
     chosen = _score(scores.chosen_ratio, preference) / scores.chosen_tokens
     return chosen - _score(scores.rejected_ratio, preference) / scores.rejected_tokens
 
@@ -136,7 +136,7 @@ def _orpo(scores: Scores, p: PreferenceConfig) -> torch.Tensor:
 
 
 def _log_odds(log_p: torch.Tensor) -> torch.Tensor:
-    """Computes log(p / (1 - p)), by the form of log(1 - p) that is exact for this p (Maechler, 2012)."""
+    """Computes log(p / (1 - p)) from log p, with the accurate form of log(1 - p) for this p (Maechler, 2012)."""
     near_one = log_p >= -math.log(2)
     small = torch.where(near_one, log_p, _ELSEWHERE)
     large = torch.where(near_one, _ELSEWHERE, log_p)
@@ -148,28 +148,27 @@ LOSSES: Mapping[str, Callable[[Scores, PreferenceConfig], torch.Tensor]] = {
     "nca_pair": _nca_pair, "bco_pair": _bco_pair, "sppo_hard": _sppo_hard, "apo_zero": _apo_zero,
     "apo_down": _apo_down, "discopop": _discopop, "sigmoid_norm": _sigmoid_norm, "simpo": _simpo, "orpo": _orpo,
 }  # fmt: skip
-"""The loss of each pair, by name. sft, and the likelihood of orpo, are sums over tokens besides; kto has no pairs."""
+"""The losses of pairs, by name. sft and orpo's likelihood are sums over tokens instead; kto has no pairs."""
 
 
 _OF_LABELS = ("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected")
 
 
 def _kto(ratio: torch.Tensor, kl: torch.Tensor, desirable: torch.Tensor, beta: float) -> torch.Tensor:
-    """The loss of a reply with a label (Ethayarajh et al., arXiv:2402.01306, equation 7), times its weight."""
+    """Computes the loss of labelled replies (Ethayarajh et al., arXiv:2402.01306, equation 7), times their weights."""
     away = torch.where(desirable > 0, ratio - kl, kl - ratio)
     return desirable.abs() * (1 - torch.sigmoid(beta * away))
 
 
 class PreferenceObjective(Objective):
-    """The losses of `preference.losses`, each a mean over pairs; sft and the likelihood of orpo are means over tokens.
+    """The losses of `preference.losses`: means over pairs; sft and orpo's likelihood are means over tokens.
 
-    A batch has the columns of `data.pairs.PairColumns`. Logs show by pair: the rewards of both replies, which are
-    `pref_beta` times the difference of log-probabilities from the reference (without a reference: the mean
-    log-probability of a token), their margin, the share of pairs whose chosen reply has the larger one, the
-    log-probabilities of the replies, token_margins, the margin of the rewards divided by the tokens of their replies,
-    and reference_gap, the mean of |log-probability - reference's| of a token. The last two need a reference. With kto
-    the chosen replies are those with the label of a good one and the rejected ones the others, each a mean over its
-    own, and kl is the estimated divergence.
+    A batch has the columns of `data.pairs.PairColumns`. Logs show means over pairs: the rewards of both replies, their
+    margin, the share of pairs with a larger chosen reward, and the log-probabilities. A reward is `pref_beta` times the
+    difference of log-probabilities from the reference; without a reference, times the mean log-probability of a token.
+    With a reference, logs also show token_margins, the margin if rewards are divided by the replies' tokens, and
+    reference_gap, the mean of |log-probability - reference's| per token. With kto, chosen and rejected are means over
+    good and bad replies, and kl is the estimated divergence.
     """
 
     extra: tuple[str, ...] = (
@@ -191,7 +190,7 @@ class PreferenceObjective(Objective):
             self.extra = self.extra[:-2]
 
     def means(self, sums: Mapping[str, float], weight: float) -> dict[str, float]:
-        """See `Objective.means`; of labelled replies the good and the bad ones by themselves."""
+        """See `Objective.means`; for labelled replies the means of good and bad replies are separate."""
         if not self._preference.labelled:
             return super().means(sums, weight)
         counts = {"chosen": sums["good"], "rejected": sums["bad"]}
@@ -201,15 +200,15 @@ class PreferenceObjective(Objective):
         return found | {name: sums[name] / weight if weight else math.nan for name in ("reference_gap", "kl")}
 
     def cost(self, tokens: int, hidden_size: int) -> Cost:
-        """See `Objective.cost`: the log-probabilities are computed before the loss; perhaps the reference's, too."""
+        """See `Objective.cost`: log-probabilities before the loss; a forward pass for reference=step or kto."""
         return Cost(output_products=1, forwards=int(self._in_step or self._preference.labelled))
 
     def logprobs(self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Computes the log-probabilities of both replies without a gradient.
 
         Returns:
-            (3, B, S): at the last position of each pair those of its chosen and its rejected reply; and those of
-            single tokens, at the position that predicts each.
+            (3, B, S): the chosen reply's sum and the rejected reply's sum, both at the last position of their pair,
+            and the log-probability of every single token, at the position that predicts it.
         """
         with torch.no_grad():
             labels = shift_labels(batch["labels"], batch["segment_ids"])
@@ -222,7 +221,7 @@ class PreferenceObjective(Objective):
         head, labels = models.output_embedding(model), shift_labels(batch["labels"], batch["segment_ids"])
         reference = None
         if self._in_step:
-            with model.disable_adapter():  # type: ignore[operator]  # of PEFT; mypy takes it for a tensor
+            with model.disable_adapter():  # type: ignore[operator]  # PEFT's; mypy takes it for a tensor
                 reference = self.logprobs(model, batch)[:2]
         hidden = models.hidden_states(model, batch)
         logps, _ = token_logprobs(hidden, head, labels, self._chunk)
@@ -243,7 +242,7 @@ class PreferenceObjective(Objective):
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor]:
         """Computes the summed loss, the sums of `extra`, and the number of pairs."""
         preference, pairs, sign = self._preference, batch["pairs"], batch["sign"]
-        last = last_of_segments(pairs)  # one position of each pair, with the sums over all of it
+        last = last_of_segments(pairs)  # the position of every pair where running sums are complete
         count = last.sum().to(torch.float32)
         tokens = [(sign > 0).to(sign.dtype), (sign < 0).to(sign.dtype)]
         if reference is None and preference.compares:
@@ -299,5 +298,5 @@ class PreferenceObjective(Objective):
 
 
 def _sides(logps: torch.Tensor, sign: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the weighted log-probabilities of the chosen and of the rejected replies, 0 elsewhere."""
+    """Returns the weighted log-probabilities of chosen tokens, 0 elsewhere, and of rejected tokens, 0 elsewhere."""
     return logps * sign.clamp(min=0), logps * (-sign).clamp(min=0)

@@ -2,9 +2,8 @@
 
     sample -> judge -> exchange -> advantages -> documents
 
-Each function returns the `Rollout` with more; what judges is an argument. A rollout is a function of the weights, the
-seed and its number, whatever the number of replicas: each samples and judges a part of the prompts, all exchange the
-results, and all go on alike.
+Every function but the last returns a `Rollout` with more fields set. A rollout depends on weights, seed and its number,
+not on the number of replicas: a replica samples and judges a part of the prompts, then all exchange the results.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from tpu_kit.generation.prompts import Completion, opened
 from tpu_kit.generation.sampling import Sampling
 from tpu_kit.training.losses.policy_gradient import Sampled
 
-_EPSILON = 1e-4  # added to the standard deviation, as TRL does
-_FLAT = 1e-6  # a standard deviation, as a share of the largest reward, up to which the rewards of a group are equal
+_EPSILON = 1e-4  # added to the standard deviation, as in TRL
+_FLAT = 1e-6  # rewards of a group count as equal up to this standard deviation, as a share of the largest reward
 Stop = Callable[[], bool]
 T = TypeVar("T")
 
@@ -39,18 +38,18 @@ class Judge(Protocol):
 
     @property
     def names(self) -> Sequence[str]:
-        """Of the rewards; none if all completions count alike, and the loss judges each token."""
+        """Names of the rewards; empty if the loss judges tokens and completions have no reward."""
 
     @property
     def functions(self) -> Sequence[str]:
-        """The names of the user's functions among them."""
+        """Those of `names` that are the user's functions."""
 
     def __call__(self, attempts: Sequence[Attempt], step: int, total_steps: int, stop: Stop) -> Judgement:
-        """Judges completions of this replica for a step; raises CallEnded by `stop`, ValueError if it fails."""
+        """Judges this replica's completions; raises CallEnded if `stop` becomes true, ValueError if it fails."""
 
 
 class TeacherJudge:
-    """Lets all completions count alike: a teacher judges each token in the update, see `losses.distillation`."""
+    """Gives every completion the reward 0: the teacher judges tokens in the update, see `losses.distillation`."""
 
     names: Sequence[str] = ()
     functions: Sequence[str] = ()
@@ -65,16 +64,16 @@ class Rollout:
     """Completions of some prompts.
 
     Attributes:
-        step: the first update that learns from it.
-        prompts: numbers of the prompts among the tasks, (P,).
-        count: completions of a prompt.
-        completions: by (place among `prompts`, number of the sample), in this order; those of this replica, and from
-            `exchange` on all.
-        judgement: of the completions, in their order.
-        failure: why they could not be judged; empty if they could.
+        step: the first update that learns from the rollout.
+        prompts: numbers of the P prompts among the tasks.
+        count: completions per prompt, G.
+        completions: by (index into `prompts`, number of the sample), sorted; before `exchange` this replica's, then
+            all.
+        judgement: the judgement of the completions, in their order.
+        failure: why judging failed; empty if it succeeded.
         advantages: (P, G) fp32.
-        sampling_seconds: of this replica, as is the next.
-        judging_seconds: until the completions are judged.
+        sampling_seconds: seconds that this replica sampled.
+        judging_seconds: seconds that this replica judged.
     """
 
     step: int
@@ -89,14 +88,14 @@ class Rollout:
 
     @property
     def rewards(self) -> torch.Tensor:
-        """(P, G) fp32, once it is exchanged; NaN where none was judged."""
+        """The rewards after `exchange`, (P, G) fp32; NaN for completions that were not judged."""
         return torch.tensor(self.judgement.total, dtype=torch.float32).view(len(self.prompts), self.count)
 
 
 def sample(
     generator: Generator, tasks: Tasks, step: int, prompts: Sequence[int], count: int, sampling: Sampling, stop: Stop
 ) -> Rollout:
-    """Samples this replica's part of the completions of some prompts; incomplete if `stop` has ended it."""
+    """Samples this replica's part of the prompts' completions; incomplete if `stop` becomes true."""
     start, ids = time.monotonic(), [tasks.rows.prompt_ids[number] for number in prompts]
     completions = generator.share(ids, sampling, count, stop=stop)
     ordered = {key: completions[key] for key in sorted(completions)}
@@ -106,10 +105,10 @@ def sample(
 def judge(rollout: Rollout, tasks: Tasks, data: DataConfig, by: Judge, total_steps: int, stop: Stop) -> Rollout:
     """Judges this replica's completions.
 
-    A judge that fails is told in `failure`, as the other replicas wait in `exchange`, after which all end alike.
+    If the judge fails, the error is in `failure`: the other replicas wait in `exchange`, after which all end the run.
 
     Raises:
-        CallEnded: by `stop`.
+        CallEnded: `stop` became true.
     """
     start, rows = time.monotonic(), tasks.rows
     attempts = [
@@ -130,7 +129,7 @@ def judge(rollout: Rollout, tasks: Tasks, data: DataConfig, by: Judge, total_ste
 
 
 def exchange(rollout: Rollout, rt: Runtime) -> Rollout:
-    """Gives each replica the completions and judgements of all; `failure` is that of the first replica with one."""
+    """Gives every replica the completions and judgements of all, and the first replica's failure, if any."""
     mine = {
         "keys": [*rollout.completions], "completions": [asdict(one) for one in rollout.completions.values()],
         "judgement": asdict(rollout.judgement), "failure": rollout.failure,
@@ -159,12 +158,12 @@ def exchange(rollout: Rollout, rt: Runtime) -> Rollout:
 
 
 def _completion(values: Mapping[str, Any]) -> Completion:
-    """Inverts `asdict` of a completion that has been exchanged, whose tuples may be lists."""
+    """Inverts `asdict` of an exchanged completion, whose tuples may have become lists."""
     return Completion(**{**values, "tokens": tuple(values["tokens"]), "logprobs": tuple(values["logprobs"])})
 
 
 def _merged(named: Iterable[Mapping[str, list[T]]]) -> dict[str, list[T]]:
-    """Joins the lists of each name."""
+    """Concatenates the lists by name."""
     found = defaultdict[str, list[T]](list)
     for lists in named:
         for name, values in lists.items():
@@ -173,12 +172,12 @@ def _merged(named: Iterable[Mapping[str, list[T]]]) -> dict[str, list[T]]:
 
 
 def advantages(rollout: Rollout, scale: Literal["group", "batch", "none"]) -> Rollout:
-    """Adds the advantages of all completions."""
+    """Adds the advantages of all completions; see `advantages_of`."""
     return replace(rollout, advantages=advantages_of(rollout.rewards, scale))
 
 
 def documents(rollout: Rollout, tasks: Tasks, mask_truncated: bool) -> list[Sampled]:
-    """Returns the completions as they are learned from; with `mask_truncated` without loss where they were cut off."""
+    """Returns the completions to train on; with `mask_truncated`, completions that were cut off have no loss."""
     assert rollout.advantages is not None, "of `advantages`"
     found = []
     for (place, _), reply, advantage in zip(
@@ -192,7 +191,7 @@ def documents(rollout: Rollout, tasks: Tasks, mask_truncated: bool) -> list[Samp
 
 
 def measured(rollout: Rollout) -> dict[str, float]:
-    """Returns what is logged of a rollout of all replicas, without what is not a number."""
+    """Returns the metrics of an exchanged rollout for the log, without NaN."""
     names, judgement = [*rollout.judgement.parts], rollout.judgement
     columns = [torch.tensor(judgement.parts[name], dtype=torch.float32) for name in names]
     values = {f"rewards/{name}": float(torch.nanmean(part)) for name, part in zip(names, columns, strict=True)}
@@ -221,12 +220,12 @@ def advantages_of(rewards: torch.Tensor, scale: Literal["group", "batch", "none"
     """Computes the advantages of completions.
 
     Args:
-        rewards: (P, G) fp32, of G completions of each prompt; NaN where none was judged.
+        rewards: (P, G) fp32, G completions of P prompts; NaN for completions that were not judged.
         scale: divide by the standard deviation (of n - 1) of the group or of all rewards, or do not divide.
 
     Returns:
-        (P, G) fp32: reward - mean of the group, scaled; 0 for a completion that was not judged, and where a group has
-        fewer than two.
+        (P, G) fp32: reward - mean of the group, scaled; 0 for completions that were not judged, and for groups with
+        fewer than two rewards.
     """
     centred = rewards - torch.nanmean(rewards, -1, keepdim=True)
     # Rounding would give a group of equal rewards advantages of 1e-4.
@@ -237,7 +236,7 @@ def advantages_of(rewards: torch.Tensor, scale: Literal["group", "batch", "none"
 
 
 def deviation(rewards: torch.Tensor) -> torch.Tensor:
-    """Computes the standard deviation of each row without its NaN, (P, 1); NaN for a row of fewer than two numbers."""
+    """Computes the rows' standard deviations without NaN, (P, 1); NaN for a row with fewer than two numbers."""
     judged = ~torch.isnan(rewards)
     count = judged.sum(-1, keepdim=True)
     square = torch.nan_to_num(rewards - torch.nanmean(rewards, -1, keepdim=True)).square().sum(-1, keepdim=True)
@@ -245,6 +244,6 @@ def deviation(rewards: torch.Tensor) -> torch.Tensor:
 
 
 def _are_equal(rewards: torch.Tensor) -> torch.Tensor:
-    """Returns whether the rewards of each row are equal but for rounding, (P, 1), also where fewer than two are."""
+    """Returns whether a row's rewards are equal except for rounding, (P, 1); true for fewer than two rewards."""
     largest = torch.nan_to_num(rewards).abs().amax(-1, keepdim=True)
     return torch.nan_to_num(deviation(rewards)) <= _FLAT * largest

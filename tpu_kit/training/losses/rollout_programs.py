@@ -1,7 +1,7 @@
 """The programs of `grpo` and `distill.on_policy` on one device: their shapes, their number, and their checks.
 
-A rollout reads its prompts at once (prefill), copies their keys and values for each sample, and decodes a block of
-tokens a program until every row has ended.
+A rollout processes all its prompts at once (prefill), copies their KV cache for every sample, and runs a program that
+decodes a block of tokens until every row has ended.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from tpu_kit.machine.checks import Check, Machine
 from tpu_kit.model.shape_cache import shape_of
 
 WHOLE_ROWS = 64
-"""A number of rows of which a TPU computes multiples: others cost the time of the next multiple."""
+"""A TPU computes rows in multiples of this number; any other number of rows takes the time of the next multiple."""
 
 
 _SAMPLING = (
     "prompts_per_update", "max_prompt_length", "max_completion_length", "sampling_temperature", "num_iterations",
     "steps_per_generation", "mask_truncated_completions",
-)  # fmt: skip  # parameters of `rl` that distill.on_policy has too
+)  # fmt: skip  # parameters of `rl` that distill.on_policy uses
 
 
 def check_sampling(config: TrainConfig) -> None:
-    """Raises ConfigError for what is of runs that sample, or of rewards, in a run without them."""
+    """Raises ConfigError if parameters or formats of sampling or rewards are set in a run that does not use them."""
     if config.optim.objective == "policy":
         return
     known, instead = RlConfig(), "here; train with grpo, or remove it"
@@ -49,12 +49,12 @@ class Rollout:
     Attributes:
         prompts: rows of a prefill.
         samples: rows of a decode step.
-        widths: tokens to which prompts may be padded.
-        slots: length of the key/value cache.
-        block: decode steps of a program.
-        tokens: the most tokens of a completion.
-        updates: that learn from it.
-        scored: whether the log-probabilities of the samples are computed before the first of them.
+        widths: lengths to which prompts may be padded, tokens.
+        slots: length of the KV cache, tokens.
+        block: decode steps per program.
+        tokens: most tokens of a completion.
+        updates: number of updates that learn from the rollout.
+        scored: whether the samples' log-probabilities are computed before the first of these updates.
     """
 
     prompts: int
@@ -68,19 +68,19 @@ class Rollout:
 
     @property
     def programs(self) -> dict[str, dict[str, int]]:
-        """The sizes of each program at its widest, by name, as `trace.trace_generation` takes them."""
+        """The sizes of every program at its widest, by name, as `trace.trace_generation` takes them."""
         sizes = {"rows": self.prompts, "width": self.widths[-1], "slots": self.slots}
         copy = {"samples": {**sizes, "samples": self.samples // self.prompts}} if self.copies else {}
         return {"prefill": sizes, **copy, "decode": {**sizes, "rows": self.samples}}
 
     @property
     def copies(self) -> bool:
-        """Whether a prompt has several samples, so that its cache is copied for them."""
+        """Whether a prompt has several samples, so that its KV cache is copied."""
         return self.samples > self.prompts
 
 
 def rollout_of(config: TrainConfig, replicas: int) -> Rollout | None:
-    """Returns the rollout of a replica, with prompts as long as the run allows; None for a run that samples nothing."""
+    """Returns the rollout of a replica with the longest allowed prompts; None for a run that does not sample."""
     if not config.on_policy:
         return None
     from tpu_kit.generation.decoder import BLOCK, cache_slots, widths_to  # loads torch
@@ -96,9 +96,9 @@ def rollout_of(config: TrainConfig, replicas: int) -> Rollout | None:
 
 
 def update_plan(config: TrainConfig, replicas: int) -> BatchPlan:
-    """As `batch_arithmetic`; of completions the passes of the longest update: all of them and prompts at their longest.
+    """Returns the batch arithmetic of a run; if it samples, for the longest prompts and completions.
 
-    Its tokens are those of the completions. Those of a prompt in a row share it where `rollout.pack` lets them.
+    The tokens of such an update are the completions' tokens. A row may share prompts, see `policy_gradient.pack`.
     """
     plan = batch_arithmetic(config, replicas)
     if not config.on_policy:
@@ -119,24 +119,24 @@ def update_plan(config: TrainConfig, replicas: int) -> BatchPlan:
 
 
 def program_count(config: TrainConfig, replicas: int) -> dict[str, int]:
-    """The most programs of a run that samples, by kind."""
+    """Returns the largest number of programs of a run that samples, by kind."""
     rollout = rollout_of(config, replicas)
     assert rollout is not None
-    # Held-out prompts fill the rows of the samples, some at a time.
+    # An evaluation fills the rows of the samples with held-out prompts, which takes another copy program.
     added = int(bool(config.tracking.eval_generate_rows) and rollout.copies)
     return {"prefill": len(rollout.widths), "samples": rollout.copies + added, "decode": 1, "accumulate": 1,
             "apply": 1, "log-probabilities before": int(rollout.scored)}  # fmt: skip
 
 
 def whole_prompts(config: TrainConfig, replicas: int) -> int:
-    """The least `rl.prompts_per_update` whose completions are multiples of `WHOLE_ROWS` in each replica."""
+    """Returns the least `rl.prompts_per_update` whose completions are multiples of `WHOLE_ROWS` in every replica."""
     count, steps = config.num_generations, config.rl.steps_per_generation
     each = math.lcm(WHOLE_ROWS, count) // count * replicas
     return each // math.gcd(each, steps)
 
 
 def smaller(config: TrainConfig, replicas: int) -> list[tuple[str, Sequence[int], str]]:
-    """Returns the parameters by which a rollout takes less memory: their names, smaller values, and their harm."""
+    """Returns the parameters that reduce a rollout's memory: (name, smaller values, disadvantage)."""
     rl, whole = config.rl, whole_prompts(config, replicas)
     prompts = [n for n in range(rl.prompts_per_update - 1, 0, -1) if n % whole == 0 or n < whole]
     return [
@@ -146,7 +146,7 @@ def smaller(config: TrainConfig, replicas: int) -> list[tuple[str, Sequence[int]
 
 
 def warnings_of(config: TrainConfig, replicas: int) -> list[str]:
-    """Says which shapes of a rollout waste a TPU's work."""
+    """Returns warnings about shapes of a rollout that waste a TPU's time."""
     if not config.on_policy:
         return []
     rl, count = config.rl, config.num_generations
@@ -156,18 +156,18 @@ def warnings_of(config: TrainConfig, replicas: int) -> list[str]:
     each = whole_prompts(config, replicas)
     return [
         f"{rl.prompts_per_rollout} prompts of a rollout x {count} completions are {rows} rows in each of {replicas} "
-        f"replicas, no multiple of {WHOLE_ROWS}: a TPU takes the time of the next one, which rl.prompts_per_update="
-        f"{-(-rl.prompts_per_update // each) * each} fills"
+        f"replicas, no multiple of {WHOLE_ROWS}: a TPU takes the time of the next multiple, which "
+        f"rl.prompts_per_update={-(-rl.prompts_per_update // each) * each} fills"
     ]
 
 
 def check_rollouts(at: Machine, config: TrainConfig, tpu_replicas: int | None) -> Iterator[Check]:
-    """Checks what a run that samples needs: one host, rewards that are there, and rows that a TPU computes whole.
+    """Checks a run that samples: a single host, usable rewards, and row counts that waste no TPU time.
 
     Args:
         at: the machine.
-        config: the run; of one that does not sample there is no row.
-        tpu_replicas: number of replicas on TPUs; None elsewhere.
+        config: the run; yields nothing for a run that does not sample.
+        tpu_replicas: number of replicas on TPUs; None on other devices.
     """
     from tpu_kit.distributed.hosts import find_hosts
     from tpu_kit.generation.evaluation.rewards import Rewards

@@ -48,13 +48,13 @@ from tpu_kit.training.objectives import Objective
 from tpu_kit.training.streamed_updates import StreamUpdates
 from tpu_kit.training.update_sources import NextUpdateError, Tensors, Updates
 
-GROUP_FILE = "group.json"  # in a run's folder: a group of completions of the last rollout, with their rewards
-_SHOWN = 300  # characters of a prompt and a completion in a warning
-_UNJUDGED = 10  # consecutive rollouts without a reward, after which there will be none
+GROUP_FILE = "group.json"  # in the run's folder: a group of completions of the last rollout, with their rewards
+_SHOWN = 300  # most characters of a prompt or a completion in a warning
+_UNJUDGED = 10  # consecutive rollouts without any reward after which the run ends
 
 
 def updates_of(prompts: int, config: TrainConfig) -> Iterator[Update]:
-    """Yields the updates of a run that samples, by the number of its prompts; raises ValueError if they are too few."""
+    """Yields the updates of a run that samples from `prompts` prompts; raises ValueError if they are too few."""
     rl, optim, each = config.rl, config.optim, config.rl.updates_per_rollout
     if prompts < rl.prompts_per_rollout:
         raise ValueError(
@@ -70,7 +70,7 @@ def updates_of(prompts: int, config: TrainConfig) -> Iterator[Update]:
 
 
 def planned_updates(rows: float, batch: BatchPlan, config: TrainConfig) -> Iterator[Update]:
-    """Yields the updates of a run, by its packed rows, or by its prompts if it samples."""
+    """Yields the updates of a run with `rows` packed rows, or prompts if it samples."""
     if config.data.streaming:
         rows = math.inf
     return updates_of(int(rows), config) if config.on_policy else updates(rows, batch, config.optim)
@@ -79,7 +79,7 @@ def planned_updates(rows: float, batch: BatchPlan, config: TrainConfig) -> Itera
 def check_rollouts(
     config: TrainConfig, rows: Sequence[Mapping[str, Any]], reward_funcs: Sequence[Any] | None, hosts: Hosts
 ) -> None:
-    """Raises ValueError if the rewards of a run are not there, or none can judge its rows, or it has several hosts."""
+    """Raises ValueError if a run's rewards do not exist, none of them can judge its rows, or it has several hosts."""
     name = "distill.on_policy" if config.distill.on_policy else "grpo"
     if hosts.count > 1:
         raise ValueError(f"{name} on {hosts.count} hosts: sampling is for one host; use one host")
@@ -98,7 +98,7 @@ def source_of_updates(
     reward_funcs: Sequence[Any] | None,
     total: int,
 ) -> Iterator[Updates]:
-    """Yields where the batches of a run of `total` updates come from: packed rows, pairs, or rollouts with rewards."""
+    """Yields the batch source of a run of `total` updates: packed rows, a stream, pairs, or rollouts."""
     if config.on_pairs:
         yield PairUpdates(config, prepared, plan, rt, model, objective)
         return
@@ -113,7 +113,7 @@ def source_of_updates(
 
 
 class Rollouts(Updates):
-    """The updates of runs that sample: `rl.num_iterations` of each of `rl.steps_per_generation` parts of a rollout.
+    """The updates of runs that sample: `rl.num_iterations` per part of a rollout, of `rl.steps_per_generation` parts.
 
     `judge` judges the completions; `total` is the number of the run's updates.
     """
@@ -139,17 +139,17 @@ class Rollouts(Updates):
         self._share_prompts = bool(judge.names) and attention.sees_all(model)
         self.rows = len(self._tasks.numbers)
         self._tokenizer = prepared.encoder.tokenizer
-        self._told: set[str] = set()  # the warnings that were given
-        self._first: tuple[Sequence[int], Sequence[int], float] | None = None  # prompt, completion, reward of the last
-        self._zero: list[str] = []  # functions of users whose rewards were all 0 then
-        self._unjudged = 0  # the last rollouts without a reward
-        self._sampled: list[Sampled] = []  # of the present rollout
-        self._packed: list[PackedDataset | None] = []  # of each part of its prompts
-        self._old: list[torch.Tensor] = []  # of each part (packed rows, S) log-probabilities before its first update
-        self._metrics: dict[int, dict[str, float]] = {}  # by step, until they are logged
+        self._told: set[str] = set()  # kinds of warnings already given
+        self._first: tuple[Sequence[int], Sequence[int], float] | None = None  # prompt, completion and reward to show
+        self._zero: list[str] = []  # the user's functions whose rewards in the last rollout were all 0
+        self._unjudged = 0  # number of consecutive rollouts without any reward
+        self._sampled: list[Sampled] = []  # completions of the present rollout
+        self._packed: list[PackedDataset | None] = []  # packed rows by part of the rollout
+        self._old: list[torch.Tensor] = []  # by part, (packed rows, S) log-probabilities before the first update
+        self._metrics: dict[int, dict[str, float]] = {}  # step -> metrics, until they are logged
 
     @cached_property
-    def generator(self) -> Generator:  # type: ignore[override]  # made when the model is on the device
+    def generator(self) -> Generator:  # type: ignore[override]  # created after the model is on the device
         """Samples, and answers held-out rows."""
         ids = [
             *self._tasks.rows.prompt_ids,
@@ -167,7 +167,7 @@ class Rollouts(Updates):
         return updates_of(self.rows, self._config)
 
     def after(self, step: int, agreement: PreemptionGuard) -> Iterator[tuple[Update, int, list[Tensors]]]:
-        """See `Updates.after`; a rollout is made when its first update is asked for, and abandoned with it."""
+        """See `Updates.after`; a rollout is made for its first update, and abandoned if that update may not run."""
         for update in islice(self.all(), step, None):
             if (update.step - 1) % self._rl.updates_per_rollout == 0:
                 if not self._roll_out(update, agreement):
@@ -184,24 +184,24 @@ class Rollouts(Updates):
         return sorted(self._tasks.numbers[n] for n in rows_of(update, self.rows, self._config.data)[first:][:count])
 
     def metrics(self, window: Sequence[Update]) -> dict[str, float]:
-        """Returns means over the rollouts of a window."""
+        """Returns the means of the metrics over the rollouts of a window."""
         each = [self._metrics.pop(update.step) for update in window if update.step in self._metrics]
         names = dict.fromkeys(name for metrics in each for name in metrics)
         means = {name: [metrics[name] for metrics in each if name in metrics] for name in names}
         return {name: sum(values) / len(values) for name, values in means.items()}
 
     def warnings(self, means: Mapping[str, float], step: int) -> list[str]:
-        """Says once when no reward teaches anything, and when sampler and trainer differ much.
+        """Warns once if rewards teach nothing, if all completions are cut off, or if sampler and trainer differ.
 
-        After the first of several updates of a rollout, sampler and trainer do differ.
+        With several updates per rollout, sampler and trainer differ after the first, so that is not a warning.
         """
         found, gap = {}, means.get("sampler_gap", 0.0)
         if self._rl.updates_per_rollout == 1 and gap > GAP:
             found["gap"] = (
                 f"the log-probabilities of sampled tokens differ by {gap:.2g} nats between sampler and trainer "
-                f"(sampler_gap, usually below {GAP:g}): the samples are not those of the weights being trained. Set "
-                "rl.importance_sampling_correction=sequence_mask, or model.base_dtype=fp32 to see whether rounding is "
-                "why"
+                f"(sampler_gap, usually below {GAP:g}): the samples do not follow the weights being trained. Set "
+                "rl.importance_sampling_correction=sequence_mask, or model.base_dtype=fp32 to see if rounding causes "
+                "this"
             )
         if means.get("completions/not_judged") == 1:
             found["unjudged"] = "no reward function judged a completion since the last log, so nothing was learned"
@@ -209,8 +209,8 @@ class Rollouts(Updates):
             silent = f" {', '.join(self._zero)}: 0 everywhere, the function may fail silently." if self._zero else ""
             found["flat"] = (
                 "all completions of a prompt got the same reward, for each prompt since the last log (for "
-                f"{means['frac_all_wrong']:.0%} of them none is right), so nothing was learned.{silent} Start from an "
-                f"adapter that solves some of the problems (lora.adapter), or take other problems or rewards"
+                f"{means['frac_all_wrong']:.0%} of them none is right). Nothing was learned.{silent} Start from an "
+                f"adapter that solves some of the problems (lora.adapter), or use other problems or rewards"
                 f"{self._example()}"
             )
         if means.get("completions/truncated") == 1:
@@ -223,7 +223,7 @@ class Rollouts(Updates):
         return [text for name, text in found.items() if name not in told]
 
     def _example(self) -> str:
-        """Describes a completion of the last rollout; empty before the first."""
+        """Describes a completion of the last rollout; empty before the first rollout."""
         if self._first is None:
             return ""
         texts = (self._tokenizer.decode(ids) for ids in self._first[:2])
@@ -231,7 +231,7 @@ class Rollouts(Updates):
         return f". An example: prompt {prompt!r}, completion {completion!r}, reward {self._first[2]:g}"
 
     def document(self, step: int) -> dict[str, Any]:
-        """See `Updates.document`: the metrics to log, and a rollout that has updates left."""
+        """See `Updates.document`: metrics that were not logged, and a rollout with updates left."""
         metrics = {str(number): values for number, values in self._metrics.items() if number <= step}
         if step % self._rl.updates_per_rollout == 0:
             return {"metrics": metrics}
@@ -248,9 +248,9 @@ class Rollouts(Updates):
     # ------------------------------------------------------------------------------------------------------- rollouts
 
     def _roll_out(self, update: Update, agreement: PreemptionGuard) -> bool:
-        """Samples, judges and packs the completions of an update's prompts; returns False if the update is not to run.
+        """Samples, judges and packs the completions of an update's prompts; returns False if the update may not run.
 
-        Replicas that still sample when one of them has asked to run the update finish their part, so all exchange.
+        Once a replica has agreed to run the update, the others finish sampling, so that all exchange.
         """
         rl, tasks = self._rl, self._tasks
 
@@ -280,16 +280,16 @@ class Rollouts(Updates):
         return True
 
     def _sampling(self, number: int) -> Sampling:
-        """How the completions of a rollout are drawn."""
+        """Returns the sampling parameters of a rollout."""
         seed = int(np.random.SeedSequence([self._config.optim.seed, number]).generate_state(1)[0])
         return Sampling(
             self._rl.max_completion_length, temperature=self._rl.sampling_temperature, seed=seed,
             tempered_logprobs=True,
-            model_defaults=False,  # as TRL does: the samples are the policy's own, whose likelihood is trained
+            model_defaults=False,  # as in TRL: samples must follow the policy being trained
         )  # fmt: skip
 
     def _refuse(self, rollout: Rollout) -> None:
-        """Raises NextUpdateError if the judge of a replica failed, or judges nothing in this run."""
+        """Raises NextUpdateError if a judge failed, or if the first rollout or ten in a row had no reward."""
         if rollout.failure:
             raise NextUpdateError(rollout.failure)
         rewards = rollout.rewards
@@ -303,7 +303,7 @@ class Rollouts(Updates):
             )
 
     def _remember(self, rollout: Rollout) -> None:
-        """Keeps an example for a warning, and the functions whose rewards are all 0; writes a group on rank 0."""
+        """Keeps an example for warnings and the names of functions that returned only 0; rank 0 writes group.json."""
         first, parts = self._sampled[0], rollout.judgement.parts
         self._first = first.prompt, first.tokens, rollout.judgement.total[0]
         self._zero = [name for name in self._judge.functions if not any(parts[name])]
@@ -311,7 +311,7 @@ class Rollouts(Updates):
             self._write_group(rollout.step, rollout.rewards)
 
     def _write_group(self, step: int, rewards: torch.Tensor) -> None:
-        """Writes the completions of the group whose rewards differ most."""
+        """Writes the completions of the group with the widest rewards."""
         count = rewards.shape[1]
         group = int(torch.nan_to_num(deviation(rewards)).argmax())
         completions = [
@@ -320,11 +320,11 @@ class Rollouts(Updates):
         ]
         prompt = self._tokenizer.decode(self._sampled[group * count].prompt)
         text = json.dumps({"step": step, "prompt": prompt, "completions": completions})
-        with contextlib.suppress(OSError):  # a full disk: the log says so
+        with contextlib.suppress(OSError):  # on a full disk the log reports the error
             atomic.write_text(self._config.output_path / GROUP_FILE, text)
 
     def _tell_errors(self, rollout: Rollout) -> None:
-        """Says on rank 0 what rules did not judge, the first time that each error occurs."""
+        """Prints, on rank 0, an example of completions that were not judged, once per kind of error."""
         for name, examples in rollout.judgement.errors.items():
             if self._rt.rank == 0 and name not in self._told:
                 text = f"{len(examples)} completions of step {rollout.step} were not judged by {name}"
@@ -332,7 +332,7 @@ class Rollouts(Updates):
             self._told.add(name)
 
     def _pack(self, sampled: list[Sampled]) -> None:
-        """Packs each part of a rollout's completions."""
+        """Packs the completions of a rollout, part by part."""
         self._sampled, self._old = sampled, []
         size = self._rl.prompts_per_update * self._config.num_generations
         parts = (sampled[first : first + size] for first in range(0, len(sampled), size))
@@ -343,13 +343,13 @@ class Rollouts(Updates):
         return (update.step - 1) % self._rl.steps_per_generation
 
     def _batches(self, packed: PackedDataset | None) -> list[Tensors]:
-        """Returns this replica's part of all packed rows; empty rows fill the last pass."""
+        """Returns this replica's batches of the packed rows; empty rows fill the last pass."""
         rt, size = self._rt, self._config.optim.batch_size
         assert isinstance(size, int)
         return [] if packed is None else list(eval_batches(packed, rt.data_shards, rt.data_size, size))
 
     def _old_logprobs(self, packed: PackedDataset | None) -> torch.Tensor:
-        """Computes the log-probabilities before the first update of a rollout, (packed rows, S), for the later ones."""
+        """Computes the (packed rows, S) log-probabilities before a rollout's first update, for its later updates."""
         assert isinstance(self._objective, PolicyObjective)
         if packed is None:
             return torch.zeros(0)

@@ -1,6 +1,6 @@
-"""Sums over the segments of packed rows, in a number of operations that grows with the row as n log n.
+"""Sums over the segments of packed rows, in O(S log S) operations for rows of S tokens.
 
-XLA has no fast scatter on a TPU, and a comparison of all pairs of positions would take B x S x S numbers.
+XLA has no fast scatter on a TPU, and comparing all pairs of positions would take B x S x S numbers.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ import torch.nn.functional as F
 
 
 def running_sum(values: torch.Tensor, segments: torch.Tensor) -> torch.Tensor:
-    """Returns at each position the sum from the begin of its segment; differentiable.
+    """Returns at every position the sum of `values` from the start of its segment, (..., B, S); differentiable.
 
-    A sum doubles its reach in each round (Hillis and Steele, 1986) and stops where the segment does, so no number of
-    another segment is added and subtracted again.
+    The sums double their length in every round (Hillis and Steele, 1986) and stop at the segment's start, so values of
+    other segments cause no rounding error.
 
     Args:
         values: (..., B, S) floats.
-        segments: (B, S) integers; the positions of a segment follow one another.
+        segments: (B, S) integers; the positions of a segment are contiguous.
     """
     reach = 1
     while reach < values.shape[-1]:
-        # Segments are whole stretches: if the position `reach` before has the same number, so have all between.
+        # Segments are contiguous: if the position `reach` before has the same number, so have all between.
         same = segments[:, reach:] == segments[:, :-reach]
         values = values + F.pad(torch.where(same, values[..., :-reach], 0.0), (reach, 0))
         reach *= 2
@@ -29,11 +29,11 @@ def running_sum(values: torch.Tensor, segments: torch.Tensor) -> torch.Tensor:
 
 
 def sum_by_segment(values: torch.Tensor, segments: torch.Tensor) -> torch.Tensor:
-    """Returns at each position the sum over all positions of its segment; the arguments are those of `running_sum`."""
+    """Returns at every position the sum over its whole segment; takes the arguments of `running_sum`."""
     before, after = running_sum(values, segments), running_sum(values.flip(-1), segments.flip(-1)).flip(-1)
     return before + after - values
 
 
 def last_of_segments(segments: torch.Tensor) -> torch.Tensor:
-    """Returns the mask of the last position of each segment but those of number 0, (B, S)."""
+    """Returns a (B, S) mask of the last position of every segment with a number above 0."""
     return (segments > 0) & (segments != F.pad(segments[:, 1:], (0, 1)))

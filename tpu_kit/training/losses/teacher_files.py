@@ -1,8 +1,8 @@
-"""Files with a teacher's top logits of all training rows, for distillation without the teacher in memory.
+"""Files with a teacher's top logits for all training rows, for distillation without the teacher in memory.
 
-For each token of a packed row: the ids of the k likeliest tokens, their log-probabilities at the run's temperature, and
-that of all other tokens together. A file has a block of rows. The files of a teacher, data and settings have a folder
-of their own, so none of another run is taken for theirs.
+For every token of a packed row they have the ids of the k likeliest tokens, their log-probabilities at the run's
+temperature, and the log-probability of all other tokens together. A file has a block of rows. The folder's name depends
+on teacher, data and settings, so runs do not read each other's files by mistake.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class TeacherFiles:
     """The files of a run.
 
     Attributes:
-        folder: where they are, below `distill.files`.
-        rows: packed rows of the training data.
-        length: tokens of a row.
-        k: logits of a token.
+        folder: their folder, below `distill.files`.
+        rows: number of packed rows of the training data.
+        length: tokens per row.
+        k: logits per token.
     """
 
     folder: Path
@@ -58,7 +58,7 @@ class TeacherFiles:
 
     @classmethod
     def of(cls, config: TrainConfig, prepared: Prepared, teacher: Identity | None) -> TeacherFiles | None:
-        """Returns the files of a run, by the identity of its teacher; None without `distill.files`."""
+        """Returns the files of a run with this teacher; None without `distill.files`."""
         distill = config.distill
         if distill.files is None:
             return None
@@ -72,23 +72,23 @@ class TeacherFiles:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row: int32 and fp32 for each of k, and fp32 for the others."""
+        """Bytes per row: per token an int32 and an fp32 for the top k, and an fp32 for the other tokens."""
         return self.length * (8 * self.k + 4)
 
     @cached_property
     def blocks(self) -> dict[Path, np.ndarray]:
-        """The packed rows of each file."""
+        """Path of a file -> the numbers of its packed rows."""
         most = max(1, _FILE_BYTES // self.row_bytes)
         blocks = np.split(np.arange(self.rows), range(most, self.rows, most))
         names = (f"logits-{number:05d}-of-{len(blocks):05d}.safetensors" for number in range(len(blocks)))
         return dict(zip(map(self.folder.joinpath, names), blocks, strict=True))
 
     def missing(self) -> list[Path]:
-        """Returns the files that are not there, or are damaged."""
+        """Returns the paths of the files that are missing or damaged."""
         return [path for path in self.blocks if not _is_complete(path)]
 
     def columns(self) -> dict[str, Callable[[np.ndarray], torch.Tensor]]:
-        """Returns the functions of `PackedDataset.columns`."""
+        """Returns the files' columns, as `PackedDataset.columns` takes them."""
         opened = cache(partial(safe_open, framework="pt"))
         places = {int(row): (path, index) for path, rows in self.blocks.items() for index, row in enumerate(rows)}
 
@@ -101,7 +101,7 @@ class TeacherFiles:
 
 
 def read_columns(config: TrainConfig, files: TeacherFiles) -> dict[str, Callable[[np.ndarray], torch.Tensor]]:
-    """Returns the columns that a run's files add to its batches; raises ValueError if files are missing."""
+    """Returns the columns that the files add to a run's batches; raises ValueError if files are missing."""
     if absent := [path for path in files.blocks if not path.is_file()]:
         raise ValueError(
             f"distill.files={config.distill.files} lacks {len(absent)} of {len(files.blocks)} files, such as "
@@ -111,10 +111,10 @@ def read_columns(config: TrainConfig, files: TeacherFiles) -> dict[str, Callable
 
 
 def prepare_files(config: TrainConfig, prepared: Prepared, files: TeacherFiles, teacher: ModelConfig) -> None:
-    """Computes the missing files of a run by its teacher, in a launch of its own.
+    """Computes the missing files of a run with its teacher, in a separate launch.
 
     Raises:
-        ValueError: they do not fit on the disk.
+        ValueError: the files do not fit on the disk.
     """
     files.folder.mkdir(parents=True, exist_ok=True)
     absent = files.missing()
@@ -132,7 +132,7 @@ def prepare_files(config: TrainConfig, prepared: Prepared, files: TeacherFiles, 
 
 
 def _compute(data: MappedData, files: TeacherFiles, model: ModelConfig, config: TrainConfig) -> None:
-    """Computes the missing files by a teacher on the replica's device; replica r of N takes every N-th of them."""
+    """Computes missing files with a teacher on the replica's device; a replica of N takes every N-th missing file."""
     rt, prepared = runtime.current(), data.read()
     teacher, _ = runtime.load_once(rt, lambda: (trainable.freeze(load_frozen(model), model.base_dtype), None))
     preparation.prepare_frozen(teacher, config, rt.device_type)
@@ -159,10 +159,10 @@ def _compute(data: MappedData, files: TeacherFiles, model: ModelConfig, config: 
 
 
 def _top(teacher: Any, batch: dict[str, torch.Tensor], config: TrainConfig) -> list[torch.Tensor]:
-    """Returns top_ids (B, S * k) and top_log_p (B, S * (k + 1)) of a batch, chunk by chunk."""
+    """Returns top_ids (B, S * k) and top_log_p (B, S * (k + 1)) of a batch, computed chunk by chunk."""
     states, head, k = models.hidden_states(teacher, batch), models.output_embedding(teacher), config.distill.top_k
     configs = filter(None, (read_config(side) for side in (config.model, config.teacher) if side is not None))
-    size = min((whole.get_text_config().vocab_size for whole in configs), default=None)  # logits that both have
+    size = min((whole.get_text_config().vocab_size for whole in configs), default=None)  # of the shorter vocabulary
     shape = states.shape[:2]
     parts = tiles_of(shape[1], max(1, config.optim.loss_chunk // shape[0]))
     chunks = states.unflatten(1, (parts, -1)).transpose(0, 1).flatten(1, 2)
@@ -177,7 +177,7 @@ def _top(teacher: Any, batch: dict[str, torch.Tensor], config: TrainConfig) -> l
 
 
 def _is_complete(path: Path) -> bool:
-    """Whether a file is there and as long as its header says; it was written atomically."""
+    """Whether a file exists with the length in its header; files are written atomically."""
     try:
         with safe_open(path, "pt"):
             return True
