@@ -209,7 +209,7 @@ def test_a_full_disk_is_told_with_what_to_do(folder: Path, tmp_path: Path, token
             resource.setrlimit(resource.RLIMIT_FSIZE, (most if given is None else 20_000, limits[1]))
             small = weights if given is None else {}
             told = (
-                rf"the trained weights could not be written to {tmp_path}/adapter \(File too large\): make room or set"
+                rf"the trained weights could not be written to {tmp_path}/adapter \(File too large\): free disk space"
             )
             with pytest.raises(OSError, match=told) as raised:
                 save_adapter(tmp_path / "adapter", model, small, config, given)

@@ -424,7 +424,7 @@ class Trainer:
         return self.rt.to_device([{"sums": torch.tensor(sums, dtype=torch.float32)}])[0]["sums"]
 
     def warning(self, final: Mapping[str, float]) -> str:
-        """Explains, on rank 0, why the run seems to have learned nothing, from its final metrics; empty if it has."""
+        """Explains, on rank 0, why the run seems to have learned nothing, from its final metrics; else empty."""
         return not_learned(self._tracker.history, final, self.total) if self._tracker is not None else ""
 
     def results(self) -> dict[str, float]:
