@@ -306,7 +306,7 @@ class Trainer:
             if good and not weight and not self._split:
                 _warn(
                     f"optim.objective={self.config.optim.objective} had the weight 0 in all updates up to step "
-                    f"{last.step} since the last log, so their loss has no mean (nan): let Sums.weight count the "
+                    f"{last.step} since the last log, so their loss has no mean (nan). Let Sums.weight count the "
                     "tokens that the loss sums, and check which tokens it leaves out"
                 )
         if skipped:

@@ -29,8 +29,8 @@ class PolicyObjective(Objective):
 
     A batch has these fp32 (B, S) columns, with values at the position that predicts the token: advantages; share,
     1 / tokens of the completion; weight, the token's part of the loss's divisor; sampler_logps, log-probabilities at
-    sampling; with several updates per rollout old_logps, log-probabilities before the rollout's first update; and with
-    entropy_coef bonus, the weight of the token's entropy.
+    sampling. With several updates per rollout it has old_logps, log-probabilities before the rollout's first update.
+    With entropy_coef it has bonus, the weight of the token's entropy.
     """
 
     extra = ("tokens", "entropy", "clip_low", "clip_high", "kl", "sampler_gap", "sampler_gap_outside")
