@@ -1,4 +1,4 @@
-"""What every test gets: no network, no display, and a process that never initialises torch_xla."""
+"""The surroundings of every test: no network, no display, and a process that never initialises torch_xla."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.support.object_store import bucket, object_store  # noqa: F401  fixtu
 # Before any test module imports the libraries that read them.
 os.environ |= {"HF_HUB_OFFLINE": "1", "MPLBACKEND": "Agg", "TOKENIZERS_PARALLELISM": "false", "WANDB_MODE": "offline"}
 os.environ["USE_TORCH_XLA"] = "0"  # accelerate, imported before the kit, would import torch_xla, which sets PJRT_DEVICE
-os.environ["GCE_METADATA_HOST"] = "127.0.0.1:9"  # nobody is there: no test asks a cloud what becomes of the machine
-# Here and in children. Models this small gain nothing from a second thread, which takes processor time all the same;
-# and bytecode that one process writes saves compiling in the next one.
+os.environ["GCE_METADATA_HOST"] = "127.0.0.1:9"  # no metadata server: tests ask no cloud about a preemption
+# Here and in children. Models this small gain nothing from a second thread, which still takes processor time. Bytecode
+# that one process writes saves compilation in the next process.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-# torch 2.8 with triton (Kaggle has none) otherwise starts a process beside each one that imports torch_xla.
+# torch 2.8 with triton (Kaggle has none) otherwise starts a process for every import of torch_xla.
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 gc.set_threshold(50_000)  # as in child processes: tests/support/startup
 
@@ -52,7 +52,7 @@ def the_compiler_answers_only_who_asks() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The kit as a wheel, built offline."""
-    # Of a copy, because setuptools leaves its build folders beside the source.
+    # Built from a copy, because setuptools leaves its build folders beside the source.
     source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / name, source / name)

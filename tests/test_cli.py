@@ -1,4 +1,4 @@
-"""The command line: what it prints, what it returns, what it loads."""
+"""The command line: output, exit codes, and loaded modules."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The kit on an NVIDIA GPU, compared with the CPU and with transformers; skipped where there is none.
 
-`python -m pytest tests/test_cuda.py -s` prints the figures; tests/README.md has those of an H100.
+`python -m pytest tests/test_cuda.py -s` prints the figures; tests/README.md has them for an H100.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Which room may import which, what an import may load, and what one has to read to change a module.
+"""Imports between rooms, packages that an import loads, and the lines that a change of a module needs.
 
-`python -m pytest tests/test_imports.py -s` prints the figures of the last as a table.
+`python -m pytest tests/test_imports.py -s` prints the lines as a table.
 """
 
 from __future__ import annotations
@@ -27,17 +27,15 @@ ROOMS = (
 
 ON_TOP = {"__init__", "__main__", "cli"}
 MOST_MODULES, MOST_IN_FOLDER, MOST_LINES = 16, 11, 600  # of a room with its folders, of a folder alone, of a module
-# Two rooms became one in each of these: model and families, rows and chats, decoding and judging, steps and saves.
-# Prompts with pictures, those of rows and those that users write, are two modules of data; what images cost, and
-# what images are compared with before a launch, are two of the model.
-# Rows that a function of the user's makes are one of data, mixes of sources another, and the report of what became of
-# the rows a third. Pairs of replies are two of data (their rows, and their units in packed rows) and three of training
-# (losses, updates, and sums by segment). What other trainers call the losses of pairs is one of config.
-# Text without end is four of data and, as a source of updates, one of training.
-# The versions of the second backend for TPUs are one of machine. Trained embeddings are one of model, and the towers of
-# eight families another.
-# The programs of runs that sample and the check of an objective before a launch are two of training, and what inputs
-# beside text cost one of model: planning asks for them, and names no feature.
+# Rooms with more modules, and the reason:
+# - model and families, data (rows and chats), generation (decoding and judging) and training (steps and saves) were two
+#   rooms each;
+# - config: names of preference losses in other trainers; machine: versions of torch_tpu;
+# - data: pictures of rows and pictures of prompts, rows made by a user's function, mixes of sources, a report,
+#   pairs (rows, units in packed rows), and four modules of text streams;
+# - training: pairs (losses, updates, sums by segment), updates from a stream, programs of sampled updates, the check of
+#   an objective before a launch;
+# - model: the cost of images, their checks before a launch, the cost of inputs beside text, trained embeddings, towers.
 MORE_MODULES = {"config": 17, "machine": 17, "model": 31, "data": 33, "generation": 22, "training": 28, "planning": 17}
 
 # Where the XLA stack may be imported, inside functions alone: so a machine without it can import every module, and a
@@ -173,7 +171,7 @@ def test_room(room: str) -> None:
 
 
 def test_no_two_modules_import_each_other() -> None:
-    """Not even within functions. What only a type checker reads is no import."""
+    """Not even within functions; imports under TYPE_CHECKING do not count."""
     graph = {
         name: sorted({one.ours for one in imports if one.ours and one.where != "typing"} - {name})
         for name, imports in IMPORTS.items()
@@ -248,7 +246,7 @@ def test_no_module_and_no_public_name_loads_torch_xla() -> None:
 
 @pytest.mark.slow
 def test_light_modules_in_a_fresh_environment(tmp_path: Path) -> None:
-    """Nothing but PyYAML and Python: what a laptop needs to read a config or ask the doctor."""
+    """A laptop with only Python and PyYAML reads a config and runs the doctor."""
     run_python(["-m", "venv", str(tmp_path / "env")])
     python = tmp_path / "env" / "bin" / "python"
     pins = (REPOSITORY / "requirements-gpu.txt").read_text().splitlines()
@@ -261,60 +259,47 @@ def test_light_modules_in_a_fresh_environment(tmp_path: Path) -> None:
     assert sys.prefix not in run_python("import sys; print(sys.path)", executable=python).stdout
 
 
-# --------------------------------------------------------------------------- what one has to read to change a module
+# ------------------------------------------------------------------------------------- lines to read to change a module
 
 # The limits below are ratchets: they are lowered when a figure falls. A feature may raise one in its own commit, with
 # the reason beside the figure.
 KIT = Package.read(PACKAGE)
 CHANNELS = side_channels(KIT.sources)
 
-# Module -> the most lines of what it needs of the package. Goals: 10,000, 17,500 and 10,000; the recipe's is reported.
-# Run plan, a state that restores itself, hub and exchange between replicas are about 180 lines of the step, 230 of the
-# trainer; a recipe that pushes its result needs exports and hub too, 2,000 lines. Images are 140 lines of the step and
-# 470 of the trainer (columns of batches, the registry of families), and 1,900 of the recipe, which prepares them. A hub
-# that limits requests, moves on or lacks a pinned commit, and an adapter that is named by any of its paths, are 50.
-# `plan` refuses what `train` refuses without data: 8.
-# Picture files that change, lie outside of the rows' folder or are read by their headers alone are 90; the loop that
-# packs rows with and without images alike is 8 of the trainer.
-# A second backend for TPUs (torch_tpu): its device, programs, loops, kernels and slices are 400 of the step and of
-# generation, the steps as programs 60 of the step, and its versions and refusals 200 of the recipe.
-# Answers about pictures, their exports, plans, comparisons and an adapter of the projector are 750 lines of the recipe.
-# The time of a step by the compiler's cost model is 170 of the recipe, which plans, and a chip's clock 2 of the step.
-# A loss that reads the logits of a chunk once is 18 of the step. Rotation by halves is 80 of all that load a model.
-# Heads side by side in the cache, and slots written with their neighbours, are 50 of the generator; the reading of
-# another trainer's compiled program is 16 of the recipe.
-# What a prompt about pictures lacks, and llama.cpp asked in two ways, are 35 of the recipe, which answers and exports.
-# Adapters within the base product are 86 of the step, times by the cost model 40 of the recipe.
-# Rows that a function of the user's makes are 11 of all that read a configuration, 190 of the recipe;
-# the hash of their code, which the resume had, is 31 of generation, which reads versions of packages.
-# Mixes of sources are 120 of the step (the data section has checks of its own, a loss by source), 330 of the trainer
-# (groups of rows, held-out losses by source) and 970 of the recipe, which mixes them. Lists of data sets of other
-# trainers, which become mixes, are 180 of all that read a file. Tokens that are read where a mapped cache has them are
-# 60 of the trainer and 130 of the recipe; rows that are tokenised step by step are 50 of the recipe.
-# Pairs of replies are 50 of the step (the section of their parameters and its rules), 450 of the trainer (rows, and
-# units with their columns) and 1,150 of the recipe, with losses and updates. What other trainers call their losses is
-# 110 of all that read a file.
-# A pass that is traced once is 40 of the trainer, the choice of remat by the time of the run 110 of the recipe.
-# Text without end is 46 of the step (rules of its parameters, the order of a shard), 80 of the trainer (where an update
-# stands, files that changed) and 1,150 of the recipe, which opens it, makes its shards ahead and trains them.
-# Exports that are compared in vLLM are 170 of the recipe, which pushes them.
-# Stacks that a loop writes without a fill before are 12 of all that train or generate.
-# The blocks of attention's kernel, and where its backward pass is not fused, are 45 of all that train or generate, in a
-# module without torch, as the plan reads it, too.
-# Blocks of layers that are recomputed together are 70 of the step and of the trainer, which loops over layers, 20 of
-# generation and 95 of the recipe, which plans.
-# Attention of long rows in blocks of queries, and masks of the kernel without booleans, are 140 of all that train or
-# generate; rotary positions of a base, and what of long rows fits no memory, 65 of the recipe.
-# Further families of models that see: additions to layers of the text model and positions in axes are 15 of all that
-# train or generate, and towers and processors 500 of the recipe.
-# Devices that share the tokens of a row are 90 of the step, whose attention is sharded, 170 of all that train or
-# generate, with the exchange around the kernel, and 225 of the recipe, which plans the axis.
-# Embeddings that are trained are another 160 lines of the step (the adapter of the output layer in the loss, and rates
-# of groups), 450 of the trainer with the names in their files, and 510 of the recipe with their settings.
-# Several chips of that backend (their process group, and the check of its sum in the program) are 120 of all that train
-# or generate; the trace of its step for a compiler without a TPU is 300 of the recipe, which plans.
-# What an objective says of other models that it runs is 20 of the step and 30 of the trainer. One ladder for a shortage
-# of memory, and the compiler that is asked before a launch, are 250 of the recipe.
+# Module -> the most lines of its closure: the module and all modules of the package that it needs. Goals: 10,000,
+# 17,500 and 10,000; the recipe has none. Lines that features added ("all" = to all four modules):
+#
+# | feature | step | trainer | generator | recipe |
+# |---|---:|---:|---:|---:|
+# | run plan, restoring state, hub, exchange between replicas | 180 | 230 | | 2,000 |
+# | images: columns of batches, registry of families, preparation | 140 | 470 | | 1,900 |
+# | requests to a hub with limits, adapters named by any path | | | | 50 |
+# | `plan` refuses what `train` refuses without data | | | | 8 |
+# | picture files that change, lie elsewhere or are read by headers; packing with images | | 8 | | 90 |
+# | answers about pictures, exports, plans, comparisons, an adapter of the projector | | | | 750 |
+# | prompts about pictures, llama.cpp called in two ways | | | | 35 |
+# | torch_tpu: device, programs, loops, kernels, slices; steps as programs; versions and refusals | 460 | | 400 | 200 |
+# | torch_tpu on several chips: process group, check of the all-reduce; trace for a compiler | 120 | 120 | 120 | 300 |
+# | time of a step by the compiler's cost model, a chip's clock | 2 | | | 210 |
+# | loss that reads the logits of a chunk once; adapters within the base product | 104 | | | |
+# | rotation by halves (all that load a model) | 80 | 80 | 80 | 80 |
+# | heads side by side in the cache; slots written with their neighbours | | | 50 | |
+# | compiled programs of another trainer | | | | 16 |
+# | rows made by a user's function; the hash of its code | 11 | 11 | 31 | 190 |
+# | mixes of sources; lists of data sets of other trainers (all that read a file: 180) | 120 | 330 | | 970 |
+# | tokens from a mapped cache; rows tokenised step by step | | 60 | | 180 |
+# | pairs of replies; names of losses in other trainers (all that read a file: 110) | 50 | 450 | | 1,150 |
+# | a pass that is traced once; `remat` by the time of the run | | 40 | | 110 |
+# | streams of text | 46 | 80 | | 1,150 |
+# | exports compared in vLLM | | | | 170 |
+# | stacks that a loop writes without clearing (all) | 12 | 12 | 12 | 12 |
+# | blocks of the attention kernel, unfused backward pass (all) | 45 | 45 | 45 | 45 |
+# | recomputation of blocks of layers | 70 | 70 | 20 | 95 |
+# | long rows: attention in blocks of queries, masks without booleans (all); limits | 140 | 140 | 140 | 205 |
+# | more vision families: additions to layers, positions in axes; towers, processors | 15 | 15 | 15 | 500 |
+# | the mesh axis `context` | 90 | 170 | 170 | 225 |
+# | trained embeddings | 160 | 450 | | 510 |
+# | objectives state the models that they run; one ladder for memory; the compiler before a launch | 20 | 30 | | 250 |
 CLOSURES = {
     "training.step": 6_570, "training.trainer": 17_790, "generation.generator": 8_375, "recipes.sft": 48_540,
 }  # fmt: skip
@@ -323,12 +308,12 @@ CLOSURES = {
 FAN_OUT = 15
 FAN_OUTS = {
     "recipes.replica": 23, "recipes.sft": 18, "planning.compiler.trace": 16,
-    "generation.reference_check": 16,  # what models that see are compared with
+    "generation.reference_check": 16,  # it compares models with images, too
     "planning.compiler.compile_check": 17,  # the key of an answer has all that a program depends on, of two backends
 }  # fmt: skip
 
-# An identifier of a feature -> the modules that own it, and the most others that name it (goal: 3). The configuration
-# and the command line may name each.
+# Identifier of a feature -> its own modules, and the most other modules that name it (goal: 3). The configuration and
+# the command line may name any feature.
 ANYWHERE = ("config", "cli")
 TENTACLES = {
     "on_policy": (("training.losses.sampled_updates", "training.losses.rollout_programs"), 4),
@@ -341,13 +326,14 @@ TENTACLES = {
     "kept_after": (("model.loop.layer_calls",), 1),
 }
 
-# Planning asks objectives, models and runs that sample what they cost, and names none of these features.
+# Objectives, models and sampled updates state their cost to planning, which names none of these features.
 NOT_IN_PLANNING = (
     "on_policy", "teacher", "distill", "on_pairs", "preference", "images", "error_correction", "policy",
     "num_generations",
 )  # fmt: skip
 
-# What reaches other code than by arguments and results, each with its reason. Goals: 8, 8 and 3.
+# State, patches and attributes of models that reach other code without arguments or results, with reasons. Goals: 8, 8
+# and 3.
 STATE = {
     "data.stream.feeder: _stream": "a process of a pool gets the stream once, and then its rows",
     "distributed.launch: _announced": "a notebook's launches tell the choice of device once",

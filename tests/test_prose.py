@@ -30,3 +30,4 @@ def test_the_patterns_find_what_they_are_for() -> None:
     assert found == dict.fromkeys(prose.PATTERNS, 1)
     source = '"""A docstring of four words."""\nraise ValueError(f"{x} is wrong, use y")  # a comment\n'
     assert [*prose.texts_of_module(source)] == ["a comment", "A docstring of four words.", "X is wrong, use y"]
+    assert [*prose.texts_of_module(source, messages=False)] == ["a comment", "A docstring of four words."]

@@ -1,4 +1,4 @@
-"""Every branch that a TPU alone takes, found in the code, and how each is covered without a TPU."""
+"""Every branch that only a TPU takes, found in the code, with its coverage without a TPU."""
 
 from __future__ import annotations
 

@@ -354,7 +354,7 @@ def test_round_trips(seed: int, tmp_path: Path) -> None:
         try:
             config = load_config(trial)
         except ConfigError:
-            continue  # out of bounds, or against another one
+            continue  # out of bounds, or in conflict with another value
         values = trial
     config = load_config(values)
     for name, value in values.items():

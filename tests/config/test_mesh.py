@@ -1,4 +1,4 @@
-"""How users write a mesh, and what is refused, with the numbers."""
+"""The forms in which users write a mesh, and refusals with their numbers."""
 
 from __future__ import annotations
 

@@ -373,7 +373,7 @@ def test_a_file_of_llama_factory_is_not_trls(write: Any) -> None:
 
 
 MIXES = [
-    # Of axolotl, of TRL, texts for continued pre-training.
+    # axolotl, TRL, and texts for continued pre-training.
     ("base_model: a/b\ndatasets: [{path: c/d, name: main, type: chat_template, field_messages: talk, weight: 0.5}, "
      "{path: json, data_files: e.jsonl, split: 'train[:9]'}]",
      [{"source": "c/d:main", "format": "messages", "columns": {"messages": "talk"}, "weight": 0.5},

@@ -1,4 +1,4 @@
-"""What the parameters are, and which contradict each other."""
+"""The parameters, and contradictions between them."""
 
 from __future__ import annotations
 

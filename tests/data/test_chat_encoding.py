@@ -1,4 +1,4 @@
-"""The loss mask, told by decoding: what carries loss is the reply and its end-of-turn token, nothing else."""
+"""Only the reply and its end-of-turn token carry loss: the loss mask is decoded and compared."""
 
 from __future__ import annotations
 

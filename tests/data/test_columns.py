@@ -1,4 +1,4 @@
-"""Roles of columns: a row of each reasoning set with usual names, and what is ambiguous."""
+"""Roles of columns: rows of published reasoning sets, and ambiguous columns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows with pictures: their forms, what is refused, their tokens and pixels, packing, and batches."""
+"""Rows with pictures: their forms, refusals, tokens, pixels, packing and batches."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_rows_without_pictures_among_others(models: Callable[[str], ModelConfig]
 
 
 def broken(folder: Path, name: str) -> Any:
-    """Writes a bad picture; returns what the row names."""
+    """Writes a bad picture; returns its name in the row."""
     path = folder / "bad.png"
     good = picture(0, (80, 60))
     contents: dict[str, Callable[[], bytes]] = {
@@ -311,7 +311,7 @@ def transparent(kind: str) -> bytes:
         image = image.convert("RGB" if kind == "WEBP" else kind)
         image.putalpha(alpha)
         return file_of(image, "WEBP" if kind == "WEBP" else "PNG", **({"lossless": True} if kind == "WEBP" else {}))
-    if kind == "PA":  # of a palette whose entries have each an alpha
+    if kind == "PA":  # a palette with an alpha per entry
         return file_of(image.convert("P"), "PNG", transparency=bytes(range(0, 256, 2)))
     if kind in ("L", "RGB"):
         image = image.convert(kind)
@@ -452,7 +452,7 @@ def test_damaged_pictures_of_held_out_rows_name_their_source(
 
 
 def same_rows(model: ModelConfig, folder: Path) -> Callable[[], Prepared]:
-    """Returns what prepares the rows of `prepared` once more, whose file stays."""
+    """Returns a function that prepares the rows of `prepared` again from the same file."""
     config = DataConfig(source=str(folder / "rows.jsonl"), eval_rows=0, max_length=512, think_open="<t>",
                         think_close="</t>")  # fmt: skip
     return lambda: prepare_with(model, config)
@@ -694,7 +694,7 @@ def test_batches_hold_what_documents_hold_alone(
 
 
 def test_a_mix_has_the_pictures_of_each_source(models: Callable[[str], ModelConfig], folder: Path) -> None:
-    """Each source names its pictures from its own folder; one has rows without any."""
+    """Each source finds pictures in its own folder; one source has no pictures."""
     rows = [asked(f"What {number}?", images=[f"{number % 7}.jpg"] * (number % 3)) for number in range(12)]
     whole = prepared(models("smolvlm"), folder, rows, max_length=700, eval_rows=3)
     (folder / "other").mkdir()

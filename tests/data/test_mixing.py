@@ -1,4 +1,4 @@
-"""Several sources in one run: how much of each an epoch has, in which order, and what is refused."""
+"""Several sources in one run: their shares of an epoch, their order, and refusals."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tpu_kit.data.prepare import Prepared, prepare
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Sums, texts and chats, of which two ask what a sum asks."""
+    """Sums, texts and chats; two chats ask questions of the sums."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.chdir(tmp_path)
     write("a.jsonl", sums(40))
@@ -111,7 +111,7 @@ def test_questions_are_held_out_over_all_sources() -> None:
     assert not [text for text in held if f"{text}<|im_end|>" in trained]
     both = [row for row in range(40) if (text := f"What is {row} + 1?") in held and row in (3, 4) and text]
     assert both, "one of the two that both ask is held out"
-    for row in mix.eval_rows[:5]:  # each is read by the columns of its own source
+    for row in mix.eval_rows[:5]:  # each row is read by the columns of its own source
         assert row.get("answer")
     for name, rows in mix.eval_parts().items():
         found = {mix.eval_mix.names[int(mix.eval_mix.of(row))] for one in rows for row in mix.eval.source_rows(one)}

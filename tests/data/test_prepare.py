@@ -1,4 +1,4 @@
-"""The whole way from rows to packed batches, and what is refused on it."""
+"""From rows to packed batches, with all refusals on the way."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_chats_that_begin_alike_are_different_questions() -> None:
 
 
 def test_a_chat_that_a_longer_one_begins_with_is_not_held_out() -> None:
-    """The longer one is trained on its reply."""
+    """The longer chat is trained on its reply."""
     talks = [[f"Hello {i}", "Hi!", f"What is {i}?", f"{i}.", "Sure?", "Yes."] for i in range(12)]
     rows = [chat(*talk[:end]) for talk in talks for end in (2, 4, 6)]
     made = run(rows, eval_rows=8)
@@ -299,7 +299,7 @@ def test_bad_rows_are_skipped_counted_and_shown() -> None:
     assert report.skipped_rows[1] == "row 6: column 'question' is empty" and len(report.skipped_rows) == 3
     assert "23 read, 20 used" in str(report)
     assert "3 skipped (data.on_bad_row): row 0: column 'answer' is empty; row 6: " in str(report)
-    # The rows that are left keep their numbers, and are what they would be alone.
+    # The remaining rows keep their numbers, and equal those prepared alone.
     assert made.train.documents.source_rows.tolist() == [i for i in range(23) if i not in (0, 6, 22)]
     alone = run([row for i, row in enumerate(rows) if i not in (0, 6, 22)])
     assert documents(made) == documents(alone) and "bad rows  " not in str(alone.report)

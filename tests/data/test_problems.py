@@ -218,7 +218,7 @@ def test_what_a_cell_says_of_bad_input(tmp_path: Path) -> None:
         return str(reply.get("evalue", ""))
 
     def error(last: str, **parameters: Any) -> str:
-        """What the cell says once all before it have run with these parameters."""
+        """Returns the cell's output, after all cells before it ran with these parameters."""
         lines = [f"{name} = {value!r}" for name, value in {**SMALL, **parameters}.items()]
         assert not run("\n".join([cell_with("# Parameters"), *lines]))
         for cell in ("from tpu_kit import", "cells.config(", "show_data("):

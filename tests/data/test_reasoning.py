@@ -131,7 +131,7 @@ def test_templates_of_released_models(name: str, where: str) -> None:
     assert len(learnt) == 2 and all(WORDS[i] in text and f"Answer {i}." in text for i, text in enumerate(learnt))
 
 
-# Templates whose prompt opens the reasoning; a reply without reasoning is rendered without a block or with another one.
+# Templates whose prompt opens the reasoning block; replies without reasoning have no block, or an empty one.
 OPENS = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
 BLOCK = CHATML.partition("{% if add")[0].replace(
     "+ m['content']", "+ (BLOCK if m['role'] == 'assistant' else '') + m['content']"

@@ -109,7 +109,7 @@ def test_plain_text(prompt: str, completion: str) -> None:
 
 
 def test_tokens_that_begin_turns_and_are_not_special() -> None:
-    """As those of DeepSeek, whose tokenizer has them as added tokens that are no special ones."""
+    """As in DeepSeek's tokenizer, where these tokens are added but not special."""
     names = TRL_TEMPLATES["deepseek_r1_distill"]
     tokenizer = tiny_tokenizer((TRL / "deepseek_r1_distill.jinja").read_text(), special=names[:1], eos=names[0])
     tokenizer.add_tokens([*names[1:], "\n\n", "plain"])

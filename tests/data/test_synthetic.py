@@ -43,7 +43,7 @@ def test_what_random_tokens_cannot_do_is_told() -> None:
 @pytest.mark.parametrize("hosts", [2, 4])
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_hosts_share_the_rows_of_each_update(hosts: int, replicas: int) -> None:
-    """By the hash of each row: none is lost or taken twice, and the order is that of one host with one replica."""
+    """By the hash of each row: no row is lost or taken twice, and the order equals one host with one replica."""
 
     def taken(world: int) -> list[list[str]]:
         config = load_config(None, {**SETTINGS, "batch_size": 1})

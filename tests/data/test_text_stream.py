@@ -1,4 +1,4 @@
-"""The shards of a stream: how files are divided, what they become, and what is told of files that are wrong."""
+"""Shards of a stream: the division of files, the rows made from them, and messages about broken files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def texts(name: str, count: int) -> list[str]:
-    """Texts of 2 to 40 tokens or so, and one that is longer than a row."""
+    """Texts of about 2 to 40 tokens, and a text longer than a row."""
     return [f"{name} {i}: " + "Two and three make five. " * (30 if i == 7 else i % 6) for i in range(count)]
 
 

@@ -322,7 +322,7 @@ UNWANTED = r"line 2: its label is {}, so it is not wanted; remove such rows, or 
         ([{"prompt": "a", "completion": "b", "label": word} for word in ("good", "bad")],
          r"'label' \(good\) may hold whether a row is wanted, which must be true or false"),
         ([{"question": "a", "answer": "b", "weight": 0.5}], r"'weight' \(0.5\) may hold weights of rows, which are not"),
-        # Columns that change what a row means.
+        # Columns that change the meaning of a row.
         ([chat(user("Add."), reply("x"), history=[["h", "r"]])], r"'history' \(.*\) may hold earlier turns.*set data.columns={history: ''}$"),
         ([chat(user("Add."), reply("x"), context="c")], r"'context' \(c\) may hold a text that the question is about"),
         ([chat(user("Add."), reply("x"), reasoning="So it is.")], r"'reasoning' \(So it is.\) may hold reasoning"),
@@ -376,7 +376,7 @@ def test_an_empty_name_leaves_a_column_out_whatever_it_holds(tmp_path: Path) -> 
 
 
 def test_the_rows_of_an_evaluation_file_follow_the_same_rules(tmp_path: Path) -> None:
-    """A label is checked there too, and what ends all training answers ends theirs."""
+    """Labels are checked there too, and the end tokens of training answers end theirs."""
     held = tmp_path / "held.jsonl"
     rows = [{"question": f"{i}?", "answer": f"So.\nThe answer is: {i}"} for i in range(4)]
     held.write_text(

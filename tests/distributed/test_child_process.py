@@ -26,7 +26,7 @@ def test_what_a_child_is_given_and_says() -> None:
 
 
 def test_what_takes_too_long_is_killed_with_all_that_it_started() -> None:
-    """As is what a child leaves running."""
+    """So are processes that a child leaves running."""
     forks = "import os, time\nif os.fork() == 0: time.sleep(60)\nprint(os.getpid(), flush=True)\n"
     heard: list[str] = []
     start = time.monotonic()

@@ -54,7 +54,7 @@ def check(config: TrainConfig) -> None:
     assert len(result["hashes"]) == 1, "the replicas' parameters have parted"
     assert result["losses"] == 4 * 50
     assert 0 < result["loss"] < 7  # log(500) is 6.2
-    # The start, and the one program of all steps; each replica runs both, and the last sync has nothing left to do.
+    # The start, and one program for all steps; each replica runs both, and the last sync has nothing to do.
     assert result["compiles"] == 2
     assert result["executions"] == 4 * 51
     assert (result["host_syncs"], result["fallbacks"]) == (0, 0)
@@ -157,7 +157,7 @@ def test_an_end_sends_all_home(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_meetings_follow_one_another() -> None:
-    """A rank that is quick must not enter the next meeting before the slow ones have left this one."""
+    """A quick rank must not enter the next barrier before slow ranks have left this barrier."""
     meeting, rounds = cpu_simulation._Rendezvous(4, 30.0), 200
     done: list[list[int]] = [[] for _ in range(rounds)]
 

@@ -1,4 +1,4 @@
-"""Which hosts a run has, how they meet, and what each says of the others."""
+"""The hosts of a run, their rendezvous, and what a host reports about others."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ Part = Callable[[Meeting], Any]
 
 @pytest.fixture
 def hosts(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[Hosts]]:
-    """Hosts of this machine; one that stands still is lost after 2 s."""
+    """Hosts on this machine; a host without a heartbeat is lost after 2 s."""
     monkeypatch.setattr(meeting_module, "LOST", 2.0)
     monkeypatch.setattr(meeting_module, "_FAREWELL", 3.0)
     monkeypatch.setattr(meeting_module, "_TOLD", 1.0)
@@ -175,7 +175,8 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[Hosts]]:
 
 
 def together(hosts: list[Hosts], *parts: Part | None, patience: float = 10, hang_timeout: float = 60) -> list[Any]:
-    """What the part of each host, in a thread, returns or raises; a host without a part does not come."""
+    """Returns the results or errors of the hosts' functions, run in threads; a host without a function does not
+    join."""
 
     def run(host: Hosts, part: Part | None) -> Any:
         if part is None:
@@ -383,11 +384,11 @@ def test_a_store_that_is_gone_is_told(hosts: Callable[[int], list[Hosts]]) -> No
 
     def cut(meeting: Meeting) -> None:
         meeting.agree({"x": 1})
-        time.sleep(1)  # until host 0 has read what this host told
+        time.sleep(1)  # until host 0 has read this host's message
         proxy.down = True
         wait(meeting, 3)
 
-    def stays(meeting: Meeting) -> None:  # one that has ended would not be missed
+    def stays(meeting: Meeting) -> None:  # a process that has ended would not be missed
         meeting.agree({"x": 1})
         time.sleep(3.5)
 
@@ -469,7 +470,7 @@ def test_hosts_look_for_what_host_0_writes_before_they_train(
 def test_a_host_that_hangs_before_it_tells_its_facts_is_named(
     hosts: Callable[[int], list[Hosts]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its heart beats, and its process does nothing; one that works is waited for."""
+    """It sends heartbeats but makes no progress; a host that works is waited for."""
     monkeypatch.setattr(meeting_module, "_SEEN", -0.5)
 
     def part(prepare: Part) -> Part:

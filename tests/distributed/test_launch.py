@@ -1,4 +1,4 @@
-"""Launches of real replicas: what comes back, how each kind of end is told, and that nothing is left behind."""
+"""Launches of real replicas: results, messages for each kind of end, and no process left behind."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Killer(threading.Thread):
         os.kill(self.pid, self._number)
 
 
-# ------------------------------------------------------------------------------------------------------ what comes back
+# ------------------------------------------------------------------------------------------------------------ results
 
 
 def test_one_cpu_replica_runs_inline(
@@ -170,11 +170,12 @@ def test_an_error_that_says_what_to_do_has_no_traceback(tmp_path: Path) -> None:
     )
 
 
-# -------------------------------------------------------------------------------------------------- what cannot be sent
+# -------------------------------------------------------------------------------------------------- values that cannot
+# be sent
 
 
 def test_values_that_cannot_be_sent_are_named(tmp_path: Path) -> None:
-    """What a function reads, however deep, also as an argument of what is launched."""
+    """Values that a function reads, however deep, also as arguments of the launched function."""
     lock, tensor = threading.Lock(), torch.empty(1, device="meta")
     with open(tmp_path / "log", "w") as log:
 

@@ -56,7 +56,7 @@ SPECS: tuple[Spec, ...] = ((("model", "fsdp"), "data"), (None, "model"), ("fsdp"
 
 
 class Hosts:
-    """The runtimes of the hosts, each of which takes a shard for each of its devices, in their order."""
+    """The hosts' runtimes; each host takes one shard per device, in the order of the devices."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.held: dict[int, torch.Tensor] = {}

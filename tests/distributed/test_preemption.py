@@ -78,7 +78,7 @@ def this_process(number: signal.Signals) -> Callable[[], None]:
 
 
 def assert_agreed(lasts: list[tuple[int, str | None]], ranks: int, reason: str) -> int:
-    """All ranks took the same last step; which one."""
+    """Returns the last step, which all ranks share."""
     assert len(lasts) == ranks
     assert len(set(lasts)) == 1, lasts
     step, why = lasts[0]
@@ -191,7 +191,7 @@ def test_without_a_launch() -> None:
 
 
 def test_may_start_costs_next_to_nothing(tmp_path: Path) -> None:
-    """Measured 0.5 us; what is asserted allows for a busy machine."""
+    """Measured 0.5 us; the bound allows for a busy machine."""
     assert launch(replica_functions.cost_of_asking, config_for(tmp_path, "cpu", INLINE)) < 50e-6
 
 
@@ -441,7 +441,7 @@ def watched(give: Callable[[str], None]) -> Iterator[None]:
 
 
 def heard(server: Server, act: Callable[[], None], wait: float = 1.0) -> list[str]:
-    """What a watch gives after the keys have been read once and something happened."""
+    """Returns the result of a watch, after the keys were read once and something happened."""
     given: list[str] = []
     with server.as_the_cloud(), watched(given.append):
         assert eventually(lambda: len(server.requests) >= 4, 5)

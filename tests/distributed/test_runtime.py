@@ -1,4 +1,4 @@
-"""Which backend is taken and why, without initialising anything; and what a replica's runtime does on real replicas."""
+"""The choice of a backend, without initialising it, and the runtime of real replicas."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_what_cannot_be_had(
 def test_a_tpu_without_torch_xla_never_trains_on_the_cpu_unasked(
     tmp_path: Path, packages: dict[str, str], node: str, by_itself: bool, wish: Any
 ) -> None:
-    """Of a chip that no list of the kit has: its device file is all that there is."""
+    """A chip unknown to the kit: only its device file is there."""
     (tmp_path / "dev" / node).parent.mkdir(parents=True)
     (tmp_path / "dev" / node).touch()
     at = Machine(root=tmp_path, environ={}, version=packages.get)
@@ -352,7 +352,7 @@ def test_collectives_on_real_replicas(
     assert result["limit"] == (limit if device_type == "cpu" and replicas > 1 else None)
     assert result["loads"] == (1 if device_type == "xla-cpu" else replicas)
     if device_type == "xla-cpu":
-        assert len(set(result["models"])) == replicas  # each its own copy
+        assert len(set(result["models"])) == replicas  # a copy for each rank
         # The process holds all four replicas: two programs, compiled once each and started by each replica.
         assert result["counters"] == {
             "compiles": 2, "executions": 8, "device_reads": 8, "host_syncs": 0, "fallbacks": 0,

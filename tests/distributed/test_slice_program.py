@@ -1,4 +1,4 @@
-"""The sharded step on several hosts: jaxlib's processes run what torch_xla traced, and get what one process gets."""
+"""The sharded step on several hosts: jaxlib's processes run torch_xla's trace, with the results of one process."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def test_the_newest_wins_and_one_begins_in_five_minutes(hub: Hub, tmp_path: Path
         wait_for(lambda: uploads.count == 2)
         assert there(hub) == newest(run)
         save(run, 4)
-    assert uploads.count == 3 and there(hub) == newest(run)  # the last one is not waited for
+    assert uploads.count == 3 and there(hub) == newest(run)  # the last save is not waited for
     assert hub.repositories[NAME].messages == [f"Checkpoint of step {step}" for step in (1, 3, 4)]
     assert not list((tmp_path / "run").glob(".hub*"))
     assert upload(run).count == 0  # it is there

@@ -1,4 +1,4 @@
-"""What is exported is the model that was tuned, and what is not is refused and leaves nothing behind."""
+"""Exports equal the tuned model; others are refused, and their files removed."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ EVAL = {
 
 
 def make_run(folder: Path, name: str = "embedded", moved: float = 0.05, **changes: Any) -> TrainConfig:
-    """What training writes, its weights moved by noise as if they had been trained."""
+    """A run's output, with noise added to the weights in place of training."""
     config = load_config(None, {"model.name": name, "base_dtype": "fp32", "run_name": "my run", **changes})
     model = load_model(config.model, config.lora, seed=1)
     generator = torch.Generator().manual_seed(2)
@@ -425,7 +425,7 @@ def test_a_modelfile_has_the_system_prompt_or_says_why_not(prompt: str) -> None:
 
 @pytest.fixture
 def archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache that holds an archive of two files, of which one is the converter's, under their own checksums."""
+    """A cache with an archive of two files, one of them the converter, with matching checksums."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     path = tmp_path / "cache" / "tpu_kit" / converter.ARCHIVE

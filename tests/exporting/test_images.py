@@ -72,7 +72,7 @@ IDS = torch.arange(5, 37)[None]
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Path:
-    """A run on a model of random weights, with the files of a processor and one that is none."""
+    """A run on a model of random weights, with the processor's files and an unrelated file."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         MODELS[request.param]().save_pretrained(tmp_path / "base")

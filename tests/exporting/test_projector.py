@@ -1,4 +1,4 @@
-"""GGUF exports of runs on pictures: the part for images in a file beside the language model's, and what is refused."""
+"""GGUF exports of runs on pictures: the vision part in its own file, and refusals."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tpu_kit.exporting import converter, equivalence, gguf, projector
 from tpu_kit.exporting.export import export
 from tpu_kit.exporting.gguf import modelfile
 
-# In place of llama.cpp's: it keeps what it is asked, and writes the weights of the part for images turned, in f16.
+# In place of llama.cpp's converter: records its arguments, and writes the vision weights transposed, in f16.
 SCRIPT = """
 import json, os, sys
 import numpy as np
@@ -56,7 +56,7 @@ class GGUFReader:
 
 @pytest.fixture
 def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A converter that writes what it is asked into the file that is returned; no llama.cpp."""
+    """A converter that writes its arguments into the returned file; no llama.cpp."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("ASKED", str(tmp_path / "asked"))
     monkeypatch.setitem(sys.modules, "sentencepiece", ModuleType("sentencepiece"))
@@ -79,7 +79,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
     monkeypatch.setattr(projector, "in_child", here)
     yield tmp_path / "asked"
-    sys.modules.pop("gguf", None)  # the one above
+    sys.modules.pop("gguf", None)  # the converter above
 
 
 def run_on_pictures(folder: Path, family: str, **changes: object) -> Path:

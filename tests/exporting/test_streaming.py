@@ -1,4 +1,4 @@
-"""A merge that reads and writes one weight at a time writes what PEFT merges, with little memory."""
+"""A merge of one weight at a time equals PEFT's merge, with little memory."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_merge_is_peft_s_bit_for_bit_in_the_files_of_the_base(
 def test_experts_are_merged_and_written_as_the_family_s_files_have_them(
     tmp_path: Path, kind: str, experts: int, stored: str
 ) -> None:
-    """The files of Qwen3-MoE and GLM-4 have each expert's matrices, those of gpt-oss MXFP4."""
+    """Files of Qwen3-MoE and GLM-4 have matrices per expert; files of gpt-oss have MXFP4."""
     base = write_mixture(kind, tmp_path / "base", shards="40KB", intermediate_size=32, vocab_size=512)
     config = make_run(tmp_path / "run", str(base), **{"lora.r": 4, "lora.experts": experts})
     assert stream(config.model, tmp_path / "run" / "adapter") is not None

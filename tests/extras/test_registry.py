@@ -1,4 +1,4 @@
-"""The registry finds what it names, and an installation without an extra lacks what that extra offers, nothing else."""
+"""The registry finds all extras, and an installation without an extra lacks only that extra."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXTRAS = sorted(path.parent.name for path in (REPOSITORY / "tpu_kit" / "extras")
 KINDS = {"command": registry.COMMANDS, "objective": registry.OBJECTIVES, "name": registry.NAMES}
 PLACES = [(kind, name, place) for kind, places in KINDS.items() for name, place in places.items()]
 
-# What a user does with each; {asked} are the commands, objectives and public names of one extra.
+# A user's calls of each extra; {asked} are the commands, objectives and public names of one extra.
 LOOK = """
 import contextlib, io, json
 import tpu_kit

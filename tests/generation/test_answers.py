@@ -390,7 +390,7 @@ def child(*names: str, flags: str = "", **more: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def on_xla(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
-    """What a child found, and the folder of its programs' texts."""
+    """Results of a child process, and the folder of its programs' texts."""
     folder = tmp_path_factory.mktemp("programs")
     names = ("greedy", "counts", "trained_between")
     return child(*names, flags=f"--xla_dump_to={folder} --xla_dump_hlo_as_text"), folder
@@ -419,7 +419,7 @@ def test_the_number_of_programs_and_reads_is_bounded(on_xla: tuple[dict[str, Any
         assert first["compiles"] <= 3, first  # two widths of prompts and one decode program
         assert again["compiles"] == 0, again
         batches = 16 // size
-        assert first["device_reads"] <= batches * 2 and again["device_reads"] <= batches * 2  # two blocks each
+        assert first["device_reads"] <= batches * 2 and again["device_reads"] <= batches * 2  # two blocks per row
         assert first["executions"] <= batches * 3
         for turn in (first, again):
             assert turn["host_syncs"] == turn["fallbacks"] == 0
@@ -452,7 +452,7 @@ def test_the_cache_is_changed_in_place_and_weights_are_read_at_each_call(on_xla:
 
 
 def on_mesh(mesh: str, *names: str, flags: str = "") -> dict[str, Any]:
-    """What a child found on virtual devices."""
+    """Results of a child process on virtual devices."""
     return child(*names, flags=flags, MESH=mesh, CPU_NUM_DEVICES="4")
 
 
@@ -466,8 +466,8 @@ def test_a_mesh_generates_the_same_tokens_with_its_weights_in_place(tmp_path: Pa
         assert counts["compiles"] <= 5 and counts["device_reads"] <= 2 * 4, counts  # two blocks of each batch
         assert counts["host_syncs"] == counts["fallbacks"] == 0, counts
     # Each device keeps its quarter of the weights, (3, 48, 32) and (640, 32), and of the heads of the cache. No program
-    # gathers a weight; a prefill, of one loop, gathers activations of its tokens, and a decode step those of four rows
-    # at most: the logits are the largest.
+    # gathers a weight. A prefill, one loop, gathers activations of its tokens, and a decode step of at most four rows:
+    # the logits are the largest.
     texts = [path.read_text() for path in tmp_path.glob("*after_optimizations.txt")]
     gathers = [re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", text) for text in texts]
     loops = [text.count(" while(") for text in texts]
@@ -507,7 +507,7 @@ def test_a_mesh_that_does_not_fit_is_refused_before_anything_starts(capfd: pytes
 
 
 def for_v5e(model: Path, rows: int, width: int, slots: int, *changes: str) -> dict[str, Any]:
-    """What the TPU compiler says of prefill and decode."""
+    """Memory and loops of prefill and decode, by the TPU compiler."""
     job = json.dumps([str(model), rows, width, slots, *changes])
     done = run_python(
         ["-m", "tests.support.generation_tpu", job], env=compile_check._ENVIRONMENT, cwd=REPOSITORY, timeout=900
@@ -520,7 +520,7 @@ def for_v5e(model: Path, rows: int, width: int, slots: int, *changes: str) -> di
         assert one["aliased_bytes"] >= found["cache_bytes"], (part, one)
         assert one["output_bytes"] - one["aliased_bytes"] < 64 * 2**10, (part, one)
         assert one["temporary_bytes"] < found["cache_bytes"], (part, one)
-    stacks = found["decode"]["stacks"]  # in the order of the results, so that each is written over itself
+    stacks = found["decode"]["stacks"]  # in the order of the results, so that buffers are updated in place
     assert stacks == [f"cache.{number}" for number in range(len(stacks))] and len(stacks) > 1
     assert BLOCK in found["decode"]["loop_trips"].values()  # the steps are a loop, not a longer program
     return found
@@ -640,7 +640,7 @@ def test_a_base_model_without_a_template_ends_its_turns_in_replicas_too(tmp_path
     model.generation_config.eos_token_id = None
     (reply,) = stock(model, [prompt])
     place = next(place for place in range(5, NEW) if reply.index(reply[place]) == place)
-    with torch.no_grad():  # what was said there is now the end of the turn
+    with torch.no_grad():  # the last token is now the end of the turn
         rows = model.lm_head.weight
         rows[[end, reply[place]]] = rows[[reply[place], end]].clone()
     model.save_pretrained(tmp_path)
@@ -739,7 +739,7 @@ def test_real_weights_say_what_transformers_says(tmp_path: Path) -> None:
 
 
 def read_until(terminal: int, text: str) -> str:
-    """What a terminal shows, up to a text."""
+    """Returns the output of a terminal, up to a text."""
     shown = b""
     while text.encode() not in shown:
         ready, _, _ = select.select([terminal], [], [], 120)
@@ -748,7 +748,7 @@ def read_until(terminal: int, text: str) -> str:
     return shown.decode().replace("\r", "")
 
 
-PENS = "Sam has 12 pens and buys 30. How many pens are there now?"  # the next reply depends on what was said to it
+PENS = "Sam has 12 pens and buys 30. How many pens are there now?"  # the next reply depends on the previous messages
 
 
 def test_a_chat_in_a_terminal(tmp_path: Path) -> None:

@@ -343,7 +343,7 @@ def test_plain_text_begins_with_the_special_tokens_it_was_trained_with() -> None
 
 
 def test_perplexity_is_that_of_the_tokens_with_loss(prepared: Prepared, model: Any) -> None:
-    """Of the held-out rows as training sees them; here by transformers' own forward pass."""
+    """The loss of held-out rows as in training, here by transformers' own forward pass."""
     found = evaluate(config(generate_rows=4), prepared)
     losses = []
     for row in prepared.eval_rows[:4]:
@@ -453,7 +453,7 @@ def test_the_command(mixed: tuple[TrainConfig, Path], tmp_path: Path, capsys: py
 
 
 def of_nothing(config: Any, asks: Any, rows: Any, **_: Any) -> Answers:
-    """What a model would answer that says nothing."""
+    """The answer of a model that generates nothing."""
     completions = [Completion("", None, "", (1,), "stop", 0.0) for _ in asks[0].prompts]
     return Answers([completions], [Rating([0.0] * (len(row) - 1), [True] * (len(row) - 1)) for row in rows])
 

@@ -1,4 +1,4 @@
-"""What a model's generation config changes in greedy decoding is what it changes in transformers' `generate`."""
+"""A model's generation config changes greedy decoding as it changes transformers' `generate`."""
 
 from __future__ import annotations
 

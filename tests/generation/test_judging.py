@@ -32,7 +32,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def children() -> list[int]:
-    """The processes that judge for this one."""
+    """The judging child processes of this process."""
     found = [pid for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()]
     return [int(pid) for pid in found if b"generation.evaluation.judging" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 

@@ -1,4 +1,4 @@
-"""Answers about pictures: from a command, a file or held-out rows to tokens, which are those of transformers."""
+"""Answers about pictures, asked by a command, a file or held-out rows: tokens equal transformers'."""
 
 from __future__ import annotations
 

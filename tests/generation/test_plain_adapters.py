@@ -1,4 +1,4 @@
-"""What a run was trained on says how its adapter is asked: by command, from the rows' file to the answer."""
+"""An adapter is prompted as its training rows were: by the command, from the rows' file to the answer."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ PLAIN = [{"prompt": f"Question: {row['question']}\nAnswer: ", "completion": row[
 
 
 def tokens(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[list[int], str]:
-    """What `generate` answers to the question, and what it tells."""
+    """Returns the answer of `generate` to the question, and its messages."""
     capsys.readouterr()
     assert main(["generate", *arguments, f"prompt={QUESTION}", "max_new_tokens=6", "--json"]) == 0
     printed = capsys.readouterr()

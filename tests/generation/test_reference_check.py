@@ -87,7 +87,7 @@ WRONG_ALONE = {
 
 
 class NearConfig(LlamaConfig):
-    """Of a family that makes a mask of its own."""
+    """A family that makes its own mask."""
 
     model_type = "tests_near"
 
@@ -193,7 +193,7 @@ def test_a_family_that_the_kit_cannot_generate_with_is_refused_by_name(monkeypat
     monkeypatch.setattr(reference_check, "other_transformers", lambda: ". Install a newer one")
     with pytest.raises(ValueError, match=r"eval_generate_rows=0\. Install a newer one$"):
         check_generation(config)
-    # What the test below finds on XLA.
+    # Results on XLA for the test below.
     reference_check._problem.cache_clear()
     monkeypatch.setattr(reference_check, "_on_xla", lambda *given: "")
     with pytest.raises(ValueError, match=r"Set model\.attention=sdpa\. Install a newer one$"):
@@ -204,7 +204,7 @@ def test_a_family_that_the_kit_cannot_generate_with_is_refused_by_name(monkeypat
 
 
 def test_a_family_that_passes_no_keyword_arguments_on_to_its_layers_trains_and_generates(tmp_path):
-    """What the kit's functions read goes another way, so it depends neither on the layers nor on their names."""
+    """The kit's functions get their inputs another way, which does not depend on layers or their names."""
     config = StableLmConfig(**DEPTH)
     check_generation(config)
     assert reference_check._compare_training(run(tmp_path, config), config, "tpu", torch.device("cpu")) == ""

@@ -38,7 +38,7 @@ def test_processes_that_share_a_place_do_not_share_what_is_not_complete(tmp_path
 
 
 def test_a_folder_that_two_hosts_make_at_once_is_made_by_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other one makes it, or moves it away to replace it, in the moment before this one renames its own."""
+    """Another process makes the folder, or moves it away to replace it, just before this process renames its own."""
 
     def write(name: str) -> None:
         with atomic.replacing(tmp_path / "x", shared=True) as part:
@@ -99,7 +99,7 @@ def test_what_a_link_names_is_replaced_and_the_link_stays(tmp_path: Path, exists
 
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_a_folder_outlives_a_kill_at_each_rename(tmp_path: Path, number: int) -> None:
-    """Killed before the first, between both, and after them: the old folder or the new one is there, or comes back."""
+    """Killed before, between and after the two renames: the old or the new folder is there, or is restored."""
     write_folder(tmp_path / "x", "one")
     code = f"""
 import os, signal

@@ -1,4 +1,4 @@
-"""What was measured on this machine, kept, and used by `plan` and before a training; nothing runs on a device here."""
+"""Measurements of this machine are kept and used by `plan` and before training; nothing runs on a device here."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def server(status: int, body: str = "", seen: list[tuple[str, str | None]] | Non
 
 
 def test_the_newest_pairing_is_what_is_installed() -> None:
-    """Of the extras of torch_xla the libtpu and the jax, so that a change of theirs is noticed."""
+    """libtpu and jax as named by torch_xla's extras, to notice when they change."""
     newest = PAIRINGS[0]
     lines = (REPOSITORY / "requirements-tpu.txt").read_text().splitlines()
     pinned = {line.split(";")[0].strip() for line in lines}
@@ -242,7 +242,7 @@ def test_tpu_kinds(tmp_path: Path) -> None:
 
 
 def add_gpu(root: Path) -> None:
-    """What NVIDIA's driver tells of an H100."""
+    """The output of NVIDIA's driver for an H100."""
     information = root / "proc/driver/nvidia/gpus/0000:00:05.0/information"
     information.parent.mkdir(parents=True)
     information.write_text("Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 30\n")
@@ -312,7 +312,7 @@ def test_device_of_another_user(open_folder: Path) -> None:
     fake(open_folder, V5E)
     add_nodes(open_folder, "accel0")
     os.chmod(open_folder / "dev/accel0", 0o600)
-    # access() asks for the real user, so that one is changed too.
+    # access() checks the real user, so the real user is changed too.
     printed = as_another_user(
         "os.setresuid(65534, 65534, 65534)\nprint(check_tpu(Machine(root=root), False))", open_folder
     )
@@ -389,7 +389,7 @@ def test_lock_left_by_another_user(open_folder: Path) -> None:
 
 
 def test_replicas_do_not_inherit_what_kaggles_image_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With TPU_PROCESS_ADDRESSES=local in each of eight processes none would find the others."""
+    """With TPU_PROCESS_ADDRESSES=local, eight processes would not find each other."""
     monkeypatch.setenv("TPU_PROCESS_ADDRESSES", "local")
     monkeypatch.setenv("ISTPUVM", "1")
     for chips, replicas, inherits in ((8, None, False), (8, 8, False), (8, 1, True), (1, None, True)):

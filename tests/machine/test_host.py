@@ -53,7 +53,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
 
 
 def with_memory(root: Path, available: int, limit: str = "max", used: int = 0) -> Machine:
-    """A machine with these bytes of memory, the control group's limit and what it uses."""
+    """A machine with these bytes of memory, and a control group's limit and usage."""
     for path, text in (
         ("proc/meminfo", f"MemTotal: 99 kB\nMemAvailable: {available // 1024} kB\n"),
         ("sys/fs/cgroup/memory.max", limit),
@@ -106,7 +106,7 @@ def test_model_bytes_of_a_folder(tmp_path: Path) -> None:
 def test_memory_is_that_of_the_weights_as_they_are_loaded(
     tmp_path: Path, settings: dict[str, Any], free: int, need: float | None
 ) -> None:
-    """The last sizes are what 8e9 numbers take; of a real model tests/model/test_quantization.py measures it."""
+    """The last sizes are the bytes of 8e9 numbers; tests/model/test_quantization.py measures a real model."""
     config = load_config(None, {"model.name": "some/model-8B", **settings})
     check = capacity.check_memory(with_memory(tmp_path, free * 2**30), config, 1)
     assert check.status == ("failure" if need is None else "ok"), check
@@ -281,7 +281,7 @@ def test_hub_token_file_is_named_and_not_shown(tmp_path: Path, hub: Hub) -> None
     with server(200, seen=seen) as address:
         check = host.check_hub(hub(HF_ENDPOINT=f"http://{address}"), load_config())
     assert check == Check("Hugging Face hub", "ok", f"http://{address} answers; token in {tmp_path}/token")
-    assert seen == [("", None)] or seen == [("/", None)]  # what needs no token does not get it
+    assert seen == [("", None)] or seen == [("/", None)]  # functions that need no token do not get one
 
 
 def test_hub_away(tmp_path: Path, hub: Hub) -> None:

@@ -187,7 +187,7 @@ def model(config, implementation):
 
 
 class HostReads(TorchDispatchMode):
-    """Counts what would stop a device for the host: `.item()`, `if tensor`, `.nonzero()`."""
+    """Counts operations for which the device waits for the host: `.item()`, `if tensor`, `.nonzero()`."""
 
     def __init__(self):
         super().__init__()

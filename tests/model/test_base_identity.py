@@ -65,7 +65,7 @@ def test_hub_cache_and_folder_tell_of_the_same_weights(
     assert cached == known(pinned) and cached["commit"] == COMMIT
     for name in SHARDS:
         assert cached["files"][name] == ours["files"][name] | online["files"][name]
-    # Of the same files on the hub, in its cache and in a folder nothing differs, at another commit either.
+    # The same files have one identity on the hub, in its cache, in a folder, and at another commit.
     for began in (ours, online, cached):
         for now in (ours, online, {**cached, "commit": "d" * 40}):
             assert differences(began, now) == []

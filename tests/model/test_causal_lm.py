@@ -69,7 +69,7 @@ FAMILIES = {
     "phi": PhiConfig(**SHARP, **HALF_ROTARY),
 }
 TIED = {"qwen2", "qwen3", "gemma2", "gemma3", "phi4-mini"}
-# What each does besides plain attention, and the setting that turns it off.
+# A feature of each family beyond plain attention, and the setting that turns it off.
 PECULIAR = [
     ("qwen2", "layer_types", ["full_attention"] * 4),
     ("gemma2", "attn_logit_softcapping", None),
@@ -136,7 +136,7 @@ def splash_stand_in(query, key, value, segment_ids, settings):
 @pytest.mark.parametrize("implementation", ["sdpa", "splash"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family(family, implementation, monkeypatch):
-    """Of the kernels themselves only the interface is here; model/test_attention.py runs them."""
+    """Only the interface of the kernels is tested here; model/test_attention.py runs them."""
     original = fresh(FAMILIES[family])
     whole = original(input_ids=IDS, use_cache=False).logits
     model = adapt(copy.deepcopy(original), LORA, "fp32").train()
@@ -411,7 +411,7 @@ def test_use_attention_names_the_implementation():
 def test_to_device_ties_again():
     model = adapt(fresh(PLAIN["gemma2"]), LORA, "fp32")
     base = model.get_base_model()
-    base.lm_head.weight = torch.nn.Parameter(base.lm_head.weight.detach().clone())  # what a move to XLA does
+    base.lm_head.weight = torch.nn.Parameter(base.lm_head.weight.detach().clone())  # as a move to XLA does
     with no_tie_weights():  # as while another replica, a thread, loads a model
         to_device(model, "cpu")
     assert base.lm_head.weight is base.get_input_embeddings().weight
@@ -492,7 +492,7 @@ def test_on_xla_a_step_is_one_graph_and_remat_computes_again():
         assert run["logits"] == 0, name
         compiles, executions, reads = run["delta"]
         assert (compiles, executions, reads) == (1, 3, 0), name
-    # The layer is computed again: its 7 linear layers with two adapter products each, and attention's two.
+    # The layer is recomputed: 7 linear layers, each with two adapter products, and two products of attention.
     assert runs["remat"]["dots"] >= runs["kept"]["dots"] + (7 * 3 + 2) - 2
     assert runs["kept"]["barriers"] == 0 and runs["remat"]["barriers"] >= 1
     assert found["remat"] < 0.02

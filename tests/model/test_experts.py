@@ -88,7 +88,7 @@ print(len(computations), len(set(map(id, computations))))
 
 @pytest.fixture(scope="module")
 def lines() -> list[str]:
-    """Of a process that lowers at once, and then computes the experts of gpt-oss."""
+    """A process that lowers a program first, and then computes the experts of gpt-oss."""
     return printed('["gpt_oss"], True, 16, ("skewed", "int4")', before=LOWERED_AT_ONCE)
 
 
@@ -160,7 +160,7 @@ def build(kind: str, **changes: object) -> AutoModelForCausalLM:
      ("qwen3_5_moe_text", ("shared_expert",))],
 )  # fmt: skip
 def test_all_linear_means_neither_experts_nor_routers(kind: str, wanted: tuple[str, ...]) -> None:
-    """PEFT reads the names of shared experts and dense MLPs as those of experts in the families of Qwen2-MoE."""
+    """In the families of Qwen2-MoE, PEFT takes the names of shared experts and dense MLPs for experts."""
     adapted = trainable.adapt(build(kind), LoraConfig(r=2), "fp32")
     names = {name.rpartition(".lora_A")[0] for name in models.trainable_parameters(adapted) if "lora_A" in name}
     assert not any(".experts" in name or name.endswith("gate") or "router" in name for name in names)
@@ -192,7 +192,7 @@ def test_adapters_of_experts_are_those_of_peft_on_xla(kind: str, count: int) -> 
 
 
 def added_by_vllm(folder: Path, count: int, interleaved: bool) -> dict[str, list[torch.Tensor]]:
-    """By module of `count` experts, what vLLM adds to the weights of gates, ups and downs, each (E, O, I).
+    """Returns by module of `count` experts the sums that vLLM adds to the weights of gates, ups and downs, (E, O, I).
 
     The rule is that of vLLM 0.33.0 with enable_mixed_moe_lora_format and is_3d_lora_weight, in its lora/lora_model.py,
     lora/peft_helper.py (`get_rank_and_scaling`) and lora/model_manager.py (`_convert_3d_to_2d_moe_lora`): A is (E r, I)
@@ -306,7 +306,7 @@ def test_generation_on_xla_has_experts_in_the_form_of_training(tmp_path: Path, d
 
 @pytest.mark.slow
 def test_loading_takes_the_memory_of_the_integers_and_two_layers(tmp_path: Path) -> None:
-    """Files of Qwen3-MoE have each expert's matrices, those of gpt-oss MXFP4."""
+    """Files of Qwen3-MoE have matrices per expert; files of gpt-oss have MXFP4."""
     sizes = {"hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 8}
     folders = [str(write_mixture(kind, tmp_path / kind, **sizes)) for kind in ("qwen3_moe", "gpt_oss")]
     env = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}

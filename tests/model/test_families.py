@@ -26,7 +26,7 @@ GEMMA4 = {
     "global_head_dim": 32, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
     "vocab_size": 128, "vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 16,
 }  # fmt: skip
-# model_type, and what its default configuration needs to show what makes it a family of its own.
+# model_type, and the settings of its default configuration that show its differences from other families.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"num_key_value_heads": 8, **DEPTH}),
     "mistral": ("mistral", DEPTH),

@@ -1,4 +1,4 @@
-"""Which families of layers a model has, and what they are asked."""
+"""The families of layers in a model, and the facts that each family states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the kit's functions read in a forward pass goes through no argument of transformers."""
+"""The kit's functions get their inputs in a forward pass without arguments of transformers."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ IDS = torch.randint(3, 61, (2, 13), generator=torch.Generator().manual_seed(1))
 
 @pytest.mark.parametrize("config", [LlamaConfig(num_hidden_layers=2), configuration("lfm2")], ids=["llama", "lfm2"])
 def test_models_get_the_arguments_that_they_declare_and_no_other(config: PreTrainedConfig) -> None:
-    """An argument that transformers does not know may become its own, as `cache` did in 5.24; one that it has renamed
-    would go down to the layers and be ignored."""
+    """transformers may take an unknown argument as its own, as `cache` in 5.24; a renamed argument would be ignored."""
     model = reference_check.narrow_model(config)
     linear_attention.connect(model)
     given: dict[str, set[str]] = {}
@@ -78,7 +77,7 @@ def test_an_error_unbinds() -> None:
 
 @pytest.mark.slow
 def test_a_compiled_layer_reads_them() -> None:
-    """As on CUDA, recomputed or not: documents of the second call are not those of the trace."""
+    """As on CUDA, recomputed or not: the second call has other documents than the trace."""
     for recomputes in (False, True):
         model = reference_check.narrow_model(configuration("lfm2")).eval()
         linear_attention.connect(model)

@@ -520,7 +520,7 @@ def at(folder: Path, scan_layers: str, device_type: str, replicas: int = 1, rema
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], dict[str, Any]]:
-    """What one replica on XLA does, launched when it is first asked for."""
+    """Results of one replica on XLA, launched when first needed."""
     folder = tmp_path_factory.mktemp("alone")
     return functools.cache(lambda: launch(layer_functions.on_one_device, at(folder, "on", "xla-cpu")))
 
@@ -585,7 +585,7 @@ def test_a_loop_is_built_anew_only_for_another_trace(alone: Callable[[], dict[st
     for found, expected, _ in rounds:
         for name, values in expected.items():
             torch.testing.assert_close(found[name], values, msg=name)
-    # Of another constant or outer tensor alone, a loop is the same.
+    # A loop that differs only in a constant or an outer tensor is the same loop.
     assert [built for *_, built in rounds] == [11, 0]
 
 

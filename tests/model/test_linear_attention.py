@@ -44,7 +44,7 @@ def segments_of(rows: list[list[int]], length: int = 150) -> torch.Tensor:
 
 
 def delta_inputs(repeat: bool, batch: int = 2, length: int = 150, width: int = 16) -> Tensors:
-    """Query, key, value, decay and beta; with `repeat` all keys are nearly equal, as those of a repeated token."""
+    """Query, key, value, decay and beta; with `repeat` all keys are nearly equal, as for a repeated token."""
     key = noise(batch, length, 2, width)
     decay = -torch.nn.functional.softplus(noise(batch, length, 4) - (6 if repeat else 1))
     beta = (noise(batch, length, 4, seed=1) + (3 if repeat else 0)).sigmoid()

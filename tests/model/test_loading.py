@@ -87,7 +87,7 @@ def write_gguf(path, config, tensors, sixth_bits=()):
     """Writes a Llama's GGUF file in fp32; the matrices whose names end so in random blocks of Q6_K, which are returned.
 
     Returns:
-        What those mean, by name.
+        The meaning of these names.
     """
     gguf = pytest.importorskip("gguf")
     writer = gguf.GGUFWriter(path, "llama")

@@ -1,4 +1,4 @@
-"""What is alive at once in a layer, by its trace on "meta"."""
+"""Tensors that are alive at once in a layer, by its trace on "meta"."""
 
 from __future__ import annotations
 

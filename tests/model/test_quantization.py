@@ -1,4 +1,4 @@
-"""Bases of integers: what is stored, what is computed with it, how it is loaded, and what is refused."""
+"""Integer bases: storage, computation, loading and refusals."""
 
 from __future__ import annotations
 
@@ -518,7 +518,7 @@ def test_what_is_published_of_a_shipped_configuration_is_what_the_compiler_says(
 
 def test_every_configuration_for_a_chip_is_published() -> None:
     shipped = {path.stem for path in (REPOSITORY / "tpu_kit" / "configs").glob("*-v[0-9]*.yaml")}
-    runs = {name: load_config(name) for name in shipped}  # those of a mesh and with images: tpu_kit/model/README.md
+    runs = {name: load_config(name) for name in shipped}  # for a mesh and for images see tpu_kit/model/README.md
     shipped = {name for name, run in runs.items() if run.launch.mesh is None and not run.model.images}
     assert shipped == {row.split()[0] for row in headline.ROWS}
     table = headline.PAGE.read_text().partition(headline.HEADER)[2].partition("\n\n")[0].splitlines()

@@ -147,7 +147,7 @@ MORE_CASES = [
     (1, 2, 2, 100, 8, 9, 2.0, False, False, ""), (2, 2, 2, 256, 8, 400, None, False, False, "ahead"),
 ]  # fmt: skip
 
-# Of two blocks of keys, where both backward passes are compared.
+# Two blocks of keys, to compare both backward passes.
 PASS_CASES = [(1, 2, 1, 150, 8, None, None, True, False, "")]
 MORE_PASS_CASES = [
     (2, 2, 1, 150, 8, 24, None, False, False, "ahead"), (1, 2, 1, 256, 8, 50, None, False, True, ""),
@@ -212,7 +212,7 @@ os._exit(0)  # libtpu hangs at times on its way out
 
 @pytest.fixture(scope="module")
 def found() -> tuple[list[float], list[int]]:
-    """What one child printed: the errors of each case, and the formats of the kernels."""
+    """The output of one child: errors of each case, and formats of the kernels."""
     environment = {"JAX_PLATFORMS": "cpu", "CASES": json.dumps(CASES)}
     printed = run_loaded(IN_INTERPRET_MODE + KERNEL_FORMATS, env=environment).stdout
     errors, formats = map(json.loads, printed.splitlines()[-2:])

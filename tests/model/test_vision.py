@@ -148,7 +148,7 @@ def test_greedy_tokens_after_images_are_those_of_transformers(tmp_path: Path, fa
 
 
 def updated(tmp_path: Path, family: str, **settings: Any) -> tuple[torch.Tensor, list[dict[str, int]]]:
-    """Returns the weights after updates with other images each, and what each compiled and read."""
+    """Returns the weights after updates with different images, and each update's compilations and reads."""
     found, counts = launch(vision_functions.updated, run(tmp_path, family, **settings), sharded=True)
     return torch.cat([torch.tensor(found[name]) for name in sorted(found)]), counts
 

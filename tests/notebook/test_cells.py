@@ -1,4 +1,4 @@
-"""What the notebooks call, in plain Python and in real kernels."""
+"""The functions that notebooks call, in plain Python and in real kernels."""
 
 from __future__ import annotations
 
@@ -366,7 +366,7 @@ def test_each_cell_works_or_says_which_comes_first(kernel: Any) -> None:
         cells = [cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
         (imports,) = [cell for cell in cells if re.search(r"^from tpu_kit[. ]", cell, re.MULTILINE)]
         run_cell(kernel, "%reset -f")
-        run_cell(kernel, imports)  # that of some notebooks goes on with the parameters
+        run_cell(kernel, imports)  # some notebooks continue this line with the parameters
         for cell in reversed(cells[1:]):
             error = run_cell(kernel, cell)[1]
             told.append(error)

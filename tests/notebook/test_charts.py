@@ -1,4 +1,4 @@
-"""What notebook 3 shows of plans: the tables' words, and the bars as matplotlib has them."""
+"""Tables and bar charts of plans in notebook 3."""
 
 from __future__ import annotations
 

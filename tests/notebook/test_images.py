@@ -1,4 +1,4 @@
-"""The kit on the images of notebook services: whether its bounds admit what they carry, and whether it runs there."""
+"""The kit on the images of notebook services: its version bounds admit their packages, and it runs there."""
 
 from __future__ import annotations
 

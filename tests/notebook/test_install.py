@@ -1,4 +1,4 @@
-"""What the installation decides for each kind of machine, and what it does in fresh environments."""
+"""Decisions of the installation on each kind of machine, and its work in fresh environments."""
 
 from __future__ import annotations
 
@@ -357,7 +357,7 @@ def test_another_index_is_where_torch_comes_from(tool: str, tmp_path: Path, monk
 
 
 def test_it_needs_nothing_but_python(tmp_path: Path) -> None:
-    """Of any version that a service may bring: what is said of one that does not fit must be said there."""
+    """For any Python that a service may bring: the message about an unsupported version must run on it."""
     about = tmp_path / "tpu_kit-0.1.0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text(distribution("tpu_kit").read_text("METADATA") or "")
@@ -385,7 +385,8 @@ print(sorted(outside), *(module.__file__ for name, module in sys.modules.items()
 
 
 def steps(python: Path) -> list[dict[str, Any]]:
-    """What a notebook's cells do, in another environment that has the kit: decide, install, check, decide again."""
+    """Runs the steps of a notebook's cells in another environment with the kit: decide, install, check, decide
+    again."""
     code = """
 import json
 from dataclasses import asdict
@@ -413,7 +414,8 @@ def test_where_all_is_right_the_second_time_too() -> None:
 
 
 def bare_kernel(python: Path, folder: Path) -> dict[str, str]:
-    """Gives an environment what a service's runtime has, a kernel; returns what papermill finds it by, as `bare`."""
+    """Gives an environment a kernel, as a service's runtime has; returns the variables by which papermill finds
+    `bare`."""
     run_python(["-m", "pip", "install", "--quiet", "ipykernel"], executable=python, timeout=1000)
     about = folder / "kernels" / "bare" / "kernel.json"
     about.parent.mkdir(parents=True)
@@ -437,7 +439,7 @@ def run_notebook(folder: Path, environment: dict[str, str], source: Path, expect
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """What git has of the kit; a build leaves files in its folder."""
+    """A copy of the kit's files in git, because a build leaves files in its folder."""
     folder = tmp_path / "a clone"
     shutil.copytree(REPOSITORY / "tpu_kit", folder / "tpu_kit", ignore=shutil.ignore_patterns("__pycache__"))
     for path in [REPOSITORY / name for name in ("pyproject.toml", "README.md", "LICENSE")]:

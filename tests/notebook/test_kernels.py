@@ -1,4 +1,4 @@
-"""What only a real kernel can show: a run that is interrupted there, and a package that is replaced under it."""
+"""Cases that need a real kernel: an interrupted run, and a package replaced under the kernel."""
 
 from __future__ import annotations
 

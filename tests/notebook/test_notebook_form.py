@@ -1,4 +1,4 @@
-"""The form of the notebooks that are shipped: what a reader, Colab, papermill and git expect of each. Nothing runs."""
+"""The form of the shipped notebooks, as readers, Colab, papermill and git expect it. Nothing runs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_there_are_nine() -> None:
 
 
 def unclean(raw: dict[str, Any]) -> list[str]:
-    """What a notebook holds that belongs on nobody's machine but the one where it ran."""
+    """Traces of the machine on which a notebook ran."""
     found = [name for name in raw["metadata"] if name not in ("kernelspec", "language_info")]
     if raw["metadata"].get("kernelspec", {}).get("name") != "python3":
         found.append("kernelspec")
@@ -98,8 +98,8 @@ def test_one_parameters_cell_of_commented_literals(path: Path) -> None:
     assert first_line.startswith("# Parameters: ")
     for statement in ast.parse(tagged[0].source).body:
         assert isinstance(statement, ast.Assign)
-        ast.literal_eval(statement.value)  # papermill leaves stale what is derived from another parameter
-    # A comment each, in the form that Colab shows beside the field.
+        ast.literal_eval(statement.value)  # papermill leaves values derived from another parameter stale
+    # One comment per parameter, in the form that Colab shows beside the field.
     assert all(line.startswith("# @markdown ") for line in lines[::2]), lines[::2]
     assert all(re.search(r"^\w+ = .*# @param ", line) for line in lines[1::2]), lines[1::2]
     assert len(lines) % 2 == 0

@@ -1,4 +1,4 @@
-"""Notebooks as a batch job: what is printed, what is left behind, how a failure ends."""
+"""Notebooks as a batch job: output, files, and failures."""
 
 from __future__ import annotations
 

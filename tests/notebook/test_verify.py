@@ -48,7 +48,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def first_contact(home: Path, device: str = "xla-cpu", limit: float | None = None) -> verify._Checks:
-    """The checks on one replica; a chip's name compares what is measured with that chip."""
+    """The checks on one replica; with a chip's name, measurements are compared with that chip."""
     kind = "xla-cpu" if device not in ("cpu", "tpu") else device
     config = load_config(None, [f"device_type={kind}", "num_replicas=1"])
     known = calibration.begin(device, home / "report.json")

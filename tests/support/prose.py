@@ -18,7 +18,7 @@ PATTERNS = {
     "relative what": re.compile(r"\bwhat\b(?!.*\?$)", re.IGNORECASE),
     "that of": re.compile(r"\b(?:that|those) of\b"),
     "pronoun one": re.compile(
-        r"\b(?:the|this|that|another|an?|each|every|which|its own) one\b|\bone (?:that|of|which|whose|is|has|was)\b"
+        r"\b(?:the|this|that|another|an?|each|every|which|its own) one\b(?! of)|\bone (?:that|which|whose|is|has|was)\b"
     ),
     "pronoun each": re.compile(
         r"\beach(?: (?:is|are|has|was|of|with|in|by|its|as|for|a|an|the|from|to|at|on)\b|[,.;:)]|$)"
@@ -38,8 +38,8 @@ def sentences(text: str) -> Iterator[str]:
                 yield sentence.strip("-*| ")
 
 
-def texts_of_module(source: str) -> Iterator[str]:
-    """Yields the comments, the docstrings and the messages of a Python file.
+def texts_of_module(source: str, *, messages: bool = True) -> Iterator[str]:
+    """Yields the comments, the docstrings and, unless `messages` is false, the other texts of a Python file.
 
     Adjacent lines with nothing but a comment are one text; a comment after code is a text of its own.
 
@@ -56,8 +56,13 @@ def texts_of_module(source: str) -> Iterator[str]:
             lines.append(token.string.lstrip("# "))
             last = token.start[0] if alone else -1
     yield "\n".join(lines)
-    inside = set()
-    for node in ast.walk(ast.parse(source)):
+    inside, tree = set(), ast.parse(source)
+    if not messages:
+        documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+        docstrings = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, documented)]
+        yield from filter(None, docstrings)
+        return
+    for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
             inside.update(id(value) for value in node.values)
             words = "".join(str(value.value) if isinstance(value, ast.Constant) else "X" for value in node.values)
@@ -70,7 +75,10 @@ def texts_of_module(source: str) -> Iterator[str]:
 
 
 def texts_of(path: Path) -> Iterator[str]:
-    """Yields the prose of a Python file, a notebook's Markdown and code cells, or a Markdown file."""
+    """Yields the prose of a Python file, a notebook's Markdown and code cells, or a Markdown file.
+
+    Other texts of tests are inputs, and messages of the package that are expected.
+    """
     if path.suffix == ".ipynb":
         for cell in json.loads(path.read_text())["cells"]:
             source = "".join(cell["source"])
@@ -79,7 +87,7 @@ def texts_of(path: Path) -> Iterator[str]:
             else:
                 yield from texts_of_module(re.sub(r"^(\s*)[%!]", r"\1pass  # ", source, flags=re.MULTILINE))
     elif path.suffix == ".py":
-        yield from texts_of_module(path.read_text())
+        yield from texts_of_module(path.read_text(), messages=path.is_relative_to(ROOT / "tpu_kit"))
     else:
         yield path.read_text()
 

@@ -113,7 +113,7 @@ os._exit(0)
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(not TORCH_XLA, reason="TESTS_TORCH_XLA_PYTHON names no interpreter with torch_xla")
 def test_memory_on_a_v5e_is_that_of_torch_xla(tmp_path: Path) -> None:
-    """Of a Qwen2 of 0.5B with LoRA, 4 rows of 1,024 tokens, remat=full: loops, kernels and donation are there."""
+    """Qwen2 0.5B with LoRA, 4 rows of 1,024 tokens, remat=full: has loops, kernels and donation."""
     model, theirs = write_config(tmp_path / "model", QWEN2_500M), tmp_path / "xla.mlir"
     changes = [f"model.name={model}", "lora.r=16", "max_length=1024", "batch_size=4", "remat=full"]
     on_cpu = {"PJRT_DEVICE": "CPU", "XLA_ALWAYS_ALLREDUCE": "1", **LIBTPU}

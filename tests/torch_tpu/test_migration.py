@@ -1,4 +1,4 @@
-"""What tpu_kit/xla/README.md says of calls of torch_xla and of TorchTPU; run by `make test-torch-tpu`."""
+"""The table of torch_xla's and TorchTPU's calls in tpu_kit/xla/README.md; run by `make test-torch-tpu`."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def ask(
     name: str, device: str, *changes: str, upto: int = 20, executable: str = sys.executable,
     more: dict[str, str] | None = None,
 ) -> Any:  # fmt: skip
-    """What a function of tests/support/torch_tpu_functions.py finds on a device."""
+    """Returns the result of a function of tests/support/torch_tpu_functions.py on a device."""
     on_torch_tpu = environment() if device == "torch-tpu" else {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     arguments = ["-m", "tests.support.torch_tpu_functions", name, f"device_type={device}", "num_replicas=1", *changes]
     around = {"PJRT_DEVICE": None, "UPTO": str(upto), **on_torch_tpu, **(more or {})}

@@ -1,4 +1,4 @@
-"""What is read of the compiler's texts: loops, collectives, FLOPs and bytes, out-of-memory messages."""
+"""Facts read from the compiler's texts: loops, collectives, FLOPs and bytes, out-of-memory messages."""
 
 from __future__ import annotations
 
@@ -260,7 +260,7 @@ def test_bytes_with_the_padding_of_tiles(shape: str, size: int) -> None:
     assert costs(COPY.format(shape=shape))["hbm_bytes"] == 2 * size
 
 
-# A row is taken from a table and kept on the chip, added to what is prefetched, and written into a stack in place.
+# A row is read from a table, kept on the chip, added to a prefetched array, and written into a stack in place.
 ROWS = """HloModule rows, is_scheduled=true
 
 %taking (t.p: f32[64,128], t.i: s32[]) -> f32[8,128] {
@@ -332,7 +332,7 @@ ENTRY %main {{
 }}
 """
 QUERIES = "bf16[4,14,2048,64]{{3,2,1,0:T(8,128)(2,1)}}"
-# What the kernel for keys and values returns: sums of both gradients, those of queries for each block, and of keys.
+# The results of the kernel for keys and values: both gradients' sums, of queries per block, and of keys.
 UNFUSED = "(f32[512,64], f32[512,64], bf16[4,2,2048,64], bf16[4,2,2048,64])"
 FUSED = "(f32[512,64], f32[512,64], bf16[4,4,14,2048,64], bf16[4,2,2048,64], bf16[4,2,2048,64])"
 
@@ -384,7 +384,7 @@ def test_costs_count_each_turn() -> None:
     found = costs(LOOPS, accessed_once=1000.0)
     row = 8 * 128 * 4
     assert found["operations"]["collective"] == (5 * 8 * 128, 5 * 2 * row)
-    # The inner loop runs 3 times in each of 5 turns: x is negated, big written, and a part of it read.
+    # The inner loop runs 3 times in each of 5 iterations: it negates x, writes big, and reads a part of big.
     inner = 5 * 3 * (2 + 9 + 2) * row
     # Counters: each reads and writes rows of 512 bytes.
     scalars = 5 * (3 * 3 + 3 + 3 + 3 + 4) * 512
@@ -392,7 +392,7 @@ def test_costs_count_each_turn() -> None:
     assert 1000.0 < found["bytes_accessed"] < 15 * 1000.0
 
 
-# What libtpu 0.0.21 wrote, shortened to three allocations.
+# A message of libtpu 0.0.21, shortened to three allocations.
 OUT_OF_MEMORY = """RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 28.62G of 15.75G hbm. Exceeded hbm capacity by 12.87G.
 
 Total hbm usage >= 28.87G:

@@ -79,7 +79,7 @@ def test_windows_take_each_token_once(length: int, width: int) -> None:
         said += part[-new:]
     assert said == row[1:]
     if length > width:
-        assert len(part) == width  # the last one has as much before it as fits
+        assert len(part) == width  # the last window has as much context as fits
 
 
 def test_whole_texts(model: Requests, config: TrainConfig, stock: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -313,7 +313,7 @@ def test_a_host_of_gcloud_that_cannot_install_says_so(tmp_path: Path) -> None:
 
 
 def transcripts() -> list[tuple[str, str]]:
-    """The commands `$ ...` of the page, each with what stands below it."""
+    """The commands `$ ...` of the page, each with the output below it."""
     page = (REPOSITORY / "tpu_kit" / "extras" / "pods" / "README.md").read_text()
     blocks = re.findall(r"^```\n\$ (.*?)\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     return [(command, printed) for command, printed in blocks]

@@ -40,7 +40,7 @@ def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tools")
     run_python(["-m", "venv", str(folder / "env")])
     python = folder / "env" / "bin" / "python"
-    for package in PACKAGES:  # one by one: they pin different versions of what they share
+    for package in PACKAGES:  # one by one: they pin different versions of shared packages
         run_python(["-m", "pip", "install", "--quiet", package], executable=python, timeout=1500)
     return folder / "env" / "bin"
 
@@ -110,7 +110,7 @@ for file in sys.argv[1:]:
 
 
 def test_jobset_by_the_models_of_its_api(tools: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are generated from JobSet's and Kubernetes' API; they drop what they do not know, and check types."""
+    """They are generated from JobSet's and Kubernetes' API; they drop unknown fields, and check types."""
     monkeypatch.setenv("HF_TOKEN", "hf_the_secret")
     written("jobset", tmp_path)
     files = [str(tmp_path / f"{name}-{spot}" / "jobset.yaml") for name, spot in ALL]
@@ -143,7 +143,7 @@ def test_jobset_by_its_resource_definition(tmp_path: Path, monkeypatch: pytest.M
         pytest.skip(f"{CRD}: {error}; name a copy by JOBSET_CRD=file:///...")
     (version,) = [one for one in definition["spec"]["versions"] if one["name"] == "v1alpha2"]
     schema = version["schema"]["openAPIV3Schema"]
-    del schema["properties"]["metadata"]  # the server knows what it has
+    del schema["properties"]["metadata"]  # the server checks its own result
     check = jsonschema.Draft202012Validator(closed(schema))
     written("jobset", tmp_path)
     for name, spot in ALL:

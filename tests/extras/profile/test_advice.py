@@ -1,6 +1,6 @@
-"""Each advice on figures of a step that has its cause, and none on those of a healthy one.
+"""Each advice for a step with its cause, and no advice for a healthy step.
 
-test_profile.py provokes in real runs what a CPU can show.
+test_profile.py provokes the causes that a CPU can show in real runs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a profile measures in real runs, what it predicts from a compiled program, and how it refuses bad input."""
+"""Profiles of real runs, predictions from a compiled program, and refusals of bad input."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def settings(world: Path, folder: Path, **changes: Any) -> TrainConfig:
 
 @pytest.fixture(scope="module")
 def run(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Profiles the run with what goes wrong in it, each once."""
+    """Profiles a run with each fault, once per fault."""
     made: dict[str, Profile] = {}
 
     def get(what: Callable[[TrainConfig], None] = record, **changes: Any) -> Profile:
