@@ -31,7 +31,7 @@ gc.set_threshold(50_000)  # as in child processes: tests/support/startup
 
 @pytest.fixture(autouse=True)
 def xla_stays_out_of_this_process(request: pytest.FixtureRequest) -> Iterator[None]:
-    # An initialised runtime makes every later launch in this process fail, far from the test that did it: stop here.
+    # After a runtime is initialised, every later launch in this process fails: stop at the test that did it.
     before = os.environ.get("PJRT_DEVICE")
     yield
     # torch_xla sets it when it is imported, and device_type=auto is then another device for every later test.
@@ -43,7 +43,7 @@ def xla_stays_out_of_this_process(request: pytest.FixtureRequest) -> Iterator[No
 
 @pytest.fixture(autouse=True)
 def the_compiler_answers_only_who_asks() -> Iterator[None]:
-    """A run on a TPU that a test describes does not compile for a minute."""
+    """Runs on a TPU that a test describes do not ask the compiler, which takes a minute."""
     with pytest.MonkeyPatch.context() as patch:  # the fixture `monkeypatch` would end after the check above
         patch.setattr("tpu_kit.planning.preflight.ASKED_SECONDS", 0.0)
         yield
@@ -65,7 +65,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def quick_xla(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replicas compile quickly, in forks of a process with the libraries; the launch alone says where they run."""
+    """Replicas start as forks of a process with the libraries loaded; only the launch selects their device."""
     loaded_launch.use(monkeypatch)
     monkeypatch.setenv("XLA_FLAGS", QUICK_XLA_FLAGS)
     for name in ("PJRT_DEVICE", "CPU_NUM_DEVICES"):

@@ -151,7 +151,7 @@ assert "torch" not in sys.modules
     shape = "from tpu_kit.config.loader import load_config; from tpu_kit.model.shape_cache import read_shape; "
     run_python(
         shape + "read_shape(load_config().model)"
-    )  # takes torch, once for each change of the code that derives it
+    )  # needs torch, once for each change of the code that derives it
     run_python(code)
 
 

@@ -137,7 +137,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None
 def test_when_memory_runs_out_the_setting_that_is_named_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A real error of CUDA's allocator, to which a hundredth of the GPU is given."""
+    """A real error of CUDA's allocator, which has a hundredth of the GPU's memory."""
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "per_process_memory_fraction:0.01")
     changes: dict[str, Any] = {
         "device_type": "cuda", "batch_size": 64, "max_length": 256, "remat": "none", "loss_chunk": 16384,
@@ -191,7 +191,7 @@ def test_rewards_and_a_teacher(tmp_path: Path, dtype: str, capfd: pytest.Capture
 
 
 def _peak(config: TrainConfig) -> int:
-    """The most bytes that three updates of a model with random weights allocate."""
+    """The peak of allocated bytes over three updates of a model with random weights."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     rt = CudaRuntime(0, 1, GPU)

@@ -77,7 +77,7 @@ class Import:
 
     @property
     def ours(self) -> str | None:
-        """The module of ours that is imported, as `FILES` names it; None for another package."""
+        """The imported module of the package, as `FILES` names it; None for another package."""
         root, _, rest = self.name.partition(".")
         return (rest or "__init__") if root == "tpu_kit" else None
 
@@ -204,7 +204,7 @@ def test_package_is_lazy() -> None:
 
 
 def import_all(names: list[str], forbidden: str) -> str:
-    """Source that imports our modules one by one and names the first to load a forbidden package."""
+    """Source that imports the kit's modules one by one, and names the first that loads a forbidden package."""
     return (
         f"import importlib, sys\nfor name in {names}:\n    importlib.import_module(name)\n"
         f"    assert {forbidden!r} not in sys.modules, f'importing {{name}} loads {forbidden}'\n"
@@ -212,7 +212,7 @@ def import_all(names: list[str], forbidden: str) -> str:
 
 
 def test_private_names_of_the_xla_stack_are_used_in_three_rooms() -> None:
-    """Those that move with its versions: `torch_xla._XLAC`, `torch_tpu._loader`, `jax._src` and the like."""
+    """Names that move with versions, such as `torch_xla._XLAC`, `torch_tpu._loader` and `jax._src`."""
     wrong = []
     for name, path in FILES.items():
         private = [one.name for one in IMPORTS[name] if re.match(r"(torch_xla|torch_tpu|jax|jaxlib)\b.*\._", one.name)]

@@ -17,7 +17,7 @@ def _values(node: ast.AST) -> set[object]:
 
 
 def asks_for_a_tpu(node: ast.AST) -> bool:
-    """Whether it tells a TPU from all else; ("tpu", "xla-cpu") does not: the rehearsal goes that way, too."""
+    """Whether a condition separates a TPU from all other devices; ("tpu", "xla-cpu") includes the rehearsal."""
     if isinstance(node, ast.Compare):
         sides = [_values(side) for side in (node.left, *node.comparators)]
     elif isinstance(node, ast.Dict):
@@ -33,7 +33,7 @@ def written(node: ast.AST) -> str:
 
 
 def find_branches(source: str, stem: str) -> dict[str, int]:
-    """How many such expressions each function has: "stem.qualified.name" to their number."""
+    """The number of such expressions per function: "stem.qualified.name" to the count."""
     found: dict[str, int] = {}
 
     def visit(node: ast.AST, name: str) -> None:
@@ -57,7 +57,7 @@ RECORDED = "given what was recorded of a machine with a TPU, or of its runtime"
 RUNS = "runs here: it does not ask for a device of this machine"
 THROUGH = "run on XLA:CPU through torch_tpu, whose device is named tpu, in an environment of its own"
 NEVER = "never run; tests/README.md says so"
-# How many such expressions, how they are covered, and the module of tests that does so, or words of tests/README.md.
+# The number of such expressions, their coverage, and the test module, or words of tests/README.md.
 VERIFY = "the calls of `verify` on a chip: compiled kernels, its larger shapes, its time limit"
 BRANCHES: dict[str, tuple[int, str, str]] = {
     "model_loading._read": (1, NEVER, "the cast of a small model's fp32 weights to bf16 before it answers"),

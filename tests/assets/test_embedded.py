@@ -34,7 +34,7 @@ def model():
 
 
 def solve(question):
-    """Solve a problem from its text alone, by other means than the code that made it."""
+    """Solves a problem from its text, independently of the code that made the problem."""
     numbers = [int(number) for number in re.findall(r"\d+", question)]
     if "equally" in question:
         first, second, holders = numbers

@@ -1,4 +1,4 @@
-"""How one value is read, refused and shown."""
+"""Reading, refusing and showing a single value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The section hub: names that the hub would refuse, and runs that could not push, are told when they are read."""
+"""Section `hub`: names that the hub would refuse, and runs that cannot push, are refused when the file is read."""
 
 from __future__ import annotations
 

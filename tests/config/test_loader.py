@@ -319,7 +319,7 @@ think_open: no
 
 
 def random_value(rng: random.Random, hint: Any) -> Any:
-    """Some value of a type, odd texts included; bounds are the caller's to keep."""
+    """A value of a type, odd texts included; the caller keeps it within bounds."""
     pieces = [
         "a", "???", "1e5", "off", "null", "7", "${x}", "\\${x}", "\\\\${", "{", "}", ": ",
         "#", "'", '"', "é", "💡", "\n", " ",

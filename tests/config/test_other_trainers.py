@@ -680,7 +680,7 @@ def test_the_command_decides_between_trainers_of_the_same_keys(write: Any, capsy
 
 
 PAIR_FILES = [
-    # TRL's CPO, whose likelihood is on; ORPO, which has no key of its own; older names; Unsloth's.
+    # TRL's CPO with its likelihood term, ORPO without a key of its own, older names, Unsloth's names.
     ("model_name_or_path: a/b\nloss_type: simpo\nsimpo_gamma: 1.0\nbeta: 2.0\nalpha: 0.0",
      {"preference.losses": ("simpo", "sft"), "preference.loss_weights": (1.0, 1.0), "preference.simpo_gamma": 1.0,
       "preference.pref_beta": 2.0, "lora.alpha": 32, "optim.learning_rate": 1e-6},

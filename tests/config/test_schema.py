@@ -142,7 +142,7 @@ def test_all_problems_at_once() -> None:
 
 
 def test_a_refused_value_does_not_contradict_others() -> None:
-    # 0.1 of warm-up and a misread warmup_steps: the second is the only problem to tell.
+    # A warm-up of 0.1 and a misread warmup_steps: only the second is reported.
     (problem,) = problems(optim__warmup_ratio=0.1, optim__warmup_steps="few")
     assert problem.startswith("optim.warmup_steps: 'few' is not a whole number")
 

@@ -72,14 +72,14 @@ def test_the_rate_grows_with_the_batch_by_the_rule(rule: str, factor: float) -> 
 @pytest.mark.parametrize(
     ("rows", "epochs", "count"),
     [
-        (100, 1.0, 12),  # 8 rows an update: the last 4 are left out
+        (100, 1.0, 12),  # 8 rows per update; the last 4 rows are left out
         (96, 1.0, 12),
         (100, 2.0, 24),
         (100, 0.5, 6),
         (96, 0.5, 6),
         (96, 1.5, 18),
         (8, 1.0, 1),
-        (100, 0.001, 1),  # never no update at all
+        (100, 0.001, 1),  # always at least one update
     ],
 )
 def test_epochs(rows: int, epochs: float, count: int) -> None:
@@ -103,10 +103,10 @@ def test_max_steps_wins_over_epochs() -> None:
 def test_the_batch_grows_in_passes_up_to_the_largest() -> None:
     optim = OptimConfig(max_steps=12, batch_growth_factor=2, batch_growth_steps=3, batch_growth_max=12)
     found = list(updates(1000, plan(2, 1, 2), optim))
-    # 12 rows at most are 3 passes of 4 rows.
+    # At most 12 rows: 3 passes of 4 rows.
     assert [update.passes for update in found] == [1, 1, 1, 2, 2, 2, 3, 3, 3, 3, 3, 3]
     assert all(update.rows == 4 * update.passes for update in found)
-    # No row is used twice and none left out, whatever the sizes.
+    # For all sizes, each row is used exactly once.
     assert [update.first_row for update in found[1:]] == [update.first_row + update.rows for update in found[:-1]]
 
 
@@ -138,12 +138,12 @@ def test_a_batch_that_grows_over_the_data_is_found_before_the_first_step() -> No
 
 def test_the_shape_of_the_cosine() -> None:
     optim = OptimConfig(learning_rate=2.0)
-    assert learning_rate(6, 10, optim) == pytest.approx(1.0)  # half of the way
+    assert learning_rate(6, 10, optim) == pytest.approx(1.0)  # halfway
     assert learning_rate(1, 10, optim) == 2.0
     assert math.isclose(learning_rate(10, 10, optim), 1 + math.cos(0.9 * math.pi))
 
 
-# --------------------------------------------------------------------------------------------- rows, and whose they are
+# --------------------------------------------------------------------------------------------- rows and their replicas
 
 
 def dealt(rows: int, replicas: int, batch: int, passes: int, **growth: Any) -> list[list[list[int]]]:
@@ -159,7 +159,7 @@ def dealt(rows: int, replicas: int, batch: int, passes: int, **growth: Any) -> l
 
 def test_the_rows_of_an_update_do_not_depend_on_the_replicas() -> None:
     whole = [sorted(update[0]) for update in dealt(37, 1, 8, 1)]
-    assert len(whole) == 4  # of 37 rows five wait for another epoch
+    assert len(whole) == 4  # five of 37 rows wait for the next epoch
     for split in [(2, 4, 1), (4, 2, 1), (8, 1, 1), (1, 4, 2), (2, 1, 4), (1, 1, 8), (4, 1, 2)]:
         assert [sorted(row for part in update for row in part) for update in dealt(37, *split)] == whole
 
@@ -192,7 +192,7 @@ def test_each_epoch_and_seed_has_its_own_order_unless_it_is_kept() -> None:
     ],
 )
 def test_the_order_is_that_of_earlier_versions(rows: int, seed: int, epoch: int, digest: str) -> None:
-    """A checkpoint of theirs holds how many updates were made, and not which rows they took."""
+    """Their checkpoint stores the number of updates, not the rows of the updates."""
     order = rows_of(Update(1, epoch, 0, 1, rows), rows, DataConfig(seed=seed))
     assert hashlib.blake2b(order.astype("<i8").tobytes(), digest_size=16).hexdigest() == digest
 
@@ -205,5 +205,5 @@ def test_the_order_of_an_epoch_is_computed_once() -> None:
     assert permutation.cache_info().misses == 3 and len(found) == 300
     assert found[150].tolist() == permutation(1001, 11, 1)[500:510].tolist()
     with pytest.raises(ValueError, match="read-only"):
-        found[0][0] = 1  # the rows of the whole epoch would be others
+        found[0][0] = 1  # the rows of a whole epoch would differ
     assert permutation.cache_info().currsize == 2

@@ -1,4 +1,4 @@
-"""Each reply is trained as the chat template writes it as the last turn, in as few documents as that allows."""
+"""Each reply is trained as the chat template renders it in the last turn, in as few documents as possible."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SPECIAL = ("<|im_end|>", "<|im_start|>", "<|eot_id|>", "<|end|>", "<end_of_turn>
 
 
 def talk(replies: int, *, tools: bool = False) -> dict[str, Any]:
-    """A chat, or an agent's steps: some calls have no text, and one user asks between them."""
+    """A chat, or an agent's steps: some calls have no text, and a user asks once between them."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": "Be brief."}]
     for i in range(replies):
         if not tools or i in (0, 3):
@@ -67,7 +67,7 @@ def test_a_reply_is_rendered_as_the_last_turn(name: str, tools: bool) -> None:
 
 
 def test_one_prompt_has_one_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Qwen3 writes an empty block of reasoning into the last reply, and none into an earlier one."""
+    """Qwen3 writes an empty block of reasoning into the last reply, but not into earlier replies."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     chat = talk(4)["messages"][1:]
     rows = [{"messages": chat[:2]}, {"messages": chat}, talk(3, tools=True)]

@@ -214,7 +214,7 @@ def test_tool_calls_and_the_system_turn_are_kept(name: str) -> None:
 
 
 def test_a_template_that_leaves_out_calls_or_turns_is_refused() -> None:
-    """Phi-3's knows neither tools nor their answers, and writes an empty turn for a call."""
+    """Phi-3's template has neither tools nor tool answers, and renders a call as an empty turn."""
     special = TRL_TEMPLATES["phi3"]
     tokenizer = tiny_tokenizer((TRL / "phi3.jinja").read_text(), special=special, eos=special[0])
     with pytest.raises(RowError, match="the chat template leaves out the content of message 3: 'five'"):
@@ -239,7 +239,7 @@ ARGUMENTS["printed"] = "(c.function.arguments | string)"
 @pytest.mark.parametrize("form", ARGUMENTS)
 @pytest.mark.parametrize("arguments", [{"a": 2, "unit": None}, '{"a": 2, "unit": null}'], ids=["decoded", "as text"])
 def test_arguments_are_written_once_as_json(form: str, arguments: Any) -> None:
-    """Whether the row has them decoded or as JSON, and the template writes JSON or takes it."""
+    """The row has them decoded or as JSON; the template writes JSON or takes it."""
     messages = [*CALLS["messages"][1:2], {"role": "assistant", "content": None, "tool_calls": [
         {"type": "function", "function": {"name": "add", "arguments": arguments}},
     ]}]  # fmt: skip
@@ -332,7 +332,7 @@ def test_templates_of_released_models(name: str) -> None:
 
 
 def test_replies_are_trained_apart_where_earlier_turns_end_otherwise() -> None:
-    """gpt-oss ends the last turn with another token than those before it."""
+    """gpt-oss ends the last turn with another token than earlier turns."""
     special = ("<|return|>", "<|end|>", "<|start|>", "<|message|>", "<|channel|>")
     tokenizer = tiny_tokenizer((TRL / "gptoss.jinja").read_text(), special=special, eos=special[0])
     (learnt,) = (text for text, loss in spans(COT, tokenizer) if loss)
@@ -345,7 +345,7 @@ def test_replies_are_trained_apart_where_earlier_turns_end_otherwise() -> None:
 
 @pytest.mark.parametrize("name", ["gemma4", "gemma4_v5"])
 def test_the_reasoning_of_gemma_4_has_its_own_tags(name: str) -> None:
-    """Its template takes them out of earlier turns, and out of the content of the last one in some versions."""
+    """Its template removes them from earlier turns, and in some versions from the content of the last turn."""
     tags = {"think_open": "<|channel>thought", "think_close": "<channel|>"}
     special = ("<turn|>", "<|turn>", "<|channel>", "<channel|>", "<|think|>", "<bos>")
     tokenizer = tiny_tokenizer((TRL / f"{name}.jinja").read_text(), special=special, eos=special[0])
@@ -371,7 +371,7 @@ def test_embedded_tokenizer() -> None:
 
 
 def test_thinking_template_is_written_after_its_own_prompt() -> None:
-    """The prompt already opens the reasoning, and finished turns lose theirs: as DeepSeek-R1 does."""
+    """As in DeepSeek-R1, the prompt opens the reasoning, and finished turns lose their reasoning."""
     template = (
         "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'].split('</think>')[-1] }}"
         "{{ '<|im_end|>' }}{% endfor %}"
@@ -393,7 +393,7 @@ def test_a_template_that_adds_an_empty_reasoning_does_not_spoil_the_real_one(tem
 
 
 def test_an_answer_without_reasoning_is_left_as_the_template_writes_it() -> None:
-    """Qwen3 marks a reply without reasoning by an empty one."""
+    """Qwen3 marks a reply without reasoning by an empty block."""
     tokenizer = tiny_tokenizer((TRL / "qwen3.jinja").read_text())
     assert spans({"question": "q", "answer": "5"}, tokenizer)[1] == ("<think>\n\n</think>\n\n5<|im_end|>", True)
 

@@ -43,7 +43,7 @@ def test_at_least_twenty_sets_are_known() -> None:
 
 
 def test_a_column_without_values_has_no_role_however_many_rows_there_are() -> None:
-    """But a column whose first value is far down has one."""
+    """But a column whose first value is far down has a role."""
     rows = [{"question": f"q{i}", "cot": None, "explanation": "e", "answer": "a"} for i in range(3000)]
     roles = "cot (question=question, reasoning=explanation, answer=answer), not used: cot"
     assert str(replace(detect(rows), notes=())) == roles

@@ -101,7 +101,7 @@ def data_url(content: bytes) -> str:
 
 
 def forms(content: bytes) -> dict[str, dict[str, Any]]:
-    """The same row in the forms of others."""
+    """The same row in the forms of other trainers."""
     part, text = {"type": "image", "image": "0.jpg"}, {"type": "text", "text": "What colour?"}
     url = {"type": "image_url", "image_url": {"url": data_url(content)}}
     reply = {"role": "assistant", "content": "red"}
@@ -304,7 +304,7 @@ def orientation(number: int) -> Image.Exif:
 
 
 def transparent(kind: str) -> bytes:
-    """A picture with alpha, or with a colour or entries of its palette that are transparent."""
+    """A picture with an alpha channel, a transparent colour, or a palette with transparent entries."""
     image = picture(0, (90, 60))
     alpha = picture(1, (90, 60)).convert("L")
     if kind in ("RGBA", "LA", "WEBP"):
@@ -408,7 +408,7 @@ def test_pictures_below_a_folder_with_a_configuration(models: Callable[[str], Mo
 
 
 def cut(folder: Path, name: str) -> None:
-    """Cuts a picture so that its header is whole."""
+    """Truncates a picture behind its header."""
     path = folder / name
     path.write_bytes(path.read_bytes()[: len(path.read_bytes()) * 2 // 3])
 
@@ -572,7 +572,7 @@ def test_tokens_and_pixels_are_those_of_transformers(models: Callable[[str], Mod
 
 
 def test_chats_of_gemma3_are_those_of_its_processor(models: Callable[[str], ModelConfig], folder: Path) -> None:
-    """Its processor writes line breaks around a picture before the text becomes tokens, which may join others."""
+    """Its processor writes line breaks around a picture before tokenisation; tokens may merge them with text."""
     tokenizer = tokenizer_of("gemma3")
     names = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
     for name, token in names.items():
@@ -610,7 +610,7 @@ def test_settings_of_processors_that_are_not_computed(models: Callable[[str], Mo
 
 
 def test_patches_that_do_not_fill_a_tile(models: Callable[[str], ModelConfig]) -> None:
-    """The convolution of transformers leaves out the last pixels, as SmolVLM2-2.2B has them."""
+    """transformers' convolution leaves out the last pixels of sizes such as SmolVLM2-2.2B's."""
     made = processors.image_processor(models("smolvlm"), tokenizer_of("smolvlm"), DataConfig())
     assert isinstance(made, processors.Idefics3)
     odd = replace(made, patch=9, sizes=processors.Sizes(9, 243, 1, False))
@@ -760,7 +760,7 @@ def test_the_report_and_the_limit_of_images(models: Callable[[str], ModelConfig]
 def test_1000_images_have_the_tokens_and_nearly_the_numbers_of_the_processor_of_torchvision(
     models: Callable[[str], ModelConfig],
 ) -> None:
-    """The unified model's own processor needs torchvision, whose resizing rounds otherwise than PIL's."""
+    """The unified model's own processor needs torchvision, which rounds differently from PIL when it resizes."""
     pytest.importorskip("torchvision")
     from transformers import Gemma4UnifiedImageProcessor
 

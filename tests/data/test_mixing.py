@@ -50,7 +50,7 @@ def made(source: Any, tokenizer: Any = None, **settings: Any) -> Prepared:
 
 
 def times(prepared: Prepared) -> Counter[str]:
-    """How often an epoch has each row, by its name."""
+    """The number of times that an epoch has each row, by the row's name."""
     data = prepared.train
     return Counter(prepared.place(row) for packed in range(len(data)) for row in data.source_rows(packed))
 
@@ -207,7 +207,7 @@ def test_a_curriculum_trains_the_smallest_numbers_first() -> None:
 
 
 def test_a_split_of_each_source_is_evaluated() -> None:
-    """Two parts of one set have one split to evaluate on."""
+    """Two parts of one data set share its evaluation split."""
     for name, start in (("one", 0), ("two", 60)):
         Path(name).mkdir()
         write(f"{name}/train.jsonl", sums(40, start))

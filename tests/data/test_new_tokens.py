@@ -1,4 +1,4 @@
-"""Tokens that a user added to a tokenizer are told before a run with adapters, which do not train them."""
+"""A run with adapters reports before it starts that it does not train tokens added to the tokenizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of any form, of which a function of the user makes the kit's: `data.format=module:function`."""
+"""Rows of any form, which a user's function converts: `data.format=module:function`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packing keeps every token, and the order of rows does not depend on how replicas share them."""
+"""Packing keeps every token, and the order of rows does not depend on the number of replicas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Rows with a chosen and a rejected reply become units of packed rows, in the forms of data sets and other trainers."""
+"""Rows with a chosen and a rejected reply, in the forms of data sets and other trainers, become units of packed
+rows."""
 
 from __future__ import annotations
 
@@ -105,12 +106,12 @@ def test_plain_text_is_not_rendered(row: dict[str, Any], wanted: tuple[str, str,
     assert prepared.encoder.layout.turns_by == "none"
     eos = prepared.encoder.tokenizer.eos_token
     found = tuple(text.replace(eos, "") for text in texts_of(prepared))
-    # Without a prompt no token predicts the first one.
+    # Without a prompt no token predicts the first token.
     assert found == (wanted if wanted[0] else ("B", "lue", "reen"))
 
 
 def test_columns_of_a_batch() -> None:
-    """Each reply is a segment that sees the prompt; apart it has its own prompt, and nothing else differs."""
+    """Each reply is a segment that sees the prompt; its loss equals the loss of prompt and reply alone."""
     rows = [
         {"question": Q, "chosen": GOOD, "rejected": BAD},
         {"question": "Say no.", "chosen": "No.", "rejected": "Yes!"},

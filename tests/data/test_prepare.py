@@ -89,7 +89,7 @@ def test_the_same_again_and_from_the_cache(cache: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(tokenizing, "_tokenize_rows", fails)
     second = run()
     assert second.fingerprint == first.fingerprint and documents(second) == documents(first)
-    assert run(packing=False).fingerprint != first.fingerprint  # packed otherwise, but not tokenised again
+    assert run(packing=False).fingerprint != first.fingerprint  # packed differently, but not tokenised again
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_held_out_rows() -> None:
-    rows = [*ROWS, ROWS[5] | {"question": "what  is 5 + 1?"}, ROWS[7]]  # the same questions, once written otherwise
+    rows = [*ROWS, ROWS[5] | {"question": "what  is 5 + 1?"}, ROWS[7]]  # the same questions, in other words
     made = run(rows, eval_rows=20)
     held = {row["question"].casefold() for row in made.eval_rows}
     trained = {rows[i]["question"].casefold() for i in made.train.documents.source_rows}

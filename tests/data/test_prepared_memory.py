@@ -1,4 +1,4 @@
-"""Preparing holds no tokens in memory: they are read where they lie in the mapped files of the cache."""
+"""Preparation keeps no tokens in memory; they are read from the mapped files of the cache."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def prepared(data: dict[str, Any]) -> Prepared:
 
 
 def test_tokens_lie_in_the_mapped_files_of_the_cache(tmp_path: Path) -> None:
-    """Those of each process that tokenises, of each source of a mix, and of held-out rows."""
+    """The files of each tokenising process, of each source of a mix, and of held-out rows."""
     for name in ("a", "b"):
         rows = [{"question": f"{name} {i}?", "answer": f"{i}"} for i in range(40)]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -1,6 +1,6 @@
-"""The eighteen problems that users of PyTorch on TPU hit most, as the table in notebooks/README.md lists them.
+"""The eighteen most frequent problems of PyTorch on TPU, from the table in notebooks/README.md.
 
-Most are provoked in the tests of the module that meets them; here are the others, and that the table is true.
+Most are provoked in the tests of the module that handles them. This module has the others, and checks the table.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def test_mistakes_on_the_device_are_met_with_advice(tmp_path: Path, quick_xla: N
     assert len(found["slow"]) == 2 and not found["quick"]
     assert "4 programs were compiled in the last 2 steps" in found["slow"][0]
     assert "the host reads or computes 1 values of each step" in found["slow"][1]
-    assert found["resumed"] == found["fresh"] > 0  # nothing is on the device twice after a resume
+    assert found["resumed"] == found["fresh"] > 0  # after a resume, the device holds no tensor twice
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_what_a_cell_says_of_bad_input(tmp_path: Path) -> None:
         assert said.startswith(
             "output_dir=taken/run cannot be written to (Not a directory): set output_dir to a folder"
         )
-        assert not error("cells.live")  # and the same kernel trains once all is right
+        assert not error("cells.live")  # and the same kernel trains after the mistakes are corrected
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=True)

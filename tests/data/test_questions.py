@@ -1,4 +1,4 @@
-"""Which rows ask the same: the prompt of a row, system turn and tools included, in whatever form a file stores it."""
+"""Rows with equal questions: the prompt, with system turn and tools, in any form of the file."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from tpu_kit.data.prepare import Prepared
 from tpu_kit.data.rows.columns import answer_of, detect_layout, last_boxed, reasoning_of, split_solution, with_own_tags
 from tpu_kit.data.rows.field_values import RowError
 
-# Reasoning is kept for the turns after the last question alone, from its key or from the content, as Qwen3's does.
+# As in Qwen3, only turns after the last question keep reasoning, from its key or from the content.
 QWEN3 = """
 {%- set ns = namespace(last=0) %}
 {%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
@@ -35,7 +35,7 @@ QWEN3 = """
 {{- said }}{% for call in m.tool_calls or [] %}{{ '<call>' + (call.function | tojson) + '</call>' }}{% endfor %}
 {{- '<|im_end|>\n' }}
 {%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
-# All reasoning of finished turns is cut off, and the prompt opens the next, as DeepSeek-R1's does.
+# As in DeepSeek-R1, finished turns lose their reasoning, and the prompt opens the next block.
 R1 = """
 {%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}
 {%- if m.role == 'assistant' %}{{ (m.content or '').split('</think>')[-1] }}
@@ -60,7 +60,7 @@ WORDS = ("Two and three.", "It is one more.", "Nothing to add.")
 
 
 def chat(turns: int, where: str) -> list[dict[str, Any]]:
-    """A chat of so many questions, with the reasoning of each reply in its content, or under a key of that name."""
+    """A chat with `questions` questions; the reasoning of each reply is in its content or under its own key."""
     messages: list[dict[str, Any]] = []
     for i in range(turns):
         reply = {"content": f"<think>\n{WORDS[i]}\n</think>\n\nAnswer {i}."} if where == "content" else {
@@ -308,7 +308,7 @@ def test_the_report_counts_replies_with_reasoning(tmp_path: Path, monkeypatch: p
     assert "\nwith reasoning   0 of 2 replies\n" in str(plain)
 
 
-# The prompt closes the reasoning unless a switch is set, as DeepSeek V3.1's and small Qwen3.5's do.
+# As in DeepSeek V3.1 and small Qwen3.5, the prompt closes the reasoning unless a switch is set.
 SWITCHED = """
 {%- if thinking is not defined %}{% set thinking = false %}{% endif %}
 {%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}

@@ -1,4 +1,4 @@
-"""Rows from everywhere, and errors with file and line."""
+"""Rows from files, archives, object stores and the hub, and errors with file and line."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_bad_files(tmp_path: Path, name: str, content: str | bytes, text: str) -
 
 @pytest.mark.parametrize(("value", "read"), [("x", "x"), (2.5, "2.5"), (3.0, "3"), (2**70, str(2**70)), ([7], [7])])
 def test_a_type_that_changes_far_into_a_file(tmp_path: Path, value: object, read: object) -> None:
-    """Texts and numbers become text; a list stays one, and is told by row (data/test_prepare.py)."""
+    """Texts and numbers become text. A list stays a list; data/test_prepare.py tests its message with the row."""
     rows = [{"question": "q" * 100, "answer": 7} for _ in range(2_500)]
     found = load(write(tmp_path / "rows.jsonl", lines([*rows, {"question": "q", "answer": value}])))
     assert found[-1] == {"question": "q", "answer": read}
@@ -272,7 +272,7 @@ def test_zst_needs_its_package(tmp_path: Path) -> None:
 
 
 def test_objects_of_a_bucket(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over HTTP, by gcsfs, from a server that behaves like Google's."""
+    """Over HTTP with gcsfs, from an emulator of Google's server."""
     import fsspec
 
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)

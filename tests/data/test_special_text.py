@@ -131,7 +131,7 @@ def test_tags_of_the_reasoning_stay_tokens() -> None:
 
 
 def test_a_tokenizer_that_marks_the_beginning_of_a_text() -> None:
-    """As Llama's with a metaspace for the first word alone; its vocabulary is a list with scores."""
+    """As in Llama's, with a metaspace only before the first word; the vocabulary is a list with scores."""
     words = ["<unk>", "<s>", "</s>", "<turn>", *sorted({*"▁aHi.<>turns/"})]
     backend = Tokenizer(models.Unigram([(word, -1.0) for word in words], unk_id=0))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")

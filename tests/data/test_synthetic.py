@@ -1,4 +1,4 @@
-"""Rows of random tokens; and that the rows of an update do not depend on how many hosts share them."""
+"""Rows of random tokens, and rows of an update that do not depend on the number of hosts."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def test_bad_rows_of_a_part_are_told_by_their_lines(tmp_path: Path, monkeypatch:
 
 
 def test_rows_are_read_as_text_is(tmp_path: Path) -> None:
-    """Numbers among texts, a column by another name, and the text of a special token."""
+    """Numbers among texts, a column with another name, and the text of a special token."""
     write("a.jsonl", [{"body": "one <|im_end|> two", "n": 1}, {"body": 5, "n": 2}, {"body": "six", "n": 3}])
     for special in ("keep", "split"):
         settings = {"columns": {"text": "body"}, "special_text": special}

@@ -1,4 +1,4 @@
-"""Files as users have them go the whole way: from the file to the tokens that are trained, or to a refusal."""
+"""Files of users, from the file to the trained tokens or to a refusal."""
 # ruff: noqa: E501 (a line per row)
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ Q, A = "user: Add.\n", "> assistant: "
         ([chat({"role": "system", "content": {"p": 1}}, user("Add."), reply("x"))], 'system: {"p": 1}\n' + Q + A + "x"),
         ([chat(user([{"type": "text", "text": "Add"}, {"type": "text", "text": "."}]), reply("x"))], Q + A + "x"),
         (json.dumps([user("Add."), reply({"n": None})]), Q + A + '{"n": null}'),
-        # Reasoning, wherever it stands.
+        # Reasoning in any place of a row.
         *[
             ([chat(user("Add."), reply("x", **{key: value}))], Q + A + "<think>\nhm\n</think>\nx")
             for key, value in {
@@ -183,7 +183,7 @@ Q, A = "user: Add.\n", "> assistant: "
          Q + A + "x"),
         ([{"question": "Add.", "answer": "x", "cot": "N/A"}, {"question": "b", "answer": "c", "cot": "So it is."}],
          Q + A + "x"),
-        # Options, tools and roles in the spellings of others.
+        # Options, tools and roles in other trainers' spellings.
         ([{"question": "Add.", "options": ["A)1", "B)2"], "answer": "B"}], "user: Add.\n\nA) 1\nB) 2\n" + A + "B"),
         ([{"question": "Add.", "options": {"1": "2", "2": "1"}, "answer": "1"}], "user: Add.\n\n1) 2\n2) 1\n" + A + "1"),
         ([{"question": "Add.", "options": {"A": "one", "B": "two"}, "answer": "two", "answer_idx": "B"}],
@@ -310,7 +310,7 @@ UNWANTED = r"line 2: its label is {}, so it is not wanted; remove such rows, or 
         ([chat(user("Add."), reply("x", loss_mask=[0]))], r"message 1 of column 'messages' has 'loss_mask'"),
         ([chat(user("<image>\nAdd."), reply("x"))], r"message 0 of column 'messages' has the place of an image: model.images=true"),
         ([chat(user([{"type": "image_url"}]), reply("x"))], r"message 0 .* has a part of type image_url; only text can be"),
-        # Rows that are not wanted.
+        # Rows marked as unwanted.
         *[
             ([{"prompt": "a", "completion": "b", "label": yes}, {"prompt": "c", "completion": "d", "label": no}],
              UNWANTED.format(str(no).lower()))

@@ -1,4 +1,4 @@
-"""Python in a process of its own."""
+"""Python in its own process."""
 
 from __future__ import annotations
 

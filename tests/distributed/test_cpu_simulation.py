@@ -36,7 +36,7 @@ def _burn() -> None:
 
 @contextlib.contextmanager
 def busy(processes: int) -> Iterator[None]:
-    """Other work for the processor, as a user's machine has it."""
+    """Other load on the processor, as on a user's machine."""
     # Forked, they would hold this process's pipes; spawned, they are like any other program.
     burners = [multiprocessing.get_context("spawn").Process(target=_burn, daemon=True) for _ in range(processes)]
     for burner in burners:
@@ -63,7 +63,7 @@ def check(config: TrainConfig) -> None:
 @needs_xla
 @pytest.mark.slow
 def test_a_launch_of_fifty_steps_on_a_busy_machine(config: TrainConfig) -> None:
-    """`test_hundred_launches` tells how dependable it is, and other tests launch some dozens more."""
+    """`test_hundred_launches` measures this, and other tests launch some dozens more."""
     with busy(2):
         check(config)
 
@@ -83,7 +83,7 @@ def test_hundred_launches(config: TrainConfig) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_donation_is_what_aborts(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Says whether the rehearsal still needs donation to be off; another torch_xla may not."""
+    """Tells whether the rehearsal still needs donation off; another torch_xla may not."""
     usual = cpu_simulation.environment
     monkeypatch.setattr(
         cpu_simulation, "environment", lambda *a, **k: usual(*a, **k) | {"XLA_ENABLE_PARAM_ALIASING": "1"}
@@ -141,7 +141,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     assert len(outcome) == 3
     for text in outcome.values():
         assert text.startswith("rank 2 did not come to the step in 1 s (launch.hang_timeout), where rank ")
-    # The others have gone: who comes now must not go on alone.
+    # The others have gone: a late replica must not continue alone.
     assert "rank 2 did not come" in meet_in_threads(meeting, [2])[2]
 
 

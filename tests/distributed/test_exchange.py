@@ -27,7 +27,7 @@ needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="t
 @pytest.mark.usefixtures("quick_xla")
 @pytest.mark.parametrize("device_type", ["cpu", pytest.param("xla-cpu", marks=needs_xla)])
 def test_each_replica_gets_what_all_give(device_type: str) -> None:
-    """With all bits of the numbers, and of values that differ in size."""
+    """Exact in all bits, also for values of different sizes."""
     settings = {"device_type": device_type, "num_replicas": 2, "name": "embedded"}
     first, second = launch(replica_functions.exchanged, load_config(None, settings))
     for rank, values in enumerate(first):
@@ -38,7 +38,7 @@ def test_each_replica_gets_what_all_give(device_type: str) -> None:
 
 
 def process(number: int, sent: bytes, answers: Any) -> None:
-    """A process of a TPU's chip with two replicas, which are its threads."""
+    """A process of a TPU chip with two replicas, its threads."""
     group: ProcessGroup = pickle.loads(sent)
     found: dict[int, Any] = {}
 

@@ -118,7 +118,7 @@ def address_of_this_machine() -> str:
     """An address that is not the loopback."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 80))  # of no machine; sends nothing
+            probe.connect(("192.0.2.1", 80))  # an address without a machine; sends nothing
         except OSError:
             pytest.skip("this machine has no network")
         return str(probe.getsockname()[0])
@@ -277,7 +277,7 @@ def test_what_differs_is_told_with_both_values(hosts: Callable[[int], list[Hosts
     parts = [agree(rate=1, rows="x"), agree(rate=1, rows="x"), agree(rate=2, rows="y")]
     for found in together(hosts(3), *parts):
         told = "rate: 1 on host 0 of 3, name-0; 2 on host 2 of 3, name-2"
-        if isinstance(found, HostError):  # another host was quicker to tell
+        if isinstance(found, HostError):  # another host reported first
             assert not found.again
         assert_raised(found, (ValueError, HostError), told, "rows: 'x' on host 0 of 3", "Make them equal")
 
@@ -355,7 +355,7 @@ def test_an_error_without_a_failure_of_another_host_is_the_cause(hosts: Callable
 
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_lost_host_is_named(hosts: Callable[[int], list[Hosts]], lost: int) -> None:
-    """Its connection is cut without a word, as by a network that is partitioned."""
+    """Its connection is cut without a message, as by a network partition."""
     two = hosts(2)
     proxy = Proxy(f"http://127.0.0.1:{two[0].address[1]}")
     two[1] = Hosts(1, two[1].names, proxy.url.removeprefix("http://"), "a test")
@@ -399,7 +399,7 @@ def test_a_store_that_is_gone_is_told(hosts: Callable[[int], list[Hosts]]) -> No
 
 
 def test_a_host_that_ends_well_is_no_loss(hosts: Callable[[int], list[Hosts]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others may still have to end when it, and with it the store, is gone."""
+    """The others must be able to end after it, and its store, are gone."""
     monkeypatch.setattr(meeting_module, "_FAREWELL", 0.5)
 
     def lingers(meeting: Meeting) -> None:
@@ -410,7 +410,7 @@ def test_a_host_that_ends_well_is_no_loss(hosts: Callable[[int], list[Hosts]], m
 
 
 def test_a_restarted_host_waits_for_the_next_meeting(hosts: Callable[[int], list[Hosts]]) -> None:
-    """Its number is taken by no other host, but the run that it finds has begun without it."""
+    """No other host has its number, but the run has started without it."""
     two = hosts(2)
     begun = threading.Barrier(2)
 
@@ -461,7 +461,7 @@ def test_hosts_look_for_what_host_0_writes_before_they_train(
     if shared:
         assert found == [tmp_path] * 3
         return
-    for one in found:  # of the two that looked, the first to fail may end the other before it has seen for itself
+    for one in found:  # of two watching hosts, the first to fail may end the other before it notices
         assert_raised(one, (ValueError, HostError), " lacks a file that host 0 wrote there 1 s ago: ")
         assert_raised(one, Exception, "set output_dir to an object store (gs://bucket/run), or to a folder that all h")
     assert isinstance(found[0], HostError) and not all(isinstance(one, HostError) for one in found)
@@ -530,7 +530,7 @@ def test_all_hosts_stop_at_the_largest_step(
             step = 0
             while notices.flag.may_start(0, step + 1):
                 step += 1
-                time.sleep(0.002 * (1 + 3 * index))  # far apart: a host that is ahead does not wait for the others
+                time.sleep(0.002 * (1 + 3 * index))  # far apart: a faster host does not wait for the others
             return step, notices.flag.reason
 
     found = together(hosts(3), part, part, part)

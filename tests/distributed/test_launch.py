@@ -204,7 +204,7 @@ def test_result_that_cannot_be_sent(tmp_path: Path) -> None:
 
 @needs_xla
 def test_a_result_on_the_device_initialises_nothing_here(tmp_path: Path) -> None:
-    """Unpickled in the caller such a result would initialise the device there."""
+    """If the caller unpickled such a result, it would initialise the device there."""
     with pytest.raises(LaunchError, match=r"it holds a tensor on xla:0; read it with .*to_host"):
         launch(replica_functions.return_tensor, config_for(tmp_path, "xla-cpu"))
     torch_xla = sys.modules.get("torch_xla")
@@ -286,7 +286,7 @@ def test_rank_that_raises(device_type: str, tmp_path: Path) -> None:
     assert str(caught.value).startswith("rank 1 failed:\nTraceback (most recent call last)")
     assert "in raise_in_rank_1" in str(caught.value)
     assert str(caught.value).endswith("KeyError: 'no such column: rationale'")
-    assert "rank 0" not in str(caught.value)  # it only waited
+    assert "rank 0" not in str(caught.value)  # it was only waiting
     assert caught.value.rank == 1
     assert caught.value.traceback.startswith("Traceback")
     assert not left_over(tmp_path)
@@ -312,7 +312,7 @@ def test_killed_process(device_type: str, number: signal.Signals, who: str, tmp_
 
 
 def test_replica_that_exits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_module, "_SETTLE", 2)  # the end of rank 0, which loses its peer, is heard of too
+    monkeypatch.setattr(launch_module, "_SETTLE", 2)  # the end of rank 0, which loses its peer, is reported too
     told = (
         r"^rank 1 \(process \d+\) ended with status 3 and no result\n\nThe last lines on stderr:\n(.*\n)*rank 1 has no"
     )
@@ -350,7 +350,7 @@ def test_rank_that_does_not_come_to_the_step(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_a_replica_that_dies_after_another_one_has_ended_well(tmp_path: Path) -> None:
-    """The first one must not hide the second."""
+    """The first error must not hide the second."""
 
     def has_ended() -> bool:
         try:
@@ -452,10 +452,10 @@ def test_the_first_cause_is_told_not_what_followed(monkeypatch: pytest.MonkeyPat
     assert str(judged((LAUNCHER, "ended", (777, -9)))).startswith("a replica that had not started (process 777)")
     two = judged((LAUNCHER, "ended", (101, -9)), (LAUNCHER, "ended", (100, 3)))
     assert str(two).splitlines()[1] == "rank 0 (process 100) ended with status 3 and no result" and two.rank == 1
-    # A replica that lost its peer has said so, however its process ends then: that end is a consequence too.
+    # A replica that lost its peer has reported it; the later end of its process is a consequence.
     lost = judged((LAUNCHER, "ended", (101, -9)), (LAUNCHER, "ended", (100, 3)), (0, "error", closed))
     assert str(lost).startswith("rank 1 (process 101) was ended by SIGKILL") and "rank 0" not in str(lost)
-    # Its peer's words need not be known; and an abort is how XLA and NCCL end a process that lost its own.
+    # The peer's message need not be known; XLA and NCCL abort a process that lost its peer.
     odd = judged((0, "error", error("RuntimeError: peer 1 is odd")), (LAUNCHER, "ended", (101, -9)))
     assert str(odd).startswith("rank 1 (process 101) was ended by SIGKILL") and "odd" not in str(odd) and odd.rank == 1
     aborted = judged((0, "error", error("ValueError: 0")), (LAUNCHER, "ended", (101, -6)))
@@ -497,7 +497,7 @@ def test_interrupt_ends_everything(device_type: str, tmp_path: Path) -> None:
         assert time.monotonic() - started < AT_MOST
     assert error.rstrip().endswith("KeyboardInterrupt")
     assert not left_over(tmp_path)
-    if device_type == "cpu":  # they were asked, and had the time
+    if device_type == "cpu":  # they were asked to end, and had time
         for rank in range(2):
             marked(tmp_path, f"saved-{rank}", 1)
 
@@ -540,7 +540,7 @@ def test_a_second_interrupt_does_not_stop_the_killing(request: pytest.FixtureReq
     launch_module._end(process, signal.SIGTERM)
     timer.join()
     assert process.returncode == -signal.SIGKILL
-    assert time.monotonic() - started < 9  # not after the whole patience
+    assert time.monotonic() - started < 9  # before the whole grace period
 
 
 # ------------------------------------------------------------------------------------------------------ a real kernel

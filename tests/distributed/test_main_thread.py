@@ -1,4 +1,4 @@
-"""Functions of users run in the main thread, and a call that waits can be ended."""
+"""Users' functions run in the main thread, and a waiting call can be ended."""
 
 from __future__ import annotations
 
@@ -104,6 +104,6 @@ def test_patience_ends_what_waits_and_not_what_computes():
 
 @pytest.mark.usefixtures("serving")
 def test_calls_behind_one_that_hangs_end_with_it():
-    """Else the launch, which sees no sign of life, would be ended without a checkpoint."""
+    """Otherwise the launch, without a heartbeat, would be ended without a checkpoint."""
     ended = in_threads(*(lambda: call(lambda: time.sleep(30), patience=0.6) for _ in range(3)))
     assert [type(error) for error in ended] == [CallEnded] * 3

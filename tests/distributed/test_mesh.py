@@ -1,4 +1,4 @@
-"""Tensors on the virtual devices of a mesh: each device holds its shard alone, and reading joins them."""
+"""Tensors on the virtual devices of a mesh: each device holds only its shard, and reading joins the shards."""
 
 from __future__ import annotations
 

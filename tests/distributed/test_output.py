@@ -1,4 +1,4 @@
-"""Nothing that happens to a terminal ends a run."""
+"""Failures of a terminal do not end a run."""
 
 from __future__ import annotations
 

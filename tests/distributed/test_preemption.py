@@ -1,4 +1,4 @@
-"""Notices from signals, a metadata server and the clock, heard by real launches: all ranks stop at one step."""
+"""Notices from signals, a metadata server and the clock in real launches: all ranks stop at the same step."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ def usual_signals() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_cloud(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GCE_METADATA_HOST", "127.0.0.1:9")  # nobody listens there
+    monkeypatch.setenv("GCE_METADATA_HOST", "127.0.0.1:9")  # no server listens there
 
 
 def after(mark: Callable[[], Any], *acts: Callable[[], Any], every: float = 0.0) -> threading.Thread:
-    """Does something once a mark is there, in a thread."""
+    """Calls a function in a thread when a mark exists."""
 
     def run() -> None:
         mark()
@@ -102,7 +102,7 @@ def test_sigterm(device_type: str, ranks: int, tmp_path: Path, capsys: pytest.Ca
 @pytest.mark.slow
 @pytest.mark.parametrize("device_type", [xla_cpu, "cpu"])
 def test_ranks_that_are_far_apart(device_type: str, tmp_path: Path) -> None:
-    """The slow ones go on until they have taken all steps that the fastest had started."""
+    """Slow ranks continue until they have taken all steps that the fastest rank had started."""
     after(lambda: marked(tmp_path, "stepping-0"), this_process(signal.SIGINT))
     step = assert_agreed(launch(replica_functions.uneven_steps, config_for(tmp_path, device_type)), 2, "^SIGINT rec")
     at = marked(tmp_path, "stepping-0")[0]
@@ -114,7 +114,7 @@ def test_ranks_that_are_far_apart(device_type: str, tmp_path: Path) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("device_type", "rounds"), [("cpu", 60), pytest.param("xla-cpu", 20, marks=needs_xla)])
 def test_kills_and_notices_at_random_moments_of_the_steps(device_type: str, rounds: int, tmp_path: Path) -> None:
-    """A killed replica is named, not those that lose it; after a notice all have taken the same steps."""
+    """The killed replica is named, not its peers; after a notice all ranks have taken the same steps."""
     chance = random.Random(rounds)
     for number in range(rounds):
         folder, victim, delay = tmp_path / str(number), chance.randrange(3), chance.random()
@@ -171,12 +171,12 @@ for round in range(15):
 
 
 def test_no_moment_is_a_bad_one() -> None:
-    """Four processes that do nothing but ask, on fewer cores, each told at another moment; 15 times."""
+    """Four processes poll on fewer cores, and get the notice at different moments; 15 times."""
     run_python(HAMMER)
 
 
 def test_notice_before_the_first_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One that does not end it at once is kept until the function can heed it."""
+    """A notice that does not end the function at once is kept until the function can handle it."""
     with Server() as server, server.as_the_cloud():
         after(lambda: marked(tmp_path, "stepping-0"), lambda: server.set("preempted", "TRUE"))
         lasts = launch(replica_functions.steps_after_loading, config_for(tmp_path, "cpu", INLINE))
@@ -228,7 +228,7 @@ def test_signal_to_a_function_that_heeds_none(tmp_path: Path) -> None:
 
 
 def test_signal_after_a_notice_of_another_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A machine that is shut down says so twice, and the second way must not end the saving."""
+    """A machine that shuts down gives two notices, and the second must not interrupt saving."""
     with Server() as server, server.as_the_cloud():
         after(lambda: marked(tmp_path, "stepping-0"), lambda: server.set("preempted", "TRUE"))
         after(lambda: marked(tmp_path, "saving-0"), this_process(signal.SIGTERM))
@@ -281,7 +281,7 @@ def test_inline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         launch(replica_functions.never_saves, config)
     assert caught.value.code == 143
     after(lambda: marked(tmp_path, "here-0"), this_process(signal.SIGINT))
-    with pytest.raises(KeyboardInterrupt):  # a function that heeds nothing
+    with pytest.raises(KeyboardInterrupt):  # a function that ignores notices
         launch(replica_functions.print_and_wait, config)
 
 
@@ -300,7 +300,7 @@ def test_a_closed_terminal_and_a_notice_of_a_cluster_save(
 
 
 def test_launch_from_another_thread(tmp_path: Path) -> None:
-    """There no signal can be caught; the rest is heard all the same."""
+    """There, signals cannot be caught; other notices still arrive."""
     results: list[Any] = []
     with Server() as server, server.as_the_cloud():
         config = config_for(tmp_path, "cpu", INLINE)
@@ -315,7 +315,7 @@ def test_launch_from_another_thread(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", preemption.STOPS)
 @pytest.mark.parametrize("kind", ["ignored", "own"])
 def test_handlers_of_the_caller(kind: str, number: int) -> None:
-    """An ignored signal stays ignored (nohup), and the caller's own handler is called where nothing heeds notices."""
+    """An ignored signal stays ignored (nohup), and the caller's own handler runs if no function handles notices."""
     called: list[int] = []
     own: Any = signal.SIG_IGN if kind == "ignored" else lambda number, _: called.append(number)
     before = signal.signal(number, own)
@@ -394,7 +394,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self._answer(404, "no such key") if value is None else self._answer(200, value)
 
     def _answer(self, status: int, text: str) -> None:
-        with contextlib.suppress(OSError):  # one who waited has gone
+        with contextlib.suppress(OSError):  # a waiting thread has ended
             self.send_response(status)
             if self.server.flavor:
                 self.send_header("Metadata-Flavor", self.server.flavor)
@@ -480,7 +480,7 @@ def test_what_was_announced_before() -> None:
         server.set("preempted", "TRUE")
         given: list[str] = []
         with server.as_the_cloud(), watched(given.append):
-            assert eventually(lambda: given, 5)  # there are seconds left, and nothing to be had from starting
+            assert eventually(lambda: given, 5)  # only seconds are left, too few to start
 
 
 @pytest.mark.usefixtures("quick")
@@ -507,7 +507,7 @@ def test_another_cloud() -> None:
 
 @pytest.mark.parametrize("kind", ["refuses", "silent", "unknown name", "nonsense"])
 def test_no_cloud(kind: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    """The caller neither waits nor reads of it."""
+    """The caller neither waits for it nor sees it."""
     with socket.socket() as deaf:
         deaf.bind(("127.0.0.1", 0))
         deaf.listen()

@@ -344,7 +344,7 @@ def test_collectives_on_real_replicas(
     expected = [[sum(r + 1.0 for r in ranks), sum(10.0 * r for r in ranks)], [[0.5 * replicas] * 3] * 2]
     assert result["values"] == expected
     if (device_type, replicas) == ("cpu", 2):
-        assert result["threads"] == 1  # of four cores each would take two
+        assert result["threads"] == 1  # the default is two of four cores per process
     assert result["all"] == [repr(expected)] * replicas
     assert (result["rank"], result["world_size"], result["is_xla"]) == (0, replicas, device_type == "xla-cpu")
     assert result["device"] == ("xla:0" if device_type == "xla-cpu" else "cpu")

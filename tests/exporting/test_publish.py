@@ -1,4 +1,4 @@
-"""The result of a run on the hub: checked before the launch, compared, then pushed as one commit by one process."""
+"""A run's result on the hub: checked before the launch, compared, and pushed as one commit by one process."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_a_run_pushes_its_result_once_it_is_compared(
     hub: Hub, configure: Configure, world: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(world)  # a pushed adapter names the folder of its base, and not where it is
+    monkeypatch.chdir(world)  # a pushed adapter names its base's folder without the path
     config = configure(max_steps=2, **{"model_id": NAME, "hub.format": ["adapter", "merged"]})
     result = sft.train(config)
     said = capsys.readouterr().out
@@ -67,7 +67,7 @@ def test_a_run_pushes_its_result_once_it_is_compared(
     assert not any(TOKEN.encode() in content for content in contents(config.output_path).values()) and TOKEN not in said
 
     card = ModelCard(repository.files["README.md"].decode())
-    assert "/api/validate-yaml" in hub.paths  # the commit asked it
+    assert "/api/validate-yaml" in hub.paths  # the commit's request
     assert "base_model" not in card.data.to_dict() and "The base model has no name on the hub" in card.text
     assert "- rehearsed on a CPU, not trained on a TPU or GPU: " in card.text and " hours on 1 x cpu" in card.text
     block = card.text.partition("```yaml")[2].partition("```")[0]

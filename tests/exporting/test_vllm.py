@@ -109,7 +109,7 @@ def exported(run: Path, format: str, out: Path, **options: Any) -> Exported:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_is_served_merged_and_as_an_adapter(family: str, dtype: str, tmp_path: Path) -> None:
     run = run_on(tmp_path / "run", str(write_base(tmp_path / "base", family)))
-    if (family, dtype) == ("gemma4", "bf16"):  # bf16 rounds random weights apart, in transformers too
+    if (family, dtype) == ("gemma4", "bf16"):  # in bf16 random weights give different tokens, in transformers too
         with pytest.raises(ValueError, match=r"is not the tuned model .transformers, from bf16"):
             exported(run, "vllm", tmp_path / "vllm", dtype=dtype)
         return
@@ -133,7 +133,7 @@ def check_both(run: Path, folder: Path, name: str, dtype: str) -> None:
 
 
 def opening_reasoning(folder: Path) -> None:
-    """The template begins the reasoning of a reply."""
+    """The template opens the reasoning of a reply."""
     file = folder / "chat_template.jinja"
     file.write_text(file.read_text() + "{% if add_generation_prompt %}<think>\\n{% endif %}")
 
@@ -222,7 +222,7 @@ def test_what_is_served_over_http_solves_what_the_model_solves(
     wanted = judged(trained, capsys)["tuned"]["accuracy"]
     done = exported(trained, format, tmp_path / format, dtype="fp32")
     (command,) = (note.partition(": ")[2] for note in done.notes if "vllm serve" in note)
-    if format == "adapter":  # of which vLLM serves several at once
+    if format == "adapter":  # vLLM serves several adapters at once
         command += f" twin={tmp_path / format}"
     with serving(command) as address:
         found = judged(trained, capsys, f"server={address}")["served"]["accuracy"]

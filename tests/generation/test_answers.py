@@ -1,4 +1,4 @@
-"""Generation gives transformers' greedy tokens, from programs of a few fixed shapes."""
+"""Generation gives transformers' greedy tokens with programs of a few fixed shapes."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_tokens_are_drawn_as_transformers_would(settings: dict[str, Any]) -> Non
     wanted = torch.softmax(LogitsProcessorList(processors)(before, logits.clone()), -1)
     occurred = torch.zeros(3, 40).scatter(1, before, 1.0) if sampling.penalises else None
     found = torch.zeros(3, 40)
-    for row in range(3):  # evenly spread uniforms give each token its share, to one draw
+    for row in range(3):  # evenly spaced uniform numbers give each token its share, up to one draw
         uniforms = (torch.arange(draws) + 0.5) / draws
         many = logits[row].expand(draws, 40)
         penalised = None if occurred is None else occurred[row].expand(draws, 40)
@@ -182,7 +182,7 @@ def test_special_tokens_of_the_tags_stay_in_a_reply() -> None:
 
 
 def test_a_prompt_of_a_file_is_asked_as_the_row_of_training_was(tmp_path: Path) -> None:
-    """With its tools, on the day of `data.date`; and a line ends at a line break alone."""
+    """With its tools, on the day of `data.date`; only a line break ends a line."""
     template = "{{ strftime_now('%d %b %Y') }}|{{ tools[0].name if tools }}|{{ messages[0].content }}"
     codec = PromptCodec(tiny_tokenizer(template), SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=None)),
                         DataConfig(date="2020-01-02"))  # fmt: skip
@@ -242,7 +242,7 @@ def test_with_an_adapter_and_in_bf16() -> None:
     half = make("llama").to(torch.bfloat16)
     found = tokens(generator(half).generate(MIXED, GREEDY))
     wanted = stock(half, MIXED)
-    # bf16 rounds, so a tie may fall either way: the first token is the same, most replies are whole.
+    # Ties are broken by rounding in bf16: the first token is equal, and most whole replies are.
     assert [reply[0] for reply in found] == [reply[0] for reply in wanted]
 
 
@@ -281,7 +281,7 @@ def test_log_probabilities_are_the_model_s() -> None:
     assert scores(mine, MIXED[2:3], prompts_of(*range(1, 8), seed=9)[2:3])[0] == pytest.approx(others[2], abs=1e-3)
 
 
-# ------------------------------------------------------------------------------------------------- where replies end
+# ------------------------------------------------------------------------------------------------- the ends of replies
 
 
 @pytest.fixture(scope="module")
@@ -301,7 +301,7 @@ def test_a_chat_goes_through_the_template_and_ends_at_its_turn(embedded: Generat
 
 
 def opened(embedded: Generator) -> list[int]:
-    """The question, and the opening of the reasoning: the untuned model then writes at length."""
+    """The question, and the opening of the reasoning, after which the untuned model writes a long text."""
     return [*embedded.codec.encode(QUESTION), *embedded.codec.plain("<think>\n")]
 
 
@@ -515,8 +515,8 @@ def for_v5e(model: Path, rows: int, width: int, slots: int, *changes: str) -> di
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     for part in ("prefill", "decode"):
         one = found[part]
-        # The whole cache comes out in the memory in which it goes in. Beside it come out tokens and counters alone, and
-        # no copy of it is alive in between.
+        # The whole cache is returned in its input buffers. The other outputs are tokens and counters, and no copy of
+        # the cache is alive in between.
         assert one["aliased_bytes"] >= found["cache_bytes"], (part, one)
         assert one["output_bytes"] - one["aliased_bytes"] < 64 * 2**10, (part, one)
         assert one["temporary_bytes"] < found["cache_bytes"], (part, one)
@@ -534,7 +534,7 @@ def test_prefill_and_decode_compile_for_a_tpu_with_the_cache_in_place(tmp_path: 
     decode = found["decode"]
     weights = 2 * (2048 * 256 + 2 * (256 * (256 + 256 + 128 + 128) + 3 * 256 * 512))
     assert weights < decode["argument_bytes"] < weights + 2 * found["cache_bytes"] + 2**19
-    # Nor do layers in a loop copy it into another layout.
+    # Layers in a loop do not copy it into another layout either.
     loops = found["decode in loops"]
     assert loops["aliased_bytes"] >= found["cache_bytes"] > 4 * loops["temporary_bytes"], loops
 
@@ -633,7 +633,8 @@ def test_a_base_of_integers_says_what_its_rounded_weights_say(
 
 
 def test_a_base_model_without_a_template_ends_its_turns_in_replicas_too(tmp_path: Path) -> None:
-    # Training gives such a tokenizer a template, whose end of a turn the tokenizer in a replica does not name.
+    # Training gives such a tokenizer a template; the replica's tokenizer does not name the template's end-of-turn
+    # token.
     tokenizer = tiny_tokenizer(None, special=("<|im_start|>", "<|im_end|>", "<|endoftext|>"), eos="<|endoftext|>")
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     model, (prompt,) = make("llama"), prompts_of(9)

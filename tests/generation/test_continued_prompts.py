@@ -1,4 +1,4 @@
-"""A prompt that ends in the assistant's own words is continued: in generate, evaluate and grpo alike, as by TRL."""
+"""A prompt that ends with the assistant's own words is continued in generate, evaluate and grpo, as in TRL."""
 
 from __future__ import annotations
 

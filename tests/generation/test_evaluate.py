@@ -253,7 +253,7 @@ def test_an_adapter_of_another_base_says_what_differs(tmp_path: Path, recwarn: p
     assert f"the adapter in {tmp_path} was trained on another base model than embedded: " in text
     assert f"{names[1]} is not in the file; {short} is not in the model; " in text
     assert "set model.name to its own base" in text
-    assert not [warning for warning in recwarn if "peft" in warning.filename]  # it says the same, over pages
+    assert not [warning for warning in recwarn if "peft" in warning.filename]  # it repeats itself, over pages
 
     save_file({name: value[:, 1:].contiguous() for name, value in tensors.items()}, file)
     with pytest.raises(ValueError, match=r"than embedded: RuntimeError: .*size mismatch.*; set model"):
@@ -294,7 +294,7 @@ def test_evaluate_base_and_tuned(tmp_path: Path, prepared: Prepared, monkeypatch
     monkeypatch.setattr(progress.atomic, "write_text", keep)
     tuned = evaluate(replace(config(), output_dir=str(tmp_path / "run")), prepared, tmp_path)
     assert said[0] == {"model": "/".join(tmp_path.parts[-2:]), "answered": 0, "asked": 6} and said[-1]["answered"] == 6
-    assert list((tmp_path / "run").iterdir()) == []  # nothing answers any more
+    assert list((tmp_path / "run").iterdir()) == []  # no process answers any more
     assert [sample.question for sample in base.samples] == [row["question"] for row in rows]
     assert base.accuracy.total == tuned.accuracy.total == len(rows) == 6
     assert base.accuracy.correct == sum(bool(sample.correct) for sample in base.samples)
@@ -360,7 +360,7 @@ def test_perplexity_is_that_of_the_tokens_with_loss(prepared: Prepared, model: A
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="needs torch_xla")
 def test_replicas_share_the_work_and_find_the_same(tmp_path: Path, prepared: Prepared) -> None:
-    """Three of XLA:CPU, for six rows less one, so that their parts differ."""
+    """Three replicas on XLA:CPU for five rows, so that their shares differ."""
     trained(tmp_path)
     asked = config(generate_rows=5)
     alone = evaluate(asked, prepared, tmp_path)
@@ -407,7 +407,7 @@ def test_rows_that_one_of_two_did_not_judge_count_for_neither() -> None:
 
 @pytest.fixture
 def mixed(tmp_path: Path) -> tuple[TrainConfig, Path]:
-    """A run whose training rows ask two of the held-out questions, written otherwise; and an adapter."""
+    """A run whose training rows ask two of the held-out questions in other words, and an adapter."""
     rows, held = cot_rows("train", 6, seed=1), cot_rows("eval", 5, seed=2)
     first, second = held[0]["question"], held[1]["question"]
     rows += [held[0] | {"question": f"  {first.upper().rstrip('?.')} "}, held[1] | {"question": second + "\n"}]
@@ -424,7 +424,7 @@ def test_questions_that_training_asks_too_are_left_out(
 ) -> None:
     run, adapter = mixed
     (adapter.parent / "config.yaml").touch()
-    (adapter.parent / "eval.json").mkdir()  # as in a folder that can only be read
+    (adapter.parent / "eval.json").mkdir()  # as in a read-only folder
     found = evaluate_adapter(run, adapter)
     assert (found.seen_in_training, len(found.base.samples)) == (2, 3)
     assert "run/eval.json could not be written (Is a directory)" in capsys.readouterr().err

@@ -41,7 +41,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def embedded() -> tuple[Any, list[list[int]]]:
-    """The model, and questions whose reasoning is opened, so that it writes at length."""
+    """The model, and questions whose reasoning is opened, so that it writes long texts."""
     config = ModelConfig(base_dtype="fp32")
     model, tokenizer = load_base(config, torch.float32).eval(), load_tokenizer(config)
     asked = ("Tom has 3 pens and buys 4.", "Ann has 12 apples, eats 5 and then finds 3. How many are left?", "A")

@@ -1,4 +1,5 @@
-"""Rules judge in processes that can be ended: an answer without end is not judged, the others are, nothing is left."""
+"""Verifiers run in processes that can be ended: an answer that hangs is not judged, the others are, no process
+stays."""
 
 from __future__ import annotations
 
@@ -111,7 +112,7 @@ judges.judge([({"answer": "4"}, "x" * 60, r"regex:(.+)+\\x00")] * 1000)
 
 
 def test_no_process_outlives_a_killed_parent():
-    """Also while it computes in C with the GIL; and Ctrl-C in the terminal is the parent's."""
+    """Also while it computes in C with the GIL; only the parent handles Ctrl-C."""
     parent = subprocess.Popen([sys.executable, "-c", PARENT], env=child_environment(), stdout=subprocess.PIPE)
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())

@@ -1,4 +1,4 @@
-"""The cache of generation: heads that lie side by side, and slots that are written with their neighbours."""
+"""The KV cache: heads side by side, and slots that are written with their neighbours."""
 
 from __future__ import annotations
 

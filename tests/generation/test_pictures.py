@@ -54,7 +54,7 @@ def config_of(folder: Path, **settings: Any) -> TrainConfig:
 
 
 def of_transformers(folder: Path, prompts: list[tuple[str, list[Image.Image]]]) -> list[list[int]]:
-    """Greedy tokens of transformers, whose own processors make tokens and pixels, and whose cache is static."""
+    """Greedy tokens of transformers, with its own processors and a static cache."""
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     smol, grids = model.config.model_type == "smolvlm", model.config.model_type in GRIDS
@@ -121,7 +121,7 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, family: str, de
     replies = generate(config_of(folder, device_type=device_type), prompts, Sampling(NEW))
     wanted = of_transformers(folder, [(text, given) for (text, _), given in zip(ASKED, images, strict=True)])
     assert [list(reply.tokens) for reply in replies] == wanted
-    most = 2 if family == "gemma3" else len(wanted)  # of which random weights answer pictures alike
+    most = 2 if family == "gemma3" else len(wanted)  # random weights answer all pictures alike
     assert len({tuple(tokens) for tokens in wanted}) == most, "random weights must answer differently"
 
 

@@ -110,7 +110,7 @@ def test_held_out_questions_are_asked_as_the_adapter_was_trained(
 def test_text_in_the_turns_of_the_template_is_asked_by_the_template(
     trained: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As notebooks of Unsloth make it, which render chats into a column."""
+    """As in Unsloth's notebooks, which render chats into a column."""
     tokenizer = load_tokenizer(ModelConfig())
     pairs = [(("user", row["question"]), ("assistant", row["answer"])) for row in ROWS]
     turns = [[{"role": role, "content": text} for role, text in pair] for pair in pairs]

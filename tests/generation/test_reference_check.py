@@ -1,4 +1,4 @@
-"""Families whose architecture the kit does not compute are refused by name, before weights are read."""
+"""Families with an architecture that the kit lacks are refused by name before weights are read."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ from tpu_kit.training.losses.loss import shift_labels
 
 xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
 
-# Real sizes, but for experts and depth, which narrowing them would take longer to see.
+# Real sizes except experts and depth, because narrow copies would take longer to check.
 DEPTH = {"num_hidden_layers": 4}
 ACCEPTED = {
     "llama": LlamaConfig(num_key_value_heads=8, **DEPTH),
@@ -125,12 +125,12 @@ CARRIES_STATE = {"jamba": JambaConfig(num_hidden_layers=8), "minimax": MiniMaxCo
 
 
 def quick(families: Iterable[str], *names: str) -> list[Any]:
-    """All families; those that are not named are slow."""
+    """All families; tests of families that are not named here are slow."""
     return [name if name in names else pytest.param(name, marks=pytest.mark.slow) for name in families]
 
 
 def run(folder: Any, config: Any, *settings: str) -> TrainConfig:
-    """A run of a model of which there is a configuration and nothing else."""
+    """A run of a model that consists of a configuration only."""
     config.save_pretrained(folder)
     return load_config(None, [f"model.name={folder}", *settings])
 
@@ -223,7 +223,7 @@ def test_the_sizes_of_keys_and_values_may_differ_between_them_and_between_layers
 
 
 def test_a_decoder_that_tells_its_layers_apart_runs_in_a_loop_and_its_decode_steps_keep_the_limits_of_time_steps():
-    """Nemotron-H reads a setting of each layer; transformers' own decode steps leave the least time step out."""
+    """Nemotron-H reads a setting per layer; transformers' own decode steps ignore the smallest time step."""
     config = NemotronHConfig(layers_block_type=["mamba", "attention"] * 2)
     check_generation(config)
     loop = load_config(None, {"model.name": "embedded", "lora.r": 4, "remat": "full", "scan_layers": "on"})

@@ -1,4 +1,4 @@
-"""Reward functions are called as TRL calls them, and verifiers by name."""
+"""Reward functions are called as in TRL, and verifiers by name."""
 
 from __future__ import annotations
 

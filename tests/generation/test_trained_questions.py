@@ -40,7 +40,7 @@ def config(source: str | Path, **given: Any) -> TrainConfig:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, set[str]]:
-    """A folder with my.jsonl and run, which held 4 of its 120 questions out; and these."""
+    """A folder with my.jsonl and a run that held out 4 of 120 questions, and these questions."""
     folder = tmp_path_factory.mktemp("finished")
     source = write(folder / "my.jsonl", cot_rows("train", 120, seed=1))
     run = config(source, eval_rows=4, output_dir=str(folder / "run"), date="2020-01-02")

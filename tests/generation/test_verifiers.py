@@ -1,4 +1,4 @@
-"""Which answers are correct, and which reasoning is well-formed."""
+"""Correct answers and well-formed reasoning."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OTHER = DataConfig(source="rows.jsonl")
         ("18", "<think>\n18", False),  # still thinking
         ("18", "<think>a</think>b<think>18", False),
         ("18", "two times nine\n</think>\n18", True),  # the prompt had opened the reasoning
-        ("1", "1e999999999", False),  # it is not worked out
+        ("1", "1e999999999", False),  # it is not computed
         ("7", "9" * 5000, False),
         ("72", "#### 71 is a guess\nThe answer is 72.", True),
         ("71", "#### 71 is a guess\nThe answer is 72.", False),
@@ -217,7 +217,7 @@ def test_auto_agrees_with_a_reader() -> None:
 @pytest.mark.parametrize(
     ("expected", "text", "correct"),
     [
-        ("3", r"\boxed{3}, that is \boxed{4", False),  # cut off: an earlier box is no answer either
+        ("3", r"\boxed{3}, that is \boxed{4", False),  # cut off: an earlier box does not count
         ("3", r"\boxed{3}, that is \boxed{}", False),
         ("3", "<answer>3</answer> or <answer>4", False),
         ("Rome", "<reasoning>Is it Oslo?</reasoning><answer>\nRome\n</answer>", True),
@@ -449,7 +449,7 @@ def test_names_of_other_rewards_are_refused_as_they_are_read(settings: dict[str,
 
 @pytest.mark.parametrize("threaded", [False, True])
 def test_math_verify_compares_expressions(threaded: bool) -> None:
-    """Also in a thread, as replicas of XLA:CPU are, where signals cannot be set."""
+    """Also in a thread, such as a replica on XLA:CPU, where signal handlers cannot be set."""
     pairs = [
         (r"\frac{1}{\sqrt{2}}", r"\boxed{\frac{\sqrt{2}}{2}}", True),
         ("2", r"\boxed{\sqrt{4}}", True),

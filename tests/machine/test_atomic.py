@@ -1,4 +1,4 @@
-"""Files and folders that are written beside their place and renamed."""
+"""Files and folders that are written under another name and then renamed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_file_is_replaced_whole_or_stays(tmp_path: Path) -> None:
 
 
 def test_processes_that_share_a_place_do_not_share_what_is_not_complete(tmp_path: Path) -> None:
-    """Nor do processes of two hosts, which may have one number."""
+    """Nor do processes of two hosts, which may have equal numbers."""
     with atomic.replacing(tmp_path / "a", shared=True) as first:
         first.write_text("one")
         with atomic.replacing(tmp_path / "a", shared=True) as second:

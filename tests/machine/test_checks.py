@@ -57,7 +57,7 @@ def add_nodes(root: Path, *names: str) -> None:
 
 @contextmanager
 def child(code: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
-    """A process that has run `code` and waits; its standard input ends it."""
+    """A process that has run `code` and waits until its standard input closes."""
     command = [sys.executable, "-c", f"{code}\nprint('ready', flush=True)\ninput()", *map(str, arguments)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
@@ -364,7 +364,7 @@ def test_chip_held_by_another_process(tmp_path: Path) -> None:
     add_nodes(tmp_path, "vfio/0", "vfio/vfio")
     assert machine.check_holder(at) == Check("Chip in use", "ok", "by no process")
     with child(HOLD, tmp_path / "dev/vfio/vfio"):
-        assert machine.check_holder(at).status == "ok"  # the driver's own file is nobody's chip
+        assert machine.check_holder(at).status == "ok"  # the driver's own file is no chip
     with child(HOLD, tmp_path / "dev/vfio/0") as holder:
         check = machine.check_holder(at)
     assert check.status == "failure" and check.fix == f"kill {holder.pid}"

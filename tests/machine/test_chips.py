@@ -46,7 +46,7 @@ def test_prices_have_the_right_order_of_magnitude(c: Chip):
 
 
 def test_speed_grows_from_one_tpu_to_the_next():
-    # v5e follows v4 but is the small one of its generation.
+    # v5e follows v4 but is the smaller chip of its generation.
     flops = [CHIPS[name].bf16_flops for name in ("v5e", "v4", "v5p", "v6e", "v7x")]
     assert flops == sorted(flops)
 
@@ -174,7 +174,7 @@ def test_free_slices_exist():
 
 
 def test_importing_needs_no_torch_and_no_other_module_of_ours():
-    """Those of every import of the kit aside: rooms, which are docstrings, and the registry of names."""
+    """Except modules that any import of the kit loads: the rooms' docstrings and the registry of names."""
     code = (
         "import sys, tpu_kit.machine.chips\n"
         "modules = (m for m, module in sys.modules.items() if not hasattr(module, '__path__'))\n"

@@ -185,7 +185,7 @@ V1 = "sys/fs/cgroup/memory"
         ({"sys/fs/cgroup/memory.max": "10", "sys/fs/cgroup/memory.current": "8"}, 2),
         ({"sys/fs/cgroup/memory.max": "10", "sys/fs/cgroup/memory.current": "8",
           "sys/fs/cgroup/memory.stat": "file 7\nactive_file 2\ninactive_file 5\n"}, 7),
-        # The group of this process is within one with a lower limit, and that within one without any.
+        # This process's group is in a group with a lower limit, which is in a group without a limit.
         ({"proc/self/cgroup": "0::/a/b", "sys/fs/cgroup/a/b/memory.max": "90", "sys/fs/cgroup/a/b/memory.current": "1",
           "sys/fs/cgroup/a/memory.max": "10", "sys/fs/cgroup/a/memory.current": "4"}, 6),
         ({f"{V1}/memory.limit_in_bytes": "10", f"{V1}/memory.usage_in_bytes": "9",
@@ -219,7 +219,7 @@ def test_disk(tmp_path: Path, hub: Hub) -> None:
     check = capacity.check_disk(at, small)
     assert check.status == "ok" and f"free for {tmp_path}/run, 1.0 needed" in check.found
     settings = ["model.name=some/model-1B", f"output_dir={tmp_path}/run", "lora.r=0", "checkpoint.keep=2"]
-    # 3 checkpoints of 10 bytes a parameter, and 1 GiB: the third is there before the first is deleted.
+    # 3 checkpoints of 10 bytes per parameter, and 1 GiB: the third is written before the first is deleted.
     assert f"{1 + 3 * 1e10 / 2**30:.1f} needed" in capacity.check_disk(at, load_config(None, settings)).found
     huge = load_config(None, ["model.name=some/model-9000000B", f"output_dir={tmp_path}/run", "lora.r=0"])
     check = capacity.check_disk(at, huge)
@@ -300,7 +300,7 @@ def test_hub_away(tmp_path: Path, hub: Hub) -> None:
     [
         ("data.source={}/rows.jsonl", "data.source", "{}/row.jsonl"),
         ("data.source=nowhere.csv.gz", "data.source", ""),
-        ("data.source={}/no_rows.jsonl", "data.source", ""),  # alike is not the same
+        ("data.source={}/no_rows.jsonl", "data.source", ""),  # equal names are not equal hosts
         ("data.eval_source={}/*.parquet", "data.eval_source", ""),
         ("model.name=./checkpoints/nowhere", "model.name", ""),
         ("model.name=a/folder/nowhere", "model.name", ""),
@@ -343,7 +343,7 @@ def test_hub_that_does_not_answer_is_not_waited_for(hub: Hub) -> None:
 
 @contextmanager
 def silent_hub() -> Iterator[tuple[str, list[float]]]:
-    """The address of a server that takes connections and says nothing, and when each connection came."""
+    """The address of a server that accepts connections and sends nothing, and the times of the connections."""
     came: list[float] = []
     with socket.create_server(("127.0.0.1", 0)) as server:
 

@@ -1,4 +1,4 @@
-"""Folders and object stores that somebody else has filled, or whose names have special characters."""
+"""Folders and object stores with other programs' files, or with special characters in names."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def test_colab_with_drive(tmp_path: Path, mount: str) -> None:
 
 
 def test_colab_without_drive(tmp_path: Path) -> None:
-    (tmp_path / "content/drive/MyDrive").mkdir(parents=True)  # left behind by a Drive that is mounted no more
+    (tmp_path / "content/drive/MyDrive").mkdir(parents=True)  # left behind by a Drive that is no longer mounted
     left = find_place(run(f"{tmp_path}/content/drive/MyDrive/x"), Machine(tmp_path, COLAB))
     assert "Colab deletes this folder" in left.warning
     place = find_place(run(), Machine(tmp_path, COLAB))

@@ -1,4 +1,4 @@
-"""A path of a run, of its config.yaml, its adapter or a checkpoint stands for the run; another is refused by name."""
+"""The path of a run, its config.yaml, its adapter or a checkpoint names the run; other paths are refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Homes and working folders in which libraries would fail."""
+"""Home and working folders in which libraries would fail."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ SEGMENTS = torch.tensor([[1] * 5 + [2] * 6 + [0] * 2, [1] * 13])
 
 
 def reference(query, key, value, visible, scaling, softcap=None):
-    """Attention one query at a time, over the keys that it sees."""
+    """Attention of one query at a time over its visible keys."""
     output = torch.zeros_like(query)
     group = query.shape[1] // key.shape[1]
     for batch, head, row in torch.cartesian_prod(*(torch.arange(size) for size in query.shape[:3])).tolist():
@@ -292,7 +292,7 @@ print(json.dumps({"error": float((each - expected).abs().max()), "tokens": int((
 @pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="needs jax (torch_xla[pallas])")
 @pytest.mark.slow
 def test_packed_with_the_kernel_each_token_has_the_loss_that_it_has_alone():
-    """A real model, its attention by the kernel; each document alone by sdpa on the CPU. All in fp32."""
+    """A real model with the kernel, against each document alone with sdpa on the CPU. All in fp32."""
     found = json.loads(run_loaded(KERNEL_IN_A_MODEL, env={"JAX_PLATFORMS": "cpu"}, timeout=900).stdout.splitlines()[-1])
     assert found["tokens"] == 40 + 41 + 1 + 30 - 4
     assert found["error"] < 1e-5

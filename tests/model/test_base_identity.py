@@ -1,4 +1,4 @@
-"""Which weights a base model has, as the hub, its cache and a folder tell."""
+"""The identity of a base model's weights, from the hub, its cache or a folder."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_hub_cache_and_folder_tell_of_the_same_weights(
     for began in (ours, online, cached):
         for now in (ours, online, {**cached, "commit": "d" * 40}):
             assert differences(began, now) == []
-    # A folder and the cache have samples in common, a folder and the hub alone nothing.
+    # A folder and the cache share sampled bytes; a folder and the hub alone share nothing.
     assert (
         other_place(ours, cached)
         == other_place(cached, ours)

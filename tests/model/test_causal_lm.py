@@ -49,7 +49,7 @@ SMALL = {
     "num_key_value_heads": 2, "vocab_size": 67, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2,
 }  # fmt: skip
-# Weights so large that attention is sharp: with the usual ones a window or a soft cap hardly changes a logit.
+# Large weights make attention sharp; with usual weights a window or a soft cap hardly changes a logit.
 SHARP = SMALL | {"num_hidden_layers": 4, "initializer_range": 0.4}
 SHARP_WINDOWED = SHARP | {"sliding_window": 5}
 HALF_ROTARY = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
@@ -143,11 +143,11 @@ def test_family(family, implementation, monkeypatch):
     monkeypatch.setattr(splash_attention, "splash_kernel", splash_stand_in)
     use_attention(model, implementation, "tpu")
 
-    # The adapters start as nothing, so hidden states and head must give transformers' own logits (its "eager" code),
-    # for a document longer than the window.
+    # The adapters start at zero, so hidden states and head must give transformers' own logits ("eager"), for a document
+    # longer than the window.
     torch.testing.assert_close(logits_of(model, {"input_ids": IDS}), whole, atol=5e-5, rtol=1e-4)
 
-    # Each token of a packed document has the loss that it has alone, and gives the same gradient.
+    # Each token of a packed document has the loss and the gradient that it has alone.
     scramble_adapters(model)
     parameters = list(trainable_parameters(model).values())
     packed = token_losses(model, BATCH)
@@ -165,7 +165,7 @@ def test_family(family, implementation, monkeypatch):
 
 @pytest.mark.parametrize(("family", "name", "value"), PECULIAR)
 def test_what_is_peculiar_to_a_family_changes_its_logits(family, name, value):
-    """So that the comparison above would notice its loss."""
+    """So that the comparison above would notice if it were missing."""
     original, other = (copy.deepcopy(FAMILIES[family]) for _ in range(2))
     setattr(other, name, value)
     with_it, without = (fresh(config)(input_ids=IDS, use_cache=False).logits for config in (original, other))
@@ -574,5 +574,5 @@ def test_remat_saves_memory_by_the_tpu_compilers_own_account():
     child = run_loaded(FOR_THE_TPU_COMPILER, env=ENVIRONMENT, timeout=900)
     found = json.loads(child.stdout.splitlines()[-1])
     assert found["4 full"] < 0.6 * found["4 none"], found
-    # Another four layers cost a few times their saved inputs, (8, 256, 128) in bf16, and not all that is inside them.
+    # Four more layers cost a few times their saved inputs, (8, 256, 128) in bf16, not all their activations.
     assert found["8 full"] - found["4 full"] < 3 * 4 * (8 * 256 * 128 * 2), found

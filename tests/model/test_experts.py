@@ -94,7 +94,7 @@ def lines() -> list[str]:
 
 @needs_xla
 def test_output_and_gradients_are_those_of_transformers_with_random_and_skewed_routing(lines: list[str]) -> None:
-    """The kernel runs in Pallas' interpreter; the reference of integers are the floats that they stand for."""
+    """The kernel runs in Pallas' interpreter; the reference for integers is their dequantised values."""
     found = json.loads(lines[-1])
     assert len(found) == 2 and max(found.values()) < 1e-6, found
 

@@ -1,4 +1,4 @@
-"""Today's families, with tiny random weights and packed documents, against transformers on each document alone."""
+"""Model families with tiny random weights and packed documents, against transformers on each document alone."""
 
 from __future__ import annotations
 

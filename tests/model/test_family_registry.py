@@ -39,7 +39,7 @@ def test_a_model_needs_the_modules_of_its_own_families(config: PreTrainedConfig,
 
 
 def test_a_family_is_found_by_each_function_that_it_replaces() -> None:
-    """A function that its line does not name would stay transformers' own in a model that has no other."""
+    """A function that the family's line does not name would stay transformers' own."""
     by_module = {family.module: set(family.functions) for family in families.FAMILIES}
     assert by_module["tpu_kit.model.families.linear_attention"] == linear_attention._FUNCTIONS.keys()
 

@@ -139,7 +139,7 @@ print(json.dumps(answers))
 @pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="needs torch_xla")
 def test_in_tiles_on_xla_a_layer_is_one_product_and_others_compute_as_those_of_peft() -> None:
     found = json.loads(run_loaded(ON_XLA).stdout.splitlines()[-1])
-    tiles = found["switched off"][1]  # which are put together
+    tiles = found["switched off"][1]  # which are concatenated
     assert all(found[case][1] > tiles for case in ("plain", "evaluation", "autocast"))
     assert max(found[case][0] for case in ("plain", "evaluation", "few tokens", "switched off")) < 1e-12
     assert found["autocast"][0] < 2e-2

@@ -1,4 +1,4 @@
-"""Layers as loops over stacked weights: the numbers of the unrolled ones, on every path that the step takes."""
+"""Layers as loops over stacked weights equal unrolled layers, on every path of the step."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ FAMILIES = {
     "granite": (GraniteConfig(residual_multiplier=0.5, attention_multiplier=0.2, **SHARP), [(1, 4)]),
     "smollm3": (SmolLM3Config(**SHARP | {"num_hidden_layers": 8}), [(4, 2)]),
     "olmo3": (Olmo3Config(sliding_window=5, **SHARP | {"num_hidden_layers": 9}), [(4, 2), (1, 1)]),
-    # Layers 8 and 9 leave keys and values in a mapping for layers 10 to 13; each layer has an input of its own.
+    # Layers 8 and 9 store keys and values in a mapping for layers 10 to 13; each layer has its own input.
     "gemma4": (
         Gemma4TextConfig(
             head_dim=8, global_head_dim=16, sliding_window=5, num_kv_shared_layers=4, use_double_wide_mlp=True,
@@ -287,7 +287,7 @@ def test_masks_are_even_and_unlike_one_another() -> None:
     count = shape.numel()
     for mask in masks:
         assert abs(float(mask.float().mean()) - 0.7) < 4 * (0.21 / count) ** 0.5
-        # Neighbours in both directions agree as often as draws do that know nothing of one another.
+        # Neighbours in both directions agree as often as independent draws.
         for near in (mask[:, 1:] == mask[:, :-1], mask[1:] == mask[:-1]):
             assert abs(float(near.float().mean()) - 0.58) < 0.02
     agreement = [float((a == b).float().mean()) for i, a in enumerate(masks) for b in masks[:i]]
@@ -309,7 +309,7 @@ def test_dropout_scales_what_it_keeps_and_rests_in_evaluation() -> None:
 def test_recomputed_layers_draw_what_they_drew_before(
     monkeypatch: pytest.MonkeyPatch, tile: int | None, keeps: bool
 ) -> None:
-    """Against autograd through the same loop, which computes nothing twice."""
+    """Against autograd through the same loop without recomputation."""
     model = built("gemma2", LoraConfig(r=4, dropout=0.5))
     layer_scan.stack(decoder_of(model), tile, keeps)
     torch.manual_seed(7)
@@ -401,7 +401,7 @@ def test_an_adapter_is_saved_as_ever() -> None:
 def test_going_on_from_a_checkpoint(
     before: Callable[[], torch.nn.Module], now: Callable[[], torch.nn.Module], optimizer: Any
 ) -> None:
-    """Scanned or not, all that is saved is bit for bit the same after it was read; then to rounding."""
+    """Scanned or not, saved tensors are equal bit for bit after loading; later ones up to rounding."""
     optim, batch = replace(OPTIM, optimizer=optimizer, ema_decay=0.9), rows(2)
     model = before()
     state = TrainState(model, CPU, optim)

@@ -88,7 +88,7 @@ def largest_error(found: Callable[..., torch.Tensor], wanted: Callable[..., torc
 
 
 def token_by_token(query: Any, key: Any, value: Any, decay: Any, beta: Any) -> torch.Tensor:
-    """The rule as it is defined, in the dtype of its inputs."""
+    """The rule by its definition, in the dtype of its inputs."""
     query, key = (torch.nn.functional.normalize(one, dim=-1).repeat_interleave(2, 2) for one in (query, key))
     state, outputs = value.new_zeros(len(value), 4, key.shape[3], value.shape[3]), []
     for q, k, v, g, b in zip(*(one.unbind(1) for one in (query, key, value, decay, beta)), strict=True):
@@ -152,7 +152,7 @@ def test_a_short_convolution_is_that_of_transformers_on_each_document_alone(taps
 
 
 class _BfloatFactors(TorchDispatchMode):
-    """Rounds the factors of products to bf16, as a TPU does with fp32 by default."""
+    """Rounds the factors of products to bf16, a TPU's default for fp32."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default):
@@ -192,7 +192,7 @@ PARAMETERS = {
     ],
 )
 def test_transformers_layers_call_the_functions_that_the_kit_replaces(family, function):
-    """Fails where a new version moves or renames them; whether they get segment ids is seen by `reference_check`."""
+    """Fails if a new version moves or renames them; `reference_check` checks that they get segment ids."""
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     for name in (function, "causal_conv1d_fn"):
         own = getattr(module, name)
@@ -218,7 +218,7 @@ def test_without_segments_transformers_own_function_runs():
 
 
 def test_a_decode_step_keeps_the_limits_of_the_time_step():
-    """transformers' own leaves them out, and 0.1 is above most of these steps."""
+    """transformers' own code leaves them out, and 0.1 is above most of these steps."""
     hidden, dt, key, query = noise(2, 4, 8), noise(2, 4) - 3, noise(2, 1, 6), noise(2, 1, 6, seed=1)
     rates, skip, bias = -noise(4).exp(), noise(4, seed=1), noise(4, seed=2)
     rows = [one[:, None] for one in (hidden, dt)], [one[:, None] for one in (key, query)]

@@ -56,7 +56,7 @@ def test_the_embedded_model_loads_with_its_tokenizer():
     messages = [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}]
     ids = torch.tensor([tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)])
     loss = model(input_ids=ids, labels=ids).loss
-    assert loss < 0.5 * math.log(len(tokenizer))  # it knows more than nothing
+    assert loss < 0.5 * math.log(len(tokenizer))  # it is better than chance
 
 
 @pytest.mark.parametrize(("r", "dtype"), [(0, torch.float32), (4, torch.bfloat16)])
@@ -110,7 +110,7 @@ def write_gguf(path, config, tensors, sixth_bits=()):
     for full, tensor in tensors.items():
         name = full
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
-        if heads:  # llama.cpp keeps the two halves of a rotary pair side by side
+        if heads:  # llama.cpp stores the two elements of a rotary pair side by side
             tensor = tensor.reshape(heads, 2, -1, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
         for ours, theirs in names.items():
             name = name.replace(ours, theirs)

@@ -32,7 +32,7 @@ class Gated(torch.nn.Module):
 
 
 def test_a_gated_mlp_has_four_wide_arrays_at_once() -> None:
-    """Gate, up, and the gradients of their product and of one of them: activation functions are fused."""
+    """Gate, up, the gradient of their product, and the gradient of gate or up: activation functions are fused."""
     _, backward, saved = traced(Gated()).alive({WIDE})
     assert max(within for _, within in backward) == 4 * WIDE * 2
     assert saved == (2 * HIDDEN + 3 * WIDE) * 2  # the input, the last product, gate, up and their product

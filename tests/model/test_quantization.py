@@ -72,7 +72,7 @@ def test_int8_is_within_half_a_step_of_each_output() -> None:
 
 
 def test_int4_is_the_same_on_a_mesh() -> None:
-    """There steps and offsets are spread by a product, whose broadcasts the TPU compiler would write to memory."""
+    """There, steps and offsets are spread by a product; the TPU compiler would write broadcasts to memory."""
     stored = INT4.quantize(weight())
     for dtype in (torch.float32, torch.bfloat16):
         with use_mesh(Mesh(fsdp=2)), FlopCounterMode(display=False) as counter:
@@ -97,7 +97,7 @@ def test_int4_is_stored_as_the_module_says_and_better_than_by_its_largest_value(
 
 
 def test_int4_cuts_off_what_lies_far_out_where_that_costs_less() -> None:
-    """Against steps from the smallest to the largest value of a group, which leave 3.7 % more squared error here."""
+    """Compared with steps from a group's minimum to its maximum, which have 3.7 % more squared error here."""
     groups = weight().view(40, 8, 32)
     low, high = groups.aminmax(dim=-1, keepdim=True)
     step, low = ((high - low) / 15).bfloat16().float(), low.bfloat16().float()
@@ -318,7 +318,8 @@ def test_a_cache_that_cannot_be_written_is_no_obstacle(saved: Path, tmp_path: Pa
 
 @pytest.mark.slow
 def test_loading_takes_the_memory_of_the_quantised_model_and_of_one_shard(tmp_path: Path) -> None:
-    """An 8B model's proportions: an eighth in embedding and head, shards of a third. All of it in bf16 would not do."""
+    """An 8B model's proportions: an eighth in embedding and head, shards of a third. All of it in bf16 would not be
+    accurate enough."""
     wide = {"hidden_size": 768, "intermediate_size": 2688, "num_hidden_layers": 4, "num_attention_heads": 8}
     folder = write_model(tmp_path / "model", shards="25MB", vocab_size=3072, tie_word_embeddings=False, **wide)
     shards = [path.stat().st_size for path in folder.glob("*.safetensors")]
@@ -342,7 +343,7 @@ def test_loading_takes_the_memory_of_the_quantised_model_and_of_one_shard(tmp_pa
 def test_a_mesh_is_loaded_with_one_stack_beyond_what_the_devices_hold(tmp_path: Path) -> None:
     """int4 rounded and kept, int4 from the cache, bf16 with adapters, and all weights trained in fp32.
 
-    The runtime may still copy the stack before, from a copy that nothing here can wait for.
+    The runtime may still copy the previous stack, and no call here can wait for that copy.
     """
     wide = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 12, "num_attention_heads": 8}
     folder = write_model(tmp_path / "model", shards="25MB", vocab_size=1024, **wide)

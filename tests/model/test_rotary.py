@@ -42,7 +42,7 @@ def test_results_are_those_of_transformers_bit_for_bit(family: str, dtypes: tupl
 
 @pytest.mark.parametrize("family", ["cohere", "glm", "gpt_oss", "gemma4"])
 def test_functions_that_rotate_otherwise_are_left_alone(family: str) -> None:
-    """Neighbours in place of halves, a part of the head, half of the angles, one tensor at a time."""
+    """Interleaved pairs, partial rotation, half of the angles, one tensor at a time."""
     assert not rotary._rotates_halves(function(family))
 
 

@@ -1,4 +1,4 @@
-"""The splash kernel: its numbers in Pallas' interpreter, and that the TPU compiler takes it."""
+"""The splash kernel: numbers in Pallas' interpreter, and compilation by the TPU compiler."""
 
 from __future__ import annotations
 
@@ -321,7 +321,7 @@ print(json.dumps([different, len(computed)]))
 @needs_jax
 def test_masks_of_long_rows_are_those_of_jax_without_their_booleans() -> None:
     different, computed = json.loads(run_loaded(BLOCKS_OF_MASKS).stdout.splitlines()[-1])
-    assert not different and computed == 2 * 128 + 2 * (128 + 124)  # twice the diagonal, and the window's end
+    assert not different and computed == 2 * 128 + 2 * (128 + 124)  # the diagonal twice, and the window's end
 
 
 @pytest.mark.parametrize(
@@ -337,7 +337,7 @@ def test_the_backward_pass_is_fused_where_gradients_of_blocks_are_few(fused: boo
 
 
 def test_sinks_are_not_left_out_where_tokens_look_ahead() -> None:
-    """The kernel would leave them out; no family has both."""
+    """The kernel would ignore them; no family has both."""
     states, ids = torch.zeros(1, 2, 128, 8), torch.zeros(1, 128, dtype=torch.int32)
     ahead = Visibility(ids, ahead=ids, most_ahead=3)
     with pytest.raises(AssertionError):

@@ -1,4 +1,4 @@
-"""Tiny models with parts for images, and packed rows, against transformers on each document alone."""
+"""Tiny models with vision towers, and packed rows, against transformers on each document alone."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_neighbours_and_room_change_nothing(family: str) -> None:
 
 
 def test_text_beside_the_tower_is_text() -> None:
-    """Rows of text give the same with and without the columns of images."""
+    """Rows of text give equal results with and without the image columns."""
     config = unified()
     ours = vision_functions.adapted(build(config))
     preparation.use_attention(ours, "auto", "cpu")
@@ -103,7 +103,7 @@ def test_text_beside_the_tower_is_text() -> None:
 
 
 def test_transformers_own_forward_still_lets_images_see_ahead_everywhere() -> None:
-    """Google's code and vLLM let them in layers with a window alone, as transformers does with a static cache.
+    """In Google's code and vLLM only layers with a window have it, as in transformers with a static cache.
 
     If this fails, transformers has changed (huggingface/transformers issue 46711): `served` may be left out then.
     """
@@ -127,7 +127,7 @@ def run(tmp_path: Path, family: str, **settings: Any) -> TrainConfig:
 def test_on_xla_one_program_makes_each_update(tmp_path: Path, family: str) -> None:
     found = launch(vision_functions.compared, run(tmp_path, family, num_replicas=1))
     print(f"{family:16} logits and gradients {found['difference']}, transformers' own {found['own']}")
-    # XLA's tanh and exp round otherwise than torch's.
+    # XLA's tanh and exp round differently from torch's.
     assert all(a <= b for a, b in zip(found["difference"], bars(found["own"], logits=3e-5, times=4), strict=True))
     assert [count["host_syncs"] for count in found["counts"]] == [0] * 3
     assert [count["compiles"] for count in found["counts"]][1:] == [0] * 2, "other pictures need no other program"
@@ -203,7 +203,7 @@ def test_an_image_larger_than_a_row_is_refused() -> None:
 
 
 def test_only_functions_import_what_images_need() -> None:
-    """The modules that read pictures and run towers, so that text alone loads none of them."""
+    """Modules that read pictures and run towers: runs on text load none of them."""
     owners = ("data.images.", "model.families.vision", "assets.pictures")
     for name, imports in IMPORTS.items():
         wrong = [one for one in imports if one.ours and one.ours.startswith(owners) and one.where == "module"]

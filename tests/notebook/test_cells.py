@@ -46,12 +46,12 @@ def cells_ran(*cells: str) -> dict[str, Any]:
         (["\n#@title Parameters {run: 'auto'}\na = 1  #@param"], {"a": 1}),
         (["import os\nloose = 3", "# Parameters: mine\na = 1", "later = 2"], {"a": 1}),
         (["# Parameters: mine\na = 1", "# Parameters\na = 2\nmisspelt = 3\n"], {"a": 2, "misspelt": 3}),
-        # Papermill's cell counts no more when the notebook's own has run after it, nor does an older one of either.
+        # Papermill's cell no longer counts if the notebook's own cell ran after it; older cells of either do not count.
         (["# Parameters: mine\na = 1", "# Parameters\na = 2\nmisspelt = 3", "# Parameters: mine\na = 4"], {"a": 4}),
         (["# Parameters: mine\nwrong = 1", "# Parameters: mine\nright = 2"], {"right": 2}),
         (["# Parameters: mine\na = 1", "# Parameters\nwrong = 2", "# Parameters\na = 3"], {"a": 3}),
         (["# Parameters\na = 1"], {"a": 1}),
-        # A value set by hand since then is meant.
+        # A value set by hand after that is kept.
         (["# Parameters: mine\na = 1", "a = 2"], {"a": 2}),
         (["# Parameters: mine\na = 1\nb = 2", "del b"], {"a": 1}),
         (["# Parameters: mine\na, (b, *c) = 1, (2, 3, 4)\nd = e = 5"], {"a": 1, "b": 2, "c": [3, 4], "d": 5, "e": 5}),
@@ -69,7 +69,7 @@ def test_parameters_of_a_script() -> None:
 
 
 def test_progress_bars_are_text_where_ipywidgets_is_installed(tmp_path: Path) -> None:
-    """An `ipywidgets` whose bar cannot be made stands for the real one."""
+    """Replaces `ipywidgets` by a module whose bar cannot be made."""
     (tmp_path / "ipywidgets.py").write_text("FloatProgress = HBox = HTML = object\n")
     code = "import ipykernel.zmqshell, tqdm.auto, tpu_kit.notebook.cells; from tqdm.auto import tqdm; "
     code += "bar = tqdm(range(3), 'Loading', delay=0, mininterval=0); assert sum(bar) == 3; bar.reset(); bar.close()"
@@ -197,7 +197,7 @@ def test_nothing_to_show_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "if generate_rows is not 0" in printed
     assert "image/png" not in displays._curves(tmp_path)  # no axes without a point
     (tmp_path / "metrics.jsonl").write_text(METRICS.replace('"mfu": 0.25', '"mfu": null'))
-    assert "MFU" not in displays._progress(tmp_path, 0.0)["text/plain"]  # no peak is known of a CPU
+    assert "MFU" not in displays._progress(tmp_path, 0.0)["text/plain"]  # a CPU has no known peak
     none = METRICS.replace('"tokens_per_second_per_chip": 6.5', '"tokens_per_second_per_chip": 0.0')
     (tmp_path / "metrics.jsonl").write_text(none.replace('"compiles": 3', '"compiles": 0'))
     shown = displays._progress(tmp_path, 0.0)["text/plain"]
@@ -349,7 +349,7 @@ def test_cells_run_again_by_hand(kernel: Any) -> None:
     cells = [OWN, CONFIG, "seed_of_my_own = 3\nlearning_rat = 2\nimport os"]
     for cell in cells:
         run_cell(kernel, cell)
-    printed, error = run_cell(kernel, CONFIG)  # later variables exist by now
+    printed, error = run_cell(kernel, CONFIG)  # variables of later cells now exist
     assert (error, "max_steps=5" in printed) == ("", True)
 
     run_cell(kernel, OWN.replace("max_steps", "max_step"))
@@ -360,7 +360,7 @@ def test_cells_run_again_by_hand(kernel: Any) -> None:
 
 
 def test_each_cell_works_or_says_which_comes_first(kernel: Any) -> None:
-    """Only the imports have run, and the cells are run from the last to the first."""
+    """Only the imports have run; then the cells run from the last to the first."""
     told = []
     for path in sorted((REPOSITORY / "notebooks").glob("[45]-*.ipynb")):
         cells = [cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]

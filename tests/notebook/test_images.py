@@ -41,7 +41,7 @@ def test_bounds_admit_what_the_image_carries(image: str) -> None:
 @each_image
 def test_installing_there_adds_what_is_missing_and_replaces_nothing(image: str) -> None:
     python, listed = read(image)
-    # Where the image takes the newest of its day.
+    # Where the image takes the newest version at its build.
     newest = {"transformers": "5.23.0", "matplotlib": "3.11.2", "pyyaml": "6.0.4"}
     versions = {name: version or newest.get(name, "1.0") for name, version in listed.items()}
     major, minor = map(int, python.split("."))

@@ -66,7 +66,7 @@ def test_one_line_installs_all() -> None:
 
 
 def test_what_pairs_is_left_alone_and_what_is_missing_is_added() -> None:
-    """Another libtpu and jax than the pins, as Colab has them: neither is touched."""
+    """Colab has other versions of libtpu and jax than the pins: neither is replaced."""
     image = RIGHT | {"libtpu": "0.0.21.1", "jax": "0.7.2", "jaxlib": "0.7.2", "transformers": "5.15.0"}
     there = {name: version for name, version in image.items() if name not in ("peft", "pyyaml")}
     decision = decide(replace(COLAB, python=(3, 13), versions=there))
@@ -228,7 +228,7 @@ def test_versions_that_were_tested_are_installed() -> None:
 
 
 def test_a_version_that_was_not_tested_stays_and_is_named() -> None:
-    """Colab's image may bring a newer one, and nothing of it is replaced."""
+    """Colab's image may bring a newer version, which is not replaced."""
     newer = replace(COLAB, versions=RIGHT | {"transformers": "5.99.0"})
     assert decide(newer).command == ()
     assert str(decide(newer)).endswith("; transformers 5.99.0, tested with 5.15 to 5.24")
@@ -300,7 +300,7 @@ def test_a_failing_line_ends_with_what_it_said(capsys: pytest.CaptureFixture[str
 
 
 def test_the_address_of_the_repository_stands_in_one_place() -> None:
-    """Notebooks and README.md repeat it, because they are read without the kit; each repetition is compared."""
+    """Notebooks and README.md repeat it, because they are read without the kit; all copies are compared."""
     texts = [path.read_text() for path in (REPOSITORY / "notebooks").glob("*.ipynb")]
     texts += [(REPOSITORY / name).read_text() for name in ("README.md", "notebooks/README.md", "pyproject.toml")]
     for text in texts:
@@ -425,7 +425,7 @@ def bare_kernel(python: Path, folder: Path) -> dict[str, str]:
 
 
 def run_notebook(folder: Path, environment: dict[str, str], source: Path, expect: int = 0) -> str:
-    """All that notebook 1 shows where it is given a clone as the kit's source; the error, too."""
+    """The output of notebook 1 with a clone as the kit's source, with its error."""
     notebook = REPOSITORY / "notebooks" / "1-install.ipynb"
     arguments = ["-m", "papermill", str(notebook), "out.ipynb", "-k", "bare", "-p", "kit_source", str(source)]
     run_python([*arguments, "--no-progress-bar"], cwd=folder, env=environment, timeout=3000, expect=expect)
@@ -471,7 +471,7 @@ def test_from_nothing_in_a_bare_kernel_as_a_service_has_it(tmp_path: Path, clone
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_kernel_whose_python_does_not_fit_is_told_the_ways_out(tmp_path: Path, clone: Path) -> None:
-    """Pip refuses the kit there unless it is told otherwise, and then nothing could be said."""
+    """pip refuses the kit there by default, and the kit could then print no message."""
     works = "import sys, ensurepip, venv; sys.exit((3, 11) <= sys.version_info < (3, 14))"
     found = [path for name in ("python3.10", "python3.14") if (path := shutil.which(name))]
     fit = [path for path in found if not subprocess.run([path, "-c", works], capture_output=True).returncode]

@@ -88,7 +88,7 @@ def test_an_interrupted_cell_saves_ends_its_processes_and_goes_on(where: dict[st
 
 
 def write_transformers(folder: Path, version: str) -> str:
-    """A wheel of that name which says its version, and nothing else."""
+    """A wheel with that name that contains only its version."""
     path, about = folder / f"transformers-{version}-py3-none-any.whl", f"transformers-{version}.dist-info"
     with zipfile.ZipFile(path, "w") as wheel:
         wheel.writestr("transformers.py", f"__version__ = {version!r}")
@@ -106,7 +106,7 @@ ENSURE = "from tpu_kit.notebook import install\ninstall.ensure({!r})"
 def test_a_package_that_is_replaced_under_a_kernel_asks_for_a_new_one(
     tmp_path: Path, kernel_python: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where an image brings an old transformers: the cell that installs, the hint, a restart, the same cell."""
+    """As in an image with an old transformers: the installing cell, the hint, a restart, the same cell."""
     python = make_overlay(tmp_path / "own", kernel_python)
     old, wheels = tmp_path / "old", tmp_path / "wheels"
     for folder in (old, wheels):
@@ -114,7 +114,7 @@ def test_a_package_that_is_replaced_under_a_kernel_asks_for_a_new_one(
     run_python(["-m", "pip", "install", "--no-deps", write_transformers(old, "4.57.0")], executable=python)
     newest = re.findall(r"transformers==(\S+)", (REPOSITORY / "requirements-tpu.txt").read_text())[0]
     write_transformers(wheels, newest)
-    (wheels / "tpu_kit-0.1.0-py3-none-any.whl").touch()  # of no other name is a folder of wheels a source
+    (wheels / "tpu_kit-0.1.0-py3-none-any.whl").touch()  # a folder of wheels without a wheel of the kit is no source
     write_kernel(tmp_path, python)
     monkeypatch.setenv("PIP_NO_DEPS", "1")
     hint = f"transformers 4.57.0 is loaded, {newest} is installed: pip replaced it under this process"
@@ -131,7 +131,7 @@ def test_a_package_that_is_replaced_under_a_kernel_asks_for_a_new_one(
         run_cell(kernel, "import transformers; transformers.__version__ = '1.0'")
         assert not run_cell(kernel, "install.restart(True)")[1]
         deadline = time.monotonic() + 60
-        while manager.is_alive():  # who has started it starts it again, as Jupyter does
+        while manager.is_alive():  # the process that started it starts it again, as Jupyter does
             assert time.monotonic() < deadline
             time.sleep(0.1)
 

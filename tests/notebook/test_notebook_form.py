@@ -19,7 +19,7 @@ NAMES = ["1-install", "2-verify", "3-plan", "4-train-cot-sft", "5-inference", "6
          "9-images"]  # fmt: skip
 COLAB = "https://colab.research.google.com/github/tpu-kit/tpu_kit/blob/main/notebooks"
 KAGGLE = "https://kaggle.com/kernels/welcome?src=https://github.com/tpu-kit/tpu_kit/blob/main/notebooks"
-# Shapes of keys; 40 hexadecimal digits are one of W&B.
+# Forms of keys; 40 hexadecimal digits are a W&B key.
 SECRET = re.compile(
     r"\b(hf_\w{20,}|gh[pousr]_\w{20,}|github_pat_\w{20,}|sk-[\w-]{20,}|AIza[\w-]{30,}|AKIA[A-Z0-9]{16}|[0-9a-f]{40})\b"
 )
@@ -80,7 +80,7 @@ def test_cells_call_and_are_short(path: Path) -> None:
     # A parameter takes two lines; the next test looks at that cell.
     sources = [cell.source for cell in cells_of(path) if "parameters" not in cell.metadata.get("tags", [])]
     for source in sources:
-        # A line for the shell or IPython is no Python.
+        # A line for the shell or IPython is not Python.
         tree = ast.parse(re.sub(r"^(\s*)[%!].*$", r"\1pass", source, flags=re.MULTILINE))
         definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
         assert not [node for node in ast.walk(tree) if isinstance(node, definitions)], source

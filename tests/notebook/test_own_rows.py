@@ -1,4 +1,4 @@
-"""Notebooks 6 and 7 with nothing but a user's own rows: their teacher and their start learn from these rows too."""
+"""Notebooks 6 and 7 with only a user's own rows: the teacher and the start are trained on these rows too."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The checks of `verify`, each made to fail.
+"""The checks of `verify`, with a failure of each check.
 
-That all end well elsewhere is seen in tests/integration/test_notebooks.py.
+tests/integration/test_notebooks.py runs them without failures.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def quick_launch(function: Any, config: TrainConfig, seconds: float) -> Any:
 
 @pytest.fixture(scope="module", params=["quick", pytest.param("replicas", marks=pytest.mark.slow)])
 def failed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, int, str]]:
-    """The folder, exit code and text of the command where nothing works."""
+    """The folder, exit code and output of the command if nothing works."""
     folder = tmp_path_factory.mktemp("verify")
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "quick":
@@ -206,7 +206,7 @@ def test_a_step_that_is_wrong_without_the_loop_says_nothing_of_the_loop(
 
 
 def test_a_step_that_is_wrong_either_way_says_nothing_of_the_loop(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its norm alone; the slow test next to it lets replicas take the step."""
+    """Only by its norm; in the slow test next to it, replicas make the step."""
     figures = {"loss": 2.0, "host_loss": 2.0, "grad_norm": 1.2, "host_grad_norm": 1.0}
     monkeypatch.setattr(verify, "launch", lambda *_: figures)
     contact = first_contact(home, "xla-cpu")
@@ -218,7 +218,7 @@ def test_a_step_that_is_wrong_either_way_says_nothing_of_the_loop(home: Path, mo
 def test_off_xla_the_step_is_checked_as_it_trains(
     device_type: str, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its layers one by one, which a GPU compiles."""
+    """Its layers one by one, as compiled for a GPU."""
     launched = []
     monkeypatch.setattr(verify, "launch", lambda _, config, *__: launched.append(config.optim.scan_layers))
     monkeypatch.setattr(verify, "_judge_step", lambda _: (True, ""))
@@ -306,7 +306,8 @@ def test_a_step_is_timed_without_the_first_ones(host: TrainConfig, monkeypatch: 
 
 @needs_xla
 def test_measured_memory_is_compared_and_kept(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """XLA:CPU counts no memory: the measured figure is made up, and here the compiler's too, whose answer is slow."""
+    """XLA:CPU does not report memory: the measured figure is invented, and so is the compiler's, which would be
+    slow."""
     contact, asked = first_contact(home, "v5e"), []
     contact._steps_taken["embedded, 2 x 128 tokens"] = {"seconds": 1.0, "peak_bytes": 10 * 2**20}
 

@@ -50,7 +50,7 @@ def test_the_client_calls_the_functions_of_pjrt() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_plan_and_profile_ask_the_compiler(tmp_path: Path) -> None:
-    """The way of the user's command; and dropout, whose seed is drawn on the chip."""
+    """By the user's command; and dropout, whose seed is drawn on the chip."""
     around = {**environment(), "HOME": str(tmp_path), "TPU_LIBRARY_PATH": None}
     command = [
         "-m",

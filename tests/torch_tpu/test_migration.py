@@ -40,5 +40,5 @@ def found() -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FOUND)
 def test_call(name: str, found: Any) -> None:
-    """The private interfaces among them: this fails where they have moved."""
+    """The private interfaces among them: this fails if they have moved."""
     assert found[name] is True

@@ -71,7 +71,7 @@ def test_updates_are_those_of_the_cpu(kind: str, tmp_path: Path) -> None:
     first, *later = tpu["updates"]
     assert {one["executed"] for one in later} == {1}, "one program an update"
     assert sum(one["compiled"] for one in later) == 0
-    # The average begins with a product of each shape; the numbers of the turns of an outer loop are made before it.
+    # The average starts with one product per shape; iteration numbers of an outer loop are made before it.
     assert first["compiled"] <= {"an average": 8, "remat=blocks": 6}.get(kind, 4)
 
 
@@ -120,7 +120,7 @@ def test_dropout_draws_other_masks_in_each_update(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not TORCH_XLA, reason="TESTS_TORCH_XLA_PYTHON names no interpreter with torch_xla")
 def test_a_run_goes_through_three_backends(tmp_path: Path) -> None:
-    """On torch_xla's CPU, on TorchTPU, on the CPU and on torch_xla again, against one undisturbed run."""
+    """On torch_xla's CPU, TorchTPU, the CPU and torch_xla again, against one uninterrupted run."""
     undisturbed = ask("make_updates", "xla-cpu", *SHORT, f"output_dir={tmp_path / 'one'}", executable=TORCH_XLA)
     chain = [("xla-cpu", 5, TORCH_XLA), ("torch-tpu", 10, sys.executable), ("cpu", 15, sys.executable),
              ("xla-cpu", 20, TORCH_XLA)]  # fmt: skip
@@ -164,7 +164,7 @@ def test_a_killed_run_resumes_bit_for_bit_and_is_exported(tmp_path: Path) -> Non
 
 
 def test_four_processes_have_a_chip_each() -> None:
-    """The launcher's: torch_tpu's process group, and sums and values of the host; the plugin cannot sum over chips."""
+    """The launcher with torch_tpu's process group, and sums on the host; the plugin cannot sum over chips."""
     around = {**environment(), "TORCH_TPU_TOPOLOGY": "2,2,1"}  # which torch_tpu otherwise finds among PCI devices
     arguments = ["-m", "tests.support.torch_tpu_functions", "meet", "device_type=torch-tpu", "num_replicas=4"]
     done = run_python(arguments, env=around, cwd=REPOSITORY, timeout=900)
@@ -177,7 +177,7 @@ def test_four_processes_have_a_chip_each() -> None:
 
 
 def test_updates_without_donation_are_those_with_it(tmp_path: Path) -> None:
-    """Where the private compiler has moved, `torch.compile` takes the graph."""
+    """If the private compiler has moved, `torch.compile` takes the graph."""
     found = [
         ask("make_updates", "torch-tpu", *SHORT, f"output_dir={tmp_path / name}", upto=3, more={"NO_DONATION": without})
         for name, without in (("with", ""), ("without", "1"))
@@ -199,7 +199,7 @@ def test_sampled_tokens_are_those_of_the_cpu() -> None:
 
 
 def test_evaluation_is_that_of_the_cpu(tmp_path: Path) -> None:
-    """Answers of both models, and their likelihoods, of one adapter."""
+    """Answers of the base and the tuned model, with likelihoods."""
     around = {"PYTHONPATH": PYTHONPATH} | child_environment(environment())
     subprocess.run(train(tmp_path / "run"), env=around, check=True, capture_output=True, timeout=600)
     found = {}

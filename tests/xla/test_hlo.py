@@ -301,7 +301,7 @@ ENTRY %main (table: f32[64,128], x: f32[8,128], stack: f32[64,128], i: s32[]) ->
 def test_of_hbm_the_parts_that_move_are_counted() -> None:
     row = 8 * 128 * 4
     taken, prefetched, written, stored = row, row, row, 2 * row
-    index = 2 * 512  # which is in HBM in the second text
+    index = 2 * 512  # in HBM in the second text
     assert costs(ROWS)["hbm_bytes"] == taken + prefetched + written + stored
     # Nothing on the chip: the row is written and read, the prefetch and its copy, too.
     everywhere = ROWS.replace("S(1)", "").replace("S(6)", "")

@@ -57,7 +57,7 @@ def test_losses_and_gradients_are_those_of_whole_logits() -> None:
     weight = model.get_base_model().lm_head.weight.detach()
     nll = torch.nn.functional.cross_entropy((states @ weight.T)[mask], labels[mask], reduction="sum")
     h = states.detach()[mask]
-    # The residual: the label's embedding minus the expected one.
+    # The residual: the label's embedding minus the expected embedding.
     residual = (weight[labels[mask]] - torch.softmax(h @ weight.T, -1) @ weight) @ head.projection.T
     scale = (h.square().mean(-1, keepdim=True) + 1e-6).sqrt()
     f = torch.nn.functional.silu(head.trunk(h / scale))

@@ -31,8 +31,8 @@ from tpu_kit.training.objectives import objective_of
 pytestmark = pytest.mark.usefixtures("quick_xla")
 xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
 CPU = {"device_type": "cpu", "num_replicas": 1}
-# Below eps AdamW moves an element in proportion to its gradient. With the default of 1e-8, an element whose gradient
-# is no larger than its rounding error moves by up to a whole step either way, also with other micro-batches on one CPU.
+# Below eps AdamW moves an element in proportion to its gradient. With the default of 1e-8, an element whose gradient is
+# below its rounding error moves by up to a whole step in either direction, also with other micro-batches on one CPU.
 ABOVE_ROUNDING = {"eps": 1e-4, "save_steps": 1, "checkpoint.keep": 4}
 FILES = file_names("error_correction")
 CLASS = {"tpu_kit_head": "tpu_kit.extras.error_correction.head:ErrorCorrection"}
@@ -102,7 +102,7 @@ def test_all_weights_may_be_trained_beside_it(world: Path, tmp_path: Path) -> No
 
 @pytest.fixture(scope="module")
 def answered(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
-    """A run of the embedded model that has answered questions."""
+    """A run of the embedded model with answered questions."""
     settings = {
         "max_steps": 4, "warmup_steps": 0, "global_batch_size": 2, "eval_rows": 3, "generate_rows": 3,
         "base_dtype": "fp32", "batch_size": 2, "max_length": 128,

@@ -1,4 +1,5 @@
-"""lm-evaluation-harness runs its tasks on the kit's generator; without it, its three kinds of requests."""
+"""lm-evaluation-harness runs its tasks on the kit's generator; without the package, its three kinds of requests are
+made by hand."""
 
 from __future__ import annotations
 
@@ -52,13 +53,13 @@ def stock(config: TrainConfig) -> Any:
 
 def test_how_likely_continuations_are(model: Requests, config: TrainConfig, stock: Any) -> None:
     tokenizer = load_tokenizer(config.model)
-    # The context, the continuation, and how many of the tokens of both hold a part of it.
+    # The context, the continuation, and the number of tokens that hold a part of it.
     pairs = [("Tom has 3 pens. How many", " pens", 1), ("Tom has 3 pens. ", "How many", 3), ("", "Tom", 1),
              ("2 + 3 =", " 5 pens", 3)]  # fmt: skip
     found = model.loglikelihood([Request(pair[:2]) for pair in pairs])
     for (context, continuation, new), (logprob, greedy) in zip(pairs, found, strict=True):
         whole = tokenizer(context + continuation, add_special_tokens=False)["input_ids"]
-        begin = [] if context else [tokenizer.eos_token_id]  # it has no token for the beginning
+        begin = [] if context else [tokenizer.eos_token_id]  # it has no begin-of-text token
         logprobs, likeliest = stock([*begin, *whole])
         assert logprob == pytest.approx(sum(logprobs[-new:]), abs=1e-3)
         assert greedy is all(likeliest[-new:])

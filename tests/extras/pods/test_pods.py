@@ -237,9 +237,9 @@ esac
     [
         ("yes 0 | head -4", 0, 1),  # all hosts have ended well
         ("yes 0 | head -$(wc -l < $ROOT/polls)", 0, 1),  # one after the other
-        ("echo 0; echo 1", 1, 1),  # one with an error, while others may hang
+        ("echo 0; echo 1", 1, 1),  # one host fails, while others may hang
         ("echo 2", 1, 1),
-        ("[ $(grep -c create $CALLS) = 1 ] && echo 75 || yes 0 | head -4", 0, 2),  # given up once, then ended
+        ("[ $(grep -c create $CALLS) = 1 ] && echo 75 || yes 0 | head -4", 0, 2),  # one failed try, then ended
         ("echo 137", 75, RESTARTS + 1),
     ],
 )  # fmt: skip
@@ -261,7 +261,7 @@ def test_gcloud_asks_again_for_a_slice_that_was_taken_away(lost: str, tmp_path: 
     files, _ = ENGINES["gcloud"](make_job("gcloud", "v4-32", spot=True), tmp_path)
     (tmp_path / "launch.sh").write_text(files["launch.sh"])
     text = GCLOUD.replace("echo ACTIVE;", f"[ $(grep -c create $CALLS) = 1 ] && echo {lost} || echo ACTIVE;")
-    hosts = "[ $(grep -c create $CALLS) = 1 ] && yes 0 | head -2 || yes 0 | head -4"  # two had ended when it was lost
+    hosts = "[ $(grep -c create $CALLS) = 1 ] && yes 0 | head -2 || yes 0 | head -4"  # two had ended before the loss
     environment = {"PATH": stand_in(tmp_path, "gcloud", text), "ROOT": str(tmp_path), "CALLS": str(tmp_path / "calls")}
     done = subprocess.run(
         ["bash", str(tmp_path / "launch.sh")], env=environment | {"POLL_SECONDS": "0", "HOSTS": hosts}, timeout=100
@@ -320,7 +320,7 @@ def transcripts() -> list[tuple[str, str]]:
 
 
 def without_figures(text: str) -> str:
-    """The text without the figures of the planner and of the price list, which have tests of their own."""
+    """The text without the planner's and the price list's figures, which have their own tests."""
     return re.sub(r"^estimate: .*", lambda line: re.sub(r"[\d.]+", "#", line[0]), text.strip(), flags=re.MULTILINE)
 
 

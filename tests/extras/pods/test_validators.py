@@ -156,7 +156,7 @@ def test_jobset_by_its_resource_definition(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_xpk(tools: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """xpk's dry run accepts the commands, and its own JobSet asks for the hosts that ours asks for."""
+    """xpk's dry run accepts the commands, and its JobSet asks for the same hosts as ours."""
     monkeypatch.setenv("HF_TOKEN", "hf_the_secret")
     (tmp_path / "host").mkdir()
     environment = host(tmp_path / "host") | {"HF_TOKEN": "hf_the_secret", "CLUSTER": "mine", "MANIFEST": ""}

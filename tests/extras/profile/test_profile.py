@@ -28,7 +28,7 @@ needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="t
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, the TPU compiler")
 STEPS = 6
 
-HEALTHY: dict[str, Any] = {"batch_size": 16}  # fewer rows, and Python between the operations takes a large share
+HEALTHY: dict[str, Any] = {"batch_size": 16}  # with fewer rows, Python between the operations takes a large share
 
 Run = Callable[..., Profile]
 
@@ -116,7 +116,7 @@ def test_overlapping_work_and_collectives_are_counted_once() -> None:
 
 
 def test_the_command_prints_the_report(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pushed = {"model_id": "ann/tuned", "checkpoint.source": "hf://ann/tuned"}  # a profile does neither
+    pushed = {"model_id": "ann/tuned", "checkpoint.source": "hf://ann/tuned"}  # a profile does not
     (tmp_path / "my.yaml").write_text(settings(world, tmp_path / "run", **pushed).to_yaml())
     assert main(["profile", str(tmp_path / "my.yaml"), "steps=2"]) == 0
     printed = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Searching: the tree that grows, the budgets that bound it, the votes."""
+"""Tree search: growth of the tree, its budgets, and votes."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_the_tree(generator: Counted, strategy: Any) -> None:
 
 
 def test_best_first_goes_back_to_an_earlier_level(generator: Counted) -> None:
-    """To the most promising step of the whole tree, where beam only looks at the newest level."""
+    """To the most promising step of the whole tree; beam search only compares the newest level."""
 
     def shallow(question: str, steps: Sequence[str]) -> float:
         return -float(len(steps)) - 1e-3 * sum(map(len, steps))
@@ -129,7 +129,7 @@ def test_self_evaluation_is_a_probability(generator: Counted) -> None:
     found = search(generator, QUESTION, SearchOptions(score="self-evaluation", **SMALL))
     assert all(0 <= node.score <= 1 for node in every(found.root))
     judged = sum(len(generator.codec.plain(word)) for word in ("yes", "no"))
-    # Each step was judged; a level of one chain is generated as two alike, which count once.
+    # Each step was judged; a level with one chain generates two equal chains, which count once.
     assert found.tokens <= generator.tokens + judged * found.nodes
     tight: dict[str, Any] = {**SMALL, "score": "self-evaluation", "max_tokens": 60}
     assert search(generator, QUESTION, SearchOptions(**tight)).tokens <= 60
@@ -222,7 +222,7 @@ def test_options_out_of_range(options: dict[str, Any], text: str) -> None:
 @pytest.mark.slow
 @needs_xla
 def test_a_search_compiles_nothing_that_an_earlier_one_did_not() -> None:
-    """Searches on XLA:CPU, with other questions, seeds and trees: all but the first find their programs made."""
+    """Searches on XLA:CPU with other questions, seeds and trees: only the first compiles programs."""
     code = f"""
 import torch
 from tpu_kit.config.loader import DataConfig, load_config
