@@ -1,6 +1,6 @@
-"""What the inputs of a model beside its text add to a training step: tensors of the batch, bytes and FLOPs, by formula.
+"""Cost of a model's image inputs in a training step, by formula: tensors of the batch, bytes and FLOPs.
 
-A pass computes the features of all K images of its rows at once. The weights of a tower are among those of the model.
+A pass computes the features of all K images of its rows at once. The tower's weights count as weights of the model.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ TOWER_WORK = 1.3
 
 @dataclass(frozen=True)
 class InputWork:
-    """The inputs of a row beside its text: K images.
+    """The inputs of a row besides its text: K images.
 
     Attributes:
-        name: in plans.
-        kind: of one of them, for a sentence.
-        room: K.
-        tokens: of an image at most.
-        patches: of an image, with padding.
-        columns: name -> shape and dtype of each further tensor of a row.
-        tower: rows and columns of the matrices that each patch is multiplied with.
-        projector: of those that each soft token is multiplied with.
-        layers: of the tower, 0 without one.
-        size: of the tower's states.
-        numbers: of a patch.
-        hidden: size of the text model's states.
+        name: the inputs' name in plans.
+        kind: a noun phrase for one input, such as "A picture".
+        room: K, the number of image slots of a row.
+        tokens: maximum of soft tokens of an image.
+        patches: patches of an image, with padding.
+        columns: name -> shape and dtype of each image tensor of a row.
+        tower: rows and columns of the matrices that multiply each patch.
+        projector: rows and columns of the matrices that multiply each soft token.
+        layers: layers of the tower, 0 without a tower.
+        size: hidden size of the tower.
+        numbers: values of a patch.
+        hidden: hidden size of the text model.
         length: tokens of a row.
         trains: whether adapters of the projector are trained.
     """
@@ -59,7 +59,7 @@ class InputWork:
     trains: bool
 
     def work_bytes(self, rows: int, compute: int) -> float:
-        """Bytes alive while the features of a pass are computed: in a layer of the tower, or as features."""
+        """Returns the peak of bytes that the features of `rows` rows take, with `compute` bytes per value."""
         patches = rows * self.room * self.patches
         widest = max((max(pair) for pair in self.tower), default=0)
         tower = TOWER_WORK * compute * patches * (4 * self.size + 2 * widest) if self.layers else 0.0
@@ -79,17 +79,17 @@ class InputWork:
         return 2.0 * (tower + projector + (1 + self.trains) * self.length * self.tokens * self.hidden)
 
     def ends(self) -> int:
-        """Elements of an image in the inputs and outputs of the matrices."""
+        """Returns the number of elements of an image in the inputs and outputs of the matrices."""
         return self.patches * sum(map(sum, self.tower)) + self.tokens * sum(map(sum, self.projector))
 
     @property
     def weights(self) -> int:
-        """Elements of the matrices."""
+        """Number of elements of the matrices."""
         return sum(map(math.prod, (*self.tower, *self.projector)))
 
 
 def inputs_of(config: TrainConfig) -> InputWork | None:
-    """Returns the inputs of a run's rows beside their text; None without any."""
+    """Returns the image inputs of a run's rows; None if the run has no images."""
     data = config.data
     if not config.model.images:
         return None

@@ -1,11 +1,14 @@
-"""Images in packed rows, in static shapes: the towers of transformers without their boolean indices.
+"""Images in packed rows with static shapes: transformers' vision towers without boolean indexing.
 
-A row has room for K images (or tiles of images). Its batch has, besides the tokens, pixels (B, K, patches, numbers)
-uint8, for Gemma 4 patch_positions (B, K, patches, 2) int32 (column and row of a patch, -1 for padding), and image_index
-(B, S) int32: the place among the K * T soft tokens of its row whose features a token takes, -1 for text. For Qwen it
-has axis_positions (B, 3, S) int32, too: time, row and column of each token for the rotary embedding. Towers make,
-without gradients, what projectors turn into (B, K * T, H) features; a token's embedding is that of its id, or the
-features at its index. All else is as for text.
+A row has K slots for images, or for tiles of images. Besides the tokens, a batch has these tensors:
+
+    pixels           (B, K, patches, numbers) uint8
+    patch_positions  (B, K, patches, 2) int32, Gemma 4 and Qwen: column and row of each patch, -1 for padding
+    image_index      (B, S) int32: the index among the K * T soft tokens of the row, -1 for text
+    axis_positions   (B, 3, S) int32, Qwen: time, row and column of each token for the rotary embedding
+
+The tower runs without gradients; the projector maps its states to features (B, K * T, H). A text token's embedding is
+looked up by its id; an image token's is the feature at its index.
 """
 
 from __future__ import annotations
@@ -30,26 +33,26 @@ from tpu_kit.xla import traced_program
 from tpu_kit.xla.scan import PROGRAM_DEVICES
 
 TOWER = "tpu_kit_tower"
-"""The attention of towers in transformers' `AttentionInterface`."""
+"""Name of the towers' attention function in transformers' `AttentionInterface`."""
 
 GRIDS = "tpu_kit_flash_tower"
-"""The attention of Qwen's towers. transformers hands the ends of images, here segment ids, to a function with "flash"
-in its name. For other functions it reads them on the host, and computes images one by one."""
+"""Name of the attention function of Qwen's towers. If the name contains "flash", transformers passes `cu_seqlens`, here
+segment ids, to the function; otherwise it reads them on the host and computes images one by one."""
 
 MOST_TOKENS = 1280
-"""Soft tokens of an image of Qwen at most, unless data.image_tokens says another number."""
+"""Default maximum of soft tokens of an image of Qwen; data.image_tokens overrides it."""
 OF_GRIDS = ("qwen2_5_vl", "qwen3_5", "qwen3_vl")
 
 Shape = tuple[tuple[int, ...], torch.dtype]
 
 
 class Sizes(NamedTuple):
-    """The sizes of an image, or of a tile of one.
+    """The sizes of an image, or of a tile of an image.
 
     Attributes:
-        patches: padding included.
-        numbers: of a patch.
-        tokens: soft tokens at most.
+        patches: number of patches, padding included.
+        numbers: values of a patch.
+        tokens: maximum of soft tokens.
         positions: whether patches have positions.
         axes: whether the rotary embedding of the text model takes positions in three axes.
     """
@@ -62,14 +65,14 @@ class Sizes(NamedTuple):
 
 
 def sizes_of(config: Any, tokens: int | None = None) -> Sizes:
-    """Returns the sizes of an image of a model.
+    """Returns the sizes of a model's images.
 
     Args:
-        config: of transformers, with a vision_config.
-        tokens: soft tokens of an image at most, where the family lets one choose; None is the family's own.
+        config: configuration of transformers, with a vision_config.
+        tokens: maximum of soft tokens of an image, if the family lets it be chosen; None: the family's default.
 
     Raises:
-        ValueError: images of its family are not trained.
+        ValueError: the kit does not train images of this family.
     """
     vision: Any = getattr(config, "vision_config", None)
     kind = config.model_type if vision is not None else None
@@ -91,12 +94,12 @@ def sizes_of(config: Any, tokens: int | None = None) -> Sizes:
 
 
 def columns(config: Any, images: int, length: int, tokens: int | None = None) -> dict[str, Shape]:
-    """Returns shape and dtype of the further tensors of a row of `length` tokens with room for `images`."""
+    """Returns shape and dtype of each image tensor of a row of `length` tokens with `images` slots."""
     return columns_of(sizes_of(config, tokens), images, length)
 
 
 def columns_of(sizes: Sizes, images: int, length: int) -> dict[str, Shape]:
-    """Returns `columns` of a model by the sizes of its images."""
+    """Returns `columns` for images of the given sizes."""
     found: dict[str, Shape] = {"pixels": ((images, sizes.patches, sizes.numbers), torch.uint8)}
     if sizes.positions:
         found["patch_positions"] = ((images, sizes.patches, 2), torch.int32)
@@ -116,13 +119,13 @@ def check_rows(config: Any, tokens: int, length: int) -> None:
 
 
 def axis_positions(image: np.ndarray, slots: Sequence[int], positions: np.ndarray, merge: int) -> np.ndarray:
-    """Returns positions in time, rows and columns of a document, (3, S) int32, as `get_rope_index` of transformers.
+    """Returns a document's positions in time, row and column, (3, S) int32, as transformers' `get_rope_index` does.
 
     Args:
-        image: bool (S,), the soft tokens of images.
-        slots: soft tokens of each image.
-        positions: (images, P, 2) columns and rows of patches.
-        merge: patches of the side of a soft token.
+        image: (S,) bool, true for soft tokens of images.
+        slots: number of soft tokens per image.
+        positions: (images, P, 2) column and row of each patch.
+        merge: side of a soft token in patches.
     """
     found = np.empty((3, len(image)), dtype=np.int32)
     places, start, end, position = np.flatnonzero(image), 0, 0, 0
@@ -154,7 +157,7 @@ def connect(model: torch.nn.Module, frozen: bool) -> None:
 
 
 def own_attention(model: Any) -> dict[str, str]:
-    """Returns the attention of a tower by the name of its configuration."""
+    """Returns the name of the tower's attention function by the name of its configuration, `vision_config`."""
     config = model.config.vision_config
     if encoder_of(model) is None:
         return {"vision_config": config._attn_implementation}
@@ -162,7 +165,7 @@ def own_attention(model: Any) -> dict[str, str]:
 
 
 def loop_layers(model: torch.nn.Module, optim: OptimConfig, device_type: str) -> None:
-    """Makes the layers of a tower a loop where a decoder's are."""
+    """Replaces the layers of a tower by a loop, on devices where the decoder's layers are a loop."""
     base: Any = base_model(model)
     encoder = encoder_of(base)
     if encoder is not None and not isinstance(decoder_layers(encoder)[1], ScannedLayers):
@@ -175,10 +178,10 @@ def loop_layers(model: torch.nn.Module, optim: OptimConfig, device_type: str) ->
 def decoder_inputs(
     model: Any, batch: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any], tuple[torch.Tensor, ...]]:
-    """Makes the embeddings of a batch with images; see `registry.decoder_inputs`.
+    """Computes the embeddings of a batch with images; see `registry.decoder_inputs`.
 
-    The second value has `ahead` where the tokens of an image see each other. Gemma 3 lets them in all layers, Gemma 4
-    in the layers with a window, as Google's code and vLLM do.
+    If the tokens of an image see each other, the second value has `ahead`. In Gemma 3 they do in all layers, in Gemma 4
+    in the layers with a window, as in Google's code and vLLM.
     """
     ids, index, text = batch["input_ids"], batch["image_index"], model.config.get_text_config()
     seen = index >= 0
@@ -204,7 +207,7 @@ def decoder_inputs(
 
 
 def tokens_of(config: Any, patches: int) -> int:
-    """Returns the soft tokens of an image of so many patches, padding included."""
+    """Returns the number of soft tokens of an image with `patches` patches, padding included."""
     vision = config.vision_config
     if config.model_type == "gemma3":
         return int(config.mm_tokens_per_image)
@@ -216,10 +219,9 @@ def tokens_of(config: Any, patches: int) -> int:
 
 
 def _taken(found: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Returns the features at each token's index, (B, S, H); on XLA by a product with ones and zeros.
+    """Returns the features at each token's index, (B, S, H); on XLA by a product with a one-hot matrix.
 
-    A gather along the tokens of each row is one of single numbers there, and moves hundreds of gigabytes. A product
-    with one 1 in each row is exact.
+    XLA gathers along the tokens element by element, which moves hundreds of gigabytes. The one-hot product is exact.
     """
     if found.device.type != "xla":
         return found.gather(1, index.clamp(min=0).long()[..., None].expand(-1, -1, found.shape[-1]))
@@ -228,9 +230,9 @@ def _taken(found: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def features(model: Any, batch: Mapping[str, torch.Tensor], tokens: int) -> list[torch.Tensor]:
-    """Computes the features of all images of a batch, (B, K * tokens, H); those of padding have no meaning.
+    """Computes the features of all images of a batch, each (B, K * tokens, H); features of padding have no meaning.
 
-    The first are embeddings, others are additions to the results of the text model's first layers.
+    The first tensor holds embeddings; further tensors are added to the outputs of the text model's first layers.
     """
     rows = batch["pixels"].shape[0]
     pixels = batch["pixels"].flatten(0, 1).float() * (1 / 255)  # the processors' fp32, bit for bit
@@ -246,38 +248,38 @@ def features(model: Any, batch: Mapping[str, torch.Tensor], tokens: int) -> list
 
 
 def projectors_of(model: Any) -> list[Any]:
-    """Returns the modules that bring the features of images into the text model."""
+    """Returns the projectors, which map states of the tower into the text model's hidden space."""
     path = TOWERS[model.config.model_type].projector
     further = [f"visual.deepstack_merger_list.{n}" for n, _ in enumerate(deep_layers(model.config.vision_config))]
     return [model.model.get_submodule(one) for one in (path, *further)]
 
 
 def _take_addition(layer: torch.nn.Module, number: int) -> None:
-    """Makes a layer add its part of `LayerInputs.additions` to its result; a second call does nothing."""
+    """Makes a layer add `LayerInputs.additions[number]` to its output; a second call does nothing."""
     if not hasattr(layer, "addition"):
         layer.__class__ = type(f"Adding{type(layer).__name__}", (_Adding, type(layer)), {})
-        layer.addition = str(number)  # type: ignore[assignment]  # no tensor; as text, layers differ in it for loops
+        layer.addition = str(number)  # type: ignore[assignment]  # text, not a tensor: loops keep layers apart by it
 
 
 class _Adding(torch.nn.Module):
-    """A layer whose result gets an addition at the tokens of images: DeepStack (https://arxiv.org/abs/2406.04334)."""
+    """A layer that adds tower features to its output at image tokens: DeepStack (https://arxiv.org/abs/2406.04334)."""
 
     addition: Any
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the layer's result with the addition, if there are any."""
+        """Returns the layer's output, plus its addition if the batch has additions."""
         output, additions = super().forward(*args, **kwargs), layer_inputs.current().additions
         return output + additions[int(self.addition)].to(output.dtype) if additions else output
 
 
 def encoder_of(model: Any) -> Any:
-    """Returns the module with the list of layers of a tower; None for a model without one."""
+    """Returns the tower's module that holds its list of layers; None for a model without a tower."""
     path = TOWERS[model.config.model_type].encoder
     return model.model.get_submodule(path) if path else None
 
 
 def _inputs(model: Any) -> Callable[[torch.Tensor], dict[str, Any]]:
-    """Returns what makes the arguments of a tower's encoder for a row of patches, (1, N) of ones."""
+    """Returns a function that makes example arguments of the tower's encoder from ones (1, N), one per patch."""
     config = model.config.vision_config
     hidden, dtype = config.hidden_size, next(encoder_of(model).parameters()).dtype
     if model.config.model_type in OF_GRIDS:
@@ -294,7 +296,7 @@ def _inputs(model: Any) -> Callable[[torch.Tensor], dict[str, Any]]:
 
 
 def _of_one_token(config: Any, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Returns arguments of a tower of Qwen for the patches of one soft token, with all that it would read of a grid."""
+    """Returns example arguments of a Qwen tower for one soft token's patches, including those derived from a grid."""
     patches = config.spatial_merge_size**2
     numbers = config.in_channels * config.temporal_patch_size * config.patch_size**2
     places = torch.zeros(patches, 2, dtype=torch.int64, device=device)
@@ -312,13 +314,13 @@ def _of_one_token(config: Any, device: torch.device, dtype: torch.dtype) -> dict
 
 
 def _looks_ahead(config: Any) -> bool:
-    """Whether the tokens of an image see each other, in the layers with a window or in all."""
+    """Whether the tokens of an image see each other, in all layers or only in layers with a window."""
     text = config.get_text_config()
     return config.model_type == "gemma3" or getattr(text, "use_bidirectional_attention", None) == "vision"
 
 
 def ahead(image_index: torch.Tensor, images: int, tokens: int) -> torch.Tensor:
-    """Counts for each token the later tokens of its image, (B, S) int32; 0 for text."""
+    """Counts the later tokens of each token's image, (B, S) int32; 0 for text."""
     place = torch.arange(image_index.shape[1], device=image_index.device, dtype=torch.int32)
     of_image = torch.div(image_index, tokens, rounding_mode="floor")[..., None]
     mine = of_image == torch.arange(images, device=image_index.device)  # (B, S, K)
@@ -335,9 +337,9 @@ def tower_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Computes attention in which all patches of an image see each other; called by the towers of transformers.
+    """Computes attention in which all patches of an image see each other; transformers' towers call it.
 
-    Its mask is a view (N, 1, 1, P) of the valid patches, or None.
+    `attention_mask` is a view (N, 1, 1, P) of the valid patches, or None.
     """
     refuse_unknown({name: value for name, value in kwargs.items() if name not in ("is_causal", "dropout")})
     shape = (query.shape[0], query.shape[2])
@@ -359,20 +361,20 @@ def grid_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Computes attention within the segments of images; called by the towers of Qwen.
+    """Computes attention within the segments of images; Qwen's towers call it.
 
     Args:
         module: the attention layer.
-        query: (1, heads, N P, D) of N images in a row.
-        key: the same.
-        value: the same.
+        query: (1, heads, N * P, D), N images in one row.
+        key: like `query`.
+        value: like `query`.
         attention_mask: None.
-        cu_seq_lens_q: (N, P) int32 segment ids in place of the ends of images.
+        cu_seq_lens_q: (N, P) int32 segment ids, in place of transformers' offsets of images.
         scaling: factor on the scores.
         **kwargs: other arguments of the model.
 
     Returns:
-        (1, N P, heads, D) and None.
+        The output (1, N * P, heads, D), and None.
     """
     assert attention_mask is None and query.shape[2] == cu_seq_lens_q.numel()
     names = ("is_causal", "dropout", "cu_seq_lens_k", "max_length_q", "max_length_k")

@@ -1,4 +1,4 @@
-"""Narrow copies of models that see, and documents with images, to compare the kit with transformers before a launch."""
+"""Narrow copies of vision models, and documents with images, to compare the kit with transformers before a launch."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _SIZES = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 16, "mm_embed_dim": 32, "output_proj_dims": 32,
 }  # fmt: skip
-_SOFT_TOKENS = 70  # of an image of Gemma 4, at most
-_GRIDS = ((4, 5), None, (3, 4))  # soft tokens of the images of the documents, in rows and columns
-_TEXT = 100  # ids below it are text
+_SOFT_TOKENS = 70  # maximum of an image of Gemma 4
+_GRIDS = ((4, 5), None, (3, 4))  # per document: rows and columns of soft tokens of its image; None: no image
+_TEXT = 100  # ids below are text
 _IMAGE_IDS = re.compile(r"(image|video|audio|boi|eoi|boa|eoa)_token_(id|index)")
 
 
 class Document(NamedTuple):
-    """A document with one image or none.
+    """A document with at most one image.
 
     Attributes:
         ids: (S,) int64.
-        given: what transformers' `forward` takes for its image.
-        columns: pixels (patches, numbers) uint8 and perhaps patch_positions of the image; empty without one.
+        given: arguments of transformers' `forward` for the image.
+        columns: pixels (patches, numbers) uint8 and, in some families, patch_positions; empty without an image.
     """
 
     ids: torch.Tensor
@@ -37,7 +37,7 @@ class Document(NamedTuple):
 
 
 def narrow_config(whole: Any, text: Any) -> Any:
-    """Returns the configuration of a narrow copy of a model, of which `text` is that of the narrow text model."""
+    """Returns the configuration `whole` narrowed; `text` is the configuration of the narrow text model."""
     given = {name: value for name, value in whole.to_dict().items() if name not in ("dtype", "architectures")}
     vision = given["vision_config"]
     given["vision_config"] = vision | {name: size for name, size in _SIZES.items() if vision.get(name)}
@@ -53,9 +53,9 @@ def narrow_config(whole: Any, text: Any) -> Any:
 
 
 def soften(model: Any) -> None:
-    """Makes random weights of a tower smaller: sharp attention amplifies rounding, of transformers as well.
+    """Scales a tower's random weights down, because sharp attention amplifies rounding, in transformers too.
 
-    No reply has a token of images, of which transformers takes pictures.
+    Also zeroes the embeddings of image tokens, so that no greedy reply has one: transformers would ask for its picture.
     """
     encoder, ends = encoder_of(model), (model.get_input_embeddings(), model.get_output_embeddings())
     with torch.no_grad():
@@ -67,7 +67,7 @@ def soften(model: Any) -> None:
 
 
 def documents(config: Any) -> list[Document]:
-    """Makes documents of random text around random images for a narrow copy."""
+    """Makes documents of random text and random images for a narrow copy."""
     generator, found = torch.Generator().manual_seed(3), []
     for grid in _GRIDS:
         before, after = (torch.randint(3, _TEXT, (count,), generator=generator) for count in (6, 9))
@@ -81,7 +81,7 @@ def documents(config: Any) -> list[Document]:
 
 
 def _image(config: Any, grid: tuple[int, int], generator: torch.Generator) -> tuple[dict[str, torch.Tensor], int]:
-    """Returns the columns of a random image, and its soft tokens."""
+    """Returns the columns of a random image, and its number of soft tokens."""
     sizes = sizes_of(config, _SOFT_TOKENS)
     pixels = torch.randint(0, 256, (sizes.patches, sizes.numbers), generator=generator, dtype=torch.uint8)
     if not sizes.positions:
@@ -98,7 +98,7 @@ def _image(config: Any, grid: tuple[int, int], generator: torch.Generator) -> tu
 
 
 def _patches_of_side(config: Any) -> int:
-    """Returns the patches of the side of a soft token."""
+    """Returns the side of a soft token in patches."""
     if config.model_type == "gemma4_unified":
         return 1
     vision = config.vision_config
@@ -128,7 +128,7 @@ def _given(config: Any, made: dict[str, torch.Tensor], ids: torch.Tensor) -> dic
 
 
 def logits(model: Any, one: Document, reply: torch.Tensor | None = None) -> torch.Tensor:
-    """Returns transformers' logits (S, V) of a document alone, perhaps with a reply, with the masks of generation."""
+    """Returns transformers' logits (S, V) of a single document and an optional reply, with generation's masks."""
     reply = one.ids[:0] if reply is None else reply
     ids, given = torch.cat([one.ids, reply])[None], dict[str, Any](one.given)
     for name in [name for name in given if name.endswith("token_type_ids")]:
@@ -144,7 +144,7 @@ def logits(model: Any, one: Document, reply: torch.Tensor | None = None) -> torc
 
 
 def images_of(config: Any, held: Sequence[Document], starts: Sequence[int], length: int) -> dict[str, torch.Tensor]:
-    """Returns the columns of images of one row, (1, ...), that holds documents from `starts` on."""
+    """Returns the image columns of one row, (1, ...), that holds the documents `held` at `starts`."""
     sizes, room = sizes_of(config, _SOFT_TOKENS), sum(bool(one.columns) for one in held)
     found = {name: torch.zeros(1, *shape, dtype=dtype)
              for name, (shape, dtype) in columns(config, max(1, room), length, _SOFT_TOKENS).items()}  # fmt: skip
@@ -167,6 +167,6 @@ def images_of(config: Any, held: Sequence[Document], starts: Sequence[int], leng
 
 
 def images_of_each(config: Any, documents: Sequence[Document], length: int) -> dict[str, torch.Tensor]:
-    """Returns the columns of images of rows with one document each."""
+    """Returns the image columns of rows that hold a single document."""
     rows = [images_of(config, [one], [0], length) for one in documents]
     return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}

@@ -1,6 +1,6 @@
-"""The towers of transformers in static shapes, by family: a new family of models that see is an entry of `TOWERS`.
+"""transformers' vision towers with static shapes, by family. A new family of vision models is an entry of `TOWERS`.
 
-Each is computed for all images of a batch at once, without boolean indices and without numbers read on the host.
+A tower computes all images of a batch at once, without boolean indexing and without reading values on the host.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ import torch
 from tpu_kit.model.loop.layer_calls import kept_states
 
 Hidden = Callable[[Any, torch.Tensor, torch.Tensor | None, int], Sequence[torch.Tensor]]
-"""Computes the input of each projector from a model, pixels (N, P, numbers) fp32 of 0 to 1, their positions (N, P, 2)
-or None, and the soft tokens of an image."""
+"""Computes the input of each projector. Arguments: the model, pixels (N, P, numbers) fp32 in [0, 1], positions
+(N, P, 2) or None, and the number of soft tokens of an image."""
 
 
 class Tower(NamedTuple):
-    """The part for images of a family of models.
+    """The vision modules of a family of models.
 
     Attributes:
-        hidden: computes it up to the projectors.
-        projector: the path in `model.model` of the projector to embeddings of tokens.
-        encoder: the path of the module with the list of layers; empty without a tower.
-        mean: of each channel, which is subtracted from the pixels; processors with other means are refused.
-        std: of each channel, by which the pixels are divided then.
+        hidden: computes the inputs of the projectors.
+        projector: path in `model.model` of the projector to token embeddings.
+        encoder: path in `model.model` of the module with the tower's list of layers; empty without a tower.
+        mean: per channel, subtracted from the pixels; processors with other means are refused.
+        std: per channel, divides the pixels after the subtraction.
     """
 
     hidden: Hidden
@@ -36,11 +36,11 @@ class Tower(NamedTuple):
 
 
 def _patches(model: Any, pixels: torch.Tensor, positions: torch.Tensor | None, tokens: int) -> Sequence[torch.Tensor]:
-    return [pixels]  # it has no tower
+    return [pixels]  # the family has no tower
 
 
 def _gemma4(model: Any, pixels: torch.Tensor, positions: torch.Tensor | None, tokens: int) -> Sequence[torch.Tensor]:
-    """As `Gemma4VisionModel.forward`, whose boolean index strips the padding, which comes last."""
+    """Like `Gemma4VisionModel.forward`, but without the boolean index that strips the padding; padding comes last."""
     assert positions is not None
     tower = model.model.vision_tower
     padding = (positions == -1).all(-1)
@@ -57,7 +57,7 @@ def _gemma4(model: Any, pixels: torch.Tensor, positions: torch.Tensor | None, to
 
 
 def _square(model: Any, pixels: torch.Tensor, positions: torch.Tensor | None, tokens: int) -> Sequence[torch.Tensor]:
-    """As the `forward` of Idefics 3's and SigLIP's towers for images that fill their square, as they do."""
+    """Like `forward` of Idefics 3's and SigLIP's towers, for images that fill their square; the kit's always do."""
     tower = model.model.vision_tower if hasattr(model.model, "vision_tower") else model.model.vision_model
     embeddings = tower.embeddings
     pixels = (pixels - 0.5) / 0.5
@@ -70,10 +70,10 @@ def _square(model: Any, pixels: torch.Tensor, positions: torch.Tensor | None, to
 
 
 def _grid(model: Any, pixels: torch.Tensor, positions: torch.Tensor | None, tokens: int) -> Sequence[torch.Tensor]:
-    """As `forward` of Qwen's towers, with all images as rows of patches, and the facts of a grid computed here.
+    """Like `forward` of Qwen's towers, but each image is a row of patches, and grid data is computed on the device.
 
-    The processor repeats a picture for each step of time of the convolution, whose weights are summed instead. The
-    layers with a window see the patches of theirs by segments, without another order.
+    The processor repeats a picture for each time step of the convolution; the kit sums the weights over time instead.
+    Segment ids separate the windows of layers with a window, so patches keep their order.
     """
     assert positions is not None
     tower, kind = model.model.visual, TOWERS[model.config.model_type]
@@ -101,19 +101,19 @@ def _grid(model: Any, pixels: torch.Tensor, positions: torch.Tensor | None, toke
         hidden = block(hidden, cu_seqlens=seen, max_seqlen=1, position_embeddings=rotation)
         if number in deep:
             states[number + 1] = hidden
-    states |= kept_states(tower)  # of a loop, whose layers return them after its end
+    states |= kept_states(tower)  # a loop returns the states of its layers after its end
     return [hidden, *(states[number + 1] for number in deep)]
 
 
 def deep_layers(config: Any) -> Sequence[int]:
-    """Returns the layers of a tower whose states become additions to the first layers of the text model."""
+    """Returns the numbers of the tower's layers whose states are added to the outputs of the first text layers."""
     return tuple(getattr(config, "deepstack_visual_indexes", None) or ())
 
 
 def _interpolated(tower: Any, row: torch.Tensor, column: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """Returns the embeddings of positions of patches (N, P), between the four nearest of the tower's square table.
+    """Returns position embeddings of patches (N, P), interpolated bilinearly from the tower's square table.
 
-    As `get_vision_interpolation_indices_and_weights` of transformers with align_corners.
+    Like transformers' `get_vision_interpolation_indices_and_weights` with align_corners.
     """
     side = tower.num_grid_per_side
     taps = []
