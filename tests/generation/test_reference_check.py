@@ -77,8 +77,8 @@ ACCEPTED = {
 }
 WRONG_ALONE = {
     "recurrent_gemma": (RecurrentGemmaConfig(**DEPTH), "logits differ by"),
-    "falcon": (FalconConfig(**DEPTH), "the attention of FalconForCausalLM is code of its own"),
-    "bloom": (BloomConfig(n_layer=2), "this way: the attention of BloomForCausalLM is code of its own, not one of the"),
+    "falcon": (FalconConfig(**DEPTH), "FalconForCausalLM has its own attention code"),
+    "bloom": (BloomConfig(n_layer=2), "this way: BloomForCausalLM has its own attention code and ignores"),
     "llama4_text": (Llama4TextConfig(**DEPTH), "whose eager attention fails: AttributeError: 'tuple' object has no"),
     "gpt2": (GPT2Config(), "the model's config asks for attn_pdrop=0.1: set it to 0 in its config.json"),
     "opt": (OPTConfig(attention_dropout=0.0), "its code draws random numbers in training, and a layer that is"),

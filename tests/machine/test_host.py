@@ -361,7 +361,7 @@ def silent_hub() -> Iterator[tuple[str, list[float]]]:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["plan", "model.name=acme/unheard-of"], "model.name=acme/unheard-of: no folder, no known model"),
+        (["plan", "model.name=acme/unheard-of"], "model.name=acme/unheard-of: not a folder or a known model"),
         pytest.param(
             ["train", "model.name=acme/unheard-of", "max_steps=1"],
             "model.name=acme/unheard-of: it is no folder here",

@@ -247,7 +247,7 @@ def test_what_is_frozen_in_integers_is_counted_and_layers_without_an_adapter_are
     weights = 3 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)
     assert counted("all-linear").quantized == f"; {weights:,} are frozen in int4 in groups of 32"
     assert str(counted(("q_proj", "v_proj"))).endswith(
-        "; no adapter makes up for the rounding of down_proj, gate_proj, k_proj, o_proj, up_proj"
+        "; no adapter can correct the rounding of down_proj, gate_proj, k_proj, o_proj, up_proj"
     )
 
 

@@ -66,7 +66,7 @@ def test_the_projector_is_trained_as_by_transformers(family: str) -> None:
 
 def test_adapters_of_a_tower_are_refused_by_name() -> None:
     model = build(CONFIGS["gemma4"]())
-    with pytest.raises(ValueError, match=r"lora\.targets: input_proj is of the part for images, which is frozen"):
+    with pytest.raises(ValueError, match=r"lora\.targets: input_proj belongs to the vision modules, which are frozen"):
         trainable.adapt(model, LoraConfig(targets=("q_proj", "input_proj")), "fp32")
 
 

@@ -702,7 +702,7 @@ def test_the_models_that_are_known_are_listed(capsys: pytest.CaptureFixture[str]
     assert "\nmeta-llama/: Llama-2-13b-chat-hf, " in listed and "copies of unsloth/ and NousResearch/" in listed
     assert main(["plan", "model.name=meta-llama/Lama-3.1-8B"]) == 2
     told = capsys.readouterr().err
-    assert "the hub gave no config.json of it; did you mean meta-llama/Llama-3.1-8B? give a folder with its" in told
+    assert "the hub gave no config.json; did you mean meta-llama/Llama-3.1-8B? give a folder with its" in told
     assert "hf download meta-llama/Lama-3.1-8B config.json --local-dir FOLDER" in told and len(told) < 600
     assert not did_you_mean("meta-llama/Llama-3.1-8B"), "it is the name that was asked for"
     assert shipped_shape(ModelConfig(name="qwen/qwen2.5-0.5b-instruct")) is not None

@@ -1,14 +1,14 @@
 """Attention within the documents of a packed row, registered in transformers' `AttentionInterface`.
 
-"tpu_kit" is scaled-dot-product attention with a block-diagonal causal mask, for any device; "tpu_kit_splash" is that of
+"tpu_kit" is scaled-dot-product attention with a block-diagonal causal mask, for any device. "tpu_kit_splash" is in
 `splash_attention`.
 
 No implementation reads a tensor on the host: masks are computed from `segment_ids` on the device. `bound` makes the
-mask, and binds what the layers need besides. Given `position_ids` alone, transformers would read them on the host to
-find packed documents.
+mask and binds the layers' other inputs. With only `position_ids`, transformers would read them on the host to find
+packed documents.
 
-In rows of more than `splash_blocks.WHOLE` tokens "tpu_kit" computes a block of queries at a time, and each again in the
-backward pass: neither a mask nor scores of (S, S) exist. Not on a GPU, where PyTorch's kernels keep no scores.
+In rows of more than `splash_blocks.WHOLE` tokens, "tpu_kit" computes one block of queries at a time and recomputes it
+in the backward pass, so no (S, S) mask or scores exist. A GPU does not need this: PyTorch's kernels store no scores.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ SDPA = "tpu_kit"
 SPLASH = "tpu_kit_splash"
 
 _IGNORED = {
-    "position_ids",  # the rotary embedding has applied them
+    "position_ids",  # already applied by the rotary embedding
     "use_cache", "output_attentions", "output_hidden_states", "output_router_logits",  # options of the decoder
-    "num_items_in_batch",  # of the loss
-    "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx",  # documents, as in segment_ids
-    "deterministic",  # of CUDA kernels
+    "num_items_in_batch",  # for the loss
+    "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx",  # documents, redundant to segment_ids
+    "deterministic",  # for CUDA kernels
 }  # fmt: skip
-"""Arguments that models of transformers 5.15 to 5.24 pass to attention and that do not change its result."""
+"""Arguments that models of transformers 5.15 to 5.24 pass to attention, without effect on its result."""
 
 
 def connect(model: torch.nn.Module, frozen: bool) -> None:
@@ -48,17 +48,17 @@ def connect(model: torch.nn.Module, frozen: bool) -> None:
 
 
 def register() -> None:
-    """Registers "tpu_kit" in transformers; again, it does nothing."""
+    """Registers "tpu_kit" in transformers; a second call does nothing."""
     register_function(SDPA, sdpa_attention)
 
 
 def register_function(name: str, function: Callable[..., Any]) -> None:
-    """Registers an attention function in transformers, which gets the `Visibility` that is bound."""
+    """Registers an attention function in transformers; its calls get the bound `Visibility`."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
     AttentionInterface.register(name, functools.partial(_with_visibility, function))
-    # Without a mask function transformers silently drops a padding mask.
+    # Without a mask function, transformers silently drops a padding mask.
     AttentionMaskInterface.register(name, _mask_without_host_read)
 
 
@@ -73,7 +73,7 @@ def choose(attention: str, device_type: str) -> str:
         The registered name.
 
     Raises:
-        ValueError: the name is unknown, or it is splash and the device is no TPU.
+        ValueError: the name is unknown, or it is "splash" and the device is not a TPU.
     """
     has_kernel = kernels_on(device_type) or is_lowering_for_tpu()
     if attention == "auto":
@@ -84,20 +84,20 @@ def choose(attention: str, device_type: str) -> str:
         raise ValueError(f"attention is {attention!r}: use auto, splash or sdpa")
     if not has_kernel:
         raise ValueError(
-            f"attention=splash is a TPU kernel and this device is {device_type}: use attention=auto, which takes "
+            f"attention=splash is a TPU kernel and this device is {device_type}: use attention=auto, which selects "
             "splash on a TPU and sdpa elsewhere"
         )
     return SPLASH
 
 
 def _with_visibility(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-    """Calls an attention function with the `Visibility` that is bound, which transformers does not pass."""
+    """Calls an attention function with the bound `Visibility`, because transformers does not pass it."""
     visibility = layer_inputs.current().visibility
     if token_shards() == 1:
         found: tuple[torch.Tensor, None] = function(*args, visibility=visibility, **kwargs)
         return found
     module, *states, mask = args
-    # Without PER_TOKEN the compiler exchanges before the rotary embedding, and gradients once for each product.
+    # Without PER_TOKEN, the compiler exchanges before the rotary embedding, and exchanges gradients once per product.
     spec = training_spec(states[1].shape[1])
     specs = spec, spec_of_keys(spec), spec_of_keys(spec)
     states = [constrain(constrain(each, PER_TOKEN), one) for each, one in zip(states, specs, strict=True)]
@@ -108,16 +108,16 @@ def _with_visibility(function: Callable[..., Any], *args: Any, **kwargs: Any) ->
 
 @contextlib.contextmanager
 def bound(implementation: str, visibility: Visibility, additions: tuple[torch.Tensor, ...] = ()) -> Iterator[Any]:
-    """Makes layers keep documents of packed rows apart while it is open; yields a model's attention_mask.
+    """Makes layers separate the documents of packed rows while the context is open; yields the model's attention_mask.
 
-    transformers neither changes nor reads a 4-D attention_mask, and passes it to all layers: for sdpa it is the boolean
-    mask (B, 1, S, S), for splash and rows in blocks an unused view of the segment ids (B, 1, 1, S). Where tokens look
-    ahead, sdpa gets a mask for each kind of layer, which transformers takes from models that do.
+    transformers passes a 4-D attention_mask to all layers without changing or reading it. For sdpa, it is the boolean
+    mask (B, 1, S, S). For splash and rows in blocks, it is an unused view (B, 1, 1, S) of the segment ids. If tokens
+    look ahead, sdpa gets a mask for each kind of layer, in a dict that transformers accepts from such models.
 
     Args:
         implementation: a registered name.
-        visibility: of the rows, with segment ids.
-        additions: of `LayerInputs`.
+        visibility: visibility of the rows, with segment ids.
+        additions: `LayerInputs.additions`.
     """
     assert visibility.segment_ids is not None, "packed rows have segment ids"
     maskless = implementation == SPLASH or _in_blocks(visibility.segment_ids.shape[1], visibility.segment_ids.device)
@@ -129,9 +129,10 @@ def bound(implementation: str, visibility: Visibility, additions: tuple[torch.Te
 
 
 def sees_all(model: torch.nn.Module) -> bool:
-    """Whether each token sees all earlier ones, however far, so that documents may share a prefix.
+    """Whether all tokens see all earlier tokens at any distance, so that documents may share a prefix.
 
-    Windows count tokens of the row, and a recurrent state or a convolution reads the tokens just before.
+    False with windows, which count tokens of the row, and with recurrent states or convolutions, which read the
+    preceding tokens.
     """
     config = model.config.get_text_config()  # type: ignore[operator, union-attr]  # of transformers
     kinds = getattr(config, "layer_types", None) or ([] if getattr(config, "sliding_window", None) is None else ["?"])
@@ -153,27 +154,27 @@ def sdpa_attention(
     causal: bool = True,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Computes attention with an explicit mask; called by transformers.
+    """Computes attention with an explicit mask; transformers calls it.
 
     Args:
         module: the attention layer.
         query: (B, heads, Q, D).
         key: (B, key-value heads, K, D).
         value: (B, key-value heads, K, D).
-        attention_mask: (B, 1, Q, K), boolean or additive; None, or in rows in blocks a view as of `bound`, for that of
-            `visibility`.
+        attention_mask: (B, 1, Q, K), boolean or additive. None, or for rows in blocks the view from `bound`: the mask
+            of `visibility`.
         scaling: factor on the scores, default 1 / sqrt(D).
         dropout: must be 0 while training.
-        sliding_window: number of keys a query sees, itself included. Applied only if Q = K: with a cache the slot of a
-            key is not its position, so the caller's mask must contain the window.
+        sliding_window: number of keys a query sees, including its own. Applied only if Q = K: with a cache, the slot of
+            a key is not its position, so the caller's mask must contain the window.
         softcap: c in c * tanh(scores / c), before the mask.
         visibility: used only without a mask.
-        s_aux: (heads,) sinks: the scores of one more key, whose value is zero.
-        causal: False lets a token see all tokens of its segment, without a mask.
+        s_aux: (heads,) sinks: the scores of an additional key with value zero.
+        causal: False lets a token see all tokens of its segment; used only without a mask.
         **kwargs: other arguments of the model.
 
     Returns:
-        (B, Q, heads, D) and None in place of the attention weights.
+        The output (B, Q, heads, D), and None in place of the attention weights.
 
     Raises:
         ValueError: the model passes an argument that this function does not know.
@@ -214,7 +215,7 @@ def _attend(
     softcap: float | None,
 ) -> torch.Tensor:
     key, value = _repeat_heads(key, query.shape[1]), _repeat_heads(value, query.shape[1])
-    # TorchTPU makes a kernel of the function, which a plugin for the CPU cannot run.
+    # TorchTPU compiles the function to a kernel, which its CPU plugin cannot run.
     has_function = query.device.type != "tpu" or runs_kernels(query)
     if softcap is None and sinks is None and has_function:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
@@ -222,7 +223,7 @@ def _attend(
 
 
 def _in_blocks(length: int, device: torch.device) -> bool:
-    """Whether attention without a kernel is computed for a block of queries at a time; "meta" takes no memory."""
+    """Whether attention without a kernel is computed in blocks of queries; "meta" does not need it."""
     return query_block(length) < length and device.type not in ("cuda", "meta")
 
 
@@ -236,14 +237,14 @@ def _attention_in_blocks(
     window: int | None,
     causal: bool,
 ) -> torch.Tensor:
-    """Computes attention as `sdpa_attention`, a block of queries at a time; returns (B, heads, S, D).
+    """Computes attention like `sdpa_attention`, one block of queries at a time; returns (B, heads, S, D).
 
-    The gradients of keys and values, sums over the blocks, are added up in fp32.
+    The gradients of keys and values are accumulated over the blocks in fp32.
     """
     length, dtype = query.shape[2], value.dtype
     block = query_block(length)
     count = -(-length // block)
-    # The last token again fills the last block: a query that sees nothing would have no softmax.
+    # Copies of the last token fill the last block, because the softmax of a query without visible keys is undefined.
     places = torch.arange(count * block, device=query.device).clamp(max=length - 1)
     rows = {name: one for name, one in visibility._asdict().items() if isinstance(one, torch.Tensor)}
     wide = torch.promote_types(dtype, torch.float32)
@@ -291,7 +292,7 @@ def _attention_of_scores(
 
 
 def weights_of(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Computes the softmax, fp32, of scores (..., K), of which sinks, broadcast to (..., 1), are one more column."""
+    """Computes the fp32 softmax of scores (..., K); sinks, broadcast to (..., 1), are an additional column."""
     if sinks is None:
         return torch.softmax(scores, dim=-1, dtype=torch.float32)
     column = sinks.float().expand(*scores.shape[:-1], 1)
@@ -305,7 +306,7 @@ def _and_window(mask: torch.Tensor, window: int) -> torch.Tensor:
 
 
 def as_value(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Casts query and key to the value's dtype: with autocast and fp32 weights the rotary embedding returns fp32."""
+    """Casts query and key to the value's dtype: with autocast and fp32 weights, the rotary embedding returns fp32."""
     return query.to(value.dtype), key.to(value.dtype)
 
 
@@ -318,10 +319,10 @@ def _repeat_heads(states: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def refuse_unknown(kwargs: Mapping[str, Any]) -> None:
-    """Refuses arguments of a model's attention that change its result and are not implemented here.
+    """Refuses attention arguments of a model that change the result and are not implemented here.
 
     Raises:
-        ValueError: there is one; the text names it.
+        ValueError: an argument is unknown; the text names it.
     """
     unknown = [
         f"{name}={value}" if isinstance(value, bool) else name
@@ -345,7 +346,7 @@ def refuse_dropout(module: torch.nn.Module, dropout: float) -> None:
 
 
 def _mask_without_host_read(**kwargs: Any) -> torch.Tensor:
-    """Makes the boolean mask of transformers in all cases: the check whether it can be omitted reads the device."""
+    """Always makes transformers' boolean mask, because the check whether it can be omitted reads the device."""
     from transformers.masking_utils import sdpa_mask
 
     return sdpa_mask(**{**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})

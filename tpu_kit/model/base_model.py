@@ -1,4 +1,4 @@
-"""The transformers model beneath PEFT's wrapper: its text configuration and its output head."""
+"""The transformers model inside PEFT's wrapper: its text configuration, embeddings and output head."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ def base_model(model: torch.nn.Module) -> PreTrainedModel:
 
 
 def text_config(model: torch.nn.Module) -> Any:
-    """Returns the configuration of the language model, also of one within a larger model."""
+    """Returns the configuration of the language model, even if it is part of a larger model."""
     return base_model(model).config.get_text_config()
 
 
 class OutputHead(NamedTuple):
-    """The output layer of a model, whose logits are softcap(scale * (hidden @ W.T + bias)), W = weight + up @ down.
+    """The output layer of a model: logits = softcap(scale * (hidden @ W.T + bias)), W = weight + up @ down.
 
     Attributes:
         weight: (V, H).
         bias: (V,), or None.
-        softcap: of the logits, or None.
-        scale: of the logits.
-        down: (R, H), the first factor of an adapter's addition to the weight; None without an adapter.
-        up: (V, R), the second factor.
+        softcap: bound of the logits, or None.
+        scale: factor on the logits.
+        down: (R, H), the first factor of an adapter; None without an adapter.
+        up: (V, R), the second factor of an adapter, or None.
     """
 
     weight: torch.Tensor
@@ -41,12 +41,12 @@ class OutputHead(NamedTuple):
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors of the linear layer that it has, by name."""
+        """The tensors of the linear layer that are not None, by name."""
         named = {"weight": self.weight, "bias": self.bias, "down": self.down, "up": self.up}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def detached(self) -> OutputHead:
-        """Returns a head through which no gradient flows to its tensors."""
+        """Returns a copy with detached tensors."""
         made: dict[str, Any] = {name: tensor.detach() for name, tensor in self.tensors.items()}
         return self._replace(**made)
 
@@ -59,15 +59,15 @@ class OutputHead(NamedTuple):
         return self.scaled(outputs)
 
     def scaled(self, outputs: torch.Tensor) -> torch.Tensor:
-        """Computes the logits, fp32, of the outputs of the linear layer."""
+        """Computes fp32 logits from the outputs of the linear layer."""
         logits = outputs.to(torch.promote_types(outputs.dtype, torch.float32)) * self.scale
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
 
 def matrix_of(part: Any) -> Any:
-    """Returns the layer with the weight of an input or output embedding, without PEFT's wrappers around it.
+    """Returns the layer that holds the weight of an input or output embedding, without PEFT's wrappers.
 
-    The weight is the trained copy if the whole layer is trained (`modules_to_save`) and adapters are on.
+    If the whole layer is trained (`modules_to_save`) and adapters are enabled, this is the trained copy.
     """
     inner = part._modules
     if "token_adapter" in inner:
@@ -85,15 +85,15 @@ def is_tied(model: torch.nn.Module) -> bool:
 
 
 def tied_layers(base: PreTrainedModel) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
-    """Returns the layers of the input and the output embedding that share a weight: frozen ones, and trained copies.
+    """Returns the pairs of an input and an output layer that are tied: the frozen pair, and the trained copies.
 
-    The configuration of the model decides about frozen ones: they may not share a weight now.
+    The model's configuration decides whether the frozen pair is tied, because at present it may not share a weight.
     """
     parts: list[Any] = [base.get_input_embeddings(), base.get_output_embeddings()]
     pairs: list[tuple[torch.nn.Module, torch.nn.Module]] = []
     if parts[1] is None:
         return pairs
-    if base.config.tie_word_embeddings:  # by which transformers ties them; a text model within may not have it
+    if base.config.tie_word_embeddings:  # transformers reads it; the text model's config may lack it
         start, end = (part.original_module if "modules_to_save" in part._modules else matrix_of(part) for part in parts)
         pairs.append((start, end))
     if all("modules_to_save" in part._modules for part in parts):
@@ -103,7 +103,7 @@ def tied_layers(base: PreTrainedModel) -> list[tuple[torch.nn.Module, torch.nn.M
 
 
 def embedding_paths(model: torch.nn.Module) -> list[str]:
-    """Returns how the names of the parameters of both embeddings begin, in a `PeftModel` or a plain model."""
+    """Returns the prefixes of the parameter names of both embeddings, in a `PeftModel` or a plain model."""
     base = base_model(model)
     parts = {id(part) for part in (base.get_input_embeddings(), base.get_output_embeddings()) if part is not None}
     return [f"{path}." for path, part in model.named_modules() if id(part) in parts]
@@ -113,14 +113,14 @@ def output_embedding(model: torch.nn.Module) -> OutputHead:
     """Returns the output head, for `loss.chunked`.
 
     Raises:
-        ValueError: if the head is not a plain linear layer, or has an adapter of PEFT with DoRA or a bias.
+        ValueError: if the head is not a plain linear layer, or has a PEFT adapter with DoRA or a bias.
     """
     base = base_model(model)
     part: Any = base.get_output_embeddings()
     head: Any = matrix_of(part)
     if type(head) is not torch.nn.Linear:
         raise ValueError(
-            f"the output head is a {type(head).__name__}, and the chunked loss needs a plain linear layer: take "
+            f"the output head is a {type(head).__name__}, and the chunked loss needs a plain linear layer: use "
             "another model"
         )
     config = text_config(base)
@@ -131,7 +131,7 @@ def output_embedding(model: torch.nn.Module) -> OutputHead:
 
 
 def _adapter_of_head(part: Any, weight: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Returns `OutputHead.down` and `up` of PEFT's wrapper of an output layer, (None, None) without an adapter."""
+    """Returns `OutputHead.down` and `up` from PEFT's wrapper of an output layer, (None, None) without an adapter."""
     if "token_adapter" in part._modules:
         rows = part.token_adapter
         return (None, None) if rows.disable_adapters or rows.merged else rows_as_adapter(rows, weight)
@@ -144,7 +144,7 @@ def _adapter_of_head(part: Any, weight: torch.Tensor) -> tuple[torch.Tensor | No
 
 
 def rows_as_adapter(rows: Any, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns trained rows of a matrix (V, H) as an adapter: their differences (R, H), and ones at tokens (V, R).
+    """Returns trained rows of a matrix (V, H) as an adapter: their changes (R, H), and one-hot columns (V, R).
 
     `rows` is PEFT's `TrainableTokensLayer` after `trained_embeddings.connect`.
     """
@@ -154,9 +154,9 @@ def rows_as_adapter(rows: Any, weight: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 def check_vocabulary(ids: int, embeddings: int | None, whose: str = "the model") -> None:
-    """Raises ValueError if a tokenizer has more ids than a model has embeddings: XLA silently clamps the others."""
+    """Raises ValueError if a tokenizer has more ids than a model has embeddings: XLA silently clamps larger ids."""
     if embeddings is not None and ids > embeddings:
         raise ValueError(
             f"the tokenizer has {ids} ids and {whose} only {embeddings} embeddings: they do not belong together. Load "
-            "both from one folder, or take the tokens that were added out again"
+            "both from one folder, or remove the added tokens"
         )

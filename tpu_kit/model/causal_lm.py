@@ -1,9 +1,9 @@
 """The forward pass of a causal language model up to its output head, and its move to a device.
 
-Precision: with LoRA the frozen base is stored in `base_dtype` (int8 and int4: see `quantization`), and the adapters in
-fp32. In full fine-tuning (lora.r = 0) all weights are stored in fp32, because a bf16 weight (8 bits of mantissa) loses
-an update of relative size 1e-3 or less. Autocast runs matrix products in bf16 unless base_dtype=fp32. LoRA needs
-autocast, too: without it PEFT converts the activations to fp32 before every adapter.
+Precision: LoRA stores the frozen base in `base_dtype` (int8 and int4: see `quantization`), and adapters in fp32. Full
+fine-tuning (lora.r=0) stores all weights in fp32, because a bf16 weight (8 bits of mantissa) loses updates of relative
+size 1e-3 or less. Autocast runs matrix products in bf16 unless base_dtype=fp32. LoRA needs autocast too: without it,
+PEFT converts the activations to fp32 before every adapter.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from tpu_kit.model.sharding import partition
 
 
 def to_device(model: torch.nn.Module, device: torch.device | str) -> torch.nn.Module:
-    """Moves the model, in place, and ties its embeddings again.
+    """Moves the model to `device` in place, and ties its embeddings again.
 
-    A move to XLA makes a new parameter for each module, so tied embeddings silently become two parameters. It does not
-    call `tie_weights`, which transformers replaces in the whole process while another replica loads a model.
+    A move to XLA makes a new parameter per module, so tied embeddings silently become two parameters. This function
+    does not call `tie_weights`, because transformers replaces it process-wide while another replica loads a model.
     """
     if active_mesh().size > 1 and torch.device(device).type == "xla":
         return partition.to_mesh(model, stacked_prefixes(model), stacked_parts(model))
@@ -45,14 +45,14 @@ def to_device(model: torch.nn.Module, device: torch.device | str) -> torch.nn.Mo
 
 
 def tensor_specs(model: torch.nn.Module) -> dict[str, Spec]:
-    """Returns how parameters and buffers of a model are sharded on the mesh of this process, by name."""
+    """Returns the partition specs of a model's parameters and buffers on the mesh of this process, by name."""
     embedding, stacks = partition.embedding_of(model), tuple(stacked_prefixes(model))
     tensors = (*model.named_parameters(), *model.named_buffers())
     return {name: partition.spec_of(name, tensor, embedding, name.startswith(stacks)) for name, tensor in tensors}
 
 
 def cast(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Casts a model in place, but not the buffers of its files, such as the fp32 biases of routers."""
+    """Casts a model in place, except buffers that are saved in its files, such as routers' fp32 biases."""
     saved = model.state_dict().keys()
     kept = {name: buffer for name, buffer in model.named_buffers() if name in saved}
     model.to(dtype)
@@ -65,12 +65,12 @@ def hidden_states(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> 
     """Runs the model up to its output head, so that the loss can compute the logits in chunks.
 
     Args:
-        model: as `load_model` returns it, moved to the batch's device.
-        batch: input_ids (B, S) and, optionally, position_ids and the columns of `Visibility.of` (B, S). Other columns
-            may be of a family (`families.decoder_inputs`), such as images.
+        model: from `load_model`, on the batch's device.
+        batch: input_ids (B, S) and, optionally, position_ids and the columns of `Visibility.of` (B, S). A family may
+            read further columns (`families.decoder_inputs`), such as images.
 
     Returns:
-        (B, S, H) last hidden states in the compute dtype, after the final norm.
+        Last hidden states (B, S, H) in the compute dtype, after the final norm.
     """
     base = base_model(model)
     ids = batch["input_ids"]
@@ -79,27 +79,27 @@ def hidden_states(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> 
         given, seen, additions = families.decoder_inputs(base, batch)
         implementation = base.config._attn_implementation
         with attention.bound(implementation, Visibility.of(batch, **seen), additions) as mask:
-            named: dict[str, Any] = {"position_ids": batch.get("position_ids"), **given}  # images give their own
+            named: dict[str, Any] = {"position_ids": batch.get("position_ids"), **given}  # images set their own
             output = base.get_decoder()(**named, use_cache=False, attention_mask=mask)
     return partition.by_rows(output.last_hidden_state.to(dtype))
 
 
 def compute_dtype(model: torch.nn.Module) -> torch.dtype:
-    """Returns the dtype of matrix products of a model from `load_model` or `adapt`."""
+    """Returns the dtype of the matrix products of a model from `load_model` or `adapt`."""
     return model._tpu_kit_compute_dtype  # type: ignore[return-value]  # mypy expects a tensor or a module
 
 
 def autocast(device_type: str, dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
-    """Runs matrix products in bf16 while it is open; does nothing for another compute dtype."""
-    if dtype.itemsize > 2:  # fp32, and the fp64 of tests, of which torch 2.11 would warn
+    """Returns a context that runs matrix products in bf16; it does nothing for another compute dtype."""
+    if dtype.itemsize > 2:  # fp32, or fp64 in tests; torch 2.11 would warn about fp64
         return contextlib.nullcontext()
-    # All threads share the cache of cast weights. With replicas as threads a hit would depend on timing, and the graphs
-    # of the replicas would differ.
+    # All threads share the cache of cast weights. If replicas are threads, cache hits would depend on timing, and the
+    # replicas' graphs would differ.
     return torch.autocast(device_type, dtype=dtype, cache_enabled=False)
 
 
 def logits(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Computes all logits (B, S, V), fp32, as the chunked loss does; for the arguments see `hidden_states`."""
+    """Computes all logits (B, S, V), fp32, like the chunked loss; for the arguments see `hidden_states`."""
     return output_embedding(model).logits(hidden_states(model, batch))
 
 

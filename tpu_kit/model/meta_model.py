@@ -1,8 +1,8 @@
 """Builds models on PyTorch's "meta" device, without weights, derives their shapes, and traces their layers.
 
-A trace tells what of a layer is in memory at once: the results of matrix products, of attention's kernel and of sums,
-and what products and kernels read. The TPU compiler fuses every other operation into those that read its result: what
-it reads stays alive instead.
+A trace computes a layer's peak memory. Memory holds the results of matrix products, attention kernels and sums, and the
+operands of products and kernels. The TPU compiler fuses all other operations into their consumers, so their operands
+stay alive in place of their results.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from tpu_kit.config.loader import TrainConfig
 
 _RECORDED = "tpu_kit_recorded"
-_MOST_POSITIONS = 2**30  # of a model that says none
+_MOST_POSITIONS = 2**30  # for a model without max_position_embeddings
 TOKENS = 64 * 41
-"""Tokens of the row: whole chunks of linear attention. A tensor with a multiple of so many elements has all tokens."""
+"""Tokens of the traced row: whole chunks of linear attention. A tensor of n * TOKENS elements has all tokens."""
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward", "embedding", "index", "gather",
             "scatter", "scatter_add", "index_put", "index_add", "cumsum", "sort", "topk")  # fmt: skip
 SUMS = ("sum", "mean", "amax", "var", "var_mean", "logsumexp")
@@ -49,14 +49,14 @@ def build(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Builds a base model from its config.json; call it under `torch.device("meta")`.
 
     Raises:
-        ValueError: there is no configuration, it lacks sizes, or transformers cannot build the model.
+        ValueError: the configuration is missing or lacks sizes, or transformers cannot build the model.
     """
     settings = settings_of(model)
     try:
         built: PreTrainedModel = model_class(model).from_config(
             settings, dtype=dtype, trust_remote_code=model.trust_remote_code
         )
-    except Exception as error:  # for sizes that do not fit together a model's code may raise anything
+    except Exception as error:  # a model's code may raise anything for sizes that do not match
         raise ValueError(
             f"model.name={model.name}: transformers cannot build a causal language model from its config.json: "
             f"{brief(error)}"
@@ -66,10 +66,10 @@ def build(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def empty_model(config: TrainConfig) -> PreTrainedModel:
-    """Builds the base model as `load_model` loads it, without weights; call it under `torch.device("meta")`.
+    """Builds the base model like `load_model`, but without weights; call it under `torch.device("meta")`.
 
     Raises:
-        ValueError: as `build`.
+        ValueError: like `build`.
     """
     dtype = torch.float32 if config.lora.r == 0 or config.model.base_dtype == "fp32" else torch.bfloat16
     model = build(config.model, dtype)
@@ -82,7 +82,7 @@ def derive(model: ModelConfig) -> Shape:
     """Derives the shape of a model.
 
     Raises:
-        ValueError: as `build`; or its decoder does not run.
+        ValueError: like `build`, or the decoder does not run.
     """
     with torch.device("meta"), warnings.catch_warnings(action="ignore"):
         return shape_of(build(model, torch.bfloat16), model.name)
@@ -92,13 +92,13 @@ def shape_of(model: PreTrainedModel, name: str) -> Shape:
     """Derives the shape of a model on "meta"; `name` is for messages.
 
     Raises:
-        ValueError: its decoder does not run, or it has no list of layers.
+        ValueError: the decoder does not run, or has no list of layers.
     """
     decoder: Any = model.eval().get_decoder()
     families.connect(model, frozen=True)
     try:
         equal, kinds, order = _layers(decoder)
-    except Exception as error:  # for sizes that do not fit together a model's code may raise anything
+    except Exception as error:  # a model's code may raise anything for sizes that do not match
         raise ValueError(f"model.name={name}: {type(decoder).__name__} does not run: {brief(error)}") from error
     list_name, layers = layer_calls.decoder_layers(decoder)
     paths = {id(part): path for path, part in model.named_modules()}
@@ -121,7 +121,7 @@ def shape_of(model: PreTrainedModel, name: str) -> Shape:
 
 
 def _experts(path: str, part: Any, chosen: int) -> Experts:
-    """Describes an experts module whose weights are as `experts.prepare` leaves them."""
+    """Describes an experts module whose weights `experts.prepare` has laid out."""
     names = experts.names_of(part)
     sizes = {name: getattr(part, name).shape for name in names}
     linears = tuple(Linear(name, shape[2], shape[1], part.has_bias) for name, shape in sizes.items())
@@ -129,7 +129,7 @@ def _experts(path: str, part: Any, chosen: int) -> Experts:
 
 
 def _linear(path: str, part: torch.nn.Module) -> Linear | None:
-    """Describes a linear layer, also GPT-2's Conv1D, which stores its weight the other way round."""
+    """Describes a linear layer, or GPT-2's Conv1D, which stores its weight transposed."""
     if isinstance(part, torch.nn.Linear):
         return Linear(path, part.in_features, part.out_features, part.bias is not None)
     if type(part).__name__ == "Conv1D":
@@ -139,7 +139,7 @@ def _linear(path: str, part: torch.nn.Module) -> Linear | None:
 
 
 def _layers(decoder: Any) -> tuple[list[int], list[Layer], list[int]]:
-    """Returns for each layer the number of its loop's turns, the kinds of layers, and the kind of each layer."""
+    """Returns a number per layer that equal layers share, the kinds of layers, and the index of each layer's kind."""
     from transformers import AttentionInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
@@ -148,7 +148,7 @@ def _layers(decoder: Any) -> tuple[list[int], list[Layer], list[int]]:
     name, layers = layer_calls.decoder_layers(decoder)
     try:
         equal, pairs = layer_calls.equal_layers(decoder, name, layers, [0] * len(layers))
-    except layer_calls.CannotScanError:  # no loop: other devices run the layers one by one
+    except layer_calls.CannotScanError:  # no loop: other devices run layers in sequence
         equal, pairs = list(range(len(layers))), False
     run = _FirstLayers(layers, equal, pairs)
     layer_calls.call_once(decoder, name, run, _RECORDED, TOKENS)
@@ -162,7 +162,7 @@ def _record_attention(module: torch.nn.Module, query: Any, key: Any, value: Any,
 
 
 class _FirstLayers(layer_calls.Placeholders):
-    """Runs the first of equal layers, and records what it calls."""
+    """Runs the first of equal layers, and records its kind."""
 
     def __init__(self, layers: torch.nn.ModuleList, equal: list[int], pairs: bool) -> None:
         super().__init__(layers, pairs)
@@ -184,7 +184,7 @@ def _kind(layer: torch.nn.Module, hidden: torch.Tensor, args: Any, kwargs: Any) 
     routers, chosen = experts.routers_of(layer), dict.fromkeys(mixtures, 1)
     linears: dict[str, Linear] = {}
     results: dict[str, torch.Tensor] = {}
-    inputs: list[Any] = []  # it keeps them, as the id of one that is gone may be another's
+    inputs: list[Any] = []  # kept alive, because ids of freed tensors are reused
 
     def note(part: torch.nn.Module, given: Any, output: Any) -> None:
         if (path := paths.get(part)) is None:
@@ -208,7 +208,7 @@ def _kind(layer: torch.nn.Module, hidden: torch.Tensor, args: Any, kwargs: Any) 
     finally:
         hook.remove()
         linear_attention.sizes_of_states.reset(token)
-    for path, part in modules.items():  # what this input did not need
+    for path, part in modules.items():  # linear layers that this input did not call
         if path not in linears and path not in routers and (linear := _linear(path, part)):
             linears[path] = linear
     owner, heads, kv_heads, size = trace.attention
@@ -238,7 +238,7 @@ _active: ContextVar[Trace] = ContextVar("trace")
 
 @dataclass
 class _Value:
-    """A tensor: its elements and bytes for each token, the values it is made of, and whether it is in memory."""
+    """A tensor: its elements and bytes per token, the numbers of the values it depends on, and if it is in memory."""
 
     elements: int
     bytes: float
@@ -247,17 +247,17 @@ class _Value:
 
 
 class Trace(TorchDispatchMode):
-    """Records the operations within it, on tensors of `TOKENS` tokens; call `turn` before the backward pass.
+    """Records operations on tensors of `TOKENS` tokens; call `turn` before the backward pass.
 
     Attributes:
-        attention: of the last call of an attention function: module, query heads, key-value heads, size of a head.
+        attention: the last call of an attention function: module, query heads, key-value heads, size of a head.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.values: list[_Value] = []
-        self.places: dict[int, int] = {}  # of a tensor's storage, which its views share
-        self.kept: list[torch.Tensor] = []  # or another tensor would get the storage's address
+        self.places: dict[int, int] = {}  # storage of a tensor and its views -> number of the value
+        self.kept: list[torch.Tensor] = []  # keeps addresses of storages from being reused
         self.backward = 0
         self.attention: tuple[Any, int, int, int] = (None, 0, 0, 0)
 
@@ -280,14 +280,14 @@ class Trace(TorchDispatchMode):
         return output
 
     def note(self, sources: set[int], made: Iterable[int], reads: bool, stored: bool) -> None:
-        """Records values that are made of others, which are in memory if the operation `reads` them."""
+        """Records the values `made` from `sources`. `reads` puts both in memory; `stored` puts `made` in memory."""
         for number in sources:
             self.values[number].stored |= reads
         for number in made:
             self.values[number].sources, self.values[number].stored = sources, reads or stored
 
     def place(self, tensor: torch.Tensor) -> int:
-        """The number of a tensor's value. One that nothing made, such as the layer's input, is in memory."""
+        """Returns the number of a tensor's value. A value without an operation, such as an input, is in memory."""
         storage = tensor.untyped_storage()._cdata
         if storage not in self.places:
             self.places[storage] = len(self.values)
@@ -298,24 +298,24 @@ class Trace(TorchDispatchMode):
         return self.places[storage]
 
     def turn(self) -> None:
-        """Tells that the backward pass begins."""
+        """Marks the beginning of the backward pass."""
         self.backward = len(self.values)
 
     def alive(self, wide: set[int]) -> tuple[Alive, Alive, float]:
-        """What is alive at once, forward and backward, and the bytes that the forward pass leaves to the backward one.
+        """Returns the peak bytes per token of forward and backward pass, and the bytes saved for the backward pass.
 
         Args:
-            wide: sizes of arrays that exist for one tile of tokens at a time.
+            wide: widths of arrays that exist for a single tile of tokens at a time.
         """
         forward, last = self._lives(self.backward), self._lives(len(self.values))
         within = [value.elements in wide for value in self.values]
-        # A recomputation of the MLP that its own backward pass does not need is left out.
+        # Leaves out a recomputation of the MLP that the MLP's backward pass does not need.
         start = next((n for n in range(self.backward, len(within)) if within[n]), self.backward)
         saved = sum(self.values[n].bytes for n, end in last.items() if n < self.backward <= end)
         return self._most(forward, within, 0, self.backward), self._most(last, within, start, len(within)), saved
 
     def _lives(self, count: int) -> dict[int, int]:
-        """For each of the first values that is in memory, the last one that is made of it."""
+        """Returns the last use of every value in memory: number -> number of the last value computed from it."""
         last: dict[int, int] = {}
         roots: list[set[int]] = []
         for number, value in enumerate(self.values[:count]):
@@ -326,13 +326,13 @@ class Trace(TorchDispatchMode):
         return last
 
     def _most(self, last: dict[int, int], within: list[bool], start: int, end: int) -> Alive:
-        """The bytes outside and within tiles at the moments of [start, end) at which no other has more of both."""
+        """Returns the Pareto maxima of the bytes (outside of tiles, within tiles) over the operations [start, end)."""
         sizes, found = [0.0, 0.0], set[tuple[float, float]]()
         freed: dict[int, list[int]] = {}
         for now in range(end):
             for number in freed.pop(now, ()):
                 sizes[within[number]] -= self.values[number].bytes
-            if now in last:  # a result may take the place of what it is made of
+            if now in last:  # a result may reuse the memory of its operands
                 freed.setdefault(max(last[now], now + 1), []).append(now)
                 sizes[within[now]] += self.values[now].bytes
             if now >= start:
@@ -345,7 +345,7 @@ def _more(one: tuple[float, float], other: tuple[float, float]) -> bool:
 
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Stands for attention's kernel, (B, heads, S, D) to (B, heads, S, D of the values)."""
+    """Stands in for the attention kernel: queries (B, heads, S, D) to outputs (B, heads, S, D of the values)."""
     if query.shape[1] % key.shape[1]:
         raise ValueError(f"{query.shape[1]} query heads are no multiple of {key.shape[1]} key-value heads")
     output: torch.Tensor = _Kernel.apply(query, key, value)
@@ -367,7 +367,7 @@ class _Kernel(torch.autograd.Function):
 
 
 def _call(given: Sequence[torch.Tensor], results: Sequence[tuple[Any, torch.dtype]]) -> list[torch.Tensor]:
-    """Makes the results of a call of the kernel, of these shapes and dtypes; its heads are padded to whole lanes."""
+    """Makes the kernel's results, with these shapes and dtypes; counts heads padded to whole lanes."""
     trace = _active.get()
     sources = {*map(trace.place, given)}
     made = [given[0].new_empty(shape, dtype=dtype) for shape, dtype in results]

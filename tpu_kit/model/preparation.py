@@ -1,4 +1,4 @@
-"""Prepares a loaded model for a device: its attention, and layers that run as loops or recompute their activations."""
+"""Prepares a loaded model for a device: sets attention, and makes layers loops or recomputes their activations."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ if TYPE_CHECKING:
 
 
 def use_attention(model: torch.nn.Module, choice: str, device_type: str) -> str:
-    """Sets the attention for the device on which the model will run, and returns its registered name."""
+    """Sets the model's attention for a device, and returns its registered name."""
     implementation = attention.choose(choice, device_type)
     families.set_attention(base_model(model), implementation)
     return implementation
 
 
 def prepare_layers(model: torch.nn.Module, config: TrainConfig, device_type: str) -> ScannedLayers | None:
-    """Sets the attention of a model, and makes its layers loops, or recompute their activations, as a run asks.
+    """Sets a model's attention, and makes its layers loops, or recompute their activations, as configured.
 
     Args:
-        model: as `load_model` returns it; changed in place, before its move to the device.
+        model: from `load_model`; changed in place, before its move to the device.
         config: the run.
         device_type: "tpu", "torch-tpu", "xla-cpu", "cuda" or "cpu".
 
     Returns:
-        As `scan_layers`.
+        The result of `scan_layers`.
 
     Raises:
-        ValueError: as `scan_layers`, `families.check_trained` and `limits.check_family`.
+        ValueError: from `scan_layers`, `families.check_trained` or `environment.check_family`.
     """
     check_family(base_model(model).config.model_type, device_type)
     families.check_trained(model, device_type)
@@ -48,22 +48,22 @@ def prepare_layers(model: torch.nn.Module, config: TrainConfig, device_type: str
     families.loop_layers(base_model(model), optim, device_type)
     if scanned is None and optim.remat != "none":
         enable_remat(model, optim.remat == "outputs")
-    elif scanned is None and device_type != "cuda":  # in a checkpoint, hooks of parameters would not be called
+    elif scanned is None and device_type != "cuda":  # in a checkpoint, hooks of parameters are not called
         activation_checkpointing.fuse_lora(model, device_type)
     return scanned
 
 
 def prepare_frozen(model: torch.nn.Module, config: TrainConfig, device_type: str) -> None:
-    """Sets the attention of a model that is not trained, and makes its layers loops, which save no activations."""
+    """Sets the attention of a frozen model, and makes its layers loops that save no activations."""
     use_attention(model, config.model.attention, device_type)
     scan_layers(base_model(model).get_decoder(), replace(config.optim, remat="full"), device_type)
 
 
 def enable_remat(model: torch.nn.Module, keeps: bool = False) -> None:
-    """Makes every layer of a model on the CPU or a GPU recompute its activations in the backward pass, without a loop.
+    """Makes the layers of a model on the CPU or a GPU recompute their activations in the backward pass.
 
-    With `keeps` it keeps the results of products and of attention; see `activation_checkpointing`.
+    With `keeps`, the layers save the results of matrix products and attention; see `activation_checkpointing`.
     """
     base = base_model(model)
     activation_checkpointing.recompute(decoder_layers(base.get_decoder())[1], keeps)
-    base.enable_input_require_grads()  # so that the first layer compiles to the code of the others
+    base.enable_input_require_grads()  # so that the first layer compiles to the same code as the others

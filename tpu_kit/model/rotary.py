@@ -1,14 +1,12 @@
 """Rotary embeddings: constant frequencies, and rotation by halves on XLA.
 
-A document of a row must not depend on the longest of its neighbours.
+In transformers, the longest position of a batch changes the rotary frequencies of the whole batch: beyond a certain
+length, "longrope" (Phi-3) uses its long factors and "dynamic" another base. So a document would depend on its
+neighbours, and the host would read the device in every step. Up to `max_positions`, the kit keeps frequencies constant.
 
-transformers changes the rotary frequencies of a whole batch with its longest position: beyond a certain length
-"longrope" (Phi-3) uses its long factors and "dynamic" another base. A document would depend on its neighbours, and
-the host would read the device in every step. Up to `max_positions` the frequencies are constant.
-
-transformers rotates queries and keys as x cos + rotate_half(x) sin, which writes the rotated halves of each to memory,
-and again in the backward pass. On XLA the halves are rotated instead, with the same roundings; the gradient is the
-rotation by the opposite angle.
+transformers computes x cos + rotate_half(x) sin for queries and keys, which writes the rotated halves to memory, and
+again in the backward pass. On XLA, the kit rotates the two halves separately, with the same rounding. The gradient is
+the rotation by the opposite angle.
 """
 
 from __future__ import annotations
@@ -22,9 +20,9 @@ import torch
 
 
 def max_positions(config: Any) -> int | None:
-    """Returns the length up to which rotary frequencies of a text configuration are constant; None without a limit."""
+    """Returns the length up to which a text configuration's rotary frequencies are constant; None without a limit."""
     settings = getattr(config, "rope_parameters", None) or {}
-    ropes = [one for one in (settings, *settings.values()) if isinstance(one, dict)]  # one, or one for each layer type
+    ropes = [one for one in (settings, *settings.values()) if isinstance(one, dict)]  # a dict, or a dict per layer type
     limits = [
         rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
         for rope in ropes
@@ -38,7 +36,7 @@ def check_length(config: Any, max_length: int) -> None:
     """Checks that the rotary frequencies are constant in rows of `max_length` tokens.
 
     Raises:
-        ValueError: they are not.
+        ValueError: they change within `max_length`.
     """
     most, limit = getattr(config, "max_position_embeddings", None), max_positions(config)
     if most is not None and limit is not None and limit < max_length <= most:
@@ -77,9 +75,9 @@ _FUNCTION = "apply_rotary_pos_emb"
 
 
 def connect(model: torch.nn.Module, frozen: bool = True) -> None:
-    """Lets the layers of a model of transformers rotate by halves on XLA; a second call does nothing.
+    """Makes the layers of a transformers model rotate by halves on XLA; a second call does nothing.
 
-    The function is a global of the modules that define the layers. One that computes something else is left alone.
+    Replaces the global function of the modules that define the layers, unless it computes something else.
     """
     for module in map(sys.modules.__getitem__, {type(part).__module__ for part in model.modules()}):
         own = vars(module).get(_FUNCTION)
@@ -90,7 +88,7 @@ def connect(model: torch.nn.Module, frozen: bool = True) -> None:
 
 
 def _rotates_halves(own: Callable[..., Any]) -> bool:
-    """Whether a function of a family computes x cos + rotate_half(x) sin for queries and keys: by an example."""
+    """Tests on an example whether a family's function computes x cos + rotate_half(x) sin for queries and keys."""
     query, key, angles = (
         torch.arange(24.0, device="cpu").view(1, 1, 3, 8).sin() * factor for factor in (1.0, 2.0, 3.0)
     )
@@ -100,7 +98,7 @@ def _rotates_halves(own: Callable[..., Any]) -> bool:
             given = query.to(dtype), key.to(dtype), angles.cos(), angles.sin()
             if not all(map(torch.equal, own(*given), rotate_halves(*given))):
                 return False
-    except (TypeError, ValueError, RuntimeError, IndexError):  # it takes other arguments, or returns another thing
+    except (TypeError, ValueError, RuntimeError, IndexError):  # it has other arguments or results
         return False
     return True
 
@@ -109,7 +107,7 @@ def _rotate(
     own: Callable[..., Any], q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any,
     **kwargs: Any,
 ) -> Any:  # fmt: skip
-    """Rotates queries and keys on XLA; by the family's own function elsewhere, and of a part of a head."""
+    """Rotates by halves on XLA; calls the family's own function elsewhere, and if only a part of a head rotates."""
     if q.device.type != "xla" or not cos.shape[-1] == q.shape[-1] == k.shape[-1]:
         return own(q, k, cos, sin, *args, **kwargs)
     return rotate_halves(q, k, cos, sin, *args, **kwargs)
@@ -118,7 +116,7 @@ def _rotate(
 def rotate_halves(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes what transformers' `apply_rotary_pos_emb` does, for angles whose two halves are equal."""
+    """Computes transformers' `apply_rotary_pos_emb` for angles with two equal halves."""
     half = cos.shape[-1] // 2
     cos, sin = cos[..., :half].unsqueeze(unsqueeze_dim), sin[..., :half].unsqueeze(unsqueeze_dim)
     return _Rotation.apply(q, cos, sin), _Rotation.apply(k, cos, sin)

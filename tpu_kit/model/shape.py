@@ -1,6 +1,6 @@
 """The shapes of models: sizes, parameters, linear layers of each kind of layer, layers with adapters.
 
-`meta_model` derives a shape from the model itself, and `shape_cache` keeps it.
+`meta_model` derives a shape from the model itself, and `shape_cache` caches it on disk.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from tpu_kit.model.sharding.sharding_rules import Embedding
 _PROJECTOR = re.compile(r"\.(embed_vision|connector|multi_modal_projector|visual\.(merger|deepstack_merger_list))\.")
 _TOWER = re.compile(r"\.(vision_tower|vision_model|visual)\.")
 WITHOUT_ADAPTER = dict.fromkeys(("falcon_h1", "nemotron_h"), ("out_proj",))
-"""By model_type, the linear layers that lora.targets=all-linear leaves out: PEFT (0.17) refuses adapters there, because
-fused kernels of CUDA read these weights without their module."""
+"""model_type -> linear layers that lora.targets=all-linear omits: PEFT (0.17) refuses adapters there, because fused
+CUDA kernels read these weights without their module."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class Linear:
     """A linear layer.
 
     Attributes:
-        path: in the decoder layer, such as "self_attn.q_proj"; of a product of experts, in their module.
-        inputs: its columns.
-        outputs: its rows.
-        bias: whether it has one.
+        path: path in the decoder layer, such as "self_attn.q_proj"; for experts, path in their module.
+        inputs: columns of the weight.
+        outputs: rows of the weight.
+        bias: whether the layer has a bias.
     """
 
     path: str
@@ -49,10 +49,10 @@ class Linear:
 
 
 def scale_groups(inputs: int, group: int) -> int:
-    """Groups of the scales of int4 experts: those of the inputs, and some that fill each half up to a multiple of 8.
+    """Returns the number of scale groups of int4 experts, with each half padded to a multiple of 8.
 
-    With 92 groups the TPU compiler copies the scales of all layers into another layout: of gpt-oss-120b 1.2 GiB a chip.
-    Where many would have to be added, none are.
+    With 92 groups, the TPU compiler copies the scales of all layers into another layout: 1.2 GiB a chip for
+    gpt-oss-120b. If padding would add more than an eighth, the groups stay as they are.
     """
     half = inputs // group // 2
     full = -(-half // 8) * 8
@@ -61,7 +61,7 @@ def scale_groups(inputs: int, group: int) -> int:
 
 @dataclass(frozen=True)
 class Experts:
-    """The experts of a layer: their path in it, their number, those that a token chooses, and an expert's products."""
+    """A layer's experts: their path, their number, the number that a token chooses, and the products of one expert."""
 
     path: str
     count: int
@@ -74,27 +74,27 @@ class Experts:
         return sum(one.inputs * one.outputs for one in self.linears)
 
     def rows(self, tokens: int) -> int:
-        """Rows of `xla.grouped` for so many tokens of a device."""
+        """Returns the rows of `xla.grouped`, padding included, for the given tokens of a device."""
         pairs = tokens * self.chosen
         tile = tile_rows(pairs, self.count)
         return (pairs + self.count * (tile - 1)) // tile * tile
 
     def read(self, tokens: int) -> float:
-        """Mean number of experts that so many tokens choose, if all are equally likely."""
+        """Returns the expected number of experts that `tokens` tokens choose, if all experts are equally likely."""
         return float(self.count * (1 - (1 - self.chosen / self.count) ** tokens))
 
 
 def tile_rows(pairs: int, experts: int) -> int:
-    """Rows of a tile of `xla.grouped`: half the rows that an expert has on average, 16 (of bf16) to 256."""
+    """Returns the rows of a tile of `xla.grouped`: about half of an expert's average rows, from 16 (bf16) to 256."""
     return 1 << max(4, min(8, (pairs // (2 * experts)).bit_length() - 1))
 
 
 Alive = tuple[tuple[float, float], ...]
-"""Bytes for each token that are alive at once: outside of an MLP's tiles, and within. None has more of both."""
+"""Peaks of live bytes per token: (outside of an MLP's tiles, inside). No pair exceeds another in both."""
 
 
 def most(alive: Alive, tokens: int, tile: int) -> float:
-    """Returns the most bytes that are alive at once."""
+    """Returns the peak of live bytes for `tokens` tokens, of which `tile` are in a tile of the MLP."""
     return max(outside * tokens + within * tile for outside, within in alive)
 
 
@@ -103,18 +103,18 @@ class Layer:
     """A kind of decoder layer.
 
     Attributes:
-        linears: its linear layers, in the order of their calls.
-        others: (path, shape) of its other parameters.
-        mlp: path of the module with the most weights beside attention, "" if there is none.
+        linears: linear layers, in the order of their calls.
+        others: (path, shape) of the other parameters.
+        mlp: path of the module with the most weights besides attention, "" if there is none.
         heads: query heads, 0 without attention.
         kv_heads: key-value heads.
         head_dim: size of a head.
-        norm_follows: whether the result of the MLP has a norm before the residual addition.
+        norm_follows: whether the MLP's output has a norm before the residual addition.
         experts: at most one mixture; its parameters are in neither `linears` nor `others`.
-        state: elements of the state of a row that `linear_attention` computes, H K V; 0 without one.
-        forward: what is alive in bf16 while the layer is computed, without what only a backward pass reads.
-        backward: while it is recomputed and its gradients are computed.
-        saved: bytes for each token that a forward pass leaves for the backward pass.
+        state: elements of a row's state in `linear_attention`, H K V; 0 without a state.
+        forward: live bytes in bf16 during the forward pass, without values that only a backward pass reads.
+        backward: live bytes while the layer is recomputed and its gradients are computed.
+        saved: bytes per token that a forward pass saves for the backward pass.
     """
 
     linears: tuple[Linear, ...]
@@ -137,20 +137,20 @@ class Layer:
 
     @cached_property
     def attention_linears(self) -> tuple[Linear, ...]:
-        """All other linear layers, which are counted as attention's."""
+        """All other linear layers, which count as attention."""
         return tuple(one for one in self.linears if one not in self.mlp_linears)
 
     @property
     def intermediate(self) -> int:
-        """Size within the MLP: the inputs of its last linear layer."""
+        """Intermediate size of the MLP: the inputs of its last linear layer."""
         return self.mlp_linears[-1].inputs if self.mlp_linears else 0
 
     @property
     def cached_heads(self) -> int:
-        """Key-value heads whose keys and values generation keeps; 0 where the layer reads those of an earlier one."""
+        """Key-value heads in the KV cache; 0 if the layer reads keys and values of an earlier layer."""
         parents = [one.path.rpartition(".")[0] for one in self.attention_linears]
         made = [one.outputs for one, of in zip(self.attention_linears, parents, strict=True) if of == parents[0]]
-        # The output is the last. A layer that reads others' keys makes queries alone.
+        # The last layer is the output. A layer that reads another layer's keys makes only queries.
         return self.kv_heads if sum(made[:-1]) > self.heads * self.head_dim else 0
 
     @cached_property
@@ -160,13 +160,13 @@ class Layer:
         return sum(one.parameters for one in self.linears) + _elements(self.others) + mixed
 
     def weights(self, tokens: int | None = None) -> float:
-        """Number of elements of its matrices: of all experts, or of those that so many tokens choose, on average."""
+        """Number of elements of the matrices, with all experts or the average that `tokens` tokens choose."""
         mixed = sum(each.weights * (each.read(tokens) if tokens else each.count) for each in self.experts)
         return sum(one.inputs * one.outputs for one in self.linears) + mixed
 
     @cached_property
     def active_weights(self) -> int:
-        """Number of elements of the matrices that a token is multiplied with."""
+        """Number of elements of the matrices that multiply a token."""
         chosen = sum(each.weights * each.chosen for each in self.experts)
         return sum(one.inputs * one.outputs for one in self.linears) + chosen
 
@@ -178,17 +178,17 @@ class Shape:
     Attributes:
         family: the model_type.
         vocabulary: rows of the embedding.
-        hidden: size of the hidden states.
-        tied: whether the output layer is the embedding.
+        hidden: hidden size.
+        tied: whether input and output embedding share a weight.
         ends: paths of the input and the output embedding.
-        positions: longest sequence.
-        layers_path: of the list of layers, such as "model.layers".
-        outside: (name, shape) of the parameters that are in no layer; a tied embedding counts once.
-        linears_outside: linear layers of the decoder that are in no layer, by their paths in the model.
+        positions: maximum length of a sequence.
+        layers_path: path of the list of layers, such as "model.layers".
+        outside: (name, shape) of the parameters outside of layers; a tied embedding counts once.
+        linears_outside: linear layers of the decoder outside of layers, by their paths in the model.
         kinds: the kinds of layers.
-        order: the kind of each layer.
-        equal: a number for each layer; layers with the same number can be turns of one loop.
-        sees_all: whether each token sees all earlier ones, so that documents may share a prefix.
+        order: per layer, the index of its kind.
+        equal: per layer, a number; layers with the same number can be iterations of a loop.
+        sees_all: whether all tokens see all earlier tokens, so that documents may share a prefix.
     """
 
     family: str
@@ -207,12 +207,12 @@ class Shape:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Shape:
-        """Reads the result of `asdict`, also from JSON."""
+        """Makes a shape from the result of `asdict`, which may have passed through JSON."""
         return _read(cls, values)
 
     @property
     def embedding(self) -> Embedding:
-        """What sharding rules need to know."""
+        """The sizes that sharding rules need."""
         return Embedding(self.hidden, self.tied)
 
     @property
@@ -222,39 +222,39 @@ class Shape:
 
     @cached_property
     def counted(self) -> tuple[tuple[Layer, int], ...]:
-        """The kinds of layers, and how many layers are of each."""
+        """The kinds of layers, with the number of layers of every kind."""
         counts = Counter(self.order)
         return tuple((kind, counts[number]) for number, kind in enumerate(self.kinds))
 
     @property
     def projector(self) -> list[tuple[str, tuple[int, ...]]]:
-        """(name, shape) of the matrices that bring images into the text model."""
+        """(name, shape) of the projectors' matrices, which map image features into the text model."""
         return [(name, size) for name, size in self.outside if len(size) == 2 and _PROJECTOR.search(name)]
 
     @property
     def tower(self) -> list[tuple[str, tuple[int, ...]]]:
-        """(name, shape) of the matrices that patches of images are multiplied with before the projector."""
+        """(name, shape) of the vision tower's matrices, which multiply patches of images before the projector."""
         found = [(name, size) for name, size in self.outside if len(size) == 2 and _TOWER.search(name)]
         return [(name, size) for name, size in found if "pos" not in name and not _PROJECTOR.search(name)]
 
     def adapted_projector(self, lora: LoraConfig) -> list[Linear]:
-        """The matrices of the projector, where they have adapters."""
+        """The matrices of the projector that have adapters."""
         pairs = self.projector if lora.vision else []
         return [Linear(name.removesuffix(".weight"), width, rows, False) for name, (rows, width) in pairs]
 
     @cached_property
     def linears(self) -> tuple[Linear, ...]:
-        """The different linear layers of all kinds of layers, and those that are in no layer."""
+        """The distinct linear layers of all kinds of layers, and linear layers outside of layers."""
         return tuple(dict.fromkeys([one for kind in self.kinds for one in kind.linears] + [*self.linears_outside]))
 
     @cached_property
     def linear_weights(self) -> int:
-        """Number of elements of the layers' matrices, with those of all experts."""
+        """Number of elements of the layers' matrices, including all experts."""
         return int(sum(kind.weights() * count for kind, count in self.counted))
 
     @cached_property
     def active_weights(self) -> int:
-        """Number of elements of the layers' matrices that a token is multiplied with."""
+        """Number of elements of the layers' matrices that multiply a token."""
         return sum(kind.active_weights * count for kind, count in self.counted)
 
     @property
@@ -274,16 +274,16 @@ class Shape:
 
     @property
     def recomputed_twice(self) -> float:
-        """The share of layers that optim.remat=blocks recomputes twice: all but the last of each block; 0 without."""
+        """The share of layers that optim.remat=blocks recomputes twice: all but the last layer of every block."""
         return sum(loop.turns * (loop.period - 1) for loop in self.blocks) / self.layers
 
     @property
     def program_layers(self) -> int:
-        """Layers of the program: one for all equal neighbours in the blocks of a loop."""
+        """Number of layers in the program; equal neighbours in a block of a loop count once."""
         return sum(len(loop.neighbours) for loop in self.loops)
 
     def mesh_problems(self, mesh: Mesh) -> list[str]:
-        """Returns why the axes of a mesh cannot shard the model, a text for each reason."""
+        """Returns the reasons why the axes of a mesh cannot shard the model, as texts."""
         found = [text for kind in self.kinds for text in mesh.problems(kind.heads, kind.kv_heads)]
         if mesh.context > 1:
             start, fix = f"launch.mesh: {mesh}: ", "is not supported with an axis that shards tokens; use fsdp instead"
@@ -294,12 +294,12 @@ class Shape:
         return list(dict.fromkeys(found))
 
     def stacks(self, *, scanned: bool = True) -> Iterator[tuple[str, list[int]]]:
-        """Yields the path in the model of each layer, or of each stack of layers, and the layers that are in it."""
+        """Yields every stack of layers, or every layer: its path in the model, and the numbers of its layers."""
         found = stacks(self.loops) if scanned else ((str(number), [number]) for number in range(self.layers))
         yield from ((f"{self.layers_path}.{path}", layers) for path, layers in found)
 
     def has_adapter(self, lora: LoraConfig, layer: int | None, linear: Linear) -> bool:
-        """Whether a linear layer has an adapter; `layer` is the number of its layer, None for one in no layer."""
+        """Whether a linear layer has an adapter; `layer` is the number of its decoder layer, None outside of layers."""
         if not lora.r or lora.targets == "all-linear":
             left_out = WITHOUT_ADAPTER.get(self.family, ())
             return bool(lora.r) and linear.path.rpartition(".")[2] not in left_out
@@ -307,12 +307,12 @@ class Shape:
 
     @staticmethod
     def is_target(lora: LoraConfig, path: str) -> bool:
-        """Whether `lora.targets` names the layer of a path in the model."""
+        """Whether `lora.targets` names the linear layer at a path in the model."""
         wanted = [lora.targets] if isinstance(lora.targets, str) else lora.targets
         return any(f".{path}".endswith(f".{one}") for one in wanted)
 
     def check_targets(self, lora: LoraConfig) -> None:
-        """As the function `check_targets`."""
+        """Calls the function `check_targets` for this model."""
         paths = [f".{one.path}" for one in self.linears_outside]
         paths += [
             f".{self.layers_path}.{layer}.{one.path}"
@@ -323,7 +323,7 @@ class Shape:
 
     @property
     def widths(self) -> list[tuple[str, int]]:
-        """Names and inputs of its linear layers and products of experts, for `check_groups`."""
+        """Names and input sizes of linear layers and products of experts, for `check_groups`."""
         linears = [*self.linears, *(one for kind in self.kinds for each in kind.experts for one in each.linears)]
         return [(one.path.rpartition(".")[2], one.inputs) for one in linears]
 
@@ -334,7 +334,7 @@ class Shape:
 
 
 def undivided(widths: Iterable[tuple[str, int]], group: int) -> list[str]:
-    """Returns the linear layers, with their inputs, of which half are no multiple of a group of int4 weights."""
+    """Returns the linear layers, with input sizes, in which half of the inputs is not a multiple of an int4 group."""
     return list(dict.fromkeys(f"{name} ({width})" for name, width in widths if width % (2 * group)))
 
 
@@ -349,23 +349,24 @@ def check_groups(widths: Sequence[tuple[str, int]], group: int) -> None:
 
 
 def check_targets(lora: LoraConfig, paths: Sequence[str], model: str, ends: tuple[str, str]) -> None:
-    """Checks which layers are trained.
+    """Checks `lora.targets`, `lora.full` and `lora.tokens` against the layers of a model.
 
     Args:
         lora: the adapters.
-        paths: of the linear layers that may have adapters, which begin with a dot.
-        model: for messages.
+        paths: paths of the linear layers that may have adapters, with a leading dot.
+        model: name of the model in messages.
         ends: paths of the input and the output embedding.
 
     Raises:
-        ValueError: a target matches no layer, `lora.full` names none of the embeddings, or two settings train one.
+        ValueError: a target matches no layer, `lora.full` names no embedding, two settings train an embedding, or an
+            embedding has DoRA or dropout.
     """
     if not lora.r:
         return
     embeddings = [f".{path}" for path in ends]
     names = " and ".join(path.rpartition(".")[2] for path in embeddings)
     if wrong := [one for one in lora.full or () if not any(path.endswith(f".{one}") for path in embeddings)]:
-        raise ValueError(f"lora.full: {', '.join(wrong)} is no embedding of {model}, which are {names}; name these")
+        raise ValueError(f"lora.full: {', '.join(wrong)} is not an embedding of {model}: name {names} only")
     wanted = [lora.targets] if isinstance(lora.targets, str) else list(lora.targets)
     adapted = [one for one in wanted if any(path.endswith(f".{one}") for path in embeddings)]
     for name, given in (("tokens", lora.tokens), ("full", lora.full)):
@@ -375,7 +376,7 @@ def check_targets(lora: LoraConfig, paths: Sequence[str], model: str, ends: tupl
             )
     if adapted and lora.dora:
         raise ValueError(
-            f"lora.dora is not for the embeddings {', '.join(adapted)} in lora.targets: remove one of them"
+            f"lora.dora does not support the embeddings {', '.join(adapted)} in lora.targets: remove either"
         )
     if lora.dropout and any(f".{ends[1]}".endswith(f".{one}") for one in adapted):
         raise ValueError(
@@ -397,7 +398,7 @@ _hints = cache(get_type_hints)
 
 
 def _read(kind: Any, value: Any) -> Any:
-    """Makes a value of a type, of dataclasses and tuples, of the dictionaries and lists that JSON has for it."""
+    """Converts dictionaries and lists from JSON to a type of dataclasses and tuples."""
     if isinstance(kind, type) and is_dataclass(kind):
         return kind(**{name: _read(_hints(kind)[name], one) for name, one in value.items()})
     if get_origin(kind) is not tuple:

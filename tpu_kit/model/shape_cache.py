@@ -1,4 +1,4 @@
-"""Reads the shapes of models: `meta_model` derives them, which loads torch and transformers, and they stay on disk."""
+"""Caches the shapes of models on disk, because `meta_model`, which derives them, loads torch and transformers."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from tpu_kit.model.weights.source import did_you_mean, locate, settings_of, ship
 
 CACHE = Path("~/.cache/tpu_kit/shapes")
 _DERIVING = ("shape_cache", "meta_model", "loop/layer_calls", "weights/source", "weights/trained_embeddings", "shape")
-"""The modules whose code makes a shape."""
+"""The modules whose code determines a shape."""
 
 
 def read_shape(model: ModelConfig) -> Shape:
-    """Derives the shape of a model from its config.json, or reads it from disk if it was derived before.
+    """Returns the shape of a model, from the cache on disk or derived from its config.json.
 
     Raises:
-        ValueError: there is no config.json and no GGUF file, or transformers cannot build a decoder from it.
+        ValueError: config.json or the GGUF file is missing, or transformers cannot build a decoder from it.
     """
     return _read_or_derive(CACHE.expanduser() / f"{shape_key(model)}.json", model)
 
 
 @cache
 def shape_of(model: ModelConfig) -> Shape:
-    """As `read_shape`, once in a process: what changes on disk is not seen."""
+    """Like `read_shape`, but at most once per process: later changes on disk have no effect."""
     return read_shape(model)
 
 
@@ -39,7 +39,7 @@ def shape_of(model: ModelConfig) -> Shape:
 def _read_or_derive(path: Path, model: ModelConfig) -> Shape:
     try:
         return Shape.from_dict(json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # no file, or half of one
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # no file, or a partial file
         pass
     from tpu_kit.model import meta_model
 
@@ -51,10 +51,10 @@ def _read_or_derive(path: Path, model: ModelConfig) -> Shape:
 
 
 def shape_key(model: ModelConfig) -> str:
-    """Hashes what determines a shape: its config.json, the code that derives it, and transformers.
+    """Hashes the inputs of a shape: config.json, the code that derives it, and the version of transformers.
 
     Raises:
-        ValueError: there is no config.json.
+        ValueError: config.json is missing.
     """
     own = Path(model.name).expanduser()
     code = sorted(own.glob("*.py")) if model.trust_remote_code and own.is_dir() else []
@@ -78,13 +78,13 @@ def _read(model: ModelConfig) -> str:
     except (OSError, ValueError) as error:
         raise ValueError(f"{name}: its config.json cannot be read: {error}") from error
     if not isinstance(values, dict):
-        raise ValueError(f"{name}: its config.json holds no object; take the file of the original model")
+        raise ValueError(f"{name}: its config.json holds no object; use the file of the original model")
     return text
 
 
 @cache
 def _gguf_config(model: ModelConfig) -> str:
-    """Returns what transformers makes of the metadata of a GGUF file, as the text of a config.json."""
+    """Returns transformers' configuration from the metadata of a GGUF file, as the text of a config.json."""
     return str(settings_of(model).to_json_string())
 
 
@@ -98,7 +98,7 @@ def _find(model: ModelConfig) -> Path:
         return Path(hf_hub_download(model.name, "config.json", revision=model.revision))
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"model.name={model.name}: no folder, no known model (`python -m tpu_kit plan --models` lists them), and "
-            f"the hub gave no config.json of it;{did_you_mean(model.name)} give a folder with its config.json, as from "
+            f"model.name={model.name}: not a folder or a known model (`python -m tpu_kit plan --models` lists them), "
+            f"and the hub gave no config.json;{did_you_mean(model.name)} give a folder with its config.json, as from "
             f"`hf download {model.name} config.json --local-dir FOLDER`"
         ) from error

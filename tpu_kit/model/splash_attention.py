@@ -1,8 +1,7 @@
 """Attention by JAX's splash kernel for TPU: "tpu_kit_splash" in transformers' `AttentionInterface`.
 
-It reads grouped key-value heads without repeating them, supports soft caps and windows, skips the blocks that the mask
-hides, and saves one number for each query for its backward pass. In a call without segment ids, it falls back to
-`attention.sdpa_attention`.
+The kernel reads grouped key-value heads without repeating them, supports soft caps and windows, skips masked blocks,
+and saves one number per query for the backward pass. Calls without segment ids fall back to `attention.sdpa_attention`.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def connect(model: torch.nn.Module, frozen: bool) -> None:
 
 
 def register() -> None:
-    """Registers "tpu_kit_splash" in transformers; again, it does nothing."""
+    """Registers "tpu_kit_splash" in transformers; a second call does nothing."""
     register_function(SPLASH, splash_attention)
 
 
@@ -48,10 +47,10 @@ def splash_attention(
     causal: bool = True,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Computes attention with the splash kernel; called by transformers.
+    """Computes attention with the splash kernel; transformers calls it.
 
-    It falls back to `sdpa_attention` without segment ids (a decode step, a plain forward pass). On a mesh query, key
-    and value are sharded by `spec`, by default as in training.
+    Without segment ids (a decode step, a plain forward pass), it falls back to `sdpa_attention`; the arguments are
+    described there. On a mesh, `spec` shards query, key and value, by default as in training.
     """
     length = query.shape[2]
     if not causal or not (visibility.everywhere or sliding_window is not None):
@@ -68,7 +67,7 @@ def splash_attention(
     spec = spec or training_spec(key.shape[1])
     padding = padded_length(length, query_shards(spec)) - length
     query, key, value = (F.pad(each, (0, 0, 0, padding)) if padding else each for each in (query, key, value))
-    assert visibility.ahead is None or s_aux is None, "the kernel has no sinks where tokens look ahead"
+    assert visibility.ahead is None or s_aux is None, "the kernel has no sinks if tokens look ahead"
     ids = visibility.kernel_ids(window)
     segments, *others = ((F.pad(each, (0, padding)) if padding else each).to(torch.int32) for each in ids)
     settings = SplashSettings(window, softcap, spec=spec, trains=trains, ahead=visibility.most_ahead, causal=causal)
@@ -85,15 +84,15 @@ def splash_kernel(
     settings: SplashSettings,
     *others: torch.Tensor,
 ) -> torch.Tensor:
-    """Computes causal attention within segments with JAX's splash kernel; without a TPU, as `sdpa_attention`.
+    """Computes causal attention within segments with JAX's splash kernel, or without a TPU by `sdpa_attention`.
 
     Args:
         query: (B, heads, S, D), scaled; S is 128, 256, 512 or a multiple of 1024.
         key: (B, key-value heads, S, D).
         value: (B, key-value heads, S, D).
         segment_ids: (B, S) int32.
-        settings: of the kernel.
-        *others: the other one of `Visibility.kernel_ids`, (B, S) int32, and sinks (heads,) fp32, if there are any.
+        settings: settings of the kernel.
+        *others: optionally, the second tensor of `Visibility.kernel_ids`, (B, S) int32, and sinks (heads,) fp32.
 
     Returns:
         (B, heads, S, D).
@@ -123,7 +122,7 @@ class _Splash(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         output, log_sums, *tensors = ctx.saved_tensors
-        # The sums contain the sinks, of which the gradients of query, key and value need nothing else.
+        # The log sums include the sinks, so the gradients of query, key and value do not need the sinks.
         inputs = [tensor for tensor in tensors if tensor.ndim > 1]
         gradients = pallas.splash_backward(ctx.settings, output, log_sums, upstream.to(output.dtype), *inputs)
         others: list[torch.Tensor | None] = [None] * (len(tensors) - 3)
@@ -134,7 +133,7 @@ class _Splash(torch.autograd.Function):
 
 
 def _forward(settings: SplashSettings, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Runs the forward kernel; with remat=outputs the recomputation takes the results of the first forward pass."""
+    """Runs the forward kernel; with remat=outputs, the recomputation reuses the results of the first forward pass."""
     if not activation_checkpointing.is_open():
         output, log_sums = pallas.splash_forward(settings, *tensors)
         return output, log_sums

@@ -1,7 +1,7 @@
-"""A module of an objective that changes the last hidden states before the output layer, as files beside the adapter.
+"""A trained head that changes the last hidden states before the output layer, saved beside the adapter.
 
-NAME.json has its class and its sizes, NAME.safetensors its weights. Its function need not be linear, so it cannot be
-merged into the weights of the model.
+NAME.json has its class and sizes, NAME.safetensors its weights. The head may be nonlinear, so it cannot be merged into
+the weights of the model.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ import torch
 
 from tpu_kit.config.registry import absence
 
-_CLASS = "tpu_kit_head"  # the key of the class in NAME.json
-_ATTRIBUTE = "objective"  # of a decoder: the name that a run's model has its head by, so the sharding rules are one
+_CLASS = "tpu_kit_head"  # key of the class in NAME.json
+_ATTRIBUTE = "objective"  # attribute of a decoder; the same name as in a run's model, so the same sharding rules apply
 
 
 class StatesHead(torch.nn.Module, abc.ABC):
     """A head on the last hidden states; `Objective.attach` sets it as `model.objective`.
 
     Attributes:
-        name: of its files, and of the head in messages.
-        settings: arguments that create it anew, `hidden_size` among them.
+        name: name of the files, and of the head in messages.
+        settings: arguments of the constructor, including `hidden_size`.
     """
 
     name: ClassVar[str]
@@ -37,22 +37,22 @@ class StatesHead(torch.nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def correct(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns the changed states, in the shape (..., H) and the dtype of `hidden`."""
+        """Returns the changed states, with the shape (..., H) and dtype of `hidden`."""
 
     def files(self, trained: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Returns the contents of NAME.safetensors and NAME.json from CPU tensors by the names of the run's model."""
+        """Returns the contents of NAME.safetensors and NAME.json; `trained` has CPU tensors by the run's names."""
         weights = {name: trained[f"objective.{name}"].contiguous() for name, _ in self.named_parameters()}
         return weights, {_CLASS: f"{type(self).__module__}:{type(self).__qualname__}", **self.settings}
 
 
 def find_head(folder: Path) -> str | None:
-    """Returns the `StatesHead.name` of the head in a folder of trained weights; None without one."""
+    """Returns the `StatesHead.name` of the head in a folder of trained weights; None without a head."""
     key = f'"{_CLASS}"'.encode()
     return next((path.stem for path in folder.glob("*.json") if key in path.read_bytes()), None)
 
 
 def title(name: str) -> str:
-    """Names a head in a message, by its `StatesHead.name`."""
+    """Returns the title of a head in messages, from its `StatesHead.name`."""
     return f"{name.replace('_', '-')} head"
 
 
@@ -62,17 +62,17 @@ def file_names(name: str) -> tuple[str, str]:
 
 
 def attach(decoder: torch.nn.Module, folder: Path, hidden_size: int, objective: str) -> None:
-    """Makes a decoder return the states that the head in a folder changes; does nothing if the folder has none.
+    """Makes a decoder apply the head in a folder to its states; does nothing if the folder has no head.
 
     Args:
-        decoder: of transformers, which returns `last_hidden_state`.
-        folder: of the trained weights.
-        hidden_size: of the model.
-        objective: `optim.objective`. Of code that is not the kit's, only its module is imported.
+        decoder: decoder of transformers, which returns `last_hidden_state`.
+        folder: folder of the trained weights.
+        hidden_size: hidden size of the model.
+        objective: `optim.objective`. Its module is the only code outside of the kit that may be imported.
 
     Raises:
-        ValueError: a file of the head is missing or damaged, it is of a model of another size, or its class is code
-            that `objective` does not name.
+        ValueError: a file of the head is missing or damaged, the hidden sizes differ, or `objective` does not name the
+            module of its class.
     """
     name = find_head(folder)
     if name is None:
@@ -91,7 +91,7 @@ def attach(decoder: torch.nn.Module, folder: Path, hidden_size: int, objective: 
             raise ValueError(f"its class is in the module {module}, which only optim.objective={module}:... imports")
         kind = getattr(importlib.import_module(module), class_name)
         if not issubclass(kind, StatesHead):
-            raise TypeError(f"{module}:{class_name} is no StatesHead")
+            raise TypeError(f"{module}:{class_name} is not a StatesHead")
         head = kind(**settings)
         head.load_state_dict(load_file(folder / weights_file))
     except (ImportError, AttributeError, OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
@@ -101,7 +101,7 @@ def attach(decoder: torch.nn.Module, folder: Path, hidden_size: int, objective: 
         ) from error
     if settings["hidden_size"] != hidden_size:
         raise ValueError(
-            f"{here} is for hidden states of {settings['hidden_size']} numbers, and the model has {hidden_size}: set "
+            f"{here} is for a hidden size of {settings['hidden_size']}, and the model has {hidden_size}: set "
             "model.name to the base model of that run"
         )
     decoder.add_module(_ATTRIBUTE, head)
@@ -109,14 +109,14 @@ def attach(decoder: torch.nn.Module, folder: Path, hidden_size: int, objective: 
 
 
 def _correct(decoder: torch.nn.Module, inputs: Any, output: Any) -> Any:
-    """The hook; it takes the head from the decoder, because a copy of the model has a head of its own."""
+    """The forward hook; it reads the head from the decoder, because a copy of the model has its own head."""
     output.last_hidden_state = getattr(decoder, _ATTRIBUTE).correct(output.last_hidden_state)
     return output
 
 
 @contextlib.contextmanager
 def without_head(folder: Path) -> Iterator[Path]:
-    """Gives a folder of trained weights without its head: links to the other files, or the folder if it has none."""
+    """Yields a folder of links to the trained weights without the head; without a head, the folder itself."""
     name = find_head(folder)
     if name is None:
         yield folder

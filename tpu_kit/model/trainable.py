@@ -1,4 +1,4 @@
-"""The model to train: a pretrained base with LoRA, or with all weights trained. `causal_lm` has its precision."""
+"""The model to train: a pretrained base with LoRA adapters or with all weights trained; precision: see `causal_lm`."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 
     from tpu_kit.config.loader import LoraConfig, ModelConfig
 
-# PEFT uses a deprecated name of transformers; users cannot change that.
+# PEFT uses a deprecated name of transformers, which users cannot change.
 warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "int8": torch.bfloat16, "int4": torch.bfloat16}
 COMPARED = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "gemma3_text", "phi", "phi3")
-"""model_type of the families whose output head the tests compare with transformers' own logits."""
+"""The families (model_type) whose output head the tests compare with transformers' own logits."""
 
 
 class ParameterCount(NamedTuple):
-    """Numbers of parameters, tied weights counted once, and a note about quantised ones."""
+    """Numbers of parameters, counting tied weights once, and a note about quantized weights."""
 
     trainable: int
     total: int
@@ -54,18 +54,18 @@ def load_model(
     """Loads the base model on the CPU and makes it trainable.
 
     Args:
-        config: which model, in which dtype.
-        lora: the adapters; r = 0 trains every weight instead.
-        seed: of the adapters' initial values; the global random state is left as it was.
-        settings: of `source.read_config`, if they were read before.
+        config: the model and its dtype.
+        lora: the adapters; r = 0 trains all weights instead.
+        seed: seed of the adapters' initial values; the global random state does not change.
+        settings: result of `source.read_config`, if the caller has it.
 
     Returns:
         A `PeftModel`, or the plain model if lora.r = 0, in training mode, with the segment-aware attention "tpu_kit".
 
     Raises:
-        ValueError: if the model cannot be read, weights are missing from it, or the LoRA targets do not fit it.
+        ValueError: if the model cannot be read, lacks weights, or does not match the LoRA targets.
     """
-    # For a mesh trained weights stay as they are saved, mapped from the files, until their shards are made in fp32.
+    # On a mesh, trained weights stay memory-mapped in their saved dtype until their shards are made in fp32.
     whole: Any = torch.float32 if active_mesh().size == 1 else "auto"
     numbers = token_numbers(config, lora)
     base = load_frozen(config, settings) if lora.r else load_base(config, whole, settings)
@@ -78,20 +78,20 @@ def load_model(
 def adapt(
     model: PreTrainedModel, lora: LoraConfig, base_dtype: str, seed: int = 0, tokens: Sequence[int] | None = None
 ) -> torch.nn.Module:
-    """Makes a causal language model trainable; it may come from anywhere and be on any device.
+    """Makes a causal language model trainable, on any device.
 
     Args:
-        model: the base model, stored in the dtypes of the module's docstring.
-        lora: the adapters, or r = 0.
+        model: the base model, in the dtypes that `causal_lm` describes.
+        lora: the adapters; r = 0 trains all weights.
         base_dtype: "fp32" runs matrix products in fp32, others in bf16.
-        seed: of the adapters' initial values.
-        tokens: the ids of `lora.tokens`; by default the first ones, for a model without values.
+        seed: seed of the adapters' initial values.
+        tokens: the ids of `lora.tokens`; None: the first ids, for a model on "meta".
 
     Returns:
-        The same weights, with adapters if lora.r > 0; `requires_grad` says which are trained.
+        The same weights, with adapters if lora.r > 0; `requires_grad` marks trained parameters.
 
     Raises:
-        ValueError: if the LoRA targets or their initialisation do not fit the model.
+        ValueError: if the LoRA targets or their initialization do not match the model.
     """
     _connect(model, base_dtype, frozen=lora.r > 0)
     adapted: torch.nn.Module = model.requires_grad_(True)
@@ -100,7 +100,7 @@ def adapt(
     if not lora.r and others:
         raise ValueError(
             f"lora.r=0 trains all weights, and {type(model).__name__} has some that text does not use, such as "
-            f"{others[0]}: train adapters (lora.r=16), which only its language model gets"
+            f"{others[0]}: train adapters (lora.r=16) of its language model instead"
         )
     if lora.r:
         from peft import LoraConfig as PeftLoraConfig
@@ -137,7 +137,7 @@ def adapt(
 
 
 def freeze(model: PreTrainedModel, base_dtype: str) -> PreTrainedModel:
-    """Prepares a loaded base model as a frozen one beside the trained model; `base_dtype` as in `adapt`."""
+    """Prepares a loaded base model as a frozen model beside the trained model; `base_dtype`: see `adapt`."""
     _connect(model, base_dtype, frozen=True)
     if model.config.model_type not in COMPARED and model.device.type != "meta":
         check_head(model)
@@ -145,26 +145,26 @@ def freeze(model: PreTrainedModel, base_dtype: str) -> PreTrainedModel:
 
 
 def _connect(model: PreTrainedModel, base_dtype: str, frozen: bool) -> None:
-    """Lets a model of transformers call the kit's functions."""
+    """Makes a transformers model call the kit's functions."""
     families.connect(model, frozen)
     families.set_attention(model, attention.SDPA)
     if model.config.get_text_config()._attn_implementation != attention.SDPA:
         raise ValueError(
-            f"the attention of {type(model).__name__} is code of its own, not one of the functions that transformers "
-            "lets others replace (AttentionInterface), so the documents of a row cannot be kept apart in it"
+            f"{type(model).__name__} has its own attention code and ignores transformers' AttentionInterface, so the "
+            "kit cannot separate the documents of a row: use another model"
         )
     fix_rotary(model)
     model._tpu_kit_compute_dtype = _DTYPES[base_dtype]
 
 
 def _linears_outside_text(model: PreTrainedModel) -> list[str]:
-    """Returns the names of linear layers outside of the language model, such as those for images."""
+    """Returns the names of linear layers outside of the language model, such as in a vision tower."""
     text = {*model.get_decoder().modules(), model.get_output_embeddings()}
     return [name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear) and part not in text]
 
 
 def _projector(model: PreTrainedModel) -> list[str]:
-    """Returns the names of the linear layers that bring images into the text model."""
+    """Returns the names of the projectors' linear layers, which map image features into the text model."""
     from tpu_kit.model.families import vision
 
     inside = {one for part in vision.projectors_of(model) for one in part.modules()}
@@ -172,7 +172,7 @@ def _projector(model: PreTrainedModel) -> list[str]:
 
 
 def _projector_parameters(model: PreTrainedModel) -> list[str]:
-    """Returns the names of the projector's matrices that are in no linear layer (Gemma 3's), which PEFT takes, too."""
+    """Returns the names of the projector's matrices outside of linear layers (Gemma 3), which PEFT can adapt too."""
     from tpu_kit.model.families import vision
 
     paths = [name for name, one in model.named_modules() if one in vision.projectors_of(model)]
@@ -182,13 +182,13 @@ def _projector_parameters(model: PreTrainedModel) -> list[str]:
 
 
 def _targets(model: PreTrainedModel, lora: LoraConfig, others: list[str], projector: list[str]) -> str | list[str]:
-    """Checks that the LoRA targets match linear layers of the text model, or its embeddings.
+    """Checks that the LoRA targets are linear layers of the text model or embeddings; returns PEFT's `target_modules`.
 
     Args:
-        model: the base.
+        model: the base model.
         lora: the adapters.
-        others: linear layers that get none, such as those of a tower.
-        projector: those of the projector, if it is trained.
+        others: linear layers that get no adapters, such as in a tower.
+        projector: the projector's linear layers if it is trained, otherwise empty.
     """
     from transformers.pytorch_utils import Conv1D
 
@@ -205,16 +205,16 @@ def _targets(model: PreTrainedModel, lora: LoraConfig, others: list[str], projec
             continue
         if all(name.removeprefix(".") in others for name in linear if name.endswith(f".{target}")):
             raise ValueError(
-                f"lora.targets: {target} is of the part for images, which is frozen: name layers of the text model; "
-                "lora.vision=true trains the projector"
+                f"lora.targets: {target} belongs to the vision modules, which are frozen: name layers of the text "
+                "model; lora.vision=true trains the projector"
             )
     return wanted + projector
 
 
 def _beside_experts(model: PreTrainedModel) -> list[str]:
-    """Lists what all-linear means in a mixture of experts: attention, dense and shared MLPs; empty for other models.
+    """Lists the targets of all-linear in a mixture of experts: attention, dense and shared MLPs. Otherwise empty.
 
-    PEFT's own all-linear adds experts and routers.
+    PEFT's own all-linear would add experts and routers.
     """
     if not any(True for _ in experts.modules_of(model)):
         return []
@@ -222,39 +222,39 @@ def _beside_experts(model: PreTrainedModel) -> list[str]:
 
 
 def check_head(model: torch.nn.Module) -> None:
-    """Compares the logits made from `hidden_states` and `output_embedding` with the model's own, on a few tokens.
+    """Compares logits from `hidden_states` and `output_embedding` with the model's own logits, on a few tokens.
 
     Raises:
-        ValueError: they differ, because the family changes its logits in an unknown way.
+        ValueError: the logits differ, because the family changes its logits in an unknown way.
     """
     base = base_model(model)
     training = model.training
     model.eval()
-    own = {getattr(base.config, f"{kind}_token_id", None) for kind in ("image", "video", "audio")}  # no text
+    own = {getattr(base.config, f"{kind}_token_id", None) for kind in ("image", "video", "audio")}  # not text
     text = [token for token in range(1, 9 + len(own)) if token not in own][:8]
     ids = torch.tensor([text], device=output_embedding(model).weight.device)
     with torch.no_grad(), autocast(ids.device.type, compute_dtype(model)):
         ours = logits(model, {"input_ids": ids})
-        # With the functions that `hidden_states` runs: in bf16, others round differently.
+        # Uses the same attention function as `hidden_states`: in bf16, others round differently.
         with attention.bound(base.config._attn_implementation, Visibility(torch.ones_like(ids))) as mask:
             own = base(input_ids=ids, use_cache=False, attention_mask=mask).logits
     model.train(training)
     if not torch.allclose(ours.float(), own.float(), rtol=0.02, atol=0.02 * float(own.abs().max())):
         raise ValueError(
-            f"{type(base).__name__} changes its logits in a way that the chunked loss does not know, so its loss "
+            f"{type(base).__name__} changes its logits in a way that the chunked loss does not know, so the loss "
             f"would be wrong. Known families: {', '.join(COMPARED)}"
         )
 
 
 def count_parameters(model: torch.nn.Module) -> ParameterCount:
-    """Counts the parameters, and notes quantised layers without an adapter."""
+    """Counts the parameters, without a teacher's, and notes quantized layers without an adapter."""
     quantized = ((name, part) for name, part in model.named_modules() if isinstance(part, QuantizedLinear))
     parts = {name: part for name, part in quantized if not name.startswith("teacher.")}
     count, about = sum(part.count for part in parts.values()) + experts.count_integers(model), ""
     if parts:
         about = f"; {count:,} are frozen in {next(iter(parts.values())).scheme}"
         alone = {name.rpartition(".")[2] for name in parts} - {"base_layer"}
-        about += f"; no adapter makes up for the rounding of {', '.join(sorted(alone))}" if alone else ""
+        about += f"; no adapter can correct the rounding of {', '.join(sorted(alone))}" if alone else ""
     return ParameterCount(
         trainable=sum(parameter.numel() for parameter in trainable_parameters(model).values()),
         total=count + sum(one.numel() for name, one in model.named_parameters() if not name.startswith("teacher.")),

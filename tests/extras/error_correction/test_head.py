@@ -145,7 +145,7 @@ def write(folder: Path, tensors: dict[str, torch.Tensor], document: dict[str, An
             "(ImportError: its code is not in this installation, which lacks tpu_kit.extras.none; install ",
         ),
         ("tensor", "cannot be read (RuntimeError: "),
-        ("model", "is for hidden states of 32 numbers, and the model has 64: set model.name to the base model"),
+        ("model", "is for a hidden size of 32, and the model has 64: set model.name to the base model"),
     ],
 )
 def test_a_head_that_does_not_fit_is_refused(tmp_path: Path, damage: str, text: str) -> None:
