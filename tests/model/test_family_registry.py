@@ -56,6 +56,6 @@ def test_experts_are_connected_once_and_not_trained_on_xla() -> None:
         families.connect(model, frozen=False)
     assert MIXTURE._experts_implementation_internal == "tpu_kit"
     families.check_trained(model, "cpu")
-    with pytest.raises(ValueError, match=r"lora\.r=0 trains all weights, and on XLA those of experts are frozen"):
+    with pytest.raises(ValueError, match=r"lora\.r=0 trains all weights, but on XLA the weights of experts are frozen"):
         families.check_trained(model, "xla-cpu")
     families.check_trained(model.requires_grad_(False), "xla-cpu")

@@ -470,7 +470,7 @@ def test_what_cannot_be_a_loop_stays_as_it_is() -> None:
     with pytest.raises(ValueError) as refusal:
         layer_scan.scan_layers(encoder, OptimConfig(), "tpu")
     assert str(refusal.value) == (
-        "Module cannot run its layers as a loop, as XLA does: Module has no list of layers; train it with "
+        "Module cannot run its layers as a loop, which XLA needs: Module has no list of layers; train it with "
         "launch.device_type=cuda or cpu"
     )
     decoder: Any = decoder_of(tiny())

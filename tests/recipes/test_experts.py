@@ -192,5 +192,5 @@ def test_integers_are_kept_in_the_cache(world: Path, tmp_path: Path) -> None:
 
 
 def test_all_weights_are_not_trained_on_xla(world: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"lora\.r=0 trains all weights, and on XLA those of experts are frozen"):
+    with pytest.raises(ValueError, match=r"lora\.r=0 trains all weights, but on XLA the weights of experts are frozen"):
         run(world, "qwen3_moe", tmp_path, **{**WAYS["fsdp"], "lora.r": 0})

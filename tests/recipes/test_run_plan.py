@@ -70,7 +70,7 @@ OLMO = TINY | {"model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"]}
         (PHI3, [], ""),
         (PHI3, ["remat=none"], r"resid_attn_dropout is dropout outside of a loop over layers: set optim.remat=full"),
         (OLMO, [], "launch.device_type=torch-tpu trains llama, qwen2, qwen3, gemma3_text, phi3 alone: use launch.dev"),
-        (TINY, ["shared"], "cannot run its layers as a loop, as XLA does: its layers share weights; train it with"),
+        (TINY, ["shared"], "cannot run its layers as a loop, which XLA needs: its layers share weights; train it with"),
     ],
 )
 def test_layers_that_torch_tpu_does_not_train_are_refused_by_the_plan(

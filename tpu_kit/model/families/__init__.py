@@ -1,5 +1,5 @@
-"""Layers that only some models have: experts, linear attention.
+"""Layers that only some models have: experts, linear attention, vision towers.
 
-Offers one module for each kind of layer.
+Offers one module per kind of layer.
 Must not be needed by a model without such layers.
 """

@@ -1,13 +1,13 @@
 """Layers with a state along the row: the gated delta rule, Mamba 2 and short convolutions, within packed documents.
 
-transformers computes them with operations that XLA lacks, and lets a document see the one before it. Here a loop over
-chunks of the row, forward and backward, has static shapes, and `segment_ids` separate the documents. Qwen3.5,
-Qwen3-Next, LFM2, Granite 4 hybrids, Bamba, Falcon H1 and Nemotron-H use it.
+transformers uses operations that XLA lacks, and lets a document see the previous document. The kit loops over chunks of
+the row, forward and backward, with static shapes, and `segment_ids` separate the documents. Qwen3.5, Qwen3-Next, LFM2,
+Granite 4 hybrids, Bamba, Falcon H1 and Nemotron-H have such layers.
 
-The decays between tokens of two documents are 0, and the state counts only for tokens of the document with which the
-chunk before ended. The backward loop computes each chunk again from the state before it, so a layer's backward pass
-holds one chunk and the states between chunks, (N, B, H, K, V) in fp32. The layers call functions that are globals of
-their modules; `connect` replaces these functions by ones that read the documents and the cache of `layer_inputs`.
+Decays between tokens of two documents are 0, and a chunk's initial state applies only to tokens of the document that
+spans the chunk's border. The backward loop recomputes every chunk from its initial state, so a layer's backward pass
+holds a single chunk and the states between chunks, (N, B, H, K, V) in fp32. The layers call global functions of their
+modules; `connect` replaces these by functions that read the documents and the cache of `layer_inputs`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from tpu_kit.xla.scan import Tensors, Tree
 
 CHUNK = 64
 """Tokens of a chunk, a power of 2."""
-_EPSILON = 1e-6  # of the norm of queries and keys, as in transformers
+_EPSILON = 1e-6  # in the norm of queries and keys, as in transformers
 Step = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 sizes_of_states: ContextVar[list[tuple[int, int, int]] | None] = ContextVar("sizes_of_states", default=None)
-"""A list to which (H, K, V) of each state that is computed are added."""
+"""If set, a list that collects the sizes (H, K, V) of every computed state."""
 
 
 # --------------------------------------------------------------------------------------------------------------- chunks
@@ -47,16 +47,16 @@ def delta_step(
     segment: torch.Tensor,
     before: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes the gated delta rule (arXiv 2412.06464) of a chunk.
+    """Computes the gated delta rule (arXiv 2412.06464) for a chunk.
 
     Args:
         state: (B, H, K, V) fp32, before the chunk.
-        query: (B, C, h, K); each head serves H / h neighbours.
+        query: (B, C, h, K); a head is shared by H / h consecutive heads of the values.
         key: (B, C, h, K).
         value: (B, C, H, V).
         decay: (B, C, H) logs, at most 0.
         beta: (B, C, H), between 0 and 1.
-        segment: (B, C) int32, the document of each token.
+        segment: (B, C) int32, the document of every token.
         before: (B,) int32, the document of the token before the chunk.
 
     Returns:
@@ -84,11 +84,11 @@ def mamba_step(
     segment: torch.Tensor,
     before: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `delta_step` for Mamba 2 (arXiv 2405.21060), whose x * dt, B, C and A * dt are the first tensors."""
+    """Computes Mamba 2 (arXiv 2405.21060) for a chunk, like `delta_step`, from Mamba's x * dt, B, C and A * dt."""
     given, key, query = (_by_head(one, given.shape[2]) for one in (given, key, query))
     decay = decay.float().transpose(1, 2)
     place = torch.arange(decay.shape[-1], device=decay.device)
-    # Its decays are large: differences of their sums would lose digits.
+    # Decays are large, so differences of their cumulative sums would lose digits.
     between = torch.where(place[:, None] > place[None, :], decay[..., None], 0.0).cumsum(-2)
     pairs, inherits, to_end, stays = _decays(decay.cumsum(-1), between, segment, before)
     output = (query * inherits) @ state + ((query @ key.transpose(-1, -2)) * pairs) @ given
@@ -96,7 +96,7 @@ def mamba_step(
 
 
 def _by_head(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    """Returns (B, heads, C, D) in fp32 of (B, C, h, D); each head serves heads / h neighbours."""
+    """Converts (B, C, h, D) to (B, heads, C, D) in fp32, and repeats every head heads / h times."""
     tensor = tensor.float().transpose(1, 2)
     batch, have, length, width = tensor.shape
     if have == heads:
@@ -114,18 +114,18 @@ def _decays(
     """Returns the decays of a chunk, which are 0 between documents.
 
     Args:
-        total: (B, H, C), the sum of the logs of the decays up to each token.
-        between: (B, H, C, C), the sum of those after the token of the last axis, up to the token of the axis before it.
-        segment: as in `delta_step`.
-        before: as in `delta_step`.
+        total: (B, H, C), log decay summed up to and including a token.
+        between: (B, H, C, C), log decay summed from after the token of the last axis to the token of the axis before.
+        segment: see `delta_step`.
+        before: see `delta_step`.
 
     Returns:
-        The decays between its tokens, (B, H, C, C), of the state at each token, (B, H, C, 1), of each token at the end
-        of the chunk, (B, H, C, 1), and of the state over the chunk, (B, H, 1, 1).
+        The decay between tokens (B, H, C, C), of the initial state at a token (B, H, C, 1), of a token at the chunk's
+        end (B, H, C, 1), and of the state over the chunk (B, H, 1, 1).
     """
     place, last = torch.arange(segment.shape[1], device=segment.device), segment[:, -1:]
     seen = (segment[:, :, None] == segment[:, None, :]) & (place[:, None] >= place[None, :])
-    # Masked before the exponential: above the diagonal it would overflow, and its gradient would be NaN.
+    # Masks before the exponential, which would overflow above the diagonal and have NaN gradients.
     pairs = torch.where(seen[:, None], between, float("-inf")).exp()
     inherits = torch.where((segment == before[:, None])[:, None], total.exp(), 0.0)
     stays = torch.where((before[:, None] == last)[:, None], total[..., -1:].exp(), 0.0)
@@ -135,9 +135,9 @@ def _decays(
 def unit_lower_inverse(strict: torch.Tensor) -> torch.Tensor:
     """Returns the inverse of I + strict, for strictly lower triangular (..., C, C); C is a power of 2.
 
-    With X the inverse of the diagonal blocks of size m, X - X L X is the inverse of the blocks of size 2m, where L is
-    the part of the matrix between two neighbours. A product of powers of the matrix takes as many products, but for
-    equal keys (a repeated token) its terms cancel, and it loses all digits.
+    Let X be the inverse of the diagonal blocks of size m, and L the entries between neighbouring blocks. Then X - X L X
+    is the inverse of the blocks of size 2m. A product of powers of the matrix takes as many products, but for equal
+    keys (a repeated token) its terms cancel, and it loses all digits.
     """
     return _Inverse.apply(strict)
 
@@ -147,7 +147,7 @@ class _Inverse(torch.autograd.Function):
     def forward(ctx: Any, strict: torch.Tensor) -> torch.Tensor:
         size = strict.shape[-1]
         place = torch.arange(size, device=strict.device)
-        # The highest bit in which row and column differ tells in which size of blocks they are neighbours.
+        # The highest bit in which row and column differ is the size of the blocks in which they are neighbours.
         differ = place[:, None] ^ place[None, :]
         found, block = torch.eye(size, dtype=strict.dtype, device=strict.device), 1
         while block < size:
@@ -168,7 +168,7 @@ class _Inverse(torch.autograd.Function):
 def _over_chunks(
     step: Step, sizes: tuple[int, int, int], dtype: torch.dtype, tensors: Tensors, segment_ids: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the outputs (B, S, H, V) in a dtype, and the last state, (B, H, K, V) for the sizes H, K, V, in fp32."""
+    """Returns the outputs (B, S, H, V) in `dtype`, and the last state (B, H, K, V) in fp32; `sizes` are (H, K, V)."""
     batch, length = segment_ids.shape
     if (recorded := sizes_of_states.get()) is not None:
         recorded.append(sizes)
@@ -179,7 +179,7 @@ def _over_chunks(
         return tensor.unflatten(1, (-1, CHUNK)).transpose(0, 1)
 
     segments = chunks(segment_ids.to(torch.int32))
-    before = torch.cat([segments[:1, :, 0], segments[:, :, -1]])[:-1]  # XLA has no empty slice of one row's one chunk
+    before = torch.cat([segments[:1, :, 0], segments[:, :, -1]])[:-1]  # XLA has no empty slices
     state = torch.zeros(batch, *sizes, device=segment_ids.device)
 
     def body(carry: Tree, _: Tree, slices: Tree) -> tuple[Tree, Tree]:
@@ -197,7 +197,7 @@ def _over_chunks(
 
 
 class _Conv(torch.autograd.Function):
-    """Saves the inputs alone, and computes gradients as shifted products, too, which XLA joins to one kernel."""
+    """Saves only the inputs, and computes gradients as shifted products too, which XLA fuses into one kernel."""
 
     @staticmethod
     def forward(
@@ -215,7 +215,7 @@ class _Conv(torch.autograd.Function):
         with torch.enable_grad():
             before = _convolved(hidden, weight, bias, segment_ids).detach().requires_grad_()
             (given,) = torch.autograd.grad(_activated(before, ctx.activation), before, upstream.float())
-        given = given.to(hidden.dtype)  # else XLA stores it in fp32, and reads it for each tap
+        given = given.to(hidden.dtype)  # otherwise XLA stores it in fp32, and reads it per tap
         taps = range(min(weight.shape[1], hidden.shape[2]))
         factors = weight.float().flip(1)
         first = sum(_shifted(given, -back, segment_ids).float() * factors[:, back, None] for back in taps)
@@ -240,7 +240,7 @@ def _convolved(
 
 
 def _shifted(tensor: torch.Tensor, back: int, segment_ids: torch.Tensor | None) -> torch.Tensor:
-    """Returns what (B, D, S) has `back` tokens before each token, or after it, and 0 in another document."""
+    """Returns the values of (B, D, S) `back` tokens earlier (later if negative); 0 if from another document."""
     sides, kept = (max(back, 0), max(-back, 0)), slice(max(-back, 0), tensor.shape[2] - max(back, 0))
     if back == 0:
         return tensor
@@ -261,9 +261,9 @@ def _activated(tensor: torch.Tensor, name: str | None) -> torch.Tensor:
 
 
 def connect(model: torch.nn.Module, frozen: bool = True) -> None:
-    """Lets the layers of a model of transformers call the functions of this module; a second call does nothing.
+    """Makes the layers of a transformers model call the functions of this module; a second call does nothing.
 
-    The functions are globals of the modules that define the layers, so other models of the family get them, too. In a
+    The functions are globals of the modules that define the layers, so other models of the family get them too. In a
     call without segment ids and without the kit's cache, transformers' own function runs, except on XLA.
     """
     for module in map(sys.modules.__getitem__, {type(part).__module__ for part in model.modules()}):
@@ -276,10 +276,10 @@ def connect(model: torch.nn.Module, frozen: bool = True) -> None:
 
 
 def _documents(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-    """Returns the segment ids of a call for (B, S, ...), and whether tokens count, (B, S); None for transformers' own.
+    """Returns the segment ids of a call for (B, S, ...), and in a prefill the mask (B, S) of tokens without padding.
 
-    The prompts of a prefill are padded at the end, so that a row is one document, whose padding must not change the
-    state.
+    None means that transformers' own function runs. In a prefill, a row is one document, and the padding at its end
+    must not change the state.
     """
     inputs = layer_inputs.current()
     segment_ids, cache = inputs.visibility.segment_ids, inputs.cache
@@ -297,12 +297,12 @@ def _delta(
     own: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
     **options: Any,
 ) -> Any:  # fmt: skip
-    """Computes the gated delta rule of rows; for the shapes see `delta_step`, with S tokens for C."""
+    """Computes the gated delta rule over rows; for the shapes see `delta_step`, with S tokens for C."""
     documents = _documents(value)
     if documents is None:
         return own(query, key, value, g=g, beta=beta, **options)
     if options.get("initial_state") is not None or not options.get("use_qk_l2norm_in_kernel"):
-        raise ValueError("the model continues a state, or does not norm queries and keys: the kit computes neither")
+        raise ValueError("the model continues a state or does not normalize queries and keys: the kit supports neither")
     segments, counts = documents
     if counts is not None:
         g, beta = g * counts[..., None], beta * counts[..., None]
@@ -314,12 +314,12 @@ def _mamba2(
     own: Any, hidden: torch.Tensor, dt: torch.Tensor, rates: torch.Tensor, key: torch.Tensor, query: torch.Tensor,
     **options: Any,
 ) -> Any:  # fmt: skip
-    """Computes Mamba 2 of x (B, S, H, P), dt (B, S, H), A (H,), B and C (B, S, G, N); its state is (B, H, P, N)."""
+    """Computes Mamba 2 for x (B, S, H, P), dt (B, S, H), A (H,), B and C (B, S, G, N); its state is (B, H, P, N)."""
     documents = _documents(hidden)
     if documents is None:
         return own(hidden, dt, rates, key, query, **options)
     if options.get("initial_states") is not None or options.get("z") is not None:
-        raise ValueError("the model continues a state, or gates within the scan: the kit computes neither")
+        raise ValueError("the model continues a state, or gates within the scan: the kit supports neither")
     segments, counts = documents
     if (bias := options.get("dt_bias")) is not None:
         dt = dt + bias.to(dt.dtype)
@@ -337,7 +337,7 @@ def _mamba2(
 def _mamba2_step(
     own: Any, *tensors: torch.Tensor, dt_bias: torch.Tensor | None = None, dt_softplus: bool = False, **options: Any
 ) -> Any:
-    """Limits the time step as in a prefill, which transformers' layers leave out in a decode step."""
+    """Clamps the time step as in a prefill; transformers' layers omit this in a decode step."""
     cache = layer_inputs.current().cache
     if cache is not None and cache.time_limits is not None:
         state, hidden, dt, *rest = tensors
@@ -351,18 +351,18 @@ def _conv(
     own: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None,
     activation: str | None = None, **options: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """Computes a depthwise causal convolution within the documents that are bound, as shifted products in fp32.
+    """Computes a depthwise causal convolution within the bound documents, as shifted products in fp32.
 
     Args:
         own: transformers' function.
         hidden: (B, D, S).
-        weight: (D, taps); the last one is of the token itself.
+        weight: (D, taps); the last tap multiplies the token itself.
         bias: (D,).
-        activation: of the result, by transformers' name.
-        **options: of transformers' function.
+        activation: transformers' name of the activation after the convolution.
+        **options: options of transformers' function.
 
     Returns:
-        (B, D, S) in the dtype of `hidden`.
+        The result (B, D, S) in the dtype of `hidden`.
     """
     segment_ids = layer_inputs.current().visibility.segment_ids
     if segment_ids is None and hidden.device.type != "xla":

@@ -1,10 +1,10 @@
-"""What the kit computes in place of transformers' functions, by family of layers: a new family is one line here.
+"""Families of layers whose transformers functions the kit replaces. A new family is one line here.
 
-A family's module offers `connect(model, frozen)`, which makes the layers of a model of transformers call its functions;
-again, it does nothing. It may offer `check_trained(model, device_type)`, which raises ValueError if the model's trained
-weights are not trained on the device; `own_attention(model)`, the attention of the model's parts that keep theirs;
-`loop_layers(model, optim, device_type)`, which makes further layers loops; and, for the columns of a batch in `INPUTS`,
-`decoder_inputs(model, batch)`. Only a model that needs a family imports its module.
+A family's module offers `connect(model, frozen)`: the model's layers then call the module's functions; a second call
+does nothing. These functions are optional: `check_trained(model, device_type)` raises ValueError if the device cannot
+train the model's trained weights. `own_attention(model)` returns the attention of parts that keep their own.
+`loop_layers(model, optim, device_type)` makes further layers loops. `decoder_inputs(model, batch)` handles the columns
+of a batch in `INPUTS`. Only a model that needs a family imports its module.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ class Family(NamedTuple):
     """A family of layers.
 
     Attributes:
-        module: of the kit, which computes it.
-        functions: names in transformers' module of a model that has such layers, one or more; none for all models.
-        towers: the types of models that have such layers if their configuration has a "vision_config".
+        module: the kit's module for these layers.
+        functions: names in a model's transformers module, any of which shows that the model has such layers.
+        towers: model types that have such layers if their configuration has a "vision_config". With neither `functions`
+            nor `towers`, the family applies to all models.
     """
 
     module: str
@@ -57,11 +58,11 @@ FAMILIES = (
 )
 
 INPUTS = {"image_index": "tpu_kit.model.families.vision"}
-"""A column of a batch -> the module that makes what the decoder gets in place of the token ids."""
+"""Column of a batch -> module that computes the decoder's inputs in place of the token ids."""
 
 
 def _modules_for(model: torch.nn.Module) -> Iterator[Any]:
-    """Yields the modules of the families that a model has."""
+    """Yields the modules of a model's families."""
     defining = {type(part).__module__ for part in model.modules()} & sys.modules.keys()
     there = {name for module in defining for name in vars(sys.modules[module])}
     config: Any = getattr(model, "config", None)
@@ -73,11 +74,11 @@ def _modules_for(model: torch.nn.Module) -> Iterator[Any]:
 
 
 def connect(model: torch.nn.Module, frozen: bool) -> None:
-    """Lets a model of transformers call the kit's functions.
+    """Makes a transformers model call the kit's functions.
 
     Args:
         model: changed in place.
-        frozen: whether its own weights are not trained, so that they may be brought to another form.
+        frozen: whether the model's own weights are frozen, so that their layout may change.
 
     Raises:
         ValueError: the kit cannot compute the model's layers.
@@ -87,24 +88,24 @@ def connect(model: torch.nn.Module, frozen: bool) -> None:
 
 
 def check_trained(model: torch.nn.Module, device_type: str) -> None:
-    """Checks that the trained weights of a model are trained on a device; raises ValueError if they are not."""
+    """Raises ValueError if a device cannot train the trained weights of a model."""
     _call(model, "check_trained", device_type)
 
 
 def set_attention(model: PreTrainedModel, implementation: str) -> None:
-    """Sets the attention of a model of transformers by its registered name; a tower keeps its own."""
+    """Sets the attention of a transformers model by its registered name; a tower keeps its own attention."""
     parts = {name: own for found in _call(model, "own_attention") for name, own in found.items()}
     named = {"": implementation, "text_config": implementation, **parts} if parts else implementation
     model.set_attn_implementation(named)
 
 
 def loop_layers(model: torch.nn.Module, optim: OptimConfig, device_type: str) -> None:
-    """Makes the layers that families of a model have beside its decoder loops, where the decoder's are."""
+    """Makes families' layers outside of the decoder loops, on devices where the decoder's layers are loops."""
     _call(model, "loop_layers", optim, device_type)
 
 
 def _call(model: torch.nn.Module, function: str, *arguments: Any) -> list[Any]:
-    """Calls a function of the modules that have it; returns their results."""
+    """Calls a function of all family modules that have it, and returns the results."""
     modules = [module for module in _modules_for(model) if hasattr(module, function)]
     return [getattr(module, function)(model, *arguments) for module in modules]
 
@@ -112,11 +113,11 @@ def _call(model: torch.nn.Module, function: str, *arguments: Any) -> list[Any]:
 def decoder_inputs(
     model: torch.nn.Module, batch: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any], tuple[torch.Tensor, ...]]:
-    """Returns the arguments of a decoder for a batch, arguments of `Visibility`, and the additions of its layers.
+    """Returns a decoder's arguments for a batch, arguments of `Visibility`, and `LayerInputs.additions`.
 
     Args:
-        model: of transformers, without PEFT's wrapper.
-        batch: as `causal_lm.hidden_states` takes it.
+        model: transformers model without PEFT's wrapper.
+        batch: see `causal_lm.hidden_states`.
     """
     for column, module in INPUTS.items():
         if column in batch:

@@ -1,5 +1,5 @@
-"""Decoder layers as one loop: what a layer is called with, which of its tensors are kept, and its compiled program.
+"""Decoder layers as a loop: the arguments of a layer, the tensors that it saves, and its compiled program.
 
 Offers `layer_scan.stack` and `activation_checkpointing`.
-Must not know one family of layers from another.
+Must not distinguish families of layers.
 """

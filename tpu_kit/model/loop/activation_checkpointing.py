@@ -1,22 +1,22 @@
-"""Recomputing activations instead of keeping them: what a layer saves, MLPs over tiles, dropout with a repeatable mask.
+"""Recomputing activations instead of saving them: saved results, MLPs over tiles, dropout with a repeatable mask.
 
-With optim.remat=outputs a layer keeps the results of matrix products and of attention, and recomputes the rest (norms,
-rotary angles, activation functions), which costs almost no FLOPs. In a loop over layers the forward pass records these
-results, and the loop outputs them. The backward pass runs the layer again and replaces each product by its saved
-result. The gradient of a product does not need the product, so XLA removes its recomputation. For layers outside of a
-loop, torch's own selective checkpointing does this.
+With optim.remat=outputs, a layer saves the results of matrix products and attention, and recomputes the rest (norms,
+rotary angles, activation functions), which costs almost no FLOPs. In a loop over layers, the forward pass records these
+results, and the loop outputs them. The backward pass runs the layer again with the saved results in place of the
+products. A product's gradient does not need its result, so XLA removes the recomputed product. Layers outside of a loop
+use torch's selective checkpointing.
 
 `chunk_mlp` runs an MLP over tiles of tokens, so that its (tokens, intermediate size) activations exist for one tile at
-a time. The backward pass recomputes each tile. In a layer that is recomputed anyway this costs nothing more, because
-the compiler removes the unused MLP of the recomputed forward pass.
+a time. The backward pass recomputes every tile. In a recomputed layer this costs nothing more, because the compiler
+removes the unused MLP of the recomputed forward pass.
 
-`SeededDropout` draws its mask from a seed and the position, so that a recomputed layer draws the same mask. A generator
-with a state would draw the same mask in every iteration of an XLA loop, or another mask in the backward pass. The mask
+`SeededDropout` draws its mask from a seed and the position, so that a recomputed layer draws the same mask. A stateful
+generator would draw the same mask in every iteration of an XLA loop, or another mask in the backward pass. The mask
 costs a few integer operations, fused with the product, and is not saved.
 
-`fuse_lora`: PEFT adds a LoRA layer's product to the base layer's with operations of their own, which wait for memory
-longer than the products take. Without it an update of the embedded model in fp32 takes 1.2 times as long on the CPU,
-and a step of a 0.5B model 1.06 times as long on a TPU, by its compiler's cost model.
+`fuse_lora` fuses the LoRA product with the base product. PEFT adds them in separate operations, which wait for memory
+longer than the products take. Without the fusion, an update of the embedded model in fp32 takes 1.2 times as long on
+the CPU. By the TPU compiler's cost model, a step of a 0.5B model takes 1.06 times as long.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _HIGH = 0x7FFFFFFF
 
 
 class SeededDropout(torch.nn.Module):
-    """`torch.nn.Dropout` that draws from its buffer `seed`, () int32, which the caller sets for every call.
+    """`torch.nn.Dropout` that draws from its buffer `seed`, () int32, which the caller sets before every call.
 
     Args:
         p: probability of zero.
-        site: number of this dropout within the layer, so that two of one layer draw different masks.
+        site: number of this dropout in the layer, so that a layer's dropouts draw different masks.
     """
 
     seed: torch.Tensor
@@ -57,14 +57,14 @@ class SeededDropout(torch.nn.Module):
         self.register_buffer("seed", torch.zeros((), dtype=torch.int32), persistent=False)
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        """Zeroes each value with probability `p` and scales the others; does nothing in evaluation mode."""
+        """Zeroes values with probability `p` and scales the others; does nothing in evaluation mode."""
         if not self.training:
             return values
         return _Dropout.apply(values, self.seed, self.p, self.site)
 
 
 def seed_dropouts(layers: torch.nn.Module) -> None:
-    """Replaces the dropouts of layers by seeded ones, in place."""
+    """Replaces the dropouts of layers by `SeededDropout`, in place."""
     dropouts = [(name, one) for name, one in layers.named_modules() if isinstance(one, torch.nn.Dropout) and one.p > 0]
     for site, (name, dropout) in enumerate(dropouts):
         owner, _, leaf = name.rpartition(".")
@@ -91,9 +91,9 @@ def _masked(values: torch.Tensor, seed: torch.Tensor, p: float, site: int) -> to
 
 
 def keep_mask(shape: torch.Size, seed: torch.Tensor, p: float, site: int, device: torch.device) -> torch.Tensor:
-    """Makes the mask: booleans, true with probability 1 - p, equal on all devices for equal arguments.
+    """Returns a boolean mask, true with probability 1 - p, equal on all devices for equal arguments.
 
-    It hashes row, column and seed with the finaliser of Chris Wellons' lowbias32 (public domain).
+    Hashes row, column and seed with the finalizer of Chris Wellons' lowbias32 (public domain).
     """
     columns = torch.arange(shape[-1], device=device, dtype=torch.int32)
     rows = torch.arange(shape.numel() // shape[-1], device=device, dtype=torch.int32)
@@ -104,25 +104,25 @@ def keep_mask(shape: torch.Size, seed: torch.Tensor, p: float, site: int, device
 
 
 def mix(values: torch.Tensor) -> torch.Tensor:
-    """Maps int32 to int32 bijectively, such that each bit of the input affects each bit of the output."""
+    """Maps int32 to int32 bijectively, so that every input bit affects every output bit."""
     values = (values ^ _shift(values, 16)) * 0x7FEB352D
     values = (values ^ _shift(values, 15)) * (0x846CA68B - (1 << 32))
     return values ^ _shift(values, 16)
 
 
 def _shift(values: torch.Tensor, bits: int) -> torch.Tensor:
-    """Shifts to the right and fills with zeros instead of the sign.
+    """Shifts to the right and fills with zeros instead of the sign bit.
 
-    On XLA, `>>` is a division, which rounds towards zero, and a shift by a Python number returns int64.
+    On XLA, `>>` is a division that rounds towards zero, and a shift by a Python number returns int64.
     """
     return torch.bitwise_right_shift(values, torch.full_like(values, bits)) & ((1 << (32 - bits)) - 1)
 
 
-_CHEAP_RATIO = 8  # products whose result is this many times wider than their sum are cheap: LoRA's second product
+_CHEAP_RATIO = 8  # a product is cheap if its result is this many times wider than its inner size: LoRA's second product
 
 
 class _Tape(NamedTuple):
-    """The results that a forward pass saves; `known` are those that a recomputation uses."""
+    """Results that a forward pass saves (`kept`) or that a recomputation uses (`known`)."""
 
     kept: list[torch.Tensor]
     known: Iterator[torch.Tensor] | None
@@ -133,7 +133,7 @@ _tape: ContextVar[_Tape | None] = ContextVar("tape", default=None)
 
 @contextmanager
 def recording(wanted: bool, known: Sequence[torch.Tensor] | None = None) -> Iterator[list[torch.Tensor]]:
-    """Makes `keep` and `once` add results to the list that it yields, or return the `known` ones, if `wanted`."""
+    """If `wanted`, makes `keep` and `once` append results to the yielded list, or return the `known` results."""
     tape = _Tape([], None if known is None else iter(known))
     token = _tape.set(tape if wanted else None)
     try:
@@ -148,8 +148,8 @@ def is_open() -> bool:
 
 
 def keep(computed: torch.Tensor) -> torch.Tensor:
-    """Records a result; in a recomputation returns the recorded one, with the gradient of the result computed now."""
-    # torch.compile cannot read the variable. It compiles no loops, and only loops record.
+    """Records a result. A recomputation returns the recorded result, whose gradient goes to the recomputed result."""
+    # torch.compile cannot read the context variable. It compiles no loops, and only loops record.
     tape = None if torch.compiler.is_compiling() else _tape.get()
     if tape is None:
         return computed
@@ -160,7 +160,7 @@ def keep(computed: torch.Tensor) -> torch.Tensor:
 
 
 def once(count: int, compute: Callable[[], Sequence[torch.Tensor]]) -> Sequence[torch.Tensor]:
-    """Records `count` results of a computation outside of autograd; a recomputation returns them without computing."""
+    """Records `count` results of a computation outside of autograd; a recomputation returns the recorded results."""
     tape = _tape.get()
     if tape is None:
         return compute()
@@ -182,7 +182,7 @@ class _Known(torch.autograd.Function):
 
 
 def keep_products(layer: torch.nn.Module) -> None:
-    """Makes a layer record the results of its linear modules; with an adapter, the sum of both."""
+    """Makes a layer record the results of its linear modules, including their adapters."""
     for child in layer.children():
         if isinstance(child, torch.nn.Linear) or isinstance(getattr(child, "base_layer", None), torch.nn.Linear):
             child.register_forward_hook(_keep_output)
@@ -197,13 +197,13 @@ def _keep_output(module: torch.nn.Module, given: Any, output: torch.Tensor) -> t
 # -------------------------------------------------------------------------------------------- layers outside of a loop
 
 _PRODUCTS = ("aten.mm.default", "aten.addmm.default")
-_ATTENTION = "aten._scaled_dot_product_"  # of its kernels
+_ATTENTION = "aten._scaled_dot_product_"  # prefix of attention kernels
 
 
 def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Chooses the results that torch's checkpoint keeps: of attention's kernels, and of products that are dear.
+    """Chooses the results that torch's checkpoint saves: results of attention kernels, and of expensive products.
 
-    Batched products are the scores of attention without a kernel: they are large and not kept.
+    Batched products are not saved: these are the large scores of attention without a kernel.
     """
     name = str(operation)
     kept = name.startswith(_ATTENTION)
@@ -214,16 +214,16 @@ def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoi
 
 
 def recompute(layers: Sequence[torch.nn.Module], keeps: bool) -> None:
-    """Makes each layer's `forward` call itself through torch's checkpoint, in place; torch.compile compiles both.
+    """Makes every layer's `forward` run through torch's checkpoint, in place; torch.compile compiles both.
 
-    transformers 5.15 calls the checkpoint in the layer's `__call__` instead, so that the compiled code runs within the
-    contexts of `_policy`. There torch.compile leaves a layer uncompiled without a word.
+    transformers 5.15 calls the checkpoint in the layer's `__call__` instead, so compiled code would run within the
+    contexts of `_policy`, where torch.compile silently does not compile a layer.
 
     Args:
-        layers: outside of a loop.
-        keeps: whether they keep the same results as in a loop with optim.remat=outputs.
+        layers: layers outside of a loop.
+        keeps: whether layers save the same results as a loop with optim.remat=outputs.
     """
-    # The random state must be saved only if dropout draws from it.
+    # The random state is only needed if dropout draws from it.
     draws = any(isinstance(part, torch.nn.Dropout) and part.p > 0 for layer in layers for part in layer.modules())
     function = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=draws)
     if keeps:
@@ -233,7 +233,7 @@ def recompute(layers: Sequence[torch.nn.Module], keeps: bool) -> None:
 
 
 def _extend(layers: Iterable[torch.nn.Module], mixin: type[torch.nn.Module], **attributes: Any) -> None:
-    """Puts a mixin before the class of each layer, in place; torch.compile compiles once for all layers of a class."""
+    """Adds a mixin to the class of every layer, in place; torch.compile compiles once for all layers of a class."""
     classes: dict[type, Any] = {}
     for layer in layers:
         kind = type(layer)
@@ -247,7 +247,7 @@ class _Recomputed(torch.nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         function = super().forward
-        if not torch.compiler.is_compiling():  # a compiled layer is recomputed within its program
+        if not torch.compiler.is_compiling():  # a compiled layer recomputes within its program
             function = layer_inputs.kept(function)
         return self.checkpoint(function, *args, **kwargs)
 
@@ -256,8 +256,8 @@ class _Recomputed(torch.nn.Module):
 
 
 def autocast_now(device_type: str) -> dict[str, Any]:
-    """Returns the arguments of `torch.autocast` for its present state, to restore it in a backward pass."""
-    if device_type == "meta":  # which has none
+    """Returns the arguments of `torch.autocast` that restore its current state in a backward pass."""
+    if device_type == "meta":  # meta has no autocast
         return {"device_type": "cpu", "enabled": False}
     return {
         "device_type": device_type, "enabled": torch.is_autocast_enabled(device_type),
@@ -266,13 +266,13 @@ def autocast_now(device_type: str) -> dict[str, Any]:
 
 
 def chunk_mlp(mlp: torch.nn.Module, tokens: int) -> None:
-    """Makes an MLP, (B, S, H) to (B, S, H), run over tiles of up to `tokens` tokens; in place."""
+    """Makes an MLP, (B, S, H) to (B, S, H), run over tiles of at most `tokens` tokens, in place."""
     _extend(_lora_layers(mlp), _FusedLora, takes=staticmethod(_in_tile_on_xla))
     _extend([mlp], _Tiled, tile_tokens=tokens)
 
 
 def cast_once(layer: torch.nn.Module) -> set[str]:
-    """Returns the adapters' weights whose gradient is of one bf16 product: not of DoRA, nor summed over tiles."""
+    """Returns the adapters' weights whose gradient is a single bf16 product: no DoRA, and no sum over tiles."""
     sums = [f"{name}." for name, part in layer.named_modules() if isinstance(part, _Tiled)]
     if any("lora_magnitude" in name for name, _ in layer.named_parameters()):
         return set()
@@ -299,9 +299,9 @@ class _Tiled(torch.nn.Module):
         if mesh.size == 1:
             tokens, width = hidden.numel() // hidden.shape[-1], hidden.shape[-1]
             count = tiles_of(tokens, self.tile_tokens)
-        elif hidden.dim() == 2:  # of a tower whose images are one row, which the mesh divides
+        elif hidden.dim() == 2:  # a tower's images in a single row, which the mesh shards
             count = 1
-        else:  # each tile has tokens of every row, so that all devices work on it
+        else:  # a tile has tokens of all rows, so that all devices work on it
             most = max(1, self.tile_tokens * mesh.batch_shards // hidden.shape[0])
             count = tiles_of(hidden.shape[1] // token_shards(), most)
         if count == 1:
@@ -316,7 +316,7 @@ class _Tiled(torch.nn.Module):
             named = named | {name: seed for seed in slices[1:] for name in seeds}
             token = _in_tile.set(mesh.size == 1)
             try:
-                return carry, torch.func.functional_call(self, named, (slices[0],), tie_weights=False)  # of one tile
+                return carry, torch.func.functional_call(self, named, (slices[0],), tie_weights=False)  # a tile
             finally:
                 _in_tile.reset(token)
 
@@ -325,7 +325,7 @@ class _Tiled(torch.nn.Module):
 
 
 def seeds_of(module: torch.nn.Module) -> list[str]:
-    """Returns the names of the seeds of its dropouts."""
+    """Returns the names of the seed buffers of a module's dropouts."""
     return [f"{name}.seed" for name, part in module.named_modules() if isinstance(part, SeededDropout)]
 
 
@@ -342,17 +342,17 @@ def recomputed_scan(
     inputs: Tensors,
     unrolled: bool = False,
 ) -> Tensors:
-    """Runs `scan` with autograd: it saves the carry before each turn, and the backward loop computes each turn again.
+    """Runs `scan` with autograd: saves the carry before every iteration, and the backward loop recomputes iterations.
 
     Args:
-        body: takes the carry, the constants and the slices of a turn; returns the next carry and an output.
-        carry: floats at the start, which get no gradient; none for turns that do not depend on each other.
-        constants: trained ones get the sum of the turns' gradients.
-        inputs: (N, ...) each; floats get a gradient.
-        unrolled: as in `scan`.
+        body: takes the carry, the constants and the slices of an iteration; returns the next carry and an output.
+        carry: initial floats, which get no gradient; empty if iterations are independent.
+        constants: trained constants get the sum of the iterations' gradients.
+        inputs: tensors (N, ...); floats get a gradient.
+        unrolled: see `scan`.
 
     Returns:
-        The outputs stacked, (N, ...), and the last carry, without a gradient.
+        The stacked outputs (N, ...), and the last carry, without a gradient.
     """
     tensors, structure = tree_flatten((carry, dict(constants), inputs))
     return _RecomputedScan.apply(body, structure, unrolled, *tensors)
@@ -391,7 +391,7 @@ class _RecomputedScan(torch.autograd.Function):
             sums = [total + one for total, one in zip(sums, found[end:], strict=True)]
             return (found[: len(now)], fixed, sums), found[len(now) : end]
 
-        before, constants, inputs = tree_unflatten(ctx.saved_tensors, ctx.structure)  # torch lets them be read once
+        before, constants, inputs = tree_unflatten(ctx.saved_tensors, ctx.structure)  # torch allows a single read
         later = [torch.zeros_like(one[0]) for one in before]
         start = later, constants, [torch.zeros_like(constants[name]) for name in ctx.trained]
         with torch.autocast(**ctx.autocast):
@@ -407,15 +407,15 @@ class _RecomputedScan(torch.autograd.Function):
 
 
 def fuse_lora(model: torch.nn.Module, device_type: str) -> None:
-    """Makes the LoRA layers of a model on the CPU or XLA compute with fewer passes over memory; changes it in place.
+    """Makes the LoRA layers of a model on the CPU or XLA use fewer passes over memory, in place.
 
-    Not for layers that are recomputed: selective checkpointing keeps the base product, which is added to in place.
+    Not for recomputed layers: selective checkpointing saves the base product, which this changes in place.
     """
     _extend(_lora_layers(model), _FusedLora, takes=staticmethod(_on_the_cpu if device_type == "cpu" else _on_xla))
 
 
 def _on_the_cpu(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
-    """Whether all is in one dtype on the CPU."""
+    """Whether all tensors have the same dtype on the CPU, without autocast."""
     same = all(one.dtype == x.dtype for one in weights)
     return x.device.type == "cpu" and same and not torch.is_autocast_enabled("cpu")
 
@@ -425,9 +425,9 @@ def _on_xla(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
 
 
 def _in_tile_on_xla(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
-    """Whether it is a tile: of stacks whose matrices a loop over layers joins, the compiler makes copies.
+    """Whether `x` is a tile of an MLP on XLA.
 
-    Of a 0.5B model they took 0.5 GiB.
+    Elsewhere in a loop over layers, joining matrices makes the compiler copy their stacks: 0.5 GiB for a 0.5B model.
     """
     return x.device.type == "xla" and _in_tile.get()
 
@@ -440,9 +440,9 @@ def _lora_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 class _FusedLora(torch.nn.Module):
-    """Computes as PEFT's layer wherever it is more than a linear layer with one adapter.
+    """A LoRA layer that fuses its products, if it is a plain linear layer with a single adapter.
 
-    Such are layers with dropout or DoRA, merged or switched off ones, and those whose base is trained.
+    PEFT computes layers with dropout or DoRA, with a merged or disabled adapter, or with a trained base.
     """
 
     takes: ClassVar[Callable[..., bool]]
@@ -464,7 +464,7 @@ class _FusedLora(torch.nn.Module):
 
 
 class _LoraProduct(torch.autograd.Function):
-    """x W' + bias + scaling (x A') B', with a gradient for x, A and B."""
+    """Computes x W' + bias + scaling (x A') B', with gradients for x, A and B."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, a: Any, b: Any, bias: Any, scaling: float) -> torch.Tensor:
@@ -486,9 +486,9 @@ class _LoraProduct(torch.autograd.Function):
 def _sum_of_products(
     wide: torch.Tensor, low: torch.Tensor, weight: torch.Tensor, other: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Computes wide @ weight + low @ other + bias; on XLA as one product where joining the matrices moves fewer bytes.
+    """Computes wide @ weight + low @ other + bias; on XLA as a single product if this moves fewer bytes.
 
-    A TPU writes the joined matrix anew in each step, and is spared a second pass over the result: fewer bytes where
+    A TPU writes the joined matrix in every step, but saves a second pass over the result. This moves fewer bytes if
     there are at least as many tokens as rows of the matrix.
     """
     if wide.device.type == "cpu":

@@ -1,7 +1,7 @@
-"""What replaces a decoder's list of layers: records the layers' calls, finds equal layers, and names their stacks.
+"""Placeholders for a decoder's list of layers: record the layers' calls, find equal layers, and name their stacks.
 
-To find the layers that are equal, the decoder runs once on a row of two tokens with placeholders in its list of layers.
-They record the arguments of the calls, which are compared with each other, as the layers themselves are.
+To find equal layers, the decoder runs once on a row of two tokens with placeholders in its list of layers. The
+placeholders record the arguments of the calls. Layers are equal if both their calls and their modules match.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tpu_kit.model.loop.activation_checkpointing import tensors_of
 from tpu_kit.model.loop.layer_inputs import LayerCache, Visibility
 from tpu_kit.xla.scan import Tensors
 
-_TENSOR, _MAPPING, _CACHE = object(), object(), object()  # in place of such arguments
+_TENSOR, _MAPPING, _CACHE = object(), object(), object()  # marks in place of such arguments
 
 
 class CannotScanError(ValueError):
@@ -30,14 +30,14 @@ class CannotScanError(ValueError):
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments with which a decoder calls a layer, without the hidden states, and the kit's `LayerInputs`.
+    """A decoder's arguments of a layer, without the hidden states, and the kit's `LayerInputs`.
 
     Attributes:
-        tensors: the tensors among them.
-        others: the other arguments, with marks in place of tensors, of the mapping and of the cache.
-        spec: their structure.
-        mapping: in which layers leave tensors for later layers; None if there is none.
-        cache: None outside of generation.
+        tensors: the tensors among the arguments.
+        others: the other arguments, with marks in place of tensors, the mapping and the cache.
+        spec: structure of the arguments.
+        mapping: mapping in which layers leave tensors for later layers, or None.
+        cache: cache of generation; None outside of generation.
     """
 
     tensors: Tensors
@@ -48,7 +48,7 @@ class Call:
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """Separates tensors, the mapping and the cache from other arguments; takes the inputs that are bound now."""
+        """Separates tensors, mapping and cache from other arguments, and adds the currently bound inputs."""
         leaves, spec = tree_flatten((args, kwargs, layer_inputs.current()), is_leaf=_is_shared)
         mappings = {id(leaf): leaf for leaf in leaves if _is_shared(leaf)}
         if len(mappings) > 1:
@@ -62,7 +62,7 @@ class Call:
         return cls(tensors, tuple(others), spec, next(iter(mappings.values()), None), cache)
 
     def key(self) -> Any:
-        """Returns a key that is equal for calls that differ only in the values of tensors."""
+        """Returns a key that is equal for calls that only differ in the values of tensors."""
         return [(tensor.shape, tensor.dtype) for tensor in self.tensors], self.others, self.spec
 
     def arguments(
@@ -76,14 +76,14 @@ class Call:
 
 
 def _is_shared(argument: object) -> bool:
-    """Returns whether layers may write into an argument: a mapping of a class of its own, or an empty dictionary."""
+    """Returns whether layers may write into an argument: an empty dict, or a mapping of another class."""
     return isinstance(argument, MutableMapping) and not (type(argument) is dict and argument)
 
 
 def _is_whole(hidden: torch.Tensor, before: torch.Tensor) -> bool:
-    """Returns whether hidden states are those that the layer before returned, or a view of all of them.
+    """Returns whether hidden states are the previous layer's output, or a view of the whole output.
 
-    Tensors on XLA do not tell their storage; there the call of `equal_layers` has been checked.
+    XLA tensors do not expose their storage; there, `equal_layers` has already checked this.
     """
     if hidden.shape != before.shape or hidden is before or hidden.device.type == "xla":
         return hidden.shape == before.shape
@@ -91,12 +91,12 @@ def _is_whole(hidden: torch.Tensor, before: torch.Tensor) -> bool:
 
 
 class Placeholders(torch.nn.Module):
-    """A list of layers that gives a decoder functions in place of the layers, and records their calls.
+    """A list of functions in place of a decoder's layers, which records their calls.
 
-    A function has the settings of its layer, by which a decoder may choose a layer's arguments.
+    A function has its layer's settings, because a decoder may choose arguments by them.
 
     Attributes:
-        pairs: whether the decoder takes the hidden states out of a pair that a layer returns.
+        pairs: whether layers return the hidden states as the first item of a pair.
     """
 
     def __init__(self, layers: Iterable[torch.nn.Module], pairs: bool) -> None:
@@ -109,7 +109,7 @@ class Placeholders(torch.nn.Module):
 
     def __getitem__(self, index: slice) -> list[Callable[..., Any]]:
         assert isinstance(index, slice) and range(self.count)[index] == range(self.count), (
-            f"layers {index} of {self.count}: they run all or none"
+            f"layers {index} of {self.count}: only all layers can run"
         )
         return list(self)
 
@@ -130,20 +130,20 @@ class Placeholders(torch.nn.Module):
         return iter(functions)
 
     def _visit(self, hidden: torch.Tensor, calls: list[Call]) -> torch.Tensor:
-        """Returns what the layer of the last call returns to the decoder."""
+        """Returns the hidden states that the last called layer returns to the decoder."""
         raise NotImplementedError
 
     def places(self) -> dict[str, list[str]]:
-        """Returns, for the prefix of each stack's name, the prefixes of its slices' names in a list of layers."""
+        """Returns prefix of a stack's names -> prefixes of its slices' names in a plain list of layers."""
         return {}
 
     def parts(self) -> dict[str, list[torch.Tensor]]:
-        """Returns, by name in here, the CPU tensors of stacks that are made when the model moves to a mesh."""
+        """Returns the CPU tensors of stacks that `to_mesh` makes, by the stack's name in this list."""
         return {}
 
 
 class _Probe(Placeholders):
-    """Records the call of each layer, and whether the layer writes into a mapping, for which it runs the layer."""
+    """Records the layers' calls, and the layers that write into a mapping. With a mapping, it runs the layers."""
 
     def __init__(self, layers: torch.nn.ModuleList, pairs: bool) -> None:
         super().__init__(layers, pairs)
@@ -164,30 +164,30 @@ class _Probe(Placeholders):
 
 
 def decoder_layers(decoder: torch.nn.Module) -> tuple[str, Any]:
-    """Returns name and value of a decoder's list of layers, which most of its modules without adapters are in.
+    """Returns the name and value of a decoder's list of layers: the list with most modules, not counting adapters.
 
     Raises:
-        CannotScanError: it has none.
+        CannotScanError: the decoder has no list of layers.
     """
     lists = {name: part for name, part in decoder.named_children()
              if isinstance(part, (torch.nn.ModuleList, Placeholders)) and len(part)}  # fmt: skip
     if not lists:
         raise CannotScanError(f"{type(decoder).__name__} has no list of layers")
-    # Qwen3-VL has a list of projectors beside its loops, which may have fewer modules.
+    # Qwen3-VL also has a list of projectors, which may have more modules than its loops.
     chosen = {name: part for name, part in lists.items() if isinstance(part, Placeholders | KeptLayers)} or lists
     return max(chosen.items(), key=lambda item: sum("lora_" not in name for name, _ in item[1].named_modules()))
 
 
 Inputs = Callable[[torch.Tensor], dict[str, Any]]
-"""Makes the arguments of an encoder for a row of tokens, (1, N) of ones."""
+"""Makes example arguments of an encoder from ones (1, N), one per token."""
 
 
 def call_once(
     decoder: Any, name: str, layers: Placeholders, implementation: str, tokens: int = 2, inputs: Inputs | None = None
 ) -> None:
-    """Calls a decoder on a row of tokens, with other layers and attention than its own, which come back.
+    """Calls a decoder on a row of tokens with other layers and attention, then restores its own.
 
-    An encoder is called with its `inputs`, and with its own attention.
+    An encoder is called with its `inputs` and its own attention.
     """
     config, own = decoder.config, (decoder._modules[name], decoder.config._attn_implementation)
     ones = torch.ones(1, tokens, dtype=torch.int64, device=next(decoder.parameters()).device)
@@ -204,39 +204,39 @@ def call_once(
 
 
 def hidden_states_of(output: Any) -> torch.Tensor:
-    """Returns the hidden states of what a layer returns, which may be a tuple."""
+    """Returns the hidden states from a layer's output, which may be a tuple."""
     return output[0] if isinstance(output, tuple) else output
 
 
 def equal_layers(
     decoder: Any, name: str, layers: torch.nn.ModuleList, parts: Sequence[int], inputs: Inputs | None = None
 ) -> tuple[list[int], bool]:
-    """Finds the layers that can be turns of one loop.
+    """Finds the layers that can be iterations of the same loop.
 
-    Their modules, settings and tensors differ in values alone. A tensor that several layers get must be the same in all
-    turns; other tensors may be each layer's own. A layer that writes into a mapping is equal to none.
+    The modules, settings and tensors of equal layers only differ in values. Arguments that several layers share must be
+    the same tensor in equal layers; other arguments may differ. A layer that writes into a mapping equals no other.
 
     Args:
         decoder: see `layer_scan.stack`.
-        name: of its list of layers.
-        layers: the list.
-        parts: a number for each layer; layers of different parts are different.
-        inputs: of an encoder.
+        name: name of the decoder's list of layers.
+        layers: the list of layers.
+        parts: a number per layer; layers with different numbers are never equal.
+        inputs: arguments of an encoder; None for a decoder.
 
     Returns:
-        A number for each layer, the same for equal layers; and `Placeholders.pairs`.
+        A number per layer, the same for equal layers; and `Placeholders.pairs`.
 
     Raises:
-        CannotScanError: no layer can be a turn of a loop.
+        CannotScanError: the layers cannot be iterations of a loop.
     """
     probe, numbered = _Probe(layers, pairs=False), _numbered(layers)
     try:
-        call_once(decoder, name, probe, attention.SDPA, inputs=inputs)  # which every device computes
-    except ValueError as error:  # it may take the states that a layer returns for a tuple of them
+        call_once(decoder, name, probe, attention.SDPA, inputs=inputs)  # SDPA runs on all devices
+    except ValueError as error:  # the decoder may unpack the returned states as a tuple
         probe = _Probe(layers, pairs=True)
         try:
             call_once(decoder, name, probe, attention.SDPA, inputs=inputs)
-        except Exception:  # of a model's code, which may raise anything; the first error says what is wrong
+        except Exception:  # a model's code may raise anything; the first error names the cause
             raise error from None
     if len(probe.calls) != len(layers):
         raise CannotScanError("its decoder does not go through its layers one by one")
@@ -263,9 +263,9 @@ def _settings(layer: torch.nn.Module) -> dict[tuple[str, str], Any]:
 
 
 def _numbered(layers: torch.nn.ModuleList) -> set[tuple[str, str]]:
-    """Returns the settings, (module, attribute), that hold the layer's place in the list, in which equal layers differ.
+    """Returns the settings, (module, attribute), that hold a layer's index, in which equal layers may differ.
 
-    Of two layers a switch may look the same, so there only the usual name counts.
+    With up to two layers, a switch may look like an index, so only the usual name counts.
     """
     every = [_settings(layer) for layer in layers]
     names = {key for settings in every for key, value in settings.items() if type(value) is int}
@@ -282,12 +282,12 @@ def _plain(value: object) -> bool:
 
 
 def as_number(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns booleans, which the carry of a loop cannot have, as bytes."""
+    """Converts booleans to bytes, because the carry of a loop cannot have booleans."""
     return tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor
 
 
 class KeptLayers(torch.nn.ModuleList):
-    """A decoder's list of layers, from 1 on, of which the states after some, `kept_after`, are kept by its loops."""
+    """A decoder's list of layers whose loops keep the states after the layers `kept_after`, counted from 1."""
 
     def __init__(self, layers: Iterable[torch.nn.Module], kept_after: Sequence[int] = ()) -> None:
         super().__init__(layers)
@@ -295,19 +295,19 @@ class KeptLayers(torch.nn.ModuleList):
 
 
 def keep_after(decoder: torch.nn.Module, layer: int) -> None:
-    """Makes `kept_states` return the states after a layer (from 1 on); call it before the layers become loops."""
+    """Makes `kept_states` return the states after a layer, counted from 1; call it before layers become loops."""
     name, layers = decoder_layers(decoder)
     setattr(decoder, name, KeptLayers(layers, sorted({*kept_after(decoder), layer})))
 
 
 def kept_after(decoder: torch.nn.Module) -> Sequence[int]:
-    """Returns the numbers of the layers of which `keep_after` was called."""
+    """Returns the numbers of the layers for which `keep_after` was called."""
     layers = decoder_layers(decoder)[1]
     return layers.kept_after if isinstance(layers, KeptLayers) else ()
 
 
 def kept_states(decoder: torch.nn.Module) -> dict[int, torch.Tensor]:
-    """Takes the states, (B, S, H), that the last forward pass kept after layers (`keep_after`), by layer."""
+    """Returns and drops the states (B, S, H) that the last forward pass kept for `keep_after`: layer -> states."""
     layers = decoder_layers(decoder)[1]
     found: dict[int, torch.Tensor] = getattr(layers, "kept", {})
     if found:
@@ -316,7 +316,7 @@ def kept_states(decoder: torch.nn.Module) -> dict[int, torch.Tensor]:
 
 
 def stacked_names(model: torch.nn.Module) -> dict[str, list[str]]:
-    """Returns, for each trained parameter that is a stack, the names of its slices in the model without stacks."""
+    """Returns name of a trained stack -> names of its slices in the model without stacks."""
     found = {}
     for path, part in model.named_modules():
         if isinstance(part, Placeholders):
@@ -329,19 +329,19 @@ def stacked_names(model: torch.nn.Module) -> dict[str, list[str]]:
 
 
 def stacked_prefixes(model: torch.nn.Module) -> list[str]:
-    """Returns how the names of stacked tensors begin, of trained and of frozen ones."""
+    """Returns the prefixes of the names of stacked tensors, trained or frozen."""
     scanned = ((path, part) for path, part in model.named_modules() if isinstance(part, Placeholders))
     return [f"{path}.{stack}" if path else stack for path, part in scanned for stack in part.places()]
 
 
 def stacked_parts(model: torch.nn.Module) -> dict[str, list[torch.Tensor]]:
-    """Returns the CPU tensors of a model's stacks that are made when it moves to a mesh, by name of the stack."""
+    """Returns the CPU tensors of a model's stacks that `to_mesh` makes, by name of the stack."""
     scanned = ((path, part) for path, part in model.named_modules() if isinstance(part, Placeholders))
     return {f"{path}.{name}" if path else name: held for path, part in scanned for name, held in part.parts().items()}
 
 
 def unstacked(stacks: Mapping[str, list[str]], named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Splits stacks, (G, ...), of the result of `stacked_names` into views under the names that slices have without."""
+    """Splits stacks (G, ...) into views, under the names of the slices; `stacks` comes from `stacked_names`."""
     found: dict[str, torch.Tensor] = {}
     for name, tensor in named.items():
         found |= dict(zip(stacks[name], tensor.unbind(), strict=True)) if name in stacks else {name: tensor}
@@ -349,5 +349,5 @@ def unstacked(stacks: Mapping[str, list[str]], named: Mapping[str, torch.Tensor]
 
 
 def restacked(stacks: Mapping[str, list[str]], named: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-    """Makes the tensor of one of the model's parameters from the result of `unstacked`."""
+    """Makes the tensor of a model's parameter from the result of `unstacked`."""
     return torch.stack([named[one] for one in stacks[name]]) if name in stacks else named[name]

@@ -1,12 +1,12 @@
-"""What the kit's attention and linear attention read in a forward pass of transformers, besides its own arguments.
+"""Inputs of the kit's attention and linear attention that bypass transformers' forward pass.
 
-transformers hands keyword arguments that it does not know down to its layers. The kit passes none of its own that way:
-any name may become an argument of the models themselves, as `cache` did in transformers 5.24. Instead `bound` sets the
-inputs of the present thread while a model or one of its layers runs.
+transformers passes unknown keyword arguments down to its layers. The kit does not use this, because any name may become
+an argument of a model, like `cache` in transformers 5.24. Instead, `bound` sets the inputs of the current thread while
+a model or a layer runs.
 
-Each thread has its own, because the replicas of XLA:CPU are threads, and because autograd recomputes layers in threads
-of its own: whoever runs a layer again binds its inputs again. torch.compile reads a thread's local values, but not
-those of a context variable.
+Inputs are per thread, because the replicas of XLA:CPU are threads, and because autograd recomputes layers in its own
+threads. Code that runs a layer again must bind its inputs again. torch.compile can read thread-local values, but not
+context variables.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from tpu_kit.xla.scan import Tensors
 
 
 class LayerCache:
-    """What layers get and change in generation, such as keys and values: the base of `generation.kv_cache.Cache`.
+    """State of layers in generation, such as keys and values; the base class of `generation.kv_cache.Cache`.
 
     Attributes:
-        lengths: (B,) of the prompts of a prefill, which are padded at the end; None in a decode step.
-        time_limits: the least and the largest time step of Mamba 2's layers, if they have any.
+        lengths: (B,) lengths of the prompts of a prefill, which are padded at the end; None in a decode step.
+        time_limits: minimum and maximum of the time step in Mamba 2 layers; None without limits.
     """
 
     lengths: torch.Tensor | None = None
@@ -38,16 +38,15 @@ class LayerCache:
 
 
 class Visibility(NamedTuple):
-    """Which tokens of rows each token sees, by (B, S) integers.
+    """The tokens of a row that a token sees, given by (B, S) integers.
 
     Attributes:
-        segment_ids: the number of the document of each token; 0 = padding. None for plain rows.
-        prefix_ids: for documents that share a prefix: n > 0 at the tokens of prefix n, -n at those of the documents
-            after it that see it, too, 0 elsewhere. None if no documents share a prefix.
-        ahead: how many of the tokens after it each token sees in the layers with a window; None if tokens see earlier
-            ones alone.
-        most_ahead: the largest number that `ahead` may have.
-        everywhere: whether tokens look ahead in all layers, not in those with a window alone.
+        segment_ids: number of the token's document; 0 = padding. None for plain rows.
+        prefix_ids: for documents that share a prefix: n > 0 at tokens of prefix n, -n at tokens of later documents that
+            also see this prefix, 0 elsewhere. None if no documents share a prefix.
+        ahead: number of later tokens that a token sees in layers with a window; None if tokens see only earlier tokens.
+        most_ahead: maximum of `ahead`.
+        everywhere: whether tokens look ahead in all layers instead of only in layers with a window.
     """
 
     segment_ids: torch.Tensor | None = None
@@ -58,23 +57,24 @@ class Visibility(NamedTuple):
 
     @classmethod
     def of(cls, batch: Mapping[str, torch.Tensor], **seen: Any) -> Visibility:
-        """Makes it of a batch's columns and other attributes; without segment_ids every row is one document."""
+        """Makes a visibility from a batch and other attributes; without segment_ids, every row is one document."""
         segment_ids = batch["segment_ids"] if "segment_ids" in batch else torch.ones_like(batch["input_ids"])
         return cls(segment_ids, batch.get("prefix_ids"), **seen)
 
     def mask(self, looks_ahead: bool = False) -> torch.Tensor:
-        """Makes the mask, (B, 1, S, S) booleans, True where the query (third axis) sees the key (last axis).
+        """Returns the boolean mask (B, 1, S, S), true if the query (third axis) sees the key (last axis).
 
-        `looks_ahead` says that the layer has a window, which is not in the mask.
-
-        Each token sees itself, earlier tokens of its document, and the document's prefix; padding (segment 0) sees
+        A token sees itself, earlier tokens of its document, and the document's prefix. Padding (segment 0) sees
         padding, because the softmax of a fully masked row is NaN.
+
+        Args:
+            looks_ahead: whether the mask is for layers with a window, where `ahead` applies. It has no window.
         """
         assert self.segment_ids is not None, "plain rows have no mask"
         return self.mask_of(self, torch.arange(self.segment_ids.shape[1], device=self.segment_ids.device), looks_ahead)
 
     def mask_of(self, queries: Visibility, places: torch.Tensor, looks_ahead: bool = False) -> torch.Tensor:
-        """Makes the rows of `mask` for Q tokens, (B, 1, Q, S), by their own integers and places (Q,) in the row."""
+        """Returns the rows of `mask` for Q tokens, (B, 1, Q, S), from their visibility and positions (Q,)."""
         assert self.segment_ids is not None and queries.segment_ids is not None, "plain rows have no mask"
         index = torch.arange(self.segment_ids.shape[1], device=self.segment_ids.device)
         seen = queries.segment_ids[:, None, :, None] == self.segment_ids[:, None, None, :]
@@ -86,13 +86,13 @@ class Visibility(NamedTuple):
         return seen & (places[:, None] >= index[None, :])
 
     def kernel_ids(self, window: int | None) -> list[torch.Tensor]:
-        """Returns the tensors that a kernel takes: the segment ids, and prefix ids or `ahead` if there are any."""
+        """Returns a kernel's tensors: segment ids, then prefix ids or `ahead` if they are set."""
         assert self.prefix_ids is None or (window is None and self.ahead is None), "see `attention.sees_all`"
         return [each for each in (self.segment_ids, self.prefix_ids, self.ahead) if each is not None]
 
     @classmethod
     def of_kernel(cls, segment_ids: torch.Tensor, more: torch.Tensor | None, most_ahead: int) -> Visibility:
-        """Makes it of the result of `kernel_ids`, whose second tensor may lack."""
+        """Makes a visibility from the result of `kernel_ids`; `more` is its second tensor or None."""
         return cls(segment_ids, None, more, most_ahead) if most_ahead else cls(segment_ids, more)
 
 
@@ -103,10 +103,10 @@ class LayerInputs(NamedTuple):
     """The inputs of the layers.
 
     Attributes:
-        visibility: of the rows.
-        cache: of generation; None outside of it.
+        visibility: visibility of the rows.
+        cache: cache of generation; None outside of generation.
         device_type: "tpu", "xla-cpu", "cuda" or "cpu"; the cached attention chooses its kernels by it.
-        additions: (B, S, H) tensors for the results of the first layers; empty without images.
+        additions: (B, S, H) tensors that are added to the outputs of the first layers; empty without images.
     """
 
     visibility: Visibility = PLAIN
@@ -116,7 +116,7 @@ class LayerInputs(NamedTuple):
 
 
 class _Thread(threading.local):
-    def __init__(self) -> None:  # runs in each thread; torch.compile takes a class attribute for a constant
+    def __init__(self) -> None:  # runs per thread; torch.compile treats a class attribute as constant
         self.inputs = LayerInputs()
 
 
@@ -124,13 +124,13 @@ _thread = _Thread()
 
 
 def current() -> LayerInputs:
-    """Returns the inputs that are bound in this thread; outside of `bound` there are none."""
+    """Returns the inputs that are bound in this thread, by default empty inputs."""
     return _thread.inputs
 
 
 @contextlib.contextmanager
 def bound(inputs: LayerInputs) -> Iterator[None]:
-    """Sets the inputs of this thread while it is open."""
+    """Returns a context that sets the inputs of this thread."""
     before, _thread.inputs = _thread.inputs, inputs
     try:
         yield
@@ -139,7 +139,7 @@ def bound(inputs: LayerInputs) -> Iterator[None]:
 
 
 def kept(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that runs with the inputs bound now, whenever and in whichever thread it is called."""
+    """Wraps a function so that it runs with the currently bound inputs, at any time and in any thread."""
     inputs = current()
 
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -1,19 +1,19 @@
-"""Runs the layers of a decoder as loops over stacked weights, and recomputes each layer in the backward pass.
+"""Runs the layers of a decoder as loops over stacked weights, and recomputes layers in the backward pass.
 
 An unrolled program has the operations of all layers: it compiles for minutes, and needs memory for several layers. A
-loop has the operations of one block of layers, forward and backward. The weights are stacked, (G, ...) for G turns, on
-the host before the model moves to its device, because stacking within the step would copy them. Saved files have no
-stacks.
+loop has the operations of a single block of layers, forward and backward. Weights are stacked, (G, ...) for G
+iterations, on the host before the model moves to its device, because stacking within the step would copy them. Saved
+files have no stacks.
 
-`stack` replaces the model's list of layers by `ScannedLayers`; embedding, masks, rotary angles and the final norm stay
-the model's own code. When the decoder iterates over its layers, placeholders record the arguments of each call, and the
-last one runs the layers. Blocks of equal layers become loops, equal neighbours within a block become a loop within its
-turn, and the other layers are runs of one turn. A tensor that several layers get is a constant of the loop; a tensor
-that only one layer gets is stacked. Tensors that a layer leaves in a mapping for later layers (Gemma 4 shares keys and
-values) are outputs of its run and constants of the later runs.
+`stack` replaces the model's list of layers by `ScannedLayers`; embedding, masks, rotary angles and the final norm keep
+the model's own code. When the decoder iterates over its layers, placeholders record the arguments of the calls, and the
+last placeholder runs the layers. Blocks of equal layers become loops, equal neighbours in a block become an inner loop,
+and all other layers are runs of a single iteration. An argument that all layers share is a constant of the loop; if it
+differs between layers, it is stacked. Tensors that a layer leaves in a mapping for later layers (Gemma 4 shares keys
+and values) are outputs of its run and constants of later runs.
 
-The forward loop keeps the input of each layer. With optim.remat=blocks it keeps the input of each turn, and loops have
-turns of several layers: the backward pass of a turn first computes the inputs of its layers again.
+The forward loop saves the input of every layer. With optim.remat=blocks, an iteration has several layers, and the loop
+saves the input of every iteration; the backward pass first recomputes the inputs of the iteration's layers.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from tpu_kit.xla.scan import PROGRAM_DEVICES, Tensors, Tree, after, scan, slice_
 
 
 class ScannedLayers(Placeholders):
-    """Replaces a decoder's list of layers; see `stack`. As text it tells which layers are loops.
+    """Replaces a decoder's list of layers; see `stack`. `str` describes its loops.
 
     Attributes:
-        kept_after: numbers of layers, from 1 on, each the last of a run.
-        kept: the states after them, of the last forward pass outside of generation, until `kept_states` takes them.
+        kept_after: numbers of layers, counted from 1, at the ends of runs.
+        kept: states after these layers in the last forward pass outside of generation, until `kept_states` takes them.
     """
 
     def __init__(
@@ -102,20 +102,20 @@ class ScannedLayers(Placeholders):
 
 
 class Run(torch.nn.Module):
-    """A block of `period` layers that repeats `turns` times, with a stack of weights for each different neighbour.
+    """A block of `period` layers that repeats `turns` times; equal neighbours in the block share a stack of weights.
 
     Attributes:
-        layers: one for each stack, with weights (turns x equal neighbours, ...).
-        offsets: for each of them the places in the block.
-        parts: for each of them the CPU tensors of its stacks that `to_mesh` makes, by name.
-        sparse: whether the backward pass gets the input of each turn alone, not of each layer.
+        layers: a layer per stack, with weights (turns x equal neighbours, ...).
+        offsets: per stack, the indices of its layers in the block.
+        parts: per stack, the CPU tensors from which `to_mesh` makes it, by name.
+        sparse: whether only the input of an iteration is saved, instead of the inputs of all layers.
     """
 
     def __init__(
         self, layers: torch.nn.ModuleList, neighbours: Sequence[int], turns: int, keeps: bool = False,
         parts: Sequence[Mapping[str, list[torch.Tensor]]] = (), sparse: bool = False,
     ) -> None:  # fmt: skip
-        """Takes layers with stacked weights and seeded dropouts, and how many equal neighbours each stands for."""
+        """Takes layers with stacked weights and seeded dropouts, and the numbers of neighbours in their stacks."""
         super().__init__()
         ends = list(itertools.accumulate(neighbours))
         self.offsets = [range(end - count, end) for count, end in zip(neighbours, ends, strict=True)]
@@ -126,7 +126,7 @@ class Run(torch.nn.Module):
     def forward(
         self, hidden: torch.Tensor, calls: list[Call], shared: Mapping[Any, Any]
     ) -> tuple[torch.Tensor, dict[Any, Any]]:
-        """Returns the hidden states after all layers, and what they left in the mapping; for `calls` see `_Block`."""
+        """Returns the hidden states after all layers, and the tensors left in the mapping; for `calls` see `_Block`."""
         block = _Block(self, calls, shared)
         if torch.is_grad_enabled():
             tensors, block.given = tree_flatten((block.constants, block.named))
@@ -139,39 +139,39 @@ class Run(torch.nn.Module):
         return hidden, tree_map(lambda stack: stack[0], left)
 
 
-_SEED = -1  # in place of the place of an argument: the seeds of a layer's dropouts
+_SEED = -1  # key of the seeds of a layer's dropouts, beside the indices of arguments
 
 
-def _draw(device: torch.device) -> torch.Tensor:  # from its generator: masks differ between steps and replicas
+def _draw(device: torch.device) -> torch.Tensor:  # by the device's generator, so steps and replicas differ
     return torch.randint(0, 2**31 - 1, (), device=device, dtype=torch.int32)
 
 
 class _Block:
-    """The bodies of the forward and backward loops: functions of a carry and of slices.
+    """The bodies of the forward and backward loops: functions of a carry and slices.
 
-    The carry has the hidden states or their gradient, the constants, and the tensors of the cache or the sums of the
-    gradients of constants.
+    The forward carry has the hidden states, the constants, and the tensors of the cache. The backward carry has the
+    gradient of the hidden states, the constants, and the summed gradients of constants.
 
     Args:
-        run: its layers.
-        calls: the arguments of each of its layers, of all turns.
-        shared: what earlier layers left in the mapping.
+        run: the run of layers.
+        calls: the arguments of the run's layers in all iterations.
+        shared: tensors that earlier layers left in the mapping.
 
     Attributes:
-        named: for each of the run's layers, its stacks: weights by name, and its own arguments by place in its call.
-        constants: the other tensors that the layers get.
-        cache: of generation.
-        summed: the places of the constants that need a gradient, which is a sum over the layers.
+        named: per stack, its tensors: weights by name, and stacked arguments by index in the call.
+        constants: all other tensors that the layers get.
+        cache: cache of generation, or None.
+        summed: indices of constants that need a gradient, which is summed over the layers.
         given: structure of (constants, named).
-        written: structure of what the layers leave in the mapping, known after a forward pass.
+        written: structure of the tensors that layers leave in the mapping, known after a forward pass.
     """
 
     def __init__(self, run: Run, calls: list[Call], shared: Mapping[Any, Any]) -> None:
         self.layers, self.keeps, self.turns, self.cache = run.layers, run.keeps, run.turns, calls[0].cache
         self.sparse = run.sparse
         self.parts = range(len(run.layers))  # the layers of this loop
-        self.count = [len(offsets) for offsets in run.offsets]  # equal neighbours that each stands for
-        self.stacked = [run.turns * count for count in self.count]  # layers of each stack
+        self.count = [len(offsets) for offsets in run.offsets]  # per stack: equal neighbours in a block
+        self.stacked = [run.turns * count for count in self.count]  # per stack: layers
         self.given: Any = None
         self.written: Any = None
         self.named: list[dict[Any, torch.Tensor]] = [tensors_of(layer) for layer in run.layers]
@@ -180,7 +180,7 @@ class _Block:
         drawn = _draw(next(run.parameters()).device) if run.training and any(self.seeds) else None
         for named, first, offsets, seeds in zip(self.named, self.calls, run.offsets, self.seeds, strict=True):
             turns = [calls[turn + offset] for turn in range(0, run.count, run.period) for offset in offsets]
-            assert all(call.key() == first.key() for call in turns), "layers of one run are called alike"
+            assert all(call.key() == first.key() for call in turns), "equal layers have equal calls"
             for place in range(len(first.tensors)):
                 each = [call.tensors[place] for call in turns]
                 if any(tensor is not each[0] for tensor in each):
@@ -204,34 +204,34 @@ class _Block:
         self, body: Callable[..., tuple[Tree, Tree]], carry: Tree, named: list[dict[Any, torch.Tensor]],
         saved: Tree = (), first: torch.Tensor | None = None,
     ) -> tuple[Tree, Tree]:  # fmt: skip
-        """Runs `scan` over the layers' tensors, or backward over these and what the forward loop returned.
+        """Runs `scan` over the stacks, or backward over the stacks and the outputs of the forward loop.
 
-        On a mesh each turn also gathers the weights of the first products of the next turn, which the carry passes on.
-        In their own turn no earlier product would hide their collectives.
+        On a mesh, an iteration also gathers the weights of the next iteration's first products and passes them on in
+        the carry. In their own iteration, no earlier product would hide their collectives.
 
         Args:
-            body: of a turn.
-            carry: at the start.
-            named: the stacks of each layer.
-            saved: the outputs of the forward loop, for a backward loop.
-            first: of an inner loop, its first place in the stacks.
+            body: body of an iteration.
+            carry: initial carry.
+            named: per layer, its stacks.
+            saved: for a backward loop, the outputs of the forward loop.
+            first: for an inner loop, its first index in the stacks.
         """
         reverse, inner, groups = bool(saved), first is not None, self._gathered_early(named[0])
         nested = [inner or self.count[part] > 1 for part in self.parts]
         if not (groups or any(nested) or self.cache):
             return scan(body, carry, (*saved, named), reverse=reverse)
-        if saved and not inner and not self.sparse:  # an inner loop has put its stacks into a stack
+        if saved and not inner and not self.sparse:  # an inner loop returns stacks of stacks
             flat = [[tree_map(lambda stack: stack.flatten(0, 1), one) if loop else one
                      for one, loop in zip(each, nested, strict=True)] for each in saved[:2]]  # fmt: skip
             saved = (*flat, saved[2])
         stacks, structure = tree_flatten((*saved, named))
         places_of = {id(stack): place for place, stack in enumerate(stacks)}
         early = [places_of[id(named[0][name])] for group in groups for name in group]
-        # The carry passes on whole the stacks of inner loops, and those of which a turn gathers the next one's slices.
+        # The carry holds entire stacks if inner loops read them, or if an iteration gathers slices for the next.
         stacked = named if self.sparse else zip(*saved[:2], named, strict=True)
         whole = [each for each, loop in zip(stacked, nested, strict=True) if loop]
         held = sorted({*early, *(places_of[id(stack)] for stack in tree_leaves(whole))})
-        last = self.layers[self.parts[-1]] if self.count[self.parts[-1]] == 1 else None  # of an inner loop
+        last = self.layers[self.parts[-1]] if self.count[self.parts[-1]] == 1 else None  # None: an inner loop
 
         def gather(passed: Tensors, place: torch.Tensor, before: Tensors) -> list[torch.Tensor]:
             found = dict(zip(held, passed, strict=True))
@@ -259,14 +259,14 @@ class _Block:
         return carry, outputs
 
     def _gathered_early(self, stacks: dict[Any, torch.Tensor]) -> list[list[str]]:
-        """The weights of the first layer that a loop gathers in the turn before; those of an inner loop are its own."""
+        """Returns groups of the first layer's weights to gather an iteration early; empty before an inner loop."""
         if self.turns == 1 or self.count[self.parts[0]] > 1 or next(iter(stacks.values())).device.type != "xla":
             return []
         slices = {name: stack[0] for name, stack in stacks.items() if isinstance(name, str)}
         return partition.gathered_early(slices, alone=len(self.parts) == 1)
 
     def _neighbours(self, part: int) -> _Block:
-        """Returns the loop over the equal neighbours that one of the run's layers stands for."""
+        """Returns the inner loop over the equal neighbours in a stack."""
         block = copy.copy(self)
         block.parts, block.turns, block.count = range(part, part + 1), self.count[part], [1] * len(self.count)
         return block
@@ -274,9 +274,9 @@ class _Block:
     def forward(
         self, carry: Tree, slices: Tree, place: torch.Tensor | None = None, *, alone: bool = False
     ) -> tuple[Tree, Tree]:
-        """Returns the carry after the block; outputs the states before each layer, its saved results, what is left.
+        """Returns the carry after the block, and (states before layers, saved results of layers, tensors in the mapping).
 
-        With `alone` inner loops have no outputs.
+        With `alone`, inner loops have no outputs.
         """
         (hidden, constants, state), (named,) = carry, slices
         before, results = [], []
@@ -302,18 +302,18 @@ class _Block:
         return (hidden, constants, state), (before, results, left)
 
     def forward_alone(self, carry: Tree, slices: Tree, place: torch.Tensor | None = None) -> tuple[Tree, Tree]:
-        """As `forward`, without the outputs that only a backward pass needs."""
+        """Like `forward`, without the outputs that only a backward pass needs."""
         carry, (_, _, left) = self.forward(carry, slices, place, alone=True)
         return carry, left
 
     def forward_sparse(self, carry: Tree, slices: Tree, place: torch.Tensor | None = None) -> tuple[Tree, Tree]:
-        """As `forward`, with the states before the block as its only output."""
+        """Like `forward`, but outputs only the states before the block, and the tensors left in the mapping."""
         hidden = carry[0]
         carry, left = self.forward_alone(carry, slices, place)
         return carry, (hidden, left)
 
     def backward_sparse(self, carry: Tree, slices: Tree, place: torch.Tensor | None = None) -> tuple[Tree, Tree]:
-        """As `backward`, of the output of `forward_sparse`; all layers but the last one are computed once more."""
+        """Like `backward`, from the output of `forward_sparse`; recomputes all layers but the last a second time."""
         (hidden, left, named), constants = slices, carry[1]
         before: list[torch.Tensor] = []
         for part, tensors in zip(self.parts, named, strict=True):
@@ -333,10 +333,10 @@ class _Block:
         return self.backward(carry, (before, [[] for _ in self.parts], left, named), place)
 
     def backward(self, carry: Tree, slices: Tree, place: torch.Tensor | None = None) -> tuple[Tree, Tree]:
-        """Returns the gradient before the block, and sums for the constants; outputs the gradients of the slices.
+        """Returns the carry with the gradient before the block and sums for constants, and the slices' gradients.
 
-        It recomputes each layer after the backward pass of the next layer has ended. Otherwise XLA might recompute all
-        layers of the block at once, and take the recomputation of a run of one turn for its forward pass.
+        A layer is recomputed after the backward pass of the next layer. Otherwise, XLA might recompute all layers of
+        the block at once, and merge the recomputation of a run of a single iteration with its forward pass.
         """
         before, results, left, named = slices
         gradients: list[dict[Any, torch.Tensor]] = []
@@ -359,7 +359,7 @@ class _Block:
         self, part: int, carry: Tree, upstream: Tensors, hidden: torch.Tensor, results: Tensors,
         tensors: dict[str | int, torch.Tensor],
     ) -> tuple[Tree, dict[Any, torch.Tensor]]:  # fmt: skip
-        """As `backward` for one layer, of the states before it, its saved results and its tensors."""
+        """Like `backward` for a single layer, from the states before it, its saved results and its tensors."""
         gradient, constants, sums = carry
         with torch.enable_grad(), activation_checkpointing.recording(self.keeps, results):
             hidden = hidden.detach().requires_grad_()
@@ -375,10 +375,10 @@ class _Block:
         return (gradient, constants, sums), dict(zip(trained, found, strict=False))
 
     def _leaf(self, index: int, name: str | int, tensor: torch.Tensor) -> torch.Tensor:
-        """Makes a leaf of a trained tensor.
+        """Makes an autograd leaf from a trained tensor.
 
-        With autocast the gradient of an adapter is computed in bf16. The loop stacks it in bf16, in half the memory,
-        and `_Scanned` converts it to fp32 after the loop.
+        With autocast, an adapter's gradient is computed in bf16. The loop stacks it in bf16, in half the memory, and
+        `_Scanned` converts it to fp32 after the loop.
         """
         kind = tensor.device.type
         if name in self.cast[index] and torch.is_autocast_enabled(kind):
@@ -393,7 +393,7 @@ class _Block:
         given: dict[str | int, torch.Tensor],
         cache: LayerCache | None = None,
     ) -> tuple[torch.Tensor, dict[Any, Any]]:
-        """Returns the states after a layer, and what it left in the mapping."""
+        """Returns the states after a layer, and the tensors that it left in the mapping."""
         call, places = self.calls[index], self.places[index]
         arguments = [given[place] if place in given else constants[common] for place, common in enumerate(places)]
         arguments = [tensor.bool() if own.dtype == torch.bool else tensor
@@ -413,9 +413,9 @@ class _Block:
                 torch.func.functional_call(self.layers[index], weights, (hidden, *args), kwargs, tie_weights=False)
             )
         if output.dtype != hidden.dtype or output.shape != hidden.shape:
-            raise CannotScanError(f"a layer turns {hidden.dtype} into {output.dtype}")
+            raise CannotScanError(f"a layer turns {hidden.dtype} into {output.dtype}, or changes the shape")
         written = {key: value for key, value in (mapping or {}).items() if value is not before.get(key)}
-        assert not written or self.turns == 1, "a layer that writes into a mapping is no turn of a loop"
+        assert not written or self.turns == 1, "a layer that writes into a mapping cannot be in a loop"
         return partition.by_rows(output), written
 
 
@@ -453,20 +453,20 @@ class _Scanned(torch.autograd.Function):
 def scan_layers(
     decoder: Any, optim: OptimConfig, device_type: str, inputs: Inputs | None = None
 ) -> ScannedLayers | None:
-    """Makes a decoder run its layers as loops, on XLA and wherever states between layers are kept.
+    """Makes a decoder run its layers as loops, on XLA and if states between layers are kept.
 
     Args:
         decoder: see `stack`.
-        optim: scan_layers, remat and mlp_tile. scan_layers=off takes no layers for equal; on asks for loops anywhere,
-            as remat=blocks does. With remat=none layers stay as they are, as a loop recomputes.
-        device_type: of the run.
-        inputs: of an encoder in place of a decoder.
+        optim: scan_layers, remat and mlp_tile. scan_layers=off treats all layers as different. scan_layers=on or
+            remat=blocks makes loops on all devices. Otherwise, remat=none makes no loops, because a loop recomputes.
+        device_type: device type of the run.
+        inputs: arguments of an encoder; None for a decoder.
 
     Returns:
-        The new list of layers; None if the layers stay as they are.
+        The new list of layers; None if the layers do not change.
 
     Raises:
-        ValueError: the layers cannot run as a loop; or as `check_blocks`.
+        ValueError: the layers cannot run as a loop, or from `check_blocks`.
     """
     looped = device_type in PROGRAM_DEVICES and optim.remat != "none"
     keeps, blocks = optim.remat == "outputs", optim.remat == "blocks"
@@ -476,7 +476,7 @@ def scan_layers(
         return stack(decoder, None if keeps else optim.mlp_tile, keeps, optim.scan_layers == "off", inputs, blocks)
     except CannotScanError as error:
         raise ValueError(
-            f"{type(decoder).__name__} cannot run its layers as a loop, as XLA does: {error}; train it with "
+            f"{type(decoder).__name__} cannot run its layers as a loop, which XLA needs: {error}; train it with "
             "launch.device_type=cuda or cpu"
         ) from error
 
@@ -488,20 +488,20 @@ def stack(
     """Makes a decoder run its layers as loops, in place, and stacks their weights on the host.
 
     Args:
-        decoder: a transformers decoder with the kit's attention and its adapters, before its move to a device; also on
+        decoder: a transformers decoder with the kit's attention and adapters, before its move to a device; may be on
             the meta device.
         tile: tokens of a tile of an MLP; None for all tokens.
         keeps: save the results of products and attention (optim.remat=outputs).
-        apart: take no layers for equal: all are runs of one turn.
-        inputs: of an encoder in place of a decoder.
-        blocks: keep the inputs of blocks of layers (optim.remat=blocks).
+        apart: treat all layers as different, so that every run has a single iteration.
+        inputs: arguments of an encoder; None for a decoder.
+        blocks: save only the inputs of blocks of layers (optim.remat=blocks).
 
     Returns:
         The new list of layers.
 
     Raises:
-        CannotScanError: its layers cannot run as a loop; the decoder is unchanged.
-        ValueError: as `check_blocks`.
+        CannotScanError: the layers cannot run as a loop; the decoder is unchanged.
+        ValueError: from `check_blocks`.
     """
     name, layers = decoder_layers(decoder)
     numbers = [id(tensor) for layer in layers for tensor in layer.parameters()]
@@ -526,7 +526,7 @@ def stack(
 
 
 def _run(layers: list[torch.nn.Module], loop: Loop, keeps: bool, sparse: bool) -> Run:
-    """Makes a run of equal blocks; moves the weights of equal layers into the first of them."""
+    """Makes a run of equal blocks; stacks the weights of equal layers in the first layer."""
     _, turns, neighbours = loop
     blocks = [layers[start : start + len(layers) // turns] for start in range(0, len(layers), len(layers) // turns)]
     ends = itertools.accumulate(neighbours)

@@ -1,6 +1,6 @@
-"""The structure of a step's program that the planner must know, too: loops over layers, and what is unrolled or alone.
+"""The structure of a step's program, for the step and the planner: loops over layers, and limits of unrolled code.
 
-`layer_scan` makes the loops over blocks of equal layers, with a stack of weights for equal layers of all turns.
+`layer_scan` makes the loops over blocks of equal layers, with a stack of weights for equal layers of all iterations.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 FEW_TILES = 4
-"""Tiles of an MLP up to which its backward pass is unrolled: a loop copies the weights that it carries, and with more
-tiles the program would grow."""
+"""Maximum of MLP tiles whose backward pass is unrolled. A loop copies the weights that it carries; with more tiles, the
+unrolled program would grow."""
 ALONE = 2**24
-"""Number of elements from which on the squares of a gradient are summed by themselves; see `training.step`.
-64 MiB are more than a stack of adapters of rank 16, and less than a stack of a whole model's matrices."""
+"""Minimum of elements of a gradient whose squares are summed separately; see `training.step`. 64 MiB are more than a
+stack of adapters of rank 16, and less than a stack of a whole model's matrices."""
 
 
 class Loop(NamedTuple):
     """A run of equal blocks of layers.
 
     Attributes:
-        start: its first layer.
-        turns: number of blocks.
-        neighbours: numbers of equal neighbours within a block; the program has one layer for each.
+        start: number of the first layer.
+        turns: number of blocks, the iterations of the loop.
+        neighbours: lengths of the groups of equal neighbours in a block; a group is one layer of the program.
     """
 
     start: int
@@ -37,7 +37,7 @@ class Loop(NamedTuple):
 
 
 def loops(keys: Sequence[Any]) -> list[Loop]:
-    """Divides layers into loops; `keys` are equal for layers that can be turns of one loop."""
+    """Divides layers into loops; `keys` are equal for layers that can be iterations of the same loop."""
     found, start = [], 0
     for period, turns in spans(keys):
         neighbours = [len(list(group)) for _, group in itertools.groupby(keys[start : start + period])]
@@ -47,11 +47,11 @@ def loops(keys: Sequence[Any]) -> list[Loop]:
 
 
 def in_blocks(loops: Sequence[Loop]) -> list[Loop]:
-    """Makes the turns of loops over single layers blocks of equal neighbours, as optim.remat=blocks asks.
+    """Groups the layers of loops over single layers into blocks, for optim.remat=blocks.
 
-    The backward pass holds a state for each turn, and one for each further layer of a turn (Chen et al. 2016,
-    arXiv:1604.06174). A block has the number of layers, of those that divide the loop, that leaves the fewest states;
-    of several the smallest. Turns that are blocks already stay.
+    For n layers in blocks of k, the backward pass holds n / k states between blocks and k - 1 states within a block
+    (Chen et al. 2016, arXiv:1604.06174). k is the divisor of n with the fewest states, the smallest if several are
+    equal. Loops over larger blocks do not change.
     """
     found = []
     for loop in loops:
@@ -64,17 +64,17 @@ def in_blocks(loops: Sequence[Loop]) -> list[Loop]:
 
 
 def check_blocks(loops: Sequence[Loop]) -> None:
-    """Raises ValueError if optim.remat=blocks would keep as many states as optim.remat=full."""
+    """Raises ValueError if optim.remat=blocks would save as many states as optim.remat=full."""
     if not any(loop.period > 1 for loop in in_blocks(loops)):
         counts = ", ".join(str(loop.turns) for loop in loops)
         raise ValueError(
-            f"optim.remat=blocks keeps the input of each block of equal layers, and the numbers of equal layers in a "
+            f"optim.remat=blocks saves the input of each block of equal layers, and the numbers of equal layers in a "
             f"row, {counts}, have no divisor that saves memory: set optim.remat=full"
         )
 
 
 def stacks(loops: Sequence[Loop]) -> Iterator[tuple[str, list[int]]]:
-    """Yields the path of each stack of weights in the list of layers, and the layers whose weights it holds."""
+    """Yields every stack of weights: its path in the list of layers, and the numbers of its layers."""
     for number, (start, turns, neighbours) in enumerate(loops):
         period = sum(neighbours)
         blocks = range(start, start + period * turns, period)
@@ -84,8 +84,8 @@ def stacks(loops: Sequence[Loop]) -> Iterator[tuple[str, list[int]]]:
 
 
 def spans(keys: Sequence[Any]) -> list[tuple[int, int]]:
-    """Divides a sequence into runs (period, turns) of equal blocks, with the least sum of (items of a block + 1)."""
-    best = [(0, 0, 0)]  # of the items up to each place: the sum, and the last run
+    """Divides a sequence into runs (period, turns) of equal blocks, with the smallest sum of (items of a block + 1)."""
+    best = [(0, 0, 0)]  # per prefix of the sequence: the smallest sum, and the last run (period, turns)
     for end in range(1, len(keys) + 1):
         least = (best[-1][0] + 2, 1, 1)
         for period in range(1, end + 1):
