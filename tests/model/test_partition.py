@@ -118,7 +118,7 @@ def test_a_matrix_that_no_axes_divide_is_named_with_what_helps(tmp_path: Path) -
     model = make(tmp_path, "llama", SIZES | {"vocab_size": 643, "hidden_size": 132})
     prefixes = stacked_prefixes(model)
     text = (
-        r"fsdp=8: model\.embed_tokens\.weight, lm_head\.weight would .*\. Use .* product divides one of 643 x 132, or"
+        r"fsdp=8: model\.embed_tokens\.weight, lm_head\.weight would .*\. Use .* divides a dimension of 643 x 132, or"
     )
     with use_mesh(Mesh(fsdp=8)), pytest.raises(ValueError, match=text):
         partition.check_rules(model, prefixes)

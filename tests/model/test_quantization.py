@@ -285,7 +285,7 @@ def test_what_is_kept_is_read_the_next_time(
     monkeypatch.setattr(loading, "_FILE_BYTES", file_bytes)
     first = load_frozen(config)
     (place,) = (path for path in (tmp_path / "kept").iterdir() if path.is_dir())
-    assert f"kept for the next run: {place}" in capfd.readouterr().out
+    assert f"cached for the next run: {place}" in capfd.readouterr().out
     assert len(list(place.glob("*.safetensors"))) > 1
     rounds: list[Any] = []
     with monkeypatch.context() as patched:
@@ -300,7 +300,7 @@ def test_what_is_kept_is_read_the_next_time(
     damaged = next(place.glob("*.safetensors"))
     damaged.write_bytes(damaged.read_bytes()[:100])
     assert fingerprint(load_frozen(config)) == wanted
-    assert f"anew: {place} is damaged" in capfd.readouterr().out
+    assert f"again: {place} is damaged" in capfd.readouterr().out
     # Other weights or another scheme have another place.
     other = ModelConfig(name=str(saved), base_dtype="int4", quant_group=16, quant_cache=str(tmp_path / "kept"))
     assert fingerprint(load_frozen(other)) != wanted
@@ -313,7 +313,7 @@ def test_a_cache_that_cannot_be_written_is_no_obstacle(saved: Path, tmp_path: Pa
     (tmp_path / "file").touch()
     config = ModelConfig(name=str(saved), base_dtype="int8", quant_cache=str(tmp_path / "file" / "kept"))
     assert fingerprint(load_frozen(config))
-    assert "not kept" in capfd.readouterr().out
+    assert "not cached" in capfd.readouterr().out
 
 
 @pytest.mark.slow
@@ -351,7 +351,7 @@ def test_a_mesh_is_loaded_with_one_stack_beyond_what_the_devices_hold(tmp_path: 
     devices = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4"}
     done = run_python(["-c", SHARDED_MEMORY, str(folder), str(tmp_path / "kept")], env=env | devices)
     found = [json.loads(line.partition(" ")[2]) for line in done.stdout.splitlines() if line.startswith("figures")]
-    assert len(found) == 4 and done.stdout.count("kept for the next run") == 1
+    assert len(found) == 4 and done.stdout.count("cached for the next run") == 1
     for stacked, beyond, stacks, largest in found:
         assert beyond < 2 * largest + 2**22 < 0.7 * stacks, found
         assert stacked < largest, found
@@ -452,7 +452,7 @@ def test_what_another_tool_has_quantised_is_refused_with_advice(tmp_path: Path, 
     if importlib.util.find_spec({"gptq": "optimum", "awq": "gptqmodel", "bitsandbytes": "bitsandbytes"}[method]):
         pytest.skip("its tool is installed")
     folder = quantised_by({"quant_method": method, "bits": 4, "group_size": 128, "load_in_4bit": True}, tmp_path)
-    text = f"its weights are quantised by {method}, which cannot be undone here .*Use the model that it was made from"
+    text = f"its weights are quantized by {method} and cannot be dequantized here .*Use the original model"
     with pytest.raises(ValueError, match=text):
         load_frozen(ModelConfig(name=str(folder), base_dtype=dtype, quant_cache=None))
 

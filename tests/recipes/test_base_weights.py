@@ -122,7 +122,7 @@ def test_an_adapter_is_not_used_on_other_weights(
 
     change_weights(model)
     put_in_cache(tmp_path / "cache", NAME, cached, NEW)
-    told = f"other base weights than those of model.name={model}: model.safetensors has other content. Set model.name"
+    told = f"other base weights than model.name={model}: model.safetensors has other content. Set model.name"
     rows = run_config(world, tmp_path / "other", model, eval_rows=4, **{"tracking.generate_tokens": 4})
     for use in (
         lambda: generate(runs[str(model)], prompts, short, adapter_dir=adapters[str(model)]),
@@ -147,8 +147,8 @@ def test_an_adapter_is_not_used_on_other_weights(
     (adapters[NAME] / "base.json").unlink()  # as another tool writes it
     capfd.readouterr()
     generate(runs[str(model)], prompts, short, adapter_dir=adapters[NAME])
-    named = f"warning: {adapters[NAME]} names the base {NAME} and not its weights; they are not compared with those of"
-    assert f"{named} model.name={model}\n" in capfd.readouterr().err
+    named = f"warning: {adapters[NAME]} names the base {NAME} but does not identify its weights; they are not compared"
+    assert f"{named} with model.name={model}\n" in capfd.readouterr().err
 
 
 def test_a_whole_model_in_place_of_an_adapter_is_told(
@@ -157,10 +157,10 @@ def test_a_whole_model_in_place_of_an_adapter_is_told(
     embedded, own = load_config().model, replace(load_config().model, name=str(world / "model"))
     (tmp_path / "config.json").write_text("{}")
     assert base_of_adapter(embedded, tmp_path) == embedded
-    assert f"warning: {tmp_path} is a whole model that no run" in capfd.readouterr().err
+    assert f"warning: {tmp_path} is a whole model of unknown origin" in capfd.readouterr().err
     (tmp_path / "base.json").write_text(json.dumps(identify(own)))  # as a run with lora.r=0 writes it
     assert base_of_adapter(own, tmp_path) == own
-    with pytest.raises(ValueError, match="was trained on other base weights than those of model"):
+    with pytest.raises(ValueError, match="was trained on other base weights than model"):
         base_of_adapter(embedded, tmp_path)
 
 

@@ -274,7 +274,7 @@ class _Block:
     def forward(
         self, carry: Tree, slices: Tree, place: torch.Tensor | None = None, *, alone: bool = False
     ) -> tuple[Tree, Tree]:
-        """Returns the carry after the block, and (states before layers, saved results of layers, tensors in the mapping).
+        """Returns the carry after the block, and (states before layers, their saved results, tensors in the mapping).
 
         With `alone`, inner loops have no outputs.
         """

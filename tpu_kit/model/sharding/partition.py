@@ -1,7 +1,7 @@
 """Shards the tensors of a model over a mesh, by the rules of `sharding_rules`.
 
-A tensor is stored in shards over "fsdp" and "model". When its layer runs, it is gathered over "fsdp" and stays sharded
-over "model", which shards the matrix product itself.
+A tensor is stored in shards over "fsdp" and "model". When its layer runs, the tensor is gathered over "fsdp" and stays
+sharded over "model", which shards the matrix product.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tpu_kit.xla.sharding import constrain, in_place, token_shards
 
 
 def spec_of(name: str, tensor: torch.Tensor, embedding: Embedding, stacked: bool = False) -> Spec:
-    """As `sharding_rules.spec_of`, for a parameter or buffer of a model, or a tensor of its shape and dtype."""
+    """Like `sharding_rules.spec_of`, for a parameter or buffer of a model, or a tensor of its shape and dtype."""
     return sharding_rules.spec_of(_described(name, tensor, stacked), embedding, active_mesh())
 
 
@@ -34,7 +34,7 @@ def _described(name: str, tensor: torch.Tensor, stacked: bool) -> Tensor:
 
 
 def gathered(spec: Spec) -> Spec:
-    """The spec of a tensor that is gathered for its product: without the axes of `Mesh.weights`."""
+    """Returns the spec of a tensor gathered for its product: `spec` without the axes of `Mesh.weights`."""
     weights = active_mesh().weights
     found: list[str | tuple[str, ...] | None] = []
     for axes in spec:
@@ -46,12 +46,12 @@ def gathered(spec: Spec) -> Spec:
 def gather_layer(
     tensors: Mapping[str, torch.Tensor], hidden: int, dtype: torch.dtype | None
 ) -> dict[str, torch.Tensor]:
-    """The tensors of one layer as its products take them; for one device they are returned as they are.
+    """Gathers the tensors of a layer for its products; on a single device, returns them unchanged.
 
     Args:
-        tensors: by name in the layer.
-        hidden: size of the hidden states.
-        dtype: of the products; trained matrices in fp32 are cast to it before they are gathered.
+        tensors: tensors by name in the layer.
+        hidden: hidden size.
+        dtype: dtype of the products; trained fp32 matrices are cast to it before they are gathered.
     """
     if active_mesh().size == 1 or in_place.get():
         return dict(tensors)
@@ -67,12 +67,12 @@ def gather_layer(
 
 
 def gathered_early(tensors: Mapping[str, torch.Tensor], alone: bool = True) -> list[list[str]]:
-    """The frozen weights that are gathered over fsdp before their layer's turn, in groups for `gather_alike`.
+    """Returns the names of frozen weights to gather over fsdp an iteration early, in groups for `gather_alike`.
 
-    These are the floats of a layer's first products, and experts of a layer that is `alone` in its turn. Integers of
-    other layers are a half or a quarter of the bytes, which the compiler hides as they are. In a turn of two layers
-    (gpt-oss-20b in int8) it hides fewer bytes of experts, if the first layer's are gathered early: 14.1 of 40.2 GiB
-    instead of 22.1 of 38.6, with broadcast biases.
+    These are floating-point weights of a layer's first products, and experts if the layer is `alone` in its iteration.
+    Other layers' integers have a half or a quarter of the bytes, and the compiler hides their gathers anyway. With two
+    layers per iteration (gpt-oss-20b in int8, broadcast biases), early gathers of the first layer's experts hide fewer
+    bytes: 14.1 of 40.2 GiB instead of 22.1 of 38.6.
     """
     groups: dict[torch.Size | str, list[str]] = {}
     mesh = active_mesh()
@@ -90,17 +90,17 @@ def gathered_early(tensors: Mapping[str, torch.Tensor], alone: bool = True) -> l
 
 
 def gather_alike(name: str, tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Gathers tensors of one layer that have the shape and the rule of `name` as one tensor, (n, ...)."""
+    """Gathers n tensors of a layer with the shape and sharding rule of `name` as a single tensor (n, ...)."""
     spec = (None, *spec_of(f"layers.0.{name}", tensors[0], Embedding()))
     return constrain(constrain(torch.stack(tensors), spec), gathered(spec))
 
 
 @contextlib.contextmanager
 def last_product(layer: torch.nn.Module | None, hidden: torch.Tensor) -> Iterator[list[torch.Tensor]]:
-    """Collects the input of a layer's last product, unless an MLP in tiles computes it in a loop of its own.
+    """Collects the input of a layer's last product, unless a tiled MLP computes it in its own loop.
 
-    What is gathered for the next turn depends on it. Otherwise the compiler gathers at the start of the turn, in
-    place of what the turn itself needs.
+    Early gathers for the next iteration depend on this input. Otherwise, the compiler would start them at the beginning
+    of the iteration, before the iteration's own gathers.
     """
     found: list[torch.Tensor] = []
 
@@ -120,22 +120,22 @@ def last_product(layer: torch.nn.Module | None, hidden: torch.Tensor) -> Iterato
 
 
 def by_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Shards hidden states, (B, S, H), by rows and tokens; see also `in_place`."""
+    """Shards hidden states (B, S, H) by rows and tokens; does nothing with `in_place`."""
     return tensor if in_place.get() else constrain(tensor, (BATCH, "context", None))
 
 
 @contextlib.contextmanager
 def embedding_by_columns(model: Any) -> Iterator[None]:
-    """Shards what a trained embedding returns by columns, as its table, and by rows over "data" alone.
+    """Returns a context in which a trained embedding's output is sharded by columns, and by rows only over "data".
 
-    Otherwise the compiler may make the table's whole gradient on each device (in fp32 2 GiB for 8B), where the rows are
-    sharded over data as well.
+    Otherwise, if rows are sharded over "data" as well, the compiler may make the table's whole gradient on every device
+    (2 GiB in fp32 for an 8B model).
     """
     embedding, columns = model.get_input_embeddings(), None
     weight = matrix_of(embedding).weight
     if active_mesh().data > 1 and weight.requires_grad:
         columns = spec_of("model.embed_tokens.weight", weight, embedding_of(model))[1]
-    if columns is None:  # or it is tied, and sharded by rows
+    if columns is None:  # also for a tied table, which is sharded by rows
         yield
         return
     with embedding.register_forward_hook(lambda *given: constrain(given[-1], ("data", None, columns))):
@@ -143,26 +143,26 @@ def embedding_by_columns(model: Any) -> Iterator[None]:
 
 
 def tiles(tensor: torch.Tensor, count: int) -> torch.Tensor:
-    """Splits (B, S, ...) into (count, B, S / count, ...): each tile has tokens of every shard."""
+    """Splits (B, S, ...) into tiles (count, B, S / count, ...), all of which have tokens of every shard."""
     found = tensor.unflatten(1, (token_shards(), count, -1)).movedim(2, 0).flatten(2, 3)
     return constrain(found, (None, BATCH, "context", *[None] * (found.ndim - 3)))
 
 
 def untiled(tensor: torch.Tensor) -> torch.Tensor:
-    """Inverts `tiles`: (count, B, S / count, ...) becomes (B, S, ...)."""
+    """Inverts `tiles`: converts (count, B, S / count, ...) to (B, S, ...)."""
     found = tensor.unflatten(2, (token_shards(), -1)).movedim(0, 2).flatten(1, 3)
     return constrain(found, (BATCH, "context", *[None] * (found.ndim - 2)))
 
 
 def flat_tiles(tensor: torch.Tensor, count: int) -> torch.Tensor:
-    """Splits (B, S, ...) into (count, B * S / count, ...), the tokens of each shard next to each other."""
+    """Splits (B, S, ...) into tiles (count, B * S / count, ...) in which a shard's tokens are adjacent."""
     found = tiles(tensor, count).unflatten(1, (active_mesh().batch_shards, -1)).unflatten(3, (token_shards(), -1))
     found = found.transpose(2, 3).flatten(1, 4)
     return constrain(found, (None, (*BATCH, "context"), *[None] * (found.ndim - 2)))
 
 
 def unflattened(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """Inverts `flat_tiles` for B = `rows`: (count, B * S / count) becomes (B, S)."""
+    """Inverts `flat_tiles` for B = `rows`: converts (count, B * S / count) to (B, S)."""
     shards = active_mesh().batch_shards
     found = tensor.unflatten(1, (shards, token_shards(), rows // shards, -1))
     return untiled(found.transpose(2, 3).flatten(1, 2).flatten(2, 3))
@@ -172,10 +172,10 @@ def move(tensor: torch.Tensor, device: torch.device, spec: Spec | None = None, c
     """Moves a tensor to a device, or to the devices of the mesh.
 
     Args:
-        tensor: on the CPU or on the device.
-        device: the device, which stands for all of a mesh.
-        spec: how it is sharded on a mesh; not at all by default.
-        copy: whether a tensor that is there is copied.
+        tensor: tensor on the CPU or on the device.
+        device: the device; on a mesh it represents all devices.
+        spec: sharding on a mesh; None: not sharded.
+        copy: whether to copy a tensor that is already on the device.
     """
     if active_mesh().size == 1 or device.type != "xla":
         return tensor.to(device, copy=copy)
@@ -186,15 +186,15 @@ def move(tensor: torch.Tensor, device: torch.device, spec: Spec | None = None, c
 def stack_layers(
     layer: torch.nn.Module, others: list[torch.nn.Module], names: Iterable[str]
 ) -> dict[str, list[torch.Tensor]]:
-    """Replaces each tensor of a layer, of these names, by the stack, (G, ...), of all layers', and frees those.
+    """Replaces the named tensors of a layer by stacks (G, ...) of the tensors of G layers.
 
-    It frees each tensor after its copy, so that the host never has both the stack and all its parts.
+    A layer's tensor is freed after its copy, so that the host never holds both the stack and all its parts.
 
     Returns:
-        For a mesh, where stacks are on "meta", the CPU tensors of each: `to_mesh` copies them to the devices' shards.
+        On a mesh, where stacks are on "meta": name -> the stack's CPU tensors, which `to_mesh` copies to shards.
     """
     kept: dict[str, list[torch.Tensor]] = {}
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
     for name in names:
         owner, _, leaf = name.rpartition(".")
         modules = [each.get_submodule(owner) for each in (layer, *others)]
@@ -212,7 +212,7 @@ def stack_layers(
             del part
             setattr(module, leaf, None)
         if trim is not None:
-            trim(0)  # glibc does not return pieces below 32 MiB to the system by itself
+            trim(0)  # otherwise glibc keeps freed pieces below 32 MiB
         if isinstance(first, torch.nn.Parameter):
             stacked = torch.nn.Parameter(stacked, requires_grad=first.requires_grad)
         if later:
@@ -224,21 +224,21 @@ def stack_layers(
 def to_mesh(
     model: torch.nn.Module, stacks: Iterable[str], stacked: Mapping[str, list[torch.Tensor]]
 ) -> torch.nn.Module:
-    """Moves a model from the CPU to the devices of the mesh, in place: to each its shards, tensor by tensor.
+    """Moves a model from the CPU to the devices of the mesh in shards, tensor by tensor, in place.
 
     Args:
-        model: its layers run as a loop.
-        stacks: how the names of stacked tensors begin.
+        model: a model whose layers run as a loop.
+        stacks: prefixes of the names of stacked tensors.
         stacked: the CPU tensors of stacks on "meta", by name; these lists are empty afterwards.
 
     Raises:
-        ValueError: as `check_rules`.
+        ValueError: from `check_rules`.
     """
     stacks = tuple(stacks)
     rows = check_rules(model, stacks)
     held_bytes, most = sum(row.bytes for row in rows), rows[0]
     print(
-        f"sharded          {held_bytes / GIB:.2f} GiB a device; most for {most.name} {most.shape}, {most.spec}",
+        f"sharded          {held_bytes / GIB:.2f} GiB per device; most for {most.name} {most.shape}, {most.spec}",
         flush=True,
     )
     whole = embedding_of(model)
@@ -264,7 +264,7 @@ def to_mesh(
 
 
 def _dtype(tensor: torch.Tensor) -> torch.dtype:
-    """What a tensor has on the devices: trained weights are in fp32, also those that files hold in bf16."""
+    """Returns a tensor's dtype on the devices: fp32 for trained weights, even if files have bf16."""
     return torch.float32 if tensor.requires_grad else tensor.dtype
 
 
@@ -275,10 +275,10 @@ def _shared(model: torch.nn.Module) -> set[int]:
 
 
 def check_rules(model: torch.nn.Module, stacks: Iterable[str]) -> list[Placed]:
-    """The table of a model's tensors on the mesh of this process, largest shard first.
+    """Returns the table of a model's tensors on the mesh of this process, largest shard first.
 
     Raises:
-        ValueError: as `sharding_rules.place`.
+        ValueError: from `sharding_rules.place`.
     """
     prefixes = tuple(stacks)
     named: dict[int, Tensor] = {}
@@ -288,7 +288,7 @@ def check_rules(model: torch.nn.Module, stacks: Iterable[str]) -> list[Placed]:
 
 
 def embedding_of(model: torch.nn.Module) -> Embedding:
-    """What sharding rules need to know of a model's embedding, and of its teacher's."""
+    """Returns the sizes that sharding rules need, for a model and its teacher."""
     causal: Any = base_model(model)
     weight = matrix_of(causal.get_input_embeddings()).weight
     hidden = getattr(causal.config.get_text_config(), "hidden_size", weight.shape[1])

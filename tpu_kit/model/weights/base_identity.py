@@ -1,8 +1,8 @@
-"""Identifies the weights of a base model, so that a run or an adapter does not silently go on with other weights.
+"""Identifies the weights of a base model, so that a run or an adapter does not silently continue with other weights.
 
-An identity is a JSON document, base.json in checkpoints and adapters: the size of each weight file, a digest of samples
-of each local file, the rotary positions of config.json, and for a model of the hub the repository, the commit and the
-hub's own hash of each file. It names no folder: the same weights in another folder have the same identity.
+An identity is a JSON document, base.json in checkpoints and adapters. It has the sizes of weight files, digests of
+samples of local files, and the rotary positions of config.json. For a model of the hub, it also has the repository, the
+commit and the hub's hashes. It names no folder: the same weights in another folder have the same identity.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def identify(model: ModelConfig) -> Identity | None:
     """Returns the identity of a base model; None for a model of the hub that is neither cached nor reachable.
 
     Raises:
-        ValueError: as `source.locate`.
+        ValueError: from `source.locate`.
     """
     name = locate(model)
     if Path(name).is_dir():
@@ -51,7 +51,7 @@ def identify(model: ModelConfig) -> Identity | None:
             return cached
     try:
         info = HfApi().model_info(name, revision=model.revision, timeout=10, files_metadata=True)
-    except Exception:  # errors of the hub and of the network: loading says what to do
+    except Exception:  # errors of the hub or network: loading reports them
         return cached
     there = {one.rfilename: one for one in info.siblings or ()}
     files = {
@@ -63,12 +63,12 @@ def identify(model: ModelConfig) -> Identity | None:
 
 
 def pin(model: ModelConfig, began: Identity | None = None) -> tuple[ModelConfig, Identity | None]:
-    """Sets the revision of a model of the hub to a commit: that of `began` where `model.revision` is null.
+    """Sets the revision of a hub model to a commit: the commit of `began` if `model.revision` is null.
 
-    A branch whose weights are still those of `began` is pinned to its commit, too.
+    A branch is pinned to the commit of `began` if its weights have not changed since, otherwise to its newest commit.
 
     Returns:
-        The model, and its identity as `identify` returns it.
+        The model, and the result of `identify` for it.
     """
     ours = began if began and began.get("repo") == model.name else None
     if ours and model.revision is None:
@@ -82,7 +82,7 @@ def pin(model: ModelConfig, began: Identity | None = None) -> tuple[ModelConfig,
 
 
 def differences(began: Identity | None, now: Identity | None) -> list[str]:
-    """Returns how weight files and rotary positions differ from what they were; what one side lacks is not compared."""
+    """Returns differences of weight files and rotary positions, as texts; values that one side lacks do not differ."""
     if not began or not now or not (then := began["files"]) or not (here := now["files"]):
         return []
     if "commit" in began and began["commit"] == now.get("commit"):
@@ -95,7 +95,7 @@ def differences(began: Identity | None, now: Identity | None) -> list[str]:
             found.append(f"{name} has {new['bytes']:,} bytes, and had {old['bytes']:,}")
         elif any(old[kind] != new[kind] for kind in old.keys() & new.keys()):
             found.append(f"{name} has other content")
-    old, new = began.get("rope", {}), now.get("rope", {})  # an adapter does not carry it
+    old, new = began.get("rope", {}), now.get("rope", {})  # an adapter does not store them
     found += [
         f"config.json has {name}={new[name]} for its rotary positions, and had {old[name]}"
         for name in old
@@ -105,9 +105,9 @@ def differences(began: Identity | None, now: Identity | None) -> list[str]:
 
 
 def other_place(began: Identity | None, now: Identity | None) -> list[str]:
-    """Returns how a model at another place differs from what it was, or why that is unknown; empty if it is the same.
+    """Returns differences of a model at another location, or why they are unknown, as texts; empty for equal models.
 
-    Its weights must have a digest in common: a folder and its moved copy, or what the hub's cache holds and a copy.
+    Both identities need a common kind of digest, as a folder and its copy have, or the hub's cache and its copy.
     """
     if not began or not now or not began["files"] or not now["files"]:
         return ["their files cannot be compared"]
@@ -125,7 +125,7 @@ def identify_adapter(place: str) -> Identity:
     """Returns the identity of an adapter's folder or URL, by the content of its tensors.
 
     Raises:
-        OSError: an object store cannot be read.
+        OSError: the object store cannot be read.
     """
     folder = open_folder(place if is_url(place) else Path(place).expanduser())
     files = {name: file for name, file in folder.list().items() if name.endswith(".safetensors") and "/" not in name}
@@ -139,7 +139,7 @@ def _md5(path: Path) -> str:
 
 
 def fingerprint(identity: Identity | None) -> str:
-    """Returns a short text that is equal where the weights are: a commit, or a hash of the files' digests."""
+    """Returns a short text that is equal for equal weights: a commit, or a hash of the files' digests."""
     if identity is None:
         return "unknown"
     digests = sorted((name, one.get("sampled")) for name, one in identity["files"].items())
@@ -147,31 +147,31 @@ def fingerprint(identity: Identity | None) -> str:
 
 
 def base_of_adapter(model: ModelConfig, adapter: Path | None, identity: Identity | None = None) -> ModelConfig:
-    """Returns the base of an adapter or a whole model of a run, pinned to the hub's commit with which it was trained.
+    """Returns the base of an adapter, or of a run's whole model, pinned to the hub's commit of the training.
 
-    Prints a line where the folder, such as one of another tool, does not say which weights it was trained on.
+    Prints a line if the folder, for example from another tool, does not identify its base weights.
 
     Args:
         model: the base model.
-        adapter: the folder.
-        identity: of the base, which is pinned already; None identifies it.
+        adapter: folder of the adapter or whole model, or None.
+        identity: identity of the base, if it is already pinned; None identifies the base.
 
     Raises:
-        ValueError: it was trained on other weights.
+        ValueError: the folder was trained on other weights, or its base.json is damaged.
     """
     if adapter is None or not any((adapter / name).is_file() for name in ("adapter_config.json", "config.json")):
-        return model  # loading says what is missing
+        return model  # loading reports missing files
     path = adapter / f"{NAME}.json"
     if not path.is_file() and not (adapter / "adapter_config.json").is_file():
-        _tell(f"warning: {adapter} is a whole model that no run says it wrote; it answers, and not {model.name}")
+        _tell(f"warning: {adapter} is a whole model of unknown origin, not an adapter; it replaces {model.name}")
         return model
     if not path.is_file():
         named = None
-        with contextlib.suppress(ValueError, AttributeError):  # loading names the damaged file
+        with contextlib.suppress(ValueError, AttributeError):  # loading reports the damaged file
             named = json.loads((adapter / "adapter_config.json").read_text()).get("base_model_name_or_path")
         kind = "note" if named in (model.name, locate(model)) else "warning"
         _tell(
-            f"{kind}: {adapter} names the base {named} and not its weights; they are not compared with those of "
+            f"{kind}: {adapter} names the base {named} but does not identify its weights; they are not compared with "
             f"model.name={model.name}"
         )
         return model
@@ -187,11 +187,11 @@ def base_of_adapter(model: ModelConfig, adapter: Path | None, identity: Identity
     if identity is None:
         model, identity = pin(model, None if model.trust_remote_code else began)
     if found := differences(began, identity):
-        own = "the folder that has the weights of the training"
+        own = "the folder with the base weights of the training"
         if "repo" in began:
             own = f"{began['repo']} and model.revision={began['commit']}"
         raise ValueError(
-            f"{adapter} was trained on other base weights than those of model.name={model.name}: "
+            f"{adapter} was trained on other base weights than model.name={model.name}: "
             f"{'; '.join(found)}. Set model.name={own}"
         )
     return model
@@ -203,7 +203,7 @@ def _tell(text: str) -> None:
 
 
 def _weights(names: Iterable[str], model: ModelConfig) -> list[str]:
-    """Returns the names of the weight files among the files of a model."""
+    """Returns the names of the weight files among a model's files."""
     names = sorted(name for name in names if "/" not in name)
     matching = ([name for name in names if fnmatch(name, pattern)] for pattern in _PATTERNS)
     return [model.gguf_file] if model.gguf_file else next(filter(None, matching), [])
@@ -212,7 +212,7 @@ def _weights(names: Iterable[str], model: ModelConfig) -> list[str]:
 def _local_files(folder: Path, model: ModelConfig) -> dict[str, dict[str, Any]]:
     files: dict[str, dict[str, Any]] = {}
     for name in _weights((path.name for path in folder.iterdir()), model):
-        with contextlib.suppress(OSError):  # loading says what is wrong
+        with contextlib.suppress(OSError):  # loading reports errors
             path, stat = (folder / name).resolve(), (folder / name).stat()
             digest = _sampled(folder / name, stat.st_ino, stat.st_size, stat.st_mtime_ns)
             files[name] = {"bytes": stat.st_size, "sampled": digest}
@@ -222,11 +222,11 @@ def _local_files(folder: Path, model: ModelConfig) -> dict[str, dict[str, Any]]:
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    """Returns a digest of config.json without what names the place or the version, and its scaling of positions.
+    """Returns a digest of config.json without its location and version, and its rotary positions.
 
-    Both are absent where there is no config.json.
+    Without a readable config.json, returns an empty dictionary.
     """
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # loading says what is wrong
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # loading reports errors
         settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         for name in ("_name_or_path", "transformers_version"):
             settings.pop(name, None)
@@ -238,7 +238,7 @@ def _settings(folder: Path) -> dict[str, Any]:
 def _rope(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Returns kind, factor and base of rotary positions; transformers 5 writes them as `rope_parameters`.
 
-    Those of each kind of layers, such as Gemma's, are left out: the older files name them in several ways.
+    Parameters per kind of layer, as in Gemma, are left out, because older files name them in several ways.
     """
     given = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
     if any(isinstance(one, Mapping) for one in given.values()):
@@ -250,7 +250,7 @@ def _rope(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 @lru_cache(1024)
 def _sampled(path: Path, inode: int, size: int, modified: int) -> str:
-    """Returns a digest of the header of a file in safetensors, and of evenly spaced samples of any file."""
+    """Returns a digest of evenly spaced samples of a file, and of a safetensors file's header."""
     found = hashlib.sha256()
     last, step = size - _SAMPLE, max(_SAMPLE, (size - _SAMPLE) // (_SAMPLES - 1))
     with path.open("rb", buffering=0) as file:

@@ -1,9 +1,8 @@
 """Loads a base model's weights on the CPU, from a folder, the hub, a GGUF file or the embedded model.
 
-With base_dtype int8 or int4, transformers maps weights from their files, and each is quantized from there: a layer's
-experts when they are merged. So the host needs memory for the quantized model and two layers, not for the original
-model. (Mapped files are in the page cache, which the system frees when it needs memory.) The quantized weights are
-cached on disk.
+With base_dtype int8 or int4, transformers maps weights from their files, and the kit quantizes them one by one; a
+layer's experts are merged first. So the host needs memory for the quantized model and two layers, not for the original
+model. (Mapped files are in the page cache.) The quantized weights are cached on disk.
 """
 
 from __future__ import annotations
@@ -42,40 +41,41 @@ if TYPE_CHECKING:
     from tpu_kit.config.loader import ModelConfig
 
 UNDONE_IN_LOADING = ("fp8", "mxfp4", "mxfp8")
-"""Methods that transformers undoes as it loads, on any machine."""
+"""Quantization methods that transformers can dequantize while loading, on any machine."""
 
 
 def load_base(
     config: ModelConfig, dtype: torch.dtype | Literal["auto"], settings: PreTrainedConfig | None = None
 ) -> PreTrainedModel:
-    """Loads the causal language model on the CPU, its weights in `dtype`, also where they are saved quantised.
+    """Loads the causal language model on the CPU with weights in `dtype`, even if they are saved quantized.
 
-    "auto" is the dtype of the files; such weights are mapped from the files and take no memory. `settings` are those of
-    `read_config`, if they were read before.
+    Args:
+        config: the model.
+        dtype: "auto" is the dtype of the files; these weights are memory-mapped and take no memory.
+        settings: result of `read_config`, if the caller has it.
 
     Raises:
-        ValueError: it cannot be read, the checkpoint lacks some of the weights, or another tool has quantised them in a
-            way that transformers does not undo here.
+        ValueError: the model cannot be read, lacks weights, or has quantized weights that cannot be dequantized here.
     """
     options: dict[str, Any] = {"gguf_file": config.gguf_file} if config.gguf_file else {}
     method = None if config.gguf_file else quantized_by(config)
     if method and method not in UNDONE_IN_LOADING:
         return _undo(config, dtype, method)
     if settings is not None and not config.gguf_file:
-        options["config"] = copy.deepcopy(settings)  # which is changed here, and by transformers
+        options["config"] = copy.deepcopy(settings)  # changed below, and by transformers
     elif (method or dtype == "auto") and (read := read_config(config)) is not None:
         options["config"] = read
     if method and "config" in options:
         options["config"].quantization_config["dequantize"] = True
     elif dtype == "auto" and "config" in options:
-        options["config"].dtype = None  # or transformers would cast to it
+        options["config"].dtype = None  # otherwise transformers casts to it
     model = read_model(config, dtype, **options)
     forget_quantizer(model)
     return model
 
 
 def read_model(config: ModelConfig, dtype: torch.dtype | Literal["auto"], /, **options: Any) -> PreTrainedModel:
-    """Calls from_pretrained with `options`; errors say what to do, as in `load_base`."""
+    """Calls from_pretrained with `options`; raises ValueError like `load_base`."""
     from safetensors import SafetensorError
 
     name, settings = locate(config), options.get("config") or read_config(config)
@@ -94,52 +94,52 @@ def read_model(config: ModelConfig, dtype: torch.dtype | Literal["auto"], /, **o
         raise ValueError(f"model.name={config.name}: {brief(error)}") from error
     except (SafetensorError, RuntimeError, OSError, ValueError, KeyError) as error:
         refuse(config, error)
-        if Path(name).is_dir() or isinstance(error, SafetensorError | RuntimeError):  # damaged, or of other shapes
+        if Path(name).is_dir() or isinstance(error, SafetensorError | RuntimeError):  # damaged, or other shapes
             raise ValueError(f"model.name={config.name}: transformers cannot load it: {brief(error)}") from error
         raise ValueError(unreachable(config, error)) from error
     missing = sorted(info["missing_keys"])
     if missing:
         raise ValueError(
             f"model.name={config.name}: {len(missing)} weights of {type(model).__name__} are not in the checkpoint "
-            f"({', '.join(missing[:3])}...) and would be random. Is it a causal language model, saved whole?"
+            f"({', '.join(missing[:3])}...) and would be random. Give a complete causal language model"
         )
     return model
 
 
 def forget_quantizer(model: PreTrainedModel) -> None:
-    """Lets transformers train and save a model whose weights are plain now, or ours; else it refuses to."""
+    """Removes a model's quantization settings, because transformers would refuse to train and save the model."""
     from transformers.quantizers import HfQuantizer
 
-    quantizer: Any = getattr(model, "hf_quantizer", None)  # none of a GGUF file, and the method needs none
+    quantizer: Any = getattr(model, "hf_quantizer", None)  # may be None, as for a GGUF file
     HfQuantizer.remove_quantization_config(quantizer, model)
 
 
 def _undo(config: ModelConfig, dtype: torch.dtype | Literal["auto"], method: str) -> PreTrainedModel:
-    """Loads a model with the tool that quantised it, if it is installed, and makes plain weights of it."""
+    """Loads a model with the tool that quantized it, if it is installed, and dequantizes its weights."""
     try:
         model = read_model(config, dtype)
         plain: PreTrainedModel = model.dequantize(dtype=dtype)
     except (ValueError, NotImplementedError, RuntimeError) as error:
         raise ValueError(
-            f"model.name={config.name}: its weights are quantised by {method}, which cannot be undone here "
-            f"({brief(error.__cause__ or error)}). Use the model that it was made from: model.base_dtype=int8 or int4 "
-            "makes it as small"
+            f"model.name={config.name}: its weights are quantized by {method} and cannot be dequantized here "
+            f"({brief(error.__cause__ or error)}). Use the original model: model.base_dtype=int8 or int4 makes it as "
+            "small"
         ) from error
     forget_quantizer(plain)
     return plain
 
 
-_METHOD = "tpu_kit"  # in config.json, where other methods have their names
-_VERSION = 3  # of what is stored; another one is quantised anew
+_METHOD = "tpu_kit"  # name of the quantization method in config.json
+_VERSION = 3  # version of cached weights; other versions are quantized again
 _FILE_BYTES = GIB
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def load_frozen(config: ModelConfig, settings: PreTrainedConfig | None = None) -> PreTrainedModel:
-    """Loads the base model on the CPU as it is stored under adapters: in `config.base_dtype`; see `load_base`.
+    """Loads the frozen base model of adapters on the CPU in `config.base_dtype`; see `load_base`.
 
     Raises:
-        ValueError: as `loading.load_base`; or its weights cannot be quantised that way.
+        ValueError: from `load_base`, or the weights cannot be quantized to this dtype.
     """
     scheme = Scheme.of(config)
     if scheme is None:
@@ -152,7 +152,7 @@ def load_frozen(config: ModelConfig, settings: PreTrainedConfig | None = None) -
 
 
 def _quantized(config: ModelConfig, scheme: Scheme, reading: _Reading | None = None) -> PreTrainedModel:
-    """Rounds each weight as it is read, and merges a layer's experts just before; but what `load_base` undoes after."""
+    """Quantizes weights while they are read, or after `load_base` has dequantized them."""
     method = None if config.gguf_file else quantized_by(config)
     if config.gguf_file or method not in (None, "mxfp4"):
         model = load_base(config, torch.bfloat16)
@@ -161,25 +161,25 @@ def _quantized(config: ModelConfig, scheme: Scheme, reading: _Reading | None = N
     settings, options = _settings()(scheme.bits, scheme.group), {}
     settings.reading = reading = reading or _Reading(scheme)
     if method and (given := read_config(config)) is not None:
-        del given.quantization_config  # or transformers would take its own method
+        del given.quantization_config  # otherwise transformers uses its own method
         options["config"], reading.errors = given, []
     model = read_model(config, torch.bfloat16, quantization_config=settings, **options)
     forget_quantizer(model)
     if reading.errors:
-        about = f"{max(reading.errors):.1%} at most, of the first expert of each of {len(reading.errors)} stacks"
-        print(f"quantised        {method} is rounded again to {scheme}: relative error {about}", flush=True)
+        about = f"at most {max(reading.errors):.1%}, measured on the first expert of {len(reading.errors)} stacks"
+        print(f"quantized        {method} is rounded again to {scheme}: relative error {about}", flush=True)
     return model
 
 
 @dataclass
 class _Reading:
-    """Rounds the weights of a model one by one, as transformers reads them.
+    """Quantizes the weights of a model one by one while transformers reads them.
 
     Attributes:
-        scheme: how they are stored.
-        folder: where they are written and mapped from, so that they take no memory; None keeps them in memory.
-        problem: why the folder does not have all of them.
-        errors: relative errors of experts whose files have MXFP4; None where they have not.
+        scheme: storage of the weights.
+        folder: folder to write weights to and map them from, so that they take no memory; None keeps them in memory.
+        problem: the error that kept weights from being written, or None.
+        errors: relative errors of experts if files have MXFP4, otherwise None.
     """
 
     scheme: Scheme
@@ -188,23 +188,23 @@ class _Reading:
     errors: list[float] | None = None
 
     def start(self, model: PreTrainedModel) -> None:
-        """Makes room for the integers of a model on "meta"; notes if the folder lacks it."""
+        """Replaces the layers of a model on "meta" by quantized layers; sets `problem` if the disk has no room."""
         replace_layers(model, self.scheme)
         self.places, self.mixtures = places(model), dict(experts.modules_of(model))
         size = sum(tensor.nbytes for tensor in model.state_dict().values())
         if self.folder is not None and (free := shutil.disk_usage(self.folder).free) < 1.05 * size:
-            about = f"it takes {size / GIB:.1f} GiB, and {free / GIB:.1f} are free in {self.folder.parent}"
+            about = f"it takes {size / GIB:.1f} GiB, but {free / GIB:.1f} are free in {self.folder.parent}"
             self.problem = OSError(errno.ENOSPC, about)
-        for owner, (leaf, _) in self.places.values():  # transformers 5.15 casts what it reads to this dtype
+        for owner, (leaf, _) in self.places.values():  # transformers 5.15 casts weights to this dtype
             setattr(owner, leaf, getattr(owner, leaf).to(torch.bfloat16))
 
     def changes(self, name: str) -> bool:
-        """Whether `stored` is for this weight."""
+        """Whether `stored` converts this weight."""
         path, _, leaf = name.rpartition(".")
         return name in self.places or (path in self.mixtures and leaf in experts.shaped_names(self.mixtures[path]))
 
     def stored(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Returns the tensors that the model has for a weight of the files, or for a bias of experts."""
+        """Returns the model's tensors, by name, for a weight or a bias of experts from the files."""
         path, _, leaf = name.rpartition(".")
         shaped = partial(experts.shaped, self.mixtures[path], leaf) if path in self.mixtures else None
         if name not in self.places:
@@ -212,7 +212,7 @@ class _Reading:
         owner, leaves = self.places[name]
         found = rounded(self.scheme, tensor, shaped)
         if [one.shape for one in found] != [getattr(owner, one).shape for one in leaves]:
-            raise ValueError(f"{name} has the shape {tuple(tensor.shape)}, which does not fit config.json")
+            raise ValueError(f"{name} has the shape {tuple(tensor.shape)}, which does not match config.json")
         if self.errors is not None and shaped:
             weight = shaped(tensor[:1])[0].float()
             difference = experts.floats_of(self.scheme, found[0][0], found[1][0], torch.float32) - weight
@@ -220,7 +220,7 @@ class _Reading:
         return self._kept(name, {f"{path}.{leaf}": one for leaf, one in zip(leaves, found, strict=True)})
 
     def _kept(self, name: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Writes the tensors of a weight to a file, and returns them as it maps them into memory."""
+        """Writes the tensors of a weight to a file, and returns them memory-mapped from it."""
         from safetensors import SafetensorError
         from safetensors.torch import load_file, save_file
 
@@ -239,7 +239,7 @@ class _Reading:
 
 
 def _through_cache(config: ModelConfig, scheme: Scheme, folder: Path) -> PreTrainedModel:
-    """Loads what an earlier run has kept, or quantises and keeps it; one process of a machine does, the others wait."""
+    """Loads quantized weights from the cache, or quantizes and caches them; a lock admits one process of a machine."""
     if (key := _key(config, scheme)) is None:
         return _quantized(config, scheme)
     model: PreTrainedModel | None = None
@@ -247,7 +247,7 @@ def _through_cache(config: ModelConfig, scheme: Scheme, folder: Path) -> PreTrai
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / f"{place.name}.lock", "w") as lock:
-            with contextlib.suppress(ImportError):  # Windows, where each process may write its own
+            with contextlib.suppress(ImportError):  # Windows: all processes may write
                 import fcntl
 
                 fcntl.flock(lock, fcntl.LOCK_EX)
@@ -259,16 +259,16 @@ def _through_cache(config: ModelConfig, scheme: Scheme, folder: Path) -> PreTrai
                     if reading.problem:
                         raise reading.problem
                     size = _write(model, scheme, part)
-                print(f"quantised        kept for the next run: {place}, {size / GIB:.2f} GiB", flush=True)
+                print(f"quantized        cached for the next run: {place}, {size / GIB:.2f} GiB", flush=True)
                 return model
     except OSError as error:
-        print(f"quantised        not kept: {folder} ({error.strerror})", flush=True)
+        print(f"quantized        not cached: {folder} ({error.strerror})", flush=True)
         return model or _quantized(config, scheme)
     _settings()
     try:
         model = read_model(replace(config, name=str(place), revision=None), torch.bfloat16)
     except ValueError as error:
-        print(f"quantised        anew: {place} is damaged ({brief(error)})", flush=True)
+        print(f"quantized        again: {place} is damaged ({brief(error)})", flush=True)
         shutil.rmtree(place, ignore_errors=True)
         return _through_cache(config, scheme, folder)
     forget_quantizer(model)
@@ -277,7 +277,7 @@ def _through_cache(config: ModelConfig, scheme: Scheme, folder: Path) -> PreTrai
 
 
 def _key(config: ModelConfig, scheme: Scheme) -> str | None:
-    """Names the weights and how they are stored; None where it cannot be told whether weights are the same ones."""
+    """Hashes the identity of the weights and their storage; None if the weights cannot be identified."""
     name, base = locate(config), None
     if Path(name).is_dir():
         files = sorted(path for path in Path(name).iterdir() if path.suffix in (".json", ".safetensors", ".bin"))
@@ -288,12 +288,12 @@ def _key(config: ModelConfig, scheme: Scheme) -> str | None:
 
 
 def _write(model: PreTrainedModel, scheme: Scheme, folder: Path) -> int:
-    """Adds to a folder of integers and scales all else that `from_pretrained` needs; returns the bytes of all."""
+    """Completes a folder of integers and scales for `from_pretrained`; returns the bytes of the folder."""
     from safetensors import safe_open
 
     stored = {f"{name.rpartition('.')[0]}.{leaf}" for name, (_, leaves) in places(model).items() for leaf in leaves}
     rest = {name: tensor for name, tensor in model.state_dict().items() if name not in stored}
-    # Without a variant a single file would be model.safetensors, which transformers prefers to an index.
+    # Without a variant, a single file would be named model.safetensors, which transformers prefers to an index.
     model.save_pretrained(
         folder, state_dict=rest, max_shard_size=_FILE_BYTES, save_original_format=False, variant="others"
     )
@@ -313,7 +313,7 @@ def _write(model: PreTrainedModel, scheme: Scheme, folder: Path) -> int:
 
 @cache
 def _settings() -> Any:
-    """Makes our method known to transformers; returns the class of its settings."""
+    """Registers the kit's quantization method in transformers; returns the class of its settings."""
     from transformers.core_model_loading import ConversionOps, WeightConverter
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
     from transformers.quantizers import HfQuantizer
@@ -326,7 +326,7 @@ def _settings() -> Any:
             self.quant_method, self.bits, self.group = _METHOD, bits, group
 
     class Dequantize(ConversionOps):
-        """Makes bf16 (E, I, O) of blocks and scales of MXFP4, which loading has cast: bf16 holds any byte."""
+        """Converts blocks and scales of MXFP4 to bf16 (E, I, O). Loading has cast their bytes to bf16, without loss."""
 
         def convert(self, input_dict: Any, source_patterns: Any, target_patterns: Any, **_: Any) -> Any:
             given = [input_dict[name][0] for name in source_patterns]

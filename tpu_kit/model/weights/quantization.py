@@ -1,24 +1,24 @@
-"""Linear layers whose frozen weights are stored as integers: int8 with a scale for each output, or int4 in groups.
+"""Linear layers with frozen integer weights: int8 with a scale per output, or int4 in groups.
 
-An 8B model in bf16 does not fit a chip of 16 GB; in int8 or int4 it does, with adapters to train on top. TPUs multiply
-bf16, so a layer converts its integers to bf16 in the forward pass and again in the backward pass. Autograd keeps only
+An 8B model in bf16 does not fit on a 16 GB chip; in int8 or int4 it does, with trained adapters on top. TPUs multiply
+bf16, so a layer converts its integers to bf16 in the forward pass and again in the backward pass. Autograd saves only
 the integers and the scales, which exist anyway. PyTorch's own int4 does not exist on XLA, and torch_xla's quantized
 linear layer does not propagate gradients.
 
-Storage of a weight W of (O, I), as buffers of a `QuantizedLinear`:
+Storage of a weight W of shape (O, I), as buffers of a `QuantizedLinear`:
 
     int8   weight  int8 (O, I)        W is about weight * scale[:, None]
            scale   bf16 (O,)
     int4   weight  uint8 (I / 2, O)   a byte holds two values from 0 to 15: the low four bits are input j, the high
-                                      ones input j + I / 2; 2 G divides I
+                                      four bits input j + I / 2; 2 G divides I
            scale   bf16 (2, I / G, O) a step and an offset for the inputs j with the same j // G; W is about
                                       value * step + offset
 
-G is the group size. A weight takes 1 + 2 / I bytes in int8, and 1/2 + 4 / G bytes in int4. The layout of int4 is chosen
-for the TPU compiler. If a byte holds adjacent inputs, the compiler takes many times the memory or never ends. If the
-inputs are the last dimension, which the TPU stores in tiles of 128 lanes, a group is not a whole part of a tile. Then,
-unless the number of groups is a multiple of 8, the integers of all layers are copied into another layout. GGUF files of
-4 bits also have groups of 32 with offsets, so groups of 32 lose almost nothing of them. Embeddings, norms, biases and
+G is the group size. A weight takes 1 + 2 / I bytes in int8, and 1/2 + 4 / G bytes in int4. The int4 layout suits the TPU
+compiler. If a byte held adjacent inputs, the compiler would take many times the memory or never end. If the inputs were
+the last dimension, which the TPU stores in tiles of 128 lanes, a group would not be a whole part of a tile. Then the
+integers of all layers would be copied into another layout, unless the number of groups is a multiple of 8. 4-bit GGUF
+files also have groups of 32 with offsets, so groups of 32 lose almost nothing of them. Embeddings, norms, biases and
 the output head are not quantized.
 """
 
@@ -40,17 +40,17 @@ if TYPE_CHECKING:
 
     from tpu_kit.config.loader import ModelConfig
 
-_AT_ONCE = 2**18  # weights: what rounding needs beside them stays in a processor's cache
+_AT_ONCE = 2**18  # weights rounded at once, so that temporary values stay in a processor's cache
 _SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """How weights are stored.
+    """A storage format of quantized weights.
 
     Attributes:
         bits: 8 or 4.
-        group: columns that share a scale; for 4 bits only.
+        group: number of columns that share a scale; only for 4 bits.
     """
 
     bits: int
@@ -58,7 +58,7 @@ class Scheme:
 
     @classmethod
     def of(cls, config: ModelConfig) -> Scheme | None:
-        """What `model.base_dtype` asks for; None where weights stay floating-point numbers."""
+        """Returns the scheme of `model.base_dtype`; None for floating-point weights."""
         if config.base_dtype == "int8":
             return cls(8)
         return cls(4, config.quant_group) if config.base_dtype == "int4" else None
@@ -67,7 +67,7 @@ class Scheme:
         return "int8" if self.bits == 8 else f"int4 in groups of {self.group}"
 
     def stored(self, outputs: int, inputs: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shapes and dtypes of the buffers of a layer."""
+        """Returns the shapes and dtypes of a layer's buffers."""
         if self.bits == 8:
             return {"weight": ((outputs, inputs), torch.int8), "scale": ((outputs,), torch.bfloat16)}
         return {
@@ -76,8 +76,8 @@ class Scheme:
         }
 
     def quantize(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rounds a weight (O, I), of any floating-point type: its integers and scales, as they are stored."""
-        assert weight.is_floating_point(), f"{weight.dtype} is no weight to round: was it cast before?"
+        """Quantizes a floating-point weight (O, I); returns integers and scales in the layout of storage."""
+        assert weight.is_floating_point(), f"{weight.dtype} is not a floating-point weight: was it cast before?"
         rows = max(1, _AT_ONCE // weight.shape[1])
         found = [self._quantize(part.detach().to(torch.float32)) for part in weight.split(rows)]
         integers, scales = zip(*found, strict=True)
@@ -87,7 +87,7 @@ class Scheme:
 
     def _quantize(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self.bits == 8:
-            scale = (weight.abs().amax(1) / 127).to(torch.bfloat16)  # less by 0.2 % at most: nothing exceeds 127
+            scale = (weight.abs().amax(1) / 127).to(torch.bfloat16)  # at most 0.2 % smaller: no value exceeds 127
             return torch.round(weight / _divisor(scale.float())[:, None]).to(torch.int8), scale
         groups = weight.view(weight.shape[0], -1, self.group)
         scale = _least_squares(groups)
@@ -95,9 +95,9 @@ class Scheme:
         return low | high << 4, scale
 
     def parts(self, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
-        """The weight (O, I) in `dtype`, of what `quantize` returned, as blocks of columns: one, or two halves of int4.
+        """Dequantizes a weight (O, I) to `dtype`; returns blocks of columns: the whole for int8, two halves for int4.
 
-        A product with each half needs no dequantised copy on a TPU, which the compiler would make to join them.
+        Separate products with the halves need no dequantized copy; joining the halves would make the compiler write it.
         """
         if self.bits == 8:
             return [weight.to(dtype) * scale.to(dtype)[:, None]]
@@ -108,8 +108,8 @@ class Scheme:
                 (half.view(-1, self.group, half.shape[1]) * step[:, None] + offset[:, None]).flatten(0, 1).T
                 for half, step, offset in zip(halves, steps, offsets, strict=True)
             ]
-        # In a sharded program the compiler writes each broadcast to memory, in fp32. A product with a matrix of zeros
-        # and ones gives the same numbers, and is fused with the others: 40 % less traffic for a 70B model.
+        # In a sharded program, the compiler writes broadcasts to memory in fp32. A one-hot product gives the same
+        # numbers and is fused with the others: 40 % less traffic for a 70B model.
         groups = torch.arange(steps[0].shape[0], device=weight.device)
         of_group = (torch.arange(weight.shape[0], device=weight.device)[:, None] // self.group == groups).to(dtype)
         return [
@@ -119,20 +119,20 @@ class Scheme:
 
 
 def _divisor(scale: torch.Tensor) -> torch.Tensor:
-    """A row of zeros has scale 0."""
+    """Replaces scales of 0, which rows of zeros have, by 1."""
     return torch.where(scale == 0, torch.ones_like(scale), scale)
 
 
 def _four_bits(groups: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The values from 0 to 15 of groups (O, I / G, G), by steps and offsets (2, O, I / G)."""
+    """Returns values from 0 to 15 of groups (O, I / G, G), given steps and offsets (2, O, I / G)."""
     step, offset = scale.float()[..., None].unbind()
     return torch.round((groups - offset) / _divisor(step)).clamp(0, 15)
 
 
 def _least_squares(groups: torch.Tensor) -> torch.Tensor:
-    """Steps and offsets that leave each group (O, I / G, G) the smallest sum of squared errors, out of seven.
+    """Returns the steps and offsets, out of seven, with the smallest squared error of the groups (O, I / G, G).
 
-    From its smallest value to its largest, or a range about the same middle that cuts both off.
+    The candidates are the range from a group's minimum to its maximum, and narrower ranges with the same center.
     """
     low, high = groups.aminmax(dim=-1)
     best = torch.full(low.shape, float("inf"), dtype=torch.float64)
@@ -141,7 +141,7 @@ def _least_squares(groups: torch.Tensor) -> torch.Tensor:
         offset = (low + high) / 2 - share * (high - low) / 2
         scale = torch.stack([share * (high - low) / 15, offset]).to(torch.bfloat16)
         step, offset = scale.float()[..., None].unbind()
-        # Sums in double precision do not depend on how a processor sums; so every machine rounds alike.
+        # Sums in double precision do not depend on the order of summation, so all machines round alike.
         error = (_four_bits(groups, scale) * step + offset - groups).square().sum(-1, dtype=torch.float64)
         found = torch.where(error < best, scale, found)
         best = torch.minimum(error, best)
@@ -149,15 +149,15 @@ def _least_squares(groups: torch.Tensor) -> torch.Tensor:
 
 
 class QuantizedLinear(torch.nn.Linear):
-    """A linear layer with a frozen weight of integers. PEFT takes it for what it is: a linear layer.
+    """A linear layer with a frozen integer weight; for PEFT, it is a linear layer.
 
-    Its output and the gradients have the dtype of the products: autocast's, or else that of the input.
+    Outputs and gradients have autocast's dtype, or without autocast the input's dtype.
     """
 
     scale: torch.Tensor
 
     def __init__(self, inputs: int, outputs: int, scheme: Scheme, bias: torch.nn.Parameter | None = None) -> None:
-        """Makes an empty one, on the device that is PyTorch's default now."""
+        """Makes a layer without values, on PyTorch's default device."""
         torch.nn.Module.__init__(self)
         self.in_features, self.out_features, self.scheme = inputs, outputs, scheme
         for name, (shape, dtype) in scheme.stored(outputs, inputs).items():
@@ -165,32 +165,32 @@ class QuantizedLinear(torch.nn.Linear):
         self.register_parameter("bias", bias)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """(..., I) -> (..., O)."""
+        """Maps (..., I) to (..., O)."""
         kind = input.device.type
-        mixed = kind != "meta" and torch.is_autocast_enabled(kind)  # which raises for "meta"
+        mixed = kind != "meta" and torch.is_autocast_enabled(kind)  # raises for "meta"
         dtype = torch.get_autocast_dtype(kind) if mixed else input.dtype
         weight, scale = self.weight, self.scale
         if not self.training and input.shape[-2] == 1:
-            # In a loop of decode steps the compiler would convert all layers' integers once, before the loop.
+            # In a loop of decode steps, the compiler would convert all layers' integers once, before the loop.
             weight, scale = after([input], [weight, scale])
         output: torch.Tensor = _Product.apply(input.to(dtype), weight, scale, self.scheme)
         return output if self.bias is None else output + self.bias.to(dtype)
 
     @property
     def count(self) -> int:
-        """Number of weights that its integers stand for; where it is a stack of layers, those of all."""
+        """Number of weights in the integers, including all layers of a stack."""
         return self.weight.numel() * 8 // self.scheme.bits
 
 
 class _Product(torch.autograd.Function):
-    """input @ W.T, which keeps nothing but the integers and scales of W."""
+    """Computes input @ W.T, and saves only the integers and scales of W."""
 
     @staticmethod
     def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, scheme: Scheme) -> Any:
         ctx.save_for_backward(weight, scale)
         ctx.scheme = scheme
         if scheme.bits == 8:
-            # int8 is exact in bf16, and a row's scale can as well be the output's.
+            # int8 is exact in bf16, and a row's scale can be applied to the output.
             return torch.nn.functional.linear(input, weight.to(input.dtype)) * scale.to(input.dtype)
         parts = scheme.parts(weight, scale, input.dtype)
         low, high = (
@@ -201,13 +201,13 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> Any:
         weight, scale = ctx.saved_tensors
-        # Of int8, too, the scale goes to the weight: times the upstream gradient it would make a copy of that.
+        # The scale of int8 is applied to the weight: applied to the upstream gradient, it would copy the gradient.
         parts = ctx.scheme.parts(weight, scale, upstream.dtype)
         return torch.cat([upstream @ part for part in parts], dim=-1), None, None, None
 
 
 def layers_of(model: PreTrainedModel) -> dict[str, torch.nn.Linear]:
-    """The linear layers of a model's decoder, by name: those whose weights are quantised, or are already."""
+    """Returns the linear layers of a model's decoder that quantization applies to, by name; they may be quantized."""
     text, head, routers = {*model.get_decoder().modules()}, model.get_output_embeddings(), experts.routers_of(model)
     return {
         name: part
@@ -217,16 +217,16 @@ def layers_of(model: PreTrainedModel) -> dict[str, torch.nn.Linear]:
 
 
 def replace_layers(model: PreTrainedModel, scheme: Scheme) -> None:
-    """Puts empty quantised layers in the place of a decoder's linear layers, whose weights are dropped.
+    """Replaces a decoder's linear layers and experts by empty quantized layers; drops their weights.
 
     Raises:
-        ValueError: there are none, or the size of a group does not divide half of their inputs.
+        ValueError: the decoder has no linear layers, or the group size does not divide half of their inputs.
     """
     layers = layers_of(model)
     if not layers:
         raise ValueError(
             f"model.base_dtype={'int8' if scheme.bits == 8 else 'int4'}: {type(model).__name__} has no linear layers "
-            "to quantise; set it to bf16"
+            "to quantize; set it to bf16"
         )
     mixtures = dict(experts.modules_of(model))
     for part in mixtures.values():
@@ -245,7 +245,7 @@ def replace_layers(model: PreTrainedModel, scheme: Scheme) -> None:
 
 
 def places(model: PreTrainedModel) -> dict[str, tuple[torch.nn.Module, list[str]]]:
-    """The quantised weights of a model by name: whose they are, and the names of their integers and scales there."""
+    """Returns a model's quantized weights: name -> (their module, the names of their integers and scales in it)."""
     found: dict[str, tuple[torch.nn.Module, list[str]]] = {
         f"{name}.weight": (layer, ["weight", "scale"]) for name, layer in layers_of(model).items()
     }
@@ -255,10 +255,10 @@ def places(model: PreTrainedModel) -> dict[str, tuple[torch.nn.Module, list[str]
 
 
 def quantize_model(model: PreTrainedModel, scheme: Scheme) -> None:
-    """Quantises a loaded model on the CPU, in place, one layer after the other.
+    """Quantizes a loaded model on the CPU, in place, layer by layer.
 
     Raises:
-        ValueError: as `replace_layers`.
+        ValueError: from `replace_layers`.
     """
     for _, part in experts.modules_of(model):
         experts.prepare(part)
@@ -270,12 +270,12 @@ def quantize_model(model: PreTrainedModel, scheme: Scheme) -> None:
 
 
 def rounded(scheme: Scheme, weight: torch.Tensor, shaped: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Any:
-    """Rounds a weight (O, I), or those of experts (E, O, I) one by one, to a list of its integers and scales.
+    """Quantizes a weight (O, I), or experts (E, O, I) one by one; returns a list of integers and scales.
 
     Args:
-        scheme: how they are stored.
+        scheme: storage of the weights.
         weight: floats.
-        shaped: brings one expert, (1, ...), to (1, O, I); None if it has this form.
+        shaped: converts an expert (1, ...) to (1, O, I); None if no conversion is needed.
     """
     if weight.ndim == 2:
         return [*scheme.quantize(weight)]
@@ -285,7 +285,7 @@ def rounded(scheme: Scheme, weight: torch.Tensor, shaped: Callable[[torch.Tensor
 
 
 def stacked(count: int, parts: Iterable[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
-    """Stacks the tensors of `count` experts, which are made one after the other."""
+    """Stacks the tensors of `count` experts, which `parts` makes one at a time."""
     found: list[torch.Tensor] = []
     for place, part in enumerate(parts):
         found = found or [tensor.new_empty((count, *tensor.shape)) for tensor in part]

@@ -1,4 +1,4 @@
-"""Reads the adapter that a run or PEFT wrote, and adds it to its base model."""
+"""Reads an adapter from a run or PEFT, and adds it to its base model."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _SHOWN_DIFFERENCES = 5
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether the result of a run is a whole model, as lora.r=0 trains, and no adapter."""
+    """Whether the result of a run is a whole model, as with lora.r=0, instead of an adapter."""
     return (folder / "config.json").is_file() and not (folder / ADAPTER_FILES[0]).is_file()
 
 
 def _adapter_near(folder: Path) -> str:
-    """Says what to give in place of a folder without an adapter: that of the run, or its newest checkpoint."""
+    """Advises which folder to give instead of a folder without an adapter: the run's adapter or newest checkpoint."""
     if (folder / "adapter").is_dir():
         return f"give {folder / 'adapter'}"
     run = folder if (folder / "checkpoints").is_dir() else folder.parent
@@ -40,8 +40,8 @@ def read_adapter(folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
         raise ValueError(f"there is no adapter folder {folder}; {_adapter_near(folder)}")
     if absent := [name for name in ADAPTER_FILES if not (folder / name).is_file()]:
         raise ValueError(
-            f"the adapter folder {folder} has no {' and no '.join(absent)}: its writing was interrupted, or it is "
-            f"another folder; {_adapter_near(folder)}"
+            f"the adapter folder {folder} has no {' and no '.join(absent)}: its writing was interrupted, or it is not "
+            f"an adapter; {_adapter_near(folder)}"
         )
     try:
         settings = PeftConfig.from_pretrained(str(folder), inference_mode=True)
@@ -61,26 +61,26 @@ def attach_adapter(
     """Adds an adapter to its base model.
 
     Args:
-        model: the base.
-        folder: of the adapter, for messages.
-        settings: from `read_adapter`, as `tensors`.
-        tensors: the weights of the adapter.
-        name: `model.name` of the base.
+        model: the base model.
+        folder: folder of the adapter, for messages.
+        settings: settings from `read_adapter`.
+        tensors: weights from `read_adapter`.
+        name: `model.name` of the base model.
 
     Raises:
-        ValueError: the adapter is of another model.
+        ValueError: the adapter belongs to another model.
     """
     from peft import set_peft_model_state_dict
 
     refusal = f"the adapter in {folder} was trained on another base model than {name}"
-    advice = f"set model.name to its own base (it says {settings.base_model_name_or_path})"
+    advice = f"set model.name to its own base (it names {settings.base_model_name_or_path})"
     try:
         adapted = experts.with_adapters(model, settings)
         result = set_peft_model_state_dict(adapted, tensors)
     except (ValueError, RuntimeError, KeyError) as error:
         reason = " ".join(hide_secrets(str(error)).split())[:400]
         raise ValueError(f"{refusal}: {type(error).__name__}: {reason}; {advice}") from error
-    params = {name for name, _ in adapted.named_parameters()}  # without second names, as of tied rows
+    params = {name for name, _ in adapted.named_parameters()}  # lists tied rows under a single name
     absent = [key for key in result.missing_keys if ".default" in key and key in params]
     differences = [f"{key} is not in the file" for key in absent]
     differences += [f"{key} is not in the model" for key in result.unexpected_keys]

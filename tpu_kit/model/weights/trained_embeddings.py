@@ -1,7 +1,7 @@
-"""Trains the input and output embeddings of a model by PEFT: rows of some tokens, whole matrices, or LoRA.
+"""Trains the input and output embeddings of a model with PEFT: rows of some tokens, whole matrices, or LoRA.
 
-The chunked loss reads the output embedding through `base_model.output_embedding`. This module asks PEFT for the
-adapters, and computes the rows of trained tokens without PEFT's copy of the whole matrix in each forward pass.
+The chunked loss reads the output embedding through `base_model.output_embedding`. This module makes PEFT's settings for
+these adapters. It computes trained rows without PEFT's copy of the whole matrix in every forward pass.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def ends_of(model: PreTrainedModel) -> tuple[str, str]:
-    """Returns the paths of a model's input and output embedding, before PEFT wraps them; "" without one."""
+    """Returns the paths of a model's input and output embedding, before PEFT wraps them; "" if it is absent."""
     start, end = model.get_input_embeddings(), model.get_output_embeddings()
     paths = {id(part): path for path, part in model.named_modules()}
     return paths.get(id(start), ""), paths.get(id(end), "")
@@ -31,11 +31,11 @@ def ends_of(model: PreTrainedModel) -> tuple[str, str]:
 def peft_settings(model: PreTrainedModel, lora: LoraConfig, numbers: Sequence[int]) -> dict[str, Any]:
     """Returns the settings of PEFT's `LoraConfig` for trained rows and trained matrices.
 
-    An untied output embedding has its own rows of the tokens, which are trained, too. A tied one stays tied; PEFT's
-    default would train a copy of one matrix.
+    The tokens' rows in an untied output embedding are trained too. Tied embeddings stay tied; PEFT's default would
+    train a copy of one matrix.
 
     Args:
-        model: the base.
+        model: the base model.
         lora: the adapters.
         numbers: the ids of `lora.tokens`.
     """
@@ -50,9 +50,9 @@ def peft_settings(model: PreTrainedModel, lora: LoraConfig, numbers: Sequence[in
 
 
 def connect(adapted: torch.nn.Module) -> None:
-    """Lets the embeddings of a `PeftModel` compute as the kit does; changes it in place.
+    """Makes the embeddings of a `PeftModel` run the kit's code, in place.
 
-    Results have the dtype of the frozen matrix, also of a matrix that is trained in fp32: the residual stream has it.
+    Outputs have the dtype of the frozen matrix, which the residual stream needs, even if a matrix is trained in fp32.
     """
     base = base_model(adapted)
     for part in (base.get_input_embeddings(), base.get_output_embeddings()):
@@ -71,13 +71,13 @@ def _token_rows() -> type:
     from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 
     class TokenRows(TrainableTokensLayer):
-        """Looks the rows of trained tokens up beside the frozen matrix.
+        """Looks up the rows of trained tokens separately from the frozen matrix.
 
-        PEFT copies the matrix in each forward pass, and the gradient of the copy has its size.
+        PEFT copies the matrix in every forward pass, and the copy's gradient has the same size.
         """
 
         def forward_adapters(self, x: torch.Tensor, active_adapters: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-            """Returns embeddings, (..., H), of token ids, or as an output layer outputs, (..., V), of states."""
+            """Returns embeddings (..., H) of token ids, or for an output layer the outputs (..., V) of states."""
             if self.disable_adapters or self.merged:
                 result: torch.Tensor = super().forward_adapters(x, active_adapters, *args, **kwargs)
                 return result
@@ -90,14 +90,14 @@ def _token_rows() -> type:
             rows = self.trainable_tokens_delta[active_adapters[0]].to(frozen.dtype)
             rows = rows if scale is None else rows * scale.to(rows.dtype)
             chosen = x[..., None] == self.numbers
-            # A product with ones and zeros is exact, and its gradient is a product, too, not a scatter.
+            # A one-hot product is exact, and its gradient is a product too, not a scatter.
             return torch.where(chosen.any(-1, keepdim=True), chosen.to(rows.dtype) @ rows, frozen)
 
     return TokenRows
 
 
 def described(settings: Mapping[str, Any]) -> list[str]:
-    """Says which adapters of embeddings an adapter_config.json has; empty for none."""
+    """Describes the adapters of embeddings in an adapter_config.json; empty if there are none."""
     targets = settings.get("target_modules") or ()
     names = [one for one in ([] if isinstance(targets, str) else sorted(targets)) if one.split(".")[-1] in EMBEDDINGS]
     found = ["trained rows of tokens"] if settings.get("trainable_token_indices") else []
@@ -107,7 +107,7 @@ def described(settings: Mapping[str, Any]) -> list[str]:
 
 
 def untie(adapted: torch.nn.Module) -> None:
-    """Gives the output embedding a weight of its own if merging would add both embeddings' LoRA to a shared one.
+    """Unties the embeddings if merging would add both embeddings' LoRA to their shared weight.
 
     PEFT then notes in the merged model's configuration that its embeddings are not tied.
     """
@@ -119,10 +119,10 @@ def untie(adapted: torch.nn.Module) -> None:
 
 
 def names_in_files(params: Iterable[str]) -> dict[str, str]:
-    """Returns the names of trained parameters in adapter_model.safetensors, by their names in the model.
+    """Maps names of trained parameters in the model to their names in adapter_model.safetensors.
 
-    PEFT's `get_peft_model_state_dict` gives the same names, but it drops all names that are not in the model, and a
-    model with stacks has no names of single layers.
+    PEFT's `get_peft_model_state_dict` gives the same names, but drops names that are not in the model, and a model with
+    stacks has no names of single layers.
     """
     found = {}
     for name in params:
@@ -132,7 +132,7 @@ def names_in_files(params: Iterable[str]) -> dict[str, str]:
 
 
 def tied_names(adapted: Any) -> dict[str, str]:
-    """Returns the second name that a file has for a matrix which is trained as both embeddings: first -> second."""
+    """Returns the second name in files of a matrix that is trained as both embeddings: first -> second."""
     base = base_model(adapted)
     parts = base.get_input_embeddings(), base.get_output_embeddings()
     if not is_tied(adapted) or not all("modules_to_save" in part._modules for part in parts):
