@@ -428,7 +428,7 @@ ON_THE_MACHINE: list[tuple[dict[str, Any], str]] = [
     ({"wandb": "online"}, "no W&B key was found"),
     ({"device_type": "tpu"}, "tpu"),
     ({"num_replicas": 3, "global_batch_size": 4}, "optim.global_batch_size: 4 is no multiple of"),
-    ({"name": "nowhere/at-all", "batch_size": "auto"}, "model.name=nowhere/at-all: it is no folder here"),
+    ({"name": "nowhere/at-all", "batch_size": "auto"}, "model.name=nowhere/at-all: it is not a folder here"),
 ]
 
 

@@ -364,7 +364,7 @@ def silent_hub() -> Iterator[tuple[str, list[float]]]:
         (["plan", "model.name=acme/unheard-of"], "model.name=acme/unheard-of: not a folder or a known model"),
         pytest.param(
             ["train", "model.name=acme/unheard-of", "max_steps=1"],
-            "model.name=acme/unheard-of: it is no folder here",
+            "model.name=acme/unheard-of: it is not a folder here",
             marks=pytest.mark.slow,
         ),
     ],

@@ -175,9 +175,9 @@ def test_what_cannot_be_found_is_named_with_the_next_action(saved, tmp_path):
     with pytest.raises(ValueError, match=r"there is no such folder\. Give a folder, a hub id or embedded"):
         load_model(ModelConfig(name=str(tmp_path / "nowhere")), LORA)
     for load in (lambda config: load_model(config, LORA), load_tokenizer):
-        with pytest.raises(ValueError, match=r"some-model: it is no folder here and cannot be fetched"):
+        with pytest.raises(ValueError, match=r"some-model: it is not a folder here and cannot be fetched"):
             load(ModelConfig(name="someone/some-model"))
-    with pytest.raises(ValueError, match=r"the folder has no tokenizer .* Copy the tokenizer's files"):
+    with pytest.raises(ValueError, match=r"the folder has no tokenizer .* Copy the original model.s tokenizer files"):
         load_tokenizer(ModelConfig(name=str(saved)))
 
 

@@ -55,7 +55,7 @@ def tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         (
             ["max_length=131073", "batch_size=1"], 1,
             "data.max_length=131073 is longer than the 131072 positions of the model; set it to 131072 or less, or "
-            "take a model with more: another scaling of rotary positions is not carried by an adapter",
+            "use a model with more: an adapter cannot store another scaling of rotary positions",
         ),
     ],
 )  # fmt: skip

@@ -195,7 +195,7 @@ def test_ten_updates_are_those_of_peft(way: str, folder: Path, tmp_path: Path) -
     [
         (
             ["<nowhere>", "<tray>"],
-            r"lora.tokens: '<nowhere>' is no token of model.name=.*Add it first, and name the fol",
+            r"lora.tokens: '<nowhere>' is not a token of model.name=.*Add it first, and name the fol",
         ),
         (
             "added",

@@ -131,8 +131,7 @@ def bound(implementation: str, visibility: Visibility, additions: tuple[torch.Te
 def sees_all(model: torch.nn.Module) -> bool:
     """Whether all tokens see all earlier tokens at any distance, so that documents may share a prefix.
 
-    False with windows, which count tokens of the row, and with recurrent states or convolutions, which read the
-    preceding tokens.
+    False with windows, which count a row's tokens, and with states or convolutions, which read preceding tokens.
     """
     config = model.config.get_text_config()  # type: ignore[operator, union-attr]  # of transformers
     kinds = getattr(config, "layer_types", None) or ([] if getattr(config, "sliding_window", None) is None else ["?"])

@@ -358,8 +358,7 @@ def check_targets(lora: LoraConfig, paths: Sequence[str], model: str, ends: tupl
         ends: paths of the input and the output embedding.
 
     Raises:
-        ValueError: a target matches no layer, `lora.full` names no embedding, two settings train an embedding, or an
-            embedding has DoRA or dropout.
+        ValueError: a target matches no layer, `lora.full` names no embedding, or settings of an embedding conflict.
     """
     if not lora.r:
         return

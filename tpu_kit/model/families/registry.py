@@ -28,8 +28,7 @@ class Family(NamedTuple):
     Attributes:
         module: the kit's module for these layers.
         functions: names in a model's transformers module, any of which shows that the model has such layers.
-        towers: model types that have such layers if their configuration has a "vision_config". With neither `functions`
-            nor `towers`, the family applies to all models.
+        towers: model types that have such layers if they have a "vision_config". No functions or towers: all models.
     """
 
     module: str

@@ -7,8 +7,8 @@ A row has K slots for images, or for tiles of images. Besides the tokens, a batc
     image_index      (B, S) int32: the index among the K * T soft tokens of the row, -1 for text
     axis_positions   (B, 3, S) int32, Qwen: time, row and column of each token for the rotary embedding
 
-The tower runs without gradients; the projector maps its states to features (B, K * T, H). A text token's embedding is
-looked up by its id; an image token's is the feature at its index.
+The tower runs without gradients; the projector maps its states to features (B, K * T, H). An image token's embedding is
+the feature at its index.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ def tokens_of(config: Any, patches: int) -> int:
 
 
 def _taken(found: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Returns the features at each token's index, (B, S, H); on XLA by a product with a one-hot matrix.
+    """Returns the features at each token's index, (B, S, H); XLA multiplies by a one-hot matrix.
 
     XLA gathers along the tokens element by element, which moves hundreds of gigabytes. The one-hot product is exact.
     """
@@ -337,10 +337,7 @@ def tower_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Computes attention in which all patches of an image see each other; transformers' towers call it.
-
-    `attention_mask` is a view (N, 1, 1, P) of the valid patches, or None.
-    """
+    """Computes attention among the patches of an image, for towers; the mask is a view (N, 1, 1, P) or None."""
     refuse_unknown({name: value for name, value in kwargs.items() if name not in ("is_causal", "dropout")})
     shape = (query.shape[0], query.shape[2])
     valid = torch.ones(shape, device=query.device) if attention_mask is None else attention_mask[:, 0, 0]

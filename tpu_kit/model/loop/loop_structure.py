@@ -50,8 +50,8 @@ def in_blocks(loops: Sequence[Loop]) -> list[Loop]:
     """Groups the layers of loops over single layers into blocks, for optim.remat=blocks.
 
     For n layers in blocks of k, the backward pass holds n / k states between blocks and k - 1 states within a block
-    (Chen et al. 2016, arXiv:1604.06174). k is the divisor of n with the fewest states, the smallest if several are
-    equal. Loops over larger blocks do not change.
+    (Chen et al. 2016, arXiv:1604.06174). The block size k is the divisor of n with the fewest states, the smallest if
+    several are equal. Loops over larger blocks do not change.
     """
     found = []
     for loop in loops:

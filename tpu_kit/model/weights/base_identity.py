@@ -82,7 +82,7 @@ def pin(model: ModelConfig, began: Identity | None = None) -> tuple[ModelConfig,
 
 
 def differences(began: Identity | None, now: Identity | None) -> list[str]:
-    """Returns differences of weight files and rotary positions, as texts; values that one side lacks do not differ."""
+    """Returns differences of weight files and rotary positions, as texts; values missing in either do not differ."""
     if not began or not now or not (then := began["files"]) or not (here := now["files"]):
         return []
     if "commit" in began and began["commit"] == now.get("commit"):

@@ -14,12 +14,12 @@ Storage of a weight W of shape (O, I), as buffers of a `QuantizedLinear`:
            scale   bf16 (2, I / G, O) a step and an offset for the inputs j with the same j // G; W is about
                                       value * step + offset
 
-G is the group size. A weight takes 1 + 2 / I bytes in int8, and 1/2 + 4 / G bytes in int4. The int4 layout suits the TPU
-compiler. If a byte held adjacent inputs, the compiler would take many times the memory or never end. If the inputs were
-the last dimension, which the TPU stores in tiles of 128 lanes, a group would not be a whole part of a tile. Then the
-integers of all layers would be copied into another layout, unless the number of groups is a multiple of 8. 4-bit GGUF
-files also have groups of 32 with offsets, so groups of 32 lose almost nothing of them. Embeddings, norms, biases and
-the output head are not quantized.
+G is the group size. A weight takes 1 + 2 / I bytes in int8, and 1/2 + 4 / G bytes in int4. The int4 layout suits the
+TPU compiler. With adjacent inputs in a byte, the compiler takes many times the memory or never ends. With inputs as the
+last dimension, which the TPU stores in tiles of 128 lanes, a group is not a whole part of a tile. Then the compiler
+copies the integers of all layers into another layout, unless the number of groups is a multiple of 8. GGUF files of
+4 bits also have groups of 32 with offsets, so groups of 32 lose almost nothing of them. Embeddings, norms, biases and the
+output head are not quantized.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Where a model lies, and what it says without its weights: configuration, tokenizer.
+"""Locates a model, and reads its configuration and tokenizer without its weights.
 
-assets/shapes.json has the config.json of some models of the hub, to plan them without a network, and before access is
-granted. Every error becomes a `ValueError` that says what to do next, because transformers' own messages are long.
+assets/shapes.json has the config.json of some hub models, to plan them without a network or before access is granted.
+All errors become a `ValueError` with the next action, because transformers' own messages are long.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MIRRORS = ("unsloth", "NousResearch")
 def shipped_shapes() -> dict[str, dict[str, Any]]:
     """Returns the config.json of every model in assets/shapes.json, by its name on the hub."""
     found = json.loads((Path(__file__).parents[2] / "assets/shapes.json").read_text())
-    return {name: shape for names, shape in found.items() for name in names.split()}  # several models may share one
+    return {name: shape for names, shape in found.items() for name in names.split()}  # models may share a shape
 
 
 def _copied(name: str) -> str:
@@ -39,9 +39,10 @@ def _copied(name: str) -> str:
 
 
 def shipped_shape(model: ModelConfig) -> dict[str, Any] | None:
-    """Returns the config.json of a model; None if it is unknown, a folder has its name, or config has a revision.
+    """Returns a model's config.json from assets/shapes.json.
 
-    Under "with_images", models that see have the rest of the whole configuration.
+    None if the model is unknown, is a folder, or has a revision. In the file, vision models have the rest of their
+    configuration under "with_images".
     """
     found = _shape_named(model)
     if found is None or "with_images" not in found:
@@ -60,13 +61,17 @@ def _shape_named(model: ModelConfig) -> dict[str, Any] | None:
 
 
 def did_you_mean(name: str) -> str:
-    """Returns a question with the known model whose name is closest to a misspelled one; empty if none is close."""
+    """Returns a question with the known model whose name is closest to `name`; empty if no name is close."""
     names = {known.lower(): known for known in shipped_shapes()}
     return "".join(f" did you mean {names[guess]}?" for guess in closest(name, names, 0.8) if names[guess] != name)
 
 
 def locate(config: ModelConfig) -> str:
-    """The folder of a model, or its hub id; raises ValueError if it is a folder without one."""
+    """Returns the folder of a model, or its hub id.
+
+    Raises:
+        ValueError: the folder does not exist, has no model, or has git-lfs pointers in place of files.
+    """
     if config.name == "embedded":
         from tpu_kit.assets import embedded
 
@@ -81,7 +86,7 @@ def locate(config: ModelConfig) -> str:
         if not (folder / wanted).is_file():
             have = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
             advice = ""
-            if any((folder / name).exists() for name in ("adapter_config.json", "adapter")):  # of a run, or the run
+            if any((folder / name).exists() for name in ("adapter_config.json", "adapter")):  # an adapter, or a run
                 advice = "; to use a tuned model, run `python -m tpu_kit export RUN format=merged` and give its folder"
             raise ValueError(f"model.name={config.name}: the folder has no {wanted} (it holds: {have}){advice}")
         if pointers := sorted(path.name for path in folder.iterdir() if path.is_file() and _is_pointer(path)):
@@ -102,28 +107,28 @@ def _is_pointer(path: Path) -> bool:
 
 
 def unreachable(config: ModelConfig, error: Exception) -> str:
-    """What to tell the user of a model that is no folder and that the hub did not give."""
+    """Returns the error text for a model that is not a folder and cannot be fetched from the hub."""
     kind = type(error.__cause__ or error).__name__
     if "Gated" in kind or "gated repo" in str(error):
         action = "its owner grants access by request: ask on its page, then run `hf auth login`"
     else:
         action = (
-            "check the spelling and the network; or run `hf download` where there is one and give the folder; "
+            "check the spelling and the network; or run `hf download` on a machine with a network and give the folder; "
             "or use model.name=embedded, which needs no network"
         )
     return (
-        f"model.name={config.name}: it is no folder here and cannot be fetched from the hub ({brief(error)});"
+        f"model.name={config.name}: it is not a folder here and cannot be fetched from the hub ({brief(error)});"
         f"{did_you_mean(config.name)} {action}"
     )
 
 
 def brief(error: BaseException) -> str:
-    """The first line of an error's text."""
+    """Returns the first line of an error's text, at most 300 characters, without secrets."""
     return hide_secrets(str(error)).strip().split("\n")[0][:300]
 
 
 def known_models() -> str:
-    """Formats the names of `shipped_shapes`, with a line for each organization."""
+    """Formats the names of `shipped_shapes`, one line per organization."""
     lines = []
     for owner, names in groupby(sorted(shipped_shapes(), key=str.lower), key=lambda name: name.partition("/")[0]):
         lines.append(f"{owner}/: {', '.join(name.partition('/')[2] for name in names)}")
@@ -138,11 +143,12 @@ def load_tokenizer(config: ModelConfig, adapter: str | Path | None = None) -> Pr
 
     Args:
         config: the model.
-        adapter: what training wrote: with a tokenizer in it, that is taken, and with it the chat template of the
-            training, or none after training on plain text. A checkpoint has no tokenizer, and says which it was.
+        adapter: folder that training wrote. If it has a tokenizer, that is loaded, with the chat template of the
+            training, or without a template after training on plain text. A checkpoint has no tokenizer; the model's is
+            loaded, and its template is dropped after training on plain text.
 
     Raises:
-        ValueError: if the folder or hub repository cannot be read, or holds no tokenizer.
+        ValueError: if the folder or hub repository cannot be read, or has no tokenizer.
     """
     from transformers import AutoTokenizer
 
@@ -162,13 +168,13 @@ def load_tokenizer(config: ModelConfig, adapter: str | Path | None = None) -> Pr
         if Path(name).is_dir():
             raise ValueError(
                 f"model.name={config.name}: the folder has no tokenizer that transformers reads ({brief(error)}). "
-                "Copy the tokenizer's files of the original model into it (tokenizer.json, tokenizer_config.json)"
+                "Copy the original model's tokenizer files into it (tokenizer.json, tokenizer_config.json)"
             ) from error
         raise ValueError(unreachable(config, error)) from error
 
 
 def _saw_plain_text(checkpoint: Path) -> bool:
-    """Whether the run of a checkpoint trained on plain text; False for another folder."""
+    """Whether a checkpoint's run trained on plain text; false for other folders."""
     state = checkpoint / "state.json"
     return state.is_file() and json.loads(state.read_text()).get("turns") == "none"
 
@@ -179,7 +185,7 @@ def refuse(config: ModelConfig, error: Exception) -> None:
 
     if "trust_remote_code" in str(error):
         raise ValueError(
-            f"model.name={config.name}: the model comes with Python code of its own. Read that code; if you trust it, "
+            f"model.name={config.name}: the model comes with its own Python code. Read that code; if you trust it, "
             "set model.trust_remote_code=true"
         ) from error
     if "does not recognize this architecture" in str(error):
@@ -189,7 +195,7 @@ def refuse(config: ModelConfig, error: Exception) -> None:
 
 
 def absent_family(config: ModelConfig, family: str | None, writer: str | None = None) -> str:
-    """Describes a model of a family that transformers lacks; `writer` is the version of it that wrote config.json."""
+    """Describes a model of a family that transformers lacks; `writer` is the version that wrote config.json."""
     from transformers import __version__
 
     wanted = f"{writer} wrote its config.json: pip install 'transformers>={writer}'"
@@ -200,11 +206,11 @@ def absent_family(config: ModelConfig, family: str | None, writer: str | None = 
 
 
 def read_config(config: ModelConfig, needed: bool = False) -> PreTrainedConfig | None:
-    """Reads a model's configuration, without its weights; None where it cannot be read, which loading explains.
+    """Reads a model's configuration; None if it cannot be read, which loading then reports.
 
     Raises:
-        ValueError: the model has code of its own, and `trust_remote_code` is off; transformers lacks its family; or the
-            configuration is `needed`, and cannot be read.
+        ValueError: the model has its own code and `trust_remote_code` is off; transformers lacks its family; or the
+            configuration is `needed` and cannot be read.
     """
     from transformers import AutoConfig
 
@@ -213,7 +219,7 @@ def read_config(config: ModelConfig, needed: bool = False) -> PreTrainedConfig |
         found: PreTrainedConfig = AutoConfig.from_pretrained(
             locate(config), revision=config.revision, trust_remote_code=config.trust_remote_code, **options
         )
-    except Exception as error:  # strict configurations raise classes of their own
+    except Exception as error:  # strict configurations raise their own classes
         refuse(config, error)
         if not needed and isinstance(error, OSError | ValueError | KeyError | ImportError):
             return None
@@ -224,10 +230,7 @@ def read_config(config: ModelConfig, needed: bool = False) -> PreTrainedConfig |
 
 
 def leave_out_towers(settings: Any, images: bool = False) -> bool:
-    """Removes from a configuration the parts for sound, and for images unless they are trained, that may be None.
-
-    Returns whether it had any.
-    """
+    """Removes a configuration's optional parts for audio, and for vision unless `images`; returns if it had any."""
     parts = ("audio_config",) if images else ("vision_config", "audio_config")
     names = [name for name in parts if getattr(settings, name, None) is not None]
     found = [name for name in names if getattr(type(settings)(), name) is None]
@@ -238,10 +241,7 @@ def leave_out_towers(settings: Any, images: bool = False) -> bool:
 
 @cache
 def modules_left_out(config: ModelConfig) -> tuple[str, ...]:
-    """Returns the names of the modules that loading leaves out of a model for text: its towers for images and sound.
-
-    They are those of the whole model, built without weights.
-    """
+    """Returns the names of the modules that loading leaves out: towers for images and audio that a run does not use."""
     import torch
 
     settings = read_config(config)
@@ -256,9 +256,9 @@ def modules_left_out(config: ModelConfig) -> tuple[str, ...]:
 
 
 def quantized_by(config: ModelConfig) -> str | None:
-    """The method that a model's config.json says its weights are quantised by; None for plain weights.
+    """Returns the quantization method in a model's config.json; None for plain weights.
 
-    What cannot be read counts as plain: loading it says why it cannot.
+    None also if config.json cannot be read, which loading then reports.
     """
     from transformers import PretrainedConfig
 
@@ -273,17 +273,17 @@ def quantized_by(config: ModelConfig) -> str | None:
 
 
 def model_class(config: ModelConfig) -> Any:
-    """Returns the class of transformers that builds and loads the model, with its part for images or without."""
+    """Returns the transformers class that builds and loads the model, with or without its vision modules."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     return AutoModelForImageTextToText if config.images else AutoModelForCausalLM
 
 
 def settings_of(config: ModelConfig) -> Any:
-    """Returns a model's configuration, that of assets/shapes.json where it has one.
+    """Returns a model's configuration, from assets/shapes.json if that has the model.
 
     Raises:
-        ValueError: there is none, or it lacks sizes.
+        ValueError: the configuration is missing, or lacks sizes.
     """
     from transformers import CONFIG_MAPPING, PreTrainedConfig
 
@@ -292,7 +292,7 @@ def settings_of(config: ModelConfig) -> Any:
         if given["model_type"] not in CONFIG_MAPPING:
             raise ValueError(absent_family(config, given["model_type"]))
         settings = CONFIG_MAPPING[given["model_type"]].from_dict(given)
-        if config.images and getattr(settings, "vision_config", None) is None:  # the file has the text part alone
+        if config.images and getattr(settings, "vision_config", None) is None:  # the file has only the text part
             settings.vision_config = _default_vision(settings)
         return settings
     settings = read_config(config, needed=True)
@@ -302,7 +302,7 @@ def settings_of(config: ModelConfig) -> Any:
     leave_out_towers(settings, config.images)
     # transformers replaces missing sizes by its defaults, which would silently plan another model.
     text, given = settings.get_text_config(), given.get("text_config", given)
-    known = text.to_dict()  # not what a family computes, such as the number of layers of a list of them, or has not
+    known = text.to_dict()  # without sizes that a family computes or does not have
     names = {name: getattr(text, "attribute_map", {}).get(name, name) for name in _SIZES}
     missing = [own for name, own in names.items() if own in known and name not in given and own not in given]
     if missing:
@@ -314,22 +314,22 @@ def settings_of(config: ModelConfig) -> Any:
 
 
 def _default_vision(settings: Any) -> Any:
-    """Returns the part for images that a family of transformers has by default."""
+    """Returns transformers' default vision configuration of a family, or None."""
     spec = getattr(type(settings), "sub_configs_defaults", {}).get("vision_config")
     return None if spec is None else getattr(spec, "config_class", spec)()
 
 
 def check_positions(length: int, positions: int | None, whose: str = "the model") -> None:
-    """Raises ValueError if rows of `data.max_length` tokens are longer than a model's positions; None is no limit."""
+    """Raises ValueError if rows of `data.max_length` tokens exceed a model's positions; None means no limit."""
     if positions is not None and length > positions:
         raise ValueError(
             f"data.max_length={length} is longer than the {positions} positions of {whose}; set it to {positions} or "
-            "less, or take a model with more: another scaling of rotary positions is not carried by an adapter"
+            "less, or use a model with more: an adapter cannot store another scaling of rotary positions"
         )
 
 
 def token_numbers(config: ModelConfig, lora: LoraConfig) -> list[int]:
-    """Returns the ids of `lora.tokens`; raises ValueError for texts that are no token of the model's tokenizer."""
+    """Returns the ids of `lora.tokens`; raises ValueError for texts that are not tokens of the model's tokenizer."""
     if lora.tokens is None:
         return []
     if lora.finds_tokens:
@@ -342,8 +342,8 @@ def token_numbers(config: ModelConfig, lora: LoraConfig) -> list[int]:
     vocabulary = by_number | vocabulary
     if wrong := [name for name in names if name not in vocabulary]:
         raise ValueError(
-            f"lora.tokens: {', '.join(map(repr, wrong))} is no token of model.name={config.name}. Add it first, and "
-            "name the folder: tokenizer.add_tokens([...]); model.resize_token_embeddings(len(tokenizer)); "
+            f"lora.tokens: {', '.join(map(repr, wrong))} is not a token of model.name={config.name}. Add it first, "
+            "and name the folder: tokenizer.add_tokens([...]); model.resize_token_embeddings(len(tokenizer)); "
             "save_pretrained of both"
         )
     return [vocabulary[name] for name in names]
