@@ -363,11 +363,11 @@ def test_targets_are_checked_against_the_model(targets, message):
 @pytest.mark.parametrize(
     ("lora", "message"),
     [
-        ({"full": ("norm",)}, "lora.full: norm is not an embedding of LlamaForCausalLM: name embed_tokens and lm_head only"),
+        ({"full": ("norm",)}, "lora.full: norm is not an embedding of LlamaForCausalLM: name embed_tokens and lm"),
         ({"full": ("lm_head",), "targets": ("q_proj", "embed_tokens")},
          "lora.full and lora.targets=embed_tokens both train the embeddings of LlamaForCausalLM: keep one"),
         ({"tokens": ("a",), "targets": ("lm_head",)}, "lora.tokens and lora.targets=lm_head both train the embeddings"),
-        ({"dora": True, "targets": ("embed_tokens",)}, "lora.dora does not support the embeddings embed_tokens in lora.ta"),
+        ({"dora": True, "targets": ("embed_tokens",)}, "lora.dora does not support the embeddings embed_tokens in lo"),
         ({"dropout": 0.1, "targets": ("q_proj", "lm_head")},
          "lora.dropout=0.1: the chunked loss has no dropout for an adapter of the output embedding: set it to 0, or "
          "take lm_head out of lora.targets"),

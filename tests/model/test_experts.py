@@ -276,7 +276,7 @@ def test_mxfp4_is_rounded_from_what_transformers_makes_of_it(dtype: Any, tmp_pat
     assert scheme is not None
     quantize_model(plain, scheme)
     loaded = load_frozen(config)
-    told = f"mxfp4 is rounded again to {scheme}: relative error at most {'0.7' if dtype == 'int8' else '6.7'}%, measured"
+    told = f"mxfp4 is rounded again to {scheme}: relative error at most {'0.7' if dtype == 'int8' else '6.7'}%, "
     assert told in capfd.readouterr().out
     for ours in (loaded, load_frozen(config)):  # the second time from the cache
         assert not capfd.readouterr().out

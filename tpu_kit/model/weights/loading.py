@@ -308,7 +308,7 @@ def _write(model: PreTrainedModel, scheme: Scheme, folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.iterdir())
 
 
-# ----------------------------------------------------------------------------------- the quantization method in transformers
+# ------------------------------------------------------------------------------ the quantization method in transformers
 
 
 @cache

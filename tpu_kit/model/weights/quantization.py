@@ -18,8 +18,8 @@ G is the group size. A weight takes 1 + 2 / I bytes in int8, and 1/2 + 4 / G byt
 TPU compiler. With adjacent inputs in a byte, the compiler takes many times the memory or never ends. With inputs as the
 last dimension, which the TPU stores in tiles of 128 lanes, a group is not a whole part of a tile. Then the compiler
 copies the integers of all layers into another layout, unless the number of groups is a multiple of 8. GGUF files of
-4 bits also have groups of 32 with offsets, so groups of 32 lose almost nothing of them. Embeddings, norms, biases and the
-output head are not quantized.
+4 bits also have groups of 32 with offsets, so groups of 32 lose almost nothing of them. Embeddings, norms, biases and
+the output head are not quantized.
 """
 
 from __future__ import annotations
