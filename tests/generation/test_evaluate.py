@@ -214,7 +214,7 @@ def test_a_missing_or_half_written_adapter(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"has not ended: .*, or give its newest checkpoint, .*step-00000002$"):
             load_for_generation(EXACT, tmp_path / given)
     (tmp_path / "run/adapter").mkdir()
-    with pytest.raises(ValueError, match=r"or it is another folder; give .*run/adapter$"):
+    with pytest.raises(ValueError, match=r"or it is not an adapter; give .*run/adapter$"):
         load_for_generation(EXACT, tmp_path / "run")
     trained(tmp_path / "a")
     weights, settings = tmp_path / "a/adapter_model.safetensors", tmp_path / "a/adapter_config.json"

@@ -46,5 +46,5 @@ def test_heads_are_padded_for_the_kernel() -> None:
 
     _, _, saved = traced(Attention()).alive(set())
     assert saved >= 3 * 2 * 128 * 2  # queries, keys and output: two heads of 4, over 128 lanes
-    with pytest.raises(ValueError, match="3 query heads are no multiple of 2 key-value heads"):
+    with pytest.raises(ValueError, match="3 query heads are not a multiple of 2 key-value heads"):
         attend(torch.empty(1, 3, 2, 4), torch.empty(1, 2, 2, 4), torch.empty(1, 2, 2, 4))

@@ -78,7 +78,7 @@ def matrix_of(part: Any) -> Any:
 
 
 def is_tied(model: torch.nn.Module) -> bool:
-    """Whether the output embedding of a model computes with the weight of its input embedding."""
+    """Whether the output embedding of a model uses the weight of its input embedding."""
     base = base_model(model)
     head = base.get_output_embeddings()
     return head is not None and matrix_of(head).weight is matrix_of(base.get_input_embeddings()).weight

@@ -347,7 +347,7 @@ def _more(one: tuple[float, float], other: tuple[float, float]) -> bool:
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Stands in for the attention kernel: queries (B, heads, S, D) to outputs (B, heads, S, D of the values)."""
     if query.shape[1] % key.shape[1]:
-        raise ValueError(f"{query.shape[1]} query heads are no multiple of {key.shape[1]} key-value heads")
+        raise ValueError(f"{query.shape[1]} query heads are not a multiple of {key.shape[1]} key-value heads")
     output: torch.Tensor = _Kernel.apply(query, key, value)
     return output
 

@@ -257,7 +257,7 @@ def _activated(tensor: torch.Tensor, name: str | None) -> torch.Tensor:
     return tensor if name is None else ACT2FN[name](tensor)
 
 
-# ------------------------------------------------------------------------------ in the place of transformers' functions
+# ------------------------------------------------------------------------------ replacements of transformers' functions
 
 
 def connect(model: torch.nn.Module, frozen: bool = True) -> None:

@@ -115,7 +115,7 @@ def check_rows(config: Any, tokens: int, length: int) -> None:
             f"data.max_length={length}: an image takes up to {tokens} tokens; raise it, or lower data.image_tokens"
         )
     if _looks_ahead(config) and tokens.bit_length() + length.bit_length() > 31:
-        raise ValueError(f"data.max_length={length}: with images of {tokens} tokens the attention kernel takes fewer")
+        raise ValueError(f"data.max_length={length}: too long for attention with images of {tokens} tokens; lower it")
 
 
 def axis_positions(image: np.ndarray, slots: Sequence[int], positions: np.ndarray, merge: int) -> np.ndarray:

@@ -133,7 +133,7 @@ def logits(model: Any, one: Document, reply: torch.Tensor | None = None) -> torc
     ids, given = torch.cat([one.ids, reply])[None], dict[str, Any](one.given)
     for name in [name for name in given if name.endswith("token_type_ids")]:
         given[name] = torch.nn.functional.pad(given[name], (0, len(reply)))
-        if "image_grid_thw" in given:  # its tokens see no later ones
+        if "image_grid_thw" in given:  # its image tokens see no later tokens
             continue
         given["attention_mask"] = type(model).create_masks_for_generate(
             config=model.config, inputs_embeds=torch.zeros(*ids.shape, 4), attention_mask=torch.ones_like(ids),

@@ -239,7 +239,7 @@ def equal_layers(
         except Exception:  # a model's code may raise anything; the first error names the cause
             raise error from None
     if len(probe.calls) != len(layers):
-        raise CannotScanError("its decoder does not go through its layers one by one")
+        raise CannotScanError("its decoder does not call its layers in sequence")
     uses = Counter(number for call in probe.calls for number in {id(tensor) for tensor in call.tensors})
     known: list[Any] = []
     found = []

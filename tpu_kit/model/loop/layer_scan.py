@@ -283,7 +283,7 @@ class _Block:
         left: dict[Any, Any] = {}
         for part, tensors in zip(self.parts, named, strict=True):
             if self.count[part] > 1:
-                assert place is not None, "a loop with an inner one tells the turn"
+                assert place is not None, "a loop with inner loops has an index"
                 block = self._neighbours(part)
                 (hidden, _, state), outputs = block.loop(
                     block.forward_alone if alone else block.forward, (hidden, constants, state), [tensors],
@@ -319,7 +319,7 @@ class _Block:
         for part, tensors in zip(self.parts, named, strict=True):
             last = part == self.parts[-1]
             if self.count[part] > 1:
-                assert place is not None, "a loop with an inner one tells the turn"
+                assert place is not None, "a loop with inner loops has an index"
                 block = self._neighbours(part)
                 block.turns -= last
                 (hidden, _, _), ((first,), _, _) = block.loop(
@@ -343,7 +343,7 @@ class _Block:
         done = [carry[0]] if self.turns == 1 else []
         for part, hidden, kept, tensors in reversed(list(zip(self.parts, before, results, named, strict=True))):
             if self.count[part] > 1:
-                assert place is not None, "a loop with an inner one tells the turn"
+                assert place is not None, "a loop with inner loops has an index"
                 block = self._neighbours(part)
                 carry, (found,) = block.loop(
                     block.backward, carry, [tensors], ([hidden], [kept], {}), place * self.count[part]
