@@ -120,8 +120,8 @@ def _decays(
         before: see `delta_step`.
 
     Returns:
-        Decays between tokens (B, H, C, C), of the initial state at a token (B, H, C, 1), of a token at the chunk's end
-        (B, H, C, 1), and of the state over the chunk (B, H, 1, 1).
+        Four decays: between tokens (B, H, C, C), of the initial state at a token (B, H, C, 1), of a token at the end
+        (B, H, C, 1), and over the chunk (B, H, 1, 1).
     """
     place, last = torch.arange(segment.shape[1], device=segment.device), segment[:, -1:]
     seen = (segment[:, :, None] == segment[:, None, :]) & (place[:, None] >= place[None, :])

@@ -219,7 +219,7 @@ def tokens_of(config: Any, patches: int) -> int:
 
 
 def _taken(found: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Returns the features at each token's index, (B, S, H); XLA multiplies by a one-hot matrix.
+    """Returns the features at each token's index, (B, S, H); XLA multiplies by one-hot rows.
 
     XLA gathers along the tokens element by element, which moves hundreds of gigabytes. The one-hot product is exact.
     """
