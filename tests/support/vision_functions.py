@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import copy
+import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
+from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -17,16 +21,19 @@ from transformers import (
     Gemma4Config,
     Gemma4UnifiedConfig,
     Idefics3Config,
+    Lfm2VlConfig,
     Qwen2_5_VLConfig,
     Qwen3_5Config,
     Qwen3VLConfig,
     SmolVLMConfig,
 )
+from transformers.image_processing_backends import TorchvisionBackend
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+from transformers.utils import is_torchvision_available
 from transformers.vision_utils import get_vision_position_ids
 
 from tpu_kit.config.loader import LoraConfig, OptimConfig, TrainConfig
@@ -144,6 +151,19 @@ def qwen3_vl() -> Any:
     )
 
 
+def lfm2_vl() -> Any:
+    """LFM2-VL: short convolutions, and a tower whose table of positions is resized to the patches of each image."""
+    text = {"model_type": "lfm2", "layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False}
+    return Lfm2VlConfig(
+        text_config=_OF_AXES | text,
+        vision_config={
+            "model_type": "siglip2_vision_model", "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2,
+            "num_attention_heads": 3, "num_patches": 64, "patch_size": 4, "vision_use_head": False,
+        },
+        projector_hidden_size=40, image_token_id=IMAGE,
+    )  # fmt: skip
+
+
 def smolvlm(kind: Any = SmolVLMConfig) -> Any:
     """SmolVLM: each tile of an image is an image slot of the row."""
     return kind(
@@ -162,7 +182,7 @@ def smolvlm(kind: Any = SmolVLMConfig) -> Any:
 
 _generator = threading.Lock()  # replicas of XLA:CPU are threads, and share torch's generator
 CONFIGS = {"gemma4_unified": unified, "gemma4": gemma4, "smolvlm": smolvlm, "gemma3": gemma3, "qwen2_5_vl": qwen2_5_vl,
-           "qwen3_5": qwen3_5, "qwen3_vl": qwen3_vl}  # fmt: skip
+           "qwen3_5": qwen3_5, "qwen3_vl": qwen3_vl, "lfm2_vl": lfm2_vl}  # fmt: skip
 ALSO = {"idefics3": lambda: smolvlm(Idefics3Config)}  # as SmolVLM, but for its processor's class
 
 
@@ -221,6 +241,8 @@ def image_processor(config: Any) -> Any:
     if config.model_type == "gemma3":
         side = config.vision_config.image_size
         return Gemma3ImageProcessorPil(size={"height": side, "width": side})
+    if config.model_type == "lfm2_vl":
+        return lfm2_processor()(encoder_patch_size=4, tile_size=64, min_image_tokens=16, max_image_tokens=TOKENS)
     if config.model_type in GRIDS:
         vision, kind = config.vision_config, TOWERS[config.model_type]
         side = vision.patch_size * vision.spatial_merge_size
@@ -230,6 +252,33 @@ def image_processor(config: Any) -> Any:
         )  # fmt: skip
     patch, pool = (12, 1) if config.model_type == "gemma4_unified" else (4, 3)
     return Gemma4ImageProcessorPil(patch_size=patch, pooling_kernel_size=pool, max_soft_tokens=TOKENS)
+
+
+@cache
+def lfm2_processor() -> Any:
+    """Returns transformers' class for LFM2-VL, which is written for torchvision, with PIL in the place of that."""
+    names = [
+        "torchvision",
+        "torchvision.transforms",
+        "torchvision.transforms.v2",
+        "torchvision.transforms.v2.functional",
+    ]
+    absent = {} if is_torchvision_available() else {name: ModuleType(name) for name in names}
+    for name, module in absent.items():
+        vars(module)["functional"] = absent[names[-1]] if name == names[2] else None
+    with mock.patch.dict(sys.modules, absent):
+        from transformers.models.lfm2_vl.image_processing_lfm2_vl import Lfm2VlImageProcessor
+
+    class ByPil(TorchvisionBackend):
+        def resize(self, image: torch.Tensor, size: Any, resample: Any = None, **_: Any) -> torch.Tensor:
+            pictures = [Image.fromarray(one.permute(1, 2, 0).numpy()) for one in image]
+            resized = [np.array(one.resize((size.width, size.height), resample)) for one in pictures]
+            return torch.from_numpy(np.stack(resized)).permute(0, 3, 1, 2)
+
+        def normalize(self, image: torch.Tensor, mean: Any, std: Any, **_: Any) -> torch.Tensor:
+            return (image - mean[:, None, None]) / std[:, None, None]
+
+    return type("Lfm2VlByPil", (Lfm2VlImageProcessor, ByPil), {})
 
 
 @dataclass
@@ -263,6 +312,17 @@ def _processed(config: Any, image: Image.Image) -> tuple[dict[str, torch.Tensor]
         plain = processor(images=[image], return_tensors="np", do_rescale=False, do_normalize=False)["pixel_values"]
         pixels = torch.from_numpy(patches_of(plain, config.vision_config.patch_size)[0])
         return {"pixel_values": made["pixel_values"]}, [(pixels, None, config.mm_tokens_per_image)]
+    if config.model_type == "lfm2_vl":
+        made = processor(images=[image], return_tensors="pt")
+        slots, length = list[Any](), made["pixel_values"].shape[1]
+        for values, (rows, columns) in zip(made["pixel_values"], made["spatial_shapes"].tolist(), strict=True):
+            order = torch.arange(rows * columns).view(rows // 2, 2, columns // 2, 2).transpose(1, 2).flatten()
+            places = torch.stack([order % columns, order // columns], 1).to(torch.int32)
+            numbers = ((values[order] * 0.5 + 0.5) * 255).round().to(torch.uint8)
+            room = length - len(order)
+            pixels = torch.nn.functional.pad(numbers, (0, 0, 0, room))
+            slots.append((pixels, torch.nn.functional.pad(places, (0, 0, 0, room), value=-1), len(order) // 4))
+        return dict(made), slots
     if config.model_type in GRIDS:
         sides, merge = config.vision_config.patch_size, config.vision_config.spatial_merge_size
         made = processor(images=[image], return_tensors="pt")
@@ -367,7 +427,7 @@ def reference(model: Any, one: Document, served: bool = True) -> torch.Tensor:
     given = dict(one.given)
     if base.config.model_type in ("smolvlm", "idefics3"):
         given = {name: value[None] for name, value in given.items()}
-    else:
+    elif base.config.model_type != "lfm2_vl":
         types = {types_of(base.config): (ids == IMAGE).long()}
         given |= types
         if base.config.model_type in GRIDS and not one.slots:

@@ -11,7 +11,7 @@ import abc
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from importlib.metadata import version
@@ -22,7 +22,16 @@ import torch
 
 from tpu_kit.config.loader import DataConfig, ModelConfig
 from tpu_kit.data.rows.field_values import RowError
-from tpu_kit.model.families.vision import MOST_TOKENS, OF_GRIDS, Sizes, axis_positions, check_rows, sizes_of
+from tpu_kit.model.families.vision import (
+    MOST_TOKENS,
+    OF_GRIDS,
+    TILE_TOKENS,
+    Sizes,
+    axis_positions,
+    check_rows,
+    in_rows,
+    sizes_of,
+)
 from tpu_kit.model.families.vision_towers import TOWERS
 from tpu_kit.model.weights.source import locate, read_config
 
@@ -247,10 +256,7 @@ class Qwen(ImageProcessor):
         except ValueError as error:
             raise RowError(f"a picture of {width} x {height} pixels cannot be used: {error}") from error
         if (count := math.prod(made) // side**2) > self.sizes.tokens:
-            raise RowError(
-                f"a picture of {width} x {height} pixels takes {count} tokens, more than {self.sizes.tokens}: its "
-                "sides differ too much; cut it, or raise data.image_tokens"
-            )
+            raise _too_long(height, width, count, self.sizes.tokens)
         return [self.token_id] * count, [count]
 
     @cached_property
@@ -264,8 +270,7 @@ class Qwen(ImageProcessor):
         made = self._processor(images=[image], do_rescale=False, do_normalize=False, return_tensors="np")
         patches, (_, rows, columns) = np.asarray(made["pixel_values"]), made["image_grid_thw"][0]
         once = patches.reshape(len(patches), 3, -1, self.patch**2)[:, :, 0].reshape(len(patches), -1)  # of each time
-        shape = rows // self.merge, self.merge, columns // self.merge, self.merge
-        row, column = (one.reshape(shape).transpose(0, 2, 1, 3).reshape(-1) for one in np.indices((rows, columns)))
+        row, column = _by_token(rows, columns, self.merge)
         numbers = np.zeros((1, self.sizes.patches, self.sizes.numbers), dtype=np.uint8)
         numbers[0, : len(once)] = np.rint(once).clip(0, 255).astype(np.uint8)
         positions = np.full((1, self.sizes.patches, 2), -1, dtype=np.int32)
@@ -283,16 +288,110 @@ class Qwen(ImageProcessor):
         return {name: made[name] for name in ("pixel_values", "image_grid_thw")} | {"mm_token_type_ids": types}
 
 
+@dataclass(frozen=True)
+class Lfm2(ImageProcessor):
+    """LFM2-VL: a picture is scaled and keeps its aspect ratio; a large one is cut into tiles, with the whole after.
+
+    transformers' own processor needs torchvision; this one scales by PIL, as those of the other families do.
+
+    Attributes:
+        ids: of the texts around images, by the texts.
+        patch: pixels of the side of a patch.
+        merge: patches of the side of a soft token.
+    """
+
+    ids: Mapping[str, tuple[int, ...]]
+    patch: int
+    merge: int
+
+    def _grids(self, height: int, width: int) -> tuple[int, int, int, int]:
+        """Returns columns and rows of the tiles of a picture, 0 without, and rows and columns of its soft tokens."""
+        from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import get_optimal_tiled_canvas
+
+        given, side, sizes = self.settings, self.patch * self.merge, (height, width)
+        least, most = (given[name] * side**2 for name in ("min_image_tokens", "max_image_tokens"))
+        rows, columns = (max(1, round(one / side)) for one in sizes)
+        across = down = 0
+        if given["do_image_splitting"] and rows * columns * side**2 > most * given["max_pixels_tolerance"]:
+            bounds = max(2, given["min_tiles"]), given["max_tiles"]
+            across, down = get_optimal_tiled_canvas(sizes, (given["tile_size"], given["tile_size"]), *bounds)
+        if rows * columns * side**2 > most:
+            by = math.sqrt(height * width / most)
+            rows, columns = (max(1, math.floor(one / by / side)) for one in sizes)
+        elif rows * columns * side**2 < least:
+            by = math.sqrt(least / (height * width))
+            rows, columns = (math.ceil(one * by / side) for one in sizes)
+        if rows * columns > self.sizes.tokens:
+            raise _too_long(height, width, rows * columns, self.sizes.tokens)
+        return across, down, rows, columns
+
+    def tokens(self, height: int, width: int) -> tuple[list[int], list[int]]:
+        """See `ImageProcessor.tokens`."""
+        across, down, rows, columns = self._grids(height, width)
+        of_tile = (self.settings["tile_size"] // self.patch // self.merge) ** 2
+        ids, counts = [*self.ids[_START]], [of_tile] * across * down
+        for place, count in enumerate(counts):
+            ids += [*self.ids[_TILE.format(place // across + 1, place % across + 1)], *[self.token_id] * count]
+        if not counts or self.settings["use_thumbnail"]:
+            ids += [*self.ids[_THUMBNAIL]] * bool(counts) + [self.token_id] * (rows * columns)
+            counts.append(rows * columns)
+        return [*ids, *self.ids[_END]], counts
+
+    def pixels(self, image: Image) -> tuple[np.ndarray, np.ndarray | None]:
+        """See `ImageProcessor.pixels`."""
+        across, down, *whole = self._grids(image.height, image.width)
+        side, tile, made = self.patch * self.merge, self.settings["tile_size"], list[Any]()
+        if across:
+            scaled = image.resize((across * tile, down * tile), self.settings["resample"])
+            corners = [(left * tile, top * tile) for top in range(down) for left in range(across)]
+            made += [scaled.crop((left, top, left + tile, top + tile)) for left, top in corners]
+        if not made or self.settings["use_thumbnail"]:
+            made.append(image.resize((whole[1] * side, whole[0] * side), self.settings["resample"]))
+        numbers = np.zeros((len(made), self.sizes.patches, self.sizes.numbers), dtype=np.uint8)
+        positions = np.full((len(made), self.sizes.patches, 2), -1, dtype=np.int32)
+        for slot, one in enumerate(made):
+            rows, columns = one.height // self.patch, one.width // self.patch
+            row, column = _by_token(rows, columns, self.merge)
+            patches = patches_of(np.asarray(one).transpose(2, 0, 1)[None], self.patch)[0]
+            numbers[slot, : rows * columns] = patches[row * columns + column]
+            positions[slot, : rows * columns] = np.stack([column, row], -1)
+        return numbers, positions
+
+    def for_transformers(self, images: list[Image], ids: list[int]) -> dict[str, Any]:
+        """See `ImageProcessor.for_transformers`."""
+        numbers, positions = zip(*map(self.pixels, images), strict=True)
+        pixels = torch.from_numpy(np.concatenate(numbers)).float() * (1 / 255)
+        return in_rows(pixels, torch.from_numpy(np.concatenate(positions)))
+
+
+def _too_long(height: int, width: int, count: int, most: int) -> RowError:
+    return RowError(
+        f"a picture of {width} x {height} pixels takes {count} tokens, more than {most}: its sides differ too much; "
+        "cut it, or raise data.image_tokens"
+    )
+
+
+def _by_token(rows: int, columns: int, merge: int) -> Sequence[np.ndarray]:
+    """Returns row and column of each patch of a picture, where the patches of a soft token are neighbours."""
+    shape = rows // merge, merge, columns // merge, merge
+    return [one.reshape(shape).transpose(0, 2, 1, 3).reshape(-1) for one in np.indices((rows, columns))]
+
+
 def patches_of(pixels: np.ndarray, patch: int) -> np.ndarray:
-    """Cuts squares of pixels, (N, 3, side, side), into patches of (rows, columns, channels): (N, P, numbers) uint8."""
-    side = pixels.shape[-1] // patch
-    used = side * patch  # SmolVLM2-2.2B has tiles of 384 pixels and patches of 14
-    cut = pixels[..., :used, :used].reshape(len(pixels), 3, side, patch, side, patch).transpose(0, 2, 4, 3, 5, 1)
-    return np.rint(cut.reshape(len(pixels), side**2, 3 * patch**2)).clip(0, 255).astype(np.uint8)
+    """Cuts pixels, (N, 3, height, width), into patches of (rows, columns, channels): (N, P, numbers) uint8."""
+    rows, columns = (size // patch for size in pixels.shape[-2:])
+    used = pixels[..., : rows * patch, : columns * patch]  # SmolVLM2-2.2B has tiles of 384 pixels and patches of 14
+    cut = used.reshape(len(pixels), 3, rows, patch, columns, patch).transpose(0, 2, 4, 3, 5, 1)
+    return np.rint(cut.reshape(len(pixels), rows * columns, 3 * patch**2)).clip(0, 255).astype(np.uint8)
 
 
 _AROUND, _WHOLE = "<fake_token_around_image>", "<global-img>"
 _MOST_TILES = 20  # of a side
+_OF_LFM2 = {
+    "min_image_tokens": 64, "max_image_tokens": TILE_TOKENS, "do_image_splitting": True, "min_tiles": 2,
+    "max_tiles": 10, "use_thumbnail": True, "tile_size": 512, "max_pixels_tolerance": 2.0, "resample": 2,
+}  # fmt: skip
+_START, _END, _THUMBNAIL, _TILE = "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>", "<|img_row_{}_col_{}|>"
 
 
 def image_processor(model: ModelConfig, tokenizer: Any, data: DataConfig) -> ImageProcessor:
@@ -325,18 +424,23 @@ def image_processor(model: ModelConfig, tokenizer: Any, data: DataConfig) -> Ima
         return Gemma4(sizes, options, token, config.image_token_id, *ends, patch, pool)
     if kind in OF_GRIDS:
         return _qwen(model, tokenizer, config, given, data)
-    sizes = sizes_of(config)  # refuses other families
+    sizes = sizes_of(config, tokens)  # refuses other families
     _check_normal(model, config, given)
     check_rows(config, sizes.tokens, data.max_length)
     if kind == "gemma3":
         return _gemma3(model, tokenizer, config, sizes, given, tokens)
+    if kind == "lfm2_vl":
+        return _lfm2(tokenizer, config, sizes, given, tokens)
     names = ("size", "max_image_size", "resample", "do_resize", "do_image_splitting")
     kept: dict[str, Any] = {name: given[name] for name in names if name in given}
     kept |= _resolution(tokens, sizes.tokens, kept.get("max_image_size", {}).get("longest_edge") or vision.image_size)
     token = str(tokenizer.convert_ids_to_tokens(config.image_token_id))
-    ids = {text: tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
-           for text in (_AROUND, _WHOLE, "\n", "\n\n", *_tiles())}  # fmt: skip
+    ids = _ids_of(tokenizer, (_AROUND, _WHOLE, "\n", "\n\n", *_tiles()))
     return Idefics3(sizes, kept, token, config.image_token_id, ids, vision.patch_size, kind)
+
+
+def _ids_of(tokenizer: Any, texts: Iterable[str]) -> dict[str, tuple[int, ...]]:
+    return {text: tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts}
 
 
 @lru_cache(maxsize=1)
@@ -408,6 +512,23 @@ def _qwen(model: ModelConfig, tokenizer: Any, config: Any, given: Mapping[str, A
                 "image_std": list(TOWERS[config.model_type].std)}  # fmt: skip
     token = str(tokenizer.convert_ids_to_tokens(config.image_token_id))
     return Qwen(sizes, options, token, config.image_token_id, vision.patch_size, vision.spatial_merge_size)
+
+
+def _lfm2(tokenizer: Any, config: Any, sizes: Sizes, given: Mapping[str, Any], tokens: int | None) -> Lfm2:
+    kept: dict[str, Any] = {name: given.get(name, value) for name, value in _OF_LFM2.items()}
+    merge, patch, whole = config.downsample_factor, config.vision_config.patch_size, kept["max_image_tokens"]
+    of_tile = (kept["tile_size"] // patch // merge) ** 2
+    if tokens is not None:
+        tiles = min(kept["max_tiles"], (tokens - whole * kept["use_thumbnail"]) // of_tile)
+        kept["do_image_splitting"] &= tiles >= kept["min_tiles"]
+        kept |= {"max_tiles": tiles, "max_image_tokens": min(tokens, whole)}
+        kept["min_image_tokens"] = min(kept["min_image_tokens"], max(1, tokens // 4))  # sides are rounded up
+    most = max(kept["max_image_tokens"], of_tile * kept["do_image_splitting"])
+    texts = [_TILE.format(row, column) for row in range(1, 21) for column in range(1, 21)]
+    ids = _ids_of(tokenizer, (_START, _END, _THUMBNAIL, *texts))
+    token = str(tokenizer.convert_ids_to_tokens(config.image_token_id))
+    sizes = sizes._replace(tokens=most, patches=most * merge**2)
+    return Lfm2(sizes, kept, token, config.image_token_id, ids, patch, merge)
 
 
 def _check_normal(model: ModelConfig, config: Any, given: Mapping[str, Any]) -> None:

@@ -105,7 +105,7 @@ def _inputs_of(model: ModelConfig, length: int, room: int | None, tokens: int | 
     room = room or max(1, length // sizes.tokens)
     columns = vision.columns(settings, room, length, tokens)
     tower, projector = (tuple((size[0], size[1]) for _, size in part) for part in (shape.tower, shape.projector))
-    config, tiles = settings.vision_config, settings.model_type in ("smolvlm", "idefics3")
+    config, tiles = settings.vision_config, settings.model_type in ("smolvlm", "idefics3", "lfm2_vl")
     return InputWork(
         "images", "A tile of a picture" if tiles else "A picture", room, sizes.tokens, sizes.patches,
         columns, tower, projector,

@@ -52,9 +52,11 @@ FAMILIES = (
     Family("tpu_kit.model.families.experts", ("use_experts_implementation",)),
     Family(
         "tpu_kit.model.families.vision",
-        towers=("gemma3", "gemma4", "gemma4_unified", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "smolvlm", "idefics3"),
+        towers=(
+            "gemma3", "gemma4", "gemma4_unified", "idefics3", "lfm2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "smolvlm",
+        ),
     ),
-)
+)  # fmt: skip
 
 INPUTS = {"image_index": "tpu_kit.model.families.vision"}
 """Column of a batch -> module that computes the decoder's inputs in place of the token ids."""

@@ -42,6 +42,8 @@ segment ids, to the function; otherwise it reads them on the host and computes i
 MOST_TOKENS = 1280
 """Default maximum of soft tokens of an image of Qwen; data.image_tokens overrides it."""
 OF_GRIDS = ("qwen2_5_vl", "qwen3_5", "qwen3_vl")
+TILE_TOKENS = 256
+"""Soft tokens of a tile of LFM2-VL, and of a whole picture at most."""
 
 Shape = tuple[tuple[int, ...], torch.dtype]
 
@@ -90,6 +92,9 @@ def sizes_of(config: Any, tokens: int | None = None) -> Sizes:
     if kind in OF_GRIDS:
         most = tokens or MOST_TOKENS
         return Sizes(most * vision.spatial_merge_size**2, 3 * vision.patch_size**2, most, True, True)
+    if kind == "lfm2_vl":
+        most = min(tokens or TILE_TOKENS, TILE_TOKENS)
+        return Sizes(most * config.downsample_factor**2, 3 * vision.patch_size**2, most, True)
     raise ValueError(f"images of {config.model_type} are not trained; these families are: {', '.join(sorted(TOWERS))}")
 
 
@@ -138,6 +143,15 @@ def axis_positions(image: np.ndarray, slots: Sequence[int], positions: np.ndarra
         position, start, end = here + int(max(row.max(), column.max())) + 1, start + count, first + count
     found[:, end:] = position + np.arange(len(image) - end)
     return found
+
+
+def in_rows(pixels: torch.Tensor, positions: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Returns what LFM2-VL of transformers takes for pixels (N, P, numbers) of 0 to 1 and positions (N, P, 2)."""
+    valid = (positions >= 0).all(-1)
+    place = torch.where(valid, positions[..., 1] * valid.shape[1] + positions[..., 0], valid.shape[1] ** 2)
+    values = ((pixels - 0.5) / 0.5).gather(1, place.argsort(1)[..., None].expand_as(pixels))
+    shapes = positions.amax(1).flip(-1).long() + 1
+    return {"pixel_values": values, "pixel_attention_mask": valid.long(), "spatial_shapes": shapes}
 
 
 # -------------------------------------------------------------------------------------------------- hooks of `registry`
@@ -215,7 +229,8 @@ def tokens_of(config: Any, patches: int) -> int:
         return patches
     if config.model_type in OF_GRIDS:
         return int(patches // vision.spatial_merge_size**2)
-    return patches // (vision.pooling_kernel_size if config.model_type == "gemma4" else config.scale_factor) ** 2
+    of_side = {"gemma4": (vision, "pooling_kernel_size"), "lfm2_vl": (config, "downsample_factor")}
+    return int(patches // getattr(*of_side.get(config.model_type, (config, "scale_factor"))) ** 2)
 
 
 def _taken(found: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -290,7 +305,8 @@ def _inputs(model: Any) -> Callable[[torch.Tensor], dict[str, Any]]:
         if model.config.model_type == "gemma4":
             positions = torch.stack([ones, ones], -1)
             return {"inputs_embeds": embeds, "attention_mask": ones > 0, "pixel_position_ids": positions}
-        return {"inputs_embeds": embeds, "attention_mask": None}
+        seen = ones[:, None, None] > 0 if model.config.model_type == "lfm2_vl" else None
+        return {"inputs_embeds": embeds, "attention_mask": seen}
 
     return made
 

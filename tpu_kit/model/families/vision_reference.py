@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from tpu_kit.model.families.vision import OF_GRIDS, axis_positions, columns, encoder_of, sizes_of
+from tpu_kit.model.families.vision import OF_GRIDS, axis_positions, columns, encoder_of, in_rows, sizes_of
 from tpu_kit.model.families.vision_towers import TOWERS
 
 _SIZES = {
@@ -90,7 +90,7 @@ def _image(config: Any, grid: tuple[int, int], generator: torch.Generator) -> tu
     rows, width = (pool * count for count in grid)
     places = torch.full((sizes.patches, 2), -1, dtype=torch.int32)
     place = torch.arange(rows * width, dtype=torch.int32)
-    if sizes.axes:  # the patches of a soft token are neighbours
+    if config.model_type != "gemma4":  # the patches of a soft token are neighbours
         place = place.view(grid[0], pool, grid[1], pool).transpose(1, 2).flatten()
     places[: rows * width] = torch.stack([place % width, torch.div(place, width, rounding_mode="floor")], 1)
     pixels[rows * width :] = 0
@@ -101,6 +101,8 @@ def _patches_of_side(config: Any) -> int:
     """Returns the side of a soft token in patches."""
     if config.model_type == "gemma4_unified":
         return 1
+    if config.model_type == "lfm2_vl":
+        return int(config.downsample_factor)
     vision = config.vision_config
     return int(vision.spatial_merge_size if config.model_type in OF_GRIDS else vision.pooling_kernel_size)
 
@@ -115,6 +117,8 @@ def _given(config: Any, made: dict[str, torch.Tensor], ids: torch.Tensor) -> dic
         columns, rows = (places.amax(0) + 1).tolist()
         return {"pixel_values": channels[:, :, None].expand(-1, -1, times, -1).flatten(1),
                 "image_grid_thw": torch.tensor([[1, rows, columns]]), "mm_token_type_ids": types}  # fmt: skip
+    if config.model_type == "lfm2_vl":
+        return in_rows(pixels[None], made["patch_positions"][None])
     if "patch_positions" in made:
         return {"pixel_values": pixels[None], "image_position_ids": made["patch_positions"][None].long(),
                 "mm_token_type_ids": types}  # fmt: skip

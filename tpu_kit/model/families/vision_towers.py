@@ -105,6 +105,30 @@ def _grid(model: Any, pixels: torch.Tensor, positions: torch.Tensor | None, toke
     return [hidden, *(states[number + 1] for number in deep)]
 
 
+def _resized(model: Any, pixels: torch.Tensor, positions: torch.Tensor | None, tokens: int) -> Sequence[torch.Tensor]:
+    """As the `forward` of SigLIP 2's tower and LFM2-VL's unshuffle, with the patches of a soft token as neighbours."""
+    assert positions is not None
+    tower, joined = model.model.vision_tower, model.config.downsample_factor
+    valid, embeddings = (positions >= 0).all(-1), tower.embeddings
+    table = embeddings.position_embedding.weight
+    columns, rows = (_shares(one, valid, embeddings.position_embedding_size) for one in positions.unbind(-1))
+    shares = (rows[..., :, None] * columns[..., None, :]).flatten(-2)
+    hidden = embeddings.patch_embedding(((pixels - 0.5) / 0.5).to(table.dtype))
+    hidden = hidden + (shares @ table.float()).to(table.dtype)
+    hidden = tower.encoder(inputs_embeds=hidden, attention_mask=valid[:, None, None]).last_hidden_state
+    return [tower.post_layernorm(hidden).reshape(-1, joined, joined, hidden.shape[-1])]
+
+
+def _shares(place: torch.Tensor, valid: torch.Tensor, side: int) -> torch.Tensor:
+    """Returns the shares of a table's `side` rows in each patch (N, P, side), as antialiased bilinear `interpolate`."""
+    count = torch.where(valid, place, 0).amax(1, keepdim=True) + 1
+    scale = side / count
+    centre = (place.clamp(min=0) + 0.5) * scale
+    away = torch.arange(side, device=place.device) + 0.5 - centre[..., None]
+    found = (1 - away.abs() / scale.clamp(min=1)[..., None]).clamp(min=0)
+    return found / found.sum(-1, keepdim=True)
+
+
 def deep_layers(config: Any) -> Sequence[int]:
     """Returns the numbers of the tower's layers whose states are added to the outputs of the first text layers."""
     return tuple(getattr(config, "deepstack_visual_indexes", None) or ())
@@ -136,6 +160,7 @@ TOWERS: Mapping[str, Tower] = {
     "gemma4_unified": Tower(_patches, "embed_vision"),
     "gemma4": Tower(_gemma4, "embed_vision", "vision_tower.encoder"),
     "gemma3": Tower(_square, "multi_modal_projector", "vision_tower.encoder", _HALF, _HALF),
+    "lfm2_vl": Tower(_resized, "multi_modal_projector", "vision_tower.encoder", _HALF, _HALF),
     "qwen2_5_vl": Tower(_grid, "visual.merger", "visual", *_CLIP),
     "qwen3_5": Tower(_grid, "visual.merger", "visual", _HALF, _HALF),
     "qwen3_vl": Tower(_grid, "visual.merger", "visual", _HALF, _HALF),
