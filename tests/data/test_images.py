@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -27,7 +28,18 @@ from transformers.image_transforms import convert_to_rgb
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
-from tests.support.vision_functions import ALSO, CONFIGS, GRIDS, TOKENS, _processed, image_processor, picture
+from tests.support.vision_functions import (
+    ALSO,
+    CONFIGS,
+    GRIDS,
+    OF_LFM2,
+    TOKENS,
+    Lfm2Text,
+    _processed,
+    image_processor,
+    lfm2_processor,
+    picture,
+)
 from tests.support.vision_models import save_model, settings_of, tokenizer_of
 from tpu_kit.config.loader import DataConfig, ModelConfig
 from tpu_kit.config.sections.data import DataSource
@@ -511,7 +523,7 @@ def test_pictures_of_other_sizes_than_planned_are_refused_by_name(
 
 @pytest.mark.parametrize("count", [40, pytest.param(1_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "family", ["gemma4", "gemma4_unified", "smolvlm", "idefics3", "qwen2_5_vl", "qwen3_5", "qwen3_vl"]
+    "family", ["gemma4", "gemma4_unified", "smolvlm", "idefics3", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "lfm2_vl"]
 )
 def test_tokens_of_images_of_random_sizes_are_those_of_transformers(
     models: Callable[[str], ModelConfig], family: str, count: int
@@ -534,6 +546,18 @@ def test_tokens_of_images_of_random_sizes_are_those_of_transformers(
                 continue
             assert made.tokens(height, width) == ([made.token_id] * wanted, [wanted])
             continue
+        if family == "lfm2_vl":
+            found = own(images=[image], return_row_col_info=True)
+            whole = math.prod(found["image_sizes"][0]) // 64
+            if whole > made.sizes.tokens:
+                with pytest.raises(RowError, match=f"takes {whole} tokens, more than {made.sizes.tokens}: its sides"):
+                    made.tokens(height, width)
+                continue
+            text = Lfm2Text.replace_image_token(SimpleNamespace(image_processor=own), found, 0)
+            ids, counts = made.tokens(height, width)
+            assert ids == tokenizer(text, add_special_tokens=False)["input_ids"], (width, height)
+            assert counts == [int(one.prod()) // 4 for one in found["spatial_shapes"]]
+            continue
         ids, counts = made.tokens(height, width)
         if shown is None:
             (wanted,) = own(images=[image])["num_soft_tokens_per_image"]
@@ -548,6 +572,7 @@ def test_tokens_of_images_of_random_sizes_are_those_of_transformers(
         assert counts == [made.sizes.tokens] * len(tiles)
 
 
+@pytest.mark.parametrize("family", ["gemma4_unified", "smolvlm", "gemma3", "qwen3_5", "lfm2_vl"])
 def test_tokens_and_pixels_are_those_of_transformers(models: Callable[[str], ModelConfig], family: str) -> None:
     model, tokenizer = models(family), tokenizer_of(family)
     made, config = processors.image_processor(model, tokenizer, DataConfig()), CONFIGS[family]()
@@ -569,6 +594,19 @@ def test_tokens_and_pixels_are_those_of_transformers(models: Callable[[str], Mod
             around = tokenizer("a\n<image>b", add_special_tokens=False)["input_ids"]
             place = around.index(made.token_id)
             assert [*around[:place], *ids, *around[place + 1 :]] == wanted
+
+
+def test_pixels_of_lfm2_differ_little_from_those_by_torchvision(models: Callable[[str], ModelConfig]) -> None:
+    pytest.importorskip("torchvision")
+    made = processors.image_processor(models("lfm2_vl"), tokenizer_of("lfm2_vl"), DataConfig())
+    images = [picture(number, size) for number, size in enumerate([*SIZES, (300, 200), (640, 480)])]
+    ours = made.for_transformers(images, [])
+    theirs = lfm2_processor().__bases__[0](**OF_LFM2)(images=images, return_tensors="pt")
+    assert all(torch.equal(ours[name], theirs[name]) for name in ("spatial_shapes", "pixel_attention_mask"))
+    valid = theirs["pixel_attention_mask"].bool()
+    away = (127.5 * (ours["pixel_values"] - theirs["pixel_values"])[valid]).round().abs()
+    print(f"{float((away > 0).float().mean()):.2%} of the numbers differ, by {int(away.max())} of 255 at most")
+    assert away.max() <= 2 and (away > 0).float().mean() < 0.02
 
 
 def test_chats_of_gemma3_are_those_of_its_processor(models: Callable[[str], ModelConfig], folder: Path) -> None:
@@ -632,6 +670,9 @@ def test_the_resolution_of_images(models: Callable[[str], ModelConfig]) -> None:
     tile = settings_of("smolvlm")["max_image_size"]["longest_edge"]
     assert of("smolvlm", 4).tokens(5 * tile, 3 * tile)[1] == [4]
     assert sum(of("smolvlm", 4 * 10).tokens(5 * tile, 5 * tile)[1]) == 4 * 10
+    whole, cut = of("lfm2_vl", 32), of("lfm2_vl", TOKENS + 3 * 64)
+    assert whole.sizes.tokens == 32 and all(len(whole.tokens(*size)[1]) == 1 for size in ((60, 140), (400, 300)))
+    assert 16 <= whole.tokens(60, 140)[1][0] <= 32 and cut.tokens(100, 300)[1][:-1] == [64] * 3
     with pytest.raises(ValueError, match="image_tokens=3: a tile has 4; set at least that, or null"):
         of("smolvlm", 3)
 

@@ -128,7 +128,7 @@ def test_a_model_of_text_has_no_towers() -> None:
         "gemma4_unified",
         *(
             pytest.param(one, marks=pytest.mark.slow)
-            for one in ("gemma4", "smolvlm", "idefics3", "gemma3", "qwen2_5_vl", "qwen3_5", "qwen3_vl")
+            for one in ("gemma4", "smolvlm", "idefics3", "gemma3", "lfm2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_vl")
         ),
     ],
 )

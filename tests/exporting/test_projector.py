@@ -162,7 +162,7 @@ def test_gemma_4_is_converted_with_the_weights_of_its_part_for_images(
     assert "mmproj-my-run-f16.gguf --image-min-tokens 70 --image-max-tokens 70" in card
 
 
-@pytest.mark.parametrize("family", ["gemma3", "qwen3_5"])
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_5", "lfm2_vl"])
 def test_families_that_llama_cpp_was_not_compared_with_are_refused_by_name(family: str) -> None:
     tuned: Any = SimpleNamespace(model=SimpleNamespace(config=CONFIGS[family]()))
     with pytest.raises(ValueError, match=f"not compared with models of {family} that see: use format=merged .* gemma4"):

@@ -17,7 +17,7 @@ from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProce
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.models.smolvlm.processing_smolvlm import SmolVLMProcessor
 
-from tests.support.vision_functions import CONFIGS, GRIDS, image_processor, picture, types_of
+from tests.support.vision_functions import CONFIGS, GRIDS, Lfm2Text, image_processor, picture, types_of
 from tests.support.vision_models import save_model
 from tpu_kit.cli import main
 from tpu_kit.config.loader import ModelConfig, TrainConfig, load_config
@@ -66,7 +66,7 @@ def of_transformers(folder: Path, prompts: list[tuple[str, list[Image.Image]]]) 
         )
         given: dict[str, Any] = {}
         if images:
-            options: dict[str, Any] = {"return_row_col_info": True} if smol else {}
+            options: dict[str, Any] = {"return_row_col_info": True} if token == "<image>" else {}
             made = image_processor(model.config)(images=[images] if smol else images, return_tensors="pt", **options)
             own = SimpleNamespace(
                 image_processor=image_processor(model.config), full_image_sequence=GEMMA3_SEQUENCE,
@@ -78,10 +78,10 @@ def of_transformers(folder: Path, prompts: list[tuple[str, list[Image.Image]]]) 
             said = parts[0] + "".join(
                 kind.replace_image_token(own, made, number) + rest for number, rest in enumerate(parts[1:])
             )
-            names = ("pixel_values", "pixel_attention_mask", "image_position_ids", "image_grid_thw")
+            names = ("pixel_values", "pixel_attention_mask", "image_position_ids", "image_grid_thw", "spatial_shapes")
             given = {name: made[name] for name in names if name in made}
         ids = tokenizer(said, return_tensors="pt", add_special_tokens=False)["input_ids"]
-        if not smol and (images or not grids):
+        if token != "<image>" and (images or not grids):
             given[types_of(model.config)] = (ids == model.config.image_token_id).long()
         with torch.no_grad():
             out = model.generate(
@@ -93,9 +93,10 @@ def of_transformers(folder: Path, prompts: list[tuple[str, list[Image.Image]]]) 
 
 
 PLACES = {"gemma4": "<|image|>", "gemma4_unified": "<|image|>", "gemma3": "<start_of_image>", "smolvlm": "<image>",
-          **dict.fromkeys(GRIDS, "<|image_pad|>")}  # fmt: skip
+          "lfm2_vl": "<image>", **dict.fromkeys(GRIDS, "<|image_pad|>")}  # fmt: skip
 PROCESSORS: dict[str, Any] = {"smolvlm": SmolVLMProcessor, "gemma3": Gemma3Processor, "qwen2_5_vl": Qwen2_5_VLProcessor,
-                              "qwen3_5": Qwen3VLProcessor, "qwen3_vl": Qwen3VLProcessor}  # fmt: skip
+                              "qwen3_5": Qwen3VLProcessor, "qwen3_vl": Qwen3VLProcessor,
+                              "lfm2_vl": Lfm2Text}  # fmt: skip
 GEMMA3_SEQUENCE = "\n\n<start_of_image>" + "<image_soft_token>" * 36 + "<end_of_image>\n\n"
 ASKED = [("What is it?", [(90, 64)]), ("Both?", [(48, 80), (120, 40)]), ("What is 2 + 3?", [])]
 
@@ -103,7 +104,7 @@ ASKED = [("What is it?", [(90, 64)]), ("Both?", [(48, 80), (120, 40)]), ("What i
 @pytest.mark.parametrize(
     ("family", "device_type"),
     [
-        *((one, "cpu") for one in ("gemma4_unified", "smolvlm", "gemma3", "qwen2_5_vl", "qwen3_5", "qwen3_vl")),
+        *((one, "cpu") for one in ("gemma4_unified", "smolvlm", "gemma3", "lfm2_vl", *GRIDS)),
         pytest.param("gemma4", "cpu", marks=pytest.mark.slow),
         *(pytest.param(one, "xla-cpu", marks=[needs_xla, pytest.mark.slow]) for one in CONFIGS),
     ],
@@ -266,7 +267,7 @@ def test_a_chat_goes_on_after_a_line_that_cannot_be_asked(tmp_path: Path, capsys
     [
         "gemma4_unified", "smolvlm",
         *(pytest.param(one, marks=pytest.mark.slow)
-          for one in ("gemma4", "gemma3", "qwen2_5_vl", "qwen3_vl", "qwen3_5", *NAMED)),
+          for one in ("gemma4", "gemma3", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "lfm2_vl", *NAMED)),
     ],
 )  # fmt: skip
 def test_a_launch_compares_images_with_transformers(

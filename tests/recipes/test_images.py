@@ -75,7 +75,7 @@ def weights(result: TrainResult) -> dict[str, torch.Tensor]:
     ("family", "vision"),
     [
         pytest.param("gemma4_unified", False, marks=pytest.mark.slow), ("gemma4_unified", True), ("qwen2_5_vl", True),
-        *(pytest.param(family, True, marks=pytest.mark.slow) for family in ("gemma3", "qwen3_5", "qwen3_vl")),
+        *(pytest.param(one, True, marks=pytest.mark.slow) for one in ("gemma3", "lfm2_vl", "qwen3_5", "qwen3_vl")),
     ],
 )  # fmt: skip
 def test_a_run_on_pictures_goes_on_bit_for_bit_and_peft_loads_its_adapter(

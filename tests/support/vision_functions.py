@@ -31,6 +31,7 @@ from transformers.image_processing_backends import TorchvisionBackend
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 from transformers.utils import is_torchvision_available
@@ -160,8 +161,13 @@ def lfm2_vl() -> Any:
             "model_type": "siglip2_vision_model", "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2,
             "num_attention_heads": 3, "num_patches": 64, "patch_size": 4, "vision_use_head": False,
         },
-        projector_hidden_size=40, image_token_id=IMAGE,
+        projector_hidden_size=40, image_token_id=IMAGE, tie_word_embeddings=False,
     )  # fmt: skip
+
+
+OF_LFM2: dict[str, Any] = {"encoder_patch_size": 4, "tile_size": 64, "min_image_tokens": 16, "max_image_tokens": TOKENS,
+                           "max_pixels_tolerance": 1.9, "max_tiles": 4}  # fmt: skip
+"""Of its image processor: of `SIZES`, one is cut into tiles."""
 
 
 def smolvlm(kind: Any = SmolVLMConfig) -> Any:
@@ -199,6 +205,8 @@ def build(config: Any) -> Any:
                 and parameter.dim() > 1
             ):
                 parameter.mul_(0.4)  # sharp attention amplifies rounding, transformers' own as well
+            if "language_model" in name and name.endswith(("self_attn.out_proj.weight", "q_layernorm.weight")):
+                parameter.mul_(4)  # or the convolutions of LFM2 decide nearly alone
         for name, buffer in model.named_buffers():
             if name.endswith("std_bias"):
                 buffer.copy_(torch.randn(buffer.shape, generator=generator))
@@ -242,7 +250,7 @@ def image_processor(config: Any) -> Any:
         side = config.vision_config.image_size
         return Gemma3ImageProcessorPil(size={"height": side, "width": side})
     if config.model_type == "lfm2_vl":
-        return lfm2_processor()(encoder_patch_size=4, tile_size=64, min_image_tokens=16, max_image_tokens=TOKENS)
+        return lfm2_processor()(**OF_LFM2)
     if config.model_type in GRIDS:
         vision, kind = config.vision_config, TOWERS[config.model_type]
         side = vision.patch_size * vision.spatial_merge_size
@@ -257,12 +265,7 @@ def image_processor(config: Any) -> Any:
 @cache
 def lfm2_processor() -> Any:
     """Returns transformers' class for LFM2-VL, which is written for torchvision, with PIL in the place of that."""
-    names = [
-        "torchvision",
-        "torchvision.transforms",
-        "torchvision.transforms.v2",
-        "torchvision.transforms.v2.functional",
-    ]
+    names = [".".join(("torchvision", "transforms", "v2", "functional")[:count]) for count in range(1, 5)]
     absent = {} if is_torchvision_available() else {name: ModuleType(name) for name in names}
     for name, module in absent.items():
         vars(module)["functional"] = absent[names[-1]] if name == names[2] else None
@@ -279,6 +282,19 @@ def lfm2_processor() -> Any:
             return (image - mean[:, None, None]) / std[:, None, None]
 
     return type("Lfm2VlByPil", (Lfm2VlImageProcessor, ByPil), {})
+
+
+class Lfm2Text:
+    """The text that transformers' processor of LFM2-VL writes in place of an image."""
+
+    @staticmethod
+    def replace_image_token(own: Any, made: Any, number: int) -> str:
+        """Returns it for an image that `own.image_processor` has made."""
+        processor = object.__new__(Lfm2VlProcessor)
+        names = {"start": "<|image_start|>", "end": "<|image_end|>", "thumbnail": "<|img_thumbnail|>"}
+        vars(processor).update({f"image_{name}_token": token for name, token in names.items()})
+        processor.image_processor, processor.image_token = own.image_processor, "<image>"
+        return str(processor.replace_image_token(made, number, use_image_special_tokens=True))
 
 
 @dataclass

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.models.gemma4_unified.configuration_gemma4_unified import Gemma4UnifiedAudioConfig
 
 from tests.support.tiny_tokenizer import tiny_tokenizer
-from tests.support.vision_functions import ALSO, CONFIGS, GRIDS, TOKENS, build
+from tests.support.vision_functions import ALSO, CONFIGS, GRIDS, OF_LFM2, TOKENS, build
 from tpu_kit.config.loader import ModelConfig
 from tpu_kit.model.families.vision_towers import TOWERS
 from tpu_kit.model.weights.source import load_tokenizer
@@ -40,6 +40,16 @@ QWEN = (  # as Qwen's own, in its form of chats
 )
 QWEN_TOKENS = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>",
                "<|endoftext|>"]  # fmt: skip
+LFM2 = (  # as LFM2-VL's own
+    "<|startoftext|>{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['content'] is string %}"
+    "{{ m['content'] }}{% else %}{% for p in m['content'] %}{{ '<image>' if p['type'] == 'image' else p['text'] }}"
+    "{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+LFM2_TOKENS = [
+    "<|startoftext|>", "<|im_start|>", "<|im_end|>", "<image>", "<|image_start|>", "<|image_end|>",
+    "<|img_thumbnail|>", *(f"<|img_row_{row}_col_{column}|>" for row in range(1, 5) for column in range(1, 5)),
+]  # fmt: skip
 GEMMA3 = (  # as Gemma 3's own
     "{{ bos_token }}{% for m in messages %}{{ '<start_of_turn>' + ('model' if m['role'] == 'assistant' else m['role']) "
     "+ '\n' }}{% if m['content'] is string %}{{ m['content'] | trim }}{% else %}{% for p in m['content'] %}"
@@ -58,7 +68,7 @@ SMOL_TOKENS = [
 ]  # fmt: skip
 
 
-IMAGE_TOKENS = {"smolvlm": "<image>", "idefics3": "<image>", "gemma3": "<image_soft_token>",
+IMAGE_TOKENS = {"smolvlm": "<image>", "idefics3": "<image>", "lfm2_vl": "<image>", "gemma3": "<image_soft_token>",
                 **dict.fromkeys(GRIDS, "<|image_pad|>")}  # fmt: skip
 
 
@@ -68,6 +78,8 @@ def tokenizer_of(family: str) -> PreTrainedTokenizerFast:
         return tiny_tokenizer(SMOL, special=SMOL_TOKENS, eos="<end_of_utterance>")
     if family in GRIDS:
         return tiny_tokenizer(QWEN, special=QWEN_TOKENS)
+    if family == "lfm2_vl":
+        return tiny_tokenizer(LFM2, special=LFM2_TOKENS)
     if family == "gemma3":
         made = tiny_tokenizer(GEMMA3, special=GEMMA3_TOKENS, eos="<end_of_turn>")
         made.bos_token, made.pad_token = "<bos>", "<pad>"
@@ -87,6 +99,8 @@ def settings_of(family: str) -> dict[str, Any]:
         return {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4, "merge_size": 2,
                 "temporal_patch_size": 2, "size": {"shortest_edge": 256, "longest_edge": TOKENS * 64},
                 "image_mean": mean, "image_std": std}  # fmt: skip
+    if family == "lfm2_vl":
+        return {"image_processor_type": "Lfm2VlImageProcessor", **OF_LFM2}
     if family == "gemma3":
         return {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 48, "width": 48}, "resample": 2}
     name = "Gemma4UnifiedImageProcessor" if family == "gemma4_unified" else "Gemma4ImageProcessor"
