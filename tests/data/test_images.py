@@ -23,7 +23,7 @@ import torch
 from datasets import Dataset, Features, List, Value
 from datasets import Image as ImageFeature
 from PIL import Image, ImageOps, PngImagePlugin
-from transformers import Idefics3Processor
+from transformers import Idefics3Processor, PaliGemmaConfig
 from transformers.image_transforms import convert_to_rgb
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
@@ -675,6 +675,13 @@ def test_the_resolution_of_images(models: Callable[[str], ModelConfig]) -> None:
     assert 16 <= whole.tokens(60, 140)[1][0] <= 32 and cut.tokens(100, 300)[1][:-1] == [64] * 3
     with pytest.raises(ValueError, match="image_tokens=3: a tile has 4; set at least that, or null"):
         of("smolvlm", 3)
+
+
+def test_other_families_are_refused_before_the_files_of_their_processors_are_read(tmp_path: Path) -> None:
+    PaliGemmaConfig().save_pretrained(tmp_path)
+    model = ModelConfig(name=str(tmp_path), images=True)
+    with pytest.raises(ValueError, match="images of paligemma are not trained; these families are: gemma3, gemma4"):
+        processors.image_processor(model, tokenizer_of("gemma4"), DataConfig())
 
 
 def test_a_model_without_images_is_refused(models: Callable[[str], ModelConfig]) -> None:

@@ -180,7 +180,7 @@ class DataConfig:
     image_tokens: int | None = knob(
         None,
         "Tokens of an image at most, which is its resolution (Gemma 4: 70, 140, 280, 560 or 1120); "
-        "null = the model's, of Qwen at most 1,280.",
+        "null = the model's, of Qwen at most 1,280. LFM2-VL and SmolVLM: of a picture with its tiles.",
         at_least=1,
     )
     num_proc: int | None = knob(None, "Processes that tokenize; null = by cores and rows.", at_least=1, at_most=1024)

@@ -410,8 +410,8 @@ def image_processor(model: ModelConfig, tokenizer: Any, data: DataConfig) -> Ima
     config: Any = read_config(model, needed=True)
     if getattr(config, "vision_config", None) is None:
         raise ValueError(f"model.images=true: {model.name} has no part for images; set it to false")
-    given = _settings(model)
-    kind, vision = config.model_type, config.vision_config
+    sizes = sizes_of(config, tokens)  # refuses other families
+    given, kind, vision = _settings(model), config.model_type, config.vision_config
     if kind in ("gemma4", "gemma4_unified"):
         _check_gemma4(tokens)
         sizes = sizes_of(config, tokens or given.get("max_soft_tokens"))
@@ -424,7 +424,6 @@ def image_processor(model: ModelConfig, tokenizer: Any, data: DataConfig) -> Ima
         return Gemma4(sizes, options, token, config.image_token_id, *ends, patch, pool)
     if kind in OF_GRIDS:
         return _qwen(model, tokenizer, config, given, data)
-    sizes = sizes_of(config, tokens)  # refuses other families
     _check_normal(model, config, given)
     check_rows(config, sizes.tokens, data.max_length)
     if kind == "gemma3":
