@@ -100,8 +100,10 @@ class StreamedModel:
             if slots:
                 self._slots |= {slot.name: slot for slot in slots}
                 unit = units.get(id(part), part)  # DoRA uses the weight outside the base layer, too
-                # Layers with a state read the weight of their short convolution, and do not call it.
-                unit = parents[id(part)] if isinstance(part, torch.nn.Conv1d) else unit
+                # Layers with a state read the weight of their short convolution, SigLIP 2 its table: neither is called.
+                owner = parents.get(id(part))
+                table = getattr(owner, "position_embedding", None)
+                unit = owner if owner is not None and (isinstance(part, torch.nn.Conv1d) or part is table) else unit
                 unit.register_forward_pre_hook(lambda _, __, mine=slots: self._load(mine))
                 unit.register_forward_hook(lambda _, __, ___, mine=slots: self._drop(mine))
 
