@@ -1,1 +1,1 @@
-"""Measurements that take minutes and are read by people; what is exact in them is a test as well."""
+"""Benchmarks that take minutes, for people to read; tests assert their deterministic results too."""

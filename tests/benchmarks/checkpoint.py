@@ -1,13 +1,15 @@
-"""What a checkpoint costs a training loop: saved in the background, and saved while the loop waits.
+"""Measures the cost of a checkpoint for a training loop, saved in the background and saved while the loop waits.
 
-`python -m tests.benchmarks.checkpoint`. One loop on the CPU trains a LoRA adapter of 20 MB with AdamW. It is cut into
-blocks of a few steps, which outlast the writing. Before a block it saves nothing, or in the background, or it saves and
-waits, in turns, so that neighbours on the machine disturb all three alike. A save costs a block's time less that
-of the block of the same turn without a save: the copy of the tensors, and what the writing takes from the steps beside
-it. The loop has one core, as the host of an accelerator leaves the others to the writer.
+    python -m tests.benchmarks.checkpoint
 
-A notice (of a preemption) comes at a random moment of a step: until it is durable, the step ends, and the checkpoint
-is copied, written, flushed to the disk, and named.
+A loop on the CPU trains a 20 MB LoRA adapter with AdamW, in blocks of a few steps that last longer than writing a
+checkpoint. Before each block the loop saves nothing, saves in the background, or saves and waits. The three modes take
+turns, so that other work on the machine disturbs all of them equally. The cost of a save is a block's time minus the
+time of the same turn's block without a save. It includes the copy of the tensors and the slowdown of the steps during
+the write. The loop uses one core, because the host of an accelerator leaves the other cores to the writer.
+
+A preemption notice comes at a random moment of a step. The time until the checkpoint is durable has the rest of the
+step, and copying, writing, flushing and naming the checkpoint.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ import torch
 from tpu_kit.machine.storage.object_store import is_url, join
 from tpu_kit.training.checkpoint.manager import CheckpointManager
 
-INTERVAL = 50  # steps between saves, of which the share is told
+INTERVAL = 50  # steps between saves, for the share of step time
 MOST_SHARE, MOST_NOTICE = 0.01, 5.0
 NOTICES = 10
 MODES = ("no save", "background", "waiting")
@@ -36,21 +38,21 @@ MODEL = {
     "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 4, "vocab_size": 2048, "max_position_embeddings": 256,
 }  # fmt: skip
-RANK, BATCH, LENGTH = 288, 2, 128  # of this rank the adapter has 20 MB
+RANK, BATCH, LENGTH = 288, 2, 128  # gives an adapter of 20 MB
 
 
 @dataclass(frozen=True)
 class Report:
-    """All that was measured, in seconds.
+    """All measurements, in seconds.
 
     Attributes:
-        adapter_bytes: of the adapter's tensors.
-        checkpoint_bytes: of the whole checkpoint: the adapter, what trains, and AdamW's two moments.
-        steps: steps of a block.
-        blocks: each turn's time of a block, by mode.
-        calls: how long each `save` (and `wait`) held the loop up, by mode.
-        notices: from each notice to durable.
-        outlasted: blocks that ended before the writing did; their cost is not all seen.
+        adapter_bytes: The size of the adapter's tensors.
+        checkpoint_bytes: The size of the checkpoint: the adapter, its trained tensors, and AdamW's two moments.
+        steps: Steps per block.
+        blocks: By mode, each turn's time of a block.
+        calls: By mode, the time that each `save` (and `wait`) blocked the loop.
+        notices: The time from each notice until its checkpoint was durable.
+        outlasted: Blocks that ended before the write did, so that their cost is not fully measured.
     """
 
     adapter_bytes: int
@@ -66,15 +68,15 @@ class Report:
         return median(self.blocks["no save"]) / self.steps
 
     def lost(self, mode: str) -> list[float]:
-        """What a save took from each turn."""
+        """The time lost to the save, for each turn."""
         return [with_save - none for none, with_save in zip(self.blocks["no save"], self.blocks[mode], strict=True)]
 
     def share(self, mode: str) -> float:
-        """Of the step time, at one save every INTERVAL steps."""
+        """The time lost to saves as a share of the step time, with a save every INTERVAL steps."""
         return median(self.lost(mode)) / (INTERVAL * self.step())
 
     def goals(self) -> dict[str, bool]:
-        """Which goals are met."""
+        """Whether each goal is met."""
         return {
             f"<= {MOST_SHARE:.0%} of step time, in the background, a save every {INTERVAL} steps": (
                 self.share("background") <= MOST_SHARE
@@ -111,7 +113,7 @@ class Report:
 
 
 class Training:
-    """A loop that trains an adapter on random tokens, and what it would save."""
+    """A loop that trains an adapter on random tokens, with the tensors to save."""
 
     def __init__(self) -> None:
         from peft import LoraConfig, get_peft_model
@@ -133,7 +135,7 @@ class Training:
         self.steps += 1
 
     def save(self, store: CheckpointManager) -> None:
-        """Copies as a loop on an accelerator does, to the host, and starts the save."""
+        """Copies the tensors to the host, as a loop on an accelerator does, and starts the save."""
         state = {name: self.optimizer.state[value] for name, value in self.trained.items()}
         parameters = {name: value.detach().clone() for name, value in self.trained.items()}
         moments = {
@@ -142,7 +144,7 @@ class Training:
         store.save(self.steps, {"adapter_model": parameters, "training": moments}, {"state": {}}, {})
 
     def notice(self, store: CheckpointManager, delay: float) -> float:
-        """Runs on until a notice comes after `delay` seconds, then saves; returns seconds from notice to durable."""
+        """Steps until a notice comes after `delay` seconds, then saves; returns the seconds from notice to durable."""
         came: list[float] = []
         timer = threading.Timer(delay, lambda: came.append(time.perf_counter()))
         timer.start()
@@ -154,12 +156,12 @@ class Training:
 
 
 def measure(place: Path | str, turns: int, steps: int) -> Report:
-    """Runs all turns in one process.
+    """Runs all turns in this process.
 
     Args:
-        place: where the checkpoints go.
-        turns: blocks of each mode; the first NOTICES of them end with a notice.
-        steps: of a block.
+        place: The folder or URL for the checkpoints.
+        turns: Blocks of each mode; the first NOTICES turns end with a notice.
+        steps: Steps per block.
     """
     training = Training()
     blocks: dict[str, list[float]] = {mode: [] for mode in MODES}
@@ -190,14 +192,14 @@ def measure(place: Path | str, turns: int, steps: int) -> Report:
 
 
 def main() -> None:
-    """Reads the arguments, measures, prints."""
+    """Parses the arguments, measures and prints."""
     assert __doc__ is not None
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.checkpoint", description=__doc__.splitlines()[0])
     parser.add_argument("--place", help="a folder, or a URL in an object store (default: a temporary folder)")
     parser.add_argument("--turns", type=int, default=40, help="blocks of each mode (default 40)")
     parser.add_argument("--steps", type=int, default=2, help="steps of a block (default 2)")
     parser.add_argument("--smoke", action="store_true", help="two short turns: does it work?")
-    parser.add_argument("--json", action="store_true", help="print what was measured as JSON")
+    parser.add_argument("--json", action="store_true", help="print the measurements as JSON")
     arguments = parser.parse_args()
     turns, steps = (2, 2) if arguments.smoke else (arguments.turns, arguments.steps)
     with tempfile.TemporaryDirectory() as temporary:

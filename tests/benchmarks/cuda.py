@@ -1,4 +1,4 @@
-"""The LoRA step of `train` beside that of TRL's SFTTrainer on one NVIDIA GPU: `python -m tests.benchmarks.cuda`.
+"""Compares the LoRA step of `train` with TRL's SFTTrainer on an NVIDIA GPU: `python -m tests.benchmarks.cuda`.
 
 Both get a Qwen2.5 shape with random weights in bf16, LoRA r=16 on all linear layers in fp32, AdamW, and rows of 1,024
 tokens; remat=full beside gradient checkpointing, remat=none beside none. TRL gets whole rows of one document, its
@@ -33,14 +33,14 @@ SIDES = ("kit", "trl")
 
 
 class Turns:
-    """Times this process's turns, at the beginning of its steps; the other process waits meanwhile."""
+    """Times this process's turns, from step to step; the other process waits meanwhile."""
 
     def __init__(self, folder: Path, side: str, steps: int, turns: int) -> None:
         self._folder, self._side, self._steps, self._turns = folder, side, steps, turns
         self._step, self._start, self.seconds = 0, 0.0, list[float]()
 
     def begin_step(self) -> None:
-        """Counts a step; between two turns it waits for its next one."""
+        """Counts a step; between turns it waits for this process's next turn."""
         import torch
 
         self._step += 1
@@ -69,7 +69,7 @@ def _wait(condition: Callable[[], bool]) -> None:
 
 
 def settings(folder: Path, updates: int, remat: str) -> dict[str, Any]:
-    """The kit's run."""
+    """The settings of the kit's run."""
     return {
         "model.name": str(folder), "lora.r": RANK, "lora.alpha": 32.0, "lora.dropout": 0.0,
         "data.source": str(folder / "packed.jsonl"), "data.format": "text", "data.max_length": LENGTH,
@@ -81,7 +81,7 @@ def settings(folder: Path, updates: int, remat: str) -> dict[str, Any]:
 
 
 def of_kit(config: Any) -> dict[str, Any]:
-    """Runs `fine_tune` in a replica; `launch` calls it."""
+    """Runs `fine_tune` in a replica, called by `launch`."""
     import torch
 
     from tpu_kit.recipes import sft
@@ -157,7 +157,7 @@ def prepare(folder: Path, shape: str) -> None:
 
 
 def measure(shape: str, remat: str, turns: int, steps: int) -> dict[str, Any]:
-    """Both sides of one setting."""
+    """Measures both sides for a shape and remat."""
     updates = WARM_UP + turns * steps + 1
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -177,7 +177,7 @@ def measure(shape: str, remat: str, turns: int, steps: int) -> dict[str, Any]:
 
 
 def report(shape: str, remat: str, found: dict[str, Any]) -> str:
-    """Lines of the table."""
+    """Formats the result lines of a setting."""
     import torch
 
     from tpu_kit.machine import chips
@@ -198,7 +198,7 @@ def report(shape: str, remat: str, found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Reads the arguments, measures, prints."""
+    """Parses the arguments, measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["0.5B"])
     parser.add_argument("--remat", nargs="+", choices=["full", "none"], default=["full", "none"])
@@ -218,7 +218,7 @@ def main() -> None:
         folder, updates, remat = options.folder
         config = load_config(settings(Path(folder), int(updates), remat))
         config.output_path.mkdir(parents=True, exist_ok=True)
-        print("\n" + json.dumps(launch(cuda.of_kit, config)))  # replicas cannot find it in __main__
+        print("\n" + json.dumps(launch(cuda.of_kit, config)))  # replicas cannot import __main__
     else:
         for shape in options.shapes:
             for remat in options.remat:

@@ -1,13 +1,13 @@
-"""What a change does to results: the same runs by an older commit and by this tree, compared.
+"""Compares results of the same runs between an older commit and this tree.
 
-`python -m tests.benchmarks.differential COMMIT` trains twenty small runs twice, each in a process of its own, from a
-worktree of COMMIT and from this one, on the CPU, on replicas of XLA:CPU and on meshes. It compares what a user keeps:
-exit code, names of the files written, the loss of each update, the trained tensors of the first checkpoint, of the
-last and of the result, and the greedy answers before and after training.
+`python -m tests.benchmarks.differential COMMIT` trains twenty small runs from a worktree of COMMIT and from this tree,
+in separate processes, on the CPU, on XLA:CPU replicas and on meshes. It compares exit codes, names of written files,
+losses of updates, and greedy answers before and after training. It also compares the trained tensors of the first
+checkpoint, of the last checkpoint and of the result.
 
-On the CPU all must be equal bit for bit. On XLA:CPU a changed program may round otherwise: the losses may differ by
-1e-6 of their value, the tensors of the first checkpoint by 1e-5 of their norm, and answers not at all. Only the
-command line and the files of a run are used, so that both trees may name everything inside differently.
+On the CPU everything must be equal bit for bit. On XLA:CPU a changed program may round differently: losses may differ
+by 1e-6 relative, and tensors of the first checkpoint by 1e-5 of their norm; answers must be equal. Only the command
+line and a run's files are used, so the two trees may name everything inside differently.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 
 from tests.support.child_processes import REPOSITORY, child_environment
 
-LOSS_TOLERANCE, TENSOR_TOLERANCE = 1e-6, 1e-5  # of a run on XLA:CPU; on the CPU both are 0
+LOSS_TOLERANCE, TENSOR_TOLERANCE = 1e-6, 1e-5  # for runs on XLA:CPU; 0 on the CPU
 SHORT = (
     "max_steps=30 warmup_steps=3 save_steps=5 checkpoint.keep=10 eval_rows=8 eval_steps=15 logging_steps=1 "
     "generate_rows=4 generate_tokens=16 max_length=128 batch_size=2 hang_timeout=300"
@@ -72,15 +72,15 @@ RUNS: dict[str, str] = {
 
 @dataclass
 class Outcome:
-    """What one run left behind.
+    """The results of a run.
 
     Attributes:
-        exit_code: of the process.
-        files: names, relative to the run's folder.
-        losses: of each update and evaluation, by kind and step; None where a loss was not finite.
-        tensors: by checkpoint and name; those of the first and the last step, and of the result, "adapter".
-        answers: greedy answers of the base and the tuned model.
-        output: the end of what the process printed.
+        exit_code: The process's exit code.
+        files: File names, relative to the run's folder.
+        losses: By kind and step, the loss of each update and evaluation; None if it was not finite.
+        tensors: By checkpoint and name: the first and the last step, and the result, "adapter".
+        answers: Greedy answers of the base and the tuned model.
+        output: The end of the process's output.
     """
 
     exit_code: int
@@ -92,13 +92,13 @@ class Outcome:
 
 
 def run(tree: Path, name: str, folder: Path) -> Outcome:
-    """Trains the named run by the package of `tree`, with `folder` as the working folder."""
+    """Trains a named run with the package of `tree`; `folder` is the working folder."""
     folder.mkdir(parents=True)
     for file, rows in ROWS.items():
         (folder / file).write_text("".join(json.dumps(row) + "\n" for row in rows))
     env = child_environment({"PYTHONPATH": str(tree), "PJRT_DEVICE": None, "OMP_NUM_THREADS": "1"})
     command = [sys.executable, "-m", "tpu_kit", "train", "embedded-cot", "run_name=run"]
-    settings = dict(part.split("=", 1) for part in f"{SHORT} {RUNS[name]}".split())  # a run's own value wins
+    settings = dict(part.split("=", 1) for part in f"{SHORT} {RUNS[name]}".split())  # its own settings win
     done = subprocess.run(
         [*command, *(f"{key}={value}" for key, value in settings.items())],
         cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
@@ -107,7 +107,7 @@ def run(tree: Path, name: str, folder: Path) -> Outcome:
 
 
 def read(folder: Path, exit_code: int, output: str) -> Outcome:
-    """Reads what a run wrote."""
+    """Reads the files that a run wrote."""
     outcome = Outcome(exit_code, output="\n".join(output.splitlines()[-15:]))
     outcome.files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     metrics = folder / "metrics.jsonl"
@@ -127,7 +127,7 @@ def read(folder: Path, exit_code: int, output: str) -> Outcome:
 
 
 def differences(old: Outcome, new: Outcome, exact: bool) -> Iterator[str]:
-    """Yields a line for each result that differs by more than it may."""
+    """Yields a line for each difference beyond the tolerance."""
     if old.exit_code != new.exit_code:
         yield f"exit code {old.exit_code} -> {new.exit_code}:\n{new.output}"
     elif old.exit_code:
@@ -156,7 +156,7 @@ def differences(old: Outcome, new: Outcome, exact: bool) -> Iterator[str]:
 
 
 def main() -> int:
-    """Prints a line for each run; returns 1 if any differs."""
+    """Prints a line per run; returns 1 if any run differs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("commit", help="the commit to compare with")
     parser.add_argument("--only", nargs="+", choices=RUNS, metavar="RUN", help=f"some of: {', '.join(RUNS)}")

@@ -1,11 +1,11 @@
-"""What dpo adds to a weak start: accuracy of held-out problems, beside fine-tuning on the chosen replies alone.
+"""Measures the gain of dpo over a weak start on held-out problems, beside fine-tuning on the chosen replies only.
 
     python -m tests.benchmarks.dpo FOLDER [--seeds 1 2 3 4 5] [--ways dpo sft] [--steps 120]
 
-The start is that of notebook 8 (`train embedded-cot`, 65 updates). From it dpo, and plain fine-tuning on the chosen
-replies of the same pairs with the same rate and as many updates, each make an adapter. A seed changes the start and
-the pairs. Each prints the shares of 500 held-out problems that are solved before and after with Wilson's interval,
-McNemar's p, and for dpo the share of held-out pairs that are right. A run whose result is in FOLDER is not made again.
+The start is notebook 8's (`train embedded-cot`, 65 updates). From it, dpo trains an adapter, and plain fine-tuning on
+the chosen replies of the same pairs trains another, with the same rate and number of updates. A seed changes the start
+and the pairs. Each run prints the share of 500 held-out problems solved before and after with Wilson's interval,
+McNemar's p, and for dpo the share of held-out pairs that are right. Runs with results in FOLDER are not repeated.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tpu_kit.recipes.sft import train
 
 
 def measure(folder: Path, seed: int, way: str, steps: int) -> dict[str, Any]:
-    """Trains a start and then by one of the ways; returns both accuracies."""
+    """Trains a start, then trains from it by `way`; returns both accuracies."""
     here, adapter = trained_start(folder, seed)
     config = load_config("embedded-dpo", here | {
         "lora.adapter": adapter, "output_dir": str(folder / f"{way}-{seed}"), "eval_rows": HELD_OUT, "max_steps": steps,

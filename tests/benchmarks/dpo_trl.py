@@ -1,10 +1,11 @@
-"""Processor time of an update of dpo on the CPU beside TRL's DPOTrainer: same model, pairs, adapters and loss.
+"""Compares the processor time of a dpo update on the CPU with TRL's DPOTrainer: same model, pairs, adapters and loss.
 
     OMP_NUM_THREADS=1 python -m tests.benchmarks.dpo_trl FOLDER [--rounds 3] [--updates 4]
 
-An update takes the same pairs on both sides: as many as the kit's rows hold. TRL gets them in one batch, padded to the
-longest, with its reference precomputed as the kit's is. In each round both make some updates in a process of its own;
-the first two updates, the warm-up, are left out. It also prints the tokens that each side computes for a pair.
+Both sides use the same number of pairs per update, as many as the kit's rows hold. TRL gets them in one batch, padded
+to the longest pair, with precomputed reference log-probabilities, like the kit's. In each round both sides make some
+updates in a fresh process; the first two updates are the warm-up and are excluded. It also prints the tokens that each
+side computes per pair.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ ROWS, LENGTH, RANK = 8, 512, 16
 
 
 def of_kit(updates: int, folder: str) -> dict[str, Any]:
-    """Processor seconds of each update of the kit, pairs of an update and tokens of a pair."""
+    """Returns the kit's processor seconds per update, the pairs per update and the tokens per pair."""
     from tpu_kit.config.loader import load_config
     from tpu_kit.recipes.preference import configured, dpo
     from tpu_kit.recipes.run_data import prepare_run
@@ -53,7 +54,7 @@ def of_kit(updates: int, folder: str) -> dict[str, Any]:
 
 
 def of_trl(updates: int, folder: str, pairs: int) -> dict[str, Any]:
-    """The same of TRL."""
+    """Returns TRL's processor seconds per update and tokens per pair."""
     import torch
     from datasets import Dataset
     from peft import LoraConfig
@@ -89,7 +90,7 @@ def of_trl(updates: int, folder: str, pairs: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measures rounds, and prints the medians."""
+    """Measures all rounds, and prints the medians."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rounds", type=int, default=3)

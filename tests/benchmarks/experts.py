@@ -1,12 +1,12 @@
-"""The kernel of a mixture's experts beside megablox, JAX's own: `python -m tests.benchmarks.experts`.
+"""Compares the kernel for a mixture's experts with megablox, JAX's own kernel: `python -m tests.benchmarks.experts`.
 
-With --families, instead, the experts of each family of transformers that has them in its registry, on XLA:CPU against
-transformers' eager code: the largest relative error of output and gradients in fp32, each family in its own process.
+It compiles one product of a block of Qwen3-30B-A3B for a v5e: 65,536 pairs of a token and an expert, forwards and with
+the transposed weights, as the gradient needs it. The kit's kernel gets rows in whole tiles. Megablox gets them without
+padding, at the best of the tried tilings; it has no integer weights, so these are converted to bf16 first. Bytes are
+counted by the compiler and include the kernels' own estimates. Compiling at low effort may leave conversions unfused.
 
-Compiles one product of a block of Qwen3-30B-A3B for a v5e: 65,536 pairs of a token and an expert, forwards and with the
-transposed weights, as the gradient needs it. The kit's kernel gets rows in whole tiles, megablox without padding, with
-the best of the tilings tried; it has no integers, so they become bf16 before it. Bytes are those that the compiler
-counts, with the kernels' own estimates in them. It compiles at low effort, so it may leave conversions unfused.
+With --families it compares the experts of each family that transformers registers, on XLA:CPU against transformers'
+eager code, in fresh processes. It prints the largest relative error of output and gradients in fp32.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TILINGS = ((128, 2048, 768), (256, 2048, 512), (256, 1024, 768), (512, 2048, 768
 
 
 def weights(bits: int) -> list[tuple[tuple[int, ...], Any]]:
-    """Returns shapes and dtypes of the weights (O, I) of gates and ups, and of their scales."""
+    """Returns the shapes and dtypes of the weights (O, I) of gates and ups, and of their scales."""
     import torch
 
     outer, inner = 2 * INNER, HIDDEN
@@ -46,7 +46,7 @@ def weights(bits: int) -> list[tuple[tuple[int, ...], Any]]:
 
 
 def floats(bits: int, weight: Any, *scale: Any) -> Any:
-    """Makes bf16 (E, O, I) of integers, as `model.weights.quantization` stores them."""
+    """Converts stored integers, in the layout of `model.weights.quantization`, to bf16 (E, O, I)."""
     import jax.numpy as jnp
 
     if bits == 16:
@@ -59,7 +59,7 @@ def floats(bits: int, weight: Any, *scale: Any) -> Any:
 
 
 def ours(bits: int, back: bool) -> functools.partial[Any]:
-    """Returns the product by the kit's kernel."""
+    """Returns the kit's kernel for the product."""
     from tpu_kit.model.shape import tile_rows
     from tpu_kit.xla import grouped
 
@@ -68,7 +68,7 @@ def ours(bits: int, back: bool) -> functools.partial[Any]:
 
 
 def megablox(settings: tuple[Any, ...], rows: Any, sizes: Any, *stored: Any) -> tuple[Any]:
-    """Computes the product by megablox; settings: bits of the weights, whether they are transposed, tiling."""
+    """Computes the product by megablox; settings: bits of the weights, whether they are transposed, the tiling."""
     import jax.numpy as jnp
     from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 
@@ -77,7 +77,7 @@ def megablox(settings: tuple[Any, ...], rows: Any, sizes: Any, *stored: Any) -> 
 
 
 def compiled(product: functools.partial[Any], bits: int, back: bool) -> tuple[float, float, float]:
-    """Returns GB moved, GiB of temporaries, and the compiler's seconds."""
+    """Returns the GB moved, the GiB of temporaries, and the compile seconds."""
     import torch
 
     from tpu_kit.model.shape import tile_rows
@@ -159,7 +159,7 @@ def main() -> None:
                 product = functools.partial(megablox, (bits, back, tiling))
                 try:
                     tried.append((f"megablox {tiling}", compiled(product, bits, back)))
-                except Exception as error:  # a tiling that takes more vector memory than there is
+                except Exception as error:  # a tiling that needs more vector memory than the chip has
                     if "vmem" not in str(error).lower():
                         raise
             rows.append(min(tried, key=lambda row: row[1][0]))

@@ -1,9 +1,9 @@
-"""Every decoder of transformers, narrow and random, as the kit trains it: `python -m tests.benchmarks.families`.
+"""Trains a narrow random copy of every decoder in transformers: `python -m tests.benchmarks.families [MODEL_TYPE ...]`.
 
-For each model type of AutoModelForCausalLM: LoRA with packed documents on the CPU, compared with transformers' eager
-attention on each document alone, in a loop over layers or, if that cannot be, layer by layer, or without packing; with
-a mask, and with the segment ids that the kernels of a TPU get; and greedy tokens. Each runs in a process of its own,
-with a time limit. Model types that are named run alone.
+For each model type of AutoModelForCausalLM it trains LoRA on packed documents on the CPU, and compares with
+transformers' eager attention on separate documents. It tries a loop over layers first, then layer by layer, then
+without packing. Attention uses a mask, and then the segment ids that a TPU's kernels get. It also compares greedy
+tokens. Every model type runs in a fresh process with a time limit.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from tests.support import layer_functions
 from tpu_kit.config.loader import TrainConfig, load_config
 from tpu_kit.generation import reference_check
 
-LIMIT, LAYERS, ROUNDING = 180, 8, 1e-4  # seconds; of a narrow copy; of a gradient's norm, in fp32
-MISSING: dict[str, dict[str, Any]] = {  # what default configurations lack
+LIMIT, LAYERS, ROUNDING = 180, 8, 1e-4  # seconds; of a narrow copy; relative error in fp32
+MISSING: dict[str, dict[str, Any]] = {  # settings that default configurations lack
     "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "hunyuan_v1_dense": {"head_dim": 128},
@@ -43,18 +43,18 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def configuration(family: str) -> PreTrainedConfig:
-    """The default configuration of its text model, with few layers if it takes their number, and without dropout."""
+    """The text model's default configuration with few layers, if their number is a setting, and without dropout."""
     kind = type(CONFIG_MAPPING[family]().get_text_config())
     try:
         model: PreTrainedConfig = kind(**(changes := {"num_hidden_layers": LAYERS} | MISSING.get(family, {})))
-    except Exception:  # a list for each layer may be given elsewhere
+    except Exception:  # a list with an entry per layer may have another length
         model = kind(**(changes := MISSING.get(family, {})))
     dropout = {name: 0.0 for name, value in model.to_dict().items() if "drop" in name and isinstance(value, float)}
     return kind(**changes, **dropout)
 
 
 def is_decoder(model: PreTrainedConfig) -> bool:
-    """Whether no token changes the logits of those before it."""
+    """Whether no token changes the logits of earlier tokens."""
     narrow = reference_check.narrow_model(model)
     (ids,) = reference_check._random_ids(12)
     with torch.no_grad():
@@ -63,7 +63,7 @@ def is_decoder(model: PreTrainedConfig) -> bool:
 
 
 def trained(model: PreTrainedConfig, device_type: str) -> str:
-    """In which way a copy trains, and its largest difference; or why none does."""
+    """Returns the first way in which a copy trains and its largest difference, or the reason why none works."""
     problem = ""
     for way, settings in WAYS.items():
         config: TrainConfig = load_config(None, {"model.name": "embedded", "lora.r": 4, "remat": "full", **settings})
@@ -83,7 +83,7 @@ def trained(model: PreTrainedConfig, device_type: str) -> str:
 
 
 def outcome(family: str, answer: Connection) -> None:
-    """Sends the row of a model type."""
+    """Sends the table row of a model type."""
     os.setpgid(0, 0)
     torch.set_num_threads(1)
     try:
@@ -101,7 +101,7 @@ def outcome(family: str, answer: Connection) -> None:
 
 
 def main() -> None:
-    """Prints a row for each."""
+    """Prints a row for each model type."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("families", nargs="*", default=sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
     for family in parser.parse_args().families:
@@ -119,7 +119,7 @@ def main() -> None:
                 process.join()
                 text = f"CRASHED with {process.exitcode}"
         else:
-            assert process.pid is not None  # it has started
+            assert process.pid is not None  # the process has started
             os.killpg(process.pid, signal.SIGKILL)
         process.join()
         print(f"| `{family}` | {text} | {time.monotonic() - begun:.0f} s", flush=True)

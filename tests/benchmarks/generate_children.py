@@ -1,4 +1,4 @@
-"""What the processes that `tests.benchmarks.generate` measures run: our generator, and transformers' `generate`."""
+"""The functions whose processes `tests.benchmarks.generate` measures: our generator, and transformers' `generate`."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-LENGTH, NEW = 50, (37, 61, 83, 20)  # tokens of prompts: cold and warm, and those that come new
+LENGTH, NEW = 50, (37, 61, 83, 20)  # prompt lengths: cold and warm, new
 COUNTED = ("compiles", "executions", "device_reads")
 
 
 def say(what: str) -> None:
-    """Tells people what is going on, and when."""
+    """Prints progress with the time."""
     print(f"[{time.strftime('%H:%M:%S')}] {what}", file=sys.stderr, flush=True)
 
 
 def load(folder: str) -> tuple[Any, Any]:
-    """Model in fp32, and its tokenizer."""
+    """Loads the model in fp32, and its tokenizer."""
     import torch
 
     from tpu_kit.config.loader import ModelConfig
@@ -35,7 +35,7 @@ def load(folder: str) -> tuple[Any, Any]:
 
 
 def runtime_of(device: str) -> Any:
-    """The runtime of this process's only replica."""
+    """Makes the runtime of this process's only replica."""
     import torch
 
     from tpu_kit.distributed.replica.backends import CpuRuntime, SimulatedRuntime
@@ -48,7 +48,7 @@ def runtime_of(device: str) -> Any:
 
 
 def random_prompts(lengths: list[int], vocabulary: int) -> list[list[int]]:
-    """Random ids, always the same."""
+    """Draws random token ids, the same in every process."""
     import torch
 
     source = torch.Generator().manual_seed(0)
@@ -56,20 +56,20 @@ def random_prompts(lengths: list[int], vocabulary: int) -> list[list[int]]:
 
 
 def endless(generator: Any) -> Any:
-    """No token ends a reply."""
+    """Removes all end tokens of a generator."""
     generator.codec.stops = set()
     return generator
 
 
 def counts(folder: str, size: int, count: int, new: int, dump: str) -> dict[str, dict[str, float]]:
-    """What prompts of 5 to 400 tokens cost on XLA, then a quarter as many others; and the aliases of the cache.
+    """Counts XLA's work for `count` prompts of 5 to 400 tokens, then for a quarter as many; and the cache's aliases.
 
     Args:
-        folder: the model.
-        size: of the batches.
-        count: of the prompts.
-        new: tokens of a reply.
-        dump: where XLA writes the programs, by its flags.
+        folder: The model.
+        size: The batch size.
+        count: The number of prompts.
+        new: Tokens per reply.
+        dump: The folder to which XLA's flags write the programs.
     """
     import torch
 
@@ -103,11 +103,11 @@ def counts(folder: str, size: int, count: int, new: int, dump: str) -> dict[str,
 
 
 def aliases(dump: Path, shape: str) -> dict[str, float]:
-    """What the programs that XLA compiled say of the cache: tensors that go in, come out and are written over in place.
+    """Counts the cache tensors of XLA's programs: their inputs, their outputs, and the pairs written in place.
 
     Args:
-        dump: a folder with the programs, as `--xla_dump_to` fills it.
-        shape: of the cache of one layer, "1,3,464,64".
+        dump: A folder with the programs, written by `--xla_dump_to`.
+        shape: The shape of a layer's cache, such as "1,3,464,64".
     """
     found = {"programs": 0, "buffers_in": 0, "buffers_out": 0, "aliased": 0}
     for path in dump.glob("*after_optimizations.txt"):
@@ -130,7 +130,7 @@ def aliases(dump: Path, shape: str) -> dict[str, float]:
 
 
 def split_shapes(text: str) -> list[str]:
-    """Shapes of a program's parameters or results: at the commas outside brackets of any kind."""
+    """Splits a program's parameters or results at the commas outside brackets of any kind."""
     parts, depth, begun = [], 0, 0
     for place, character in enumerate(text):
         depth += {"[": 1, "{": 1, "(": 1, "]": -1, "}": -1, ")": -1}.get(character, 0)
@@ -142,7 +142,7 @@ def split_shapes(text: str) -> list[str]:
 
 @contextlib.contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError after that long, 0 = never, or when what runs by then returns to Python."""
+    """Raises TimeoutError after `seconds` (0: never), or when running native code then returns to Python."""
 
     def late(*_: Any) -> None:
         raise TimeoutError
@@ -158,9 +158,9 @@ def within(seconds: float) -> Iterator[None]:
 def speed(
     folder: str, device: str, size: int, cache: str, new: int, pairs: int, fresh: int, limit: float
 ) -> dict[str, dict[str, Any]]:
-    """Tokens per second of a batch size: phase -> contestant -> of each turn; and how much was compiled and run.
+    """Returns by phase each contestant's tokens per second in each turn, and the compiles, executions and reads.
 
-    PyTorch has one thread: several wait for one another in vain where other programs share the processors.
+    PyTorch uses one thread: if other programs share the processors, several threads wait for one another.
     """
     import torch
 
@@ -190,7 +190,8 @@ def speed(
             block=min(16, new),
         )
     )
-    # Which no reply has: they are compared. Without one, stock on XLA reads nothing before the last token.
+    # A token that no reply contains, since replies are compared. Without an end token, stock on XLA reads only the last
+    # token.
     unheard = len(tokenizer) - 1
 
     def sync_each_token(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

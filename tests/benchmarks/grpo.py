@@ -1,11 +1,11 @@
-"""What grpo adds to a weak start: accuracy of held-out problems before and after, by seed, and with random rewards.
+"""Measures the gain of grpo over a weak start on held-out problems, by seed, also with random rewards.
 
     python -m tests.benchmarks.grpo FOLDER [--seeds 1 2 3 4 5] [--rewards auto random]
 
-These are the start and the settings of notebook 7. A seed changes the start (`train embedded-cot`), the problems and
-the samples. Each run prints both
-accuracies on 500 held-out problems with Wilson's interval, McNemar's p and its processor seconds; the end prints the
-mean gain with its 95 % interval over the seeds (Student's t). A run whose result is in FOLDER is not made again.
+Start and settings are notebook 7's. A seed changes the start (`train embedded-cot`), the problems and the samples. Each
+run prints both accuracies on 500 held-out problems with Wilson's interval, McNemar's p and its processor seconds. At
+the end it prints the mean gain over the seeds with its 95 % interval (Student's t). Runs with results in FOLDER are not
+repeated.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from tpu_kit.recipes.run_data import prepare_run
 from tpu_kit.recipes.sft import train
 
 HELD_OUT = 500
-START = 65  # updates; a start that solves more has less to learn
+START = 65  # updates; a stronger start has less to learn
 _T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5 % quantiles of Student's t, by number of seeds
 REWARDS = {"auto": "auto", "random": "tests.support.reward_functions:random"}
 
 
 def trained_start(folder: Path, seed: int) -> tuple[dict[str, Any], str]:
-    """Trains a start; returns the settings of all runs of a seed, and its adapter."""
+    """Trains a start; returns the settings shared by a seed's runs, and the start's adapter."""
     here = {"device_type": "cpu", "num_replicas": 1, "seed": seed}
     start = load_config("embedded-cot", here | {
         "max_steps": START, "base_dtype": "fp32", "eval_rows": 16, "generate_rows": 0, "eval_steps": None,
@@ -41,7 +41,7 @@ def trained_start(folder: Path, seed: int) -> tuple[dict[str, Any], str]:
 
 
 def measure(folder: Path, seed: int, rewards: str, **settings: Any) -> dict[str, Any]:
-    """Trains a start and then by rewards; returns both accuracies."""
+    """Trains a start, then trains it by rewards; returns both accuracies."""
     here, adapter = trained_start(folder, seed)
     clock = time.process_time()
     config = load_config("embedded-grpo", here | {

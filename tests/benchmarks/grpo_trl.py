@@ -1,9 +1,10 @@
-"""Processor time of an update of grpo on the CPU beside TRL's GRPOTrainer: same model, prompts, lengths and rewards.
+"""Compares the processor time of a grpo update on the CPU with TRL's GRPOTrainer: same model, prompts and rewards.
 
     OMP_NUM_THREADS=1 python -m tests.benchmarks.grpo_trl FOLDER [--rounds 3] [--updates 4]
 
-The start is trained for 90 updates and merged. In each round TRL and the kit, with all rows and without those that
-teach nothing, make some updates in a process of its own each; a process's first update, its warm-up, is left out.
+Replies have the same limit. The start is trained for 90 updates and merged. Each round runs three fresh processes that
+make some updates: TRL, the kit with all rows, and the kit without rows of zero advantage. A process's first update is
+its warm-up and is excluded.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ PROMPTS, SAMPLES, TOKENS = 16, 8, 80
 
 
 def merged(folder: Path) -> Path:
-    """A start as a whole model."""
+    """Trains a start and merges it into a whole model."""
     from tpu_kit.config.loader import load_config
     from tpu_kit.exporting.export import export
     from tpu_kit.recipes.sft import train
@@ -34,7 +35,7 @@ def merged(folder: Path) -> Path:
 
 
 def of_kit(model: str, updates: int, drop: bool, folder: str) -> list[float]:
-    """Processor seconds of each update of the kit."""
+    """Returns the kit's processor seconds per update."""
     from tpu_kit.config.loader import load_config
     from tpu_kit.recipes.grpo import grpo
 
@@ -54,7 +55,7 @@ def of_kit(model: str, updates: int, drop: bool, folder: str) -> list[float]:
 
 
 def of_trl(model: str, updates: int, folder: str) -> list[float]:
-    """Processor seconds of each update of TRL."""
+    """Returns TRL's processor seconds per update."""
     import torch
     from datasets import Dataset
     from peft import LoraConfig
@@ -88,7 +89,7 @@ def of_trl(model: str, updates: int, folder: str) -> list[float]:
 
 
 def judged(texts: list[str], answers: list[str]) -> list[float]:
-    """1 for a text that ends in the answer of its row."""
+    """Returns 1 for each text that ends in its row's answer, else 0."""
     return [
         float(text.strip().rpartition("\n")[2].strip() == str(answer))
         for text, answer in zip(texts, answers, strict=True)
@@ -96,7 +97,7 @@ def judged(texts: list[str], answers: list[str]) -> list[float]:
 
 
 def main() -> None:
-    """Measures rounds, and prints the medians."""
+    """Measures all rounds, and prints the medians."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rounds", type=int, default=3)

@@ -1,8 +1,8 @@
-"""What shipped configurations take of the chip they name, by the TPU compiler: `python -m tests.benchmarks.headline`.
+"""Prints the memory and speed of shipped configurations by the TPU compiler: `python -m tests.benchmarks.headline`.
 
-Every row is a configuration as `train` takes it, compiled at full effort, which is a minute or two each; what the
-compiler has said of a program before is taken from its cache. Nothing is run: speed and cost are those of the
-compiler's cost model. --readme puts the table into tpu_kit/planning/README.md, as `make test-slow` does.
+Each row is a configuration as `train` uses it, compiled at full effort for its named chip, which takes a minute or two.
+Programs compiled before come from a cache. Nothing is run: speed and cost follow the compiler's cost model. --readme
+writes the table into tpu_kit/planning/README.md, as `make test-slow` does.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROWS = (
     "llama-8b-v5e batch_size=1 max_length=8192", "llama-8b-v5e batch_size=1 base_dtype=int4", "llama-3b-8k-v5e",
     "qwen-14b-v5e", "gemma-4-e2b-v5e", "qwen3.5-4b-v5e", "llama-8b-v6e", "qwen-14b-v6e",
 )  # fmt: skip
-"""A configuration's name, which ends in its chip's, and what is changed in it."""
+"""A configuration's name, which ends in its chip, and changed settings."""
 COLUMNS = (
     "configuration", "base", "rows x tokens", "GiB", "TFLOP a step", "HBM GB", "tokens/s", "$ a million tokens"
 )  # fmt: skip
@@ -30,13 +30,13 @@ HEADER = f"| {' | '.join(COLUMNS)} |\n|---|---|---|---|{'---:|' * 4}\n"
 
 
 def configuration(row: str) -> TrainConfig:
-    """The run that a row is about."""
+    """The configuration of a row."""
     name, *settings = row.split()
     return load_config(name, ["device_type=tpu", *settings])
 
 
 def known(row: str) -> str:
-    """What a line begins with, and what needs no compiler."""
+    """The beginning of a line, which needs no compiler."""
     config = configuration(row)
     assert isinstance(config.optim.batch_size, int)
     return f"| `{row}` | {config.model.base_dtype} | {config.optim.batch_size} x {config.data.max_length:,} | "

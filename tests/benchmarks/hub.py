@@ -1,8 +1,8 @@
-"""The processor time of `make train`, with and without hub.strategy=checkpoint against a hub on this machine.
+"""Measures the processor time of `make train` with and without hub.strategy=checkpoint, against a local hub.
 
     python -m tests.benchmarks.hub [RUNS]
 
-prints the median of five alternating runs each, of all processes with the export and the push, and their ratio.
+Prints the medians of five alternating runs and their ratio. The times include all processes, the export and the push.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from tests.support.child_processes import REPOSITORY, child_environment
 from tests.support.hub import NAME, TOKEN, run_hub
 
 NOTEBOOK = REPOSITORY / "notebooks" / "4-train-cot-sft.ipynb"
-MADE = ["eval_rows=100", "generate_rows=100", "num_replicas=4"]  # as the Makefile
+MADE = ["eval_rows=100", "generate_rows=100", "num_replicas=4"]  # as the Makefile sets them
 PUSHED = [f"push_to={NAME}", "strategy=checkpoint", "save_steps=20"]
 
 
 def seconds(folder: Path, url: str, more: list[str]) -> float:
-    """Returns the processor time of one run and all its processes, in seconds."""
+    """Returns the processor time of a run and all its processes, in seconds."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     settings = {"HF_TOKEN": TOKEN, "HF_ENDPOINT": url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
     environment = child_environment({"PYTHONPATH": str(REPOSITORY), "PJRT_DEVICE": "CPU", **settings})

@@ -1,10 +1,9 @@
-"""How long it takes to prepare rows with pictures, and how many pictures a second are decoded.
+"""Measures the time to prepare rows with pictures, and the pictures decoded per second.
 
-`python -m tests.benchmarks.images [--images 100000] [--decoded 2000] [--json]`. Each row asks about one JPEG, by the
+`python -m tests.benchmarks.images [--images 100000] [--decoded 2000] [--json]`. Each row asks about one JPEG, with the
 settings of Gemma 4 12B's processor (280 tokens at most). The files have 200 different contents of 640 x 480 pixels,
-which the page cache keeps, so the time of a disk is not measured. Rows are prepared twice: the second time their tokens
-are in the cache, and only the files are compared. Decoding makes the batches of a run, eight packed rows each, with the
-threads of its pool.
+which stay in the page cache, so disk time is not measured. Rows are prepared twice: the second time their tokens are
+cached, and only the files are compared. Decoding makes batches of eight packed rows with a run's thread pool.
 """
 
 from __future__ import annotations
@@ -37,18 +36,18 @@ FAMILY = "gemma4_unified"
 
 @dataclass(frozen=True)
 class Report:
-    """All that was measured.
+    """All measurements.
 
     Attributes:
-        images: prepared.
-        cores: that this process may use.
-        file_bytes: of a picture, on average.
-        first: seconds of the first preparation.
-        again: seconds of the second one.
-        memory: bytes that the first preparation took in this process.
-        workers: resident bytes of the largest process that tokenised, libraries included; 0 without any.
-        decoded: pictures in the batches.
-        seconds: of making the batches.
+        images: Pictures prepared.
+        cores: Cores available to this process.
+        file_bytes: Mean size of a picture.
+        first: Seconds of the first preparation.
+        again: Seconds of the second preparation.
+        memory: Bytes that the first preparation allocated in this process.
+        workers: Resident bytes of the largest tokenising process, libraries included; 0 without processes.
+        decoded: Pictures in the batches.
+        seconds: Seconds to make the batches.
     """
 
     images: int
@@ -74,7 +73,7 @@ class Report:
 
 
 def write_model(folder: Path) -> ModelConfig:
-    """Writes what preparing reads of a model, with the sizes of Gemma 4's pictures."""
+    """Writes the files that preparation reads from a model, with Gemma 4's picture sizes."""
     save_model(folder, FAMILY)
     for name, changes in (
         ("preprocessor_config.json", {"patch_size": 16, "max_soft_tokens": 280}),
@@ -87,7 +86,7 @@ def write_model(folder: Path) -> ModelConfig:
 
 
 def write_rows(folder: Path, images: int) -> int:
-    """Writes rows and their pictures; returns the bytes of a picture."""
+    """Writes rows and their pictures; returns the mean bytes of a picture."""
     generator, sizes = np.random.default_rng(0), list[int]()
     for number in range(images):
         path, first = folder / f"{number}.jpg", folder / f"{number % CONTENTS}.jpg"
@@ -113,7 +112,7 @@ def timed(seconds: list[float]) -> Iterator[None]:
 
 
 def measure(folder: Path, images: int, decoded: int) -> Report:
-    """Prepares rows twice and decodes some."""
+    """Prepares rows twice and decodes some of them."""
     datasets.disable_progress_bars()
     datasets.config.HF_DATASETS_CACHE = folder / "cache"
     model, size = write_model(folder / "model"), write_rows(folder, images)

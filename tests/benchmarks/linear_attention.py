@@ -1,8 +1,10 @@
-"""A step of a tiny Qwen3.5 on XLA:CPU, beside transformers' layers: `python -m tests.benchmarks.linear_attention`.
+"""Measures a step of a tiny Qwen3.5 on XLA:CPU, with the kit's and transformers' layers.
 
-transformers' gated delta rule has an operation that XLA lacks, so that torch_xla reads its operands on the host, within
-each layer and pass. The third row has transformers' layers with the kit's functions, one by one, and shows the step
-without these reads. Each row is a process of its own: 4 layers, hidden size 256, 2 x 512 tokens, all weights, fp32.
+    python -m tests.benchmarks.linear_attention
+
+transformers' gated delta rule has an operation that XLA lacks, so torch_xla reads its operands on the host in every
+layer and pass. The third row has transformers' layers with the kit's functions, one by one, and shows the step without
+these reads. Each row is a fresh process: 4 layers, hidden size 256, 2 x 512 tokens, all weights, fp32.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ _SIZES = {
 
 
 def measure(row: str) -> dict[str, float]:
-    """Returns seconds of the processor and of the wall of a step, reads of the host in it, and programs it compiled."""
+    """Returns a step's processor seconds, wall seconds and host reads, and the programs compiled while measuring."""
     import torch
     import torch_xla
     import torch_xla.core.xla_model as xm
@@ -78,7 +80,7 @@ def measure(row: str) -> dict[str, float]:
 
 
 def main() -> None:
-    """Prints the table; with the name of a row, its figures as JSON."""
+    """Prints the table, or with a row's name its figures as JSON."""
     if sys.argv[1:]:
         print(json.dumps(measure(sys.argv[1])))
         return

@@ -1,10 +1,9 @@
-"""What each way to save memory is worth, by the TPU compiler: `python -m tests.benchmarks.memory`.
+"""Measures the effect of each memory-saving method by the TPU compiler: `python -m tests.benchmarks.memory`.
 
-The step of LoRA r=16 on all linear layers of Qwen2.5-0.5B's shape, 4 x 1024 tokens, compiled for one v5e chip; nothing
-is run. Bytes are arguments + (outputs - aliased) + temporaries + code. Traffic and FLOPs count every turn of a loop.
-"HBM" is what moves between HBM and the chip; "accessed" is the compiler's own count, which includes what lies in
-on-chip memory. Unrolled programs compile for minutes; the compiler module keeps answers on disk, so that a run that was
-interrupted goes on, and a second one is quick.
+It compiles a LoRA step (r=16, all linear layers) of Qwen2.5-0.5B's shape on 4 x 1024 tokens for one v5e chip; nothing
+is run. Bytes are arguments + (outputs - aliased) + temporaries + code. Traffic and FLOPs count every iteration of a
+loop. "HBM" is the traffic between HBM and the chip; "accessed" is the compiler's own count, which includes on-chip
+memory. Unrolled programs take minutes to compile. Answers are cached on disk, so an interrupted run can be continued.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ MODEL: dict[str, Any] = {
 PLAIN = {"scan_layers": "off", "attention": "sdpa", "remat": "full"}
 SCAN = {"scan_layers": "on", "mlp_tile": None}
 BEST = {"scan_layers": "on", "mlp_tile": 2048, "attention": "splash", "loss_chunk": 256}
-# What differs from plain checkpointing.
+# Settings that differ from plain checkpointing.
 ROWS: dict[str, dict[str, Any]] = {
     "plain checkpointing": {},
     "loss in chunks of 256": {"loss_chunk": 256},
@@ -51,12 +50,12 @@ QUICK = ("scan, splash", BEST_ROW)
 
 @dataclass(frozen=True)
 class Report:
-    """All that was compiled.
+    """All compiled programs.
 
     Attributes:
-        layers: of the model.
-        rows: the steps of `BATCH` rows, by name.
-        largest: by name the largest batch that compiles, and its total bytes.
+        layers: The model's number of layers.
+        rows: By name, the steps on `BATCH` rows.
+        largest: By name, the largest batch that compiles, and its total bytes.
     """
 
     layers: int
@@ -64,7 +63,7 @@ class Report:
     largest: dict[str, tuple[int, int]]
 
     def goals(self) -> dict[str, tuple[bool, str]]:
-        """Of each goal whose rows are there: whether it is met, and what was found. They are for the whole model."""
+        """By goal that the rows cover: whether it is met, and the figures. Empty unless all layers are there."""
         if self.layers != MODEL["num_hidden_layers"]:
             return {}
         best, plain = (self.rows.get(name) for name in (BEST_ROW, PLAIN_ROW))
@@ -112,7 +111,7 @@ def line(name: str, row: Compiled) -> str:
 
 
 def _memory(best: Compiled) -> str:
-    """Where a step's memory goes."""
+    """Formats a step's memory by kind."""
     assert best.argument_bytes is not None and best.temporary_bytes is not None
     return (
         f"{best.total_bytes / GIB:.3f}, of which {best.argument_bytes / GIB:.3f} are arguments and "
@@ -121,7 +120,7 @@ def _memory(best: Compiled) -> str:
 
 
 def configuration(model: Path, settings: dict[str, Any], batch: int = BATCH) -> TrainConfig:
-    """A run of the model's shape; `settings` are what differs from plain checkpointing."""
+    """A configuration of the model's shape; `settings` override plain checkpointing."""
     return load_config({
         "model.name": str(model), "lora.r": RANK, "max_length": LENGTH, "batch_size": batch, "max_steps": 10,
         "device_type": "tpu", "loss_chunk": batch * LENGTH, **PLAIN, **settings,
@@ -129,9 +128,9 @@ def configuration(model: Path, settings: dict[str, Any], batch: int = BATCH) -> 
 
 
 def largest_batch(model: Path, settings: dict[str, Any]) -> tuple[int, int]:
-    """The largest batch that fits, and its bytes: guessed from two quick compiles, then verified at full effort.
+    """Finds the largest batch that fits, and its bytes: guessed from two quick compiles, then verified at full effort.
 
-    Some 2 % more do not fit, which is verified, too.
+    It also verifies that a batch 2 % larger does not fit.
     """
 
     def total(batch: int, effort: Effort) -> Compiled:
@@ -149,7 +148,7 @@ def largest_batch(model: Path, settings: dict[str, Any]) -> tuple[int, int]:
 
 
 def measure(layers: int, names: list[str], effort: Effort, largest: bool) -> Report:
-    """Compiles the named rows for a model of so many layers."""
+    """Compiles the named rows for a model with `layers` layers."""
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / f"qwen-{layers}"
         model.mkdir()
@@ -163,7 +162,7 @@ def measure(layers: int, names: list[str], effort: Effort, largest: bool) -> Rep
 
 
 def main() -> None:
-    """Prints the table, or the same as JSON."""
+    """Prints the table, as text or JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--smoke", action="store_true", help="two layers, two rows, the compiler's low effort")
     parser.add_argument("--rows", nargs="*", choices=list(ROWS), default=list(ROWS), help="some rows only")

@@ -1,11 +1,11 @@
-"""How many seeded errors in the package its quick tests notice.
+"""Counts how many seeded errors in the package its quick tests detect.
 
-`python -m tests.benchmarks.mutations` draws lines of the package at random, so that each room is drawn by its size, and
-changes one expression of each: an operator, a number, a condition, a returned value, or a call that is left out. Then
-it runs the quick tests that import the module, `-x`, in a copy of the tree. A mutation that no test notices is printed
-with its line: a gap in the tests, or a line that does nothing.
+`python -m tests.benchmarks.mutations` draws lines of the package at random, so a room's share is its size. In each line
+it changes an expression: an operator, a number, a condition, a returned value, or a removed call. Then it runs the
+quick tests that import the module, `-x`, in a copy of the tree. Undetected mutations are printed with their lines: they
+are gaps in the tests, or lines without effect.
 
-Messages, displays, assertions and branches that a TPU alone takes are not drawn: no test here can notice them.
+Messages, displays, assertions and TPU-only branches are not drawn, because no test here can detect them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.support.child_processes import REPOSITORY
 from tests.test_tpu_branches import asks_for_a_tpu
 
 NUMBER, SEED = 60, 0
-TIME_LIMIT = 900.0  # seconds of tests for one mutation; one that makes a test hang is noticed, too
+TIME_LIMIT = 900.0  # seconds of tests per mutation; a timeout counts as detected
 PACKAGE = "tpu_kit"
 DISPLAYS = re.compile(r"report|print|show|warn|plot|table|text|describe|advice|message|help|progress|html|title", re.I)
 OPERATORS: dict[type[ast.AST], str] = {
@@ -39,14 +39,14 @@ OPERATORS: dict[type[ast.AST], str] = {
 
 @dataclass(frozen=True)
 class Mutation:
-    """One changed expression.
+    """A changed expression.
 
     Attributes:
-        path: of the module, relative to the repository.
-        line: its number, from 1 on.
-        start: offset of the expression in the module, in bytes.
-        end: offset of its end.
-        text: what takes its place.
+        path: The module, relative to the repository.
+        line: The line number, from 1.
+        start: The expression's byte offset in the module.
+        end: The byte offset of its end.
+        text: The replacement.
     """
 
     path: Path
@@ -57,7 +57,7 @@ class Mutation:
 
 
 def _mutated(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
-    """Yields expressions of the node, each with what takes its place."""
+    """Yields expressions of the node and their replacements."""
     if isinstance(node, ast.Compare) and len(node.ops) == 1:
         operator = OPERATORS[type(node.ops[0])]
         yield node, f"({ast.unparse(node.left)} {operator} {ast.unparse(node.comparators[0])})"
@@ -78,10 +78,10 @@ def _mutated(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
 
 
 def _left_out(node: ast.AST) -> bool:
-    """Whether nothing in the node is drawn: messages, displays, annotations, and what only a TPU runs."""
+    """Whether the node is excluded: messages, displays, annotations, and TPU-only code."""
     if isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr | ast.arguments | ast.ImportFrom | ast.Import):
         return True
-    if isinstance(node, ast.keyword) and node.arg == "strict":  # of zip: it asserts
+    if isinstance(node, ast.keyword) and node.arg == "strict":  # zip's `strict` is an assertion
         return True
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return bool(DISPLAYS.search(node.name))
@@ -122,7 +122,7 @@ def find_mutations(path: Path) -> list[Mutation]:
 
 
 def draw(number: int, seed: int, rooms: list[str]) -> list[Mutation]:
-    """Draws lines that can be mutated, each at most once, and a mutation of each."""
+    """Draws different lines that can be mutated, and one mutation for each line."""
     lines: dict[tuple[Path, int], list[Mutation]] = {}
     for path in sorted((REPOSITORY / PACKAGE).rglob("*.py")):
         if not DISPLAYS.search(path.stem) and (not rooms or path.parent.name in rooms):
@@ -133,9 +133,9 @@ def draw(number: int, seed: int, rooms: list[str]) -> list[Mutation]:
 
 
 def tests_of(path: Path) -> list[str]:
-    """Returns the test files that import a module, those of its room first.
+    """Returns the test files that import a module, with its room's tests first.
 
-    Where they are fewer than three, those of the modules that import it come after them.
+    If there are fewer than three, the tests of the modules that import it are appended.
     """
     files = sorted((REPOSITORY / "tests").rglob("test_*.py"))
     direct = _importers(path, files)
@@ -156,7 +156,7 @@ def _importers(path: Path, files: list[Path]) -> list[Path]:
 
 
 def is_noticed(mutation: Mutation, tree: Path) -> bool:
-    """Runs the tests of the mutated module in a copy of the repository; returns whether one fails or hangs."""
+    """Runs the tests of the mutated module in a copy of the repository; returns whether a test fails or hangs."""
     file = tree / mutation.path
     source = file.read_bytes()
     file.write_bytes(source[: mutation.start] + mutation.text.encode() + source[mutation.end :])
@@ -174,7 +174,7 @@ def is_noticed(mutation: Mutation, tree: Path) -> bool:
 
 
 def main() -> int:
-    """Prints each mutation and whether it was noticed, then the share of each room."""
+    """Prints each mutation and whether it was detected, then each room's share."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--number", type=int, default=NUMBER)
     parser.add_argument("--seed", type=int, default=SEED)

@@ -1,28 +1,27 @@
-"""What distillation gains over fine-tuning of the same student, and what an error-correction head is worth.
+"""Measures the gain of distillation over fine-tuning of the same student, and of an error-correction head.
 
     python -m tests.benchmarks.objectives [FOLDER] [--parts rows,samples] [--smoke] [--json]
 
-The plan was written down before the first run; `PLAN` has its numbers:
+The plan was fixed before the first run; `PLAN` has its numbers:
 
-- Teacher: the embedded model with LoRA, as `make train` and notebook 6 tune it, merged. Student: two of the
-  teacher's four layers, all weights trained, without (`fine-tuning`) and with (`distillation`: forward KL alone) the
-  teacher.
+- Teacher: the embedded model with LoRA, as `make train` and notebook 6 tune it, merged. Student: two of the teacher's
+  four layers, all weights trained, without the teacher (`fine-tuning`) and with it (`distillation`: forward KL only).
 - Samples (on-policy distillation: `distill.on_policy`, reverse KL): the same student and teacher, 500 held-out
-  problems. Plentiful: 4,000 training problems with rationales; 120 updates of fine-tuning against 60 of it and 60
-  on-policy.
-  Few: 200 training problems; 180 updates of fine-tuning, against 60 of it and 120 on-policy, and against 60 of it and
-  120 of distillation on the rows (off-policy, forward KL). An update of fine-tuning and off-policy has 8 packed rows
-  (about 26 replies), an on-policy one 24 prompts with one completion each of at most 80 tokens, at temperature 1. What
-  comes after the 60 updates is a run of its own that starts from their weights: all runs have the rate 2e-3, a warm-up
-  of 10 updates, and a cosine to 0; the 60 updates are one run for each seed and case. The comparisons are those in
-  `PAIRS`. Processor seconds are those of the process (one thread), with loading and tokenising, without answers.
+  problems. Case "plentiful": 4,000 training problems with rationales; 120 updates of fine-tuning, against 60 of
+  fine-tuning and 60 on-policy. Case "few": 200 training problems; 180 updates of fine-tuning, against 60 of fine-tuning
+  and 120 on-policy, and against 60 of fine-tuning and 120 of distillation on the rows (off-policy, forward KL). An
+  update of fine-tuning or off-policy has 8 packed rows (about 26 replies). An on-policy update has 24 prompts, with one
+  completion of at most 80 tokens at temperature 1 for each prompt. The runs after the 60 updates are separate runs that
+  start from their weights. All runs have a rate of 2e-3, 10 updates of warm-up and a cosine to 0. The 60 updates are
+  run once per seed and case. `PAIRS` has the comparisons. Processor seconds are the process's (one thread), with
+  loading and tokenising, without answers.
 - Head: the embedded model with LoRA and objective=error-correction; the same run with and without its head.
-- Each seed has other training problems and another order of rows, and its own held-out problems, which no training
-  problem equals (`cot_rows("eval", ...)`). Both sides of a pair see the same of all. Answers are greedy.
+- Each seed has other training problems, another order of rows, and its own held-out problems, which equal no training
+  problem (`cot_rows("eval", ...)`). Both sides of a pair get the same problems. Answers are greedy.
 - The gain of a seed is the difference in the share of correct answers. The 95 % interval is Student's, over seeds. A
-  gain counts as shown if the lower end is above 0. Nothing is chosen by these results, and no seed is left out.
+  gain counts as shown if the lower end is above 0. No choice depends on these results, and no seed is excluded.
 
-What a folder has already is not computed again. On the CPU, with plain PyTorch.
+Results that FOLDER has are not computed again. Runs use the CPU and plain PyTorch.
 """
 
 from __future__ import annotations
@@ -72,13 +71,13 @@ _T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}
 
 
 def interval(gains: list[float]) -> tuple[float, float, float]:
-    """The mean of one gain a seed, and its 95 % interval."""
+    """Returns the mean of the seeds' gains, and its 95 % interval."""
     half = _T[len(gains) - 1] * stdev(gains) / math.sqrt(len(gains))
     return mean(gains), mean(gains) - half, mean(gains) + half
 
 
 def configuration(folder: Path, updates: int, plan: dict[str, Any], **settings: Any) -> TrainConfig:
-    """A run on the CPU."""
+    """The configuration of a run on the CPU."""
     given = {
         "output_dir": str(folder), "max_steps": updates, "warmup_steps": min(10, updates // 2), "device_type": "cpu",
         "num_replicas": 1, "batch_size": plan["rows"], "generate_rows": 0, "eval_rows": 16, "eval_steps": None,
@@ -88,7 +87,7 @@ def configuration(folder: Path, updates: int, plan: dict[str, Any], **settings: 
 
 
 def correct(config: TrainConfig, adapter: Path, count: int, seed: int) -> list[bool]:
-    """Whether each held-out problem of a seed is solved."""
+    """Returns for each held-out problem of a seed whether the model solves it."""
     model, tokenizer = load_for_generation(config.model, adapter), load_tokenizer(config.model, adapter)
     generator = Generator(
         model,
@@ -104,7 +103,7 @@ def correct(config: TrainConfig, adapter: Path, count: int, seed: int) -> list[b
 
 
 def teacher_and_student(folder: Path, plan: dict[str, Any]) -> tuple[str, str]:
-    """The folders of both models."""
+    """Returns the folders of teacher and student, made once."""
     run, merged, student = folder / "teacher", folder / "teacher/export/merged", folder / "student"
     if not merged.is_dir():
         train(configuration(run, plan["teacher_updates"], plan, batch_size=plan["teacher_rows"]))
@@ -115,7 +114,7 @@ def teacher_and_student(folder: Path, plan: dict[str, Any]) -> tuple[str, str]:
 
 
 def measure_rows(folder: Path, plan: dict[str, Any], seed: int) -> dict[str, Any]:
-    """The answers of one seed's four models."""
+    """Returns the answers of a seed's four models."""
     teacher, student = teacher_and_student(folder, plan)
     count, runs = plan["problems"], folder / f"seed-{seed}"
     learns = {"lora.r": 0, "learning_rate": plan["student_learning_rate"], "model.name": student, "seed": seed}
@@ -133,7 +132,7 @@ def measure_rows(folder: Path, plan: dict[str, Any], seed: int) -> dict[str, Any
 
 
 def measure_samples(folder: Path, plan: dict[str, Any], seed: int) -> dict[str, Any]:
-    """The answers of one seed's models of both cases, and the processor seconds of their runs."""
+    """Returns the answers of a seed's models in both cases, and the processor seconds of their runs."""
     teacher, student = teacher_and_student(folder, plan)
     sampled, found, seconds = plan["sampled"], dict[str, Any](), dict[str, float]()
     of_teacher = {"distill.teacher": teacher, "teacher_dtype": "fp32"}
@@ -167,7 +166,7 @@ def measure_samples(folder: Path, plan: dict[str, Any], seed: int) -> dict[str, 
 
 
 def report(results: dict[int, dict[str, Any]], part: str) -> dict[str, Any]:
-    """Shares, gains and intervals of a part; and the lines of its tables."""
+    """Returns by comparison the gain, its interval and the lines of its table."""
     found: dict[str, Any] = {}
     for before, after in PAIRS[part]:
         shares = {name: [mean(one[name]) for one in results.values()] for name in (before, after)}

@@ -1,13 +1,13 @@
-"""How long it takes to prepare rows, and how much memory: `python -m tests.benchmarks.preparing`.
+"""Measures the time and memory to prepare rows: `python -m tests.benchmarks.preparing`.
 
-`--rows 1000000` adds that many to the 10,000 and 100,000 rows. Each row is a chat of one question and one reply in
-made-up words, about 90 tokens of a BPE tokenizer with 8,000 of them. Each measurement is a process of its own with an
-empty cache, with one and two processes that tokenise. `prepare` reads the file, tokenises and packs its rows; TRL's
-`SFTTrainer` does the same as it is constructed: it loads the file, masks by the same chat template
+`--rows 1000000` adds that many rows to the 10,000 and 100,000 rows. Each row is a chat with one question and one reply
+in made-up words, about 90 tokens of a BPE tokenizer with 8,000 tokens. Each measurement is a fresh process with an
+empty cache, and one or two tokenising processes. `prepare` reads the file, tokenises and packs its rows. TRL's
+`SFTTrainer` does the same in its constructor: it loads the file, masks by the same chat template
 (`assistant_only_loss`) and packs. Nothing is trained.
 
-Memory is what no file backs, above that of the loaded libraries: of the process that prepares (looked at every 10 ms),
-and of all processes together, with what forked ones share counted once (every 200 ms).
+Memory is anonymous memory beyond the loaded libraries. It is sampled every 10 ms for the preparing process, and every
+200 ms for all processes together, with pages shared by forks counted once.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ TEMPLATE = (
 
 @dataclass(frozen=True)
 class Measured:
-    """One preparation.
+    """A preparation.
 
     Attributes:
         by: "tpu_kit" or "trl".
-        rows: prepared.
-        tokens: of them.
-        processes: that tokenise.
-        seconds: until all rows are packed.
-        processor: seconds of all processes.
-        alone: bytes of the process that prepares, at most, above the libraries.
-        all: the same of all processes.
-        left: bytes that the process holds in the end, above the libraries.
+        rows: Rows prepared.
+        tokens: Tokens in the rows.
+        processes: Tokenising processes.
+        seconds: Wall time until all rows are packed.
+        processor: Processor seconds of all processes.
+        alone: Peak bytes of the preparing process, beyond the libraries.
+        all: Peak bytes of all processes, beyond the libraries.
+        left: Bytes that the process holds at the end, beyond the libraries.
     """
 
     by: str
@@ -82,7 +82,7 @@ HEADER = (
 
 
 def write_rows(path: Path, count: int) -> None:
-    """Writes chats of made-up words, no two of them alike."""
+    """Writes chats of made-up words, all different."""
     generator = np.random.default_rng(0)
     parts = ["ba", "ke", "ri", "to", "lun", "mer", "sta", "vi", "no", "pra", "del", "su", "gor", "hin", "ta", "wel"]
     lengths = generator.integers(1, 4, WORDS)
@@ -158,7 +158,7 @@ def _trl(rows: str, tokenizer: Any, processes: int) -> Callable[[], int]:
 
 
 def child(by: str, rows: str, tokenizer: str, processes: int) -> None:
-    """Prepares rows once the parent says so, and prints what it took."""
+    """Prepares rows when the parent says so, and prints the measurements."""
     import datasets
     from transformers import AutoTokenizer
 
@@ -182,7 +182,7 @@ def _processor() -> float:
 
 
 class Memory:
-    """Notes the largest memory of a process, and of it with all that it started."""
+    """Records the peak memory of a process, and of the process with all its descendants."""
 
     def __init__(self, process: int) -> None:
         self._process, self._ended = process, threading.Event()
@@ -198,7 +198,7 @@ class Memory:
                 self.most[0] = max(self.most[0], held(self._process) - self._first[0])
                 if count % 20 == 0:
                     self.most[1] = max(self.most[1], self._all() - self._first[1])
-            except (OSError, StopIteration):  # it has ended
+            except (OSError, StopIteration):  # the process has ended
                 return
             count += 1
 
@@ -206,7 +206,7 @@ class Memory:
         return sum(map(_shared_once, _with_children(self._process)))
 
     def end(self) -> tuple[int, int]:
-        """Returns what was noted."""
+        """Stops and returns both peaks, in bytes."""
         self._ended.set()
         self._thread.join()
         return self.most[0], max(self.most)
@@ -218,7 +218,7 @@ def _with_children(process: int) -> Iterator[int]:
         for task in Path(f"/proc/{process}/task").iterdir():
             for started in (task / "children").read_text().split():
                 yield from _with_children(int(started))
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return
 
 

@@ -1,9 +1,9 @@
-"""What a profile costs a step outside of its window, on the CPU: the embedded model, with and without its recorder.
+"""Measures the cost of profiling for steps outside its window, on the CPU with the embedded model.
 
     python -m tests.benchmarks.profile [rounds=5] [key=value ...]
 
-Each round trains the same steps once with the recorder, and once without; the figure is the ratio of the medians of
-the steps after the window, in processor time, which other processes do not change. The bar is 1.05.
+Each round trains the same steps with the recorder and without it. The result is the ratio of the medians of the steps
+after the window, in processor time, which other processes do not change. The limit is 1.05.
 """
 
 from __future__ import annotations

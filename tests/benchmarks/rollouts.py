@@ -1,4 +1,4 @@
-"""The programs of reinforcement learning by the TPU compiler, as a table: `python -m tests.benchmarks.rollouts`.
+"""Prints the compiled memory of reinforcement learning's programs as a table: `python -m tests.benchmarks.rollouts`.
 
 The compiler's answers are those of tests/recorded_rollouts.json. With --compile they are asked for again, some minutes
 each; what the compiler has said of a program before is taken from its cache. --readme puts the table into
@@ -33,18 +33,18 @@ FIELDS = ("total_bytes", "argument_bytes", "temporary_bytes", "output_bytes", "a
 
 
 def configuration(answer: dict[str, Any]) -> TrainConfig:
-    """The run that an answer is about."""
+    """The configuration of an answer."""
     return as_trained(load_config(None, ["device_type=tpu", "max_steps=100", *answer["settings"]]))
 
 
 def mesh_of(answer: dict[str, Any]) -> Mesh | None:
-    """Its mesh."""
+    """The mesh of an answer."""
     text = configuration(answer).launch.mesh
     return resolve_mesh(text, answer["replicas"]) if text else None
 
 
 def rows(answer: dict[str, Any]) -> list[dict[str, Any]]:
-    """Bytes of a device in each program, by formula and by the compiler."""
+    """The bytes of a device in each program, by formula and by the compiler."""
     memory = estimate(
         configuration(answer), num_replicas=answer["replicas"], mesh=mesh_of(answer)
     )  # fmt: skip

@@ -1,11 +1,11 @@
-"""Is a search worth its tokens? Greedy, self-consistency and tree of thoughts on the embedded problems.
+"""Compares greedy decoding, self-consistency and tree of thoughts by tokens, on the embedded problems.
 
     python -m tests.benchmarks.search RUN_DIR [questions=100] [budget=256] [--json]
 
-RUN_DIR holds an adapter of the embedded model. No way generates more than `budget` tokens for a question, what
-self-evaluation says included. Self-consistency votes with as many whole samples as fit into the budget; and, once more
-for each tree, with as many as fit into the tokens that this tree took for that question (one at least). A greedy answer
-takes what it takes: more tokens do not change it. On the CPU, with plain PyTorch.
+RUN_DIR holds an adapter of the embedded model. No method generates more than `budget` tokens per question, including
+the tokens of self-evaluation. Self-consistency votes with as many whole samples as fit into the budget. For each tree
+it also votes with as many as fit into the tree's tokens for that question, at least one. A greedy answer does not use
+the whole budget, because more tokens would not change it. Runs use the CPU and plain PyTorch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tpu_kit.generation.sampling import Sampling
 from tpu_kit.model.weights.source import load_tokenizer
 
 LONGEST = 80  # tokens of an answer with its steps
-SHORTEST = 24  # no whole answer with its steps is much shorter: so many samples are drawn at most
+SHORTEST = 24  # the shortest answers with steps have about this many tokens; it limits the number of samples
 TREES: dict[str, dict[str, Any]] = {
     "tree, log-probability": {"score": "logprob"},
     "tree, log-probability, best-first": {"score": "logprob", "strategy": "best-first"},
@@ -39,18 +39,18 @@ TREES: dict[str, dict[str, Any]] = {
 }
 
 Said = list[tuple[str, int]]
-"""For each question the answer, and the tokens that it took."""
+"""For each question, the answer and its number of tokens."""
 
 
 def within(samples: Sequence[Completion], budget: int) -> tuple[str, int]:
-    """The vote of as many samples, one at least, as fit into a budget of tokens."""
+    """The majority answer of the samples that fit into a token budget, at least one sample, and their tokens."""
     chosen, tokens = [samples[0]], len(samples[0].tokens)
     for sample in samples[1:]:
         if tokens + len(sample.tokens) > budget:
             break
         chosen.append(sample)
         tokens += len(sample.tokens)
-    weights: dict[str, tuple[int, float]] = {}  # of equally frequent answers the likelier one
+    weights: dict[str, tuple[int, float]] = {}  # among equally frequent answers the more likely wins
     for sample in chosen:
         if said := sample.answer.strip():
             votes, share = weights.get(said, (0, 0.0))
@@ -113,7 +113,7 @@ def main(arguments: list[str]) -> None:
     if "--json" in arguments:
         print(json.dumps(found, indent=2))
         return
-    print(f"{found['questions']} questions, at most {found['budget']} generated tokens for each")
+    print(f"{found['questions']} questions, at most {found['budget']} generated tokens per question")
     for one in found["ways"]:
         accuracy = Accuracy(one["correct"], found["questions"], one["low"], one["high"])
         against = "".join(

@@ -1,8 +1,10 @@
-"""From the command to the first update: `python -m tests.benchmarks.start [--rounds 5] [--against FOLDER] [--json]`.
+"""Measures the time from the command to the first update.
 
-Each round starts `python -m tpu_kit train` anew, and waits until its log has the first update. --against names the root
-of another checkout: both are measured in turn, so that what else the machine does meets both alike. The processor time
-is that of all processes of the run until then, which depends less on what else the machine does.
+    python -m tests.benchmarks.start [--rounds 5] [--against FOLDER] [--json]
+
+Each round starts `python -m tpu_kit train` and waits until its log has the first update. `--against` names the root of
+another checkout; the two alternate, so that other work on the machine affects both equally. The processor time includes
+all processes of the run until then. It depends less on other work than the wall time.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ EACH = ["embedded-cot", "max_steps=100000", "warmup_steps=0", "logging_steps=1",
 
 
 def measure(root: Path, settings: list[str], limit: float = 300.0) -> tuple[float, float]:
-    """Returns the seconds until the first update, and the processor time of all processes, seconds."""
+    """Returns the seconds until the first update, and the processor seconds of all processes until then."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "run", "metrics.jsonl")
         command = [sys.executable, "-m", "tpu_kit", "train", *EACH, *settings, f"output_dir={log.parent}"]

@@ -1,10 +1,10 @@
-"""Our training step beside that of TRL's SFTTrainer on XLA:CPU: `python -m tests.benchmarks.step`.
+"""Compares our training step with TRL's SFTTrainer (stock) on XLA:CPU: `python -m tests.benchmarks.step`.
 
-Both get the same model (Qwen2, random weights, bf16, LoRA on all linear layers), the same rows of one length in the
-same order, and AdamW. Averaging, packing and evaluation are off in the comparison, because stock cannot run them on
-XLA. Stock cannot recompute layers there either, so ours keeps the results of products (remat=outputs). Further rows
-show ours with everything on. Every run is a fresh process, and the two take turns, so that other work on the machine
-meets both alike. Time is processor time: the wall's says more about the neighbours.
+Both train the same model (Qwen2, random weights, bf16, LoRA on all linear layers) on the same rows of equal length, in
+the same order, with AdamW. Averaging, packing and evaluation are off in the comparison, because stock cannot run them
+on XLA. Stock cannot recompute layers there either, so ours keeps the results of matrix products (remat=outputs).
+Further rows show ours with everything on. Every run is a fresh process, and the two alternate, so that other work on
+the machine affects both equally. Times are processor times, because wall times depend more on other work.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ EVERYTHING = {
 
 @dataclass(frozen=True)
 class Report:
-    """All that was measured.
+    """All measurements.
 
     Attributes:
-        peer: the peer and its versions.
+        peer: The peer and its versions.
         pairs: (stock, ours) of each turn.
-        others: further runs by name.
+        others: Further runs by name.
     """
 
     peer: str
@@ -55,13 +55,13 @@ class Report:
     others: dict[str, Measured]
 
     def ratios(self) -> list[float]:
-        """Our processor time over stock's, of each pair."""
+        """Our processor time over stock's, for each pair."""
         return [mine.cpu_seconds / theirs.cpu_seconds for theirs, mine in self.pairs]
 
     def goals(self) -> dict[str, bool]:
-        """Which goals are met."""
+        """Whether each goal is met."""
         mine = [run for _, run in self.pairs] + [run for name, run in self.others.items() if name.startswith("ours")]
-        same = [abs(a.loss - b.loss) < 0.02 * a.loss for a, b in self.pairs]  # their adapters start from other numbers
+        same = [abs(a.loss - b.loss) < 0.02 * a.loss for a, b in self.pairs]  # their adapters differ in random numbers
         return {
             "the same task: mean losses within 2 %": all(same),
             f"processor time, ours / stock, median <= {GOAL:.2f}": median(self.ratios()) <= GOAL,
@@ -110,7 +110,7 @@ class Report:
 
 
 def prepare(folder: Path) -> None:
-    """Writes the model, its tokenizer and the rows; each row is longer than `LENGTH`, and is cut to it."""
+    """Writes the model, its tokenizer and the rows; each row is longer than `LENGTH` and gets truncated."""
     import torch
     from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
@@ -130,7 +130,7 @@ def prepare(folder: Path) -> None:
 
 
 def settings(folder: Path, steps: int, changes: Mapping[str, Any]) -> TrainConfig:
-    """The run that both make, with changes."""
+    """The configuration of both sides, with changes."""
     return load_config(
         {
             "model.name": str(folder), "lora.r": 8, "lora.alpha": 16.0,
@@ -145,7 +145,7 @@ def settings(folder: Path, steps: int, changes: Mapping[str, Any]) -> TrainConfi
 
 
 def run_ours(config: TrainConfig) -> Measured:
-    """One run of ours in a fresh process; `launch` makes it."""
+    """Runs ours once in a fresh process, started by `launch`."""
     config.output_path.mkdir(parents=True, exist_ok=True)
     text = StringIO()
     try:
@@ -157,7 +157,7 @@ def run_ours(config: TrainConfig) -> Measured:
 
 
 def run_stock(config: TrainConfig) -> Measured:
-    """One run of SFTTrainer in a fresh process."""
+    """Runs SFTTrainer once in a fresh process."""
     flags = os.environ.get("XLA_FLAGS")
     command = ["-m", "tests.benchmarks.step_children", json.dumps(config.to_dict())]
     done = run_python(command, env={"XLA_FLAGS": flags, "USE_TORCH_XLA": "1"}, timeout=1800)
@@ -166,12 +166,12 @@ def run_stock(config: TrainConfig) -> Measured:
 
 
 def measure(pairs: int, steps: int, smoke: bool) -> Report:
-    """Runs everything, one process after the other.
+    """Runs all processes one after the other.
 
     Args:
-        pairs: turns of stock and ours.
-        steps: measured steps of a run.
-        smoke: quick compiles and only one of the further runs: shows that the benchmark works; its times mean nothing.
+        pairs: Turns of stock and ours.
+        steps: Measured steps per run.
+        smoke: Fast compiles and only one further run, to show that the benchmark works; its times mean nothing.
     """
     inherited = child_environment({"XLA_FLAGS": QUICK_XLA_FLAGS if smoke else None, "PYTHONPATH": str(REPOSITORY)})
     os.environ.clear()
@@ -208,12 +208,12 @@ def _progress(text: str) -> None:
 
 
 def main() -> None:
-    """Reads the arguments, measures, prints."""
+    """Parses the arguments, measures and prints."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.step", description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=5, help="alternating runs of stock and ours (default 5)")
     parser.add_argument("--steps", type=int, default=15, help="measured steps of each run (default 15)")
     parser.add_argument("--smoke", action="store_true", help="one short pair: does it work?")
-    parser.add_argument("--json", action="store_true", help="print what was measured as JSON")
+    parser.add_argument("--json", action="store_true", help="print the measurements as JSON")
     arguments = parser.parse_args()
     pairs, steps = (1, 6) if arguments.smoke else (arguments.pairs, arguments.steps)
     report = measure(pairs, steps, arguments.smoke)

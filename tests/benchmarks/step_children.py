@@ -1,7 +1,7 @@
-"""What the processes that `tests.benchmarks.step` measures run: our `fine_tune`, and stock TRL's `SFTTrainer`.
+"""The functions whose processes `tests.benchmarks.step` measures: our `fine_tune`, and TRL's `SFTTrainer`.
 
-Both are read out the same way, at the beginning of chosen steps, when the device has nothing left to do: the counters
-of torch_xla, and the processor time of the whole process, threads of XLA included.
+Both are read in the same way, at the beginning of chosen steps, while the device is idle: the counters of torch_xla,
+and the processor time of the whole process, including XLA's threads.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from tpu_kit.distributed.replica.runtime import Runtime
 from tpu_kit.recipes import sft
 from tpu_kit.training import trainer as trainer_module
 
-WARM_UP = 4  # steps that are not measured: the first ones compile
+WARM_UP = 4  # steps before measuring; the first of them compile
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One run. Counts are of one replica, and of steps without logging and evaluation.
+    """The measurements of a run. Counts are per replica, for steps without logging and evaluation.
 
     Attributes:
-        programs: compiled for set-up, for training, for evaluation, and in the last step, which also logs and saves.
-        executions: programs started per optimizer step.
-        host_syncs: values of the device that the host waited for, per step.
-        device_reads: transfers to the host per step.
-        cpu_seconds: processor time per step of all replicas, evaluations between steps included.
-        loss: mean over all steps, in nats per token.
+        programs: Compiled for set-up, for training, for evaluation, and in the last step, which also logs and saves.
+        executions: Programs started per optimizer step.
+        host_syncs: Device values that the host waited for, per step.
+        device_reads: Transfers to the host, per step.
+        cpu_seconds: Processor time per step of all replicas, including evaluations between steps.
+        loss: Mean over all steps, in nats per token.
     """
 
     programs: tuple[int, int, int, int]
@@ -46,12 +46,12 @@ class Measured:
 
 
 class Meter:
-    """Takes a reading at the beginning of steps.
+    """Reads the counters at the beginning of steps.
 
     Args:
-        rt: the replica.
-        steps: how many will be made.
-        eval_steps: steps between evaluations; None for none.
+        rt: The replica's runtime.
+        steps: The total number of steps.
+        eval_steps: Steps between evaluations; None: no evaluations.
     """
 
     def __init__(self, rt: Runtime, steps: int, eval_steps: int | None = None) -> None:
@@ -61,9 +61,9 @@ class Meter:
         self._readings: dict[int, tuple[dict[str, int], float]] = {}
 
     def begin_step(self) -> None:
-        """Comes before anything of the step is traced, on all replicas."""
+        """Must be called on all replicas before any of the step is traced."""
         self._step += 1
-        # Each reading waits for the device, so a timed run takes only those it needs.
+        # Each reading waits for the device, so a timed run takes only the necessary readings.
         if self._every or self._step in (1, 2, WARM_UP + 1, self._steps):
             import torch_xla.core.xla_model as xm
 
@@ -72,10 +72,10 @@ class Meter:
             self._readings[self._step] = self._rt.counters(), time.process_time()
 
     def measured(self, loss: float) -> Measured:
-        """Sums up, at the end of the run."""
+        """Returns the measurements at the end of the run."""
         marks = sorted(self._readings)
         setup, last = (self._readings[step][0]["compiles"] for step in (1, self._steps))
-        programs = {False: 0, True: 0}  # by whether there is an evaluation among the steps
+        programs = {False: 0, True: 0}  # keyed by whether the steps include an evaluation
         counts, quiet_steps = dict.fromkeys(self._readings[1][0], 0), 0
         for start, end in pairwise(marks):
             before, after = self._readings[start][0], self._readings[end][0]
@@ -107,7 +107,7 @@ def _metered(*args: Any, **kwargs: Any) -> None:
 
 
 def ours(config: TrainConfig) -> Measured:
-    """Runs `fine_tune` in a replica, as `train` does; rank 0's result is that of the run."""
+    """Runs `fine_tune` in a replica, as `train` does; the run's result is rank 0's."""
     rt = runtime.current()
     assert config.optim.max_steps is not None
     meter = Meter(rt, config.optim.max_steps, config.optim.eval_steps)
@@ -122,9 +122,9 @@ def stock(folder: str, rows: str, config: TrainConfig) -> Measured:
     """Runs `SFTTrainer` with the settings of `config`, in this process.
 
     Args:
-        folder: model and tokenizer.
-        rows: JSON lines with a text each.
-        config: the run; what stock cannot do on XLA must be off in it.
+        folder: The model and its tokenizer.
+        rows: JSON lines with a text in each row.
+        config: The run; features that stock lacks on XLA must be off.
     """
     import torch
     import torch_xla
@@ -164,7 +164,7 @@ def stock(folder: str, rows: str, config: TrainConfig) -> Measured:
             packing=False,
             shuffle_dataset=False,
             train_sampling_strategy="sequential",
-            optim="adamw_torch",  # its default is fused, which XLA has not
+            optim="adamw_torch",  # its default is fused, which XLA lacks
             bf16=True,
             use_cpu=False,
             gradient_checkpointing=False,  # torch's fails on XLA

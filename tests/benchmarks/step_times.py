@@ -1,4 +1,4 @@
-"""The time of a step by formula against the TPU compiler's cost model: `python -m tests.benchmarks.step_times`.
+"""Compares a step's time by formula with the TPU compiler's cost model: `python -m tests.benchmarks.step_times`.
 
 The compiler's answers are those of tests/recorded_times.json, for settings that were drawn once of three models; none
 was chosen by hand. With --missing those that it lacks are compiled and recorded, each when it comes. --readme puts the
@@ -47,13 +47,13 @@ CHOICES = (
 
 
 def setting(one: dict[str, Any]) -> Setting:
-    """The run of a recorded answer, by formula."""
+    """The planned run of a recorded answer."""
     config = configuration(one["model"], one["settings"])
     return Setting(config, read_shape(config.model), find_slice(CHIP, 1))
 
 
 def drawn() -> list[dict[str, Any]]:
-    """Draws `EACH` settings of each model that fit the chip by formula; smallest models first."""
+    """Draws `EACH` settings per model that fit the chip by formula, in the order of `MODELS`."""
     chosen, found = random.Random(SEED), list[dict[str, Any]]()
     for model in MODELS:
         mine: list[dict[str, Any]] = []
@@ -76,7 +76,7 @@ def correlation(first: list[float], second: list[float]) -> float:
 
 
 def table(answers: list[dict[str, Any]]) -> str:
-    """Markdown: the settings with both times, the errors, and how well the formula ranks those of a model."""
+    """Formats the settings as Markdown: both times, the errors, and the rank correlations."""
     lines = ["| model | settings | compiler ms | formula ms | error |", "|---|---|---:|---:|---:|"]
     errors, ranks = [], {"of all": (list[float](), list[float]())}
     for one in (answer for answer in answers if "estimated" in answer):
@@ -98,7 +98,7 @@ def table(answers: list[dict[str, Any]]) -> str:
 
 
 def record(answers: list[dict[str, Any]]) -> None:
-    """Compiles the settings whose answers are missing, and writes each to the file when it comes."""
+    """Compiles the settings without an answer, and writes each answer to the file at once."""
     for one in answers:
         if "estimated" not in one:
             compiled = compile_step(configuration(one["model"], one["settings"]), CHIP)

@@ -1,8 +1,8 @@
-"""Text without end at constant memory: `python -m tests.benchmarks.streaming [--tokens 1e8] [--files 8]`.
+"""Streams text at constant memory: `python -m tests.benchmarks.streaming [--tokens 1e8] [--files 8]`.
 
-Synthetic texts are written into a temporary folder and streamed as a run does it: a process tokenises and packs shards,
-and this one reads their rows in the order of training. It prints the anonymous memory of both (RssAnon; what is mapped
-from files is the kernel's to take back) as tokens go by, and the tokens in a second of the process's time.
+Synthetic texts are written into a temporary folder and streamed as in a run: a process tokenises and packs shards, and
+this process reads their rows in the order of training. It prints both processes' anonymous memory (RssAnon; the kernel
+can reclaim mapped files) over time, and the tokens per second of the first one's processor time.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from tpu_kit.data.stream.opening import prepare_stream
 from tpu_kit.data.stream.packed_shards import Place
 from tpu_kit.model.weights.source import load_tokenizer
 
-_BYTES_PER_TOKEN = 2.9  # of these texts and the embedded tokenizer
-_ROWS = 16  # of an update
+_BYTES_PER_TOKEN = 2.9  # for these texts and the embedded tokenizer
+_ROWS = 16  # per update
 
 
 def write_texts(folder: Path, size: int, files: int) -> None:
-    """Writes JSON lines of so many bytes, of texts of very different lengths."""
+    """Writes JSON lines of `size` bytes in total, with texts of very different lengths."""
     draw, rows = random.Random(0), embedded.cot_rows("train", 2000)
     texts = [f"{row['question']} {row['reasoning']}" for row in rows]
     for number in range(files):
@@ -42,7 +42,7 @@ def write_texts(folder: Path, size: int, files: int) -> None:
 
 
 def anonymous(process: psutil.Process) -> float:
-    """Anonymous memory of a process and its children, MiB."""
+    """Returns the anonymous memory of a process and its children, in MiB."""
     total = 0
     for one in [process, *process.children(recursive=True)]:
         with open(f"/proc/{one.pid}/status") as status:
@@ -51,7 +51,7 @@ def anonymous(process: psutil.Process) -> float:
 
 
 def stream(folder: Path, tokens: float) -> list[dict[str, float]]:
-    """Streams so many tokens; returns what it prints."""
+    """Streams `tokens` tokens; returns the printed figures."""
     values: dict[str, Any] = {"source": str(folder / "*.jsonl"), "streaming": True, "max_steps": 1, "max_length": 1024}
     config = load_config(None, values)
     prepared = prepare_stream(config.data, load_tokenizer(config.model))
@@ -81,7 +81,7 @@ def stream(folder: Path, tokens: float) -> list[dict[str, float]]:
 
 
 def main() -> None:
-    """Runs it."""
+    """Parses the arguments and runs the stream."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=float, default=1e8)
     parser.add_argument("--files", type=int, default=8)

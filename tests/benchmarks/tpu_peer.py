@@ -1,7 +1,7 @@
-"""Tunix's programs by the TPU compiler that compiles ours, read by the same estimate; for `tests.benchmarks.tpu_step`.
+"""Compiles Tunix's programs with our TPU compiler and reads them by the same estimate; for `tests.benchmarks.tpu_step`.
 
-Tunix runs in an environment of its own, which is made once, with jax and libtpu in the kit's versions. A process there
-(`tpu_peer_child`) compiles and writes the program's text; this one reads it. Texts and answers are kept on disk.
+Tunix runs in its own environment, which is made once, with the kit's versions of jax and libtpu. A process there
+(`tpu_peer_child`) compiles and writes the program's text; this process reads it. Texts and answers are cached on disk.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FOLDER = compile_check.CACHE.expanduser().with_name("tunix")
 
 
 class Preset(NamedTuple):
-    """A model of Tunix: its module, its class, and the method of its configuration's class."""
+    """A Tunix model: its module, its class, and the method of its configuration's class."""
 
     library: str
     kind: str
@@ -53,7 +53,7 @@ PRESETS = {
 
 
 def interpreter() -> Path:
-    """The Python of Tunix's environment, which is made where it is not there."""
+    """Returns the Python of Tunix's environment, which is made if it is missing."""
     folder = FOLDER / f"environment-{_hash(REQUIREMENTS)}"
     python, made = folder / "bin" / "python", folder / "made"
     if not made.exists():
@@ -65,15 +65,15 @@ def interpreter() -> Path:
 
 
 def compile_peer(model: str, config: TrainConfig, chip: str, part: str, sizes: tuple[int, ...], remat: str) -> Compiled:
-    """Compiles a program of Tunix for one chip, as `compile_check.compile_step` one of ours.
+    """Compiles a Tunix program for one chip, as `compile_check.compile_step` compiles ours.
 
     Args:
-        model: of `PRESETS`.
-        config: our run: the same model, rank and kind of base weights.
-        chip: a topology of one chip.
-        part: "step", or "decode": one turn of the loop over tokens, whose number of turns the program does not say.
-        sizes: rows and tokens of a "step"; rows, tokens of the prompts and slots of the cache for "decode".
-        remat: of Tunix: "NONE", or "DECODER", which recomputes each layer in the backward pass.
+        model: A key of `PRESETS`.
+        config: Our run: the same model, rank and dtype of base weights.
+        chip: A topology of one chip.
+        part: "step", or "decode": one iteration of the loop over tokens; its number of iterations is unknown.
+        sizes: For a "step", its rows and tokens; for "decode", its rows, prompt tokens and cache slots.
+        remat: Tunix's setting: "NONE", or "DECODER", which recomputes each layer in the backward pass.
     """
     kind, topology = find_topology(chip, 1)
     preset = PRESETS[model]
@@ -122,7 +122,7 @@ def _compile(request: dict[str, Any], figures: Path, text: Path) -> None:
         run_python([str(CHILD), made], executable=python, env=environment, cwd=made, timeout=7200)
         if (program := Path(made, "program.txt")).exists():
             text.write_bytes(gzip.compress(program.read_bytes(), 6))
-        figures.write_text(Path(made, "figures.json").read_text())  # last: with it, the text is there
+        figures.write_text(Path(made, "figures.json").read_text())  # written last, so that the text exists if this does
 
 
 def _hash(*parts: Any) -> str:

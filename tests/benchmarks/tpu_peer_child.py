@@ -1,8 +1,8 @@
-"""Compiles Tunix's training step or decode loop for a TPU: `python tpu_peer_child.py FOLDER`, of `tpu_peer`.
+"""Compiles Tunix's training step or decode loop for a TPU, for `tpu_peer`: `python tpu_peer_child.py FOLDER`.
 
-It runs in Tunix's environment and imports nothing of the kit. The request is `FOLDER/request.json`; it writes the
-compiler's program, `program.txt`, and its figures, `figures.json`, there. The step and the loop are Tunix's own code,
-of `PeftTrainer` and `Sampler`, traced with shapes in place of weights, as the command of Tunix would call them.
+It runs in Tunix's environment and imports nothing from the kit. It reads the request `FOLDER/request.json`, and writes
+the compiler's program, `program.txt`, and its figures, `figures.json`. The step and the loop are Tunix's `PeftTrainer`
+and `Sampler`, called as Tunix's command does, but traced with shapes in place of weights.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ PAD = 0
 
 
 def connect_versions() -> None:
-    """Gives flax 0.12.0 what qwix 0.1.8 asks of it, and kernels the form that libtpu 0.0.21 reads.
+    """Adds to flax 0.12.0 the methods that qwix 0.1.8 needs, and sets the kernel format that libtpu 0.0.21 reads.
 
-    With a TPU, jax 0.7.1 takes that form by itself.
+    On a TPU, jax 0.7.1 selects that format itself.
     """
     set_metadata = nnx.Variable.set_metadata
 
@@ -48,12 +48,12 @@ def connect_versions() -> None:
 
 
 class Model:
-    """A model of Tunix with LoRA, without weights.
+    """A Tunix model with LoRA, without weights.
 
     Attributes:
-        graph: the module, whose arrays are shapes on the TPU.
-        config: of Tunix.
-        optimizer: AdamW, of the adapters.
+        graph: The module; its arrays are shapes on the TPU.
+        config: Tunix's configuration.
+        optimizer: AdamW for the adapters.
     """
 
     def __init__(self, request: dict[str, Any], place: Any) -> None:
@@ -71,29 +71,29 @@ class Model:
 
         def build() -> Any:
             model = getattr(library, request["kind"])(self.config, rngs=nnx.Rngs(0))
-            nnx.update(model, jax.tree.map(as_bf16, nnx.state(model)))  # as weights are read, where no setting says so
+            nnx.update(model, jax.tree.map(as_bf16, nnx.state(model)))  # for models without that setting
             model = qwix.apply_lora_to_model(model, provider, **model.get_model_input())
             return model, nnx.Optimizer(model, optax.adamw(1e-5), wrt=nnx.LoRAParam)
 
         self.graph, self.optimizer = nnx.eval_shape(build)
         for part in (self.graph, self.optimizer):
             nnx.update(part, shapes(nnx.state(part), place))
-        if "use_flash_attention" in known:  # in Tunix 0.1.7, Qwen2 has the kernel and Llama 3 has none
-            self.config.use_flash_attention = request["part"] == "step"  # not of the short row that `build` traces
+        if "use_flash_attention" in known:  # in Tunix 0.1.7, Qwen2 has the kernel and Llama 3 does not
+            self.config.use_flash_attention = request["part"] == "step"  # not for the short row that `build` traces
 
 
 def as_bf16(array: Any) -> Any:
-    """Casts numbers, and leaves the keys of random generators."""
+    """Casts floating-point arrays to bf16, and keeps the keys of random generators."""
     return array.astype(jnp.bfloat16) if jnp.issubdtype(array.dtype, jnp.floating) else array
 
 
 def shapes(tree: Any, place: Any) -> Any:
-    """The arrays of a tree as shapes on a device."""
+    """Replaces a tree's arrays by shapes on a device."""
     return jax.tree.map(lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=place), tree)
 
 
 def lower_step(model: Model, rows: int, length: int, place: Any) -> Any:
-    """The step of `tunix/cli/peft_main.py`."""
+    """Lowers the step of `tunix/cli/peft_main.py`."""
     trainer = object.__new__(peft_trainer.PeftTrainer)
     trainer.loss_fn, trainer._lora_enabled, trainer._has_aux = peft_trainer._default_loss_fn, True, False
 
@@ -120,7 +120,7 @@ class _Tokenizer:
 
 
 def lower_decode(model: Model, rows: int, width: int, slots: int, place: Any) -> Any:
-    """The loop of `Sampler` over tokens, whose state is written over itself; its condition ends it, not a number."""
+    """Lowers `Sampler`'s loop over tokens, with its state donated; a condition ends it, not a fixed count."""
     config, own = model.config, object.__new__(sampler.Sampler)
     own.tokenizer, own.image_processor = _Tokenizer(), None
     own.cache_config = sampler.CacheConfig(
@@ -144,7 +144,7 @@ def lower_decode(model: Model, rows: int, width: int, slots: int, place: Any) ->
 
 
 def main(folder: Path) -> None:
-    """Answers the request."""
+    """Answers the request in a folder."""
     request = json.loads((folder / "request.json").read_text())
     connect_versions()
     bounds = request["chips_per_host_bounds"]
@@ -155,14 +155,14 @@ def main(folder: Path) -> None:
     mesh = jax.sharding.Mesh(np.array(devices).reshape(1, 1), ("fsdp", "tp"))
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     model, sizes = Model(request, place), request["sizes"]
-    jax.devices = lambda *given, **named: of_computer(*given, **named) if given or named else devices  # Tunix asks
+    jax.devices = lambda *given, **named: of_computer(*given, **named) if given or named else devices  # for Tunix
     with mesh:
         lowered = (lower_step if request["part"] == "step" else lower_decode)(model, *sizes, place)
     traced = time.monotonic()
     figures: dict[str, Any] = {"trace_seconds": traced - start}
     try:
         done = lowered.compile()
-    except Exception as error:  # its kind differs between versions; the reader knows the text
+    except Exception as error:  # its type differs between versions; the reader parses the text
         text = str(error)
         if "RESOURCE_EXHAUSTED" not in text:
             raise

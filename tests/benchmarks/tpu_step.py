@@ -1,10 +1,12 @@
-"""Times by the TPU compiler's cost model, ours beside Tunix's, by kind of work: `python -m tests.benchmarks.tpu_step`.
+"""Compares step times by the TPU compiler's cost model with Tunix's, by kind of work.
 
-A training step: LoRA r=16 on all linear layers, 4 x 1,024 tokens. With `--decode` a token of 64 rows whose cache has
-512 slots, as `grpo` and evaluation while training decode it. All is compiled for one v5e chip; nothing is run. The
-estimate and what it leaves out: `tpu_kit/planning/compiler/step_estimate.py`. With `--settings remat=outputs` our runs
-have other settings. Tunix's answers are those of `tpu_peer`, with and without recomputation; the quicker one that fits
-counts. All answers are kept on disk.
+    python -m tests.benchmarks.tpu_step
+
+A training step is LoRA r=16 on all linear layers, on 4 x 1,024 tokens. With `--decode` it compares a token of 64 rows
+with a cache of 512 slots, as `grpo` and evaluation during training decode it. Everything is compiled for one v5e chip;
+nothing is run. `tpu_kit/planning/compiler/step_estimate.py` describes the estimate and its omissions. `--settings
+remat=outputs` changes settings of our runs. Tunix is compiled by `tpu_peer` with and without recomputation; the faster
+variant that fits counts. All answers are cached on disk.
 """
 
 from __future__ import annotations
@@ -32,17 +34,17 @@ MODELS = {
 
 
 def configuration(model: str, changes: Sequence[str] = ()) -> TrainConfig:
-    """The run of a model in `MODELS`."""
+    """The configuration of a model in `MODELS`."""
     return as_trained(load_config(None, [*SETTINGS, *MODELS[model], *changes]))
 
 
 def seconds(one: Compiled) -> float:
-    """The estimate of a program; infinite where it does not fit."""
+    """The estimated time of a program; infinite if it does not fit."""
     return sum(one.estimated.values()) if one.fits else float("inf")
 
 
 def table(answers: dict[str, Compiled]) -> str:
-    """A column for each program: the compiler's figures, and below them the estimate by kind of work."""
+    """Formats a column per program: the compiler's figures, then the estimate by kind of work."""
     figures: dict[str, Callable[[Compiled], float | None]] = {
         "GiB": lambda one: one.total_bytes / GIB,
         "TFLOP": lambda one: None if one.flops is None else one.flops / 1e12,
@@ -59,18 +61,18 @@ def table(answers: dict[str, Compiled]) -> str:
 
 
 def comparison(ours: Compiled, peers: dict[str, Compiled]) -> str:
-    """Our time and memory as shares of the peer's at its quickest setting that fits."""
+    """Our time and memory relative to the peer's fastest setting that fits."""
     name, best = min(peers.items(), key=lambda item: seconds(item[1]))
     if not best.fits:
         return "Tunix does not fit."
     return (
-        f"Of {name}: {seconds(ours) / seconds(best):.2f} of the time, "
+        f"Against {name}: {seconds(ours) / seconds(best):.2f} of the time, "
         f"{ours.total_bytes / best.total_bytes:.2f} of the memory."
     )
 
 
 def of_a_token(block: Compiled) -> Compiled:
-    """The figures of one of a program's `BLOCK` steps of decoding; memory and seconds of the compile stay."""
+    """The figures per decoding step of a program with `BLOCK` steps; memory and compile time stay."""
     estimated = {kind: value / BLOCK for kind, value in block.estimated.items()}
     return replace(
         block, estimated=estimated, flops=(block.flops or 0.0) / BLOCK, hbm_bytes=(block.hbm_bytes or 0.0) / BLOCK
@@ -78,7 +80,7 @@ def of_a_token(block: Compiled) -> Compiled:
 
 
 def main() -> None:
-    """Compiles the programs and prints a table for each model."""
+    """Compiles the programs and prints a table per model."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--settings", nargs="+", default=[], metavar="key=value", help="as on the command line")
@@ -92,7 +94,7 @@ def main() -> None:
             asked = {"Tunix": ("decode", tuple(DECODED.values()), "NONE")}
         else:
             ours = compile_step(config, CHIP)
-            # Without recomputation, qwix 0.1.8 does not trace the step of a base in int8.
+            # qwix 0.1.8 cannot trace the step of an int8 base without recomputation.
             settings = ("NONE", "DECODER") if config.model.base_dtype != "int8" else ("DECODER",)
             asked = {f"Tunix, remat={one}": ("step", (ROWS, LENGTH), one) for one in settings}
         named = {} if options.alone else asked

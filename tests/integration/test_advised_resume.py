@@ -1,4 +1,4 @@
-"""After what is advised when memory runs out the run goes on, or the advice says that it is another one."""
+"""After an out-of-memory error a run continues with the advised settings, unless the advice says it is another run."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from tpu_kit.training.metrics import read_metrics
 pytestmark = pytest.mark.usefixtures("quick_xla")
 needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
 
-# For each parameter that `rescue` may change, what a run had before and what it is told to take. Those of one line are
-# changed together. "scan" is what XLA makes of its layers by itself, and no other device does.
+# For each parameter that `rescue` may change: a run's setting before and after. The settings of a line are changed
+# together. "scan" is the loop that XLA makes of the layers by itself; other devices have none.
 SCAN = {"scan_layers": "on"}
 ADVISED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (
@@ -36,7 +36,7 @@ ADVISED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ),
     ({"remat": "outputs", **SCAN}, {"remat": "full", "loss_chunk": 16, "mlp_tile": 8}),
     ({"remat": "none", "attention": "sdpa"}, {"remat": "full", "mlp_tile": 8, "attention": "auto", **SCAN}),
-    # Besides: from a TPU to a device without a loop, and generation at evaluations.
+    # Also: from a TPU to a device without a loop, and with generation at evaluations.
     ({"remat": "full", **SCAN}, {"scan_layers": "off"}),
     ({"remat": "full", **SCAN, "eval_rows": 4}, {"scan_layers": "auto", "eval_generate_rows": 2, "generate_tokens": 2}),
 ]
@@ -79,7 +79,7 @@ def losses(folder: Path) -> list[float]:
 def test_every_parameter_that_may_be_advised_is_tried_here() -> None:
     besides = {"scan_layers", "eval_generate_rows", "generate_tokens"}
     advised = {rung.name.rpartition(".")[2] for rung in of_same_training(load_config(), 1)}
-    advised |= {"global_batch_size", "gradient_accumulation"}  # of more passes
+    advised |= {"global_batch_size", "gradient_accumulation"}  # follow from more passes
     assert advised == {name for _, after in ADVISED for name in after} - besides
 
 
@@ -121,7 +121,7 @@ def test_rows_that_a_growing_batch_would_take_otherwise_are_refused(world: Path,
     with pytest.raises(ValueError, match=r"its 3 updates took 16 rows, and with this configuration they take 18\."):
         sft.train(changed)
     assert (folder / "config.yaml").read_text() == written
-    # So it is not advised, either.
+    # It is not advised either.
     advised = same_training(run(world, folder, **growing, batch_size=4, remat="none"), 1)
     assert {one.optim.batch_size for one in advised} == {4}
 
@@ -166,7 +166,7 @@ def test_every_change_of_a_plan_is_judged_by_what_resume_refuses(tmp_path: Path)
         config = load_config(None, {**values, "batch_size": 8, "max_length": 4096, "loss_chunk": 512})
         for rungs, anew in ((of_same_training(config, 2), False), (of_another_training(config, shape, 2), True)):
             for rung in (one for one in rungs if one.values):
-                assert "training" not in rung.harm  # that is not for a table to say
+                assert "training" not in rung.harm  # the table does not judge it
                 tried.add(rung.name)
                 for value in rung.values[:2]:
                     assert is_another(config, rung.changed(config, value, 2), 2) == anew, rung

@@ -23,7 +23,7 @@ def test_the_step_benchmark_runs_and_its_exact_goals_are_met():
     assert report["peer"].startswith("SFTTrainer of trl ")
     assert theirs["executions"] > mine["executions"] == 1
     assert mine["cpu_seconds"] > 0 and len(report["ratios"]) == 1
-    # A single pair with quick compiles says nothing about time.
+    # A single pair with fast compiles says nothing about time.
     exact = {goal: met for goal, met in report["goals"].items() if "time" not in goal}
     assert exact and all(exact.values()), exact
 
@@ -42,11 +42,11 @@ def test_the_memory_benchmark_runs_and_the_levers_together_need_least():
     done = run_python(["-m", "tests.benchmarks.memory", "--smoke", "--json"], cwd=REPOSITORY, timeout=540)
     report = json.loads(done.stdout)
     rows = report["rows"]
-    assert report["goals"] == {}  # of the whole model
+    assert report["goals"] == {}  # goals are for the whole model
     alone, together = rows["scan, splash"], rows["all: scan, splash, chunks, tiles"]
     assert together["total_bytes"] < alone["total_bytes"] / 2
-    assert 0 < together["hbm_bytes"] < 1.2 * together["bytes_accessed"]  # of the compiler's low effort, all is in HBM
-    # What the kernels do at least: two passes forward, one backward.
+    assert 0 < together["hbm_bytes"] < 1.2 * together["bytes_accessed"]  # at low effort everything is in HBM
+    # The kernels' lower bound: two passes forward, one backward.
     assert together["flops"] > 2 * (2 * 4 + 10) * 4 * 1024**2 * 896
 
 
@@ -72,7 +72,7 @@ def test_the_table_of_estimated_steps_has_a_row_for_each_kind_of_work():
     lines = tpu_step.table({"a": one, "b": broken}).splitlines()
     assert "| TFLOP | 12.00 | - |" in lines and "| estimated ms | 70.00 | - |" in lines
     told = tpu_step.comparison(one, {"x": broken, "y": replace(one, estimated={"loss": 0.14}, total_bytes=3 * 2**30)})
-    assert told == "Of y: 0.50 of the time, 0.50 of the memory."
+    assert told == "Against y: 0.50 of the time, 0.50 of the memory."
     assert tpu_step.comparison(one, {"x": broken}) == "Tunix does not fit."
 
 
@@ -131,7 +131,8 @@ def test_the_generation_benchmark_runs_and_its_exact_goals_are_met():
     for cache in ("dynamic", "static"):
         new = report["speed"][f"xla-cpu 1 {cache}"]["new"]["compiles"]
         assert new["ours"] == 0 < new["stock"]
-    # Few tokens, one turn and quick compiles say nothing about time; ten prompts may leave a width to the second turn.
+    # Few tokens, one turn and fast compiles say nothing about time; the second turn of ten prompts may have a new
+    # width.
     exact = {goal: met for goal, met in report["goals"].items() if "time" not in goal}
     exact.pop("batch 8: at most 6 programs for 10 prompts, then none")
     assert len(exact) == 5 and all(exact.values()), exact
@@ -159,7 +160,7 @@ def test_the_objectives_benchmark_runs(tmp_path: Path):
 
 def test_the_objectives_benchmark_says_what_is_shown():
     before = {"fine-tuning": [True] * 40 + [False] * 60, "without head": [True, False]}
-    more = (1, 2, 3, 4, 5)  # correct answers of 100
+    more = (1, 2, 3, 4, 5)  # correct answers out of 100
     results = {
         seed: before | {"distillation": [True] * (40 + count) + [False] * (60 - count), "with head": [seed < 2, True]}
         for seed, count in enumerate(more)

@@ -1,6 +1,6 @@
-"""By hand, for real: JupyterLab in Chromium, all cells of the training notebook, the stop button, and on it goes.
+"""JupyterLab in Chromium: run all cells of the training notebook, press the stop button, and continue.
 
-Screenshots stay in runs/browser, for eyes. `make test-slow` installs what is a Python package; Chromium and its driver
+Screenshots are left in runs/browser for people. `make test-slow` installs the Python packages; Chromium and its driver
 must be on the PATH.
 """
 
@@ -31,12 +31,12 @@ pytestmark = pytest.mark.slow
 TRAIN = REPOSITORY / "notebooks" / "4-train-cot-sft.ipynb"
 PICTURES = REPOSITORY / "runs" / "browser"
 INSTALL = "needs jupyterlab and selenium: pip install -e '.[browser]'"
-STEPS = 200  # half a minute on two idle cores: time to stop it in
+STEPS = 200  # half a minute on two idle cores, enough to stop it
 CHANGES = {"run_name": '"by-hand"', "max_steps": str(STEPS), "num_replicas": "2", "generate_rows": "20"}
 ADDED = (
     'device_type = "xla-cpu"\nlogging_steps = 2\neval_steps = 50\neval_rows = 20\nsave_steps = 500\nmax_length = 128'
 )
-SETTINGS = {  # no virtual scrolling, so that the page holds all cells; and nothing that asks
+SETTINGS = {  # no virtual scrolling, so that the page holds all cells; no prompts
     "notebook-extension/tracker": {"windowingMode": "none"},
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
     "docmanager-extension/plugin": {"autosaveInterval": 5},
@@ -51,7 +51,7 @@ def free_port() -> int:
 
 @pytest.fixture
 def desk(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A folder with a copy of the notebook, its parameters changed as a user does in the cell, unless it is "as is"."""
+    """A folder with a copy of the notebook; its parameters are changed in the cell, unless the request is "as is"."""
     copy = nbformat.read(TRAIN, as_version=4)
     (cell,) = [one for one in copy.cells if "parameters" in one.metadata.get("tags", [])]
     if getattr(request, "param", "") != "as is":
@@ -64,7 +64,7 @@ def desk(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def address(desk: Path) -> Iterator[str]:
-    """JupyterLab's, with the notebook open."""
+    """Yields the address of JupyterLab with the notebook open."""
     pytest.importorskip("jupyterlab", reason=INSTALL)
     for name, values in SETTINGS.items():
         plugin, _, setting = name.partition("/")
@@ -121,7 +121,7 @@ def wait_for(condition: Callable[[], Any], seconds: float, complaint: str) -> An
 
 
 class Page:
-    """The notebook as its user sees it."""
+    """The notebook page, operated as a user does."""
 
     def __init__(self, browser: Any, address: str) -> None:
         self.browser = browser
@@ -147,7 +147,7 @@ class Page:
         found[-1].click()
 
     def cell(self, text: str) -> Any:
-        """The code cell whose source holds a text, scrolled to."""
+        """Returns the code cell whose source contains `text`, scrolled into view."""
         (found,) = [
             one for one in self.find(".jp-CodeCell") if text in one.find_element("css selector", ".cm-content").text
         ]
@@ -155,7 +155,7 @@ class Page:
         return found
 
     def enter(self, text: str) -> None:
-        """Puts the cursor into a cell, which commands then mean."""
+        """Puts the cursor into a cell, which makes it the target of commands."""
         self.cell(text).find_element("css selector", ".cm-content").click()
         wait_for(lambda: "jp-mod-active" in self.cell(text).get_attribute("class"), 30, "the cell is not entered")
 
@@ -182,14 +182,14 @@ def test_run_all_then_stop_then_on(desk: Path, address: str, browser: Any) -> No
     page.picture("1-training", train)
 
     browser.find_element("css selector", "[data-command='notebook:interrupt-kernel'], [title^='Interrupt']").click()
-    last = "check_run"  # no cell fails: they go on to the end, and the last one says what to do
+    last = "check_run"  # no cell fails; the last cell prints the advice
     wait_for(lambda: "nothing to check; run the training cell again" in page.outputs(last), 120, "it does not stop")
     shown = page.find(".jp-Notebook")[0].text
     (stopped,) = set(re.findall(rf"stopped at step (\d+) of {STEPS}", shown))
     assert "run this again: the same cell" in shown
     page.picture("2-stopped", train)
 
-    # The cell again, and those below it.
+    # The stopped cell again, and all cells below.
     page.enter(train)
     page.choose("Run", "Run Selected Cell and All Below")
     wait_for(lambda: (run / "adapter" / "adapter_model.safetensors").is_file(), 500, "it does not go on")
@@ -211,7 +211,7 @@ def test_run_all_then_stop_then_on(desk: Path, address: str, browser: Any) -> No
 
 @pytest.mark.parametrize("desk", ["as is"], indirect=True)
 def test_one_run_all_from_an_empty_page_to_a_tuned_adapter(desk: Path, address: str, browser: Any) -> None:
-    """Five minutes are promised on two cores; a quarter more is for a machine that does other things too."""
+    """Five minutes are promised on two cores; a busy machine gets a quarter more."""
     begun = time.monotonic()
     page, run = Page(browser, address), desk / "runs" / "notebook-4"
     page.choose("Run", "Run All Cells")

@@ -1,4 +1,4 @@
-"""`python -m tpu_kit train` as a user runs it: a process of its own, the shipped configuration, files at the end."""
+"""`python -m tpu_kit train` as a user runs it: a separate process, a shipped configuration, and the written files."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_the_shipped_configuration_trains(tmp_path: Path, device_type: str, repl
         "questions.npz",
     ]
     kept = [name for name in found if name.startswith("checkpoints/") and name != "checkpoints/.lock"]
-    best = "checkpoints/step-00000002"  # the best evaluation when it was made
+    best = "checkpoints/step-00000002"  # the best evaluation when it was written
     assert {name.rsplit("/", 1)[0] for name in kept} == {best, checkpoint}
 
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""The first rows of a user: sixty of each common format become an adapter, and each typical mistake names its fix."""
+"""A user's first rows: sixty rows of each common format become an adapter, and typical mistakes name their fix."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def as_csv(path: Path, rows: list[Row]) -> None:
         writer.writerows(rows)
 
 
-# The name of the file, what makes a row, and how the kit is to read it.
+# By format: the file's name, a function that makes a row, and how the kit must read the rows.
 FORMATS: dict[str, tuple[str, Callable[[int, int], Row], str]] = {
     "messages": ("rows.jsonl", lambda a, b: {"messages": chat(a, b)}, "messages (messages=messages)"),
     "prompt and completion": (
@@ -112,7 +112,7 @@ def write_rows(folder: Path, kind: str) -> str:
 
 @pytest.fixture
 def desk(tmp_path: Path, wheel: Path) -> Path:
-    """An empty folder; the kit as a wheel is installed beside it."""
+    """An empty folder; the wheel of the kit is installed beside it."""
     zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
     (tmp_path / "desk").mkdir()
     return tmp_path / "desk"
@@ -154,7 +154,7 @@ def lines(*rows: Row) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
-# What was done: files beside my_rows.jsonl, the arguments of `train`; and what is to be said of it.
+# By mistake: files beside my_rows.jsonl, the arguments of `train`, and a part of the message.
 MISTAKES: dict[str, tuple[Mapping[str, str | bytes], list[str], str]] = {
     "the path is misspelled": ({}, ["source=my_row.jsonl"], "there is no such file; did you mean my_rows.jsonl?"),
     "a parameter is misspelled": ({}, [MINE, "learning_rte=1e-4"], "did you mean optim.learning_rate?"),

@@ -1,4 +1,4 @@
-"""Runs that are killed, told to stop, or moved, and started again by the same command: nothing is lost or repeated."""
+"""Runs are killed, stopped or moved, then restarted by the same command: nothing is lost or repeated."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tpu_kit.training.checkpoint import manager
 from tpu_kit.training.metrics import read_metrics
 
 needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_xla is not installed")
-# Long enough to be interrupted in; a log at each step, so that a test sees where the run is.
+# Long enough to be interrupted, with a log at each step to show a test the progress.
 LONG: dict[str, Any] = {"max_steps": 16, "logging_steps": 1, "save_steps": 4, "eval_steps": 8}
 XLA = {"device_type": "xla-cpu", "num_replicas": 2}
 PREEMPTED = 75
@@ -41,7 +41,7 @@ begun: dict[str, float] = {}  # the newest start of the command, by output folde
 
 @pytest.fixture(scope="module")
 def one_layer(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A setting: the embedded model with its first layer alone, which each start of a run compiles in half the time."""
+    """Settings for the embedded model's first layer only, which compiles in half the time."""
     folder = tmp_path_factory.mktemp("model")
     ignored = shutil.ignore_patterns("*.safetensors", "config.json")
     shutil.copytree(embedded.model_dir(), folder, ignore=ignored, dirs_exist_ok=True)
@@ -57,7 +57,7 @@ def sums_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def start(folder: Path, **changes: Any) -> subprocess.Popen[str]:
-    """The command, on its way."""
+    """Starts the command."""
     values = {**SETTINGS, **LONG, "device_type": "cpu", **changes, "output_dir": str(folder)}
     command = [sys.executable, "-m", "tpu_kit", "train", "embedded-cot", *(f"{k}={v}" for k, v in values.items())]
     environment = {**child_environment({"PJRT_DEVICE": None}), "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
@@ -69,10 +69,10 @@ def start(folder: Path, **changes: Any) -> subprocess.Popen[str]:
 
 
 def reached(run: subprocess.Popen[str], folder: Path, step: int, patience: float = 300.0) -> int:
-    """Waits until a run has logged a step; returns the newest."""
+    """Waits until a run has logged a step; returns the newest step."""
     deadline = time.monotonic() + patience
     while time.monotonic() < deadline:
-        file = folder / "metrics.jsonl"  # of an earlier life until this one has begun
+        file = folder / "metrics.jsonl"  # may be an earlier run's file until this run starts
         own = file.exists() and file.stat().st_mtime > begun[str(folder)]
         steps = [record["step"] for record in read_metrics(folder)] if own else []
         if steps and steps[-1] >= step:
@@ -84,7 +84,7 @@ def reached(run: subprocess.Popen[str], folder: Path, step: int, patience: float
 
 
 def holder(run: subprocess.Popen[str]) -> int:
-    """The process of a launch that holds the replicas (XLA:CPU) or starts them."""
+    """Returns the process of a launch that holds the replicas (XLA:CPU) or starts them."""
     for path in Path("/proc").glob("[0-9]*"):
         try:
             if int((path / "stat").read_text().rpartition(")")[2].split()[1]) == run.pid:
@@ -151,11 +151,11 @@ def test_a_second_signal_ends_at_once_and_leaves_the_last_checkpoint(tmp_path: P
 
 
 def test_told_to_stop_while_held_out_rows_are_answered(tmp_path: Path) -> None:
-    """What is trained is kept, and the same command answers them."""
+    """The trained weights are kept, and the same command answers the held-out rows."""
     run = start(tmp_path / "run", max_steps=2, generate_rows=8, generate_tokens=400)
     told = ""
     assert run.stdout is not None
-    while told.count("tpu_kit: device_type=cpu") < 2:  # the second launch is that of the answers
+    while told.count("tpu_kit: device_type=cpu") < 2:  # the second launch answers
         line = run.stderr.readline()  # type: ignore[union-attr]
         assert line, told
         told += line
@@ -185,13 +185,13 @@ def test_minutes_between_checkpoints(tmp_path: Path) -> None:
 def test_another_machine_goes_on_from_the_object_store(
     bucket: str, one_layer: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only the object store is left of the first machine: log, W&B run, weights and place in the data come from it."""
+    """Only the object store remains of the first machine, with log, W&B run, weights and position in the data."""
     settings = {**LONG, **one_layer, "run_name": "run", "output_dir": f"{bucket}/run", "wandb": "offline"}
     values = {"device_type": "cpu", **SETTINGS, **settings}
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "one")
-    with monkeypatch.context() as noticed:  # at a step of its own, however fast this machine is
+    with monkeypatch.context() as noticed:  # at a fixed step, however fast this machine is
         noticed.setattr(PreemptionGuard, "should_run", lambda self, step: step <= 7)
         preempted = sft.train(load_config("embedded-cot", values))
     assert (preempted.status, preempted.step) == ("preempted", 7)
@@ -242,8 +242,8 @@ def losses(folder: Path) -> list[tuple[int, float, float]]:
 def test_another_number_of_devices(
     counts: tuple[tuple[str, int], ...], one_layer: dict[str, Any], tmp_path: Path
 ) -> None:
-    """The same rows in the same order, and losses that agree to rounding."""
-    # The learning rate is constant: otherwise it would fall to where each part of the run ends.
+    """Equal rows in equal order, and losses equal to rounding."""
+    # The learning rate is constant, because a schedule would end at each part's last step.
     common = {**LONG, **one_layer, "global_batch_size": 8, "dropout": 0.0, "batch_size": 1, "schedule": "constant"}
     whole, folder = tmp_path / "whole", tmp_path / "run"
     sft.train(run_config(whole, **{**common, "max_steps": 4 * len(counts)}))
@@ -257,8 +257,8 @@ def test_another_number_of_devices(
 
 # ---------------------------------------------------------------------------------------------------------- campaigns
 
-# Forked from a process that has loaded everything, so that a life takes a second or two. It never computes itself: the
-# threads of PyTorch do not survive a fork.
+# Each life is a fork of a process that has loaded everything, and takes a second or two. That process never computes,
+# because PyTorch's threads do not survive a fork.
 LIVES = """
 import json, os, random, signal, sys, time
 from pathlib import Path
@@ -305,7 +305,7 @@ while done < kills:
         assert killed and os.WTERMSIG(status) == signal.SIGKILL, status
         done += 1
         seen = [record["step"] for record in read_metrics(values["output_dir"])]
-        if seen and now:  # what was logged and is not saved: the interval, and what was made while that one was written
+        if seen and now:  # logged but unsaved steps: an interval, and the steps during a save
             assert seen[-1] - now[-1] <= 2 * values["save_steps"], (seen[-1], now)
 print(json.dumps({"kills": done, "runs": runs}))
 """
@@ -338,8 +338,8 @@ def test_hundreds_of_kills_of_a_run(tmp_path: Path) -> None:
 @needs_xla
 @pytest.mark.parametrize(("where", "count"), [(XLA, 20), ({"device_type": "xla-cpu", "mesh": "fsdp=2"}, 30)])
 def test_faults_of_a_launch_on_xla(tmp_path: Path, where: dict[str, Any], count: int) -> None:
-    """The caller killed, or the process that holds the devices, or an exception in a step, at random."""
-    where = {**where, "date": "2026-01-01"}  # `launch` alone gives a run no date
+    """At random the caller is killed, or the process that holds the devices, or a step raises an exception."""
+    where = {**where, "date": "2026-01-01"}  # `launch` by itself sets no date
     whole, chance, faults, number = tmp_path / "whole", random.Random(0), 0, 0
     sft.train(run_config(whole, **{**LONG, **where}))
     while faults < count:
@@ -349,7 +349,7 @@ def test_faults_of_a_launch_on_xla(tmp_path: Path, where: dict[str, Any], count:
             saved = complete(folder)
             if faults < count and chance.random() < 0.3:
                 config = run_config(folder, **{**LONG, **where, "run_name": f"fail-{chance.randint(1, 6)}"})
-                with contextlib.suppress(LaunchError):  # it may be over before
+                with contextlib.suppress(LaunchError):  # it may have finished before
                     launch(training_functions.failing, config, sharded=True)
                     continue
                 faults += 1

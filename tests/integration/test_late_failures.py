@@ -1,4 +1,4 @@
-"""What would fail after training is refused before the launch, or mended, for each kind of rows."""
+"""Failures that would come after training are refused before the launch, or fixed, for each kind of rows."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""About a thousand malformed configurations, tried as users give them: by notebooks, files and the command line.
+"""About a thousand malformed configurations, passed as users pass them: by notebooks, files and the command line.
 
-None may pass silently, end the process or show a traceback: each is refused with its parameter and what is allowed, or
-it is a valid way to write a value, and then that value is the one in effect.
+None may be accepted silently, end the process or show a traceback. Either it is refused with its parameter and the
+allowed values, or it is a valid way to write a value, and that value is in effect.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from tpu_kit.config.named_values import ROLES
 from tpu_kit.config.schema import USUAL, parameters
 from tpu_kit.data.rows.columns import NAMES
 
-LONG = 4000  # characters that no error text needs
-HALF = "\udc80"  # of a pair: what Python makes of an argument that is no UTF-8
+LONG = 4000  # characters; every error text is shorter
+HALF = "\udc80"  # half a surrogate pair, which Python makes of an argument that is not UTF-8
 
-# What no parameter takes, and what some take: numbers of all kinds, texts that look like numbers, other types.
+# Values that no parameter accepts, or only some: all kinds of numbers, texts that look like numbers, other types.
 VALUES: list[Any] = [
     None, "", "abc", "auto", True, False, math.nan, math.inf, -1, 0, -0.0, 1.5, 1e308, 10**30, [], [1], ["a", ""], {},
     {"a": 1}, {1: "a"}, "a\0b", HALF, b"bytes", 1j, object(), datetime.date(2024, 1, 1), "1e400", "nan", "4.0.0",
     np.float32(2), Path("a"), "${x}", "x" * 5000,
 ]  # fmt: skip
-# As the text after `name=`, and as the value in a file.
+# Used as the text after `name=`, and as the value in a file.
 TEXTS = [
     "", " ", "#", "010", "0x10", "0b11", "1:30", "1_0", "1e400", ".nan", "-.inf", "~", "Null", "yes", "2024-01-01",
     "[]", "{}", "[a, [b]]", "{a: [1]}", "'", "!!int abc", "!!timestamp x", "!!binary aGk=", "!!python/name:os.system",
@@ -48,7 +48,7 @@ TEXTS = [
 
 
 def in_effect(given: Any, value: Any) -> bool:
-    """Whether `value` is what `given` says, by rules of this test's own."""
+    """Whether `value` is the meaning of `given`, by rules independent of the kit."""
     if isinstance(given, str) and not isinstance(value, str):
         text = given.partition("#")[0].strip()
         if value is None:
@@ -70,16 +70,16 @@ def in_effect(given: Any, value: Any) -> bool:
 
 
 def refused_or_in_effect(load: Callable[[], TrainConfig], name: str, given: Any) -> bool:
-    """Whether it was refused; it fails where that was not said well, or another value is in effect."""
+    """Returns whether the value was refused; fails if the message is bad, or if another value is in effect."""
     try:
         config = load()
     except ConfigError as error:
         text = str(error)
         assert len(text) < LONG and "Traceback" not in text, text
         assert name.rpartition(".")[2] in text or "run.yaml" in text, text
-        text.encode()  # or it could not be printed
+        text.encode()  # otherwise it could not be printed
         return True
-    usual = name == "optim.learning_rate" and config.sources.get(name) == USUAL  # of null
+    usual = name == "optim.learning_rate" and config.sources.get(name) == USUAL  # null stands for it
     assert in_effect(given, None if usual else config[name]), f"{name}: {given!r} became {config[name]!r}"
     assert load_config(overrides=config.to_dict()) == config
     config.to_yaml().encode()
@@ -87,7 +87,7 @@ def refused_or_in_effect(load: Callable[[], TrainConfig], name: str, given: Any)
 
 
 def read_plainly(text: str) -> Any:
-    """What YAML makes of a text in a file where that is a text or holds texts; else the text."""
+    """Parses `text` as YAML; returns the result if it is a text or a collection, otherwise `text`."""
     try:
         value = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, AttributeError):
@@ -99,7 +99,7 @@ def read_plainly(text: str) -> Any:
 def test_a_value_is_refused_or_in_effect(name: str, tmp_path: Path) -> None:
     section, _, leaf = name.rpartition(".")
     file, refused = tmp_path / "run.yaml", 0
-    # Each parameter takes its turn through a third of them: all values reach all kinds of parameters.
+    # Each parameter tries a third of the values, so that all values reach all kinds of parameters.
     turn = list(parameters()).index(name)
     key = name if name in _WITH_SECTION else leaf
     for number, value in enumerate(VALUES):
@@ -119,7 +119,7 @@ LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{this}: &{this} [{', '.join([f'*{before}'] * 9)}]\n" for before, this in zip("abcdefgh", "bcdefghi", strict=True)
 )
 
-# A file's content, and a part of what is said.
+# A file's content, and a part of the message.
 FILES: list[tuple[str | bytes, str]] = [
     ("- 1\n", "holds a list"),
     ("3\n", ""),
@@ -222,7 +222,7 @@ BROKEN = [
 
 
 def wrong_value(rng: random.Random, parameter: ConfigField) -> Any:
-    """Some value that a parameter does not take."""
+    """Returns a random value that a parameter does not accept."""
     text = "'" + str(parameter.hint)
     wrong: list[Any] = [{"a": [1]}, [], [[1]], "a\0b", TOKEN, [TOKEN]]
     if "str" not in text:
@@ -237,7 +237,7 @@ def wrong_value(rng: random.Random, parameter: ConfigField) -> Any:
 
 
 def malformed(rng: random.Random, file: Path) -> tuple[Callable[[], TrainConfig], list[str]]:
-    """A configuration with one to six problems, and the name that the problem of each begins with."""
+    """Returns a configuration with one to six problems, and the names with which the problems begin."""
     if rng.random() < 0.1:
         text = rng.choice(BROKEN)
         file.write_text(text)
@@ -298,7 +298,7 @@ def test_a_path_that_is_no_file_is_refused(path: str) -> None:
     assert len(str(caught.value)) < LONG
 
 
-# Arguments of `train`, and a part of what is said.
+# Arguments of `train`, and a part of the message.
 ARGUMENTS: list[tuple[list[str], str]] = [
     ([""], ": no such configuration file"),
     (["="], ": no such parameter"),
@@ -364,7 +364,7 @@ ARGUMENTS: list[tuple[list[str], str]] = [
     (["optimizer=adamw_8bit"], "bitsandbytes runs on CUDA alone"),
     (["attention=flash_attention_2"], "flash-attn package runs on CUDA alone"),
     (["fp16=true"], "a TPU has no float16"),
-    # What contradicts each other.
+    # Contradictions.
     (["eval_rows=0", "generate_rows=5"], "needs rows to evaluate on"),
     (["eval_rows=0", "eval_steps=5"], "needs rows to evaluate on"),
     (["early_stop_patience=3"], "counts evaluations during training"),
@@ -402,7 +402,7 @@ def test_malformed_arguments_are_refused(
     for name in (
         "tpu_kit.distributed.launch",
         "tpu_kit.recipes.sft",
-    ):  # an import of one of them fails: it is not to come so far
+    ):  # imports from them fail: nothing may get that far
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     assert main(["train", *arguments]) == 2
     printed = capsys.readouterr()
@@ -410,7 +410,7 @@ def test_malformed_arguments_are_refused(
     assert printed.err.count("problem") >= 1 and "Traceback" not in printed.err
 
 
-# What only shows on the machine, and what is said before the launch.
+# Settings that are wrong only on a given machine, and a part of the message before the launch.
 ON_THE_MACHINE: list[tuple[dict[str, Any], str]] = [
     ({"batch_size": 10**6}, "data set smaller than one global batch"),
     ({"gradient_accumulation": 10**6, "batch_size": 10**6}, "one update takes 1000000000000"),

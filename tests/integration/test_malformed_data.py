@@ -1,4 +1,4 @@
-"""Malformed and odd data files, tried from outside: none ends the process, shows a traceback or passes silently."""
+"""Malformed and unusual data files as input of commands: none ends the process, shows a traceback or goes unnoticed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support import malformed_files
 from tests.support.child_processes import run_python
 from tests.support.malformed_files import CASES
 
-# Of each kind of damage one; the others are slow tests.
+# One for each kind of damage; the others are slow tests.
 QUICK = (
     "null lines", "a null line after many", "very deep lists", "a deep row alone", "an array of nulls",
     "NUL bytes a.csv",
@@ -24,7 +24,7 @@ QUICK = (
 
 
 def wrong(folder: Path, names: list[str]) -> dict[str, str]:
-    """What is wrong with the outcome of each case; of none where all are right."""
+    """Runs the cases; returns the wrong outcomes by name, with their descriptions."""
     done = run_python(
         ["-m", "tests.support.malformed_files", str(folder), *names],
         env={"PYTHONWARNINGS": "ignore"}, timeout=3000,
@@ -46,7 +46,7 @@ def test_every_malformed_file(tmp_path: Path) -> None:
     assert wrong(tmp_path, list(CASES)) == {}
 
 
-# Of what `train` and `plan` print: no traceback, and the exit code of an error.
+# For the output of `train` and `plan`: no traceback, and an error's exit code.
 TRAINED = ("null lines", "very deep lists", "an empty cell of CSV, skipped", "gz garbled", "CSV with a longer row")
 
 

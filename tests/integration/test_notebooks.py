@@ -1,4 +1,4 @@
-"""The notebooks, run in kernels of their own as a batch job runs them: in order, alone, and one that is stopped."""
+"""Runs the notebooks in fresh kernels, like a batch job: in order, separately, and with an interruption."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from tpu_kit.machine.checks import Machine
 from tpu_kit.training.checkpoint import manager
 from tpu_kit.training.metrics import read_metrics
 
-pytestmark = pytest.mark.timeout(1800)  # all seven take two minutes on two idle cores; a busy machine is no failure
+pytestmark = pytest.mark.timeout(1800)  # all seven take two minutes on two idle cores; a busy machine must not fail
 NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
 STEPS = 6
 FEW = [f"max_steps={STEPS}", "logging_steps=1", "warmup_steps=1", "eval_rows=4", "generate_rows=2",
        "generate_tokens=8", "kit_source=git", "wandb=offline", "out=done"]  # fmt: skip
-# Of notebooks 5 to 7; the teacher is the export of notebook 5.
+# For notebooks 5 to 7; the teacher is the export of notebook 5.
 FEW_LATER = ["thoughts_per_step=2", "teacher=runs/notebook-4/export/merged", "start_steps=6", "prompts_per_update=2",
              "num_generations=4"]  # fmt: skip
-# Both keys in each of the three places; who looks in the right order takes the first of each.
+# HF_TOKEN is in all three places, WANDB_API_KEY in two; a notebook must take the first.
 CANARIES = {
     "environment": {"HF_TOKEN": "canary-hf-environment-5b1f"},
     "Colab": {"HF_TOKEN": "canary-hf-colab-77a0", "WANDB_API_KEY": "canary-wandb-colab-0c5e" + "0" * 17},
@@ -42,7 +42,7 @@ KAGGLE = "class UserSecretsClient:\n    def get_secret(self, name):\n        ret
 
 
 def write_services(folder: Path) -> None:
-    """What the services' own modules are to a notebook that asks them for a secret."""
+    """Writes stand-ins for the services' modules that give notebooks their secrets."""
     (folder / "google" / "colab").mkdir(parents=True)
     (folder / "google" / "colab" / "__init__.py").write_text("")
     (folder / "google" / "colab" / "userdata.py").write_text(COLAB.format(CANARIES["Colab"]))
@@ -51,10 +51,10 @@ def write_services(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the notebooks have run, with one replica, few updates and rows, and a tracker that writes files.
+    """The folder in which the notebooks ran, with one replica, few updates and rows, and a tracker that writes files.
 
-    Notebook 2 checks the plain CPU, as tests/notebook checks XLA. Notebook 4 trains on XLA; the later ones, which
-    take twice the time there, do so in `test_all_run_on_xla`.
+    Notebook 2 checks only the CPU, as tests/notebook checks XLA. Notebook 4 trains on XLA. The later notebooks take
+    twice as long on XLA and run there in `test_all_run_on_xla`.
     """
     if Machine().version("torch_xla") is None:
         pytest.skip("torch_xla is not installed")
@@ -66,7 +66,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_notebooks(folder: Path, pjrt_device: str | None, notebooks: list[Path], *arguments: str) -> str:
-    """Runs notebooks as `make notebooks` does, and returns what the command has written."""
+    """Runs notebooks as `make notebooks` does; returns the command's output."""
     services = folder.with_name("services")
     if not services.exists():
         write_services(services)
@@ -134,7 +134,7 @@ def test_training_shows_what_it_did(folder: Path) -> None:
     assert re.search(r"<mark [^>]*>&lt;think&gt;", html)
     pictures = [output.data["image/png"] for output in outputs if "image/png" in output.get("data", {})]
     assert len(pictures) == 2 and all(base64.b64decode(one).startswith(b"\x89PNG") for one in pictures)
-    assert "step/s" not in text, "the bar of text would be kept in each of its states"
+    assert "step/s" not in text, "the notebook would keep every state of the progress bar"
     assert "Warning" not in text, "every warning here would be the kit's"
     streams = "".join(output.text for output in outputs if output.output_type == "stream")
     lines = Counter(line for line in streams.splitlines() if re.match(r"\w", line) and "wandb" not in line)
@@ -210,7 +210,7 @@ def test_all_run_on_xla(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["4-train-cot-sft", "6-distill"])
 def test_as_shipped_the_tuned_model_answers_better(tmp_path: Path, name: str) -> None:
-    """Notebook 6 alone makes its teacher and its student."""
+    """Only notebook 6 makes its own teacher and student."""
     path = REPOSITORY / "notebooks" / f"{name}.ipynb"
     arguments = ["num_replicas=2", "generate_rows=40", "out=done"]
     run_python(["-m", "tpu_kit", "notebooks", str(path), *arguments], cwd=tmp_path, timeout=1700)
@@ -232,7 +232,7 @@ def test_no_secret_is_written_anywhere(folder: Path) -> None:
             assert not [one for one in canaries if one in content], path
 
 
-# ------------------------------------------------------------------------------------------------ one that is stopped
+# ------------------------------------------------------------------------------------------------------- interruption
 
 TRAIN = REPOSITORY / "notebooks" / "4-train-cot-sft.ipynb"
 SMALL: dict[str, Any] = {"device_type": "cpu", "max_steps": 8, "generate_rows": 2, "eval_rows": 4, "max_length": 128,
@@ -240,7 +240,7 @@ SMALL: dict[str, Any] = {"device_type": "cpu", "max_steps": 8, "generate_rows": 
 
 
 def start(folder: Path, **changes: Any) -> subprocess.Popen[str]:
-    """Papermill on notebook 4, in a folder of its own, on its way."""
+    """Starts papermill on notebook 4, in a given folder."""
     given = [part for name, value in {**SMALL, **changes}.items() for part in ("-p", name, str(value))]
     command = [sys.executable, "-m", "papermill", str(TRAIN), "out.ipynb", "--no-progress-bar", *given]
     environment = {**child_environment({"PJRT_DEVICE": None}), "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
@@ -250,7 +250,7 @@ def start(folder: Path, **changes: Any) -> subprocess.Popen[str]:
 
 
 def text_of(folder: Path) -> str:
-    """All that the executed notebook shows as text."""
+    """Returns all text that the executed notebook shows."""
     cells = nbformat.read(folder / "out.ipynb", as_version=4).cells
     outputs = [output for cell in cells if cell.cell_type == "code" for output in cell.outputs]
     return "\n".join(str(output.get("text", output.get("data", {}).get("text/plain", ""))) for output in outputs)
@@ -276,7 +276,7 @@ def test_a_kernel_that_is_told_to_stop_saves_and_the_notebook_goes_on(tmp_path: 
         time.sleep(0.05)
     os.kill(kernel_of(run), signal.SIGTERM)
     out, _ = run.communicate(timeout=240)
-    assert run.returncode == 0, out  # a version of the notebook that Kaggle keeps, with its checkpoint
+    assert run.returncode == 0, out  # Kaggle keeps a version of the notebook, with its checkpoint
     shown = text_of(tmp_path)
     assert shown.rstrip().endswith("preempted (SIGTERM received): nothing to check; run the training cell again")
     assert re.search(r"^HF_TOKEN +not found\nWANDB_API_KEY +not found$", shown, re.MULTILINE)
@@ -284,7 +284,7 @@ def test_a_kernel_that_is_told_to_stop_saves_and_the_notebook_goes_on(tmp_path: 
     assert stopped and "run this again: the same cell" in shown
     assert manager.list_checkpoints(folder / "checkpoints", verify=True)[0][-1].step == int(stopped[1])
 
-    # It goes on from there; ends at once, since as many updates are made as are asked for now.
+    # It continues from there, and ends after the two updates that are still asked for.
     again = start(tmp_path, max_steps=int(stopped[1]) + 2)
     out, _ = again.communicate(timeout=400)
     assert again.returncode == 0, out
@@ -295,7 +295,7 @@ def test_a_kernel_that_is_told_to_stop_saves_and_the_notebook_goes_on(tmp_path: 
 
 @pytest.mark.parametrize("told", ["SIGTERM", pytest.param("budget", marks=pytest.mark.slow)])
 def test_a_batch_job_that_was_preempted_says_so_and_goes_no_further(tmp_path: Path, told: str) -> None:
-    """SIGTERM to the job itself, whose kernel is another process; or a time budget."""
+    """SIGTERM to the job, whose kernel is another process, or a time budget."""
     given = {**SMALL, "max_steps": 5000, "out": "done"} | ({"budget_minutes": 0.05} if told == "budget" else {})
     command = [sys.executable, "-m", "tpu_kit", "notebooks", str(TRAIN), str(NOTEBOOKS[-1])]
     environment = {**child_environment({"PJRT_DEVICE": None}), "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
@@ -308,9 +308,9 @@ def test_a_batch_job_that_was_preempted_says_so_and_goes_no_further(tmp_path: Pa
         assert run.poll() is None and time.monotonic() < deadline, run.communicate()[0]
         time.sleep(0.05)
     if told == "SIGTERM":
-        for _ in range(2):  # as `timeout` does: to its child, and to the group of the child
+        for _ in range(2):  # like `timeout`: to its child, and to the child's process group
             run.send_signal(signal.SIGTERM)
-            time.sleep(0.2)  # or the system delivers one
+            time.sleep(0.2)  # otherwise the system may deliver only one
     out, _ = run.communicate(timeout=240)
     assert run.returncode == 75, out
     reason = "SIGINT received" if told == "SIGTERM" else "the time budget of 0.05 min is used up"

@@ -1,4 +1,4 @@
-"""What is installed: the pins agree, all of them are used, and the wheel carries the data files."""
+"""The installation: pins agree, all of them are used, and the wheel contains the data files."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from tpu_kit.machine.compatibility import PACKAGES, PAIRINGS
 TRAINING = REPOSITORY / "notebooks" / "4-train-cot-sft.ipynb"
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 
-# Used without an import of ours: what peft stands on, the TPU's driver and compiler, what runs the notebooks and their
-# kernel, and the writer behind torch.utils.tensorboard.
+# Used without an import: a dependency of peft, the TPU's driver and compiler, the runner and kernel of notebooks, and
+# the writer behind torch.utils.tensorboard.
 USED_WITHOUT_IMPORT = {"accelerate", "papermill", "ipykernel", "tensorboard", "libtpu"}
 
 
@@ -85,7 +85,7 @@ def test_package_ranges_contain_the_pins() -> None:
 
 
 def distributions_imported(folder: Path) -> set[str]:
-    """The distributions that provide what the code of the package imports, at any depth."""
+    """Returns the distributions that the package's code imports, at any depth."""
     providers = importlib.metadata.packages_distributions()
     found = set()
     for path in folder.rglob("*.py"):
@@ -135,8 +135,8 @@ def test_the_wheel_has_the_version_of_the_package(wheel: Path) -> None:
     assert f"\nVersion: {tpu_kit.__version__}\n" in zipfile.ZipFile(wheel).read(about).decode()
 
 
-# What a kernel of Colab or Kaggle does with the cell, where all packages but the kit are installed: first an index
-# without the kit, then one that has it.
+# Runs the cell as a kernel of Colab or Kaggle does, with all packages but the kit installed: first with an index
+# without the kit, then with an index that has it.
 _INSTALL_BY_NAME = """
 import os, sys
 from IPython.core.interactiveshell import InteractiveShell

@@ -1,4 +1,4 @@
-"""README.md and the README.md of rooms: a test runs each command, and settings, modules, files and links exist.
+"""Checks README.md and the rooms' READMEs: a test runs each command; named settings, modules, files and links exist.
 
 Commands that need a TPU, install something or take minutes are marked as such.
 """
@@ -31,7 +31,7 @@ ROOMS = [
 ]
 TEXTS = {path: path.read_text() for path in (MAIN, *ROOMS)}
 
-# How a command begins -> the test that runs it, or "network" where it installs or fetches. Those that need a TPU are
+# The beginning of a command -> the test that runs it, or "network" if it installs or fetches. Commands for a TPU are
 # the same commands, under headings that say so.
 RUN_BY = {
     "make train": "test_notebooks.test_all_run_in_order_and_leave_html",  # its notebook, by the same command
@@ -61,8 +61,8 @@ RUN_BY = {
     "pip install": "network",
     "python -m papermill": "test_template.test_the_five_lines_of_the_readme_train_on_rows_of_ones_own",
     "python -m tpu_kit profile": "test_profile.test_the_command_prints_the_report",
-    "python -m pytest": "by hand",  # as this test is
-    "python -m tests.benchmarks": "by hand",  # a benchmark of minutes, whose figures stand beside it
+    "python -m pytest": "by hand",  # like this test
+    "python -m tests.benchmarks": "by hand",  # benchmarks take minutes; their figures are in the text
     "python -m tests.benchmarks.step": "test_benchmarks.test_the_step_benchmark_runs_and_its_exact_goals_are_met",
     "python -m tpu_kit checkpoints": "test_manager.test_list",
     "python -m tpu_kit distill": "test_distill.test_the_command",
@@ -82,23 +82,23 @@ RUN_BY = {
 
 
 def blocks(text: str, kind: str = r"\w*") -> list[str]:
-    """The fenced blocks of a language, or of all."""
+    """Returns the fenced blocks of a language, or all of them."""
     return re.findall(rf"^```{kind}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
 def prose(text: str) -> str:
-    """The text without its fenced blocks."""
+    """Returns the text without its fenced blocks."""
     return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
 def block_with(word: str) -> str:
-    """The only yaml block of all texts that has the word."""
+    """Returns the only yaml block of all texts that contains `word`."""
     (found,) = [block for text in TEXTS.values() for block in blocks(text, "yaml") if word in block]
     return found
 
 
 def commands(text: str) -> set[str]:
-    """Each command of a shell block, of a transcript, and of running text."""
+    """Returns the commands in shell blocks, transcripts and running text."""
     lines = [line for block in blocks(text, "bash") for line in block.splitlines()]
     lines += [line[2:] for line in text.splitlines() if line.startswith("$ ")]
     lines += re.findall(r"`((?:make|git|%?pip|python -m) [^`]+)`", prose(text))
@@ -110,13 +110,13 @@ ALL_COMMANDS = sorted({command for text in TEXTS.values() for command in command
 
 
 def anchors(text: str) -> list[str]:
-    """The anchors that GitHub gives the headings."""
+    """Returns the anchors that GitHub gives the headings."""
     headings = re.findall(r"^#+ (.+)$", prose(text), re.MULTILINE)
     return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
 def broken_links(texts: dict[Path, str]) -> list[str]:
-    """The relative links whose file, or whose heading in one of the texts, is not there."""
+    """Returns the relative links to a missing file, or to a missing heading in `texts`."""
     broken = []
     for path, text in texts.items():
         for link in re.findall(r"\]\(([^)\s]+)\)", prose(text)):
@@ -150,7 +150,7 @@ def test_a_command_is_run_by_a_test_or_needs_what_is_not_here(command: str) -> N
 
 
 def promises() -> list[tuple[str, str]]:
-    """Each test in the table of promises: its module and its name."""
+    """Returns module and name of every test in the table of promises."""
     rows = re.findall(r"^\| .+ \| (\S+: .+) \|$", TEXTS[REPOSITORY / "tests" / "README.md"], re.MULTILINE)
     parts = [part.split(": ") for row in rows for part in row.split("; ")]
     return [(module, name) for module, names in parts for name in names.split(", ")]
@@ -182,7 +182,7 @@ def test_what_a_command_is_given_exists(command: str, tmp_path: Path, monkeypatc
         if one.endswith("my.yaml"):
             assert load_config(one).run_name == "my-run"
         elif equals and name in ("train", "plan", "doctor", "notebooks"):
-            load_config("my.yaml", [each for each in given if "=" in each])  # one may need another
+            load_config("my.yaml", [each for each in given if "=" in each])  # single settings may need others
         elif one != "--help" and (equals or one.startswith("--")):
             text = COMMANDS[name].format_help()
             assert re.search(rf"(^|[\s\[]){re.escape(key)}\b", text), f"{name} does not explain {key}"
@@ -243,7 +243,7 @@ def test_links_lead_to_files_and_headings() -> None:
 
 
 def test_the_readme_is_short_and_leads_to_each_room() -> None:
-    assert 150 <= len(TEXTS[MAIN].splitlines()) <= 229  # with what its first screen has to say
+    assert 150 <= len(TEXTS[MAIN].splitlines()) <= 229  # its first screen needs this many
     for path in ROOMS:
         assert f"]({path.relative_to(REPOSITORY).as_posix()}" in TEXTS[MAIN], path
 

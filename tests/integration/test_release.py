@@ -1,4 +1,4 @@
-"""What `make release` refuses before it builds, and what it checks of a wheel. Building and installing take minutes."""
+"""Checks the refusals of `make release` before it builds, and its check of a wheel. Building takes minutes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.child_processes import REPOSITORY
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """A repository with what is read before the build, committed: version 1.2.0, not yet dated."""
+    """A committed repository with the files that are read before the build: version 1.2.0, not yet dated."""
     root = tmp_path / "clone"
     (root / "tpu_kit").mkdir(parents=True)
     (root / "tpu_kit" / "__init__.py").write_text('"""A kit."""\n\n__version__ = "1.2.0"\n')

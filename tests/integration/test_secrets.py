@@ -1,4 +1,4 @@
-"""Secrets of the environment are in no byte that a command prints or writes."""
+"""No byte that a command prints or writes contains a secret of the environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs on several hosts: processes of their own, which meet, train, save, stop and fail together."""
+"""Runs on several hosts: separate processes that meet, train, save, stop and fail together."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def assert_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], 
 
 @pytest.mark.slow
 def test_two_hosts_stop_together_and_one_goes_on_alike(two: Rehearsal, bucket: str, tmp_path: Path) -> None:
-    """SIGTERM to host 1: both save one step and end as preempted; one host continues, and ends as without the stop."""
+    """SIGTERM to host 1: both save the same step and end as preempted; one host continues to the undisturbed result."""
     settings = {"max_steps": 400, "save_steps": 1000, "schedule": "constant", "warmup_ratio": 0}
     first, second = two.start(f"{bucket}/run", **settings)
     first.wait_for_step(3)
@@ -72,7 +72,7 @@ RUN = {"max_steps": 4000, "save_steps": 5, "schedule": "constant", "warmup_ratio
 def test_a_killed_host_is_named_and_all_go_on_from_its_last_checkpoint(
     two: Rehearsal, bucket: str, shared: bool
 ) -> None:
-    """Each host has a home and a working folder of its own, or they share them."""
+    """The hosts have separate homes and working folders, or share them."""
     two.shared = shared
     first, second = two.start(f"{bucket}/run", num_replicas=1 + shared, **RUN)
     first.wait_for_step(12)
@@ -93,7 +93,7 @@ def test_a_killed_host_is_named_and_all_go_on_from_its_last_checkpoint(
 def test_a_host_that_hangs_is_named_with_its_stack(
     two: Rehearsal, bucket: str, which: int, how: str, seconds: int
 ) -> None:
-    """Its replica sleeps or computes in a step, and the other host waits for it in the step's collective."""
+    """Its replica sleeps or computes in a step; the other host waits for it in the step's collective."""
     hang = {"objective": f"tests.support.own_objectives:{how}", "hang_timeout": seconds}
     hosts = two.start(f"{bucket}/run", env={"TPU_KIT_TEST_HANG": str(which)}, **RUN | hang)
     assert two.wait() == [75, 75], hosts[0].text + hosts[1].text
@@ -105,7 +105,7 @@ def test_a_host_that_hangs_is_named_with_its_stack(
 
 @pytest.mark.slow
 def test_a_failure_of_one_host_is_told_by_all(two: Rehearsal, bucket: str) -> None:
-    """The disk of host 0, which stages checkpoints, is full: no file may be larger than a few kilobytes."""
+    """The disk of host 0, which stages checkpoints, is full: no file may exceed a few kilobytes."""
     first, second = two.start(f"{bucket}/run", env={"TPU_KIT_TEST_FULL": "0"}, **RUN)
     assert two.wait() == [1, 1], first.text + second.text
     assert "cannot be written to" in first.text and "host 0 of 2, machine-0, failed:" in second.text
@@ -114,7 +114,7 @@ def test_a_failure_of_one_host_is_told_by_all(two: Rehearsal, bucket: str) -> No
 
 @pytest.mark.slow
 def test_hosts_that_share_no_folder_are_told(two: Rehearsal, tmp_path: Path) -> None:
-    """With output_dir in a folder of each machine only host 0 would have the checkpoints."""
+    """If output_dir is in a local folder of each machine, only host 0 would have the checkpoints."""
     first, second = two.start("mine", **RUN)
     assert two.wait() == [1, 1], first.text + second.text
     told = "output_dir=mine of host 1 of 2, machine-1, lacks a file that host 0 wrote there 90 s ago: set output_dir to"
@@ -125,7 +125,7 @@ def test_hosts_that_share_no_folder_are_told(two: Rehearsal, tmp_path: Path) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize(("hosts", "replicas"), [(4, 1), (1, 2)])
 def test_all_hosts_and_replicas_make_one_commit(hosts: int, replicas: int, tmp_path: Path) -> None:
-    """Host 0 alone asks the hub; only its address differs from that of a run without a push."""
+    """Only host 0 contacts the hub; its address is the only difference from a run without a push."""
     with run_hub() as hub:
         hub.roles[TOKEN] = "write"
         made = Rehearsal(tmp_path, hosts)

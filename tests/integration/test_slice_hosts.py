@@ -1,4 +1,4 @@
-"""Runs on the simulated hosts of a slice: each saves its shards, and other hosts and meshes go on from them."""
+"""Runs on the simulated hosts of a slice: each host saves its shards, and other hosts and meshes resume from them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SETTINGS = [
 
 
 def start(folder: Path, url: str, hosts: int, *changes: str, dies: int | None = None) -> list[subprocess.Popen[str]]:
-    """Starts the hosts; `dies` is the step at which the last one is killed."""
+    """Starts the hosts; the last host is killed at step `dies`."""
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     running = []
     for index in range(hosts):
@@ -37,7 +37,7 @@ def start(folder: Path, url: str, hosts: int, *changes: str, dies: int | None = 
             "PYTHONPATH": PYTHONPATH, "PJRT_DEVICE": None, "TPU_KIT_TEST_HOST": ",".join(map(str, about)),
             "STORAGE_EMULATOR_HOST": os.environ["STORAGE_EMULATOR_HOST"], "HF_HOME": str(at / "cache"),
         })  # fmt: skip
-        minutes = 1e-6 if index == 0 else 1e6  # the clock of host 0 alone says that a checkpoint is due
+        minutes = 1e-6 if index == 0 else 1e6  # only host 0's clock says that a checkpoint is due
         command = [sys.executable, "-m", "tests.support.slice_hosts", *SETTINGS, f"output_dir={url}", *changes,
                    f"save_minutes={minutes}"]  # fmt: skip
         running.append(subprocess.Popen(command, cwd=at, env=env, text=True, stderr=subprocess.PIPE))
@@ -57,7 +57,7 @@ def adapter(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 def test_hosts_save_their_shards_and_other_hosts_go_on(tmp_path: Path, bucket: str) -> None:
-    """The undisturbed run of two hosts; one whose host dies while it saves; and its resumption by four hosts."""
+    """An undisturbed run of two hosts; a run whose host dies while saving; and its resumption by four hosts."""
     wait(start(tmp_path / "whole", f"{bucket}/whole", 2, "mesh=fsdp=8"))
     broken = start(tmp_path / "broken", f"{bucket}/broken", 2, "mesh=fsdp=8", dies=4)
     broken[1].communicate(timeout=900)
@@ -65,7 +65,7 @@ def test_hosts_save_their_shards_and_other_hosts_go_on(tmp_path: Path, bucket: s
     good, damaged = list_checkpoints(f"{bucket}/broken/checkpoints", verify=True)
     assert [one.step for one in good] == [2, 3] and not damaged
     assert {"training-0.safetensors", "training-1.safetensors", "layout.json"} <= good[0].files.keys()
-    broken[0].kill()  # it waits for the part of host 1
+    broken[0].kill()  # it waits for host 1's part
     broken[0].communicate(timeout=60)
     wait(start(tmp_path / "resumed", f"{bucket}/broken", 4, "mesh=data=2,fsdp=4"))
     good, damaged = list_checkpoints(f"{bucket}/broken/checkpoints", verify=True)

@@ -1,4 +1,4 @@
-"""The training notebook as a template: a copy in an empty folder, the kit as a wheel, and one's own rows beside it."""
+"""The training notebook as a template: a copy in an empty folder, the kit from a wheel, and the user's rows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROWS = [
 
 @pytest.fixture
 def desk(tmp_path: Path, wheel: Path) -> Path:
-    """A folder outside the repository with a copy of the notebook and rows of one's own, and the kit installed."""
+    """A folder outside the repository with a copy of the notebook and the user's rows; the kit is installed too."""
     zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
     (tmp_path / "desk").mkdir()
     (tmp_path / "desk" / "mine.ipynb").write_bytes(TRAIN.read_bytes())
@@ -43,7 +43,7 @@ def environment(desk: Path, **changes: str | None) -> dict[str, str | None]:
 
 
 def run_notebook(desk: Path, environment: dict[str, str | None], **parameters: Any) -> tuple[int, str, list[Any]]:
-    """Runs the copy as a batch job does; returns the exit status, what papermill wrote, and the cells."""
+    """Runs the copy like a batch job; returns the exit status, papermill's output, and the cells."""
     given = [part for name, value in parameters.items() for part in ("-p", name, str(value))]
     command = [sys.executable, "-m", "papermill", "mine.ipynb", "out.ipynb", "--no-progress-bar", *given]
     done = subprocess.run(
@@ -54,13 +54,13 @@ def run_notebook(desk: Path, environment: dict[str, str | None], **parameters: A
 
 
 def assignments(section: str) -> dict[str, str]:
-    """What a section of notebooks/README.md sets in the parameters cell, by name."""
+    """Returns the assignments that a section of notebooks/README.md makes in the parameters cell, by name."""
     text = (REPOSITORY / "notebooks" / "README.md").read_text().partition(f"## {section}\n")[2].partition("\n## ")[0]
     return dict(re.findall(r"`(\w+) = ([^`]+)`", text))
 
 
 def set_parameters(notebook: Path, values: dict[str, str]) -> None:
-    """Writes lines into the parameters cell as a user does."""
+    """Writes lines into the parameters cell, as a user does."""
     found = nbformat.read(notebook, as_version=4)
     (cell,) = [cell for cell in found.cells if "parameters" in cell.metadata.get("tags", [])]
     for name, value in values.items():
@@ -71,7 +71,7 @@ def set_parameters(notebook: Path, values: dict[str, str]) -> None:
 
 
 def keep_in_cache(home: Path, name: str) -> None:
-    """Puts a model of that name, of a tiny size, where the hub's client finds what it has fetched before."""
+    """Puts a tiny model of that name into the hub client's cache."""
     folder = home / "hub" / f"models--{name.replace('/', '--')}"
     (folder / "refs").mkdir(parents=True)
     (folder / "refs" / "main").write_text("0" * 40)

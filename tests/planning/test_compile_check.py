@@ -1,4 +1,4 @@
-"""The step that trains, compiled by the real TPU compiler: a two-layer model here, real shapes in the slow tests."""
+"""Compiles the training step with the real TPU compiler: a two-layer model here, real shapes in the slow tests."""
 
 from __future__ import annotations
 
@@ -55,23 +55,23 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def eight(tiny: Path, cache: Path) -> Iterator[Compiled]:
-    """The step of the tiny model for 8 chips, at full effort."""
+    """The tiny model's step for 8 chips, compiled at full effort."""
     before = locks()
     yield compile_step(small(tiny), "v5e", num_replicas=8, progress=False, cache_dir=cache)
     assert locks() == before, "a lock or a folder was left behind"
 
 
-# ------------------------------------------------------------------------------------------------------ what it says
+# -------------------------------------------------------------------------------------------------------- the answer
 
 
 @needs_libtpu
 def test_the_step_of_eight_replicas_is_one_program_that_writes_over_its_state(eight: Compiled) -> None:
     assert eight.topology == "v5e:2x4"
-    # All gradients, the loss and the number of tokens go over the wires at once.
+    # All gradients, the loss and the number of tokens are reduced in one collective.
     trained = 2 * 16 * (2 * 512 + 2 * 384 + 3 * 768)  # layers x rank x (inputs + outputs)
     assert [(one.kind, one.count) for one in eight.collectives] == [("all-reduce", 1)]
     assert 4 * trained <= eight.collectives[0].bytes < 4 * trained + 1024
-    # Parameters and both moments, fp32, lie where they lay; beside them a few numbers for the log.
+    # Parameters and both moments, fp32, are updated in place; the other outputs are a few numbers for the log.
     assert eight.aliased_bytes is not None and eight.output_bytes is not None
     assert 3 * 4 * trained <= eight.aliased_bytes < 3 * 4 * trained + 4096
     assert 0 <= eight.output_bytes - eight.aliased_bytes <= 4096
@@ -87,8 +87,8 @@ def test_its_sizes_add_up_and_fit(eight: Compiled) -> None:
     assert eight.fits and eight.out_of_memory is None
     weights = 2048 * 256 + 2 * (256 * (256 + 256 + 128 + 128) + 3 * 256 * 512)
     assert 2 * weights < eight.argument_bytes < 2 * weights + 3 * 600_000 + 500_000
-    # Forward, forward again and the gradient of the input, 2 FLOPs per weight and token each; the head is not repeated.
-    # Attention: 2 matrix products forward, twice, and 5 backward, for each of 2 layers.
+    # Forward, recomputed forward and the gradient of the input: 2 FLOPs per weight and token in each pass; the head is
+    # not recomputed. Attention: in both layers 2 matrix products forward, twice, and 5 backward.
     least = (6 * (weights - 2048 * 256) + 4 * 2048 * 256) * 4 * 256 + 2 * (2 * 2 + 5) * 2 * 4 * 256**2 * 256
     assert eight.flops is not None and 1.0 < eight.flops / least < 1.3
     assert eight.bytes_accessed is not None and eight.bytes_accessed > 5 * eight.argument_bytes
@@ -114,7 +114,7 @@ def test_costs_are_those_of_the_models_operations(eight: Compiled) -> None:
 
 @needs_libtpu
 def test_its_time_is_estimated_by_kind_of_work(eight: Compiled) -> None:
-    """Between its FLOPs at the chip's peak and a hundred times of that: the model is tiny."""
+    """Its lower bound is the FLOPs at the chip's peak, its upper bound a hundred times that: the model is tiny."""
     assert {"base products", "adapters", "loss", "attention kernel", "optimizer"} <= eight.estimated.keys()
     peak = (eight.flops or 0) / 197e12
     assert peak < sum(eight.estimated.values()) < 100 * peak
@@ -126,7 +126,7 @@ def test_a_second_call_compiles_nothing(eight: Compiled, tiny: Path, cache: Path
     start = time.monotonic()
     again = compile_step(small(tiny), "v5e", num_replicas=8, progress=False, cache_dir=cache)
     assert time.monotonic() - start < 3 and again == replace(eight, cached=True)
-    # Another folder and another learning rate: traced anew, and found to be the same program.
+    # Another folder and learning rate: the step is traced again, and gives the same program.
     other = small(write_config(tmp_path / "other", TINY), "learning_rate=1e-3")
     known = compile_step(other, "v5e:2x4", num_replicas=8, progress=False, cache_dir=cache)
     assert known == replace(eight, cached=True)
@@ -220,7 +220,7 @@ def test_out_of_memory_is_a_result_and_two_replicas_have_an_all_reduce(tiny: Pat
 
 @needs_libtpu
 def test_what_is_asked_of_the_child(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model of the hub whose shape comes with the kit needs no network."""
+    """A hub model needs no network if the kit has its shape."""
     asked = []
 
     def stop(request: dict[str, Any], *_: Any) -> None:
@@ -240,11 +240,11 @@ def test_what_is_asked_of_the_child(tiny: Path, tmp_path: Path, monkeypatch: pyt
 def test_the_key_follows_from_all_that_makes_the_program(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The replicas, the settings, the model's shape, and the code."""
+    """It depends on the replicas, the settings, the model's shape, and the code."""
     ignored = shutil.ignore_patterns("*.safetensors", "__pycache__")
     source = shutil.copytree(REPOSITORY / "tpu_kit", tmp_path / "tpu_kit", ignore=ignored)
     monkeypatch.setattr(compile_check, "__file__", str(source / "planning/compiler/compile_check.py"))
-    monkeypatch.setattr(compile_check, "_source", compile_check._source.__wrapped__)  # files do not change in a process
+    monkeypatch.setattr(compile_check, "_source", compile_check._source.__wrapped__)  # without its cache
 
     def key(model: Path = tiny, replicas: int = 1, *changes: str) -> str:
         return compile_check._request_key(small(model, *changes), replicas, "step", None)
@@ -257,7 +257,7 @@ def test_the_key_follows_from_all_that_makes_the_program(
     assert len(set(keys)) == len(keys) and key() == keys[-1]
 
 
-# -------------------------------------------------------------------------------------------- a process of its own
+# ----------------------------------------------------------------------------------------------- the child process
 
 CANCELLED = """
 import signal
@@ -265,7 +265,7 @@ import sys
 from pathlib import Path
 from tpu_kit.planning.compiler.compile_check import compile_step
 from tpu_kit.config.loader import load_config
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so does its child
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell and their children ignore it
 try:
     compile_step(load_config(None, [f"model.name={sys.argv[1]}"]), "v5e", cache_dir=Path(sys.argv[2]))
 except KeyboardInterrupt:
@@ -403,7 +403,7 @@ def test_eight_billion_parameters_are_traced_in_six_gib(tmp_path: Path) -> None:
 @pytest.mark.slow
 @needs_libtpu
 def test_a_program_is_the_same_wherever_the_kit_lies(tiny: Path, tmp_path: Path) -> None:
-    """A kernel carries the lines of code that it comes from, which would be another hash in another folder."""
+    """A kernel records the lines of its source code; their folder must not change the program's hash."""
     code = (
         "import os, sys; from tpu_kit.config.loader import load_config; "
         "from tpu_kit.planning.compiler.trace import trace_step; "

@@ -1,4 +1,4 @@
-"""What images add to memory, time and the plan's text, by formula and by the TPU compiler."""
+"""Memory and time of images by formula and by the TPU compiler, and their lines in the plan."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tpu_kit.planning.memory.memory_estimate import Memory, estimate
 
 
 class Answer(NamedTuple):
-    """What the compiler says of a step: bytes in all and of the arguments, and FLOPs."""
+    """The compiler's figures of a step: total bytes, argument bytes, and FLOPs."""
 
     total: int
     arguments: int
@@ -121,7 +121,7 @@ def test_the_formula_is_the_compilers_answer_with_images(
     assert -0.075 <= found.total_bytes / answer.total - 1 <= 0.15
     config = configuration(place[2], tmp_path)
     done = work(config, read_shape(config.model), batch_arithmetic(config, place[1]))
-    # The kernel of attention computes whole blocks: of 2,048 tokens 3/4 of the square, of which the formula counts 1/2.
+    # The attention kernel computes whole blocks: 3/4 of the square of 2,048 tokens; the formula counts 1/2.
     assert done.flops == pytest.approx(answer.flops, rel=0.08)
 
 
@@ -136,7 +136,7 @@ def test_the_compiler_still_says_so_with_images(place: tuple[str, int, tuple[str
 def test_more_images_of_a_row_take_more_of_the_batch_and_of_the_time(tmp_path: Path) -> None:
     few, more = (configuration((*E2B, f"images_per_row={count}"), tmp_path) for count in (1, 4))
     held = [estimate(config).parts["batch"] for config in (few, more)]
-    patches = 2520  # of an image; its bytes and positions, and a batch's text beside them
+    patches = 2520  # per image: its bytes and positions; the batch's text comes on top
     assert held[1] - held[0] == pytest.approx(3 * patches * (768 + 2 * 4), rel=0.3)
     costs = [work(config, read_shape(config.model), batch_arithmetic(config, 1)).flops for config in (few, more)]
     inputs = inputs_of(more)

@@ -1,4 +1,4 @@
-"""The memory formula against what the TPU compiler said of the same steps, and its own arithmetic."""
+"""The memory formula against the TPU compiler's recorded answers for the same steps, and its own arithmetic."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tpu_kit.planning.memory.memory_estimate import Memory, estimate
 RECORDED = json.loads((Path(__file__).parents[1] / "recorded_memory.json").read_text())
 ANSWERS: list[dict[str, Any]] = [one for one in RECORDED["answers"] if "total_bytes" in one]
 LLAMA_1B: dict[str, Any] = RECORDED["models"]["llama-1b"]
-STILL = 0.02  # what a compile today may differ by from the recorded one
+STILL = 0.02  # tolerance between a compile today and the recorded one
 GIB = 2**30
 
 
@@ -39,7 +39,7 @@ def name_of(answer: dict[str, Any]) -> str:
 
 def configuration(answer: dict[str, Any], folder: Path) -> TrainConfig:
     model: Path | str = answer["model"]
-    if shape := RECORDED["models"].get(answer["model"]):  # else it comes with the kit
+    if shape := RECORDED["models"].get(answer["model"]):  # other models come with the kit
         model = write_config(folder / answer["model"], shape, num_hidden_layers=answer["layers"])
     return load_config(None, [f"model.name={model}", "device_type=tpu", "max_steps=10", *answer["settings"]])
 
@@ -56,7 +56,7 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 def estimated(answer: dict[str, Any], folder: Path) -> Memory:
-    """The formula's figures of a recorded step, of replicas or on its mesh."""
+    """Returns the formula's figures of a recorded step, on replicas or on its mesh."""
     config = configuration(answer, folder)
     mesh = resolve_mesh(config.launch.mesh, answer["replicas"]) if config.launch.mesh else None
     return estimate(config, num_replicas=answer["replicas"], mesh=mesh)
@@ -75,7 +75,7 @@ def of(folder: Path, shape: dict[str, Any], *settings: str, **changes: Any) -> M
 
 
 def test_its_errors_together(tmp_path: Path) -> None:
-    """Too low is worse than too high: a step that does not fit ends, one that is thought larger than it is runs."""
+    """Too low is worse than too high: a step that does not fit fails, but an overestimated step runs."""
     found = {name_of(one): error(one, tmp_path) for one in ANSWERS + RECORDED["drawn"]}
     assert len(found) >= 119
     sizes = [abs(one) for one in found.values()]
@@ -107,7 +107,7 @@ def test_arguments_are_exact(answer: dict[str, Any], tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("answer", ANSWERS, ids=name_of)
 def test_the_compiler_still_says_so(answer: dict[str, Any], tmp_path: Path) -> None:
-    """Answers are kept on disk by program, so that a run that was interrupted goes on where it was."""
+    """Answers are cached by program, so an interrupted test run can be continued."""
     compiled = compile_step(
         configuration(answer, tmp_path), answer["topology"], num_replicas=answer["replicas"], progress=False
     )
@@ -172,7 +172,7 @@ def test_optimizers_and_the_average(tmp_path: Path) -> None:
 
 
 def test_the_largest_stack_is_written_beside_the_arguments(tmp_path: Path) -> None:
-    """By AdamW with both moments, while all gradients are alive; by Adafactor alone."""
+    """By AdamW with both moments, while all gradients are alive; by Adafactor without them."""
     adamw, adafactor = (
         of(tmp_path, LLAMA_1B, "lora.r=0", "batch_size=1", f"optimizer={name}") for name in ("adamw", "adafactor")
     )
@@ -195,7 +195,7 @@ def test_what_saves_memory_does(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", [*COMPARED[:5], *COMPARED[6:], "smollm3", "olmo3", "granite", "gemma4_text"])
 def test_parameters_are_those_of_transformers(family: str, tmp_path: Path) -> None:
-    """Counted on the meta device, with adapters as PEFT makes them."""
+    """Counted on the meta device, with PEFT's adapters."""
     torch = pytest.importorskip("torch")
     from peft import LoraConfig, get_peft_model
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -215,7 +215,7 @@ def test_parameters_are_those_of_transformers(family: str, tmp_path: Path) -> No
     assert trained == trained_count(shape, config)
 
 
-# What the compiler (libtpu 0.0.21, v5e) saves: 1,670,543,360 bytes in bf16, less 1,314,469,376 or 1,240,301,568.
+# The compiler's total (libtpu 0.0.21, v5e): 1,670,543,360 bytes in bf16, minus 1,314,469,376 or 1,240,301,568.
 @pytest.mark.parametrize(
     ("settings", "saved"), [(["base_dtype=int8"], 356073984), (["base_dtype=int4", "quant_group=64"], 430241792)]
 )
@@ -237,12 +237,12 @@ def test_integers_are_counted_as_they_are_stored(settings: list[str], saved: int
     stored = [one for one in model_tensors(shape, config) if not one.trained]
     assert sum(math.prod(one.shape) * one.size for one in stored) == expected
     found, plain = estimate(config), of(tmp_path, QWEN2_500M)
-    assert found.parts["base_weights"] == pytest.approx(expected, rel=0.01)  # and tiles filled up
+    assert found.parts["base_weights"] == pytest.approx(expected, rel=0.01)  # plus padding of tiles
     assert plain.total_bytes - found.total_bytes == pytest.approx(saved, rel=0.06)
 
 
 def test_a_compiler_counts_what_loops_carry_twice(tmp_path: Path) -> None:
-    """Saved inputs above all: a layer more costs its weights, its state, and its input twice."""
+    """Mainly saved inputs: another layer costs its weights, its state, and twice its input."""
     few, more = (of(tmp_path, QWEN2_500M, "batch_size=16", num_hidden_layers=layers) for layers in (20, 21))
     grown = more.total_bytes - few.total_bytes - (more.argument_bytes - few.argument_bytes)
     saved = 16 * 1024 * 896 * 2
@@ -251,7 +251,7 @@ def test_a_compiler_counts_what_loops_carry_twice(tmp_path: Path) -> None:
 
 
 def loops_of(model: str) -> list[tuple[int, int]]:
-    """Returns (layers of a block, turns) of the loops of a model."""
+    """Returns (layers per block, iterations) of a model's loops."""
     return [(loop.period, loop.turns) for loop in read_shape(load_config(None, [f"model.name={model}"]).model).loops]
 
 
@@ -302,7 +302,7 @@ def test_it_takes_little_time(tmp_path: Path) -> None:
 
 
 def test_layers_with_a_state_are_near_what_the_compiler_said() -> None:
-    """The line of `qwen3.5-4b-v5e` in the table of tpu_kit/planning/README.md: 11.07 GiB, 98 TFLOP."""
+    """The line of `qwen3.5-4b-v5e` in tpu_kit/planning/README.md has 11.07 GiB, 98 TFLOP."""
     config = load_config("qwen3.5-4b-v5e", ["device_type=tpu"])
     done = work(config, read_shape(config.model), batch_arithmetic(config, 1))
     assert estimate(config).total_bytes / 2**30 == pytest.approx(11.07, rel=0.03)
@@ -313,7 +313,7 @@ PAGE = REPOSITORY / "tpu_kit" / "planning" / "memory" / "README.md"
 
 
 def test_the_page_that_explains_the_formula_says_what_it_computes() -> None:
-    """Each expression gives the figure beside it and the part of the estimate; constants are those of the code."""
+    """Each expression gives the figure beside it and a part of the estimate; the constants equal the code's."""
     found = estimate(load_config(None, ["model.name=Qwen/Qwen2.5-0.5B", "max_length=1024", "remat=full"]))
     letters: dict[str, float] = {}
     for names, values in re.findall(r"^\| ([A-Za-z, ]+) \| ([\d, ]+) \|", text := PAGE.read_text(), re.MULTILINE):

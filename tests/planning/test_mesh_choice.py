@@ -1,4 +1,4 @@
-"""Replicas or a mesh: what is chosen, why, what is shown of it, and its collectives against the compiler's."""
+"""The choice between replicas and a mesh, its reason and report, and its collectives against the compiler's."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def eight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return fake(tmp_path / "root", *[V5E] * 8)
 
 
-# ------------------------------------------------------------------------------------------------------- what is chosen
+# ----------------------------------------------------------------------------------------------------------- the choice
 
 
 def test_a_model_that_fits_a_chip_has_replicas() -> None:
@@ -75,7 +75,7 @@ def test_devices_share_the_tokens_of_rows_that_fit_no_other_mesh() -> None:
     tokens, numbers = 65536 // 4, (32 + 8 + 8 + 32) * 128
     assert kinds["all-to-all of heads"].count == 4 * 3 * 32
     assert kinds["all-to-all of heads"].moved == 3 * 32 * tokens * numbers * 2 * 3 / 4
-    # As many tokens on a device as a row of 16,384 has, so as much traffic between the products.
+    # A device has as many tokens as with a row of 16,384, and thus as much traffic between matrix products.
     shared, alone = (
         planned(f"mesh={mesh}", f"max_length={length}", "batch_size=1", "remat=full")
         for mesh, length in (("context=8", 131072), ("fsdp=8", 16384))
@@ -159,7 +159,7 @@ def test_the_largest_models_of_a_slice(capsys: pytest.CaptureFixture[str]) -> No
     assert "v5litepod-8: the largest models by formula" in printed and "int4" in printed
 
 
-# -------------------------------------------------------------------------------------------------------- what is shown
+# ----------------------------------------------------------------------------------------------------------- the report
 
 
 def test_a_plan_shows_devices_shards_and_collectives(capsys: pytest.CaptureFixture[str]) -> None:
@@ -214,12 +214,12 @@ def test_the_data_axis_spreads_over_slices(tmp_path: Path) -> None:
     chosen, on, note = placed(config, shape, where)
     assert (chosen.launch.mesh, on.mesh, on.slices) == ("data=16,fsdp=8", Mesh(16, 8, 1), 2)
     assert "so mesh=data=16,fsdp=8" in note
-    # A device has an eighth of the gradients in bf16, and its slice reduces it over 8 devices first.
+    # A device has an eighth of the gradients in bf16, which its slice first reduces over 8 devices.
     (between,) = (one for one in predicted_collectives(chosen, shape, batch_arithmetic(chosen, 128), Mesh(16, 8, 1), 2)
                   if one.over_dcn)  # fmt: skip
     assert between.moved == pytest.approx(2 * shape.parameters / 8 / 8, rel=0.01)
     assert link_seconds([between], where.chip) == pytest.approx(between.moved / (3.125e9 * 0.7))
-    # A model that a device holds is on a mesh too, with its weights on each device.
+    # A model that fits a device also gets a mesh, with its weights on every device.
     small = load_config(None, {"model.name": "Qwen/Qwen2.5-0.5B-Instruct", "batch_size": 1, "max_steps": 1})
     assert str(placed(small, read_shape(small.model), where)[1].mesh) == "data=128"
 
@@ -242,7 +242,7 @@ SHIPPED = {
     "qwen3-30b-a3b-kaggle": (SLICE, 4.9), "gpt-oss-20b-kaggle": (SLICE, 5.9),
     "gpt-oss-120b-kaggle": (SLICE, 14.6),
 }  # fmt: skip
-"""By name the slice, and the most GiB of a device, which the formula is near."""
+"""Name -> the slice, and an upper bound for the GiB of a device, close to the formula."""
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -268,7 +268,7 @@ def test_a_shipped_configuration_compiles(name: str) -> None:
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
 def test_the_state_of_an_optimizer_is_counted_as_it_is_sharded(optimizer: str, tmp_path: Path) -> None:
-    """Against the state that training makes on the meta device."""
+    """Compared with the state that training makes on the meta device."""
     torch = pytest.importorskip("torch")
     from tpu_kit.distributed.replica.backends import TpuRuntime
     from tpu_kit.distributed.replica.mesh import use_mesh
@@ -289,4 +289,4 @@ def test_the_state_of_an_optimizer_is_counted_as_it_is_sharded(optimizer: str, t
             for one in moments.values()
         )
     (found,) = plan(config, [SLICE])
-    assert found.parts["optimizer"] == pytest.approx(held, rel=0.03)  # tiles filled up
+    assert found.parts["optimizer"] == pytest.approx(held, rel=0.03)  # plus padding of tiles

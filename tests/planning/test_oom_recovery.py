@@ -1,4 +1,4 @@
-"""What is proposed when memory runs out: of a TPU, by its compiler's text; of a GPU and a host; and what is not."""
+"""The proposal when memory runs out, on a TPU (by its compiler's text), a GPU or a host; other errors get none."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def eight(tmp_path: Path) -> Preflight:
-    """A run of Qwen2.5-0.5B on eight chips, with as many rows as the formula says fit."""
+    """A run of Qwen2.5-0.5B on eight chips, with the most rows that fit by formula."""
     model = write_config(tmp_path / "qwen", QWEN2_500M)
     settings = [f"model.name={model}", "max_steps=10", "device_type=tpu", "batch_size=96", f"output_dir={tmp_path}/run"]
     return check_before_launch(load_config(None, settings), at=fake(tmp_path / "root", *[V5E] * 8))
 
 
 def again(outlook: Preflight, overrides: dict[str, object], tmp_path: Path) -> Preflight:
-    """The same run with what was proposed, as a user gives it."""
+    """The same run with the proposed settings, as a user passes them."""
     given = [name for name in outlook.config.sources if name.rpartition(".")[2] not in overrides]
     values = {name: outlook.config[name] for name in given if name != "output_dir"}
     config = load_config(None, {**values, **overrides})
@@ -52,7 +52,7 @@ def test_a_prediction_that_was_too_low_is_corrected_by_what_was_taken(eight: Pre
     assert "it begins anew, as nothing was saved yet" in text
     other = again(eight, found.overrides, tmp_path)
     assert other.fits and suggestion(other) == "" and other.setting is not None and eight.setting is not None
-    # By as much as this formula was too low, it still fits.
+    # It still fits if this formula is too low by the same factor.
     assert other.setting.peak_bytes * 17 * GIB / eight.setting.peak_bytes < 15.75 * GIB
 
 
@@ -128,7 +128,7 @@ def test_one_long_row_is_recomputed_in_blocks(tmp_path: Path) -> None:
 
 
 def test_a_run_that_began_anew_is_not_to_begin_anew_again(tmp_path: Path) -> None:
-    """With resume=never once more, what it has saved would be moved aside."""
+    """With resume=never again, its saved checkpoints would be moved aside."""
     model = write_config(tmp_path / "qwen", QWEN2_500M)
     settings = {"model.name": str(model), "max_steps": 10, "device_type": "tpu", "batch_size": 96, "resume": "never",
                 "output_dir": str(tmp_path / "run")}  # fmt: skip

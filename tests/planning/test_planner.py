@@ -1,4 +1,4 @@
-"""The planner: which settings it finds and picks, what it says where nothing fits, its command."""
+"""The planner: the settings it finds and picks, its advice if nothing fits, its command."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_what_to_change_when_nothing_fits(large: Path) -> None:
              "data.max_length", "model.base_dtype")  # fmt: skip
     places = [order.index(knob.change.partition("=")[0]) for knob in found.advice.knobs]
     assert places == sorted(places) and order.index("optim.batch_size") in places
-    # Of 8 billion weights in 16 GiB nothing helps but fewer bits, and then rows need not be shortened further.
+    # For 8 billion weights in 16 GiB only fewer bits help, and then rows need not be shortened further.
     assert found.advice.knobs[-1].change == "model.base_dtype=int8" and found.advice.knobs[-1].fits
     *others, _ = [knob.change for knob in found.advice.knobs]
     for left in others:
@@ -147,7 +147,7 @@ def test_kept_outputs_cost_memory_and_save_time(small: Path) -> None:
 
 
 def test_the_inputs_of_blocks_are_kept_where_those_of_all_layers_do_not_fit(large: Path) -> None:
-    """Their memory and time are compared with the compiler's: tests/recorded_memory.json, README.md."""
+    """Their memory and time are compared with the compiler's in tests/recorded_memory.json and README.md."""
     long = run(large, "base_dtype=int8", "batch_size=1", "max_length=16384", "max_steps=100")
     for config, chips in (
         (long, "v5e"), (run(large, "mesh=fsdp=8", "batch_size=1", "max_length=32768", "max_steps=100"), "v5e:2x4"),
@@ -157,7 +157,8 @@ def test_the_inputs_of_blocks_are_kept_where_those_of_all_layers_do_not_fit(larg
         assert found.fits and not of["full"].fits and found.config.optim.remat == "blocks"
         saved = {remat: of[remat].memory.parts["saved_activations"] for remat in ("full", "blocks")}
         assert saved["full"] == 4 * saved["blocks"]
-        # 24 of 32 layers forward once more: a quarter of 3/4, less as the unfused backward pass of attention is longer
+        # 24 of 32 layers are recomputed: a quarter of 3/4, less because the unfused backward pass of attention takes
+        # longer
         assert 1.15 < of["blocks"].time.seconds / of["full"].time.seconds < 1.25
         gathered = {
             remat: sum(one.moved for one in cost.predicted_collectives(each.config, each.shape, each.update, mesh)
@@ -238,7 +239,7 @@ def test_how_long_a_context_it_can_answer(small: Path, large: Path) -> None:
     assert limit - answering.cache_bytes_per_token < held <= limit
     assert plan(run(large, "batch_size=1"))[0].inference.longest_context == 0
     whole = plan(run(small, "lora.r=0", "batch_size=1"))[0].inference
-    assert whole.longest_context == 32768  # the model's own
+    assert whole.longest_context == 32768  # the model's own limit
     assert whole.weight_bytes == pytest.approx(2 * read_shape(run(small).model).parameters, rel=0.02)
     mesh = plan(run(large, "batch_size=1", "mesh=fsdp=8"))[0].inference  # eight key-value heads
     assert mesh.weight_bytes == pytest.approx(answering.weight_bytes / 8, rel=0.02)
@@ -287,7 +288,7 @@ def test_largest() -> None:
 def test_work_is_what_the_compiler_counts(answer: dict[str, Any], tmp_path: Path) -> None:
     config = configuration(answer, tmp_path)
     done = work(config, read_shape(config.model), batch_arithmetic(config, answer["replicas"]))
-    # Splash attention reports no FLOPs to the compiler: of a small model with long rows they are a third.
+    # The compiler sees no FLOPs of splash attention: a third of the FLOPs of a small model with long rows.
     assert 0.8 < done.flops / answer["flops"] < 1.5
 
 
@@ -336,7 +337,7 @@ def test_interruptions_cost_the_seconds_of_a_compile(small: Path, monkeypatch: p
         (found,) = plan(run(small, "batch_size=4", "remat=full", "max_steps=100000"), exact=True)
         assert found.run.spot is not None and found.run.on_demand is not None
         spot.append(found.run.spot)
-    assert spot[1] == pytest.approx(spot[0] * (1 + 1 / 6), rel=0.05)  # an hour more in each six
+    assert spot[1] == pytest.approx(spot[0] * (1 + 1 / 6), rel=0.05)  # one more hour in every six
 
 
 def test_the_pick_is_verified(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,7 +360,7 @@ def test_the_pick_is_verified(small: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert found.to_dict().keys() == KEYS | EXACT
 
 
-# What libtpu 0.0.21 said of Qwen2.5-0.5B's first two layers on v5e, by rows: (total, arguments). 416 rows do not fit.
+# libtpu 0.0.21's answers for Qwen2.5-0.5B's first two layers on v5e, by rows: (total, arguments). 416 rows do not fit.
 TWO_LAYERS = {256: (11026515968, 348071936), 392: (16653974528, 351971328), 416: (17639502848, 352659456)}
 
 
@@ -391,7 +392,7 @@ def test_the_largest_batch_that_is_named_is_the_compiler_s(tmp_path: Path, monke
 def test_a_compiler_that_saves_memory_does_not_send_the_search_beyond_what_it_compiled(
     bytes_of: Any, small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As for gpt-oss-120b-kaggle: the step of the formula's largest batch took less than that of the picked one."""
+    """Like gpt-oss-120b-kaggle: the step of the formula's largest batch needed less memory than the picked step."""
     asked: list[Any] = []
 
     def recorded(config: TrainConfig, *_: Any, **__: Any) -> Compiled:
@@ -429,7 +430,7 @@ def test_each_shipped_configuration_is_planned_by_the_command_in_its_file(
 
 
 def promise_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The formula leaves out two thirds of what comes and goes in a step, and more rows are faster to the last."""
+    """Makes the formula omit two thirds of the temporaries, and more rows always faster."""
 
     def too_little(*given: Any, **options: Any) -> Memory:
         memory = estimate(*given, **options)
@@ -439,7 +440,7 @@ def promise_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "TIE", 1e-9)
 
 
-# What the compiler said, in this order, when the test below this one asked it.
+# The compiler's answers, in this order, to the test with the real compiler below.
 TOO_LARGE = {4096: 24512805136, 2048: 16357547520}
 
 
@@ -467,7 +468,7 @@ def test_a_pick_that_is_too_large_is_found_out(tmp_path: Path, monkeypatch: pyte
 def test_a_pick_that_is_too_large_is_found_out_by_the_real_compiler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The formula is made to promise far too much of a model of two layers; few compiles find what fits."""
+    """The formula is made to promise far too much for a two-layer model; a few compiles find the settings that fit."""
     real, asked = compile_check.compile_step, []
 
     def watched(config: TrainConfig, chip: str, **options: Any) -> Compiled:
@@ -641,7 +642,7 @@ def test_bad_arguments(arguments: list[str], text: str, small: Path, capsys: pyt
     assert not printed.out
 
 
-# Of what a hub's page calls the number of parameters, a tied embedding counted once.
+# The number of parameters on the hub's pages, with tied embeddings counted once.
 PUBLISHED = {
     "01-ai/Yi-1.5-34B-Chat": 34388917248, "01-ai/Yi-1.5-6B-Chat": 6061035520, "01-ai/Yi-1.5-9B-Chat": 8829407232,
     "codellama/CodeLlama-34b-hf": 33743970304, "codellama/CodeLlama-7b-hf": 6738546688,
@@ -649,8 +650,8 @@ PUBLISHED = {
     "deepseek-ai/deepseek-coder-6.7b-base": 6740512768, "deepseek-ai/deepseek-llm-7b-base": 6910365696,
     "google/gemma-2-27b": 27227128320, "google/gemma-2-2b-it": 2614341888, "google/gemma-2-9b": 9241705984,
     "google/gemma-3-1b-it": 999885952, "google/gemma-3-270m": 268098176, "HuggingFaceTB/SmolLM-135M": 134515008,
-    "google/gemma-4-E2B": 4628569344,  # without the towers, whose 450 million the page counts, too
-    "google/gemma-4-12B": 11907350272,  # without the embedders of images and sound: 11959730176 with them
+    "google/gemma-4-E2B": 4628569344,  # without the towers, which add 450 million in the page's count
+    "google/gemma-4-12B": 11907350272,  # without the embedders of images and sound; 11959730176 with them
     "allenai/Olmo-3-7B-Instruct": 7298011136, "HuggingFaceTB/SmolLM3-3B": 3075098624,
     "HuggingFaceTB/SmolLM2-1.7B": 1711376384, "HuggingFaceTB/SmolLM2-360M": 361821120,
     "meta-llama/Llama-2-13b-hf": 13015864320, "meta-llama/Llama-2-70b-hf": 68976648192,
@@ -691,7 +692,7 @@ def test_bases_and_mirrors_are_known_too() -> None:
     shapes = [shipped_shape(ModelConfig(name=name)) for name in eight]
     assert all(shape is not None and shape == shapes[0] for shape in shapes)
     assert shipped_shape(ModelConfig(name="unsloth/mistral-7b-instruct-v0.3"))["vocab_size"] == 32768  # type: ignore[index]
-    # Another size of the embedding, another family, and somebody else's model of that name.
+    # Another embedding size, another family, and another user's model of that name.
     for name in ("unsloth/Phi-3.5-mini-instruct", "unsloth/no-such-model", "somebody/Llama-3.1-8B"):
         assert shipped_shape(ModelConfig(name=name)) is None, name
 

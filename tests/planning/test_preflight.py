@@ -1,4 +1,4 @@
-"""What `train` settles before it launches, the batch of `auto` above all; and what it says of memory."""
+"""`train`'s decisions before the launch, mainly the batch of `auto`, and its messages about memory."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_auto_on_a_tpu_is_the_planner_s_choice(small: Path, tmp_path: Path) -> N
 
 
 def test_on_several_hosts_a_mesh_is_chosen(small: Path, tmp_path: Path) -> None:
-    """Data parallel where a device holds the model; several slices are planned as such."""
+    """Data parallel if a device holds the model; several slices are planned together."""
     at = fake(tmp_path / "root", *[V5E] * 4)
     for count, slices, name in ((4, 1, "v5litepod-16"), (8, 2, "2xv5litepod-16")):
         hosts = Hosts(0, tuple(map(str, range(count))), "0:29477", slices=slices)
@@ -203,7 +203,7 @@ def test_where_memory_is_not_known_auto_is_refused(small: Path, tmp_path: Path) 
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, str, Any]]:
-    """What the compiler is asked: rows, slice and time limit; it takes 2 GiB for each row."""
+    """Records the compiler's requests: rows, slice and time limit; it answers 2 GiB per row."""
     calls: list[tuple[Any, str, Any]] = []
 
     def compile_step(config: TrainConfig, chip: str, *, time_limit: float | None, **_: Any) -> Compiled:
@@ -253,11 +253,11 @@ def test_the_compiler_is_asked_where_the_formula_alone_does_not_decide(
         assert part in text
     assert found.setting is not None and found.device_bytes == found.setting.peak_bytes == asked[-1][0] * 2 * GIB
     asked.clear()
-    # Not one that continues, which keeps its rows; nor a rehearsal.
+    # It is not asked for a continued run, which keeps its rows, nor for a rehearsal.
     began = {"batch_size": 4, "global_batch_size": 4}
     assert check_before_launch(auto, at=at, began=began).config.optim.batch_size == 4
     check_before_launch(run(small, "batch_size=auto", "device_type=xla-cpu"), at=host(tmp_path / "cpu", 64))
-    # A given batch only near the limit; then the run that does not fit is told before it starts.
+    # For a given batch it is asked only near the limit; a run that does not fit is then reported before it starts.
     far = check_before_launch(run(small, "batch_size=8", "device_type=tpu", "remat=full"), at=at)
     assert not asked and "GiB by formula\n" in str(far) and not capsys.readouterr().err
     rows = next(n for n in range(8, 999) if abs(planned_bytes(small, n, at) / (15.75 * GIB) - 1) < 0.1)
@@ -277,7 +277,7 @@ def planned_bytes(model: Path, rows: int, at: Machine) -> int:
 def test_on_several_hosts_and_without_the_compiler_the_formula_decides(
     asked: list[Any], small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An answer that comes in time on one host alone would make different runs."""
+    """An answer that only one host gets in time would make different runs."""
     at, config = fake(tmp_path / "root", *[V5E] * 4), run(small, "device_type=tpu", "batch_size=auto")
     hosts = Hosts(0, ("0", "1"), "0:29477")
     assert check_before_launch(config, at=at, backend=detect(config.launch, at, hosts)).fits and not asked
@@ -313,7 +313,7 @@ def test_no_answer_in_time_is_told(
 def test_a_compile_that_takes_too_long_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The real compiler, of which nothing is left."""
+    """The real compiler leaves no process or file behind."""
     monkeypatch.setattr(preflight, "ASKED_SECONDS", 0.5)
     monkeypatch.setattr(compile_check, "CACHE", tmp_path / "cache")
     config = run(write_config(tmp_path / "tiny", TINY), "batch_size=auto", "device_type=tpu", "max_length=512")
@@ -330,10 +330,10 @@ def test_a_compile_that_takes_too_long_is_killed(
 def test_train_asks_the_compiler_by_itself_and_keeps_its_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The way of a user's command, with the real compiler, on a machine that looks like a TPU's."""
+    """As a user's command, with the real compiler, on a machine that looks like a TPU's."""
     at = fake(tmp_path / "root", V5E)
     monkeypatch.setattr(detection, "Machine", lambda: at)
-    monkeypatch.setattr(preflight, "ASKED_SECONDS", 600.0)  # others use these processors
+    monkeypatch.setattr(preflight, "ASKED_SECONDS", 600.0)  # other work uses these processors
     monkeypatch.setattr(compile_check, "CACHE", tmp_path / "cache")
     locks = set(Path("/tmp").glob("libtpu*"))
     command = ["train", "embedded-cot", "--dry-run", "device_type=tpu", "batch_size=auto", "remat=full",

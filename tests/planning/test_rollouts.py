@@ -1,4 +1,4 @@
-"""The plan of reinforcement learning: its programs, their memory beside each other, its time, and what is refused."""
+"""The plan of reinforcement learning: its programs, their memory together, its time, and refused settings."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_what_lies_beside_each_program(small: Path) -> None:
     assert of["prefill"].arguments["prompt_cache"] == 16 * slots * token
     assert of["decode"].arguments["sample_cache"] == of["samples"].results == 128 * slots * token
     assert of["decode"].beside["prompt_cache"] == 16 * slots * token
-    # The cache of the samples ends with the rollout; that of the prompts, and what the optimizer has, do not.
+    # The samples' cache is freed after the rollout; the prompts' cache and the optimizer's state stay.
     for name in ("accumulate", "apply"):
         there = {**of[name].arguments, **of[name].beside}
         assert "sample_cache" not in there and {"prompt_cache", "gradient_buffer", "optimizer"} <= there.keys()
@@ -100,11 +100,11 @@ def test_time_follows_the_sizes(small: Path) -> None:
     time = planned(small).time
     assert time is not None
     shorter, twice = planned(small, "max_completion_length=256").time, planned(small, "num_iterations=2").time
-    assert shorter is not None and 2 < time.rollout / shorter.rollout < 2.6  # half the steps, of a shorter cache
-    # Two updates share a rollout and the log-probabilities before the first one.
+    assert shorter is not None and 2 < time.rollout / shorter.rollout < 2.6  # half the steps, with a shorter cache
+    # Two updates share a rollout and the log-probabilities computed before the first update.
     assert twice is not None and time.rollout / 2 < twice.rollout < time.rollout
     more = planned(small, "beta=0.04").time
-    assert more is not None and more.compute > 1.2 * time.compute  # a forward pass of the reference besides
+    assert more is not None and more.compute > 1.2 * time.compute  # plus a forward pass of the reference
     eight = plan(run(small, "batch_size=4", "remat=full"), ["v5e-8"])[0].time
     assert eight is not None and eight.rollout < time.rollout and eight.predicted < time.predicted / 3
 
@@ -112,7 +112,7 @@ def test_time_follows_the_sizes(small: Path) -> None:
 def test_a_long_run_decodes_and_trains_its_layers_one_by_one(small: Path) -> None:
     short, long = (plan(run(small, "batch_size=4", f"max_steps={count}"))[0] for count in (100, 10_000))
     assert (short.config.optim.remat, long.config.optim.remat) == ("full", "none")
-    # By the compiler's cost model a token takes 0.60 of the time in a loop.
+    # By the compiler's cost model, a token takes 0.60 of its time in a loop.
     assert 0.5 < long.time.rollout / short.time.rollout < 0.8
     assert long.fits and long.peak_bytes > short.peak_bytes
 
@@ -130,7 +130,7 @@ def test_shapes_on_replicas_and_on_a_mesh(small: Path) -> None:
 
 @pytest.mark.parametrize(("length", "shares"), [(1024, True), (2048, True), (4096, True), (4096, False)])
 def test_the_rows_of_an_update_are_those_that_are_packed(length: int, shares: bool, small: Path) -> None:
-    """Completions of a prompt share it, where each token sees all earlier ones: of Gemma 3 it does not."""
+    """Completions share their prompt if every token sees all earlier tokens, which is not so in Gemma 3."""
     model = small if shares else "google/gemma-3-1b-it"
     config = run(model, "batch_size=1", f"max_length={length}", "num_generations=6")
     assert read_shape(config.model).sees_all == shares
@@ -242,7 +242,7 @@ def test_a_compiled_rollout_takes_what_the_cost_model_says(small: Path, monkeypa
     sizes, passes = rollout_of(found.config, 1), found.update.gradient_accumulation
     assert sizes is not None
     blocks = -(-sizes.tokens // sizes.block)
-    host = HOST_SECONDS * (2 + blocks)  # of each program that runs
+    host = HOST_SECONDS * (2 + blocks)  # for each program run
     assert found.time.rollout == pytest.approx(0.5 + 0.25 + blocks * 0.125 + host)
     assert found.time.device == pytest.approx(passes * 0.75 + 0.0625)
 
@@ -282,13 +282,13 @@ def test_the_programs_of_a_tiny_model_compile(tmp_path: Path) -> None:
     programs = {one.name: one for one in estimate(config).programs}
     assert made.keys() == programs.keys()
     for name, one in programs.items():
-        # The batches of all passes are there; each pass reads one. What decoding reads besides is small.
+        # The batches of all passes are in memory, and each pass reads one; the other inputs of decoding are small.
         read = sum(size for part, size in one.arguments.items() if part != "batch")
         assert made[name].argument_bytes == pytest.approx(read, abs=2**16), name
-    # The cache of decode steps is written where it lies, and so are the gradients.
+    # Decode steps update their cache in place, and passes update the gradients in place.
     assert (made["decode"].aliased_bytes or 0) >= programs["decode"].arguments["sample_cache"]
     assert (made["accumulate"].aliased_bytes or 0) >= programs["accumulate"].arguments["gradient_buffer"]
-    # The samples are new buffers: nothing of the last rollout lies beside them.
+    # The samples are new buffers: nothing of the last rollout is in memory.
     assert made["samples"].aliased_bytes == 0
     assert made["samples"].output_bytes == pytest.approx(programs["samples"].results, abs=1024)
 
@@ -306,7 +306,7 @@ def test_a_teacher_scores_one_sample_of_each_prompt(small: Path) -> None:
     config = load_config(None, [f"model.name={small}", f"distill.teacher={small}", "distill.on_policy=true", *SIZES])
     found = plan(as_trained(config))[0]
     of = {one.name: one for one in found.memory.programs}
-    assert [*of] == ["prefill", "decode", "accumulate", "apply"]  # no copy: the cache of the prompts is decoded in
+    assert [*of] == ["prefill", "decode", "accumulate", "apply"]  # no copy: decoding uses the prompts' cache
     assert "prompt_cache" in of["decode"].arguments and "teacher_weights" in of["decode"].beside
     assert of["accumulate"].arguments["teacher_weights"] == of["decode"].beside["teacher_weights"] > 0
     assert "decodes 16 completions of up to 512" in format_plans(config, [found], details=True)

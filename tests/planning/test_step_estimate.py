@@ -1,4 +1,4 @@
-"""The time of a step by the compiler's cost model, from a text of the compiler's form."""
+"""The time of a step by the compiler's cost model, from a text in the compiler's format."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from tpu_kit.machine.chips import CHIPS
 from tpu_kit.planning.compiler.step_estimate import Sizes, estimated_seconds
 from tpu_kit.xla import hlo
 
-# A loop of five trips with a base product, an adapter's and a copy; then a kernel without cycles and the loss.
+# A loop of five iterations with a base product, an adapter's product and a copy; then a kernel without cycles and the
+# loss.
 STEP = """HloModule step, is_scheduled=true
 
 %base (b.x: bf16[256,128], b.w: bf16[128,128]) -> bf16[256,128] {
@@ -69,7 +70,7 @@ ENTRY %main (x0: bf16[256,128], s0: bf16[5,128,128], a0: bf16[128,16], m: s8[1,2
   %plain = f32[2048]{0:T(1024)} broadcast(%zero), dimensions={}
   ROOT %result = (bf16[256,1024]{1,0:T(8,128)(2,1)}, bf16[1,2,256,64]{3,2,1,0:T(8,128)(2,1)}, f32[2048]{0:T(1024)}) tuple(%logits, %splash_mha_fwd.1, %plain)
 }
-"""  # noqa: E501  the compiler's form
+"""  # noqa: E501  the compiler's format
 
 SIZES = Sizes(1024, 128, 16, frozenset({2}), frozenset({64}), frozenset({384}))
 FLOPS, BANDWIDTH, CLOCK = 197e12, 819e9, 1.5e9
@@ -88,9 +89,9 @@ def estimate(text: str, chip: str = "v5e") -> dict[str, float]:
 
 def test_cycles_count_each_trip_by_kind_of_work_and_the_rest_by_formula() -> None:
     found = estimate(STEP)
-    copied = 256 * 128 * 2 / BANDWIDTH - 15 / CLOCK  # beyond the product beside it
+    copied = 256 * 128 * 2 / BANDWIDTH - 15 / CLOCK  # beyond the concurrent product
     written = (2048 * 4 + 512) / BANDWIDTH  # an instruction without cycles, which reads a padded number
-    heads = 2 * 2 * 256 * 128 * 2  # read and written, their 64 columns padded to 128
+    heads = 2 * 2 * 256 * 128 * 2  # read and written, with their 64 columns padded to 128
     assert found == pytest.approx({
         "base products": 5 * 3000 / CLOCK, "slices and stacks": 5 * 1500 / CLOCK, "adapters": 5 * 15 / CLOCK,
         "loss": 6000 / CLOCK, "other": 5 * 150 / CLOCK + written, "copies that are waited for": 5 * copied,
@@ -105,7 +106,7 @@ def test_a_copy_beside_enough_work_costs_nothing() -> None:
 
 
 def test_a_copy_beside_a_loop_is_covered_by_all_of_its_trips() -> None:
-    """One of 8 MiB takes 10 us, a trip 3 us and the loop 16."""
+    """A copy of 8 MiB takes 10 us, an iteration 3 us and the loop 16 us."""
     array, near = "f32[2048,1024]{1,0:T(8,128)}", "f32[2048,1024]{1,0:T(8,128)S(1)}"
     begin = f"  %far = {array} parameter(5)\n  %begun = ({near}, {array}, u32[]{{:S(2)}}) copy-start(%far)\n"
     end = f"  %here = {near} copy-done(%begun)\n"
@@ -118,11 +119,11 @@ def test_a_copy_beside_a_loop_is_covered_by_all_of_its_trips() -> None:
 
 
 def test_heads_narrower_than_a_matrix_unit_cost_more() -> None:
-    """The kernel's FLOPs are for half of the unit's columns, as long as its bytes do not cost more."""
+    """The kernel's FLOPs use half of the unit's columns, if its bytes do not take longer."""
     wide = estimate(STEP.replace("[1,2,256,64]", "[1,2,4096,64]"))
     flops = 2 * 2 * (2 * 2048 * 2048 * 64) * 3
     assert wide["attention kernel"] == pytest.approx(2 * flops / FLOPS)
-    larger = estimate(STEP.replace("[1,2,256,64]", "[1,2,4096,64]"), "v6e")  # of 256 columns
+    larger = estimate(STEP.replace("[1,2,256,64]", "[1,2,4096,64]"), "v6e")  # with 256 columns
     assert larger["attention kernel"] == pytest.approx(4 * flops / 918e12)
     assert larger["base products"] == pytest.approx(5 * 3000 / 1.75e9)
 

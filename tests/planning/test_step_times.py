@@ -1,4 +1,4 @@
-"""The formula's time of a step against the TPU compiler's cost model, as recorded."""
+"""The formula's time of a step against the recorded answers of the TPU compiler's cost model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MODELS = sorted({one["model"] for one in ANSWERS})
 
 
 def of_a_token(answers: list[dict[str, Any]]) -> tuple[list[float], list[float]]:
-    """Seconds of a token by the compiler, and by formula."""
+    """Returns the seconds per token by the compiler, and by formula."""
     runs = [(setting(one), sum(one["estimated"].values()) + HOST_SECONDS) for one in answers]
     return (
         [seconds / run.update.tokens_per_update for run, seconds in runs],
@@ -46,7 +46,7 @@ def test_the_setting_that_is_the_fastest_by_formula_is_near_the_fastest_of_the_c
 
 
 def test_speeds_by_formula_are_near_those_that_were_published_of_compiled_steps() -> None:
-    """Of the shipped configurations, also in int4; a dash stands for a speed that was not compiled."""
+    """Shipped configurations, also in int4; a dash stands for a speed that was not compiled."""
     rows = headline.PAGE.read_text().partition(headline.HEADER)[2].partition("\n\n")[0].splitlines()
     named = [(cells[1].strip(" `"), cells[7].strip()) for cells in (row.split("|") for row in rows)]
     errors = {}

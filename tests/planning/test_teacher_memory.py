@@ -1,4 +1,4 @@
-"""What a teacher or an error-correction head adds to memory and time, by formula and by the TPU compiler."""
+"""Memory and time of a teacher or an error-correction head, by formula and by the TPU compiler."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COMPILED = {"total": 10_549_187_072, "arguments": 9_802_989_568, "flops": 71.8e1
 
 
 def distilled(*settings: str) -> TrainConfig:
-    """Qwen2.5-0.5B with 4 x 1024 tokens, which learns from Qwen2.5-7B in int8."""
+    """Qwen2.5-0.5B on 4 x 1024 tokens, distilled from Qwen2.5-7B in int8."""
     teacher = ["distill.teacher=Qwen/Qwen2.5-7B-Instruct", "teacher_dtype=int8"]
     given = ["model.name=Qwen/Qwen2.5-0.5B-Instruct", "batch_size=4", "max_length=1024", *(settings or teacher)]
     return load_config(None, given)
@@ -32,7 +32,7 @@ def test_the_formula_is_the_compilers_answer_with_a_teacher() -> None:
     found, alone = estimate(distilled()), estimate(distilled("optim.seed=0"))
     assert found.total_bytes == pytest.approx(COMPILED["total"], rel=0.05)
     assert found.argument_bytes == pytest.approx(COMPILED["arguments"], rel=0.001)
-    # Its weights, one chunk of its logits, and its last hidden states.
+    # The teacher's weights, one chunk of its logits, and its last hidden states.
     added = found.parts["teacher_weights"] + 512 * 152_064 * 2 + 4096 * 3584 * 2
     assert found.total_bytes - alone.total_bytes == pytest.approx(added, rel=0.05)
     assert COMPILED["total"] - alone.total_bytes == pytest.approx(added, rel=0.05)
@@ -50,7 +50,7 @@ def test_a_student_that_samples_has_a_cache_and_a_buffer_of_gradients_beside_the
 
 
 def test_a_teacher_on_a_mesh() -> None:
-    """By the TPU compiler for v5e:2x4: total and arguments in MiB."""
+    """The expected total and arguments, in MiB, are the TPU compiler's for v5e:2x4."""
     config = distilled("distill.teacher=Qwen/Qwen2.5-7B-Instruct", "teacher_dtype=int8", "batch_size=1")
     found = estimate(config, mesh=Mesh(1, 8, 1))
     assert found.argument_bytes / 2**20 == pytest.approx(1171.1, rel=0.001)
@@ -63,7 +63,7 @@ def test_the_time_has_the_teachers_forward_pass() -> None:
     assert found.flops == pytest.approx(COMPILED["flops"], rel=0.05)
 
     def added(*settings: str) -> float:
-        """Bytes that are moved for four more rows."""
+        """Returns the bytes moved for four more rows."""
         each = [distilled(*settings, f"batch_size={rows}") for rows in (4, 8)]
         few, more = (work(one, read_shape(one.model), batch_arithmetic(one, 1)).traffic for one in each)
         return more - few
@@ -98,7 +98,7 @@ def test_an_error_correction_head(name: str, rows: int, length: int, found: tupl
     flops = [work(config, read_shape(config.model), batch_arithmetic(config, 1)).flops / 1e12 for config in configs]
     for config, (_, arguments, _) in zip(configs, found, strict=True):
         assert estimate(config).argument_bytes / 2**20 == pytest.approx(arguments, rel=0.001)
-    # What the head adds, and the whole of a step that trains the head alone.
+    # The cost of the head, and a whole step that trains only the head.
     assert totals[1] - totals[0] == pytest.approx(found[1][0] - found[0][0], abs=0.01 * found[0][0])
     assert totals[2] == pytest.approx(found[2][0], rel=0.1)
     assert flops[1] - flops[0] == pytest.approx(found[1][2] - found[0][2], rel=0.02)

@@ -1,4 +1,4 @@
-"""The step as a program: the one that torch_xla would compile on a TPU, without a weight."""
+"""The traced step equals the program that torch_xla would compile on a TPU, and has no weights in it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ for model, replicas, *changes in json.loads(sys.argv[1]):
     config = load_config(None, [f"model.name={model}", "max_length=256", "loss_chunk=256", *changes])
     program = tracing.trace_step(config, replicas)
     gc.collect()
-    torch_xla.sync()  # a process traces one step: the next one's all-reduce would wait for this one's
+    torch_xla.sync()  # otherwise the next step's all-reduce would wait for this step's
     text = shapes(program)
     found.append({
         "hash": fingerprint(program),
@@ -73,7 +73,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def traced(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The programs of `CASES`, `SMALL` and `IN_BLOCKS`, out of one process."""
+    """The programs of `CASES`, `SMALL` and `IN_BLOCKS`, from a single process."""
     gemma = {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "num_hidden_layers": 4}
     blocks = write_config(tmp_path_factory.mktemp("blocks"), TINY, **gemma)
     cases = [[str(model), *case] for case in (*CASES, SMALL)] + [[str(blocks), *case] for case in IN_BLOCKS]
@@ -83,12 +83,12 @@ def traced(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[s
 
 
 def test_in_a_block_no_layer_goes_back_before_the_one_after_it_has(traced: list[dict[str, Any]]) -> None:
-    # Layers of two kinds in turn make blocks of two; one of which XLA would compute again while it is at the other.
+    # Alternating kinds of layers make blocks of two; XLA would recompute a layer while it is at the other.
     full, outputs = traced[-len(IN_BLOCKS) :]
     alone = traced[CASES.index([1, "mlp_tile=null"])]
     assert full["barriers"] == alone["barriers"] + 1
-    assert full["held"] == 1 + 2 * 7 + 1  # the gradient, those of seven layers' adapters; the layer's input
-    assert outputs["held"] > full["held"] + 7  # and all that it has kept
+    assert full["held"] == 1 + 2 * 7 + 1  # the gradient, the gradients of seven layers' adapters, and the layer's input
+    assert outputs["held"] > full["held"] + 7  # and all its saved results
 
 
 def test_traced_programs(traced: list[dict[str, Any]]) -> None:
@@ -98,7 +98,7 @@ def test_traced_programs(traced: list[dict[str, Any]]) -> None:
     assert [case["all_reduces"] for case in (eight, two, one)] == [1, 1, 0]
     assert not any(case["logits"] for case in (eight, one, two, twice, full)), "full logits exist"
     assert one["kernels"] > 0 and kept["kernels"] > 0 and sdpa["kernels"] == 0
-    # Stacks that loops write: inputs of layers, gradients of seven adapters and of the loss's chunks, what is kept.
+    # Stacks that loops write: inputs of layers, gradients of seven adapters and of the loss's chunks, saved results.
     assert (one["unfilled"], kept["unfilled"]) == (1 + 2 * 7 + 1, 16 + 7 + 2)
     assert twice["kernels"] == 2 * one["kernels"]
     assert twice["barriers"] > 2 * one["barriers"], "one pass may begin before the other has ended"
@@ -106,13 +106,13 @@ def test_traced_programs(traced: list[dict[str, Any]]) -> None:
     assert one["hash"] == slow["hash"] and eight["hash"] == two["hash"], "a number of the run is a constant"
     assert len({case["hash"] for case in (eight, one, average, twice, full, sdpa, kept)}) == 7
 
-    # The second tile waits for all of the first: forward for its output, backward for the gradient it gives and the
-    # sums of six adapter matrices.
+    # The second tile waits for all of the first: forward for its output, backward for its input gradient and the sums
+    # of six adapter matrices.
     assert tiled["barriers"] == untiled["barriers"] + 2
     assert tiled["held"] == 1 + 6 + 2, "the second tile may begin before the first has ended"
 
-    # Once more attention, six of seven products (the last one's result is not needed), and as many second ones of
-    # adapters; sdpa's product of weights and values.
+    # remat=full repeats attention, six of seven products (the last result is not needed), and the second products of as
+    # many adapters; sdpa also repeats its product of weights and values.
     assert (one["kernels"], kept["kernels"]) == (3, 2)
     assert one["products"] - kept["products"] == 6 + 6
     assert sdpa["products"] - kept_sdpa["products"] == 6 + 6 + 1
@@ -144,7 +144,7 @@ from tpu_kit.training.step import train_step
 config = load_config(None, [f"model.name={sys.argv[1]}", "max_length=128", "batch_size=2", "attention=sdpa"])
 model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(sys.argv[1]), dtype=torch.bfloat16)
 model = models.adapt(model, config.lora, "bf16").train()
-replica = TpuRuntime(0, 1, torch_xla.device())  # what a TPU would be given, on the CPU
+replica = TpuRuntime(0, 1, torch_xla.device())  # the graph for a TPU, on the CPU
 state = prepare_model(model, config, replica)
 replica.sync()
 whole = {name: torch.ones(2, 128, dtype=torch.int64) for name in ("input_ids", "labels", "position_ids")}

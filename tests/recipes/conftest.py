@@ -1,4 +1,4 @@
-"""A tiny model and rows that runs of these tests train on."""
+"""A tiny model, its teacher and rows for the runs of these tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROWS = 48
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of two layers with the embedded tokenizer, and rows whose answers differ much in length."""
+    """A two-layer Llama with the embedded tokenizer, and rows whose answers have very different lengths."""
     folder = tmp_path_factory.mktemp("world")
     load = load_config(None, {"model.name": "embedded"})
     tokenizer = load_tokenizer(load.model)
@@ -42,7 +42,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def teacher(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wider Llama of three layers, whose vocabulary has three ids of padding."""
+    """A wider three-layer Llama with three padding ids in its vocabulary."""
     folder = tmp_path_factory.mktemp("teacher")
     tokenizer = AutoTokenizer.from_pretrained(world / "model")
     with torch.random.fork_rng(devices=[]):

@@ -1,4 +1,4 @@
-"""Runs whose rows use tokens that a user added: they learn as with plain PEFT, resume bit for bit and are exported."""
+"""Runs on rows with tokens that a user added: they learn as with plain PEFT, resume bit for bit and are exported."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROWS, HELD_OUT = 24, 8
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The embedded model with new tokens, whose embeddings are drawn at random, and rows that answer by them."""
+    """The embedded model with new tokens, whose embeddings are random, and rows that answer with them."""
     path = tmp_path_factory.mktemp("added")
     tokenizer, model = (kind.from_pretrained(model_dir()) for kind in (AutoTokenizer, AutoModelForCausalLM))
     tokenizer.add_tokens(NEW)
@@ -57,7 +57,7 @@ def configure(folder: Path, run: Path, **changes: Any) -> TrainConfig:
 
 
 def held_out_loss_of_peft(config: TrainConfig, numbers: list[int] | None) -> float:
-    """Trains all rows in each update with plain PEFT and torch's AdamW, and returns the loss of the held-out rows."""
+    """Trains all rows in each update with plain PEFT and torch's AdamW; returns the loss of the held-out rows."""
     prepared, optim = prepare_run(config), config.optim
     assert prepared.eval is not None and config.lora.targets == "all-linear"
     base = AutoModelForCausalLM.from_pretrained(config.model.name, dtype=torch.float32)

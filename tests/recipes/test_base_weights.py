@@ -1,4 +1,4 @@
-"""Runs and adapters that would silently go on with other base weights are refused."""
+"""Runs and adapters are refused if they would silently continue with other base weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NAME, OLD, NEW = "owner/tiny", "a" * 40, "b" * 40
 
 
 def change_weights(folder: Path) -> None:
-    """Makes other weights of the same shapes, in files of the same sizes."""
+    """Writes other weights of the same shapes, in files of the same sizes."""
     path = folder / "model.safetensors"
     save_file({name: value * 1.01 for name, value in load_file(path).items()}, path, metadata={"format": "pt"})
 
@@ -43,7 +43,7 @@ def run_config(world: Path, folder: Path, name: str | Path, **changes: Any) -> T
 
 @pytest.fixture
 def cached(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of the hub's client with one commit of a model; the folder holds the next commit."""
+    """A hub cache with one commit of a model; the returned folder holds the next commit."""
     put_in_cache(tmp_path / "cache", NAME, world / "model", OLD)
     use_cache(tmp_path / "cache", monkeypatch)
     shutil.copytree(world / "model", tmp_path / "next")
@@ -108,13 +108,13 @@ def test_a_run_goes_on_from_the_commit_with_which_it_began(world: Path, tmp_path
 def test_an_adapter_is_not_used_on_other_weights(
     world: Path, tmp_path: Path, cached: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Of a folder, whose weights change, and of the hub, where the adapter's own commit is taken."""
+    """For a folder whose weights change, and for a hub model, of which the adapter's own commit is used."""
     model = tmp_path / "model"
     shutil.copytree(world / "model", model)
     runs = {name: run_config(world, tmp_path / f"run-{i}", name) for i, name in enumerate((str(model), NAME))}
     adapters = {name: Path(sft.train(config).adapter_dir) for name, config in runs.items()}
     with torch.random.fork_rng(devices=[]):
-        for adapter in adapters.values():  # so that the export sees a difference
+        for adapter in adapters.values():  # makes the export see a difference
             path = adapter / "adapter_model.safetensors"
             save_file({name: torch.randn_like(value) for name, value in load_file(path).items()}, path)
     prompts, short = ["2 + 3 ="], Sampling(max_new_tokens=4)

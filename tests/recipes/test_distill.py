@@ -1,4 +1,4 @@
-"""`distill`: equal on all devices, resumed bit for bit; its files; and what does not fit is refused."""
+"""`distill`: equal on all devices, resumed bit for bit, with or without files; wrong combinations are refused."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def assert_alike(one: TrainConfig, other: TrainConfig) -> None:
 
 @pytest.fixture(scope="module")
 def whole(world: Path, teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
-    """A run on one CPU with all that can be distilled."""
+    """A run on one CPU with every part of the distillation loss."""
     return run(world, teacher, tmp_path_factory.mktemp("whole"), **HIDDEN)
 
 
@@ -169,7 +169,7 @@ def test_files_of_the_whole_vocabulary_train_like_the_teacher_in_memory(
 
 @pytest.fixture(scope="module")
 def few(world: Path, teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files with 8 logits of each token, in several blocks."""
+    """Files with 8 logits per token, in several blocks."""
     folder = tmp_path_factory.mktemp("few")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(teacher_files, "_FILE_BYTES", 4 * 96 * (8 * 8 + 4))
@@ -189,7 +189,7 @@ def test_missing_and_cut_files_alone_are_computed(
     third.write_bytes(content[:-7])
     (half := second.with_name(f".{second.name}{atomic.PART}")).write_text("what another run is writing")
     run(world, teacher, tmp_path / "run", files=str(tmp_path / "files"), top_k=8, max_steps=1)
-    found = load_file(second)  # the order of a file's metadata differs from process to process
+    found = load_file(second)  # the order of a file's metadata differs between processes
     assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in found)
     assert first.stat().st_mtime_ns == kept and third.read_bytes() == content
     assert half.read_text() == "what another run is writing"

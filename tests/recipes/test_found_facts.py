@@ -1,4 +1,4 @@
-"""How often the processes of a run find each of its facts: the caller once, the replicas never."""
+"""How often the processes of a run compute each fact: the caller once, replicas never."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.support import counted_facts
 from tests.support.child_processes import PYTHONPATH, REPOSITORY, child_environment, run_python
 from tests.support.object_store import free_port
 
-# A replica makes the objective that the plan names, and rank 0 confirms the checkpoint, and reads for its files which
-# modules the model leaves out.
+# A replica makes the objective that the plan names. Rank 0 confirms the checkpoint, and for its files reads the modules
+# that the model leaves out.
 CALLER = dict.fromkeys(counted_facts.FACTS, 1) | {"the confirmation of rank 0": 0}
 REPLICA = dict.fromkeys(counted_facts.FACTS, 0) | {"the objective": 1}
 RANK_0 = REPLICA | {"the confirmation of rank 0": 1}
@@ -46,11 +46,11 @@ def assert_found(folder: Path, hosts: int, replicas: int, differ: Mapping[str, i
     [
         pytest.param("train", "1,2", [*TRAINED, *CPU], 1, {}, id="new-and-resumed"),
         pytest.param("train", "1", [*TRAINED, *XLA, "num_replicas=2"], 2, {}, id="two-replicas", marks=slow),
-        # The memory of a device of a mesh is not known on XLA:CPU.
+        # The memory of a mesh's device is unknown on XLA:CPU.
         pytest.param(
             "train", "1", [*TRAINED, *XLA, "mesh=fsdp=2"], 1, {"the estimate of memory": 0}, id="a-mesh", marks=slow
         ),
-        # The estimate asks the objective of its setting what it costs.
+        # The estimate asks its setting's objective for the cost.
         pytest.param("grpo", "1", [*SAMPLED, *CPU], 1, {"the objective": 2}, id="grpo", marks=slow),
     ],
 )

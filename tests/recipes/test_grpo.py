@@ -1,11 +1,16 @@
 """Reinforcement learning, from the configuration to the weights, on the embedded model without a start.
 
-Failures of other trainers that nobody saw, and what holds here: samples of the base model, or of weights that a
-compiled program took for constants, and queries that attend to padding (sampler_gap, after updates too); groups of
-equal rewards that explode; an evaluation or a last batch that compiles again (the programs are counted); completions
-of one token or of all, whose importance weights have other sizes (training/test_policy_gradient); an importance level
-of null, which gave no gradient (refused). Two cannot occur: weights are not converted for the sampler, which runs the
-trained model itself, and an evaluation opens no device, as it answers with the run's own generator.
+These tests exclude failures that went unnoticed in other trainers:
+
+- Samples of the base model, or of weights that a compiled program took for constants, and queries that attend to
+  padding: `sampler_gap` is checked, after updates too.
+- Groups of equal rewards that explode.
+- An evaluation or a last batch that compiles again: the programs are counted.
+- Completions of one token or of all tokens, whose importance weights have other sizes: training/test_policy_gradient.
+- An importance level of null, which gave no gradient: refused.
+
+Two more cannot occur. Weights are not converted for the sampler, which runs the trained model itself. An evaluation
+opens no device, because it uses the run's own generator.
 """
 
 from __future__ import annotations
@@ -112,7 +117,7 @@ def test_a_run_that_is_interrupted_ends_as_the_undisturbed_one(
     assert same(tmp_path / "parts", tmp_path / "whole") and min(logged(tmp_path / "whole", "grad_norm")) > 0
     for name in ("loss", "reward", "completions/mean_length", "sampler_gap"):
         assert logged(tmp_path / "parts", name) == logged(tmp_path / "whole", name), name
-    # The samples are those of the weights before a rollout's first update.
+    # The samples come from the weights before a rollout's first update.
     assert max(logged(tmp_path / "whole", "sampler_gap")[:: iterations * parts]) < 1e-4
     assert len(logged(tmp_path / "whole", "reward")) == 4 // (iterations * parts)
 
@@ -134,7 +139,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_that_is_preempted_ends_as_the_undisturbed_one(
     phase: str, done: int, undisturbed: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    """A rollout is abandoned after the present block, and sampled again when the run continues; exit code 75."""
+    """The rollout is abandoned after the current block, and sampled again when the run continues; exit code 75."""
     owner, name = {
         "sampling": (Decoder, "decode"), "judging": (Rewards, "__call__"), "updating": (SplitStep, "apply"),
     }[phase]  # fmt: skip
@@ -186,7 +191,7 @@ EVERYWHERE = [
 def test_a_run_that_waits_for_a_reward_ends_and_goes_on(
     end: str, where: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The updates before are saved; on XLA:CPU the replicas' functions wait in one main thread, one after the other."""
+    """Earlier updates are saved; on XLA:CPU the replicas' functions wait in one main thread, one after the other."""
     hang_timeout = (12 if where else 4) if end == "hang_timeout" else 300
     config = run_of(
         tmp_path, reward_funcs=["tests.support.reward_functions:waits_once"], max_steps=3, save_steps=100, **where,
@@ -218,7 +223,7 @@ def test_a_run_that_waits_for_a_reward_ends_and_goes_on(
 @pytest.mark.usefixtures("quick_xla")
 @pytest.mark.parametrize("where", EVERYWHERE)
 def test_functions_run_in_the_main_thread_and_are_sent_by_value(where: dict[str, Any], tmp_path: Path) -> None:
-    """As those of a notebook cell, which no replica can import: with what they read, async and an object among them."""
+    """Functions of a notebook's cell, which replicas cannot import, with values they use; also async, and an object."""
     weight = 3.0
 
     def alarmed(completions: list[Any], **kwargs: Any) -> list[float]:
@@ -242,7 +247,7 @@ def test_functions_run_in_the_main_thread_and_are_sent_by_value(where: dict[str,
 def test_judgements_without_end_are_told_and_not_counted(
     where: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also those of held-out answers, before and during training."""
+    """Applies to held-out answers too, before and during training."""
     monkeypatch.setattr(judging, "SECONDS", 0.1)
     endless = r"regex:(?:|){64}\x00"
     settings = {"eval_rows": 2, "eval_generate_rows": 2, "eval_steps": 1, "generate_tokens": 24, "max_steps": 1}
@@ -250,7 +255,7 @@ def test_judgements_without_end_are_told_and_not_counted(
                     **where)  # fmt: skip
     assert grpo(config).status == "finished"
     said = capsys.readouterr().err
-    seconds = 5 if where else 0.1  # other processes have the usual limit
+    seconds = 5 if where else 0.1  # other processes have the default limit
     told = rf" \(the judgement takes more than {seconds} s of processor time\), such as '.*' for the answer '\d+'"
     assert re.search(f"warning: 4 completions of step 1 were not judged by {re.escape(endless)}{told}", said), said
     assert logged(tmp_path, "rewards/length") and not logged(tmp_path, f"rewards/{endless}")
@@ -266,7 +271,7 @@ def test_judgements_without_end_are_told_and_not_counted(
 @pytest.mark.usefixtures("quick_xla")
 @pytest.mark.parametrize("where", [{}, {"device_type": "xla-cpu"}], ids=["cpu", "xla-cpu"])
 def test_replicas_abandon_a_rollout_together(where: dict[str, Any], tmp_path: Path, monkeypatch: Any) -> None:
-    """The first replica judges when the signal comes, the other may still sample."""
+    """The first replica judges when the signal comes; the other may still be sampling."""
     settings = {"reward_funcs": ["tests.support.reward_functions:even_then_stop"], "num_replicas": 2, **where}
     grpo(run_of(tmp_path / "whole", **settings))
     monkeypatch.setenv("TPU_KIT_TEST_STOP", "1")
@@ -322,7 +327,7 @@ def test_a_rounded_base_has_a_small_gap(dtype: str, tmp_path: Path, capsys: Any)
 
 
 def test_replicas_exchange_completions_and_what_functions_log() -> None:
-    """Also where not all log the same names; the exchange is that of two replicas, without their processes."""
+    """Also if functions log different names; two replicas exchange without their processes."""
     shares, logged = list[Any](), [{"depth": [1.0, 2.0]}, {"depth": [6.0], "tools": [1.0]}]
 
     class Replicas(CpuRuntime):
@@ -360,7 +365,7 @@ def test_completions_that_are_cut_off_are_learned_from_or_not() -> None:
     [
         {"num_replicas": 2},
         {"device_type": "xla-cpu", "num_replicas": 1},
-        {"device_type": "xla-cpu", "num_replicas": 1, "remat": "none"},  # passes and tokens through layers one by one
+        {"device_type": "xla-cpu", "num_replicas": 1, "remat": "none"},  # passes and tokens through separate layers
         {"device_type": "xla-cpu", "num_replicas": 4},
         {"device_type": "xla-cpu", "num_replicas": None, "mesh": "fsdp=2"},
         {"device_type": "xla-cpu", "num_replicas": None, "mesh": "context=2"},
@@ -370,8 +375,8 @@ def test_completions_that_are_cut_off_are_learned_from_or_not() -> None:
 def test_replicas_and_a_mesh_train_as_one_replica(where: dict[str, Any], tmp_path: Path) -> None:
     """On XLA nothing is compiled after the first two rollouts, with an evaluation between; the host reads no value.
 
-    The first update of a rollout has a loss of about 0 whatever it does, so each rollout has two. A rounding error that
-    changed a token would change all later samples; with these seeds none does.
+    The first update of a rollout always has a loss of about 0, so each rollout has two updates. A rounding error that
+    changed a token would change all later samples; with these seeds no token changes.
     """
     settings = {"prompts_per_update": 4, "num_generations": 8, "num_iterations": 2, "max_steps": 6}
     settings |= {"learning_rate": 3e-3, "eval_rows": 6, "eval_generate_rows": 6, "eval_steps": 2}
@@ -384,7 +389,7 @@ def test_replicas_and_a_mesh_train_as_one_replica(where: dict[str, Any], tmp_pat
     assert logged(tmp_path / "other", "grad_norm") == pytest.approx(logged(tmp_path / "one", "grad_norm"), rel=1e-4)
     assert max(logged(tmp_path / "one", "loss")) > 0.1 and max(logged(tmp_path / "other", "sampler_gap")[::2]) < 1e-4
     if "device_type" in where:
-        # Those of `test_the_programs_of_a_run` for one width; replicas also sum the results of the evaluation.
+        # The programs of `test_the_programs_of_a_run` for one width; replicas also sum the evaluation's results.
         compiles = logged(tmp_path / "other", "compiles")
         assert compiles[4] == compiles[5] == 8 + ((where["num_replicas"] or 1) > 1), compiles
         assert not any(
@@ -397,8 +402,11 @@ def test_replicas_and_a_mesh_train_as_one_replica(where: dict[str, Any], tmp_pat
 @pytest.mark.usefixtures("quick_xla")
 @pytest.mark.parametrize("iterations", [1, 2])
 def test_the_programs_of_a_run(iterations: int, tmp_path: Path) -> None:
-    """One at the start; five of the generator: prefill for each width, a copy for samples, one for held-out prompts,
-    and decode; of the update accumulate, apply and, with several of a rollout, the log-probabilities before it.
+    """Counts the programs of a run.
+
+    There is one at the start. The generator has five: prefill for each width, a copy for samples, a copy for held-out
+    prompts, and decode. The update has accumulate and apply, and with several updates per rollout the log-probabilities
+    before it.
     """
     long = "First there were twelve apples in each of the boxes that he had bought. " * 3
     prompts = [f"{long if n // 2 % 2 else ''}What is {n} + {n}?" for n in range(48)]
@@ -433,7 +441,7 @@ def test_the_cell_that_shows_the_data_counts_the_updates_of_prompts(
 
 
 def test_the_texts_of_tokens_make_up_the_text() -> None:
-    """Also where a first token loses its space, and a character has several tokens, as in SentencePiece."""
+    """Also if a first token loses its space, or a character has several tokens, as in SentencePiece."""
     vocabulary = {"\u2581one": 0, "\u2581two": 1, "<0xC3>": 2, "<0xA9>": 3, "s": 4}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
     parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -446,7 +454,7 @@ def test_the_texts_of_tokens_make_up_the_text() -> None:
 def test_groups_of_equal_rewards_change_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Completions of a prompt share it."""
+    """Completions share their prompt."""
     shared, pack = list[bool](), sampled_updates.pack
     monkeypatch.setattr(sampled_updates, "pack", lambda *given: shared.append(given[-1]) or pack(*given))
     settings = {"split": "train[:2]", "shuffle": False}
@@ -484,7 +492,7 @@ def test_rollouts_without_a_reward_and_answers_that_are_cut_off_are_told(
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
 def test_completions_without_advantage_may_be_left_out(loss_type: str, tmp_path: Path) -> None:
-    """They keep their part of the divisor."""
+    """They still count in the divisor."""
 
     def some(completions: list[Any]) -> list[float]:
         return [0.0] * 4 + [float(number % 2) for number in range(len(completions) - 4)]
@@ -502,7 +510,7 @@ def test_completions_without_advantage_may_be_left_out(loss_type: str, tmp_path:
 def test_a_reward_that_fails_is_named_and_the_updates_before_are_saved(
     replicas: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It fails in one replica; the other must not wait for it, and end only once the checkpoint is written."""
+    """It fails in one replica; the other must not wait for it, and must end only after the checkpoint is written."""
     functions = ["tests.support.reward_functions:fails_later"]
     config = run_of(tmp_path, reward_funcs=functions, save_steps=100, num_replicas=replicas)
     monkeypatch.setenv("TPU_KIT_TEST_STOP", str(tmp_path / "failed"))
@@ -630,7 +638,7 @@ def test_auto_weights_the_sampler_where_it_is_rounded() -> None:
 
 
 def test_held_out_answers_are_greedy_and_choose_the_weights(tmp_path: Path, monkeypatch: Any) -> None:
-    """The programs of samples answer as greedy decoding does."""
+    """The sampling programs answer like greedy decoding."""
     texts: list[str] = []
     right, shares = held_out_answers.judge_all, iter([(1, 4), (3, 4), (2, 4)])
 

@@ -1,4 +1,4 @@
-"""Runs on rows with pictures: resumed bit for bit, an adapter that PEFT loads, and what is refused."""
+"""Runs on rows with pictures: resumed bit for bit, adapters that PEFT loads, and refused settings."""
 
 from __future__ import annotations
 
@@ -110,13 +110,13 @@ def test_a_run_on_pictures_goes_on_bit_for_bit_and_peft_loads_its_adapter(
 
 
 def cut(file: Path) -> None:
-    """Cuts a picture so that its header is whole."""
+    """Truncates a picture, but keeps its header whole."""
     file.write_bytes(file.read_bytes()[: file.stat().st_size * 2 // 3])
 
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Sums are in one order, here and in `dies_while_decoding`."""
+    """One thread, so that sums have the same order here and in `dies_while_decoding`."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -124,7 +124,7 @@ def one_thread() -> Iterator[None]:
 
 
 def dies_while_decoding(config: TrainConfig, after: int) -> None:
-    """Trains; from the first checkpoint of this life on, the process is killed in the decoding number `after`."""
+    """Trains; after this process's first checkpoint, it is killed at picture number `after`."""
     torch.set_num_threads(1)
     folder, decoded, left = Path(config.output_dir, "checkpoints"), PictureFiles.decoded, [after]
     before = [found.step for found in list_checkpoints(folder)[0]]
@@ -137,7 +137,7 @@ def dies_while_decoding(config: TrainConfig, after: int) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
         return picture
 
-    PictureFiles.decoded = dying  # type: ignore[method-assign]  # of this process, which is killed
+    PictureFiles.decoded = dying  # type: ignore[method-assign]  # only in this process, which is killed
     train(config)
 
 
@@ -193,7 +193,7 @@ def test_what_is_not_trained_with_images(settings: dict[str, Any], problem: str)
 def test_too_many_pictures_that_cannot_be_decoded_end_the_run_and_keep_its_checkpoint(
     images: Path, tmp_path: Path
 ) -> None:
-    """Their headers are whole, so only decoding shows it; the first rows are good."""
+    """Their headers are whole, so the error appears only in decoding; the first rows are good."""
     rows = []
     for number in range(36):
         file = tmp_path / f"{number}.jpg"

@@ -1,4 +1,4 @@
-"""Long rows that a run cannot have are told before the launch: the value, the size and what to do, in one line."""
+"""Long rows that a run cannot train are refused before the launch, with the value, the size and advice in one line."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ MESHES = (
 
 
 def configuration(world: Path, folder: Path, mesh: str | None, **changes: Any) -> TrainConfig:
-    """Eight rows an update in two passes, with all that a step has: clipping, average, packing, decay, tiles."""
+    """Eight rows per update in two passes, with every feature of a step: clipping, average, packing, decay, tiles."""
     shards = Mesh(**parse_mesh(mesh)).batch_shards if mesh else 1
     settings = {
         "model.name": str(world / "model"), "base_dtype": "fp32", "lora.r": 4, "source": str(world / "rows.jsonl"),
@@ -62,7 +62,7 @@ def losses(config: TrainConfig) -> torch.Tensor:
 
 
 def saved(config: TrainConfig, step: int) -> dict[str, torch.Tensor]:
-    """What a checkpoint holds for resuming."""
+    """Returns a checkpoint's tensors for resuming."""
     (folder,) = (config.output_path / "checkpoints").glob(f"*{step:08}*")
     return {name: tensor for file in folder.glob("training.safetensors") for name, tensor in load_file(file).items()}
 
@@ -115,7 +115,7 @@ def test_a_mesh_trains_like_one_device_and_resumes_bit_for_bit(
     assert len({line["compiles"] for line in steps[1:]}) == 1, "a step after the second compiled"
     assert all(line["host_syncs_per_step"] == 0 for line in steps)
 
-    if "context" in mesh:  # queries, keys, values and outputs, forward, recomputed and backward, in each of two passes
+    if "context" in mesh:  # queries, keys, values and outputs, forward, recomputed and backward, in both passes
         step = max((path.read_text() for path in (tmp_path / "hlo").glob("*after_optimizations.txt")), key=len)
         assert (step.count(" all-to-all("), step.count(" collective-permute(")) == (2 * 3 * 4, 0)
 
@@ -145,7 +145,7 @@ def test_other_meshes_train_like_one_device(
     "changes",
     [
         {"remat": "outputs", "mlp_tile": None},
-        {"remat": "blocks", "model.name": "embedded"},  # of four layers
+        {"remat": "blocks", "model.name": "embedded"},  # four layers
         {"lora.dropout": 0.1, "mlp_tile": None},
         {"lora.dora": True},
         {"lora.r": 0, "optimizer": "adafactor", "learning_rate": 1e-3},
@@ -167,7 +167,7 @@ def test_other_ways_to_train_give_what_one_device_gives(
 
 @pytest.mark.slow
 def test_fused_products_whose_parts_cross_the_shards_train_like_one_device(world: Path, tmp_path: Path) -> None:
-    """With model=2 one shard of `qkv_proj` has the queries, the other one keys and values; likewise `gate_up_proj`."""
+    """With model=2 one shard of `qkv_proj` has the queries, the other the keys and values; likewise `gate_up_proj`."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     vocabulary = LlamaConfig.from_pretrained(world / "model").vocab_size
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Runs of several sources: they train as the concatenation, are measured by source, and resume bit for bit."""
+"""Runs of several sources train like the concatenation, are measured by source, and resume bit for bit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ needs_xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="t
 
 @pytest.fixture
 def halves(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The rows of the world in two files."""
+    """The rows of `world`, in two files."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     lines = (world / "rows.jsonl").read_text().splitlines(keepends=True)
     for name, part in (("one", lines[:20]), ("two", lines[20:])):

@@ -1,4 +1,4 @@
-"""`distill` with `on_policy`: the update of a plain computation on the same samples, resumed bit for bit."""
+"""`distill` with `on_policy`: the update equals a plain computation on the same samples, and resumes bit for bit."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def weights(config: TrainConfig) -> dict[str, torch.Tensor]:
 def test_an_update_is_that_of_a_plain_computation(
     world: Path, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of prompts alone, in rows of any columns."""
+    """Rows have prompts without replies, and other columns."""
     taken: list[sampled_updates.Sampled] = []
     right = sampled_updates.pack
 
@@ -75,7 +75,7 @@ def test_an_update_is_that_of_a_plain_computation(
         tokens += len(one.tokens)
         drawn = (own / 0.8).log_softmax(-1).gather(-1, ids[0, begin + 1 :, None])[:, 0]
         gap = max(gap, float((drawn - torch.tensor(one.logprobs)).abs().max()))
-    assert gap < 1e-4, "the samples are not those of the student"
+    assert gap < 1e-4, "the samples are not the student's"
     (total / tokens).backward()
     norm = torch.stack([one.grad.square().sum() for one in model.parameters()]).sum().sqrt()
     assert logged(config, "loss") == pytest.approx([float(total / tokens)], rel=1e-5)
@@ -120,7 +120,7 @@ def test_replicas_and_a_mesh_train_as_one_replica(
     one, other = (config_of(world, teacher, tmp_path / name, **more) for name, more in (("1", {}), ("2", where)))
     distill(one)
     distill(other)
-    # Where a rounding error changes a token, later samples are others.
+    # A rounding error that changes a token changes all later samples.
     assert logged(other, "loss")[:2] == pytest.approx(logged(one, "loss")[:2], rel=1e-4)
     assert logged(other, "grad_norm")[:2] == pytest.approx(logged(one, "grad_norm")[:2], rel=1e-3)
     if "device_type" in where:

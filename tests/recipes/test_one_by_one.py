@@ -1,4 +1,4 @@
-"""Layers one by one, which keep everything (remat=none), train as layers in a loop: 30 updates of each trainer.
+"""Separate layers that keep all activations (remat=none) train like layers in a loop: 30 updates per trainer.
 
 Quick siblings: test_layer_scan.py, on_xla_it_is_one_program_with_the_same_numbers; test_answers.py,
 on_xla_the_tokens_are_the_same.
@@ -36,7 +36,7 @@ Trainer = tuple[Callable[..., Any], dict[str, Any]]
 
 
 def trainer(name: str, request: pytest.FixtureRequest) -> Trainer:
-    """A command, and the settings of its run."""
+    """Returns a command, and the settings of its run."""
     if name == "grpo":
         return grpo, {
             "split": "train[:40]", "prompts_per_update": 2, "num_generations": 4, "max_completion_length": 24,
@@ -52,7 +52,7 @@ def trainer(name: str, request: pytest.FixtureRequest) -> Trainer:
 
 
 def ended(config: TrainConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """The losses of a run, and all weights of its adapter."""
+    """Returns the losses of a run, and all weights of its adapter."""
     losses = [record["loss"] for record in read_metrics(config.output_path) if record["kind"] == "train"]
     adapter = load_file(config.output_path / "adapter" / "adapter_model.safetensors")
     return torch.tensor(losses).double(), torch.cat([one.flatten().double() for _, one in sorted(adapter.items())])
@@ -63,7 +63,7 @@ def ended(config: TrainConfig) -> tuple[torch.Tensor, torch.Tensor]:
 def test_thirty_updates_are_those_of_a_loop(
     name: str, device_type: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    """Each device for itself: of 30 rollouts a rounding error changes a sampled token between two devices."""
+    """Devices are not compared with each other: in 30 rollouts a rounding error changes a sampled token."""
     command, settings = trainer(name, request)
     found = []
     for changes in (LOOP, {"remat": "none"}):

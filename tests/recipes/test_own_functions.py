@@ -1,4 +1,4 @@
-"""Functions of a notebook's cell and of a script reach the replicas: rewards, verifiers, objectives, scores."""
+"""Functions from a notebook cell or a script reach the replicas: rewards, verifiers, objectives, scores."""
 
 from __future__ import annotations
 

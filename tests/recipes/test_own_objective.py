@@ -1,4 +1,4 @@
-"""A loss of the user's trains like the kit's own."""
+"""A user's loss trains like the kit's own losses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ xla = pytest.mark.skipif(Machine().version("torch_xla") is None, reason="torch_x
 
 
 def readme_objective(folder: Path) -> str:
-    """The loss of the room's README, in a module of its own; its name for the configuration."""
+    """Writes the loss of training's README into a module; returns its name for the configuration."""
     blocks = re.findall(r"```python\n(.*?)```", (REPOSITORY / "tpu_kit/training/README.md").read_text(), re.DOTALL)
     (block,) = [block for block in blocks if "-> Sums" in block]
     assert len(block.strip().splitlines()) <= 15
@@ -73,7 +73,7 @@ def test_the_loss_of_the_readme_trains(
 
 
 def test_a_loss_without_weight_is_told(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its logs are not a number, though no update is skipped: its gradients are finite."""
+    """Its logged loss is NaN, but no update is skipped, because its gradients are finite."""
     changes: dict[str, object] = {"device_type": "cpu", "max_steps": 1}
     trained(world, tmp_path / "run", f"{OWN}:weightless", **changes)
     assert capsys.readouterr().err.count(f"{OWN}:weightless had the weight 0 in all updates up to step 1") == 1

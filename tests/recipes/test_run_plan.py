@@ -1,4 +1,4 @@
-"""The run plan: what it holds, how its problems are told, and what changes between plan and launch."""
+"""The run plan: its contents, the report of its problems, and changes between plan and launch."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ OLMO = TINY | {"model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"]}
 def test_layers_that_torch_tpu_does_not_train_are_refused_by_the_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: dict[str, Any], changes: list[str], message: str
 ) -> None:
-    """In the caller, before anything starts: without torch_tpu, too."""
+    """In the calling process, before anything starts, also without torch_tpu."""
     if "shared" in changes:
 
         def with_shared_layers(config: TrainConfig) -> Any:
@@ -141,7 +141,7 @@ def test_problems_become_one_error() -> None:
 
 @pytest.fixture
 def meanwhile(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[RunPlan]]:
-    """Does something between the plan and its launch; returns the plans that were launched."""
+    """Applies a change between the plan and its launch; returns the plans that were launched."""
 
     def install(*changes: Callable[[], object]) -> list[RunPlan]:
         plans, todo, right = [], list(changes), sft.launch
@@ -159,7 +159,7 @@ def meanwhile(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[RunPlan]]:
 
 
 def committed(world: Path, folder: Path, steps: int) -> Callable[[], object]:
-    """Another job goes on with the run in `folder`, and ends."""
+    """Returns a function that continues the run in `folder` as another job, to its end."""
     train, launch = sft.train, sft.launch
 
     def job() -> None:
@@ -228,7 +228,7 @@ def test_of_another_content_at_the_same_step_is_another_checkpoint(world: Path, 
 
 
 @needs_xla
-@pytest.mark.slow  # quick siblings: the tests above, of a replica in the calling process
+@pytest.mark.slow  # quick siblings: the tests above, with a replica in the calling process
 def test_replicas_of_another_process_tell_that_the_plan_is_outdated(
     world: Path, tmp_path: Path, meanwhile: Any, quick_xla: None
 ) -> None:
@@ -239,9 +239,9 @@ def test_replicas_of_another_process_tell_that_the_plan_is_outdated(
     assert [plan.resume_point and plan.resume_point.step for plan in plans] == [None, 1]
 
 
-@pytest.mark.slow  # quick siblings: the tests above, of one host
+@pytest.mark.slow  # quick siblings: the tests above, with one host
 def test_all_hosts_plan_once_more(tmp_path: Path) -> None:
-    """Host 0 confirms the checkpoint; the replicas of all hosts get to know that it is another one."""
+    """Host 0 confirms the checkpoint; the replicas of all hosts learn that it has changed."""
     settings = [
         "embedded-cot", "warmup_steps=0", "save_steps=1", "eval_rows=2", "generate_rows=0", "data.split=train[:40]",
         "device_type=cpu", "num_replicas=1", "batch_size=2",
@@ -284,7 +284,7 @@ def test_a_hub_that_moves_on_after_the_plan_changes_nothing(
     (saved, *_) = list_checkpoints(tmp_path / "run/checkpoints")[0]
     assert saved.document("base")["commit"] == saved.document("teacher")["commit"] == old
     meanwhile()
-    assert sft.train(run(world, tmp_path / "run", max_steps=3, **settings)).step == 3  # of the commits it began with
+    assert sft.train(run(world, tmp_path / "run", max_steps=3, **settings)).step == 3  # from the commits it began with
 
 
 def test_hosts_whose_plans_differ_are_told_with_both_values(world: Path, tmp_path: Path) -> None:
@@ -367,7 +367,7 @@ def test_a_dry_run_on_a_tpu_chooses_remat(
 ) -> None:
     at = fake(tmp_path / "root", V5E)
     monkeypatch.setattr(detection, "Machine", lambda: at)
-    # Of so small a model all settings are nearly as fast, and a second of the compiler is worth all updates.
+    # For so small a model all settings are nearly as fast, and a second of compiling outweighs all updates.
     monkeypatch.setattr(planner, "TIE", 1e-9)
     monkeypatch.setattr(run_cost, "LAYER_COMPILING", 1e-5)
     command = ["train", str(tmp_path / "my.yaml"), "--dry-run", "--json"]

@@ -1,4 +1,4 @@
-"""The answers of a server with OpenAI's interface are judged as those of a model."""
+"""Answers of a server with OpenAI's interface are judged like a model's answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EVALUATE = ["evaluate", "embedded-cot", "run_name=my run", "generate_rows=6", "g
 
 
 class Recorded(ThreadingHTTPServer):
-    """Answers in the form that vLLM 0.32 was seen to answer; `answers` has those to questions."""
+    """Answers in the format of vLLM 0.32; `answers` maps questions to answers."""
 
     answers: dict[str, dict[str, Any]]
     asked: list[tuple[str, dict[str, Any], str]]

@@ -1,4 +1,4 @@
-"""The loop: what it compiles, runs and reads; that the backends agree; how a run ends and what it leaves."""
+"""The training loop: its compiles, executions and reads; agreement of the backends; how runs end and their files."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def records(config: TrainConfig, kind: str) -> list[dict[str, Any]]:
     return [record for record in map(json.loads, lines) if record["kind"] == kind]
 
 
-# All that the bars ask to be on. The batch grows from 1 pass to 2, and lr is 0 in the first step.
+# Every feature that the limits require. The batch grows from 1 pass to 2, and the rate is 0 in the first step.
 EVERYTHING: dict[str, Any] = {
     "max_steps": 10, "warmup_steps": 3, "ema_decay": 0.9, "eval_steps": 5, "remat": "full", "logging_steps": 5,
     "batch_growth_factor": 2.0, "batch_growth_steps": 5, "packing": True, "weight_decay": 0.01,
@@ -79,7 +79,7 @@ EVERYTHING: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def backends(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], dict[str, Any]]:
-    """Runs of the same rows and updates on other backends, each made when it is first asked for."""
+    """Runs of the same rows and updates on several backends, each launched at its first use."""
     folder, made = tmp_path_factory.mktemp("backends"), {}
 
     def get(device_type: str, replicas: int) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def test_one_program_for_each_kind_of_update_and_one_for_evaluation(
     backends: Callable[[str, int], dict[str, Any]], replicas: int
 ) -> None:
     ended = backends("xla-cpu", replicas)
-    assert ended["set_up"] <= 3 + 1  # and the evaluation before the first update, whose program the later ones take
+    assert ended["set_up"] <= 3 + 1  # plus the evaluation before the first update; later evaluations use its program
     assert ended["counters"]["compiles"] == ended["set_up"] + 2  # accumulation 1, accumulation 2
     assert [record["compiles"] for record in ended["train"]] == [ended["set_up"] + 1, ended["set_up"] + 2]
 
@@ -136,12 +136,12 @@ def test_an_execution_for_each_update_and_no_reading_between_logs(
     backends: Callable[[str, int], dict[str, Any]], replicas: int
 ) -> None:
     ended = backends("xla-cpu", replicas)
-    counters, batches = ended["counters"], 1  # the held-out rows fill four packed ones
+    counters, batches = ended["counters"], 1  # the held-out rows fill four packed rows
     syncs = 1 + 10 + 3 * batches  # set-up, updates, three evaluations
     assert [note["syncs"] for note in ended["ranks"]] == [syncs] * replicas
     assert counters["executions"] == syncs * replicas
     assert counters["host_syncs"] == counters["fallbacks"] == 0
-    # The loop's own readings are all there are, and they come at the logs, the evaluations, and the end.
+    # Only the loop reads the device: at logs, at evaluations, and at the end.
     assert counters["device_reads"] == sum(tensors for note in ended["ranks"] for _, tensors in note["reads"])
     logs = {1 + batches, 1 + batches + 5, 1 + 5 + 2 * batches, 1 + 10 + 2 * batches, syncs}  # syncs before them
     assert {before for note in ended["ranks"] for before, _ in note["reads"]} == logs
@@ -168,7 +168,7 @@ def assert_agree(a: dict[str, Any], b: dict[str, Any]) -> None:
 def test_xla_and_the_plain_cpu_agree(backends: Callable[[str, int], dict[str, Any]], replicas: int) -> None:
     assert_agree(backends("xla-cpu", replicas), backends("cpu", 1))
     losses = [record["loss"] for record in backends("cpu", 1)["train"]]
-    assert losses[1] < losses[0] - 0.05  # they agree on something that was trained
+    assert losses[1] < losses[0] - 0.05  # the backends agree on a model that has learned
 
 
 @pytest.mark.slow
@@ -187,13 +187,13 @@ def test_the_logits_of_a_batch_never_exist(configure: Configure) -> None:
     for kind in ("eval", "train"):
         assert [16, 61] in shapes[16][kind]
         assert not list(filter(of_all_tokens, shapes[16][kind]))
-    # With all tokens in one chunk they do, so the test sees them.
+    # With all tokens in one chunk they exist, so the test can detect them.
     assert list(filter(of_all_tokens, shapes[48]["train"]))
 
 
 @pytest.fixture(scope="module")
 def two_replicas(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[], tuple[TrainConfig, Any]]:
-    """The configuration and the result of `draws_and_extra_sums`, launched when it is first asked for."""
+    """The configuration and the result of `draws_and_extra_sums`, launched at the first use."""
     folder = tmp_path_factory.mktemp("two")
 
     @functools.cache
@@ -251,7 +251,7 @@ def test_what_a_run_says_and_writes(configure: Configure) -> None:
     assert result.metrics["loss"] == last["loss"]
     assert result.metrics["eval_loss"] == min(record["loss"] for record in evaluated)
     planned = with_model(resumed(RunPlan(config, Backend("cpu", 1, "")), ""))[0].config
-    chosen = replace(planned, optim=replace(planned.optim, remat="full"))  # of auto, on a CPU
+    chosen = replace(planned, optim=replace(planned.optim, remat="full"))  # `auto` on a CPU
     assert load_config(config.output_path / "config.yaml") == chosen
 
 
@@ -289,7 +289,7 @@ def test_a_run_that_teaches_nothing_says_so(configure: Configure, changes: dict[
 
 @pytest.mark.parametrize("remat", ["full", pytest.param("outputs", marks=pytest.mark.slow)])
 def test_compiled_layers_train_alike(monkeypatch: pytest.MonkeyPatch, remat: str) -> None:
-    """As CUDA has it, on the CPU: torch.compile traces all of the layer, once for all layers, without a break."""
+    """The setting of CUDA, on the CPU: torch.compile traces the whole layer without a break, once for all layers."""
     from torch._dynamo.utils import counters
 
     compile_layer = torch.nn.Module.compile
@@ -320,7 +320,7 @@ def test_a_log_is_read_while_the_next_step_runs(configure: Configure) -> None:
 
 
 def test_a_log_counts_the_time_of_its_own_steps(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each step is made to take 0.05 s: no log says less, not the last, nor those before an evaluation or a save."""
+    """Each step takes at least 0.05 s, and no log may say less, even the last or before an evaluation or a save."""
     slowly = trainer.train_step
 
     def train_step(*given: Any) -> None:
@@ -362,7 +362,7 @@ def test_extra_sums_are_those_of_all_replicas_and_passes(
 
 
 def test_a_second_run_in_the_process_begins_anew(configure: Configure) -> None:
-    """On one CPU the run is in the caller's process; its model must not be the one that the last run trained."""
+    """On one CPU the run is in the calling process; it must not get the model that the last run trained."""
     first, second = configure("first", max_steps=3), configure("second", max_steps=3)
     sft.train(first)
     sft.train(second)
@@ -422,7 +422,7 @@ def test_bad_updates_are_skipped_and_named(configure: Configure, capsys: pytest.
 
 
 def test_a_run_that_does_not_recover_ends_and_leaves_no_poisoned_checkpoint(configure: Configure) -> None:
-    """Every loss from step 5 on is bad: what update 4 has left may be the cause, and what is saved after it is, too."""
+    """Every loss from step 5 on is bad: update 4 may be the cause, so later checkpoints are poisoned too."""
     config = configure(max_steps=40, save_steps=2, keep=9)
     with pytest.raises(ValueError, match="training has diverged") as caught:
         run_poisoned(config, from_step=5)
@@ -463,7 +463,7 @@ def test_a_preemption_after_a_skipped_update_saves_and_loses_nothing(
 
 @pytest.mark.slow  # quick sibling: tests/training/test_host_parts.py
 def test_hosts_that_save_parts_follow_the_clock_of_host_0(configure: Configure) -> None:
-    """The clock of the other host never says that `save_minutes` have passed."""
+    """By the other host's clock, `save_minutes` never pass."""
     config = configure(num_replicas=2, batch_size=1, max_steps=3, keep=9, eval_rows=0)
     launch(training_functions.saves_by_two_clocks, config)
     good, damaged = manager.list_checkpoints(config.output_path / "checkpoints", verify=True)
@@ -477,7 +477,7 @@ def test_bad_updates_stop_the_run_with_step_and_rows(configure: Configure) -> No
         run_poisoned(config)
     named = {int(row) for row in str(caught.value).split("with the rows ")[1].split(" of ")[0].split(", ")}
     prepared = prepare.prepare(config.data, load_tokenizer(config.model))
-    third = list(batching.permutation(len(prepared.train), 0, 0))[4:6]  # two rows an update
+    third = list(batching.permutation(len(prepared.train), 0, 0))[4:6]  # two rows per update
     assert named == {row for packed in third for row in prepared.train.source_rows(packed)}
     assert not (config.output_path / "adapter").exists()
 
@@ -510,12 +510,12 @@ def test_a_run_that_gets_worse_stops_early_and_keeps_its_best(configure: Configu
     assert result.status == "stopped"
     assert result.step == len(losses) == best + 3 < 40
     assert result.metrics["eval_loss"] == min(losses)
-    # What was saved is what the best evaluation measured, not where the run ended.
+    # The saved weights come from the best evaluation, not from the end of the run.
     assert eval_loss(config, result.adapter_dir) == pytest.approx(min(losses), rel=1e-5)
 
 
 def eval_loss(config: TrainConfig, adapter_dir: str) -> float:
-    """The held-out loss per token of the saved weights, by stock PEFT and transformers alone."""
+    """The held-out loss per token of the saved weights, by stock PEFT and transformers."""
     from peft import PeftModel
 
     base = AutoModelForCausalLM.from_pretrained(config.model.name, dtype=torch.float32)
@@ -556,7 +556,7 @@ def test_a_run_keeps_the_batch_that_auto_chose(
     assert load_config(Path(first.output_dir) / "config.yaml").optim.batch_size == 8
     assert "optim.batch_size=auto is 8: the most that leaves 50% of " in capfd.readouterr().out
     assert first.metrics["host_peak_bytes"] > 2**28
-    # Where the run was, its rows count: nothing is chosen anew, whatever memory there is now.
+    # A continued run keeps its rows, whatever memory there is now.
     monkeypatch.setattr(preflight, "best_setting", lambda *_: pytest.fail("chosen anew"))
     config = configure(**settings, max_steps=2)
     assert sft.train(config).step == 2
@@ -571,7 +571,7 @@ def test_a_run_keeps_the_batch_that_auto_chose(
 def test_a_run_that_ran_out_of_memory_goes_on_with_what_it_proposes(
     configure: Configure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 1 of a real launch raises the text of a TPU's compiler after the checkpoint of step 2."""
+    """Rank 1 of a real launch raises a TPU compiler's error after the checkpoint of step 2."""
     settings = {"global_batch_size": 8, "save_steps": 2, "logging_steps": 1}
     whole = sft.train(configure("whole", **settings, batch_size=4))
     config = configure("run", **settings, batch_size=4, num_replicas=2)
@@ -610,11 +610,11 @@ except rescue.OutOfMemory as error:
 
 @pytest.mark.slow  # quick sibling: tests/planning/test_oom_recovery.py
 def test_host_memory_that_runs_out_is_explained(tmp_path: Path) -> None:
-    """For real: a process that may take 1 GiB more than it has, and an update that takes several."""
+    """Memory really runs out: a process may allocate 1 GiB more, and an update needs several."""
     settings = ["device_type=cpu", "batch_size=256", "max_steps=1", "warmup_steps=0", "eval_steps=null", "eval_rows=0",
                 "generate_rows=0", f"output_dir={tmp_path}"]  # fmt: skip
     printed = run_python(["-c", STARVED, *settings], env={"OMP_NUM_THREADS": "1", "PJRT_DEVICE": None}).stdout
-    # The allocation that fails is torch's, whose text says "allocate", or Python's.
+    # The failed allocation is torch's, whose text says "allocate", or Python's.
     assert "allocate" in printed or "\nMemoryError\n{" in printed, printed
     assert "{'batch_size': 128, 'global_batch_size': 256}" in printed
     assert "  batch_size=128 global_batch_size=256\n" in printed and "it begins anew, as nothing was saved" in printed
@@ -642,7 +642,7 @@ def test_rows_in_memory(configure: Configure) -> None:
     ],
 )
 def test_the_accuracy_of_answers_while_training(where: dict[str, Any], tmp_path: Path) -> None:
-    """It is that of the saved adapter, and the training is the same as without it."""
+    """The accuracy is the saved adapter's, and training is the same without it."""
     common = {"max_steps": 4, "eval_steps": 2, "eval_rows": 4, "generate_rows": 0, "logging_steps": 1,
               "warmup_steps": 0, "max_length": 128, "generate_tokens": 6, "ema_decay": 0.5, "base_dtype": "fp32",
               "batch_size": 2, **where}  # fmt: skip
@@ -657,14 +657,14 @@ def test_the_accuracy_of_answers_while_training(where: dict[str, Any], tmp_path:
         assert [r["loss"] for r in records(asked, kind)] == [r["loss"] for r in records(plain, kind)]
     prepared = prepare.prepare(asked.data, load_tokenizer(asked.model))
     saved = evaluate.evaluate(asked, prepared, result.adapter_dir)
-    if min(losses := [r["loss"] for r in records(asked, "eval")]) == losses[-1]:  # then the saved one is the last one
+    if min(losses := [r["loss"] for r in records(asked, "eval")]) == losses[-1]:  # then the last weights are saved
         assert saved.accuracy.share == shares[-1]
 
 
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_at_once(
     configure: Configure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not at the next checkpoint or the end: what is trained until then might be lost, too."""
+    """Not only at the next checkpoint or the end, because updates until then could be lost too."""
 
     def full(self: FolderStore, about: dict[str, Any], *_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -1,4 +1,4 @@
-"""Runs on text without end: they train as rows in memory do, resume bit for bit, and refuse shards that changed."""
+"""Runs on streamed text train like rows in memory, resume bit for bit, and refuse changed shards."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tpu_kit.training.metrics import read_metrics
 
 @pytest.fixture
 def texts(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The rows of the world as texts in three files."""
+    """The rows of `world` as texts in three files."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr(feeder, "_start", loaded_feeder.start)
     rows = [json.loads(line) for line in (world / "rows.jsonl").read_text().splitlines()]
@@ -121,7 +121,7 @@ def test_a_shard_that_is_lost_ends_the_run_with_what_it_made_saved(
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_killed_at_random_moments_it_ends_with_the_same_weights(world: Path, tmp_path: Path, texts: Path) -> None:
-    """Real processes, over three shards and two epochs and more, with the process that tokenises."""
+    """Real processes, over three shards and more than two epochs, with a tokenising process."""
     given = values(world, tmp_path / "run", texts / "*.jsonl", max_steps=30, save_steps=2, logging_steps=3)
 
     def start(folder: str) -> subprocess.Popen[bytes]:
@@ -136,7 +136,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_weights(world: Path, tmp
     while True:
         run, begun = start("run"), time.monotonic()
         saved = len([*(tmp_path / "run" / "checkpoints").glob("step-*")])
-        patience = draw.uniform(0, 0.3)  # of updates of some 0.1 s
+        patience = draw.uniform(0, 0.3)  # updates take about 0.1 s
         while run.poll() is None:
             now = len([*(tmp_path / "run" / "checkpoints").glob("step-*")])
             if kills < 8 and (now > saved or time.monotonic() - begun > 60):

@@ -1,4 +1,4 @@
-"""A student with some of a model's layers."""
+"""A student made of some of a model's layers."""
 
 from __future__ import annotations
 

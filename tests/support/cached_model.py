@@ -1,4 +1,4 @@
-"""Models where the hub's client finds what it has fetched before: refs, snapshots and blobs of its cache."""
+"""Fills the cache of the hub's client (refs, snapshots, blobs) with models, as a download would."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from huggingface_hub import constants
 
 
 def put_in_cache(cache: Path, name: str, source: Path, commit: str) -> None:
-    """Adds the files of a folder as a commit, which becomes the newest of the branch main."""
+    """Adds the files of a folder as a commit; the branch main then points to it."""
     repository = cache / f"models--{name.replace('/', '--')}"
     for folder in ("refs", "blobs", f"snapshots/{commit}"):
         (repository / folder).mkdir(parents=True, exist_ok=True)
@@ -23,6 +23,6 @@ def put_in_cache(cache: Path, name: str, source: Path, commit: str) -> None:
 
 
 def use_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes a folder the cache of this process and of its children."""
+    """Makes `cache` the hub's cache folder for this process and its children."""
     monkeypatch.setenv("HF_HUB_CACHE", str(cache))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))

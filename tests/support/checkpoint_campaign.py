@@ -1,11 +1,12 @@
-"""Kills writers of checkpoints and prints how many left what; for tests/training/test_faults.py.
+"""Kills processes that write checkpoints and prints how often; for tests/training/test_faults.py.
 
     python -m tests.support.checkpoint_campaign PLACE random COUNT
     python -m tests.support.checkpoint_campaign PLACE each EVERY [torn]
 
-Each writer is a fork of this process, which has loaded torch: a real process, killed for real, at little cost. It saves
-a step that is there already, and then larger ones. `random` kills at random times, again and again in one place; `each`
-kills at each EVERY-th operation of saving twice, in a fresh copy of a place where that deletes older ones.
+Each writer is a fork of this process, which has loaded torch: a real process that receives a real SIGKILL, at little
+cost. It saves an existing step again, then larger steps. `random` kills at random times, repeatedly in the same place.
+`each` kills at each EVERY-th operation of two saves, in a fresh copy of a place where the second save deletes older
+checkpoints.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def save(store: CheckpointManager, step: int) -> None:
 
 
 def write(place: Path | str, tell: Callable[[int], None], die_at: int | None, torn: bool) -> None:
-    """Saves until it is killed; with `die_at` twice at most."""
+    """Saves until the process is killed; with `die_at`, saves at most twice."""
     with CheckpointManager(place, KEEP, KEEP_EVERY) as store:
         newest = store.newest()
         step = newest.step if newest else 0
@@ -57,8 +58,8 @@ def write(place: Path | str, tell: Callable[[int], None], die_at: int | None, to
 
 
 def check(place: Path | str, tell: Callable[[int], None]) -> None:
-    """Reads all that is there, as a reader beside it and as the next writer; tells the newest step."""
-    # What `list_checkpoints` sees is what anyone sees; `newest` may put right what it may change.
+    """Reads every checkpoint, as a concurrent reader and as the next writer; tells the newest step."""
+    # `list_checkpoints` only reads; `newest` may also repair the folder.
     good, damaged = list_checkpoints(place, verify=True)
     assert not damaged, damaged
     with CheckpointManager(place, KEEP, KEEP_EVERY) as store:
@@ -83,11 +84,11 @@ def check(place: Path | str, tell: Callable[[int], None]) -> None:
 
 
 def fork(work: Callable[[Callable[[int], None]], None], lives: float | None = None) -> tuple[int, int]:
-    """Runs `work` in a fork; returns its wait status and the last number that it told (-1: none).
+    """Runs `work` in a fork; returns its wait status and the last number it told (-1: none).
 
     Args:
-        work: what it does.
-        lives: seconds after its first number until it is killed.
+        work: Called with a function that tells a number to this process.
+        lives: Seconds from the first number until the fork is killed; None lets it end by itself.
     """
     reader, writer = os.pipe()
     pid = os.fork()
@@ -124,7 +125,7 @@ def killed(status: int) -> bool:
 
 
 def after(place: Path | str, told: int) -> int:
-    """The newest step that is there; what a writer was told to be durable is."""
+    """Returns the newest step, after checking that no step reported as saved is lost."""
     status, step = fork(lambda tell: check(place, tell))
     assert status == 0, f"after a writer that had told of step {told}: see above"
     assert told <= step <= told + 1, (told, step)

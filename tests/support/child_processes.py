@@ -1,4 +1,4 @@
-"""Helpers of the tests, imported by tests alone."""
+"""Runs Python in child processes with a controlled environment; for tests only."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ from unittest import mock
 REPOSITORY = Path(__file__).resolve().parents[2]
 PYTHONPATH = os.pathsep.join([str(REPOSITORY), str(Path(__file__).with_name("startup"))])
 
-# XLA:CPU spends its compile time on optimisations that a test of a small graph does not need: about five times quicker.
-# Of dropout and other integer arithmetic, its newer emitters of fusions make programs that take three times as long.
+# XLA:CPU spends most of its compile time on optimisations that the small graphs of tests do not need: without them it
+# compiles about five times faster. Its newer fusion emitters are off: they make programs with dropout or other
+# integer arithmetic three times slower.
 QUICK_XLA_FLAGS = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false"
 )
 
-# Settings of the machine that runs the tests, which would change what a child process does.
+# Variables of the calling machine that would change a child's behaviour.
 _SETTINGS = "ACCELERATE_ CPU_NUM_DEVICES HF_ JAX_ LIBTPU_ MASTER_ PJRT_ PYTHONPATH TPU_ USE_TORCH WANDB_ XLA_ XRT_"
 _RANKS = "LOCAL_RANK LOCAL_WORLD_SIZE RANK WORLD_SIZE"
 _NOT_INHERITED = tuple(f"{_SETTINGS} {_RANKS}".split())
 
 
 def child_environment(extra: Mapping[str, str | None] | None = None) -> dict[str, str]:
-    """Builds the environment of a child process: XLA on the CPU, quick compiles, no hub, whatever the caller has set.
+    """Builds the environment of a child process: XLA on the CPU, fast compiles, no hub, whatever the caller's settings.
 
     Args:
         extra: Variables to add; None removes one.
@@ -69,16 +70,16 @@ def run_python(
     Args:
         arguments: Source code (a str), or the interpreter's arguments, such as `["-m", "tpu_kit", "doctor"]`.
         env: Changes to `child_environment`.
-        cwd: Folder to run in; the caller's when None. The package is importable from any.
+        cwd: Folder to run in; None: the caller's. The package is importable from any folder.
         timeout: Seconds before the child is killed.
         expect: Exit status the child must have; None accepts any.
-        executable: The interpreter; the tests' own by default.
+        executable: The interpreter; default: the interpreter of the tests.
 
     Returns:
         The finished process, with `.stdout`, `.stderr` and `.returncode`.
 
     Raises:
-        AssertionError: The exit status is another one. The message ends with what the child wrote.
+        AssertionError: The exit status is not `expect`. The message ends with the child's output.
         subprocess.TimeoutExpired: The child ran past the timeout.
     """
     command = [str(executable), *(["-c", arguments] if isinstance(arguments, str) else arguments)]
@@ -102,9 +103,9 @@ def run_loaded(
 ) -> subprocess.CompletedProcess[str]:
     """Runs Python like `run_python`, in a fork of a process that has imported torch, transformers, peft and datasets.
 
-    That saves three seconds of processor time. For tests of what a program computes, of which torch_xla is imported by
-    the child itself. Not for tests of memory, of imports, of how a process starts or ends, nor of libraries' settings
-    in the environment.
+    This saves three seconds of processor time. Use it for tests of a program's results; the child imports torch_xla
+    itself. Do not use it for tests of memory, imports, the start or end of a process, or environment variables that the
+    libraries read when they are imported.
 
     Args:
         arguments: Source code (a str), or `["-c", source, ...]`, or `["-m", module, ...]`.
@@ -128,21 +129,21 @@ def run_loaded(
     return _checked(subprocess.CompletedProcess(arguments, process.exitcode or 0, out, err), 0)
 
 
-_LOADED: dict[str, str | None] = {"PYTHONPATH": PYTHONPATH, "USE_TORCH_XLA": "0"}  # as the kit sets it at its import
+_LOADED: dict[str, str | None] = {"PYTHONPATH": PYTHONPATH, "USE_TORCH_XLA": "0"}  # the kit sets it when it is imported
 
 
 def fork_loaded(function: Callable[..., None], *arguments: Any) -> BaseProcess:
-    """Starts a process that calls a function, out of one that has loaded the libraries of `loaded_libraries`."""
+    """Starts a process that calls a function; it is forked from a server that has imported `loaded_libraries`."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.support.loaded_libraries"])
     process = context.Process(target=function, args=arguments)
     with mock.patch.dict(os.environ, child_environment(_LOADED), clear=True):
-        process.start()  # and at the first call the process that forks it
+        process.start()  # the first call also starts the fork server
     return process
 
 
 def become(environment: Mapping[str, str], streams: Sequence[int]) -> None:
-    """Takes an environment, and files for stdin, stdout and stderr."""
+    """Replaces this process's environment, and its stdin, stdout and stderr by `streams`."""
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
     os.environ.clear()
@@ -150,12 +151,12 @@ def become(environment: Mapping[str, str], streams: Sequence[int]) -> None:
     sys.path[:0] = [path for path in environment["PYTHONPATH"].split(os.pathsep) if path not in sys.path]
     from transformers.utils import import_utils
 
-    import_utils.USE_TORCH_XLA = environment.get("USE_TORCH_XLA", "AUTO")  # which it has read at its import
+    import_utils.USE_TORCH_XLA = environment.get("USE_TORCH_XLA", "AUTO")  # transformers has already read it, at import
     import_utils.is_torch_xla_available.cache_clear()
 
 
 def _in_fork(arguments: Sequence[str], environment: Mapping[str, str], folder: str) -> None:
-    """Becomes what `python ARGUMENTS` is: its environment, streams, arguments and main module."""
+    """Runs `python ARGUMENTS` in this process: its environment, streams, arguments and main module."""
     out = os.O_WRONLY | os.O_CREAT
     become(environment, [os.open(os.path.join(folder, name), flags) for name, flags in
                          ((os.devnull, os.O_RDONLY), ("stdout", out), ("stderr", out))])  # fmt: skip

@@ -1,4 +1,4 @@
-"""Models given by a config.json alone, for the tests of the compiler."""
+"""Models described only by a config.json, for the tests of the compiler."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ LLAMA_8B = {
 
 
 def cache_bytes_per_token(config: Any, element_bytes: int) -> int:
-    """The bytes of keys and values of one token of one row, in all layers; from a model's configuration."""
+    """Returns the bytes of a token's keys and values in all layers, for one row of the KV cache."""
     size = config.hidden_size // config.num_attention_heads
     return int(2 * config.num_hidden_layers * config.num_key_value_heads * size * element_bytes)
 
 
 def write_config(folder: Path, shape: dict[str, Any], **changes: Any) -> Path:
-    """Writes a model's config.json and returns its folder; a change to None takes the field out."""
+    """Writes a model's config.json and returns its folder; a change to None removes the field."""
     folder.mkdir(parents=True, exist_ok=True)
     values = {name: value for name, value in (shape | changes).items() if value is not None}
     (folder / "config.json").write_text(json.dumps(values))

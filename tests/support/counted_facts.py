@@ -1,9 +1,9 @@
-"""Counts how often one run finds each of its facts, in the calling process and in each replica.
+"""Counts how often a run computes every fact of `FACTS`, in the calling process and in every replica.
 
     python -m tests.support.counted_facts RECIPE FOLDER UPDATES,... NAME SETTING ...
 
-trains to each number of updates, and writes into FOLDER/UPDATES a file for each process: fact -> number of calls. Those
-of calling processes are caller-HOST.json, those of replicas replica-RANK.json.
+Trains to each number of UPDATES. FOLDER/UPDATES then holds a JSON file per process, fact -> number of calls:
+caller-HOST.json for calling processes, replica-RANK.json for replicas.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FACTS = {
     "the estimate of memory": ("tpu_kit.planning.memory.memory_estimate", "estimate"),
     "the number of updates": ("tpu_kit.training.losses.sampled_updates", "planned_updates"),
 }
-"""Fact -> the function that finds it."""
+"""Fact -> the module and function that compute it."""
 
 _calls: dict[int, Counter[str]] = {}  # by thread: replicas of XLA:CPU are threads
 _installing, _installed = threading.Lock(), list[bool]()
@@ -54,7 +54,7 @@ def _counted(fact: str, found: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def install() -> None:
-    """Puts a function that counts in the place of each, wherever it was imported; once in a process."""
+    """Wraps every function of `FACTS` by a counter, wherever it was imported; once per process."""
     with _installing:
         if not _installed:
             _installed.append(True)
@@ -76,18 +76,18 @@ def _install() -> None:
 
 
 def fine_tune(config: TrainConfig, folder: Path, **given: Any) -> Any:
-    """`replica.fine_tune`, counted."""
+    """`replica.fine_tune`, with its calls counted."""
     install()
     before = Counter(_count())
     result = replica.fine_tune(config, **given)
     found = _count() - before
     (folder / f"replica-{runtime.current().rank}.json").write_text(json.dumps(found))
-    _count().subtract(found)  # of a replica in the calling process
+    _count().subtract(found)  # a replica may run in the calling process, whose counts must not include it
     return result
 
 
 def main(recipe: str, folder: str, updates: str, name: str, *settings: str) -> None:
-    read_shape(load_config(name, settings).model)  # which stays on disk
+    read_shape(load_config(name, settings).model)  # downloads the model's configuration before counting starts
     install()
     for steps in updates.split(","):
         to = Path(folder, steps)
@@ -100,6 +100,6 @@ def main(recipe: str, folder: str, updates: str, name: str, *settings: str) -> N
 
 
 if __name__ == "__main__":
-    from tests.support import counted_facts  # functions of __main__ would be sent by value
+    from tests.support import counted_facts  # functions of __main__ would be pickled by value
 
     counted_facts.main(*sys.argv[1:])

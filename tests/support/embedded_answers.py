@@ -10,15 +10,15 @@ _ANSWER_END = re.compile(r"<\|(?:end|pad)\|>")
 def is_correct(row: dict[str, str], text: str, think_open: str = "<think>", think_close: str = "</think>") -> bool:
     """Returns whether a model's reply ends in the row's answer.
 
-    The final part is the text after the last `think_close` (the whole text without tags), up to the first end-of-turn
-    or padding token. Without surrounding white space and one closing full stop it must equal `row["answer"]`. A reply
-    that ends within its reasoning is wrong. The rationale is not judged.
+    The final part is the text after the last `think_close`, or the whole text if it has no tags, up to the first
+    end-of-turn or padding token. After white space and one closing full stop are stripped it must equal
+    `row["answer"]`. A reply that ends within its reasoning is wrong. The rationale is not judged.
 
     Args:
-        row: a row of `cot_rows`, or any dict with an "answer".
-        text: the reply, decoded with or without special tokens.
-        think_open: the tag that opens the rationale.
-        think_close: the tag that closes it.
+        row: A row of `cot_rows`, or any dict with an "answer".
+        text: The reply, decoded with or without special tokens.
+        think_open: The tag that opens the rationale.
+        think_close: The tag that closes it.
     """
     text = _ANSWER_END.split(text, maxsplit=1)[0]
     _, closed, answer = text.rpartition(think_close)

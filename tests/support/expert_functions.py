@@ -1,7 +1,7 @@
-"""Experts modules of transformers' families, computed on XLA:CPU by the kit and on the CPU by transformers' eager code.
+"""Compares experts modules of transformers' families: the kit on XLA:CPU against transformers' eager code on the CPU.
 
-`main(kinds, interpret)` prints for each family the largest relative error of output, gradient of hidden states and
-gradient of the router's weights, in fp32.
+`main(kinds, interpret, group)` prints, by family, the largest relative error of the output, the gradient of the hidden
+states and the gradient of the router's weights, in fp32.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SIZES = {
 
 
 def module(kind: str, **sizes: int) -> Any:
-    """Builds the experts module of a family with random weights, frozen."""
+    """Builds the experts module of a family with random, frozen weights."""
     from transformers import CONFIG_MAPPING
 
     family = kind.removesuffix("_text")
@@ -40,7 +40,7 @@ def module(kind: str, **sizes: int) -> Any:
 
 
 def routing(tokens: int, skewed: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Chooses experts at random; skewed, one has all tokens and some have none."""
+    """Draws the experts and weights of each token; if `skewed`, expert 0 gets every token and some experts none."""
     scores = torch.randn(tokens, EXPERTS)
     if skewed:
         scores[:, 0] += 9
@@ -50,7 +50,7 @@ def routing(tokens: int, skewed: bool) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def computed(experts: Any, device: Any, given: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-    """Returns output and gradients of hidden states and weights, on the CPU."""
+    """Returns the output and the gradients of hidden states and router weights, moved to the CPU."""
     experts = experts.to(device)
     hidden, weights, index, upstream = (one.detach().clone().to(device) for one in given)
     hidden.requires_grad_(), weights.requires_grad_()
@@ -64,7 +64,7 @@ def error(ours: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def ours_of(plain: Any, scheme: Any = None) -> Any:
-    """Returns a copy that the kit computes, with integers if there is a scheme."""
+    """Returns a copy of `plain` that the kit computes, quantized if `scheme` is given."""
     from tpu_kit.model.families import experts
     from tpu_kit.model.weights.quantization import rounded
 
@@ -82,7 +82,7 @@ def ours_of(plain: Any, scheme: Any = None) -> Any:
 
 
 def main(kinds: Sequence[str], interpret: bool, group: int, cases: tuple[str, ...] = ("",), **sizes: int) -> None:
-    """Prints the largest errors by family, of the cases whose names begin so; `group`: of int4."""
+    """Prints the largest error by family and case; `cases`: prefixes of case names, `group`: int4's group size."""
     import torch_xla
 
     from tpu_kit.model.families import experts
@@ -108,9 +108,10 @@ def main(kinds: Sequence[str], interpret: bool, group: int, cases: tuple[str, ..
 
 
 def adapted_errors(kinds: Sequence[str], kind_of_device: str = "xla-cpu") -> dict[str, float]:
-    """Prints and returns the largest relative errors of logits and gradients of tiny models with adapters of all kinds.
+    """Prints and returns the largest relative errors of logits and gradients of tiny models with all kinds of adapters.
 
-    The kit's on XLA:CPU or the CPU, and PEFT's with transformers' eager experts, with the adapter as the kit saves it.
+    The kit computes them on XLA:CPU or the CPU. The reference is PEFT on transformers' eager experts, with the adapter
+    as the kit saves it.
     """
     from peft import PeftModel
     from safetensors.torch import save_file
@@ -162,7 +163,7 @@ def adapted_errors(kinds: Sequence[str], kind_of_device: str = "xla-cpu") -> dic
 
 
 def write_mixture(kind: str, folder: Path, *, shards: str = "1GB", **sizes: Any) -> Path:
-    """A random model in bf16, of two layers; the experts of gpt-oss in MXFP4 as its published files have them."""
+    """Saves a random bf16 model of two layers; gpt-oss's experts are MXFP4, in the layout of its published files."""
     from safetensors.torch import save_file
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -194,7 +195,7 @@ def write_mixture(kind: str, folder: Path, *, shards: str = "1GB", **sizes: Any)
 
 
 def write_fp8(folder: Path) -> Path:
-    """Turns a model's folder into one with weights in fp8 and a scale for each block of 128 x 128, as published."""
+    """Converts a saved model to fp8 weights with a scale per block of 128 x 128, the layout of published models."""
     from safetensors.torch import load_file, save_file
 
     tensors = load_file(folder / "model.safetensors")
@@ -217,7 +218,7 @@ from tests.support.peak_memory import PeakMemory
 from tpu_kit.config.loader import ModelConfig
 from tpu_kit.model.weights.loading import load_frozen
 
-load_frozen(ModelConfig(name="embedded", base_dtype="int8", quant_cache=None))  # the libraries
+load_frozen(ModelConfig(name="embedded", base_dtype="int8", quant_cache=None))  # loads the libraries
 for name in sys.argv[1:]:
     with PeakMemory() as peak:
         model = load_frozen(ModelConfig(name=name, base_dtype="int8", quant_cache=None))
@@ -225,4 +226,4 @@ for name in sys.argv[1:]:
     del model
     gc.collect()
 """
-"""Prints of each model, quantised, the bytes and the most memory that loading took."""
+"""A program that prints, for each model name in its arguments, its quantized bytes and the peak memory of loading."""

@@ -1,9 +1,10 @@
-"""Kills the process that imports this at one chosen operation on files or on an object store; for tests' children.
+"""Kills the importing process at a chosen operation on files or on an object store; for child processes of tests.
 
-Nothing in tpu_kit knows of it: the functions that it calls are replaced. Any child may use it, a training run, too:
+tpu_kit has no code for this: `arm` replaces the functions that it calls. Any child process can use it, including a
+training run:
 
-    faults.arm(7)               # killed (-9) before the 7th operation from now on
-    faults.arm(7, torn=True)    # ... in the middle of it: half of a file is written; a rename has happened, and no more
+    faults.arm(7)               # SIGKILL before the 7th operation from now on
+    faults.arm(7, torn=True)    # ... in the middle of it: half of a file is written; a rename is done
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ _count = 0
 
 
 def operations() -> int:
-    """How many operations there were since `arm`."""
+    """Returns the number of operations since `arm`."""
     return _count
 
 
 def arm(die_at: int, torn: bool = False) -> None:
-    """Replaces what writes, so that the `die_at`-th call from now on is the last thing that this process does."""
+    """Replaces all writing functions so that the process dies at the `die_at`-th call from now on."""
     for name in FILE_OPERATIONS:
         setattr(os, name, _dying(getattr(os, name), die_at, torn))
     for name in ("write_bytes", "write_text"):
@@ -58,7 +59,7 @@ def _dying(
         try:
             if torn:
                 (half or _whole)(function, *arguments, **named)
-        finally:  # an operation may fail, such as to make a folder that is there
+        finally:  # some operations fail, such as making a folder that exists
             _die()
 
     return call

@@ -1,4 +1,4 @@
-"""What the generation tests run, on XLA:CPU in child processes: `python -m tests.support.generation_functions NAME`."""
+"""Functions of the generation tests, for XLA:CPU in children: `python -m tests.support.generation_functions NAME`."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "mistral, sliding": lambda: MistralForCausalLM(MistralConfig(**_COMMON, sliding_window=8)),
     "phi3": lambda: Phi3ForCausalLM(Phi3Config(**_COMMON, sliding_window=8)),
     "phi": lambda: PhiForCausalLM(PhiConfig(**_COMMON)),
-    # Heads of two sizes, and layers without keys and values of their own.
+    # Two head sizes, and layers that share the keys and values of earlier layers.
     "gemma4": lambda: Gemma4ForCausalLM(
         Gemma4TextConfig(
             **_COMMON | {"num_hidden_layers": 10, "num_key_value_heads": 1},
@@ -98,7 +98,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
             layer_types=["sliding_attention", "full_attention"] * 5,
         )
     ),
-    # Layers with a state.
+    # Layers with a recurrent state.
     "qwen3_5": lambda: Qwen3_5ForCausalLM(Qwen3_5TextConfig(**_DELTA)),
     "qwen3_next": lambda: Qwen3NextForCausalLM(Qwen3NextConfig(**_DELTA, mlp_only_layers=list(range(8)))),
     "lfm2": lambda: Lfm2ForCausalLM(Lfm2Config(**_COMMON | {"num_hidden_layers": 6}, full_attn_idxs=[2, 5])),
@@ -114,7 +114,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "falcon_h1": lambda: FalconH1ForCausalLM(FalconH1Config(**_COMMON, **_MAMBA, mamba_d_ssm=64)),
 }  # fmt: skip
 NEW = 24  # tokens of a reply
-_QUICK = ("llama", "gemma3", "phi")  # grouped heads; alternating windows and norms of heads; partial rotation, biases
+_QUICK = ("llama", "gemma3", "phi")  # grouped heads; alternating windows, norms of heads; partial rotary, biases
 QUICK_FAMILIES = [
     pytest.param(family, marks=[] if family in _QUICK else [pytest.mark.slow], id=family) for family in FAMILIES
 ]
@@ -122,16 +122,16 @@ QUICK_FAMILIES = [
 
 
 def make(family: str) -> Any:
-    """A tiny random model, always the same, in evaluation mode."""
+    """Builds a tiny random model in evaluation mode; the weights depend on the family only."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = FAMILIES[family]().eval()
-    model.generation_config.eos_token_id = [1, EOS]  # 1 is the embedded tokenizer's
+    model.generation_config.eos_token_id = [1, EOS]  # 1 is the end token of the embedded tokenizer
     return model
 
 
 def with_lora(model: Any) -> Any:
-    """PEFT's adapters, that change what the model says."""
+    """Adds LoRA adapters by PEFT, with weights large enough to change the replies."""
     from peft import LoraConfig as PeftLoraConfig
     from peft import get_peft_model
 
@@ -147,14 +147,14 @@ def with_lora(model: Any) -> Any:
 
 
 def in_loops(model: Any) -> Any:
-    """The model with its equal layers as loops."""
+    """Stacks the model's equal layers into loops."""
     attention.register()
     stack(models.base_model(model).get_decoder())
     return model.eval()
 
 
 def prompts_of(*lengths: int, seed: int = 1) -> list[list[int]]:
-    """Random token ids."""
+    """Draws random token ids, one prompt per length."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(4, 640, (length,), generator=generator).tolist() for length in lengths]
 
@@ -163,7 +163,7 @@ MIXED = prompts_of(5, 40, 1, 12, 23, 2, 70)
 
 
 def stock(model: Any, prompts: list[list[int]], **options: Any) -> list[list[int]]:
-    """transformers' own greedy replies, one prompt at a time."""
+    """Generates greedy replies by transformers, one prompt at a time."""
     found = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
@@ -174,7 +174,7 @@ def stock(model: Any, prompts: list[list[int]], **options: Any) -> list[list[int
 
 
 def generator(model: Any, rt: Runtime | None = None, **options: Any) -> Generator:
-    """For prompts of up to 70 tokens, with the embedded model's tokenizer."""
+    """Makes a generator for prompts of up to 70 tokens, with the embedded model's tokenizer."""
     rt = rt or CpuRuntime(0, 1, torch.device("cpu"))
     models.to_device(model, rt.local_device)
     options = {"max_prompt": 70, "max_new_tokens": 32, "batch_size": 4, **options}
@@ -182,15 +182,15 @@ def generator(model: Any, rt: Runtime | None = None, **options: Any) -> Generato
 
 
 def tokens(replies: list[Any]) -> list[list[int]]:
-    """Of completions."""
+    """Returns the token ids of completions."""
     return [list(reply.tokens) for reply in replies]
 
 
 def different_samples(mine: list[Any], theirs: list[Any]) -> int:
-    """How many sampled replies differ.
+    """Counts the sampled replies that differ.
 
-    Sums of another order round probabilities otherwise. Now and then a random number then falls on the next token, and
-    the reply differs from there on. An error changes most replies.
+    A different order of summation rounds probabilities differently. Rarely, a random number then selects the next
+    token, and the rest of that reply differs. A real error changes most replies.
     """
     return sum(a != b for a, b in zip(tokens(mine), tokens(theirs), strict=True))
 
@@ -208,7 +208,7 @@ def _xla() -> Runtime:
 
 
 def _mesh(text: str) -> Runtime:
-    """Of the virtual devices of this process."""
+    """A runtime on a mesh of this process's virtual devices."""
     import torch_xla
 
     mesh = resolve_mesh(text, int(os.environ["CPU_NUM_DEVICES"]))
@@ -217,7 +217,7 @@ def _mesh(text: str) -> Runtime:
 
 
 def families(rt: Runtime) -> dict[str, bool]:
-    """Whether the greedy tokens are transformers', for those families that `greedy` leaves out."""
+    """Whether the greedy tokens equal transformers', for the families that `greedy` omits."""
     return _same(rt, *(name for family in FAMILIES for name in (family, f"{family} in loops") if name not in _GREEDY))
 
 
@@ -235,7 +235,7 @@ def _same(rt: Runtime, *names: str) -> dict[str, bool]:
 
 
 def scores(one: Generator, prompts: list[list[int]], replies: list[list[int]]) -> list[tuple[float, bool]]:
-    """The log-probability of each reply to its prompt, and whether all of its tokens are the likeliest."""
+    """Returns each reply's log-probability given its prompt, and whether all its tokens are the most likely."""
     ratings = one.rate([[*prompt, *reply] for prompt, reply in zip(prompts, replies, strict=True)])
     parts = [[part[-len(reply) :] for part in ratings[row]] for row, reply in enumerate(replies)]
     return [(sum(logprobs), all(likeliest)) for logprobs, likeliest in parts]
@@ -245,23 +245,23 @@ RULES: dict[str, Any] = {
     "repetition_penalty": 1.2, "no_repeat_ngram_size": 2, "min_new_tokens": 6, "suppress_tokens": [26],
     "bad_words_ids": [[28, 30], [33]], "sequence_bias": [[[31], 2.0]], "begin_suppress_tokens": [27],
 }  # fmt: skip
-"""Of a generation config."""
+"""Settings of a generation config."""
 
 
 def _with_rules(rt: Runtime) -> bool:
-    """Whether the tokens are transformers' with a generation config, from one decode program."""
+    """Whether the tokens under a generation config equal transformers', with a single decode program."""
     model = make("llama")
     model.generation_config.update(**RULES)
     wanted, mine = stock(model, MIXED), generator(model, rt)
     before, same = rt.counters()["compiles"], tokens(mine.generate(MIXED, Sampling(NEW))) == wanted
     compiled = rt.counters()["compiles"] - before
     mine.generate(MIXED[::-1], Sampling(NEW))
-    # Two widths of prompts and one decode program.
+    # Two prompt widths and one decode program.
     return same and compiled <= 3 and rt.counters()["compiles"] == before + compiled
 
 
 def greedy(rt: Runtime) -> dict[str, Any]:
-    """Whether the tokens are transformers', for some families, LoRA and rules, and this CPU's, for samples."""
+    """Greedy tokens and rules against transformers; samples and scores on XLA against the CPU."""
     found: dict[str, Any] = _same(rt, *_GREEDY) | {"rules": _with_rules(rt)}
     drawn = Sampling(max_new_tokens=20, temperature=0.9, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.3)
     mine = generator(make("llama")).generate(MIXED[:3], drawn, n=3)
@@ -273,7 +273,7 @@ def greedy(rt: Runtime) -> dict[str, Any]:
 
 
 def counts(rt: Runtime) -> dict[str, Any]:
-    """Compiles, executions and reads of many prompts of random lengths; alone, and eight with layers in a loop."""
+    """Compiles, executions and reads for prompts of random lengths: batch size 1, and 8 with layers in a loop."""
     lengths = torch.randint(5, 101, (16,), generator=torch.Generator().manual_seed(0)).tolist()
     prompts = prompts_of(*lengths)
     found: dict[str, Any] = {}
@@ -282,7 +282,7 @@ def counts(rt: Runtime) -> dict[str, Any]:
         mine = generator(model, rt, max_prompt=100, batch_size=size)
         for turn in ("first", "again"):
             before = rt.counters()
-            # A shuffled order, another temperature, another length: none of it is another program.
+            # Neither the order of prompts nor the temperature nor the length compiles another program.
             sampling = Sampling(max_new_tokens=32 if turn == "first" else 20, temperature=0.7 if size == 8 else 0.0)
             replies = mine.generate(prompts if turn == "first" else prompts[::-1], sampling)
             after = rt.counters()
@@ -293,7 +293,7 @@ def counts(rt: Runtime) -> dict[str, Any]:
 
 
 def trained_between(rt: Runtime) -> dict[str, Any]:
-    """A model of the kit's own training, in bf16 arithmetic, is used as it is at each call."""
+    """Generates with a model in training, bf16 arithmetic, before and after an update of its weights in place."""
     model = trainable.adapt(make("llama"), LoraConfig(r=4), "fp32")
     mine = generator(model, rt)
     first = tokens(mine.generate(MIXED[:2], Sampling(max_new_tokens=16)))
@@ -311,7 +311,7 @@ def trained_between(rt: Runtime) -> dict[str, Any]:
 
 
 def sharded(rt: Runtime) -> dict[str, Any]:
-    """Tokens and scores of a model on a mesh against those of the CPU, and the counts of two calls."""
+    """Tokens and scores of a model on a mesh against the CPU's, and the counters of two calls."""
     found: dict[str, Any] = {}
     drawn = Sampling(max_new_tokens=20, temperature=0.9, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.3)
     model = with_lora(make("llama, four key-value heads"))
@@ -328,12 +328,12 @@ def sharded(rt: Runtime) -> dict[str, Any]:
 
 
 def sharded_families(rt: Runtime) -> dict[str, bool]:
-    """Whether the greedy tokens on a mesh are transformers'; the two key-value heads of most do not divide by 4."""
+    """Whether greedy tokens on a mesh are transformers'; most families have 2 key-value heads, not a multiple of 4."""
     return _same(rt, *FAMILIES, "qwen3 with lora in loops", "phi3 with lora", "gemma3 in loops")
 
 
 def sharded_integers(rt: Runtime) -> dict[str, bool]:
-    """Whether adapters over int8 and int4 say on a mesh what they say on the CPU."""
+    """Whether adapters over int8 and int4 generate the same tokens on a mesh and on the CPU."""
     found = {}
     for scheme in (Scheme(8), Scheme(4, 8)):
         model = make("llama, four key-value heads")

@@ -1,4 +1,4 @@
-"""Prefill and decode as programs of the real TPU compiler: `python -m tests.support.generation_tpu JOB`."""
+"""Compiles prefill and decode with the real TPU compiler: `python -m tests.support.generation_tpu JOB`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tpu_kit.xla.compiler import compile_program
 
 
 def compile_both(model: str, rows: int, width: int, slots: int, *changes: str) -> dict[str, Any]:
-    """What the compiler says of prefill and decode for one v5e, also in training; and the bytes of the cache."""
+    """Compiles prefill and decode for one v5e, and decode as GRPO runs it; returns the figures and cache bytes."""
     config = load_config(None, [f"model.name={model}", "lora.r=0", *changes])
     limits = [f"rl.max_prompt_length={width}", f"rl.max_completion_length={slots - width}"]
     trained = as_trained(load_config(None, [f"model.name={model}", "max_steps=1", f"max_length={slots}", *limits]))
@@ -36,4 +36,4 @@ def compile_both(model: str, rows: int, width: int, slots: int, *changes: str) -
 if __name__ == "__main__":
     said = json.dumps(compile_both(*json.loads(sys.argv[1])))
     print(said, flush=True)
-    os._exit(0)  # libtpu hangs at times on its way out
+    os._exit(0)  # libtpu sometimes hangs at exit

@@ -1,4 +1,4 @@
-"""Prepares rows in memory, as `train` does with the data set that it is given."""
+"""Prepares rows from memory, as `train` does with a data set passed to it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tpu_kit.data.rows.sources import save_rows
 
 
 def prepare_rows(config: DataConfig, tokenizer: Any, rows: Any, **options: Any) -> Prepared:
-    """`rows` is a data set, or a list."""
+    """Prepares `rows`, a data set or a list of dicts."""
     data = datasets.Dataset.from_list(rows) if isinstance(rows, list) else rows
     source = save_rows(data, Path(datasets.config.HF_DATASETS_CACHE) / "given")
     return prepare(replace(config, source=source), tokenizer, **options)
 
 
 def examples_of(encoder: Encoder, row: Any) -> list[Example]:
-    """The encoded documents of one row."""
+    """Returns the encoded documents of a row."""
     return [encoder.encode(document) for document in encoder.documents(encoder.conversation(row))]

@@ -1,8 +1,8 @@
-"""Several hosts on one machine: a process each, as `python -m tpu_kit` starts it, in its own folder or a shared one.
+"""Runs several hosts on one machine: `python -m tpu_kit` processes, in their own folders or in a shared folder.
 
     python -m tests.support.host_processes LOST COMMAND ...
 
-runs a command of the kit in which a silent host is lost after LOST seconds.
+Runs a command of the kit that counts a silent host as lost after LOST seconds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TINY: Mapping[str, Any] = {
 
 @dataclass
 class Host:
-    """One host: its process, and what it writes."""
+    """A host: its process, its folder and its output."""
 
     process: subprocess.Popen[str]
     folder: Path
@@ -39,7 +39,7 @@ class Host:
 
     @property
     def text(self) -> str:
-        """Its stdout and stderr."""
+        """Everything it has written to stdout and stderr."""
         return self.output.read_text(errors="replace")
 
     def wait_for(self, text: str, seconds: float = 90) -> None:
@@ -49,14 +49,14 @@ class Host:
             time.sleep(0.02)
 
     def wait_for_step(self, step: int, seconds: float = 90) -> None:
-        """Waits until the run, whose log host 0 writes, has made an update."""
+        """Waits until the run's log, which host 0 writes, contains an update."""
         log, until = self.folder / "runs" / "default" / "metrics.jsonl", time.monotonic() + seconds
         while not log.is_file() or f'"step": {step},' not in log.read_text():
             assert time.monotonic() < until and self.process.poll() is None, f"no step {step}:\n{self.text[-5000:]}"
             time.sleep(0.02)
 
     def processes(self) -> list[int]:
-        """All processes of this host, its replicas last."""
+        """Returns the ids of all its processes, replicas last."""
         found, parents = [self.process.pid], {self.process.pid}
         for folder in sorted(Path("/proc").glob("[0-9]*"), key=lambda path: int(path.name)):
             try:
@@ -69,7 +69,7 @@ class Host:
         return found
 
     def signal(self, number: signal.Signals) -> None:
-        """Signals all of its processes, as the end or the sleep of a machine does."""
+        """Sends a signal to all its processes, as if the machine ended or was suspended."""
         for pid in self.processes():
             try:
                 os.kill(pid, number)
@@ -79,14 +79,14 @@ class Host:
 
 @dataclass
 class Rehearsal:
-    """Starts the hosts of a run; host 0 is reached through a proxy for each of the others.
+    """Starts the hosts of a run; every other host reaches host 0 through its own proxy.
 
     Attributes:
-        folder: of all hosts.
-        count: of hosts.
-        lost: seconds after which a silent host is lost.
-        shared: whether the hosts share one home and one working folder.
-        proxies: between each host and the store of host 0.
+        folder: The parent of all hosts' folders.
+        count: The number of hosts.
+        lost: Seconds after which a silent host counts as lost.
+        shared: Whether the hosts share a home and a working folder.
+        proxies: Host index -> its proxy to the store of host 0.
     """
 
     folder: Path
@@ -97,7 +97,7 @@ class Rehearsal:
     hosts: list[Host] = field(default_factory=list)
 
     def start(self, output_dir: str, env: Mapping[str, str] | None = None, **settings: Any) -> list[Host]:
-        """Starts all hosts; `settings` are parameters of the run, besides `TINY`. It is a day later on host 0."""
+        """Starts all hosts; `settings` override `TINY`. Host 0's time zone is 26 hours ahead, a different day."""
         self.close()
         port = free_port()
         self.proxies = {index: Proxy(f"http://127.0.0.1:{port}") for index in range(1, self.count)}
@@ -131,7 +131,7 @@ class Rehearsal:
         return Host(process, folder, written)
 
     def wait(self, seconds: float = 180) -> list[int]:
-        """The exit codes of all hosts."""
+        """Waits for all hosts; returns their exit codes."""
         until = time.monotonic() + seconds
         for host in self.hosts:
             try:
@@ -150,7 +150,7 @@ class Rehearsal:
 
 
 def steps(output_dir: str) -> list[int]:
-    """The steps of a run's checkpoints, all of whose bytes are right."""
+    """Returns the steps of a run's checkpoints, after verifying all their bytes."""
     good, damaged = list_checkpoints(f"{output_dir}/checkpoints", verify=True)
     assert not damaged, damaged
     return [found.step for found in good]
@@ -162,7 +162,7 @@ def main(lost: str, *arguments: str) -> int:
 
     meeting.LOST = float(lost)
     if os.environ.get("TPU_KIT_TEST_FULL", "none") == os.environ.get("TPU_KIT_HOST_INDEX"):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2**18, 2**18))  # between a log and a checkpoint
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**18, 2**18))  # larger than a log, smaller than a checkpoint
     return run(arguments)
 
 

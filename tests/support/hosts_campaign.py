@@ -1,12 +1,12 @@
-"""Faults at random moments of a run on several hosts; for tests/integration/test_several_hosts.py.
+"""Injects faults at random moments of a run on several hosts; for tests/integration/test_several_hosts.py.
 
     python -m tests.support.hosts_campaign FOLDER HOSTS COUNT SEED
 
-starts an object store, and a run on HOSTS hosts, which share their home and working folder and save by the clock of
-host 0. The run is disturbed COUNT times: a host is killed, stopped for some seconds, cut off from the others, told to
-end, or its disk is full; or connections to the object store are cut, or it is gone. After each fault every host must
-end as it should, each error must name its cause within its limit, and all checkpoints must be whole. The run goes on
-until its end, and its result must equal that of a run without faults bit for bit.
+Starts an object store and a run on HOSTS hosts, which share a home and a working folder and save by the clock of host
+0. COUNT times a fault is injected. A host is killed, stopped for some seconds, cut off from the others or told to end,
+or its disk is full; or connections to the object store are cut, or the store is down. After each fault every host must
+end as expected, each error must name its cause within its time limit, and all checkpoints must be complete. The run
+then continues to its end, and its result must equal an undisturbed run's bit for bit.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from tests.support.host_processes import Host, Rehearsal, steps
 from tests.support.object_store import Proxy, environment, make_bucket, run_server
 
 KINDS = ("kill", "delay", "partition", "end", "full", "cut", "gone")
-STEPS = 12  # that each fault lets the run advance, at least
+STEPS = 12  # the most steps between the last checkpoint and a fault
 SETTINGS: dict[str, Any] = {
     "save_steps": 10**6, "save_minutes": 0.01, "schedule": "constant", "warmup_ratio": 0, "checkpoint.keep": 2,
-    "hang_timeout": 300,  # gcsfs tries again for about a minute, in which no host computes
+    "hang_timeout": 300,  # gcsfs retries for about a minute, during which no host computes
 }  # fmt: skip
-SLACK = 20.0  # seconds that processes of a busy machine take to see, tell and end
+SLACK = 20.0  # seconds that a busy machine may need to detect, report and end
 
 
 def adapter(hosts: list[Host]) -> dict[str, torch.Tensor]:
@@ -40,10 +40,10 @@ def adapter(hosts: list[Host]) -> dict[str, torch.Tensor]:
 
 
 def disturb(run: Rehearsal, url: str, store: Proxy, kind: str, which: int, at: int, total: int) -> float:
-    """Starts the run and disturbs host `which` once it has made step `at`; returns the seconds until all have ended."""
+    """Starts the run and disturbs host `which` after step `at`; returns the seconds until all hosts have ended."""
     full = {"TPU_KIT_TEST_FULL": str(which)} if kind == "full" else {}
     log = run.folder / "shared" / "runs" / "default" / "metrics.jsonl"
-    log.unlink(missing_ok=True)  # of the start before; the resumed run writes it anew
+    log.unlink(missing_ok=True)  # of the previous start; the resumed run writes it again
     hosts = run.start(url, env=full, max_steps=total, **SETTINGS)
     name, others = f"host {which} of {run.count}, machine-{which}", [i for i in range(run.count) if i != which]
     if kind != "full":
@@ -75,7 +75,7 @@ def disturb(run: Rehearsal, url: str, store: Proxy, kind: str, which: int, at: i
         assert codes == [75] * run.count, told
         stops = {host.text.partition("preempted at step ")[2].partition(" (")[0] for host in hosts}
         assert len(stops) == 1 and f"SIGTERM received on {name}" in hosts[0].text, told
-    elif kind == "gone":  # gcsfs logs its attempts, with tracebacks, on host 0
+    elif kind == "gone":  # host 0's gcsfs logs its retries with tracebacks
         assert codes == [1] * run.count and all(f"could not be written to {url}" in one.text for one in hosts), told
         assert all(f"host 0 of {run.count}, machine-0, failed: " in one.text for one in hosts[1:]), told
         assert not any("Traceback" in one.text for one in hosts[1:]), told
@@ -106,7 +106,7 @@ def main(folder: str, hosts: str, count: str, seed: str) -> dict[str, Any]:
         try:
             for turn in range(int(count)):
                 kind = KINDS[turn % len(KINDS)]
-                # Host 0 is reached by the others through their proxies, and by nobody when all of them are silent.
+                # The others reach host 0 through their proxies; if all of these are silent, nobody reaches it.
                 which = random.randrange(kind == "partition", 1 if kind == "full" else number)
                 took = disturb(run, url, store, kind, which, last + random.randint(1, STEPS), 10**4)
                 found = steps(url)
@@ -121,7 +121,7 @@ def main(folder: str, hosts: str, count: str, seed: str) -> dict[str, Any]:
             run.close()
         whole = Rehearsal(Path(folder, "whole"), number, shared=True)
         try:
-            settings = {name: value for name, value in SETTINGS.items() if name != "save_minutes"}  # saves at its end
+            settings = {name: value for name, value in SETTINGS.items() if name != "save_minutes"}  # saves at the end
             hosts_of_whole = whole.start(f"{make_bucket(server)}/run", max_steps=last + 3, **settings)
             assert whole.wait(600 + 6 * last) == [0] * number, hosts_of_whole[0].text[-3000:]
             for name, tensor in adapter(hosts_of_whole).items():

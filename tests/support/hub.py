@@ -1,8 +1,8 @@
-"""The part of the Hugging Face hub's HTTP API that the kit uses, on this machine.
+"""A local server for the part of the Hugging Face hub's HTTP API that the kit uses.
 
-It describes models, takes uploads (git-LFS, "basic" transfers) and commits, and serves files. What it answers was
-recorded from the hub by its clients' sources (huggingface_hub 2.4, 2026-11); Xet transfers are not spoken, so clients
-need HF_HUB_DISABLE_XET=1.
+It describes models, takes uploads (git-LFS, "basic" transfers) and commits, and serves files. Its answers follow the
+sources of the hub's client (huggingface_hub 2.4, 2026-11). It has no Xet transfers, so clients need
+HF_HUB_DISABLE_XET=1.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import unquote
 
 USER = "ann"
-"""The user of each token."""
+"""The user of every token."""
 TOKEN, READER = "hf_" + "a" * 34, "hf_" + "b" * 34
 NAME = "ann/tuned"
 _FIRST = hashlib.sha1().hexdigest()
@@ -27,13 +27,13 @@ _FIRST = hashlib.sha1().hexdigest()
 
 @dataclass
 class Repository:
-    """One repository of models.
+    """A model repository.
 
     Attributes:
-        private: as it was created.
-        commits: the sha of each commit -> its files, in order.
+        private: Whether it was created private.
+        commits: sha -> the files at that commit, in order.
         heads: branch -> the sha of its newest commit.
-        messages: of the commits.
+        messages: The commit messages, in order.
     """
 
     private: bool = False
@@ -57,7 +57,7 @@ class Repository:
         return {branch: self.commits[sha] for branch, sha in self.heads.items()}
 
     def commit(self, files: dict[str, bytes], message: str, branch: str = "main") -> str:
-        """Adds a commit; returns its sha."""
+        """Adds a commit and returns its sha."""
         sha = hashlib.sha1(f"{self.heads[branch]} {message} {sorted(files)}".encode()).hexdigest()
         self.commits[sha] = files
         self.heads[branch] = sha
@@ -67,19 +67,19 @@ class Repository:
 
 @dataclass
 class Hub:
-    """What it answers, and what it was asked.
+    """The state of the server, and the requests it received.
 
     Attributes:
-        url: for HF_ENDPOINT.
-        paths: of the requests.
-        models: what it answers about a model, by its name.
-        roles: token -> its role, "write" or "read"; or its permissions by the user, organisation or model.
-        organisations: of the user -> the user's role there.
-        repositories: by name.
-        objects: uploaded files by their sha256.
-        card_errors: what it finds wrong with a card.
-        lost: whether the answer to a request at a path, which is done, does not come.
-        fault: called before each request with method and path; what it returns, a status and headers, is the answer.
+        url: The value for HF_ENDPOINT.
+        paths: The paths of all requests.
+        models: Model name -> the answer about it.
+        roles: Token -> its role, "write" or "read", or its permissions by user, organisation or model.
+        organisations: Organisation of the user -> the user's role there.
+        repositories: Name -> repository.
+        objects: sha256 -> uploaded file.
+        card_errors: The errors that card validation returns.
+        lost: Called with the path of a handled request; if true, the connection is closed without an answer.
+        fault: Called before each request with method and path; a returned status and headers are the answer.
     """
 
     url: str = ""
@@ -128,7 +128,7 @@ class _Handler(BaseHTTPRequestHandler):
         kinds = {"Content-Type": "application/json", "ETag": f'"{hashlib.sha1(body).hexdigest()}"'}
         for name, value in {**kinds, **headers, "Content-Length": str(len(body))}.items():
             self.send_header(name, value)
-        with contextlib.suppress(ConnectionError):  # a client that was killed
+        with contextlib.suppress(ConnectionError):  # the client was killed
             self.end_headers()
             if self.command != "HEAD":
                 self.wfile.write(body)
@@ -166,7 +166,7 @@ class _Handler(BaseHTTPRequestHandler):
                 token = {"role": "fineGrained", "fineGrained": {"global": [], "scoped": scopes}}
             orgs = [{"name": name, "roleInOrg": allowed} for name, allowed in hub.organisations.items()]
             return {"type": "user", "name": USER, "orgs": orgs, "auth": {"accessToken": token}}
-        if path == "/api/validate-yaml":  # of a card
+        if path == "/api/validate-yaml":  # validates a card
             if hub.card_errors:
                 raise _Refusal(400, "invalid", errors=hub.card_errors, warnings=[])
             return {"errors": [], "warnings": []}
@@ -183,7 +183,7 @@ class _Handler(BaseHTTPRequestHandler):
             return {"transfer": "basic", "objects": [self._slot(each) for each in wanted]}
         if parts[0] == "lfs":
             if hashlib.sha256(body).hexdigest() != parts[1]:
-                raise _Refusal(400, "the content is not that of its hash")
+                raise _Refusal(400, "the content does not match its hash")
             hub.objects[parts[1]] = body
             return {}
         name = "/".join(parts[2:4])
@@ -251,7 +251,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def run_hub() -> Iterator[Hub]:
-    """Runs one."""
+    """Runs a hub in a thread of this process."""
     hub = Hub()
     handler = type("Handler", (_Handler,), {"hub": hub})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)

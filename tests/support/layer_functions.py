@@ -1,4 +1,4 @@
-"""What the tests of scanned layers run in replicas: updates of a tiny model whose layers are loops."""
+"""Functions that the tests of scanned layers run in replicas: updates of a tiny model whose layers are loops."""
 
 from __future__ import annotations
 
@@ -34,28 +34,28 @@ from tpu_kit.xla import scan as scan_module
 from tpu_kit.xla.scan import Tensors, scan
 from tpu_kit.xla.traced_program import refusing
 
-TILE = 8  # tokens of an MLP's tile: the passes have 16
+TILE = 8  # tokens of an MLP's tile; the passes have 16 tokens
 
 
 def scanned(
     dropout: float = 0.0, tile: int | None = TILE, keeps: bool = False, blocks: bool = False
 ) -> torch.nn.Module:
-    """The tiny model of the training functions with its two layers as a loop; with two blocks of two layers."""
+    """Builds `tiny` with its two layers as a loop; `blocks`: four layers in two blocks of two."""
     model = tiny(dropout, layers=4 if blocks else 2)
     layer_scan.stack(models.base_model(model).get_decoder(), tile, keeps, blocks=blocks)
     return model
 
 
 def rounding(config: TrainConfig, model: PreTrainedConfig) -> dict[str, float]:
-    """How transformers in fp32 differs from transformers in fp64, as `differences` tells it."""
+    """How transformers in fp32 differs from transformers in fp64, in the units of `differences`."""
     held = _texts(config, model)
     adapted = _adapted_copy(config, held)
-    models.base_model(adapted).set_experts_implementation("eager")  # grouped products take no fp64
+    models.base_model(adapted).set_experts_implementation("eager")  # grouped matrix products have no fp64
     return _shares(_of_transformers(adapted, held), _of_transformers(adapted.double(), held))
 
 
 def updates(config: TrainConfig) -> dict[str, Any]:
-    """Three updates of eight rows, dealt to the replicas, and an evaluation; what rank 0 ends with, and the counts."""
+    """Three updates of eight rows, split among the replicas, and an evaluation; returns rank 0's state and counters."""
     rt = runtime.current()
     keeps = config.optim.remat == "outputs"
     model = scanned(tile=None if keeps else TILE, keeps=keeps) if config.optim.scan_layers == "on" else tiny()
@@ -99,7 +99,7 @@ def updates(config: TrainConfig) -> dict[str, Any]:
 
 
 def _finish(rt: Runtime) -> None:
-    """Executions are counted when they end."""
+    """Waits for all executions, which are counted when they end."""
     if rt.is_xla:
         import torch_xla.core.xla_model as xm
 
@@ -108,7 +108,7 @@ def _finish(rt: Runtime) -> None:
 
 
 def gradients_with_dropout(config: TrainConfig) -> dict[str, Any]:
-    """The gradient of a pass whose layers draw from given numbers, and the masks of a pass of the device's own."""
+    """Gradients of a pass whose layers draw fixed numbers, and of passes that draw the device's random numbers."""
     rt = runtime.current()
     drawn, layer_scan._draw = layer_scan._draw, _given
     found = {}
@@ -122,10 +122,10 @@ def gradients_with_dropout(config: TrainConfig) -> dict[str, Any]:
 
 
 def on_one_device(config: TrainConfig) -> dict[str, Any]:
-    """`updates`, `gradients_with_dropout`, `own_decoder`, on XLA also `alike_loops` and `loops_of_step`: one launch.
+    """Runs `updates`, `gradients_with_dropout`, `own_decoder`; on XLA also `alike_loops` and `loops_of_step`.
 
-    On XLA `updates` also with layers one by one that keep everything; and the stacks that a loop writes begin with
-    numbers that would be seen, as on a TPU they may begin with any.
+    On XLA it also runs `updates` with separate layers that keep all activations. There the loops' output stacks start
+    with NaN or 77, because on a TPU they may start with any values.
     """
     if runtime.current().is_xla:
         scan_module._unfilled = lambda shape, dtype, given: torch.full(
@@ -139,7 +139,7 @@ def on_one_device(config: TrainConfig) -> dict[str, Any]:
 
 
 def alike_loops(config: TrainConfig) -> list[tuple[dict[str, Any], dict[str, Any], int]]:
-    """Loops whose bodies differ in little, in two rounds: the device's results, the CPU's, and how many were built."""
+    """Scans almost equal bodies, in two rounds: the device's results, the CPU's, and the number of loops built."""
     rt, found = runtime.current(), []
     for number in (1, 2):
         before, results = len(scan_module._loops), []
@@ -177,7 +177,7 @@ def _repeated(carry: Tensors, first: torch.Tensor, second: torch.Tensor, place: 
 
 
 def loops_of_step(config: TrainConfig) -> list[tuple[int, int]]:
-    """Numbers of while loops and of products in the program of a training step of two layers, and of three."""
+    """Counts the while loops and matrix products in the program of a training step with two layers, and with three."""
     import torch_xla
 
     rt = runtime.current()
@@ -192,18 +192,18 @@ def loops_of_step(config: TrainConfig) -> list[tuple[int, int]]:
         hlo = torch_xla._XLAC._get_xla_tensors_hlo([*state.params.values(), state.report])
         found.append((hlo.count(" while("), hlo.count(" dot(")))
         del model, state, scalars
-        gc.collect()  # what nobody holds is neither compiled nor run
+        gc.collect()  # graph nodes without a reference are neither compiled nor run
     return found
 
 
 class OwnConfig(LlamaConfig):
-    """Of a family that no list of the kit names."""
+    """A model family that the kit has no entry for."""
 
     model_type = "tests_own"
 
 
 class OwnModel(LlamaModel):
-    """Its list of layers has a name of its own, and so has the number of each layer."""
+    """Its layers are in `blocks` instead of `layers`, and have an index `place`."""
 
     def __init__(self, config: OwnConfig) -> None:
         super().__init__(config)
@@ -243,14 +243,14 @@ AutoModelForCausalLM.register(OwnConfig, OwnForCausalLM)
 
 
 def own_config(folder: Path, device_type: str, mesh: str | None = None) -> TrainConfig:
-    """The run of `own_decoder`, on one device or on a mesh."""
+    """The run of `own_decoder`, on a single device or on a mesh."""
     settings = {"output_dir": str(folder), "launch.device_type": device_type, "lora.r": 4, "model.base_dtype": "fp32",
                 "optim.learning_rate": 1e-2}  # fmt: skip
     return load_config(settings | ({"launch.mesh": mesh} if mesh else {"launch.num_replicas": 1}))
 
 
 def own_decoder(config: TrainConfig) -> dict[str, Any]:
-    """Trains a model of the class above for three updates, and lets it reply; on one device or on a mesh."""
+    """Trains an `OwnForCausalLM` for three updates and generates replies, on a single device or on a mesh."""
     rt = runtime.current()
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
              "num_key_value_heads": 2, "vocab_size": 640, "pad_token_id": 0, "initializer_range": 0.2}  # fmt: skip
@@ -274,7 +274,7 @@ def own_decoder(config: TrainConfig) -> dict[str, Any]:
 
 
 def _refused(device: torch.device) -> str:
-    """What a loop says whose layers call an operation that XLA lacks."""
+    """The error of a loop whose layers call an operation that XLA lacks."""
     model = tiny()
     decoder: Any = models.base_model(model).get_decoder()
     decoder.layers[0].input_layernorm.forward = lambda hidden: hidden * hidden.histc(2).sum()
@@ -288,11 +288,11 @@ def _refused(device: torch.device) -> str:
 
 
 def with_and_without_loop(config: TrainConfig) -> dict[str, Any]:
-    """The largest `differences` with layers one by one (not on a mesh) and in loops, and what `recompiles` counts."""
+    """The largest `differences` with separate layers (not on a mesh) and with loops, and the count of `recompiles`."""
     rt, found = runtime.current(), dict[str, Any]()
     model = read_config(config.model)
     assert model is not None
-    for turn in range(rt.world_size):  # the replicas are threads, which share one random state
+    for turn in range(rt.world_size):  # the replicas are threads and share torch's random state
         for scan_layers in ("off", "on") if config.launch.mesh is None else ("on",):
             if turn == rt.rank:
                 optim = replace(config.optim, scan_layers=scan_layers)
@@ -303,7 +303,7 @@ def with_and_without_loop(config: TrainConfig) -> dict[str, Any]:
 
 
 def recompiles(config: TrainConfig, model: Any, rt: Runtime) -> int:
-    """How many programs are compiled after the second update of a narrow copy in loops, of other documents each."""
+    """Counts the programs compiled after the second update of a narrow copy in loops, with new documents each time."""
     optim = replace(OPTIM, scan_layers="on")
     with training_functions._generator:
         copy = _adapted_copy(config, model)

@@ -1,4 +1,4 @@
-"""The process that makes the shards of a stream, forked from one that has loaded the libraries."""
+"""Starts a stream's feeder process as a fork of a process that has loaded the libraries."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tpu_kit.data.stream import feeder
 
 
 def start(payload: bytes) -> tuple[int, Callable[[], int]]:
-    """Takes the place of `feeder._start`."""
+    """Replaces `feeder._start`."""
     process = fork_loaded(_feed, payload)
 
     def ended() -> int:

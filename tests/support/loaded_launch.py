@@ -1,8 +1,7 @@
-"""Launches whose processes are forked from one that has loaded the libraries, in place of new interpreters.
+"""Makes `launch` fork its processes from a process that has loaded the libraries, instead of starting interpreters.
 
-For tests of what replicas compute. How processes start, end and are killed is tested with real ones, in
-tests/distributed. From the launcher on, the kit's own code runs: launcher and replicas are processes, in a session of
-their own.
+Use it for tests of replicas' results. Tests of how processes start, end and are killed use real interpreters, in
+tests/distributed. The launcher and the replicas run the kit's own code, as processes in a session of their own.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from tpu_kit.distributed.replica import worker
 
 
 class LoadedPopen:
-    """What `launch` uses of `subprocess.Popen`."""
+    """The part of `subprocess.Popen` that `launch` uses."""
 
     def __init__(self, command: Sequence[str], *, env: Mapping[str, str], **streams: Any) -> None:
         assert list(command[1:]) == ["-m", worker.__name__], command
@@ -42,15 +41,15 @@ class LoadedPopen:
 
     @property
     def returncode(self) -> int | None:
-        """The status, None while it runs."""
+        """The exit status; None while it runs."""
         return self._process.exitcode
 
     def poll(self) -> int | None:
-        """The status, None while it runs."""
+        """The exit status; None while it runs."""
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Waits for its end; raises `subprocess.TimeoutExpired`."""
+        """Waits for the launcher to end; raises `subprocess.TimeoutExpired`."""
         self._process.join(timeout)
         if self.returncode is None:
             raise subprocess.TimeoutExpired("the launcher", timeout or 0)
@@ -58,19 +57,19 @@ class LoadedPopen:
 
 
 def use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes `launch` fork its processes, until the test ends."""
+    """Makes `launch` fork its processes until the test ends."""
     names = {**vars(subprocess), "Popen": LoadedPopen}
     monkeypatch.setattr(launch, "subprocess", SimpleNamespace(**names))
 
 
 def _launcher(environment: Mapping[str, str], streams: list[Connection]) -> None:
-    """Becomes a launcher, whose replicas are forks too."""
+    """Runs the launcher in this process; its replicas are forks too."""
     os.setsid()
     become(environment, [stream.fileno() for stream in streams])
     for stream in streams:
         stream.close()
     settings: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace", "write_through": True}
-    sys.stdout, sys.stderr = (  # unbuffered, as the variables of the launch say to a new interpreter
+    sys.stdout, sys.stderr = (  # unbuffered, as the launch's variables make a new interpreter
         io.TextIOWrapper(io.FileIO(number, "w", closefd=False), **settings)  # type: ignore[arg-type]
         for number in (1, 2)
     )

@@ -1,6 +1,6 @@
-"""The large libraries, loaded before the processes of `child_processes.run_loaded` are forked.
+"""Imports the large libraries; `child_processes.run_loaded` forks its processes from a process with this module.
 
-torch_xla is not among them: it reads the environment of each of those processes when they import it.
+torch_xla is not imported here: each child imports it, so that it reads the child's environment.
 """
 
 import gc
@@ -12,4 +12,4 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM  
 
 import tpu_kit.recipes.sft  # noqa: F401
 
-gc.freeze()  # or the first search for garbage copies every page of them
+gc.freeze()  # otherwise a child's first garbage collection copies all their pages

@@ -4,17 +4,18 @@ The model is a Llama of 869,504 parameters (4 layers, width 128, 2 query heads o
 embeddings of 640 tokens). It is pre-trained from seed 0 on the CPU with plain PyTorch: 1,600 updates of 32 rows of 128
 tokens of `documents` (6.5 million tokens), about ten minutes on one core. Its weights are stored in bf16 (1.7 MB).
 
-The corpus has number facts, the words of the problems, and sums of one step. It leaves out what fine-tuning teaches: no
-text takes a second step with the result of the first, and every dialogue answers at once. The thinking tags occur only
-in notes outside of dialogues, around a single step. Long problems, of the training split alone, are read and told again
+The corpus has number facts, the words of the problems, and one-step sums. It omits the skills that fine-tuning teaches:
+no text uses the result of one step in a second step, and every dialogue answers directly. The thinking tags occur only
+in notes outside dialogues, around a single step. Long problems, from the training split only, are read and repeated
 clause by clause, never answered.
 
-Measured with the shipped weights on `cot_rows("eval", 192)`, held out, greedy: the base solves 0.026. LoRA (r 16, alpha
-32, all linear layers; bf16 base, fp32 adapters; AdamW, 5e-3 after 10 steps of warm-up, cosine to 0; gradient norm 1; 16
-packed rows of 256 tokens a step; loss on the completion) solves 0.990 after 120 steps, about a minute on one core.
+Measured with the shipped weights on `cot_rows("eval", 192)`, held out, greedy: the base solves 0.026. After 120 LoRA
+steps, about a minute on one core, it solves 0.990. The adapters (r 16, alpha 32, all linear layers) are fp32 over a
+bf16 base. AdamW's rate warms up to 5e-3 in 10 steps, then falls as a cosine to 0; the gradient norm is clipped to 1. A
+step has 16 packed rows of 256 tokens, with the loss on the completion.
 
-Seeds fix the corpus, the batches and the first weights. The shipped weights come from torch 2.9.0 on a processor with
-AVX-512 bf16; another processor or torch rounds differently.
+Seeds fix the corpus, the batches and the initial weights. The shipped weights come from torch 2.9.0 on a processor with
+AVX-512 bf16; another processor or torch version rounds differently.
 """
 
 import argparse
@@ -53,8 +54,8 @@ PAD, SYSTEM, USER, ASSISTANT, END = "<|pad|>", "<|system|>", "<|user|>", "<|assi
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 MEASURED_ROWS = 192
 
-# A word with the space before it, a number of up to two digits, punctuation with the spaces around it, white space. So
-# "12 + 7 = 19" is five tokens, and a number is the same token wherever it stands.
+# A word with the space before it; a number of at most two digits; punctuation with the spaces around it; white space.
+# "12 + 7 = 19" thus has five tokens, and a number is the same token at every position.
 WORDS = r" ?\p{L}+|\d{1,2}| ?[^\s\p{L}\d]+ ?|\s+"
 
 CHAT_TEMPLATE = """\
@@ -90,7 +91,7 @@ def sum_of(rng: random.Random, signs: str = "+-*/") -> tuple[int, str, int, int]
 
 
 def facts(rng: random.Random) -> str:
-    """Lines of number facts."""
+    """Write lines of number facts."""
     lines = []
     for _ in range(rng.randint(6, 18)):
         a, sign, b, result = sum_of(rng, rng.choice(("+-", "+-*/")))
@@ -99,7 +100,7 @@ def facts(rng: random.Random) -> str:
 
 
 def one_step(rng: random.Random) -> tuple[str, str, str, int]:
-    """Draw a story of one step: `(story, question, the step in words, result)`."""
+    """Draw a story with a single step: `(story, question, the step in words, result)`."""
     name, other = rng.sample(NAMES, 2)
     item, holder = rng.choice(ITEMS), rng.choice(HOLDERS)
     kind = rng.choice(("change", "change", "groups", "than", "times", "together", "pays", "share", "day"))
@@ -179,7 +180,7 @@ def one_step(rng: random.Random) -> tuple[str, str, str, int]:
 
 
 def story(rng: random.Random) -> str:
-    """One or two stories of one step, told in plain text."""
+    """Write one or two one-step stories as plain text."""
     parts = []
     for _ in range(rng.randint(1, 2)):
         told, _, step, _ = one_step(rng)
@@ -188,18 +189,18 @@ def story(rng: random.Random) -> str:
 
 
 def note(rng: random.Random) -> str:
-    """A one-step problem worked out in a note that uses the thinking tags, outside of any dialogue."""
+    """Write a problem with a single step and its solution in thinking tags, outside any dialogue."""
     told, question, step, result = one_step(rng)
     return f"{told} {question}\n{THINK_OPEN}\n{step}\n{THINK_CLOSE}\n{result}"
 
 
 def dialogue(question: str, answer: str) -> str:
-    """A dialogue in the chat template's form that answers at once."""
+    """Write a dialogue in the chat template's form, with a direct answer."""
     return f"{USER}{question}{END}{ASSISTANT}{answer}"
 
 
 def direct(rng: random.Random) -> str:
-    """A one-step question, or a bare sum, answered at once."""
+    """Write a dialogue that directly answers a question with a single step, or a bare sum."""
     if rng.random() < 0.3:
         a, sign, b, result = sum_of(rng)
         return dialogue(f"What is {a} {sign} {b}?", str(result))
@@ -208,7 +209,7 @@ def direct(rng: random.Random) -> str:
 
 
 def reading(rng: random.Random, question: str) -> str:
-    """A long problem and then what it told, clause by clause, in order or not: reading, without any reckoning."""
+    """Write a long problem and repeat its clauses, in order or shuffled: reading without arithmetic."""
     name = question.split()[0]
     told = question[: question.rindex("How many")].rstrip(". ")
     clauses = re.split(r"\. |, | and then | and ", told)
@@ -219,7 +220,7 @@ def reading(rng: random.Random, question: str) -> str:
 
 
 def documents(rng: random.Random) -> Iterator[str]:
-    """Yield the corpus without end, one document of 5 to 107 tokens at a time."""
+    """Yield the corpus, an endless stream of documents of 5 to 107 tokens."""
     makers = {"facts": facts, "story": story, "note": note, "direct": direct}
     questions: list[str] = []
     while True:
@@ -233,7 +234,7 @@ def documents(rng: random.Random) -> Iterator[str]:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Train the byte-level BPE on the corpus and the rationales' words; every number of 10..99 is made one token."""
+    """Train the byte-level BPE on the corpus and the rationales; every number of 10..99 becomes one token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -249,7 +250,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     for mark in (END, USER, ASSISTANT):
         texts = [text.replace(mark, "\n") for text in texts]
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY - 2,  # the two thinking tags come after
+        vocab_size=VOCABULARY - 2,  # the two thinking tags are added later
         special_tokens=[PAD, END, SYSTEM, USER, ASSISTANT],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -271,7 +272,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
-    """Build the untrained model in fp32. Heads of 64 are what the TPU's attention kernel takes."""
+    """Build the untrained model in fp32. Its head size is 64 because the TPU's attention kernel accepts it."""
     torch.manual_seed(SEED)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -292,13 +293,13 @@ def make_model(tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
 
 
 def batches(tokenizer: PreTrainedTokenizerBase, rng: random.Random) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield packed batches of the corpus without end.
+    """Yield packed batches of the corpus, endlessly.
 
-    Attention stays within a document and positions restart with each, as in tpu_kit's own packing.
+    Attention stays within a document and positions restart at each document, as in tpu_kit's packing.
 
     Args:
-        tokenizer: gives the ids and the padding id.
-        rng: draws the documents.
+        tokenizer: Gives the token ids and the padding id.
+        rng: Draws the documents.
 
     Yields:
         input_ids, labels and position_ids (ROWS, LENGTH) int64; attention_mask (ROWS, 1, LENGTH, LENGTH) bool.
@@ -328,15 +329,15 @@ def batches(tokenizer: PreTrainedTokenizerBase, rng: random.Random) -> Iterator[
                 filled += len(document)
         mask = causal & (segments[:, :, None] == segments[:, None, :])
         labels = torch.where(segments > 0, ids, -100)
-        labels[:, 1:][positions[:, 1:] == 0] = -100  # nothing foretells a document's first token
+        labels[:, 1:][positions[:, 1:] == 0] = -100  # nothing predicts a document's first token
         yield {"input_ids": ids, "labels": labels, "position_ids": positions, "attention_mask": mask[:, None]}
 
 
 def pretrain(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, steps: int) -> None:
     """Train all weights on the corpus in place: fp32 weights, bf16 autocast.
 
-    Muon takes the matrices inside the layers, AdamW the embeddings and the norms; the rate warms up, stays, and falls
-    linearly to 0.
+    Muon trains the matrices inside the layers, AdamW the embeddings and norms. The rate warms up, stays constant, then
+    falls linearly to 0.
     """
     inner = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
@@ -384,7 +385,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=embedded.ASSETS, help="folder to write to")
     parser.add_argument("--steps", type=int, default=STEPS, help="optimizer steps")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)  # one thread sums in one order; two on busy cores also wait for each other
+    torch.set_num_threads(1)  # a single thread sums in a fixed order; two threads on busy cores wait for each other
     tokenizer = make_tokenizer()
     model = make_model(tokenizer)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
@@ -393,7 +394,7 @@ def main() -> None:
     model.generation_config.do_sample = False
     model.save_pretrained(arguments.output)
     tokenizer.save_pretrained(arguments.output)
-    (arguments.output / "model.safetensors").chmod(0o644)  # written for the owner alone
+    (arguments.output / "model.safetensors").chmod(0o644)  # safetensors makes it readable for its owner only
     saved = LlamaForCausalLM.from_pretrained(arguments.output, dtype="auto")
     share = accuracy(saved, AutoTokenizer.from_pretrained(arguments.output), embedded.cot_rows("eval", MEASURED_ROWS))
     print(f"held-out accuracy of the base, {MEASURED_ROWS} problems: {share:.3f}")

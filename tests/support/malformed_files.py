@@ -1,7 +1,7 @@
-"""Malformed and odd data files, and what is to become of each: a text that refuses it, or the rows that it has.
+"""Malformed and unusual data files, with the expected results: an error text, or the rows that are read.
 
-As a program it prepares the named files as `train` does, each in a process of its own, and prints a line of JSON for
-each: `python tests/support/malformed_files.py FOLDER [NAME ...]`.
+As a program it prepares the named files as `train` does, in separate processes, and prints a line of JSON per file:
+`python tests/support/malformed_files.py FOLDER [NAME ...]`.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-SECONDS = 60  # that one file may take
+SECONDS = 60  # the time limit of a file
 
 
 @dataclass(frozen=True)
 class Case:
-    """One file or folder.
+    """A file or folder.
 
     Attributes:
-        name: of the file, a pattern of several, or of the folder; the extension is what the kit goes by.
-        content: its bytes, or a function that makes it at a path.
-        refused: a regular expression that the error's text must hold; None where it is to be read.
-        texts: of the documents, as `prompt|completion`; only looked at where it is read.
-        settings: of the data section, beside the source.
-        skipped: rows that are left out where it is read.
-        unprivileged: it is read by a user without rights to it.
+        name: The file, a pattern of several files, or the folder; its extension selects the kit's reader.
+        content: The file's bytes, or a function that creates it at a path.
+        refused: A regular expression that the error's text must match; None if the file must be read.
+        texts: The documents, as `prompt|completion`; compared only if the file is read.
+        settings: Settings of the data section besides the source.
+        skipped: The number of rows skipped if the file is read.
+        unprivileged: Whether a user without read permission reads it.
     """
 
     name: str
@@ -514,7 +514,7 @@ refuse("not UTF-8, skipped", "a.jsonl", GOOD.encode() * 3 + b'{"question": "\xe9
 
 
 def make(case: Case, place: Path) -> str:
-    """Makes a case's files in a new folder; returns the source to give."""
+    """Makes a case's files in a new folder; returns the data source."""
     place.mkdir(parents=True)
     path = place / case.name
     if isinstance(case.content, bytes):
@@ -525,7 +525,7 @@ def make(case: Case, place: Path) -> str:
 
 
 def outcome(case: Case, source: str, tokenizer: Any) -> dict[str, Any]:
-    """What became of a case in this process: what was raised, or the texts of the documents."""
+    """Prepares a case in this process: the error, or the texts of the documents."""
     from tpu_kit.config.loader import load_config
     from tpu_kit.data.prepare import prepare
 
@@ -548,7 +548,7 @@ def outcome(case: Case, source: str, tokenizer: Any) -> dict[str, Any]:
 
 
 def judge(case: Case, found: dict[str, Any]) -> str:
-    """What is wrong with an outcome; empty where it is right."""
+    """Describes the error in an outcome; empty if it is right."""
     import re
 
     if "refused" in found:

@@ -1,4 +1,4 @@
-"""Which files the arrays of packed rows are mapped from."""
+"""Finds the files from which the arrays of packed rows are mapped."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tpu_kit.data.tokenizing import Bits, Joined
 
 
 def files_of(data: PackedDataset) -> set[str]:
-    """Returns the names of the files that hold the token ids and the loss masks; "" for memory of the process."""
+    """Returns the names of the files that hold the token ids and loss masks; "" is the process's own memory."""
     flat = (data.documents.input_ids, data.documents.loss_mask)
     parts = [part for each in flat for part in (each.parts if isinstance(each, Joined) else [each])]
     return {_file_of(part.packed if isinstance(part, Bits) else part) for part in parts}

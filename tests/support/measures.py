@@ -1,6 +1,6 @@
-"""What one has to read to change a module: closures, fan-out, names of features outside their files, side channels.
+"""Measures how much source a change needs: closures, fan-out, feature names outside their files, side channels.
 
-Each is a function of the source alone. tests/test_imports.py holds today's figures as limits.
+All measures are functions of the source only. tests/test_imports.py has today's figures as limits.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _MUTATING = {
 
 
 _MODELS = ("model", "decoder", "layer", "mlp")
-"""The names by which functions of the package know models and their parts."""
+"""The names that the package's functions use for models and their parts."""
 
 
 class _WithoutAnnotations(ast.NodeTransformer):
-    """Removes what only a type checker reads."""
+    """Removes code that only a type checker uses."""
 
     def visit_arg(self, node: ast.arg) -> ast.arg:
         node.annotation = None
@@ -52,8 +52,8 @@ class Package:
     """The modules of a package and the imports between them.
 
     Attributes:
-        sources: dotted name below the package ("training.step") -> source.
-        name: of the package.
+        sources: Dotted name below the package ("training.step") -> source.
+        name: The package.
     """
 
     sources: Mapping[str, str]
@@ -61,7 +61,7 @@ class Package:
 
     @classmethod
     def read(cls, folder: Path) -> Package:
-        """Reads all modules of a package's folder; a room's `__init__` has the name of the room."""
+        """Reads all modules of a package's folder; a room's `__init__` is named after the room."""
         sources = {}
         for path in sorted(folder.rglob("*.py")):
             parts = path.relative_to(folder).with_suffix("").parts
@@ -70,7 +70,7 @@ class Package:
 
     @cached_property
     def imports(self) -> dict[str, set[str]]:
-        """Module -> modules that it imports, also within functions, where more than an annotation uses them."""
+        """Module -> the modules it imports, within functions too; imports used only in annotations are omitted."""
         return {name: set(self._imported(name)) - {name} for name in self.sources}
 
     def _imported(self, name: str) -> Iterator[str]:
@@ -91,7 +91,7 @@ class Package:
                         yield module
 
     def closure(self, name: str) -> set[str]:
-        """Returns the module and all that it needs of the package, directly or not."""
+        """Returns the module and every module of the package that it needs, directly or indirectly."""
         seen: set[str] = set()
         waiting = [name]
         while waiting:
@@ -105,11 +105,11 @@ class Package:
         return sum(len(self.sources[module].splitlines()) for module in self.closure(name))
 
     def tentacles(self, identifier: str, owners: tuple[str, ...]) -> list[str]:
-        """Returns the modules that name an identifier, or one that contains it, outside its owners.
+        """Returns the modules outside the owners that contain an identifier, also as part of a longer name.
 
         Args:
-            identifier: of a feature, such as "teacher". Docstrings and comments do not count.
-            owners: modules or rooms ("training.losses.distillation", "config") that may name it.
+            identifier: A feature's identifier, such as "teacher". Docstrings and comments do not count.
+            owners: Modules or rooms ("training.losses.distillation", "config") that may contain it.
         """
         return [
             name
@@ -120,17 +120,17 @@ class Package:
 
 
 def _names(source: str) -> Iterator[str]:
-    """Yields the identifiers of a source, and the texts that could be identifiers, such as columns of a batch."""
+    """Yields the identifiers of a source, and strings that are valid identifiers, such as columns of a batch."""
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type in (tokenize.NAME, tokenize.STRING) and token.string.strip("'\"").isidentifier():
             yield token.string.strip("'\"")
 
 
 def side_channels(sources: Mapping[str, str]) -> dict[str, list[str]]:
-    """Returns what reaches other code than by arguments and results, as "module: target", by kind.
+    """Returns the effects on other code beside arguments and results, as "module: target", by kind.
 
-    The kinds: "state" are names of a module that its functions rebind or mutate; "patch" assignments to attributes or
-    items of what a module imports from elsewhere; "model" attributes that are set on models and their layers.
+    Kinds: "state": module-level names that functions rebind or mutate; "patch": assignments to attributes or items of
+    imported objects; "model": attributes set on models and their layers.
     """
     found: dict[str, set[str]] = {"state": set(), "patch": set(), "model": set()}
     for name, source in sources.items():

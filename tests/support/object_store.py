@@ -1,7 +1,7 @@
-"""Google Cloud Storage on this machine, for tests: a real server over HTTP, and a proxy that cuts its connections.
+"""A local Google Cloud Storage for tests: a real server over HTTP, and a proxy that cuts its connections.
 
-A test asks for the fixture `bucket` and gets `gs://<a new bucket>`; gcsfs in this process, and in any that it starts,
-then talks to the server, which enforces preconditions (`mode="create"`) as the real one does.
+A test requests the fixture `bucket` and gets `gs://<a new bucket>`. gcsfs in this process and its children then uses
+the server, which enforces preconditions (`mode="create"`) like the real service.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from pathlib import Path
 
 import pytest
 
-# Without the first, each call of gcsfs to the server stalls: it asks for a service that is not there.
+# Without the first variable, gcsfs's calls to the server stall while it looks for a service that does not exist.
 SETTINGS = {"GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false", "STORAGE_EMULATOR_HOST": ""}
 
 
 def free_port() -> int:
-    """A TCP port of the loopback that nobody uses now."""
+    """Returns a TCP port of the loopback interface that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -49,10 +49,10 @@ def _binary() -> Path:
 
 @contextlib.contextmanager
 def run_server(public_url: str | None = None) -> Iterator[str]:
-    """Runs a server with nothing in it; yields its URL.
+    """Runs an empty server; yields its URL.
 
     Args:
-        public_url: what the clients see in its place, if they come through a proxy: it is in the answers.
+        public_url: The URL in the server's answers, if clients reach it through a proxy.
     """
     port = free_port()
     url = f"http://127.0.0.1:{port}"
@@ -60,7 +60,7 @@ def run_server(public_url: str | None = None) -> Iterator[str]:
         str(_binary()), "-backend", "memory", "-scheme", "http", "-host", "127.0.0.1", "-port", str(port),
         "-public-host", f"127.0.0.1:{port}", "-external-url", public_url or url, "-log-level", "error",
     ]  # fmt: skip
-    # Its own wrapper reads stderr through a pipe that nobody empties: a full one stops the server.
+    # The package's wrapper never reads its stderr pipe; once full, the pipe stops the server.
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 20
@@ -88,13 +88,13 @@ def make_bucket(url: str) -> str:
 
 
 class Proxy:
-    """Passes TCP connections on to a server, and cuts them when told to.
+    """Forwards TCP connections to a server, and cuts them on demand.
 
     Attributes:
-        url: what the clients connect to.
-        down: refuse everything from now on.
-        silent: take everything from now on, and pass nothing on.
-        cuts: connections that were cut.
+        url: The address for clients.
+        down: Refuse everything from now on.
+        silent: Read everything from now on, and forward nothing.
+        cuts: The number of connections cut.
     """
 
     def __init__(self, target: str | None = None) -> None:
@@ -107,12 +107,12 @@ class Proxy:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def cut(self, after: int, times: int = 1) -> None:
-        """Cuts, `times` times over, the connection that carries the `after`-th byte to the server from now on."""
+        """Cuts the connection that carries the `after`-th byte to the server from now on, `times` times in a row."""
         with self._mutex:
             self._after, self._left, self._seen = after, times, 0
 
     def close(self) -> None:
-        """Takes no more connections."""
+        """Accepts no more connections."""
         self.down = True
         self._listener.close()
 
@@ -131,7 +131,7 @@ class Proxy:
         host, port = self.target.removeprefix("http://").split(":")
         try:
             server = socket.create_connection((host, int(port)))
-        except OSError:  # not there yet
+        except OSError:  # the server is not up yet
             _reset(client)
             return
         back = threading.Thread(target=_pump, args=(server, client), daemon=True)
@@ -146,7 +146,7 @@ class Proxy:
                     if cut and not self.down:
                         self._left, self._seen, self.cuts = self._left - 1, 0, self.cuts + 1
                 if cut:
-                    server.sendall(block[: len(block) // 2])  # it has begun
+                    server.sendall(block[: len(block) // 2])  # a part of the request arrives
                     break
                 server.sendall(block)
         _reset(client)
@@ -165,7 +165,7 @@ def _pump(source: socket.socket, target: socket.socket) -> None:
 
 
 def _reset(connection: socket.socket) -> None:
-    """Ends a connection without a goodbye, as a network that breaks does."""
+    """Resets a connection without closing it properly, as a broken network does."""
     with contextlib.suppress(OSError):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         connection.shutdown(socket.SHUT_RD)
@@ -174,7 +174,7 @@ def _reset(connection: socket.socket) -> None:
 
 @contextlib.contextmanager
 def environment(url: str) -> Iterator[None]:
-    """Lets gcsfs in this process, and in its children, talk to a server."""
+    """Points gcsfs in this process and its children at a server."""
     settings = SETTINGS | {"STORAGE_EMULATOR_HOST": url}
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
@@ -190,13 +190,13 @@ def environment(url: str) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def object_store() -> Iterator[str]:
-    """The URL of a server that the whole session shares."""
+    """The URL of a server shared by the whole session."""
     with run_server() as url:
         yield url
 
 
 @pytest.fixture
 def bucket(object_store: str) -> Iterator[str]:
-    """A new bucket, as `gs://...`, that gcsfs in this process and its children finds."""
+    """A new bucket, as `gs://...`, which gcsfs in this process and its children can use."""
     with environment(object_store):
         yield make_bucket(object_store)

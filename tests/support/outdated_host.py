@@ -1,8 +1,8 @@
-"""One of several hosts of a run whose checkpoint changes between plan and launch.
+"""A host of a run whose newest checkpoint changes between plan and launch.
 
     python -m tests.support.outdated_host CHECKPOINT CHECKPOINTS NAME SETTING ...
 
-trains; before the first launch host 0 copies a checkpoint of another job into the folder of checkpoints.
+Trains; before the first launch host 0 copies a checkpoint of another job into the folder of checkpoints.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Objectives of a user: good ones, and each mistake that the kit tells."""
+"""Objectives as a user writes them: correct ones, and one for each mistake that the kit reports."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _calls = 0
 
 
 class Hanging(SupervisedObjective):
-    """The usual loss; on the host of TPU_KIT_TEST_HANG it does not return from the 8th batch."""
+    """The default loss; on the host of TPU_KIT_TEST_HANG the 8th batch never returns."""
 
     def __init__(self, config: TrainConfig) -> None:
         super().__init__(config.optim)
@@ -34,7 +34,7 @@ class Hanging(SupervisedObjective):
 
 
 class ComputingForEver(Hanging):
-    """The same, and it uses the processor."""
+    """Like `Hanging`, but it uses the processor."""
 
     def hang_here(self) -> None:
         while True:
@@ -42,7 +42,7 @@ class ComputingForEver(Hanging):
 
 
 class ChangesWeights(SupervisedObjective):
-    """The usual loss, and other weights on each host."""
+    """The default loss, with different weights on each host."""
 
     def __init__(self, config: TrainConfig) -> None:
         super().__init__(config.optim)
@@ -121,7 +121,7 @@ class NoObjective:
 
 
 class WithScale(Objective):
-    """Trains a number beside the model, and logs it."""
+    """Trains a scale beside the model, and logs it."""
 
     extra = ("scale_sum",)
 
@@ -152,7 +152,7 @@ class Shift(StatesHead):
 
 
 class WithShift(Objective):
-    """Trains a head beside the model, by the likelihood of the labels."""
+    """Trains a head beside the model on the likelihood of the labels."""
 
     def __init__(self, config: TrainConfig) -> None:
         self._supervised = SupervisedObjective(config.optim)

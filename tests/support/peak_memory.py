@@ -1,4 +1,4 @@
-"""The most memory that a process takes while a block of code runs."""
+"""Measures the peak memory of a process while a block of code runs."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from types import TracebackType
 
 
 def held(process: int | str = "self") -> int:
-    """Bytes of a process that no file backs."""
+    """Returns a process's resident memory that no file backs, in bytes."""
     with open(f"/proc/{process}/status") as status:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
 
 
 class PeakMemory:
-    """Notes in `most` the largest `held` within a block, looking every millisecond."""
+    """Samples `held` every millisecond within a block; `most` is the largest value, `before` the first."""
 
     def __enter__(self) -> PeakMemory:
         self.most = self.before = held()

@@ -12,7 +12,7 @@ _FOLDER = "xla/pjrt/c/"
 
 
 def main(wheel: str) -> None:
-    """Writes them to where the tests look for them."""
+    """Writes the headers to `HEADERS`, where the tests look for them."""
     with zipfile.ZipFile(wheel) as packed:
         for name in packed.namelist():
             if f"/{_FOLDER}" in name and name.endswith(".h"):

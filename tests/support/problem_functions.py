@@ -1,4 +1,4 @@
-"""What users of PyTorch on TPU run into, done on purpose in a replica; for tests/data/test_problems.py."""
+"""Common mistakes of PyTorch users on TPUs, made on purpose in a replica; for tests/data/test_problems.py."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tpu_kit.training.state import TrainState, restore
 
 
 def provoke(config: TrainConfig) -> dict[str, Any]:
-    """One replica on XLA: what each mistake raises, what slowness is told, and what resuming leaves on the device."""
+    """On one replica on XLA: the error of each mistake, warnings about slowness, and the bytes on the device."""
     device = runtime.current().local_device
     weight = torch.ones(4, device=device, requires_grad=True)
     weight.grad = torch.ones(4, device=device)
@@ -52,7 +52,7 @@ def error_of(mistake: Callable[[], Any]) -> str:
 
 
 def noticed(slow: bool) -> list[str]:
-    """What is told of five logs of two steps, where each of the slow ones has a new shape and is read."""
+    """Returns the warnings for five logs of two steps; if `slow`, each step has a new shape and reads its result."""
     rt, watch, told = runtime.current(), RecompileMonitor(), []
     for log in range(5):
         before = rt.counters()
@@ -66,7 +66,7 @@ def noticed(slow: bool) -> list[str]:
 
 
 def bytes_of(resumed: bool) -> int:
-    """Bytes of all tensors on the device, once a training state is there."""
+    """Returns the bytes of all tensors that a training state adds to the device."""
     rt = runtime.current()
     gc.collect()
     before = on_device()
@@ -91,13 +91,13 @@ def on_device() -> int:
 
 
 def checkpointed(config: TrainConfig) -> None:
-    """A function of a user's that asks torch to compute again."""
+    """A user's function that recomputes by torch's checkpointing."""
     weight = torch.ones(4, device=runtime.current().local_device, requires_grad=True)
     checkpoint(torch.exp, weight, use_reentrant=False).sum().backward()
 
 
 def slowed(config: TrainConfig) -> None:
-    """`sft.fine_tune` whose step reads from the device, from a tensor that is longer each time."""
+    """`sft.fine_tune` with a step that reads from the device, from a tensor that is longer each time."""
     numbers = itertools.count()
 
     def slow_step(model: torch.nn.Module, state: TrainState, batches: Any, control: torch.Tensor, *rest: Any) -> None:

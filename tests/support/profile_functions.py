@@ -1,4 +1,4 @@
-"""What tests of the profiler run in replicas: the recording of a run in which something is slow or wrong."""
+"""Functions that tests of the profiler run in replicas: they record runs in which something is slow or wrong."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tpu_kit.training import trainer, update_sources
 
 DELAY = 0.05
 PLANTED = "planted delay in "
-"""The beginning of the delays' names in a trace."""
+"""The prefix of the delays' names in a trace."""
 _prefetch, _step, _log = update_sources.prefetch, trainer.train_step, trainer.Trainer._log
 
 
@@ -37,7 +37,7 @@ def _compute(bucket: str) -> None:
 
 
 def slow_everywhere(config: TrainConfig, **given: Any) -> None:
-    """Plants a delay in each part of a step."""
+    """Adds a delay to each part of a step."""
 
     def slow_input(items: Any) -> Iterator[Any]:
         for item in _prefetch(items):
@@ -81,12 +81,12 @@ def stops(config: TrainConfig, **given: Any) -> None:
 
 
 def step_seconds(runs: Sequence[TrainConfig], rounds: int, config: TrainConfig) -> Any:
-    """Trains runs in turn, in one replica, without results, and takes the processor time of their steps.
+    """Trains runs in turn in one replica, without saving or evaluating, and measures the processor time of their steps.
 
     Args:
-        runs: the runs; a run named "recorded" has the recorder.
-        rounds: number of turns of each.
-        config: of the launch.
+        runs: The runs; a run named "recorded" is recorded.
+        rounds: How often each run is trained.
+        config: The launch's configuration.
 
     Returns:
         For each run, the seconds of the steps of each turn.

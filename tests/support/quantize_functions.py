@@ -1,4 +1,4 @@
-"""What the tests of quantised bases run in other processes and in replicas."""
+"""Functions that the tests of quantized bases run in other processes and in replicas."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from tpu_kit.recipes import replica
 
 
 def dense_of(scheme: Scheme, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The weight (O, I) that integers and scales stand for."""
+    """Returns the weight (O, I) that integers and scales represent."""
     return torch.cat(scheme.parts(weight, scale, dtype), dim=1)
 
 
 def dequantized(layer: QuantizedLinear) -> torch.Tensor:
-    """The weight (O, I) that a layer multiplies with."""
+    """Returns a layer's weight (O, I) in fp32."""
     return dense_of(layer.scheme, layer.weight, layer.scale, torch.float32)
 
 
 def write_model(folder: Path, *, shards: str = "1GB", **changes: Any) -> Path:
-    """A random Llama of two layers and its tokenizer, saved in bf16."""
+    """Saves a random two-layer Llama in bf16, and its tokenizer."""
     sizes: dict[str, Any] = {
         "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.1,
@@ -42,7 +42,7 @@ def write_model(folder: Path, *, shards: str = "1GB", **changes: Any) -> Path:
 
 
 def fingerprint(model: torch.nn.Module) -> str:
-    """A hash of all integers and scales of a model on the CPU: the same base gives the same one."""
+    """Hashes all integers and scales of a model on the CPU; equal bases give equal hashes."""
     digest = hashlib.blake2b(digest_size=16)
     for name, part in model.named_modules():
         if isinstance(part, QuantizedLinear):
@@ -53,7 +53,7 @@ def fingerprint(model: torch.nn.Module) -> str:
 
 
 def noted(config: TrainConfig) -> dict[str, Any]:
-    """`training_functions.watched`; also notes the hash of each replica's base, and tries a layer's gradients."""
+    """`training_functions.watched`; also records the hash of each replica's base, and checks a layer's gradients."""
     place = replica.prepare_model
 
     def hashed(model: torch.nn.Module, *rest: Any) -> Any:
@@ -67,7 +67,7 @@ def noted(config: TrainConfig) -> dict[str, Any]:
 
 
 def _errors() -> dict[str, list[float]]:
-    """For each scheme: how far output and gradient of a layer on the device are from those of its dequantised self."""
+    """By scheme: the largest errors of a layer's output and gradient on the device, against its dequantized weight."""
     rt, found = current(), {}
     for scheme in (Scheme(8), Scheme(4, 32)):
         random = torch.Generator().manual_seed(0)
@@ -97,7 +97,7 @@ from tpu_kit.config.loader import ModelConfig
 from tpu_kit.model.weights.loading import load_frozen
 
 config = ModelConfig(base_dtype=sys.argv[2], quant_group=32, quant_cache=sys.argv[3] if len(sys.argv) > 3 else None)
-load_frozen(replace(config, name="embedded"))  # the libraries
+load_frozen(replace(config, name="embedded"))  # loads the libraries
 with PeakMemory() as peak:
     model = load_frozen(replace(config, name=sys.argv[1]))
     attention.register()
@@ -106,7 +106,7 @@ with PeakMemory() as peak:
 size = sum(t.nbytes for t in [*model.parameters(), *model.buffers()])
 print("figures", size, peak.most - peak.before)
 """
-"""Prints the bytes of a quantised model, and the most memory that loading and stacking took beyond."""
+"""Prints the bytes of a quantized model, and the peak memory of loading and stacking."""
 
 SHARDED_MEMORY = """
 import gc, json, sys, time
@@ -127,7 +127,7 @@ def place(name, base_dtype, r):
     return causal_lm.to_device(model, torch_xla.device()), stacked
 
 start(Mesh(1, 4, 1))
-place("embedded", "int8", 4)  # the libraries
+place("embedded", "int8", 4)  # loads the libraries
 for base_dtype, r in (("int4", 4), ("int4", 4), ("bf16", 4), ("bf16", 0)):
     gc.collect()
     with PeakMemory() as peak:
@@ -139,5 +139,8 @@ for base_dtype, r in (("int4", 4), ("int4", 4), ("bf16", 4), ("bf16", 0)):
     print("figures", json.dumps([stacked - peak.before, peak.most - held(), sum(stacks), max(stacks)]))
     del model, tensors
 """
-"""Prints, for several ways to load a model on a mesh, four numbers of bytes: what the host holds before the first
-tensor is moved, the most that it held beyond what the devices hold, all stacks, the largest."""
+"""Prints four byte counts for several ways to load a model on a mesh.
+
+They are: the host's memory before the first tensor moves, its peak beyond the devices' memory, the sum of all stacks,
+and the largest stack.
+"""

@@ -1,10 +1,12 @@
-"""Rows with rationales out of two Python packages, for `make train-real`: `python -m tests.support.real_rows FOLDER`.
+"""Writes rows with rationales from two Python packages, for `make train-real`.
+
+    python -m tests.support.real_rows FOLDER
 
 - `lm-eval` ships the worked examples of its few-shot tasks (MMLU with FLAN's rationales, BIG-Bench Hard, GSM8K): 371
   rows of question, rationale and answer, written by people. Only its task files are read; it is not imported.
 - `reasoning-gym` generates school arithmetic problems with rationales from 85 templates (`gsm_symbolic`).
 
-The licences of MMLU, FLAN and BIG-Bench Hard apply to the first package; see their projects.
+The licences of MMLU, FLAN and BIG-Bench Hard apply to the rows of the first package; see their projects.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ def generated_rows(n: int) -> list[dict[str, str]]:
 
 
 def split_rows() -> dict[str, list[dict[str, str]]]:
-    """Returns the rows of both packages as "train" and "eval", mixed; no question is in both."""
+    """Returns the shuffled rows of both packages as "train" and "eval"; no question is in both."""
     splits: dict[str, list[dict[str, str]]] = {"train": [], "eval": []}
     every = task_rows() + generated_rows(GENERATED_ROWS)
     for row in sorted(every, key=lambda row: hashlib.sha256(f"order {row['question']}".encode()).digest()):

@@ -1,4 +1,4 @@
-"""A row of each of the reasoning sets that the rules of `tpu_kit/data/rows/columns.py` were written for, as it is on the hub."""
+"""A row of each reasoning set that `tpu_kit/data/rows/columns.py` has rules for, in the hub's form."""
 # ruff: noqa: E501 (a line per row)
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ OPTIONS = "A) bank\nB) library\nC) mall"
 
 @dataclass(frozen=True)
 class Known:
-    """A data set of the hub: a row as it is there, and what must become of it."""
+    """A data set of the hub: a row as it is stored there, and its expected conversion."""
 
     name: str
     row: dict[str, Any]

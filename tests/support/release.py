@@ -1,7 +1,7 @@
 """Builds the sdist and the wheel of a commit, checks them, and puts them into dist/: `make release [TAG=v0.1.0]`.
 
-Each check prints a line; the first one that fails ends the release, and dist/ then holds nothing. Needs git, and the
-packages that `make release` installs beside this interpreter: build and twine.
+Each check prints a line; the first failure ends the release and leaves dist/ empty. Needs git, and the packages that
+`make release` installs beside this interpreter: build and twine.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 ADDRESS = "https://github.com/tpu-kit/tpu_kit"
-MOST_BYTES = 5 << 20  # of a file of the release: the package index takes 100 MiB, and a wheel is fetched each session
+MOST_BYTES = 5 << 20  # limit for each released file; the index accepts 100 MiB, but every session downloads the wheel
 
 
 class Refused(Exception):
-    """A check that failed: what is wrong, and the next action."""
+    """A failed check; the text has the problem and the next action."""
 
 
 def main(root: Path, tag: str) -> int:
     """Builds and checks the commit that is checked out; returns the exit code.
 
     Args:
-        root: the clone.
-        tag: the tag that is released, such as v0.1.0; empty to try a release before it is tagged.
+        root: The clone.
+        tag: The tag to release, such as v0.1.0; empty to try a release before it is tagged.
     """
     shutil.rmtree(root / "dist", ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix="tpu_kit-release-") as made:
@@ -63,12 +63,12 @@ def main(root: Path, tag: str) -> int:
 
 
 def run(command: Sequence[str | Path], cwd: Path | None = None, env: Mapping[str, str] | None = None) -> str:
-    """Runs a command; returns the last line that it printed.
+    """Runs a command; returns the last line it printed.
 
     Raises:
-        Refused: it failed; the text is one line: the command and the end of its output.
+        Refused: The command failed; the text is one line with the command and the end of its output.
     """
-    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # it may lead to the clone
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # PYTHONPATH may be the clone
     done = subprocess.run(
         [*map(str, command)], cwd=cwd, env={**clean, **(env or {})}, text=True, stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -82,14 +82,14 @@ def run(command: Sequence[str | Path], cwd: Path | None = None, env: Mapping[str
 
 
 def files(folder: Path) -> list[Path]:
-    """The sdist and the wheel of a folder."""
+    """Returns the sdist and the wheel in a folder."""
     return sorted([*folder.glob("*.tar.gz"), *folder.glob("*.whl")])
 
 
 def export(root: Path, source: Path) -> str:
-    """Writes what the commit holds into an empty folder, and makes the links of README.md absolute.
+    """Writes the commit's files into an empty folder, and makes the links of README.md absolute.
 
-    Relative links lead to files of the repository, which the page of a package index has not.
+    Relative links lead to files of the repository, which a package index does not show.
     """
     status = subprocess.run(["git", "status", "--porcelain"], cwd=root, capture_output=True, text=True)
     if status.returncode:
@@ -100,7 +100,7 @@ def export(root: Path, source: Path) -> str:
     archive = source.with_suffix(".tar")
     run(["git", "archive", "--output", archive, "HEAD"], cwd=root)
     with tarfile.open(archive) as tar:
-        tar.extraction_filter = lambda member, path: member  # of git itself; Python before 3.11.4 takes no filter
+        tar.extraction_filter = lambda member, path: member  # git's own archive; Python before 3.11.4 has no filters
         tar.extractall(source)
     readme = source / "README.md"
     readme.write_text(absolute_links(readme.read_text(), read_version(source)))
@@ -108,14 +108,14 @@ def export(root: Path, source: Path) -> str:
 
 
 def absolute_links(text: str, version: str) -> str:
-    """Returns README.md with the address of the released version before each relative link."""
+    """Returns README.md with the released version's address before each relative link."""
     base = f"{ADDRESS}/blob/v{version}"
     text = re.sub(r"\]\((#[^)]+)\)", rf"]({base}/README.md\1)", text)
     return re.sub(r"\]\((?!\w+:)([^)]+)\)", rf"]({base}/\1)", text)
 
 
 def read_version(source: Path) -> str:
-    """The version of the kit, read without importing it."""
+    """Reads the kit's version without importing it."""
     for node in ast.parse((source / "tpu_kit" / "__init__.py").read_text()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__version__":
             return str(ast.literal_eval(node.value))
@@ -123,40 +123,40 @@ def read_version(source: Path) -> str:
 
 
 def check_version(source: Path, tag: str) -> str:
-    """Compares the version with the tag and with CHANGELOG.md, which must have a date for what is tagged."""
+    """Compares the version with the tag and CHANGELOG.md, whose section must have a date if there is a tag."""
     version = read_version(source)
     if tag and tag != f"v{version}":
         advice = f"delete the tag {tag}, then tag v{version}, or set __version__ first"
         raise Refused(f"the tag is {tag}, and tpu_kit.__version__ is {version}: {advice}")
     heading = re.search(rf"^## \[{re.escape(version)}\] - (\S+)$", (source / "CHANGELOG.md").read_text(), re.MULTILINE)
     if heading is None:
-        raise Refused(f"CHANGELOG.md has no section `## [{version}] - DATE`: write what a user gets")
+        raise Refused(f"CHANGELOG.md has no section `## [{version}] - DATE`: write the changes that a user sees")
     if tag and not re.fullmatch(r"\d{4}-\d{2}-\d{2}", heading[1]):
         raise Refused(f"CHANGELOG.md dates {version} {heading[1]}: write the day of the release, such as 2026-12-01")
     return f"{version}, {heading[1]} in CHANGELOG.md" + (f", tag {tag}" if tag else ", not tagged")
 
 
 def build(source: Path, built: Path) -> str:
-    """Builds the sdist, and the wheel from the sdist, in an environment of their own."""
+    """Builds the sdist, and the wheel from the sdist, in isolated environments."""
     run([sys.executable, "-m", "build", "--outdir", built, source])
     return ", ".join(f"{path.name} ({path.stat().st_size / 1e6:.1f} MB)" for path in files(built))
 
 
 def check_metadata(built: Path) -> str:
-    """Checks the metadata, and that a package index can show README.md."""
+    """Checks the metadata, and that a package index can render README.md."""
     run([sys.executable, "-m", "twine", "--no-color", "check", "--strict", *files(built)])
     return "the metadata is valid, and README.md renders"
 
 
 def check_contents(root: Path, built: Path) -> str:
-    """Checks that the wheel has each file of the package, clean notebooks, and nothing else."""
+    """Checks that the wheel has every file of the package, clean notebooks, and nothing else."""
     (sdist,), (path,) = built.glob("*.tar.gz"), built.glob("*.whl")
     with tarfile.open(sdist) as tar:
         packed = [name.partition("/")[2] for name in tar.getnames()]
     with zipfile.ZipFile(path) as wheel:
         names = [name for name in wheel.namelist() if ".dist-info/" not in name]
         notebooks = {name: loads(wheel.read(name)) for name in names if name.endswith(".ipynb")}
-    # README.md of a room links to files of the repository.
+    # A room's README.md is left out: its links point to files of the repository.
     git = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "tpu_kit", "notebooks"]
     listed = subprocess.run(git, cwd=root, capture_output=True, text=True).stdout.splitlines()
     ours = {re.sub("^notebooks/", "tpu_kit/assets/notebooks/", name) for name in listed}
@@ -190,7 +190,7 @@ print(tpu_kit.__version__, *sorted({"torch", "numpy", "transformers"} & set(sys.
 
 
 def check_bare(built: Path, folder: Path) -> str:
-    """Imports the kit, and what the notebooks' installing cell imports, where nothing but the kit is installed."""
+    """Imports the kit, and the modules of the notebooks' installing cell, with nothing but the kit installed."""
     python, (wheel,) = make_environment(folder), built.glob("*.whl")
     run([python, "-m", "pip", "install", "--quiet", "--no-deps", wheel])
     said = run([python, "-c", _BARE], cwd=folder)
@@ -200,7 +200,7 @@ def check_bare(built: Path, folder: Path) -> str:
 
 
 def readme_lines(source: Path) -> list[str]:
-    """The commands of the first block of README.md, without comments."""
+    """Returns the commands in the first code block of README.md, without comments."""
     (block, *_) = re.findall(r"^```bash\n(.*?)^```", (source / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     return [line.partition("  #")[0].strip() for line in block.splitlines()]
 
@@ -217,16 +217,16 @@ def install(source: Path, built: Path, folder: Path) -> str:
 
 
 def run_readme(source: Path, folder: Path) -> str:
-    """Runs the second command of README.md there, which checks the machine."""
+    """Runs the second command of README.md, which checks the machine, in that environment."""
     command = readme_lines(source)[1].split()
     if command[0] != "python":
-        raise Refused(f"the second command of README.md is {shlex.join(command)}, not one of python")
+        raise Refused(f"the second command of README.md is {shlex.join(command)}, not a python command")
     run([folder / "bin" / "python", *command[1:]], cwd=folder)
     return f"{shlex.join(command)} found nothing that keeps a run from starting"
 
 
 def check_command(version: str, folder: Path) -> str:
-    """Calls the console script: its version, the notebooks, and two updates of the embedded model."""
+    """Runs the console script: its version, the notebooks, and two updates of the embedded model."""
     script = folder / "bin" / "tpu_kit"
     if (said := run([script, "--version"], cwd=folder)) != f"tpu_kit {version}":
         raise Refused(f"tpu_kit --version said {said!r}, not tpu_kit {version}")

@@ -1,4 +1,4 @@
-"""Functions that the launch tests run in replicas: those are other processes, so these live in a module."""
+"""Functions that the launch tests run in replicas; they are in a module so that other processes can import them."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from tpu_kit.machine.storage.object_store import ObjectFolder
 
 
 def marks(config: TrainConfig) -> Path:
-    """Where a replica leaves its marks for the test."""
+    """Makes the folder in which replicas leave marks for the test."""
     folder = config.output_path
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 def mark(config: TrainConfig, name: str) -> None:
-    """Leaves the time and this process's id under a name, whole or not at all."""
+    """Writes the time and the process id to this rank's mark `name`, atomically."""
     path = marks(config) / f"{name}-{runtime.current().rank}"
     path.with_suffix(".part").write_text(f"{time.time()} {os.getpid()}")
     path.with_suffix(".part").rename(path)
 
 
 def sums(config: TrainConfig) -> dict[str, Any]:
-    """Two tensors summed over the replicas in one collective, what every replica then had, and how often it loads."""
+    """Sums two tensors over the replicas in one collective; returns every rank's values and the number of loads."""
     rt = runtime.current()
 
     def load() -> tuple[torch.nn.Module, None]:
@@ -70,7 +70,7 @@ def sums(config: TrainConfig) -> dict[str, Any]:
 
 
 def _limit() -> timedelta | None:
-    """Of a collective of this process's group."""
+    """Returns the time limit of collectives in this process's group."""
     import torch.distributed as dist
 
     if not dist.is_initialized():
@@ -80,7 +80,7 @@ def _limit() -> timedelta | None:
 
 
 class Net(torch.nn.Module):
-    """A residual network over an embedding; its frozen base and low-rank updates are like a LoRA run's."""
+    """A residual network over an embedding, with a frozen base and low-rank updates like a LoRA run."""
 
     def __init__(self, width: int, layers: int, words: int = 500) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Net(torch.nn.Module):
         self.norms = torch.nn.ModuleList(torch.nn.LayerNorm(width) for _ in range(layers))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Token ids (B, S) int64 to logits (B, S, words)."""
+        """Maps token ids (B, S) int64 to logits (B, S, words)."""
         x = self.embedding(ids)
         for base, down, up, norm in zip(self.base, self.down, self.up, self.norms, strict=True):
             y = norm(x)
@@ -103,7 +103,7 @@ _replicas_share_the_generator = threading.Lock()
 
 
 def fifty_steps(config: TrainConfig) -> dict[str, Any]:
-    """Fifty optimizer steps with one collective each; updates in place, replicas must stay bit for bit equal."""
+    """Fifty optimizer steps with one collective per step, updated in place; replicas must stay bit for bit equal."""
     rt = runtime.current()
     with _replicas_share_the_generator:
         torch.manual_seed(0)
@@ -116,7 +116,7 @@ def fifty_steps(config: TrainConfig) -> dict[str, Any]:
     rt.sync()
     generator = torch.Generator().manual_seed(rt.rank)
     for step in range(50):
-        # Like a data loader and a schedule: made on the host, another value at each step and in each replica.
+        # As with a data loader and a schedule, values are made on the host and differ by step and replica.
         ids = torch.randint(0, 500, (2, 32), generator=generator).to(rt.local_device)
         rate = torch.tensor(1e-3 * (1 - step / 100)).to(rt.local_device)
         logits = model(ids)
@@ -161,7 +161,7 @@ def raise_in_rank_1(config: TrainConfig) -> None:
 
 
 def raise_in_all(config: TrainConfig) -> None:
-    """Every rank fails alike."""
+    """Every rank fails with the same error."""
     raise OSError("the disk is full")
 
 
@@ -173,7 +173,7 @@ def leave_rank_1(config: TrainConfig) -> None:
 
 
 def print_and_wait(config: TrainConfig) -> str:
-    """Tells that it is there, then waits for as long as the tests let it."""
+    """Reports that it has started, then waits until the test ends it."""
     rank = runtime.current().rank
     print(f"rank {rank} is here")
     mark(config, "here")
@@ -182,7 +182,7 @@ def print_and_wait(config: TrainConfig) -> str:
 
 
 def wait_in_all_reduce(config: TrainConfig) -> None:
-    """All ranks but 1 wait for it in a collective."""
+    """Rank 1 never joins a collective for which all others wait."""
     rt = runtime.current()
     mark(config, "here")
     if rt.rank == 1:
@@ -193,13 +193,13 @@ def wait_in_all_reduce(config: TrainConfig) -> None:
 
 
 def hold_the_gil(config: TrainConfig) -> None:
-    """Sleeps in C without letting any other thread of Python run."""
+    """Sleeps in C while holding the GIL."""
     mark(config, "here")
     ctypes.PyDLL(None).sleep(600)
 
 
 def exit_rank_1(config: TrainConfig) -> None:
-    """Rank 1's process ends by itself, with status 3, after a last line on stderr."""
+    """Rank 1's process exits with status 3 after a last line on stderr."""
     if runtime.current().rank == 1:
         mark(config, "failing")
         print("rank 1 has no room left", file=sys.stderr, flush=True)
@@ -208,36 +208,36 @@ def exit_rank_1(config: TrainConfig) -> None:
 
 
 def finish_when_asked(config: TrainConfig) -> None:
-    """Writes a file when asked to end, as a run writes its checkpoint."""
+    """Writes a file when it receives SIGTERM, as a run writes its checkpoint."""
 
     def save(*_: object) -> None:
         mark(config, "saved")
         os._exit(0)
 
-    with contextlib.suppress(ValueError):  # replicas that are threads cannot
+    with contextlib.suppress(ValueError):  # replicas that are threads cannot set handlers
         signal.signal(signal.SIGTERM, save)
     print_and_wait(config)
 
 
 def return_rank(config: TrainConfig) -> tuple[int, int]:
-    """Which rank's result the caller gets."""
+    """Returns the rank and the number of replicas, to tell whose result the caller gets."""
     return runtime.current().rank, runtime.current().world_size
 
 
 def import_transformers(config: TrainConfig) -> str:
-    """Imports a class of transformers in all replicas at once, as a function of a user's does."""
+    """Imports a class of transformers in all replicas at once, as a user's function may."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.__name__
 
 
 def return_lock(config: TrainConfig) -> threading.Lock:
-    """A result that cannot be pickled."""
+    """Returns an object that cannot be pickled."""
     return threading.Lock()  # type: ignore[return-value]
 
 
 def return_tensor(config: TrainConfig) -> torch.Tensor:
-    """A result on the replica's device."""
+    """Returns a tensor on the replica's device."""
     rt = runtime.current()
     tensor = torch.ones(2, device=rt.local_device)
     rt.sync()
@@ -245,7 +245,7 @@ def return_tensor(config: TrainConfig) -> torch.Tensor:
 
 
 def print_slowly(config: TrainConfig) -> tuple[int, int]:
-    """Lines with time between them; the rank, and of how many."""
+    """Prints lines with pauses between them; returns the rank and the number of replicas."""
     for number in range(3):
         print(f"line {number} of rank {runtime.current().rank}")
         time.sleep(0.3)
@@ -253,7 +253,7 @@ def print_slowly(config: TrainConfig) -> tuple[int, int]:
 
 
 def agreed_steps(config: TrainConfig) -> list[tuple[int, str | None]]:
-    """Steps with one all-reduce each, at which every rank comes late by another time; each rank's last one, and why."""
+    """Steps with one all-reduce each and random delays; returns each rank's last step and its reason to stop."""
     rt = runtime.current()
     pauses = random.Random(rt.rank)
     total = torch.zeros(1, device=rt.local_device)
@@ -282,7 +282,7 @@ def _all_last(config: TrainConfig, step: int, reason: str | None) -> list[tuple[
 
 
 def uneven_steps(config: TrainConfig) -> list[tuple[int, str | None]]:
-    """Steps that wait for nobody, so that rank 0 runs far ahead of the others."""
+    """Steps without collectives, so that rank 0 gets far ahead of the others."""
     rt = runtime.current()
     with PreemptionGuard(rt) as agreement:
         for step in count(1):
@@ -295,14 +295,14 @@ def uneven_steps(config: TrainConfig) -> list[tuple[int, str | None]]:
 
 
 def steps_after_loading(config: TrainConfig) -> list[tuple[int, str | None]]:
-    """Takes its time before it can heed anything."""
+    """Takes 1.5 s before it can react to a notice."""
     mark(config, "stepping")
     time.sleep(1.5)
     return agreed_steps(config)
 
 
 def die_in_rank_1_when_told(config: TrainConfig) -> list[tuple[int, str | None]]:
-    """Rank 1's process ends as soon as there is a notice, while the others still take the last step."""
+    """Rank 1's process ends at a notice, while the others still take the last step."""
     rt = runtime.current()
     with PreemptionGuard(rt) as agreement:
         for step in count(1):
@@ -318,7 +318,7 @@ def die_in_rank_1_when_told(config: TrainConfig) -> list[tuple[int, str | None]]
 
 
 def never_saves(config: TrainConfig) -> None:
-    """Heeds notices, then takes for ever."""
+    """Reacts to notices, then never finishes saving."""
     rt = runtime.current()
     with PreemptionGuard(rt) as agreement:
         for step in count(1):
@@ -331,7 +331,7 @@ def never_saves(config: TrainConfig) -> None:
 
 
 def cost_of_asking(config: TrainConfig) -> float:
-    """Seconds per call of `should_run`, all ranks calling at once; the slowest rank's mean."""
+    """Seconds per call of `should_run` while all ranks call it; the mean of the slowest rank."""
     rt = runtime.current()
     calls = 100_000
     with PreemptionGuard(rt) as agreement:
@@ -345,21 +345,21 @@ def cost_of_asking(config: TrainConfig) -> float:
 
 
 def end_well_in_rank_1(config: TrainConfig) -> None:
-    """Rank 1 returns at once; the others wait for as long as the tests let them."""
+    """Rank 1 returns at once; the others wait until the test ends them."""
     mark(config, "here")
     if runtime.current().rank != 1:
         time.sleep(600)
 
 
 def vanish_in_rank_1(config: TrainConfig) -> None:
-    """Rank 1's process ends as if all were well, in the middle of its work."""
+    """Rank 1's process exits with status 0 in the middle of its work."""
     if runtime.current().rank == 1:
         os._exit(0)
     time.sleep(600)
 
 
 def die_together(config: TrainConfig) -> None:
-    """All ranks but 0 end in the same moment, each in its own way, after a last line on stderr."""
+    """Ranks 1 and 2 end at the same time, by SIGKILL after a last line on stderr and with status 3; the others wait."""
     rt = runtime.current()
     (marks(config) / f"ready-{rt.rank}").touch()
     rt.barrier()
@@ -372,7 +372,7 @@ def die_together(config: TrainConfig) -> None:
 
 
 def compute_for_ever(config: TrainConfig) -> None:
-    """Rank 1 comes to no more collective, for which the others wait."""
+    """Rank 1 computes and never reaches the next collective, for which the others wait."""
     rt = runtime.current()
     with PreemptionGuard(rt) as agreement:
         for step in count(1):
@@ -391,7 +391,7 @@ def miss_a_bucket(config: Any) -> None:
 
 
 def exchanged(config: TrainConfig) -> Any:
-    """What a replica gets in two exchanges."""
+    """Returns the results of two exchanges."""
     rt = runtime.current()
     rank = rt.rank
     values = {"rank": rank, "ids": [*range(1 + 1000 * rank)], "numbers": [0.1 + rank, 1 / 3], "none": math.nan}

@@ -1,4 +1,4 @@
-"""Rewards for the tests of `grpo`, which replicas of other processes import."""
+"""Rewards for the tests of `grpo`, which replicas in other processes import."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tpu_kit.training.checkpoint.local_store import FolderStore
 
 
 def even(completions: list[Any], **kwargs: Any) -> list[float]:
-    """The share of even digits: a number in which the samples of any model differ."""
+    """The share of even digits; it differs between the samples of any model."""
     texts = [each[0]["content"] for each in completions]
     return [sum(letter in "02468" for letter in text) / max(1, len(text)) for text in texts]
 
@@ -26,16 +26,16 @@ def equal(completions: list[Any]) -> list[float]:
 
 
 def random(completions: list[Any], trainer_state: Any) -> list[float]:
-    """The control: rewards that say nothing."""
+    """Random rewards, without information: the control."""
     return np.random.default_rng(trainer_state.global_step).integers(0, 2, len(completions)).astype(float).tolist()
 
 
 def even_then_stop(completions: list[Any], trainer_state: Any, **kwargs: Any) -> list[float]:
-    """Preempts the run while it judges the completions of the third update, once."""
+    """Preempts the run once, while it judges the completions of the third update."""
     if trainer_state.global_step == 3 and "TPU_KIT_TEST_STOP" in os.environ:
         del os.environ["TPU_KIT_TEST_STOP"]
-        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)  # the process's main thread may sleep on
-        time.sleep(1)  # on a busy machine the calling process reads of it later than two short updates take
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)  # the process's main thread may be asleep
+        time.sleep(1)  # on a busy machine two short updates may end before the calling process reads the signal
     return even(completions)
 
 
@@ -57,14 +57,14 @@ def fails_later(completions: list[Any], question: list[str], trainer_state: Any)
 
 
 def even_and_logged(completions: list[Any], log_metric: Any) -> list[float]:
-    """Logs what it returns, so the mean over all replicas is the mean reward."""
+    """Logs its rewards, so that the logged mean over all replicas is the mean reward."""
     for each in (rewards := even(completions)):
         log_metric("seen", each)
     return rewards
 
 
 def silent(completions: list[Any], **kwargs: Any) -> list[float]:
-    """Fails for each completion without a word."""
+    """Catches its error for each completion and returns 0."""
     rewards = []
     for each in completions:
         try:
@@ -75,7 +75,7 @@ def silent(completions: list[Any], **kwargs: Any) -> list[float]:
 
 
 def waits_once(completions: list[Any], trainer_state: Any) -> list[float]:
-    """Waits at the second update while TPU_KIT_TEST_STOP names a file, which it makes."""
+    """Waits at the second update if TPU_KIT_TEST_STOP names a file, which it creates."""
     if trainer_state.global_step == 2 and (place := os.environ.get("TPU_KIT_TEST_STOP")):
         Path(place).touch()
         try:

@@ -1,10 +1,10 @@
-"""Hosts of a slice, simulated: each a process that computes on all virtual devices of a mesh, and saves its own part.
+"""Simulated hosts of a slice: each process computes on all virtual devices of a mesh, and saves its own part.
 
     TPU_KIT_TEST_HOST=INDEX,COUNT,PORT[,STEP] python -m tests.support.slice_hosts NAME=VALUE ...
 
-torch_xla connects no processes on the CPU, so each host sends all rows, and computes the same. All else is as on a
-slice: the hosts agree through gloo, and each writes the shards of its devices. At STEP the host ends before its part is
-written.
+torch_xla connects no processes on the CPU, so each host sends all rows and computes the same results. Everything else
+is as on a slice: the hosts agree through gloo, and each host writes the shards of its devices. At STEP the host is
+killed before it writes its part.
 """
 
 from __future__ import annotations
@@ -59,6 +59,6 @@ def main(*settings: str) -> None:
 
 
 if __name__ == "__main__":
-    from tests.support import slice_hosts  # functions of __main__ cannot be sent to the process of the mesh
+    from tests.support import slice_hosts  # functions of __main__ cannot be pickled for the mesh's process
 
     slice_hosts.main(*sys.argv[1:])

@@ -1,4 +1,4 @@
-"""Jobs on slices, and hosts that stand for theirs, for the tests of `tpu_kit.extras.pods`."""
+"""Jobs on slices, and stand-ins for their hosts, for the tests of `tpu_kit.extras.pods`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from tpu_kit.config.loader import load_config
 from tpu_kit.extras.pods.slice_job import SliceJob, check_job
 
-SLICES = {  # hosts, chips of a host, shape, zone
+SLICES = {  # hosts, chips per host, shape, zone
     "v5litepod-16": (4, 4, "4x4", "us-west4-a"),
     "v5litepod-64": (16, 4, "8x8", "us-west4-a"),
     "v6e-32": (8, 4, "4x8", "us-east5-b"),
@@ -37,7 +37,7 @@ def make_job(engine: str, name: str = "v5litepod-64", spot: bool = False, **chan
 
 
 def programs(text: str) -> Iterator[list[str]]:
-    """The words of each call of sky, xpk, gcloud and kubectl in a text of bash."""
+    """Yields the words of each call of sky, xpk, gcloud and kubectl in a bash text."""
     text = text.replace("\\\n", " ")
     for found in re.finditer(
         r"(?:^|(?<=[|(;])|(?<=! )|(?<=if ))\s*((?:sky|xpk|gcloud|kubectl) .*)", text, re.MULTILINE
@@ -53,12 +53,12 @@ def programs(text: str) -> Iterator[list[str]]:
 
 
 def kubernetes_expands(text: str, environment: Mapping[str, str]) -> str:
-    """What Kubernetes makes of a text in a container's command: `$$` is `$`, and `$(NAME)` the value of a variable."""
+    """Expands a container's command as Kubernetes does: `$$` becomes `$`, and `$(NAME)` a variable's value."""
     return re.sub(r"\$\$|\$\(([^)]*)\)", lambda at: "$" if at[1] is None else environment.get(at[1], at[0]), text)
 
 
 TRAIN = """#!/bin/bash
-# Stands for the environment's Python: the arguments, then what a test asks for.
+# Stands in for the environment's Python: records its arguments, then waits or exits as a test asks.
 echo "$@" >> "$CALLS"
 [ -z "${SIGNAL-}" ] || { trap 'exit 75' TERM; touch "$CALLS.ready"; for i in $(seq 200); do sleep 0.05; done; }
 exit "$(head -c 3 "$CODE" 2> /dev/null || echo 0)"
@@ -66,7 +66,7 @@ exit "$(head -c 3 "$CODE" 2> /dev/null || echo 0)"
 
 
 def host(tmp_path: Path, **environment: str) -> dict[str, str]:
-    """A host whose packages are installed; `CALLS` names the file that has the arguments of its Python."""
+    """The environment of a host with installed packages; its Python appends its arguments to the file `CALLS`."""
     folder = tmp_path / "tpu_kit"
     for name, text in {"uv/bin/uv": "#!/bin/bash\n", "env/bin/python": TRAIN}.items():
         (folder / name).parent.mkdir(parents=True)
@@ -77,7 +77,7 @@ def host(tmp_path: Path, **environment: str) -> dict[str, str]:
 
 
 def stand_in(tmp_path: Path, name: str, text: str) -> str:
-    """Puts a program of this name in the way; returns the PATH with it."""
+    """Puts a program of this name first on the path; returns that PATH."""
     folder = tmp_path / "bin"
     folder.mkdir(exist_ok=True)
     (folder / name).write_text(f"#!/bin/bash\n{text}")

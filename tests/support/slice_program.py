@@ -1,10 +1,10 @@
-"""The step of a mesh on several hosts, rehearsed: torch_xla traces it, jaxlib's processes run it over gloo.
+"""Rehearses a mesh's step on several hosts: torch_xla traces the step, jaxlib's processes run it over gloo.
 
     python -m tests.support.slice_program trace FOLDER MESH
     python -m tests.support.slice_program run FOLDER HOST HOSTS PORT
 
-torch_xla connects no processes on the CPU. `trace` writes the program; `run` is one host, whose devices get the shards
-that `distributed.replica.mesh.cut` gives them, and writes the parts of the results that the host holds.
+torch_xla connects no processes on the CPU. `trace` writes the program. `run` is a host: its devices get the shards that
+`distributed.replica.mesh.cut` assigns, and it writes the parts of the results that it holds.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def trace(folder: Path, mesh: str) -> None:
 
 
 def value(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """An argument of the step: the same on every host."""
+    """Makes an argument of the step from its name; equal on every host."""
     made = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     if name.startswith("control"):
         return torch.tensor([1e-2, 0.0, 1.0])
@@ -66,7 +66,7 @@ def value(name: str, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def joined(folder: Path, hosts: int) -> list[torch.Tensor]:
-    """The whole results of `run`; what several devices hold must be equal on all of them."""
+    """Assembles the results of `run`; the copies of a part on several devices must be equal."""
     from safetensors.torch import load_file
 
     found: dict[int, torch.Tensor] = {}
@@ -127,7 +127,7 @@ def run(folder: Path, host: int, hosts: int, port: int) -> None:
         sharding = NamedSharding(placed, PartitionSpec(*spec))
         whole = value(f"{name} {number}", shape) if name else constants[str(number)]
         if hosts == 1:
-            arguments.append(jax.device_put(whole.numpy(), sharding))  # jax's own placement, to compare with
+            arguments.append(jax.device_put(whole.numpy(), sharding))  # placed by jax, for comparison
             continue
         shards = cut(whole, mesh, spec, mine)
         there = [jax.device_put(one.numpy(), devices[at]) for one, at in zip(shards, mine, strict=True)]

@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer made on the spot: any text goes in, and comes out again."""
+"""Trains a byte-level BPE tokenizer on the spot; every text survives encoding and decoding."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tiny_tokenizer(
     trim_offsets: bool = False,
     bos: str | None = None,
 ) -> PreTrainedTokenizerFast:
-    """Make it; pad is eos, as in many released models."""
+    """Make the tokenizer; its padding token is eos, as in many released models."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

@@ -1,4 +1,4 @@
-"""Runs what replaces calls of torch_xla on TorchTPU's device; prints which do what tpu_kit/xla/README.md says."""
+"""Runs the replacements of torch_xla's calls on TorchTPU's device; prints which match tpu_kit/xla/README.md."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def device() -> bool:
 
 
 def synchronize() -> bool:
-    """An operation runs without `sync`, and its result can be read at once."""
+    """Operations run without `sync`, and their results can be read at once."""
     one = torch.ones(3, device="tpu") * 2
     torch.accelerator.synchronize()
     return one.cpu().tolist() == [2, 2, 2]
@@ -49,7 +49,7 @@ def autocast() -> bool:
 
 
 def eager_operations_are_programs() -> bool:
-    """Each operation is a program of its own; a compiled function is one."""
+    """Eager operations are several programs; a compiled function is a single program."""
 
     def three(x: torch.Tensor) -> torch.Tensor:
         return ((x @ x) * 2 + 1).tanh()
@@ -74,7 +74,7 @@ def compile_counter() -> bool:
 
 
 def traced_backward() -> bool:
-    """A function with its backward pass is one program."""
+    """A function with its backward pass is a single program."""
     weight, x = torch.rand(4, 4), torch.rand(3, 4)
 
     def step(weight: torch.Tensor, x: torch.Tensor) -> list[torch.Tensor]:
@@ -86,23 +86,23 @@ def traced_backward() -> bool:
     given = [weight.to("tpu"), x.to("tpu")]
     one = program.Program("step", step, given)
     before = counts()[1]
-    (found,) = (result.cpu() for result in one(*given))  # read: it may be started later
+    (found,) = (result.cpu() for result in one(*given))  # reading waits for a program that is still queued
     return counts()[1] - before == 1 and torch.allclose(found, want, atol=1e-5)
 
 
 def donation() -> bool:
-    """A donated buffer is overwritten, or freed: only the result may be read."""
+    """A donated buffer is overwritten or freed, so only the result may be read."""
     given = torch.rand(64, 64).to("tpu")
     want = given.cpu() + 1
     one = program.Program("add", lambda x: [x + 1], [given], donated=1)
     (found,) = one(given)
-    with contextlib.suppress(Exception):  # of a deleted buffer
+    with contextlib.suppress(Exception):  # the buffer may be deleted
         print("the donated one, read afterwards:", given.cpu()[0, 0].item() == want[0, 0].item() - 1)
     return torch.allclose(found.cpu(), want)
 
 
 def scan() -> bool:
-    """A loop, backward too, with constants; the program has a while loop."""
+    """A loop with constants, forward and reversed, matches a Python loop."""
     carry, inputs, constant = torch.zeros(3), torch.rand(5, 3), torch.rand(3)
 
     def run(reverse: bool) -> bool:
@@ -132,7 +132,7 @@ def barrier() -> bool:
 
 
 def jax_function() -> bool:
-    """A JAX function is an operation; here a read and a write at a place that the device knows."""
+    """A JAX function is an operation; here it reads and writes at an index that only the device has."""
     stack, new = torch.zeros(2, 1, 1, 4, 3).to("tpu"), torch.ones(1, 1, 1, 3).to("tpu")
     place, slot = torch.tensor(1).to("tpu"), torch.tensor([2]).to("tpu")
     found = slices.take(slices.write(stack, new, place, slot), place).cpu()
@@ -140,7 +140,7 @@ def jax_function() -> bool:
 
 
 def splash() -> bool:
-    """The kernel in Pallas' interpreter: outputs and gradients of packed rows are those of plain attention."""
+    """The kernel in Pallas' interpreter: outputs and gradients of packed rows match plain attention."""
     generator = torch.Generator().manual_seed(0)
     sizes = ((2, 4, 256, 64), (2, 2, 256, 64), (2, 2, 256, 64), (2, 4, 256, 64))
     query, key, value, upstream = (torch.randn(size, generator=generator) for size in sizes)
@@ -162,16 +162,16 @@ def splash() -> bool:
 
 
 def script() -> bool:
-    """The script of the page."""
+    """Runs the page's script."""
     text = os.environ["SCRIPT"]
     found: dict = {}
-    exec(text, found)  # trusted: it is in the repository
+    exec(text, found)  # trusted: the text is in the repository
     print("losses of the script", found["losses"])
     return len(found["losses"]) == 20 and found["losses"][-1] < 0.1 * found["losses"][0]
 
 
 def private_names() -> bool:
-    """The private interfaces of torch_tpu and torch that the kit calls are where it looks for them."""
+    """The private interfaces of torch_tpu and torch that the kit calls still exist."""
     import inspect
 
     import torch_tpu._loader
@@ -197,12 +197,12 @@ CALLS: list[Callable[[], bool]] = [
 
 
 def main() -> None:
-    """Prints what each call found: true, false or an error."""
+    """Prints the result of each call: true, false or an error."""
     held = {}
     for call in CALLS:
         try:
             held[call.__name__] = call()
-        except Exception as error:  # of any kind: the others are run too
+        except Exception as error:  # of any kind; the other calls still run
             held[call.__name__] = f"{type(error).__name__}: {error}"[:600]
     print("found", json.dumps(held), flush=True)
     os._exit(0)

@@ -1,4 +1,4 @@
-"""The training step without weights, as torch_xla traces it, for torch_tpu's compiler.
+"""Lowers the training step without weights, as torch_xla traces it, for torch_tpu's compiler.
 
 python -m tests.support.torch_tpu_compile xla FILE key=value ...   with torch_xla: writes its program
 python -m tests.support.torch_tpu_compile compile FILE             with torch_tpu's libtpu: prints its memory
@@ -13,11 +13,11 @@ from pathlib import Path
 
 from tpu_kit.config.loader import load_config
 
-STABLEHLO = "1.9.0"  # which jaxlib 0.7.1 writes and jaxlib 0.10.2 reads
+STABLEHLO = "1.9.0"  # written by jaxlib 0.7.1, readable by jaxlib 0.10.2
 
 
 def write_torch_xla(file: str, *changes: str) -> None:
-    """Writes the step with its donated parameters, for any jaxlib."""
+    """Writes the step with its donated parameters, in a form that other versions of jaxlib can read."""
     from jax._src.interpreters import mlir
     from jax._src.lib.mlir import ir
     from jaxlib.mlir.dialects import stablehlo
@@ -32,7 +32,7 @@ def write_torch_xla(file: str, *changes: str) -> None:
 
 
 def compile_file(file: str) -> None:
-    """Prints the memory of the program on one chip of v5e, by parts, bytes."""
+    """Prints the program's memory on a v5e chip, by part, in bytes."""
     import numpy as np
     from jax._src import compiler
     from jax._src.interpreters import mlir

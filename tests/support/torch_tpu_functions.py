@@ -1,4 +1,4 @@
-"""What the tests of torch_tpu run in a replica, on any backend."""
+"""Functions that the tests of torch_tpu run in a replica, on any backend."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tpu_kit.training.step import prepare_model
 
 
 def counts() -> list[int]:
-    """Programs compiled and executed by the shim in this process; zeros without it."""
+    """Returns the programs compiled and executed by the shim in this process; zeros without the shim."""
     found = (ctypes.c_long * 2)()
     if "SHIM_REAL" in os.environ:
         ctypes.CDLL(os.environ["TPU_LIBRARY_PATH"]).shim_counts(found)
@@ -32,7 +32,7 @@ def counts() -> list[int]:
 
 
 def make_updates(config: TrainConfig) -> dict[str, Any]:
-    """Continues a run up to the step in UPTO, and saves there; reads the sums of each update."""
+    """Continues a run up to the step UPTO and saves there; returns each update's loss, norm and program counts."""
     last, made = int(os.environ["UPTO"]), []
     if os.environ.get("NO_DONATION"):
         from torch_tpu._internal.compile.compiler import StaticCompiler
@@ -67,9 +67,9 @@ def make_updates(config: TrainConfig) -> dict[str, Any]:
 
 
 def draw_dropout(config: TrainConfig) -> list[float]:
-    """The losses of updates that learn nothing, on the same rows: with the seeds 1, 1, 2 and 3.
+    """The losses of updates with learning rate 0 on the same rows, for the seeds 1, 1, 2 and 3.
 
-    One that learns comes before: at first an adapter adds zero, whatever is dropped.
+    An update that learns comes first, because a new adapter adds zero whatever is dropped.
     """
     losses = []
     with replica.trainer(config) as (loop, agreement):
@@ -86,7 +86,7 @@ def draw_dropout(config: TrainConfig) -> list[float]:
 
 
 def sampled_tokens(config: TrainConfig) -> list[list[int]]:
-    """As `greedy_tokens`, drawn: the plugin for the CPU aborts in a cumulative sum, which is a product here."""
+    """Like `greedy_tokens`, but sampled. The CPU plugin aborts in cumulative sums, so they are matrix products here."""
     if "SHIM_REAL" in os.environ:
         from torch_tpu._internal.compile import _backend
 
@@ -113,7 +113,7 @@ def greedy_tokens(config: TrainConfig, sampling: Sampling | None = None) -> list
 
 
 def meet(config: TrainConfig) -> dict[str, Any]:
-    """What replicas in processes of their own tell each other, and which chip each was given."""
+    """Returns a sum over replicas in processes, and every replica's rank variables and assigned chip."""
     rt = runtime.current()
     total = torch.tensor([rt.rank + 1.0])
     rt.all_reduce([total])
@@ -123,7 +123,7 @@ def meet(config: TrainConfig) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Launches one of the functions above: NAME, then key=value."""
+    """Launches a function of this module: NAME, then key=value settings."""
     name, *changes = sys.argv[1:]
     config = load_config("embedded-cot", ["base_dtype=fp32", "generate_rows=0", "eval_steps=null", *changes])
     print("found", json.dumps(launch(globals()[name], config)))

@@ -1,4 +1,4 @@
-"""Compiles a graph of torch_xla for a v5e chip that the machine need not have; for scripts in child processes."""
+"""Compiles a graph of torch_xla for a v5e chip, which need not be present; for scripts in child processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ENVIRONMENT = {
 
 
 def compile_graph(outputs: list[torch.Tensor]) -> Any:
-    """Compiles what computes `outputs`, at low effort; returns the executable of jaxlib."""
+    """Compiles the graph of `outputs` at low effort; returns jaxlib's executable."""
     from jax._src import compiler
     from jax.experimental import topologies
     from jaxlib import xla_client

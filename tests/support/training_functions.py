@@ -1,4 +1,4 @@
-"""What the tests of the training core run in replicas, which are other processes or threads: models, rows, probes."""
+"""Functions that the tests of the training core run in replicas (processes or threads): models, rows, probes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from tpu_kit.training.step import train_step
 
 OPTIM = OptimConfig(learning_rate=1e-2, weight_decay=0.1, beta2=0.99, max_grad_norm=1.0, loss_chunk=16)
 
-# What libtpu 0.0.21 says of a program of 17 GiB for a v5e.
+# The error of libtpu 0.0.21 for a program of 17 GiB on a v5e.
 OUT_OF_MEMORY = (
     "Bad StatusOr access: RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 17.00G of 15.75G hbm. "
     "Exceeded hbm capacity by 1.25G.\n\nTotal hbm usage >= 17.25G:\n    reserved        258.00M \n"
@@ -51,7 +51,7 @@ _generator = threading.Lock()
 
 
 def tiny(dropout: float = 0.0, layers: int = 2) -> torch.nn.Module:
-    """A Llama with LoRA, in training mode; always the same."""
+    """Builds a Llama with LoRA in training mode; the weights are always the same."""
     config = LlamaConfig(
         vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=32,
@@ -61,12 +61,12 @@ def tiny(dropout: float = 0.0, layers: int = 2) -> torch.nn.Module:
         model = trainable.adapt(LlamaForCausalLM(config), LoraConfig(r=4, dropout=dropout), "fp32")
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
-                torch.nn.init.normal_(parameter, std=0.2)  # of zeros, half of the gradients would be zero
+                torch.nn.init.normal_(parameter, std=0.2)  # if these were zero, half of the gradients would be zero
     return model.train()
 
 
 def rows(count: int = 8, width: int = 16, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Rows with very different numbers of loss tokens: 1 in the first, nearly all in the last."""
+    """Makes rows with very different numbers of loss tokens: 1 in the first row, nearly all in the last."""
     ids = torch.randint(1, 61, (count, width), generator=torch.Generator().manual_seed(seed))
     labels = ids.clone()
     for row in range(count):
@@ -76,24 +76,24 @@ def rows(count: int = 8, width: int = 16, seed: int = 0) -> dict[str, torch.Tens
 
 
 def control(rate: float, step: int, window_open: float = 1.0) -> torch.Tensor:
-    """The control tensor of `train_step`."""
+    """Makes the control tensor of `train_step`."""
     return torch.tensor([rate, window_open, float(step)])
 
 
 def dealt(rank: int, replicas: int, step: int) -> list[dict[str, torch.Tensor]]:
-    """A replica's passes, of one row each, of an update of eight rows."""
+    """Returns a replica's one-row passes of an update of eight rows."""
     everything = rows(seed=step)
     return [{n: v[index : index + 1] for n, v in everything.items()} for index in range(rank, 8, replicas)]
 
 
 def contents(state: TrainState) -> dict[str, torch.Tensor]:
-    """Everything an update may change, except sums for the log."""
+    """Everything an update may change, except the sums for the log."""
     found = {name: tensor.detach().clone() for name, tensor in state.tensors().items() if name != "report"}
     return found | {"usual": torch.tensor(report_of(state).usual)}
 
 
 def report_of(state: TrainState) -> UpdateSums:
-    """The numbers of a state's report."""
+    """Returns the numbers of a state's report."""
     return UpdateSums.unpack(state.report.tolist())
 
 
@@ -102,7 +102,7 @@ def _sent(rt: Runtime, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tens
 
 
 def split(config: TrainConfig) -> dict[str, list[float]]:
-    """Three updates of eight rows, dealt to the replicas there are; all that rank 0 ends with, as lists."""
+    """Three updates of eight rows, split among the replicas; returns rank 0's whole state, as lists."""
     rt = runtime.current()
     model = models.to_device(tiny(), rt.local_device)
     state = TrainState(model, rt.local_device, replace(OPTIM, ema_decay=0.9))
@@ -121,13 +121,13 @@ def split(config: TrainConfig) -> dict[str, list[float]]:
 
 
 class Watched:
-    """Mixed into a replica's runtime by `watch`: notes what the loop reads from the device, and where set-up ended."""
+    """A mixin for a replica's runtime, added by `watch`: records reads from the device, and the end of set-up."""
 
     def __init__(self, base: Runtime) -> None:
         super().__init__(base.rank, base.world_size, base.local_device)
         self.shared = base.shared
         self.syncs = 0
-        self.reads: list[tuple[int, int]] = []  # syncs before it, tensors
+        self.reads: list[tuple[int, int]] = []  # earlier syncs, tensors
         self.set_up: int | None = None
         self.state: TrainState | None = None
 
@@ -140,7 +140,7 @@ class Watched:
         return super().to_host(tensors)
 
     def begin(self, state: TrainState) -> None:
-        """Before the first step: all replicas are here, and none has gone on, when the programs are counted."""
+        """Counts the programs of set-up before the first step, while all replicas wait here."""
         self.state = state
         self.barrier()
         self.set_up = self.counters().get("compiles", 0)
@@ -148,19 +148,19 @@ class Watched:
 
 
 def watch(base: Runtime) -> Any:
-    """The runtime of the same kind that is `Watched`."""
+    """Returns a runtime of the same kind that is also `Watched`."""
     return type("WatchedRuntime", (Watched, type(base)), {})(base)
 
 
 def _watched_step(model: torch.nn.Module, state: TrainState, *rest: Any) -> None:
     rt = runtime.current()
-    if isinstance(rt, Watched) and rt.state is None:  # it stays in place for later runs of an inline process
+    if isinstance(rt, Watched) and rt.state is None:  # the runtime stays in place for later runs of an inline process
         rt.begin(state)
     step.train_step(model, state, *rest)
 
 
 def watched(config: TrainConfig) -> dict[str, Any]:
-    """Runs `sft.fine_tune`; what rank 0 returned and what all replicas ended with, by rank."""
+    """Runs `sft.fine_tune`; returns rank 0's result and a record of every rank's final state."""
     rt = watch(runtime.current())
     runtime.enter(rt)
     trainer.train_step = _watched_step
@@ -189,7 +189,7 @@ def watched(config: TrainConfig) -> dict[str, Any]:
 
 
 def resumed(config: TrainConfig) -> None:
-    """`sft.fine_tune`, and from its checkpoint of step 3 once more, into a folder beside its own."""
+    """Runs `sft.fine_tune`, then once more from its checkpoint of step 3, in a second folder."""
     sft.fine_tune(config)
     again = replace(config, output_dir=f"{config.output_path}-again")
     checkpoint = Path("checkpoints", "step-00000003")
@@ -198,9 +198,9 @@ def resumed(config: TrainConfig) -> None:
 
 
 def prepared_data(config: TrainConfig, data: MappedData) -> None:
-    """Loads the data as `sft.fine_tune` does; each rank notes what it got, and that it maps the arrays."""
+    """Loads the data as `sft.fine_tune` does; each rank records its data and whether the arrays are mapped."""
     rt = runtime.current()
-    replica.prepare_run = None  # a replica that prepares fails
+    replica.prepare_run = None  # a replica that prepares data fails
     plan, objective = RunPlan(config, Backend(rt.device_type, 1, "")), objectives.objective_of(config)
     _, prepared = runtime.load_once(rt, lambda: replica.read(plan, objective, data))
     tensors = prepared.train.tensors(np.arange(len(prepared.train)))
@@ -214,13 +214,13 @@ def prepared_data(config: TrainConfig, data: MappedData) -> None:
 
 
 def late_steps(config: TrainConfig) -> dict[str, dict[str, Any]]:
-    """What each of some steps compiled, while the number of updates jumps to where float32 ends; of each optimizer."""
+    """By optimizer: the compiles of each step, while the number of updates jumps to the limits of float32."""
     return {name: _late_steps(runtime.current(), name) for name in OPTIMIZERS}
 
 
 def _late_steps(rt: Runtime, optimizer: str) -> dict[str, Any]:
     model = models.to_device(tiny(), rt.local_device)
-    optim = replace(OPTIM, ema_decay=0.9, beta2=0.999, optimizer=optimizer)  # type: ignore[arg-type]  # one of the names
+    optim = replace(OPTIM, ema_decay=0.9, beta2=0.999, optimizer=optimizer)  # type: ignore[arg-type]  # a valid name
     state = TrainState(model, rt.local_device, optim)
     rt.sync()
     compiled, applied = [], []
@@ -239,7 +239,7 @@ def _late_steps(rt: Runtime, optimizer: str) -> dict[str, Any]:
 
 
 class WithExtraSums(SupervisedObjective):
-    """Logs twice the loss, and its weight over its weight."""
+    """Logs twice the loss, and its weight divided by its weight."""
 
     extra = ("doubled", "one")
 
@@ -249,18 +249,18 @@ class WithExtraSums(SupervisedObjective):
 
 
 def with_extra_sums(config: TrainConfig) -> dict[str, Any]:
-    """`watched`, the objective having extra sums."""
+    """`watched` with an objective that has extra sums."""
     objectives.SupervisedObjective = WithExtraSums  # type: ignore[misc]  # in a process of this launch
     return watched(config)
 
 
 def shapes_of_step(config: TrainConfig) -> dict[int, dict[str, list[list[int]]]]:
-    """All shapes in the HLO of an evaluation and of a train step of (3, 16) tokens, vocabulary 61; by `loss_chunk`."""
+    """All shapes in the HLO of an evaluation and of a train step on (3, 16) tokens, vocabulary 61; by `loss_chunk`."""
     return {chunk: _shapes_of_step(replace(config.optim, loss_chunk=chunk)) for chunk in (16, 48)}
 
 
 def recomputed(model: torch.nn.Module, rt: Runtime) -> torch.nn.Module:
-    """Moves a model to the device, with layers that are computed again in the backward pass, none of them as a loop."""
+    """Moves a model to the device; its layers are recomputed in the backward pass, and none is in a loop."""
     decoder = models.base_model(model).get_decoder()
     if layer_scan.scan_layers(decoder, OptimConfig(scan_layers="off"), rt.device_type) is None:
         preparation.enable_remat(model)
@@ -294,7 +294,7 @@ def _shapes(hlo: str) -> list[list[int]]:
 
 
 def dropout_draws(config: TrainConfig) -> list[Any]:
-    """Each rank's mask at three steps, the first of them twice."""
+    """Each rank's dropout mask at steps 1, 2 and 3, and at step 1 again."""
     rt = runtime.current()
     masks = []
     for number in (1, 2, 3, 1):
@@ -327,7 +327,7 @@ class SavesParts(CpuRuntime):
 
 
 def saves_by_two_clocks(config: TrainConfig) -> None:
-    """`sft.fine_tune` on two hosts: by the clock of the first one a checkpoint is always due, by the other's never."""
+    """`sft.fine_tune` on two hosts; by host 0's clock a checkpoint is always due, by the other's never."""
     rt = runtime.current()
     runtime.enter(SavesParts(rt.rank, rt.world_size, rt.local_device, rt.world_size))
     host_parts.PATIENCE = 10.0
@@ -339,14 +339,14 @@ poisoned_steps = (3, 3)  # the first and the last
 
 
 def poisoned(config: TrainConfig) -> dict[str, Any] | None:
-    """`sft.fine_tune` where the gradients of `poisoned_steps` are not numbers."""
+    """`sft.fine_tune` with NaN gradients in the steps of `poisoned_steps`."""
     trainer.train_step = _poisoned_step
     result = sft.fine_tune(config)
     return asdict(result) if result is not None else None
 
 
 def failing(config: TrainConfig) -> None:
-    """`sft.fine_tune` where rank 1, or a mesh, raises in its n-th step, `run_name` being "fail-n"."""
+    """`sft.fine_tune` in which rank 1, or a mesh, raises in step n; `run_name` is "fail-n"."""
     calls, fail = 0, int(config.run_name.removeprefix("fail-"))
 
     def failing_step(*given: Any) -> None:
@@ -362,14 +362,14 @@ def failing(config: TrainConfig) -> None:
 
 
 def out_of_memory(config: TrainConfig, **given: Any) -> None:
-    """`sft.fine_tune` where the third step of rank 1 raises what a TPU's compiler says when memory runs out."""
+    """`sft.fine_tune` in which rank 1's third step raises the TPU compiler's out-of-memory error."""
     calls = 0
 
     def failing_step(*given: Any) -> None:
         nonlocal calls
         calls += runtime.current().rank == 1
         if calls == 3:
-            time.sleep(1)  # the checkpoint of the step before is written meanwhile
+            time.sleep(1)  # the previous step's checkpoint is written meanwhile
             raise RuntimeError(OUT_OF_MEMORY)
         step.train_step(*given)
 

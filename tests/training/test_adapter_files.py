@@ -1,4 +1,4 @@
-"""What is saved is what was trained: loaded by stock PEFT and transformers, in this process and without the kit."""
+"""Saved adapters and models hold the trained weights; stock PEFT and transformers load them, without the kit too."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 @pytest.fixture(params=[True, False], ids=["tied", "untied"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """A model on disk, with tied embeddings or not."""
+    """A model on disk, with tied or untied embeddings."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = LlamaForCausalLM(
@@ -56,7 +56,7 @@ def configure(name: str, **changes: Any) -> TrainConfig:
 
 
 def trained(config: TrainConfig) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-    """The model of a run, every trained weight moved, as if it had been trained."""
+    """Returns a run's model and its trained weights, all changed as if by training."""
     model = load_model(config.model, config.lora, seed=1)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
@@ -93,7 +93,7 @@ def test_stock_peft_loads_the_adapter_with_the_same_logits(
     plain = logits(base)
     loaded = PeftModel.from_pretrained(base, str(tmp_path / "adapter")).eval()
     torch.testing.assert_close(logits(loaded), logits(model), rtol=1e-5, atol=1e-5)
-    assert (logits(loaded) - plain).abs().max() > 1e-2  # and it is not the base model that answers
+    assert (logits(loaded) - plain).abs().max() > 1e-2  # the base model would answer differently
     settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert settings["base_model_name_or_path"] == str(folder)
     assert settings["inference_mode"] is True
@@ -105,7 +105,7 @@ def test_stock_peft_loads_the_adapter_with_the_same_logits(
 
 
 def test_what_is_saved_is_what_is_given_not_what_the_model_has(folder: Path, tmp_path: Path, tokenizer: Any) -> None:
-    """The best weights of a run, or their average, are kept beside the model."""
+    """The saved values are a run's best or averaged weights, which are kept beside the model."""
     config = configure(str(folder), **{"lora.r": 4})
     model, values = trained(config)
     expected = logits(model)
@@ -162,7 +162,7 @@ def test_the_embedded_models_adapter(tmp_path: Path, tokenizer: Any) -> None:
 def test_the_folder_is_written_anew(folder: Path, tmp_path: Path, tokenizer: Any) -> None:
     config = configure(str(folder), **{"lora.r": 4})
     model, values = trained(config)
-    for name in ("adapter", ".adapter.part"):  # an earlier run's, and what a run that was killed left
+    for name in ("adapter", ".adapter.part"):  # from an earlier run, and from a killed run
         (tmp_path / name).mkdir()
         (tmp_path / name / "old.txt").write_text("old")
     save_adapter(tmp_path / "adapter", model, values, config, tokenizer, identify(config.model))
@@ -186,7 +186,7 @@ def test_the_whole_model_of_a_bf16_run_is_kept_in_fp32(folder: Path, tmp_path: P
 
 
 def test_adapted_from_a_model_that_was_never_on_disk() -> None:
-    """`adapter_settings` and names come from the model alone."""
+    """`adapter_settings` and tensor names need only the model."""
     config = configure("some/model", **{"lora.r": 4})
     model = adapt(LlamaForCausalLM(LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
                                                num_attention_heads=2, num_key_value_heads=2)),
@@ -198,7 +198,7 @@ def test_adapted_from_a_model_that_was_never_on_disk() -> None:
 
 
 def test_a_full_disk_is_told_with_what_to_do(folder: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """For weights, which safetensors writes, and for the tokenizer's files, which tokenizers writes: both in Rust."""
+    """Covers weights, written by safetensors, and the tokenizer's files, written by tokenizers; both are in Rust."""
     config = configure(str(folder), **{"lora.r": 64})
     model, weights = trained(config)
     save_adapter(tmp_path / "adapter", model, weights, config, tokenizer)

@@ -1,4 +1,4 @@
-"""A run is copied from a folder to a bucket and back, whole or in part, beside what other tools leave."""
+"""A run is copied from a folder to a bucket and back, whole or in part, beside files of other tools."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def save(store: CheckpointManager, step: int) -> None:
 
 
 def steps(place: Path | str) -> list[int]:
-    """Opens a place as its writer, and reads what counts there."""
+    """Opens a place as its writer; returns the steps of its valid checkpoints."""
     with CheckpointManager(place, keep=9) as store:
         newest = store.newest()
         found = store.complete()
@@ -34,7 +34,7 @@ def steps(place: Path | str) -> list[int]:
 
 
 def upload(folder: Path, url: str) -> None:
-    """As `gcsfs.put(..., recursive=True)`, and `gsutil rsync -r` without -d, does."""
+    """Uploads like `gcsfs.put(..., recursive=True)`, or `gsutil rsync -r` without -d."""
     store = ObjectFolder(url)
     for path in folder.rglob("*"):
         if path.is_file():
@@ -56,12 +56,12 @@ def test_a_run_goes_on_wherever_it_is_copied_to(tmp_path: Path, bucket: str) -> 
     upload(first, there)
     assert steps(there) == [2, 3]
     with CheckpointManager(there, keep=1, keep_every=2) as store:
-        save(store, 3)  # again, in place of the copy
+        save(store, 3)  # replaces the copied step
         save(store, 4)
         leftover = store._store.attempt_name.format(step=9, name="0123456789ab")
     assert steps(there) == [2, 4]
     about = json.loads(ObjectFolder(there).read("step-00000002/manifest.json"))
-    ObjectFolder(there).write(f"{leftover}/manifest.json", json.dumps(about).encode())  # a killed writer's: no commit
+    ObjectFolder(there).write(f"{leftover}/manifest.json", json.dumps(about).encode())  # a killed attempt
     assert steps(there) == [2, 4]
 
     ObjectFolder(there).write(f"{leftover}/manifest.json", json.dumps(about).encode())
@@ -70,11 +70,11 @@ def test_a_run_goes_on_wherever_it_is_copied_to(tmp_path: Path, bucket: str) -> 
     upload(second, elsewhere)
     assert steps(elsewhere) == [2, 4] and not any(leftover in name for name in ObjectFolder(elsewhere).list())
     with CheckpointManager(second, keep=9) as store:
-        save(store, 4)  # in place of the bucket's
+        save(store, 4)  # replaces the bucket's step
         save(store, 5)
     assert steps(second) == [2, 4, 5]
     assert {path.name for path in second.iterdir()} == {".lock", *(f"step-0000000{step}" for step in (2, 4, 5))}
-    upload(second, there)  # onto what the bucket has since
+    upload(second, there)  # over the bucket's newer checkpoints
     assert steps(there) == [2, 4, 5]
     shutil.copytree(first, tmp_path / "mount")
     assert steps(tmp_path / "mount") == [2, 3]
@@ -183,7 +183,7 @@ def test_what_lies_beside_a_whole_checkpoint_is_named(tmp_path: Path, capsys: py
 
 
 def test_checkpoints_on_another_disk(tmp_path: Path) -> None:
-    """By a symbolic link: of the folder, or of one checkpoint in it."""
+    """A symbolic link replaces the folder, or a checkpoint in it."""
     disk, run = tmp_path / "disk" / "ck", tmp_path / "run"
     disk.mkdir(parents=True)
     run.mkdir()

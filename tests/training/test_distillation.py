@@ -1,4 +1,4 @@
-"""Distillation equals a plain computation: transformers models side by side, whole logits, no chunks, fp32."""
+"""Distillation equals a plain computation: two transformers models, whole logits, no chunks, fp32."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def llama(seed: int, hidden: int, layers: int, vocabulary: int = 61) -> LlamaFor
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)
         for parameter in model.parameters():
-            parameter.data *= 4  # so that the distributions are far from uniform
+            parameter.data *= 4  # far from uniform distributions
     return model
 
 
@@ -40,7 +40,7 @@ def run_of(**settings: Any) -> TrainConfig:
 
 
 def distilled(config: TrainConfig, student: Any, teacher: Any, batch: dict[str, torch.Tensor]) -> tuple[Any, Any]:
-    """The sums of the kit's objective, and the model that has its gradients."""
+    """Returns the sums of the kit's objective, and the model with its gradients."""
     model = trainable.adapt(student, config.lora, "fp32").train()
     objective = DistillationObjective(config)
     objective.attach(model, lambda _: teacher)
@@ -58,7 +58,7 @@ def log_softmax(logits: torch.Tensor, temperature: float, size: int) -> torch.Te
 
 
 def plain_divergence(kind: str, p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """By torch's own kl_div, of log-probabilities of the teacher and of the model."""
+    """The divergence by torch's kl_div, from log-probabilities of the teacher and the model."""
 
     def kl(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.kl_div(other, one, reduction="none", log_target=True).sum(-1)
@@ -74,7 +74,7 @@ def carries(batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def plain(config: TrainConfig, student: Any, teacher: Any, batch: dict[str, torch.Tensor], projections: Any) -> Any:
-    """The same sums from whole logits; the student gets the gradients."""
+    """Computes the same sums from whole logits; the student gets the gradients."""
     distill, mask = config.distill, carries(batch)
     own = student(input_ids=batch["input_ids"], output_hidden_states=True)
     with torch.no_grad():
@@ -110,7 +110,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("settings", CASES, ids=str)
-@pytest.mark.parametrize("sizes", [(32, 61), (64, 67)], ids=str)  # the teacher's: as the student's, and larger
+@pytest.mark.parametrize("sizes", [(32, 61), (64, 67)], ids=str)  # the teacher's: equal to the student's, larger
 def test_losses_and_gradients_are_those_of_whole_logits(settings: dict[str, Any], sizes: tuple[int, int]) -> None:
     config, batch = run_of(**settings), rows(4, WIDTH)
     found, model = distilled(config, llama(0, 32, 2), llama(1, sizes[0], 3, sizes[1]), batch)
@@ -134,7 +134,7 @@ def test_losses_and_gradients_are_those_of_whole_logits(settings: dict[str, Any]
 
 
 def stacked(gradients: dict[str, Any], name: str) -> torch.Tensor:
-    """The gradient of a layer's parameter in runs of one layer each."""
+    """The gradient of a layer's parameter, for runs of a single layer."""
     head, _, tail = name.partition("layers.")
     number, _, rest = tail.partition(".")
     return gradients[f"{head}layers.runs.{number}.layers.0.{rest}"][0]
@@ -199,11 +199,11 @@ def test_the_evaluation_is_the_likelihood_of_the_labels() -> None:
     assert float(found.loss) == pytest.approx(float(wanted), rel=1e-5)
 
 
-# ----------------------------------------------------------------------------------------------- of sampled completions
+# ------------------------------------------------------------------------------------------------ sampled completions
 
 
 def of_trl(config: TrainConfig, student: Any, teacher: Any, sampled: list[Sampled]) -> torch.Tensor:
-    """The loss of TRL's own trainer, with a stand-in for its other parts, for prompts padded on the left."""
+    """The loss of TRL's trainer, with a stand-in for its other parts and prompts padded on the left."""
     from trl.trainer.distillation_trainer import DistillationTrainer
 
     class Alone(DistillationTrainer):

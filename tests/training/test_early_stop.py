@@ -1,4 +1,4 @@
-"""Which checkpoint is the best and stays, and what an early stop leaves when the run is given again."""
+"""The best checkpoint is kept, and a run that stopped early stays stopped when it is launched again."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tpu_kit.training.checkpoint import manager, manifest
 __all__ = ["configure", "world"]  # fixtures
 
 
-LOSSES = (5.0, 3.0, 3.0, 4.0, 2.5, 2.5, 6.0)  # of the weights after each update; two ties
+LOSSES = (5.0, 3.0, 3.0, 4.0, 2.5, 2.5, 6.0)  # held-out losses after each update, with two ties
 
 
 def measure(monkeypatch: pytest.MonkeyPatch, losses: tuple[float, ...] = LOSSES) -> None:
-    """Lets the evaluations of a real run find these losses."""
+    """Makes the evaluations of a real run return `losses`."""
 
     def held_out_loss(loop: trainer.Trainer) -> tuple[float, dict[str, float]]:
         return losses[int(loop.state.applied) - 1], {}
@@ -35,7 +35,7 @@ def measure(monkeypatch: pytest.MonkeyPatch, losses: tuple[float, ...] = LOSSES)
 
 
 def kill(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    """Lets a run end with an error where it would make this update."""
+    """Makes a run fail before it makes update `step`."""
     made = trainer.train_step
 
     def train_step(model: Any, state: Any, *rest: Any) -> None:
@@ -47,7 +47,7 @@ def kill(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
 
 
 def assert_best(config: TrainConfig, done: int) -> None:
-    """One checkpoint is the best, that of the best evaluation until now, and each has its own evaluation alone."""
+    """Checks that the best evaluation's checkpoint is the best, and that checkpoints have only their own metrics."""
     every, total = config.optim.eval_steps, config.optim.max_steps
     assert every is not None
     evaluated = [step for step in range(1, done + 1) if step % every == 0 or step == total]
@@ -98,7 +98,7 @@ def adapter_of(result: TrainResult) -> bytes:
 
 
 def test_a_run_that_starts_anew_each_time_is_continued_with_another_setting(configure: Configure) -> None:
-    """The same command would begin at step 0 and move its checkpoints aside."""
+    """The same command would start again at step 0 and move its checkpoints aside."""
     result = sft.train(configure(max_steps=50, eval_rows=0, budget_minutes=1e-6, resume="never"))
     assert result.status == "preempted"
     end = "To go on from there, run this again with checkpoint.resume=auto: the same cell, or the same command"
@@ -140,7 +140,7 @@ def test_a_run_is_not_cut_short_after_the_fact(configure: Configure, monkeypatch
     config = configure(max_steps=6, save_steps=2, keep=2, logging_steps=1)
     first = sft.train(config)
     before = adapter_of(first)
-    with monkeypatch.context() as early:  # before the data are read
+    with monkeypatch.context() as early:  # raises before the data is read
         early.setattr(run_plan, "prepare_run", None)
         with pytest.raises(ValueError, match=r"step-00000006 has 6 updates, and optim.max_steps=4 asks") as caught:
             sft.train(replace(config, optim=replace(config.optim, max_steps=4)))
@@ -176,7 +176,7 @@ def test_the_seconds_of_a_run_are_those_of_all_its_launches(
 def test_the_best_weights_of_a_run_that_evaluated_at_its_end_alone(
     configure: Configure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is made longer, with evaluations in between, and none of them is better."""
+    """The run is extended with evaluations in between, all of them worse."""
     measure(monkeypatch, (9.0, 9.0, 1.0, 2.0, 2.0, 3.0))
     config = configure(max_steps=3)
     first = sft.train(config)

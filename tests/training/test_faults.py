@@ -1,4 +1,4 @@
-"""Writers of checkpoints that are killed (-9) at any moment: what was durable stays, and what was not is not there."""
+"""Writers of checkpoints are killed (-9) at any moment: committed checkpoints survive, others leave no trace."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def campaign(place: str, *arguments: str) -> dict[str, int]:
 
 @pytest.fixture
 def folder() -> Iterator[str]:
-    # A kill loses nothing that is in the page cache, so memory does as well as a disk, and needs no wait for it.
+    # The page cache survives a kill, so memory serves as well as a disk and is faster.
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
         yield name
@@ -29,7 +29,7 @@ def folder() -> Iterator[str]:
 
 @pytest.fixture
 def place() -> Iterator[str]:
-    with run_server() as url, environment(url):  # of its own, and gone with all that the killed ones have left
+    with run_server() as url, environment(url):  # a separate server; it takes the killed writers' leftovers with it
         yield f"{make_bucket(url)}/checkpoints"
 
 

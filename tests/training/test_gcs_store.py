@@ -1,4 +1,4 @@
-"""Checkpoints on gs://, through gcsfs against a real server over HTTP; the network in between may break."""
+"""Checkpoints on gs://, through gcsfs against a real server over HTTP, also with network faults."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_round_trip(place: str) -> None:
         assert found.size == sum(sizes[f"{prefix}/{name}"][0] for name in names)
         with pytest.raises(ValueError, match=r"holds no ema\.safetensors; it holds adapter_model"):
             found.tensors("ema")
-    ((other,), damaged) = list_checkpoints(place, verify=True)  # another process, or another rank
+    ((other,), damaged) = list_checkpoints(place, verify=True)  # as another process or rank sees it
     assert_is_step(other, 7)
     assert damaged == []
 
@@ -163,10 +163,10 @@ def test_damaged_newest_is_set_aside(place: str, file: str, damage: str, capsys:
         assert name in rejected.reason and rejected.reason in told
         assert f"is set aside as {name.rpartition('/')[0]}/manifest.json.corrupt" in told
         assert len(objects(place)) == before
-        save(store, 2)  # the run goes on from step 1
+        save(store, 2)  # the run continues from step 1
         assert_is_step(store.newest(), 2)
     CheckpointManager(place, keep=3).close()
-    assert len(objects(place)) == before + len(FILES) + 1, "what was set aside is there still"
+    assert len(objects(place)) == before + len(FILES) + 1, "the damaged files must still be there"
 
 
 def test_restart_puts_the_earlier_run_out_of_the_way(place: str) -> None:
@@ -234,7 +234,7 @@ def test_upload_and_join(bucket: str, tmp_path: Path) -> None:
 
 # -------------------------------------------------------------------------------------------------------------- writers
 
-# What other processes do; each line of stdin is a turn.
+# Sources of other processes; each line on stdin starts their next action.
 CHILD = """
 import sys, torch
 from tpu_kit.training.checkpoint import gcs_store as bucket_store; from tpu_kit.training.checkpoint import manager
@@ -393,7 +393,7 @@ for step in range(1, 13):
 
 @pytest.mark.slow
 def test_of_two_writers_at_once_one_wins(place: str) -> None:
-    """Both start and save at the same moment, again and again, as on two machines."""
+    """Both start and save at the same moment, repeatedly, as if on two machines."""
     with child(RACE, place, "a host") as first, child(RACE, place, "another host") as second:
         both = (first, second)
         for step in range(1, 13):
@@ -437,7 +437,7 @@ save(store, 2)
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cuts the pauses between gcsfs's tries short: it is the tries that count."""
+    """Shortens the pauses between gcsfs's retries; only their number matters."""
     pause = asyncio.sleep
 
     async def brief(seconds: float, *result: Any) -> Any:
@@ -448,7 +448,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def proxy() -> Iterator[Proxy]:
-    """A proxy with a server behind it; gcsfs in this process knows the proxy alone."""
+    """A proxy in front of a server; gcsfs in this process knows only the proxy."""
     made = Proxy()
     with run_server(public_url=made.url) as url:
         made.target = url
@@ -474,7 +474,7 @@ def test_dropped_connections_in_mid_upload(proxy: Proxy, impatient: None) -> Non
         for step, (after, times) in enumerate(cuts, start=1):
             proxy.cuts = 0
             proxy.cut(after, times)
-            store.save(step, {"x": {"a": torch.full((numbers,), float(step))}}, {}, {})  # 20 MB: several parts
+            store.save(step, {"x": {"a": torch.full((numbers,), float(step))}}, {}, {})  # 20 MB, in several parts
             store.wait()
             assert proxy.cuts == times
             proxy.cut(0, 0)
@@ -509,7 +509,7 @@ def test_network_that_is_down_costs_the_new_one_alone(
         assert steps(store) == [3]
     CheckpointManager(place, keep=1).close()
     assert {name[:13] for name in objects(place)} == {"step-00000003"}
-    assert not caplog.records  # gcsfs would log a traceback of each error
+    assert not caplog.records  # gcsfs would log a traceback for each error
 
 
 def test_network_that_falls_silent_is_given_up(proxy: Proxy, impatient: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -529,7 +529,7 @@ def test_network_that_falls_silent_is_given_up(proxy: Proxy, impatient: None, mo
 
 @contextlib.contextmanager
 def answering(status: int, message: str) -> Iterator[str]:
-    """An HTTP server that refuses everything as Google's does."""
+    """An HTTP server that refuses every request, with errors in Google's format."""
 
     class Handler(BaseHTTPRequestHandler):
         def _refuse(self) -> None:
@@ -614,7 +614,7 @@ def test_reading_needs_no_temporary_folder_and_downloads_what_is_wanted(
             return content
 
         monkeypatch.setattr(ObjectFolder, "read", watch)
-        monkeypatch.setattr(manifest, "_READ_BYTES", 10_001)  # no multiple of a number's size
+        monkeypatch.setattr(manifest, "_READ_BYTES", 10_001)  # not a multiple of a number's size
         found = store.newest()
         assert found is not None and sum(downloaded) < 2_000
         assert found.tensors("empty") == {}

@@ -1,4 +1,4 @@
-"""Checkpoints that several hosts write: each the shards of its devices, and one commit for all of them."""
+"""Checkpoints written by several hosts: every host writes its devices' shards, and there is one commit."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from tpu_kit.training.state import TrainState, joined, read_tensors
 
 CPU = torch.device("cpu")
 MESH = Mesh(data=2, fsdp=2, model=2)
-HOSTS = {2: [[0, 1, 4, 5], [2, 3, 6, 7]], 4: [[0, 1], [2, 3], [4, 5], [6, 7]]}  # devices, as in v5e:4x2 and in rows
+HOSTS = {2: [[0, 1, 4, 5], [2, 3, 6, 7]], 4: [[0, 1], [2, 3], [4, 5], [6, 7]]}  # by host, as in v5e:4x2, and in rows
 
 
 class Host(CpuRuntime):
-    """A host that has some of the mesh's devices; `specs` tell how the next tensors to read are sharded."""
+    """A host with some of the mesh's devices; `specs` are the shardings of the next tensors to read."""
 
     def __init__(self, devices: Sequence[int]) -> None:
         super().__init__(0, 1, CPU)
@@ -49,7 +49,7 @@ class Host(CpuRuntime):
 
 
 def example(optimizer: str) -> tuple[TrainState, list[Spec]]:
-    """A state with an average, all of whose numbers differ, and the specs of its tensors."""
+    """Returns a state with an average, all of whose numbers differ, and the specs of its tensors."""
     model = tiny()
     state = TrainState(model, CPU, replace(OPTIM, optimizer=optimizer, ema_decay=0.9))
     tensors = state.tensors()
@@ -62,7 +62,7 @@ def example(optimizer: str) -> tuple[TrainState, list[Spec]]:
 
 
 def save(place: Path | str, hosts: int, step: int, token: int, state: Any, specs: list[Spec], absent: int = -1) -> None:
-    """Saves a step from as many threads as hosts; host `absent` is lost before it has written its part."""
+    """Saves a step from one thread per host; host `absent` is lost before it writes its part."""
     errors: list[Exception] = []
     present = threading.Barrier(hosts - (absent >= 0))
 
@@ -87,7 +87,7 @@ def save(place: Path | str, hosts: int, step: int, token: int, state: Any, specs
         except Exception as error:
             errors.append(error)
 
-    with CheckpointManager(place, keep=3) as manager:  # open before a host writes, as in a run
+    with CheckpointManager(place, keep=3) as manager:  # open before any host writes, as in a run
         manager.newest()
         threads = [threading.Thread(target=write, args=(i, manager)) for i in reversed(range(hosts)) if i != absent]
         for thread in threads:
@@ -117,7 +117,7 @@ def test_the_parts_of_all_hosts_are_the_state_of_one(tmp_path: Path, optimizer: 
         ((found,), damaged) = list_checkpoints(tmp_path / str(hosts), verify=True)
         assert not damaged and found.step == 3
         written = [found.tensors(f"training-{host}") for host in range(hosts)]
-        assert len(list(filter(None, written))) == 2  # the devices of the other hosts hold second replicas
+        assert len(list(filter(None, written))) == 2  # the other hosts' devices hold second replicas
         whole = joined(written, found.document("layout"))
         assert whole.keys() == wanted.keys()
         assert [name for name in wanted if not torch.equal(whole[name], wanted[name])] == []
@@ -142,7 +142,7 @@ def test_a_lost_host_leaves_the_previous_checkpoint(place: Path | str, monkeypat
                 save(place, 2, 3, 2, state, specs, absent=1)
         assert [one.step for one in list_checkpoints(place, verify=True)[0]] == [3]
         save(place, 4, 6, 3, state, specs)
-        CheckpointManager(place, keep=3).close()  # removes what the lost hosts left
+        CheckpointManager(place, keep=3).close()  # removes the lost hosts' files
     good, damaged = list_checkpoints(place, verify=True)
     assert [one.step for one in good] == [3, 6] and not damaged
     assert sorted(good[1].files)[2:] == [f"training-{host}.safetensors" for host in range(4)]
@@ -164,13 +164,13 @@ def test_a_part_that_cannot_be_written_ends_the_attempt(tmp_path: Path, monkeypa
 def test_older_checkpoints_make_room_for_the_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On a disk with room for two checkpoints, and too little for the parts of a third."""
+    """The disk has room for two checkpoints, but not for the parts of a third."""
     with use_mesh(MESH):
         state, specs = example("adamw")
         for step in (1, 2):
             save(tmp_path, 2, step, step, state, specs)
         size, write = list_checkpoints(tmp_path)[0][0].size, FolderStore.write_part
-        blocks = 40_000  # of the documents, whose files `save` counts in blocks, and which may come after all parts
+        blocks = 40_000  # for the documents, which `save` counts in blocks and which may be written after all parts
 
         def free() -> int:
             return 2 * size + blocks - sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())

@@ -38,7 +38,7 @@ def plain(hidden, weight, labels, softcap=None, label_smoothing=0.0, bias=None, 
 
 
 def chunked_nll(hidden, weight, labels, chunk, softcap=None, label_smoothing=0.0, bias=None, logit_scale=1.0):
-    """The sum of the loss, and the number of tokens that carry it."""
+    """Returns the summed loss, and the number of tokens that carry loss."""
     head = OutputHead(weight, bias, softcap, logit_scale)
     (loss,) = chunked(Likelihood(head, label_smoothing), hidden, head, [labels], chunk)
     return loss, (labels != IGNORE).sum().float()
@@ -63,7 +63,7 @@ def test_equals_the_plain_loss_and_its_gradients(softcap, smoothing, with_bias, 
     assert loss.dtype == count.dtype == torch.float32
     assert count == (labels != IGNORE).sum()
     assert relative(loss, expected) < 1e-6
-    # Scaled on the way back, as a division by the token count does.
+    # The gradients are scaled in the backward pass, as by a division by the token count.
     for ours, theirs in zip(
         torch.autograd.grad(loss / 3, inputs), torch.autograd.grad(expected / 3, inputs), strict=True
     ):
@@ -73,7 +73,7 @@ def test_equals_the_plain_loss_and_its_gradients(softcap, smoothing, with_bias, 
 @pytest.mark.parametrize(("softcap", "scale"), [(None, 1.0), (5.0, 0.3)])
 def test_losses_of_sources_are_those_of_their_tokens(softcap: float | None, scale: float) -> None:
     hidden, weight, _, labels = example()
-    sources = torch.arange(TOKENS) % 4  # the first of four is none of three
+    sources = torch.arange(TOKENS) % 4  # 0 is no source; the sources are 1 to 3
     head = OutputHead(weight, None, softcap, scale)
     loss, *by_source = chunked(SourcedLikelihood(head, sources=3), hidden, head, [labels, sources], 8, sums=4)
     (alone,) = chunked(Likelihood(head), hidden, head, [labels], 8)
@@ -107,7 +107,7 @@ def test_bf16_hidden_states_give_bf16_gradients_near_the_exact_ones():
 
 
 def test_bf16_gradients_are_scaled_in_fp32():
-    """By 1.3711, between two numbers of bf16: rounded to one of them, all gradients would be off by 0.28 %."""
+    """1.3711 lies between two bf16 numbers; rounded to either of them, all gradients would be wrong by 0.28 %."""
     hidden, weight, _, labels = example(torch.bfloat16)
     loss, _ = chunked_nll(hidden, weight, labels, 8)
     (plain,) = torch.autograd.grad(loss, hidden, retain_graph=True)
@@ -135,7 +135,7 @@ def test_nothing_to_learn_is_zero_and_not_nan():
 
 @pytest.mark.parametrize("highest", [40.0, 1e4])
 def test_the_loss_of_tokens_that_are_almost_certain_is_as_exact_as_pytorchs(highest: float):
-    """Each loses 1.7e-5, of which a number near 40 in fp32 could be off by a tenth: the highest logit is subtracted."""
+    """Each token's loss is 1.7e-5, which near 40 in fp32 could be wrong by a tenth: the highest logit is subtracted."""
     weight = torch.eye(VOCABULARY)
     labels = torch.arange(VOCABULARY)
     hidden = (highest * torch.eye(VOCABULARY) + (highest - 11.0) * torch.eye(VOCABULARY).roll(1, 0)).requires_grad_()
@@ -145,7 +145,7 @@ def test_the_loss_of_tokens_that_are_almost_certain_is_as_exact_as_pytorchs(high
 
 
 class LargestTensor(TorchDispatchMode):
-    """Sees every tensor that comes into being, in the forward and in the backward pass."""
+    """Records the largest tensor made in the forward and backward passes."""
 
     def __init__(self):
         super().__init__()
@@ -169,7 +169,7 @@ def test_no_tensor_is_larger_than_one_chunk_of_logits_or_the_weight():
     assert seen.elements <= max(4 * VOCABULARY, weight.numel())
     with LargestTensor() as seen:
         plain(hidden, weight, labels)
-    assert seen.elements == TOKENS * VOCABULARY  # the measurement sees what it should
+    assert seen.elements == TOKENS * VOCABULARY  # the measurement works
 
 
 def test_evaluation_makes_no_gradients():
@@ -253,7 +253,7 @@ def test_on_xla_it_is_one_loop_without_full_logits():
     found = json.loads(run_loaded(ON_XLA).stdout.splitlines()[-1])
     assert found["error"] < 1e-6
     assert found["loops"] == 1 and found["chunk"] > 0 and found["full"] == 0
-    assert found["UncachedCompile"] <= 2  # the three steps, and the copies to the host
+    assert found["UncachedCompile"] <= 2  # three steps, and the copies to the host
     assert found["aten::_local_scalar_dense"] == 0 and found["fallbacks"] == []
 
 

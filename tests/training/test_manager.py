@@ -1,4 +1,4 @@
-"""Checkpoints: what is written is read back, and nothing that goes wrong on the way costs the last good one."""
+"""Checkpoints: written data is read back, and no failure loses the last good checkpoint."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_documents_and_metrics_may_change_after_save(folder: Path) -> None:
 
 
 def test_order_is_by_the_manifest(folder: Path) -> None:
-    times = iter([300.0, 200.0, 100.0])  # a clock that goes backwards
+    times = iter([300.0, 200.0, 100.0])  # a clock that runs backwards
     with CheckpointManager(folder, keep=3, clock=lambda: next(times)) as store:
         for step in (9, 10, 100):
             save(store, step)
@@ -249,7 +249,7 @@ def test_damaged_newest_is_set_aside(folder: Path, file: str, damage: str, capsy
         assert not broken.path.exists() and (folder / "step-00000002.corrupt").is_dir()
         assert list_checkpoints(folder, verify=True)[1] == []
 
-        save(store, 2)  # the run goes on from step 1
+        save(store, 2)  # the run continues from step 1
         assert_is_step(store.newest(), 2)
         (folder / "step-00000002" / "state.json").unlink()
         assert_is_step(store.newest(), 1)
@@ -352,7 +352,7 @@ def test_the_oldest_make_room_and_no_more_than_needed(
     with CheckpointManager(folder, keep=9) as store:
         for step in (1, 2, 3):
             save(store, step)
-        # A disk that has too little room, by less than what the first two take, for as long as the first one is there.
+        # A disk that lacks less than the first two checkpoints' size, until the first checkpoint is deleted.
         monkeypatch.setattr(
             shutil, "disk_usage", lambda _: SimpleNamespace(free=50_000 if 1 in steps(store) else 10**9)
         )
@@ -434,7 +434,7 @@ def test_second_writer_is_refused_and_the_first_ends_when_it_has_saved(folder: P
         holder = f"process {first.pid} on {socket.gethostname()}"
         with pytest.raises(ValueError, match=f"is being written to by {holder}: end that process first, or set"):
             CheckpointManager(folder, keep=1)
-        assert part.exists()  # it may be the first one's
+        assert part.exists()  # it may belong to the first writer
         first.communicate(timeout=60)
         assert first.returncode == 3
     finally:
@@ -476,7 +476,7 @@ def test_old_one_comes_back_when_killed_between_two_renames(folder: Path) -> Non
 
 # ----------------------------------------------------------------------------------------------- disks that do not take
 
-# Both in a mount namespace of their own, which ends with the process.
+# Both run in their own mount namespace, which ends with the process.
 DISK = """
 import pathlib, subprocess, sys
 import torch
@@ -519,7 +519,7 @@ def test_full_disk_and_one_that_becomes_read_only(folder: Path) -> None:
         "assert complete() == [1, 2, 3]\n"
         "save(4, 110_000); assert complete() == [1, 3, 4]\n"  # step 2 made room
         "refused(5, 200_000); assert complete() == [1, 3, 4]\n"  # step 3 would not have made enough
-        # A disk that fills while it is written to: the check before it has found room
+        # A disk that fills up during the write, after the check found room
         "store.make_room = lambda *_: None\n"
         "refused(6, 200_000); assert complete() == [1, 3, 4]\n"
         "del store.make_room; save(7, 10_000); assert complete() == [1, 3, 4, 7]\n"
@@ -547,7 +547,7 @@ def test_full_disk_and_one_that_becomes_read_only(folder: Path) -> None:
 
 AS_NOBODY = """
 import os
-torch.full((1,), 1.0)  # what it loads nobody may not be able to read
+torch.full((1,), 1.0)  # loads files that user nobody may not be able to read
 os.setuid(65534)
 folder = mount / "mine"
 store = CheckpointManager(folder, keep=3)
@@ -556,10 +556,10 @@ save(1, 50_000); save(2, 50_000)
 
 
 def as_nobody(options: str, source: str) -> str:
-    """Runs as a user on whom permissions and quotas are enforced; returns what it prints."""
+    """Runs as a user for whom permissions and quotas apply; returns the printed text."""
     unshare = shutil.which("unshare")
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder).chmod(0o755)  # pytest's own folders let nobody else in
+        Path(folder).chmod(0o755)  # pytest's folders admit no other user
         mount = ["-m", "mount", "-t", "tmpfs", "-o", options, "none", folder]
         if os.getuid() != 0 or unshare is None or subprocess.run([unshare, *mount], capture_output=True).returncode:
             pytest.skip(f"needs root and a tmpfs with {options}")
@@ -588,14 +588,14 @@ QUOTA_ADVICE = (
 
 def test_quota_that_is_used_up() -> None:
     told = as_nobody(
-        "size=8m,usrquota_block_hardlimit=1m,mode=0777",  # since Linux 6.6, where it was built in
+        "size=8m,usrquota_block_hardlimit=1m,mode=0777",  # since Linux 6.6, if compiled in
         "refused(3, 200_000); assert complete() == [1, 2]\nsave(4, 10_000); assert complete() == [1, 2, 4]\n",
     )
     assert told.startswith(USED_UP) and told.endswith(f"{QUOTA_ADVICE} 2 stays good")
 
 
 def test_what_a_used_up_quota_is_told_as(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the kernel knows no quotas: they show at a write or, in network folders, at fsync."""
+    """Simulates quotas, which a kernel may lack: they fail at a write or, in network folders, at fsync."""
     with CheckpointManager(folder, keep=2) as store:
         save(store, 2)
         with monkeypatch.context() as full:
@@ -621,7 +621,7 @@ def test_limits_of_a_user(tmp_path: Path) -> None:
          "    store.save(2, {'x': {'a': torch.ones(numbers)}}, documents, {})\n"
          "    try: store.wait()\n"
          "    except OSError as error: print(error.errno, error.strerror)\n"
-         # Root may write anywhere. It has imported by now what nobody may not be able to read.
+         # Root may write anywhere. All modules are imported by now, as user nobody may not be able to read them.
          "os.chdir(sys.argv[3])\n"
          "if os.getuid() == 0: os.setuid(65534)\n"
          "try: CheckpointManager(pathlib.Path(sys.argv[2]), keep=1)\n"
@@ -645,7 +645,7 @@ def test_list(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         save(store, 5, best=True, loss=1.25, eval_loss=1.5)
         save(store, 1000, loss=0.75)
         save(store, 1001)
-        assert manager.print_checkpoints(str(folder.parent)) == 0  # beside the writer, and by the run's folder
+        assert manager.print_checkpoints(str(folder.parent)) == 0  # beside the writer, by the run's folder
         assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
             ["step", "5", "0.0", "MB", "3", "d", "complete,", "best", "loss", "1.25", "eval_loss", "1.5"],
             ["step", "1,000", "0.0", "MB", "10", "min", "complete", "loss", "0.75"],

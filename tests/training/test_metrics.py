@@ -18,7 +18,7 @@ from tpu_kit.training.metrics import Evaluations, Tracker, check_tracking, model
 
 
 class Clock:
-    """Seconds that pass when told to."""
+    """A clock that the test advances."""
 
     now = 1000.0
 
@@ -32,7 +32,7 @@ def log(tracker: Tracker, step: int, **changed: Any) -> dict[str, Any]:
 
 
 def strictly(path: Path) -> list[dict[str, Any]]:
-    """Parses every line, and refuses the NaN and Infinity that Python's reader takes and no other does."""
+    """Parses every line; rejects NaN and Infinity, which Python's reader accepts and other readers do not."""
 
     def refuse(text: str) -> None:
         raise AssertionError(f"{text} is not JSON")
@@ -64,14 +64,14 @@ def test_rates_eta_and_mfu(tmp_path: Path) -> None:
         clock.now += 100  # the compilation
         first = log(tracker, 10)
         assert first["tokens_per_second"] == pytest.approx(10)
-        assert first["eta_seconds"] == pytest.approx(30 * 10)  # there is nothing better yet
+        assert first["eta_seconds"] == pytest.approx(30 * 10)  # the only estimate so far
         clock.now += 5
         with tracker.untimed():
             clock.now += 50
             tracker.log_eval(10, loss=1.0, accuracy=0.25)
         second = log(tracker, 20)
         clock.now += 6.5
-        third = log(tracker, 30, ahead=1.5)  # a step of the next window was sent before this one was read
+        third = log(tracker, 30, ahead=1.5)  # a step of the next window was started before this window was read
         clock.now += 3.5
         last = log(tracker, 40)
     assert third["step_seconds"] == last["step_seconds"] == pytest.approx(0.5)
@@ -92,7 +92,7 @@ def test_no_mfu_without_flops_or_chip(tmp_path: Path, options: dict[str, Any]) -
     with Tracker(TrainConfig(), tmp_path, **options) as tracker:
         record = log(tracker, 1)
     assert record["mfu"] is None
-    assert record["eta_seconds"] is None  # nor an ETA without a last step
+    assert record["eta_seconds"] is None  # without a last step there is no ETA either
 
 
 def test_a_record_is_on_disk_before_close(tmp_path: Path) -> None:
@@ -147,9 +147,9 @@ def test_resume_holds_each_step_once(tmp_path: Path) -> None:
             log(tracker, step)
             tracker.log_eval(step, loss=1.0)
     with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"kind": "train", "st')  # killed while it wrote
+        file.write('{"kind": "train", "st')  # killed during a write
 
-    clock.now += 1e6  # a long time until somebody started it again
+    clock.now += 1e6  # a long time until the run is resumed
     history = [record for record in read_metrics(tmp_path) if record["step"] <= 25]
     with Tracker(TrainConfig(), tmp_path, 25, history, resume_tokens=2500, clock=clock) as tracker:
         clock.now += 5
@@ -204,7 +204,7 @@ def test_wandb_online_needs_a_key(tmp_path: Path) -> None:
     check_tracking(online, Machine(environ=nowhere | {"WANDB_API_KEY": "0" * 40}))
     check_tracking(online, Machine(environ=nowhere | {"WANDB_MODE": "offline"}))
     (tmp_path / "netrc").write_text(f"machine api.wandb.ai login user password {'0' * 40}\n")
-    check_tracking(online, Machine(environ=nowhere))  # as `wandb login` leaves it
+    check_tracking(online, Machine(environ=nowhere))  # as `wandb login` writes it
 
 
 def test_a_package_that_is_missing_is_named() -> None:
@@ -250,9 +250,9 @@ KEY = "0123456789abcdef" * 2 + "01234567"
 
 @pytest.fixture(scope="module")
 def tracked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The folder of `TRACKED`, and what it printed."""
+    """The folder of `TRACKED`, and its output."""
     folder = tmp_path_factory.mktemp("tracked")
-    # The second part says online, and WANDB_MODE=offline of the tests' environment wins.
+    # The second part asks for online, but WANDB_MODE=offline in the tests' environment takes precedence.
     done = run_python(TRACKED, env={"WANDB_API_KEY": KEY}, cwd=folder)
     return folder, done.stdout + done.stderr
 
@@ -272,7 +272,7 @@ def test_wandb_offline_and_tensorboard(tracked: tuple[Path, str]) -> None:
 
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     events.Reload()
-    assert [e.step for e in events.Scalars("train/lr")] == [1, 2]  # once each, though step 2 was done twice
+    assert [e.step for e in events.Scalars("train/lr")] == [1, 2]  # no step twice, though step 2 was run twice
     assert events.Scalars("eval/loss")[0].value == 1.25
 
 
@@ -290,7 +290,7 @@ def test_trackers_get_the_result(tracked: tuple[Path, str]) -> None:
     assert b"lora.r" in events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
 
     folder = tmp_path / "result" / "wandb"
-    assert len({path.stem for path in folder.glob("offline-run-*/run-*.wandb")}) == 1  # one run on W&B
+    assert len({path.stem for path in folder.glob("offline-run-*/run-*.wandb")}) == 1  # a single run on W&B
     (table,) = folder.glob("offline-run-*/files/media/table/answers*.table.json")
     assert json.loads(table.read_text())["data"] == [["1 | 1?", "2", "says 0", "False", "says 1", "True"]]
     written = b"".join(path.read_bytes() for path in folder.glob("offline-run-*/run-*.wandb"))

@@ -1,4 +1,4 @@
-"""A loss of the user's is checked before the launch, and each mistake is told with its line."""
+"""A user's loss is checked before the launch, and each mistake is reported with its line."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from tpu_kit.training.optimizer import OPTIMIZERS
 
 Tensors = dict[str, torch.Tensor]
 
-# As adapters and norms lie in a model whose layers are stacked: `up` is narrow, `norm` is no matrix.
+# Parameters as in a model with stacked layers: `up` is narrow, `norm` is not a matrix.
 STACKS = {name: [f"layers.{layer}.{name}" for layer in range(3)] for name in ("down", "up", "norm", "gate")}
 STACKED = {"down": (3, 4, 300), "up": (3, 200, 5), "norm": (3, 7), "gate": (3,), "head": (6, 515), "bias": (9,)}
 OPTIM = OptimConfig(beta1=0.9, beta2=0.99)
@@ -28,13 +28,13 @@ def parameters(shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
 
 
 def unrolled(named: Mapping[str, torch.Tensor]) -> Tensors:
-    """Each stack's slices by the names of their layers, layer by layer as in a model."""
+    """Splits stacks into their layers' parameters, layer by layer as in a model."""
     found = {layers[place]: named[name][place] for place in range(3) for name, layers in STACKS.items()}
     return found | {name: tensor for name, tensor in named.items() if name not in STACKS}
 
 
 def noise(shapes: Mapping[str, tuple[int, ...]], count: int, spread: float = 3.0) -> Iterator[Tensors]:
-    """Noise around a mean, both over several orders of magnitude from one number to the next."""
+    """Yields gradients of noise around a mean; both vary over several orders of magnitude between numbers."""
     generator = torch.Generator().manual_seed(0)
     sizes = {name: 10 ** (spread * (torch.rand(shape, generator=generator) - 1)) for name, shape in shapes.items()}
     means = {name: size * torch.randn(size.shape, generator=generator) for name, size in sizes.items()}
@@ -43,7 +43,7 @@ def noise(shapes: Mapping[str, tuple[int, ...]], count: int, spread: float = 3.0
 
 
 class Run:
-    """An optimizer's updates of parameters."""
+    """Applies an optimizer to parameters, update by update."""
 
     def __init__(
         self, name: str, like: Tensors, stacks: Mapping[str, list[str]] | None = None, optim: OptimConfig = OPTIM
@@ -52,7 +52,7 @@ class Run:
         self.moments = {name: self.kind.start(tensor.shape, name in self.stacks) for name, tensor in like.items()}
 
     def update(self, gradients: Tensors) -> Tensors:
-        """The direction by name."""
+        """Returns the directions by name."""
         self.applied += 1
         found: Tensors = {}
         direction_of = self.kind.direction(torch.tensor(float(self.applied)), self.optim)
@@ -69,7 +69,7 @@ class Run:
 
 @pytest.mark.parametrize("eps", [1e-8, 1e-2])
 def test_adamw_is_torchs(eps: float) -> None:
-    """Also where gradients are as small as eps: without it the direction would be another one."""
+    """Also for gradients as small as eps, whose direction depends on eps."""
     optim = replace(OPTIM, eps=eps)
     shapes = {"small": (5, 7), "usual": (11,)}
     theirs = {name: torch.nn.Parameter(torch.zeros(shape, dtype=torch.float64)) for name, shape in shapes.items()}
@@ -89,7 +89,7 @@ def test_adamw_is_torchs(eps: float) -> None:
 
 
 def test_adafactor_is_torchs() -> None:
-    """PyTorch's scales its rate by the parameter's root mean square, which is 1 here; in float64 it stays so."""
+    """PyTorch scales its rate by the parameter's root mean square, which is 1 here; in float64 it stays 1."""
     shapes = {"matrix": (7, 5), "vector": (9,), "turned": (130, 6)}
     theirs = {name: torch.nn.Parameter(torch.ones(shape, dtype=torch.float64)) for name, shape in shapes.items()}
     rate = 1e-9
@@ -108,7 +108,7 @@ def test_adafactor_is_torchs() -> None:
 
 
 def test_adafactor_is_the_papers_over_many_updates() -> None:
-    """Algorithms 4 and 5 in float64; PyTorch's is the same for a stack's matrices one by one."""
+    """Algorithms 4 and 5 in float64; PyTorch computes the same for a stack's matrices one by one."""
     shapes = {"stack": (3, 4, 6), "norm": (3, 7)}
     mine = Run("adafactor", parameters(shapes), {"stack": ["0", "1", "2"], "norm": ["3", "4", "5"]})
     rows, columns, vectors = torch.zeros(3, 4), torch.zeros(3, 6), torch.zeros(3, 7)
@@ -134,7 +134,7 @@ def test_adafactor_is_the_papers_over_many_updates() -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_stacked_layers_are_updated_as_unrolled_ones(name: str) -> None:
-    """Layers of very different gradients; a slice of a stack's moments are the layer's moments."""
+    """The layers' gradients differ greatly; a slice of a stack's moments equals the layer's moments."""
     apart, together = Run(name, unrolled(parameters(STACKED))), Run(name, parameters(STACKED), STACKS)
     scale = torch.tensor([1.0, 30.0, 1000.0])
     for gradient in noise(STACKED, 6):
@@ -160,7 +160,7 @@ def test_the_shapes_of_adafactors_moments() -> None:
 
 
 def test_adafactors_rows_are_means_over_the_last_axis() -> None:
-    """Of wide and of narrow matrices."""
+    """Both for wide and for narrow matrices."""
     shapes = {"turned": (130, 6), "other": (6, 130)}
     run = Run("adafactor", parameters(shapes))
     (gradient,) = noise(shapes, 1)
@@ -175,7 +175,7 @@ def test_adafactors_rows_are_means_over_the_last_axis() -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_it_trains(name: str) -> None:
-    """A least-squares problem that a step per number solves: the loss falls by orders of magnitude."""
+    """A separable least-squares problem: the loss falls by orders of magnitude."""
     generator = torch.Generator().manual_seed(0)
     wanted = {n: torch.randn(shape, generator=generator) for n, shape in STACKED.items()}
     values, run = parameters(STACKED), Run(name, parameters(STACKED), STACKS)
@@ -191,7 +191,7 @@ def test_it_trains(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def on_xla() -> dict[str, Any]:
-    """What all optimizers do in one launch."""
+    """The results of all optimizers, from one launch."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XLA_FLAGS", QUICK_XLA_FLAGS)
         for name in ("PJRT_DEVICE", "CPU_NUM_DEVICES"):

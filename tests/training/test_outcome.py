@@ -1,4 +1,4 @@
-"""What is said of a run whose held-out loss did not fall."""
+"""The advice for a run whose held-out loss did not fall."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measured memory beside the prediction, with figures as a TPU's runtime gives them."""
+"""Measured memory is compared with the prediction, for figures as a TPU's runtime reports them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CPU = CpuRuntime(0, 1, torch.device("cpu"))
 
 
 class Chip(TpuRuntime):
-    """A replica on a TPU whose runtime says that so much was in use at its peak."""
+    """A replica on a TPU whose runtime reports a given peak."""
 
     def __init__(self, rank: int, peak: int) -> None:
         super().__init__(rank, 8, torch.device("cpu"))

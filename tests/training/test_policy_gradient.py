@@ -23,10 +23,10 @@ from tpu_kit.training.losses.policy_gradient import PolicyObjective, Sampled, pa
 from tpu_kit.training.losses.rollout import advantages_of
 from tpu_kit.xla import splash_blocks
 
-# Prompts and completions of several lengths, one of a single token (trl#4205), some truncated (the last of each group).
+# Prompts and completions of several lengths, including a single token (trl#4205); each group's last is truncated.
 SIZES = [(3, 5), (3, 1), (3, 7), (3, 4), (5, 6), (5, 2), (5, 8), (5, 8)]
 ROW = 24
-LONG = [(64, 950), (64, 1), (64, 1100), (64, 940), (100, 970), (100, 1050), (100, 1000), (100, 1020)]  # of 8,192
+LONG = [(64, 950), (64, 1), (64, 1100), (64, 940), (100, 970), (100, 1050), (100, 1000), (100, 1020)]  # rows of 8,192
 
 
 def samples(masked: bool, sizes: Sequence[tuple[int, int]] = SIZES) -> list[Sampled]:
@@ -48,7 +48,7 @@ def samples(masked: bool, sizes: Sequence[tuple[int, int]] = SIZES) -> list[Samp
 def trl_loss(
     model: Any, config: TrainConfig, inputs: dict[str, Any], logps: Any
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """TRL's method, with a stand-in for the other parts of its trainer."""
+    """Computes TRL's loss, with a stand-in for the other parts of its trainer."""
     from trl.trainer.grpo_trainer import GRPOTrainer
 
     class Alone(GRPOTrainer):
@@ -86,7 +86,7 @@ def trl_loss(
 
 
 def table(values: Any, left: bool = False) -> torch.Tensor:
-    """Pads rows, on the left or on the right."""
+    """Pads rows on the left or on the right."""
     width = max(map(len, values))
     rows = [
         [*([0] * (width - len(row)) if left else []), *row, *([] if left else [0] * (width - len(row)))]
@@ -106,7 +106,7 @@ def logps_of(model: Any, temperature: float) -> Any:
 
 
 def correction(mode: str, difference: torch.Tensor, mask: torch.Tensor, cap: float) -> torch.Tensor:
-    """TRL's ratio of trainer and sampler, of `_generate_and_score_completions`."""
+    """TRL's ratio of trainer and sampler, from `_generate_and_score_completions`."""
     difference = difference * mask
     ratio = (difference.sum(-1, keepdim=True) if "sequence" in mode else difference).exp()
     return ratio.clamp(max=cap) if "truncate" in mode else ratio.masked_fill(ratio > cap, 0.0)
@@ -116,7 +116,7 @@ def difference(
     settings: dict[str, Any], off_policy: bool, double: bool, share_prompts: bool, masked: bool = False,
     sizes: Sequence[tuple[int, int]] = SIZES, made: LargestTensor | None = None,
 ) -> float:  # fmt: skip
-    """The largest difference of a gradient, as a share of the largest gradient; checks loss and metrics."""
+    """Returns the largest difference of gradients over the largest gradient; also checks loss and metrics."""
     fixed = {"objective": "policy", "base_dtype": "fp32", "max_completion_length": 12, "max_length": ROW}
     config = load_config(None, fixed | {"loss_chunk": 16} | settings)
     rl, model, sampled = config.rl, tiny(), samples(masked, sizes)
@@ -244,7 +244,7 @@ def test_equal_rewards_and_completions_that_are_not_judged_have_no_advantage(sca
 
 
 def test_layers_that_run_as_a_loop_have_the_same_reference():
-    """With beta the adapter is switched off in the loop over the layers, too."""
+    """With beta, the adapter is also disabled in the loop over the layers."""
     config = load_config(None, {"objective": "policy", "beta": 0.1, "max_completion_length": 12, "base_dtype": "fp32"})
     rows = pack(samples(False), config)
     losses = []

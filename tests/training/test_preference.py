@@ -1,4 +1,4 @@
-"""The losses of pairs equal TRL's own, of its `DPOTrainer`, its `CPOTrainer` (simpo) and its `ORPOTrainer`."""
+"""The losses of pairs equal TRL's: of `DPOTrainer`, `CPOTrainer` (simpo) and `ORPOTrainer`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tpu_kit.model import causal_lm as models
 from tpu_kit.training.losses.preference import PreferenceObjective
 from tpu_kit.training.losses.segment_sums import last_of_segments, sum_by_segment
 
-# Prompts, chosen and rejected replies of several lengths, one of a single token.
+# Lengths of prompts, chosen and rejected replies, including a single token.
 SIZES = [(3, 5, 4), (3, 1, 6), (5, 7, 2), (2, 4, 4), (1, 6, 3)]
 ROW = 28
 
@@ -42,7 +42,7 @@ def pairs_of(sizes: list[tuple[int, int, int]] = SIZES) -> list[Pair]:
 
 
 def packed(pairs: list[Pair], layout: PairLayout, length: int = ROW, labels: list[int] | None = None) -> PackedDataset:
-    """The pairs as tokenising makes them, in units, in packed rows."""
+    """Packs the pairs into rows, as tokenisation makes them."""
     ids, mask, sizes, lengths = list[int](), list[bool](), list[PairTokens](), list[int]()
     for prompt, chosen, rejected in pairs:
         for reply in (chosen, rejected):
@@ -86,7 +86,7 @@ def table(rows: list[list[int]], pad: int = 0) -> torch.Tensor:
 
 
 def batch_of(pairs: list[Pair]) -> dict[str, torch.Tensor]:
-    """The chosen and then the rejected replies, each after its prompt, padded at the end."""
+    """The chosen, then the rejected replies, all after their prompts and padded at the end."""
     sides = [[pair.chosen for pair in pairs], [pair.rejected for pair in pairs]]
     whole = [pair.prompt + reply for side in sides for pair, reply in zip(pairs, side, strict=True)]
     learned = [
@@ -116,7 +116,7 @@ ACCELERATOR = SimpleNamespace(
 def trl_dpo(
     model: Any, config: TrainConfig, batch: dict[str, torch.Tensor], reference: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """TRL's method, with a stand-in for the other parts of its trainer; `reference` are log-probabilities of tokens."""
+    """Computes TRL's loss, with a stand-in for its trainer's other parts; `reference`: log-probabilities of tokens."""
     from trl.trainer.dpo_trainer import DPOTrainer
 
     class Alone(DPOTrainer):
@@ -145,7 +145,7 @@ def trl_dpo(
 
 
 def trl_free(model: Any, config: TrainConfig, pairs: list[Pair]) -> tuple[torch.Tensor, dict[str, float]]:
-    """TRL's CPO trainer with loss_type=simpo, or its ORPO trainer."""
+    """Computes the loss of TRL's CPO trainer with loss_type=simpo, or of its ORPO trainer."""
     from trl.experimental.cpo import CPOTrainer
     from trl.experimental.orpo import ORPOTrainer
 
@@ -178,7 +178,7 @@ def trl_free(model: Any, config: TrainConfig, pairs: list[Pair]) -> tuple[torch.
 def trl_kto(
     model: Any, config: TrainConfig, pairs: list[Pair], labels: list[int], reference: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """TRL's method; the rejected replies of `pairs` are those of other rows, for the divergence."""
+    """Computes TRL's loss; the rejected replies of `pairs` stand for other rows' replies, for the divergence."""
     from trl.trainer.kto_trainer import KTOTrainer
 
     class Alone(KTOTrainer):
@@ -212,7 +212,7 @@ def trl_kto(
 @pytest.mark.parametrize("shares", [True, False])
 @pytest.mark.parametrize("away", [-0.3, 0.3])
 def test_loss_of_labelled_replies_is_that_of_trl(shares: bool, away: float) -> None:
-    """With a divergence above 0, and with one that is clamped at 0."""
+    """With a positive divergence, and with a divergence clamped at 0."""
     config = run_config({"losses": ["kto"], "desirable_weight": 1.3, "undesirable_weight": 0.7})
     model, pairs, labels, batch = tiny(), pairs_of(), [1, 0, 1, 1, 0], batch_of(pairs_of())
     with torch.no_grad():
@@ -266,7 +266,7 @@ def test_loss_rewards_and_gradients_are_those_of_trl(settings: dict[str, Any], s
     with torch.no_grad():
         start = token_logps(model, batch)
         if config.preference.reference == "step":
-            with model.disable_adapter():  # type: ignore[operator]  # of PEFT; mypy takes it for a tensor
+            with model.disable_adapter():  # type: ignore[operator]  # PEFT's method; mypy takes it for a tensor
                 reference = token_logps(model, batch)
         else:
             reference = start + 0.3 * torch.randn(start.shape, generator=torch.Generator().manual_seed(1))
@@ -295,7 +295,7 @@ def test_loss_rewards_and_gradients_are_those_of_trl(settings: dict[str, Any], s
         for name in ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen"):
             scale = 1.0
             if free and name.startswith("logps"):
-                continue  # theirs are means of tokens
+                continue  # TRL's are means over tokens
             assert float(means[name]) * scale == pytest.approx(metrics[name], abs=1e-5, rel=1e-5), name
     found = dict(zip(trained, torch.autograd.grad(ours, list(trained.values())), strict=True))
     largest = max(float(gradient.abs().max()) for gradient in wanted.values())
@@ -315,7 +315,7 @@ def test_passes_of_fewer_rows_add_up_to_one_pass() -> None:
 
 
 def test_log_probabilities_of_the_reference_are_those_of_the_update() -> None:
-    """The first loss of DPO is ln 2: the reference is the model itself, in the same shapes."""
+    """The first loss of DPO is ln 2, because the reference is the model itself, in the same shapes."""
     config, model = run_config({}), tiny()
     rows, objective = packed(pairs_of(), layout_of(config, True)), PreferenceObjective(config)
     batch = rows.tensors(np.arange(len(rows)))
@@ -335,5 +335,5 @@ def test_sums_of_segments_are_exact_and_have_gradients() -> None:
     assert torch.allclose(sum_by_segment(values, segments), wanted, rtol=0, atol=1e-12)
     assert torch.autograd.gradcheck(lambda each: sum_by_segment(each, segments), values)
     spoilt = values.detach().clone()
-    spoilt[:, 0, 3] = torch.nan  # a segment of its own
+    spoilt[:, 0, 3] = torch.nan  # a separate segment
     assert not sum_by_segment(spoilt, segments)[:, 0, [0, 1, 2, 4, 5]].isnan().any()

@@ -1,4 +1,4 @@
-"""A run that goes on from a checkpoint is the run that was not interrupted, and another run is refused."""
+"""A resumed run equals the uninterrupted run, and a different run is refused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tpu_kit.training.checkpoint import manager
 from tpu_kit.training.checkpoint.manager import list_checkpoints
 from tpu_kit.training.metrics import read_metrics
 
-# Neither the log (3) nor the epoch ends where the checkpoint (4) is written; dropout, the average and warm-up are on.
+# The checkpoint (4) falls between logs (3) and inside an epoch; dropout, averaging and warm-up are on.
 SETTINGS = {
     "base_dtype": "fp32", "max_length": 128, "batch_size": 2, "max_steps": 8, "warmup_steps": 2, "save_steps": 4,
     "logging_steps": 3, "eval_steps": 4, "eval_rows": 8, "generate_rows": 0, "dropout": 0.1, "ema_decay": 0.9,
@@ -44,16 +44,16 @@ def run_config(folder: Path, **changes: Any) -> TrainConfig:
 
 
 def ended(folder: Path) -> tuple[str, list[tuple[Any, ...]]]:
-    """The adapter's hash, and what was logged, apart from the times."""
+    """The adapter's hash and the logged values, without times."""
     adapter = (folder / "adapter" / "adapter_model.safetensors").read_bytes()
     kept = ("kind", "step", "loss", "grad_norm", "lr", "tokens", "epoch")
     return hashlib.sha256(adapter).hexdigest(), [tuple(r.get(k) for k in kept) for r in read_metrics(folder)]
 
 
 def interrupted(whole: Path, folder: Path) -> None:
-    """What a kill right after the checkpoint of step 4 leaves of the run in `whole`."""
+    """Copies the files that remain of the run `whole` after a kill right after the checkpoint of step 4."""
     shutil.copytree(whole / "checkpoints" / "step-00000004", folder / "checkpoints" / "step-00000004")
-    shutil.copy(whole / "metrics.jsonl", folder)  # later lines too: they are to be cut
+    shutil.copy(whole / "metrics.jsonl", folder)  # including later lines, which must be cut
 
 
 XLA = pytest.param(
@@ -75,7 +75,7 @@ def test_resumed_equals_uninterrupted(where: dict[str, Any], tmp_path: Path) -> 
     assert ended(again) == ended(whole)
     assert second.step == first.step == 8 and second.metrics["eval_loss"] == first.metrics["eval_loss"]
     assert second.metrics.get("compiles", 0) <= first.metrics.get("compiles", 0)
-    # The first record after the checkpoint, too, has the tokens of its own seconds alone.
+    # The first record after the checkpoint also counts only the tokens of its own seconds.
     trained = {record["step"]: record for record in read_metrics(again) if record["kind"] == "train"}
     tokens = {0: 0, 4: manager.list_checkpoints(again / "checkpoints")[0][0].document("state")["tokens"]}
     tokens |= {step: record["tokens"] for step, record in trained.items()}
@@ -147,7 +147,7 @@ def test_what_tells_of_a_run_is_never_taken_for_none(
     tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, where: str, move: str, told: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(run_plan, "prepare_run", None)  # it is refused before anything is prepared
+    monkeypatch.setattr(run_plan, "prepare_run", None)  # refused before data is prepared
     folder = tmp_path / "run"
     step = folder / {"nested": "mine/checkpoints", "inside": "."}.get(move, "checkpoints") / "step-00000004"
     step.mkdir(parents=True)
@@ -259,7 +259,7 @@ def everything(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_refused_run_leaves_the_folder_as_it_is(tmp_path: Path) -> None:
-    """config.yaml, too: export and notebook 5 read which run it is from there."""
+    """config.yaml too, because export and notebook 5 read the run from it."""
     rows = tmp_path / "rows.jsonl"
     lines = [json.dumps({"prompt": f"{row['question']}\n", "completion": row["answer"]})
              for row in embedded.cot_rows("train", 24)]  # fmt: skip
@@ -301,7 +301,7 @@ def test_resume_must_have_something(tmp_path: Path) -> None:
 
 @pytest.fixture
 def fly_to(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
-    """Sets the time zone of this process. Between the two of `ZONES` are 26 hours, so they never have the same day."""
+    """Sets the time zone of this process. The two `ZONES` are 26 hours apart, so their dates always differ."""
 
     def fly(zone: str) -> None:
         monkeypatch.setenv("TZ", zone)
@@ -318,7 +318,7 @@ ZONES = ("UTC+12", "UTC-14")  # POSIX writes west of Greenwich as +
 def test_the_next_day_a_run_goes_on_with_the_date_of_its_start(
     fly_to: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On another machine, whose cache has no tokens of the day before."""
+    """The second machine's cache has no tokens from the day before."""
     model, folder, rows = tmp_path / "model", tmp_path / "run", tmp_path / "rows.jsonl"
     shutil.copytree(embedded.model_dir(), model)
     template = model / "chat_template.jinja"
@@ -344,7 +344,7 @@ def test_the_next_day_a_run_goes_on_with_the_date_of_its_start(
 def test_the_code_of_an_own_function_is_that_of_every_file_that_it_imports_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run that goes on prints where it changed; that of another library is told by its version."""
+    """A resumed run prints the changed files; code of a library is identified by the library's version."""
     files = {
         "loss_beside_parts.py": "import torch\nfrom loss_parts.scale import factor\n",
         "loss_parts/__init__.py": "",

@@ -28,7 +28,7 @@ ALONE = CpuRuntime(0, 1, CPU)
 
 
 class Net(torch.nn.Module):
-    """Matrices and vectors, one of them frozen."""
+    """Matrices and vectors, with a frozen layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def gradients(net: torch.nn.Module, step: int, size: float = 1.0) -> list[torch.
 def update(
     state: TrainState, parts: Sequence[torch.Tensor], control: torch.Tensor, optim: OptimConfig, tokens: float = 1.0
 ) -> None:
-    """One update from gradients that were summed over `tokens` tokens, with a loss of 2 for each."""
+    """Makes an update from gradients summed over `tokens` tokens, with a loss of 2 per token."""
     named = {name: part * tokens for name, part in zip(state.params, parts, strict=True)}
     with torch.no_grad():
         _update(state, named, torch.tensor([2.0 * tokens, tokens]), control, optim)
@@ -86,7 +86,7 @@ def test_adamw_is_torchs(most: float, decay: float) -> None:
     mine, other = Net(), Net()
     state, theirs = TrainState(mine, CPU, OPTIM), torch_adamw(other, optim)
     for step in range(1, 11):
-        rate = 1e-2 * step  # it changes, as in warm-up
+        rate = 1e-2 * step  # the rate changes, as in warm-up
         parts = gradients(mine, step)
         update(state, parts, control(rate, step), optim, tokens=13.0)
         norm = torch_step(other, theirs, parts, rate, most)
@@ -113,7 +113,7 @@ def test_a_state_made_of_a_checkpoint_goes_on_alike(optimizer: Any) -> None:
 
 
 def test_what_a_checkpoint_holds() -> None:
-    """A tensor for each parameter, in its own shape and under its own name; one transfer for all of them."""
+    """A tensor for each parameter, in its own shape and under its own name, read in a single transfer."""
     reads = []
 
     class Counting(CpuRuntime):
@@ -165,7 +165,7 @@ def test_the_bias_correction_late_in_a_run(applied: int) -> None:
 
 
 def test_the_bias_correction_is_exact_at_the_first_step() -> None:
-    """The whole step is then rate * sign(gradient), however small beta's distance to 1."""
+    """The step is then rate * sign(gradient), however close beta is to 1."""
     net = Net()
     before = {name: value.detach().clone() for name, value in net.named_parameters()}
     state = TrainState(net, CPU, OPTIM)
@@ -212,7 +212,7 @@ def test_an_update_that_is_not_finite_changes_nothing_but_the_counters(poison: s
     before, sums = contents(state), report_of(state)
     for step in (3, 4):
         parts = gradients(net, step)
-        # The norm of the huge one overflows, although each of its numbers is finite.
+        # The norm of the huge gradient overflows, although all its numbers are finite.
         bad = {"gradient": math.nan, "infinite gradient": math.inf, "huge gradient": 1e30}.get(poison, 1.0)
         parts[1][0] = bad
         totals = torch.tensor([math.nan if poison == "loss" else 6.0, 3.0])
@@ -228,7 +228,7 @@ def test_an_update_that_is_not_finite_changes_nothing_but_the_counters(poison: s
 
 
 def test_a_bad_first_step() -> None:
-    """Where nothing was applied yet, the bias correction divides by 0."""
+    """Before the first applied update the bias correction divides by 0."""
     net, clean = Net(), Net()
     state, other = TrainState(net, CPU, AVERAGED), TrainState(clean, CPU, AVERAGED)
     before = contents(state)
@@ -242,7 +242,7 @@ def test_a_bad_first_step() -> None:
 
 @pytest.mark.parametrize("most", [None, 3.0])
 def test_a_loss_that_is_no_number_is_skipped_in_the_first_step_too(most: float | None) -> None:
-    """Its gradients may be numbers, and no loss is usual yet."""
+    """Its gradients may be finite, and there is no usual loss yet."""
     net, optim = Net(), replace(OPTIM, max_loss_rise=most)
     state = TrainState(net, CPU, optim)
     before = contents(state)
@@ -253,7 +253,7 @@ def test_a_loss_that_is_no_number_is_skipped_in_the_first_step_too(most: float |
 
 
 def test_weights_decay_and_norms_do_not_also_where_layers_are_stacked() -> None:
-    """Of a model that is trained in full: a stack of norms has two axes and is no matrix."""
+    """In a fully trained model: a stack of norms has two axes, but is not a matrix."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         sizes = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 3}
@@ -278,7 +278,7 @@ def test_an_exploding_loss_is_skipped_and_counted() -> None:
         with torch.no_grad():
             _update(state, named, torch.tensor([4.0 * loss, 4.0]), control(0.1, number), optim)
 
-    step(1, 9.0)  # nothing is usual yet
+    step(1, 9.0)  # there is no usual loss yet
     for number in range(2, 60):
         step(number, 2.0)
     assert report_of(state).usual == pytest.approx(2.0, abs=0.05)
@@ -288,7 +288,7 @@ def test_an_exploding_loss_is_skipped_and_counted() -> None:
         assert_same(contents(state), before)
         assert report_of(state).streak == number - 59
     assert report_of(state).first_skipped == 60
-    step(62, 4.8)  # a jump, but no explosion
+    step(62, 4.8)  # a jump, but not an explosion
     assert report_of(state).streak == 0 and not torch.equal(
         contents(state)["moments/first/first.weight"], before["moments/first/first.weight"]
     )
@@ -341,7 +341,7 @@ def test_a_window_sums_until_it_begins_anew() -> None:
         parts = gradients(net, step)
         norms.append(float(torch.cat([p.reshape(-1) for p in parts]).norm()))
         update(state, parts, control(0.1, step, window_open), OPTIM, tokens=float(step))
-    assert report_of(state)[:5] == pytest.approx([12.0, 6.0, sum(norms), 0.0, 0.0])  # a loss of 2 for each token
+    assert report_of(state)[:5] == pytest.approx([12.0, 6.0, sum(norms), 0.0, 0.0])  # a loss of 2 per token
     update(state, [torch.full_like(part, math.nan) for part in parts], control(0.1, 4), OPTIM)
     assert report_of(state)[3:5] == (1.0, 4.0)
     update(state, parts, control(0.1, 5, window_open=0.0), OPTIM, tokens=7.0)
@@ -352,7 +352,7 @@ def test_a_window_sums_until_it_begins_anew() -> None:
 
 
 class Together:
-    """An all-reduce between threads, summed in the order of the ranks as a real one's result is the same on all."""
+    """An all-reduce between threads; it sums in the order of the ranks, so that all results are equal."""
 
     def __init__(self, replicas: int) -> None:
         self.barrier = threading.Barrier(replicas, timeout=60)
@@ -373,7 +373,7 @@ class ThreadRuntime(CpuRuntime):
 
 
 def train_split(replicas: int, steps: int = 3, optim: OptimConfig = OPTIM) -> list[dict[str, torch.Tensor]]:
-    """Every update takes 8 rows, one a pass, on so many replicas; what each replica ends with."""
+    """Makes updates of 8 rows, one row per pass, split among replicas; returns each replica's final tensors."""
     together = Together(replicas)
     built = [tiny() for _ in range(replicas)]
     states = [TrainState(model, CPU, AVERAGED) for model in built]
@@ -430,13 +430,13 @@ def test_accumulated_passes_are_one_large_batch() -> None:
 
 
 def test_the_step_is_the_gradient_of_the_mean_over_all_loss_tokens() -> None:
-    """Against autograd through transformers' own loss; means of means would weigh the rows otherwise."""
+    """The reference is autograd through transformers' loss; a mean of means would weigh the rows differently."""
     model, other = tiny(), tiny()
     batch = rows()
     state = TrainState(model, CPU, OPTIM)
     passes = [{name: value[i : i + 1] for name, value in batch.items()} for i in range(8)]
     optim = replace(OPTIM, beta1=0.0, max_grad_norm=0.0)
-    # `first` is then the gradient.
+    # With beta1=0, `first` is the gradient.
     train_step(model, state, passes, control(1e-2, 1, 0.0), SupervisedObjective(optim), optim, ALONE)
     reference: Any = other
     loss = reference(input_ids=batch["input_ids"], labels=batch["labels"]).loss
@@ -444,7 +444,7 @@ def test_the_step_is_the_gradient_of_the_mean_over_all_loss_tokens() -> None:
     for name, parameter in models.trainable_parameters(other).items():
         torch.testing.assert_close(state.moments[name]["first"], parameter.grad, rtol=1e-4, atol=1e-6)
     assert report_of(state).loss / report_of(state).weight == pytest.approx(loss.item(), rel=1e-5)
-    # Rows of one loss token and of fifteen: the mean of the rows' means is another number.
+    # For rows of one and of fifteen loss tokens, the mean of the rows' means differs.
     means = [float(torch.div(*SupervisedObjective(optim)(other, part)[:2])) for part in passes]
     assert abs(sum(means) / 8 - loss.item()) > 1e-3
 
@@ -493,7 +493,7 @@ def test_the_update_is_the_same_on_real_replicas(device_type: Any, replicas: int
 
 @pytest.mark.parametrize("passes", [1, 3])
 def test_an_update_in_two_programs_is_that_of_one(passes: int) -> None:
-    """With as many passes as needed, and empty ones besides."""
+    """With any number of passes, including empty passes."""
     optim, states = replace(OPTIM, ema_decay=0.9), []
     for split_up in (False, True):
         model = tiny()

@@ -1,4 +1,4 @@
-"""A stream that is stopped anywhere and continued, also by other replicas, trains the rows of one that is not."""
+"""A stream stopped anywhere and resumed, also by other replicas, trains the same rows as an uninterrupted stream."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from tpu_kit.distributed.replica.runtime import Runtime
 from tpu_kit.training.streamed_updates import StreamUpdates
 from tpu_kit.training.update_sources import NextUpdateError, Updates
 
-ROWS = 8  # of an update
+ROWS = 8  # per update
 AGREEMENT = cast(Any, SimpleNamespace(stopped_before=lambda step: False))
 
 
 @pytest.fixture(autouse=True)
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three files, of which the second has fewer packed rows than one update."""
+    """Writes three files; the second has fewer packed rows than an update."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.chdir(tmp_path)
     for name, count in (("a", 90), ("b", 9), ("c", 60)):
@@ -56,7 +56,7 @@ def rows_of(batches: list[dict[str, torch.Tensor]]) -> list[str]:
 
 
 def trained(updates: Updates, step: int = 0, last: int = 10**9) -> list[tuple[Update, int, list[str]]]:
-    """The updates after a step, with the tokens and the rows of each."""
+    """Returns the updates after a step, with their tokens and rows."""
     found, made = [], updates.after(step, AGREEMENT)
     for update, tokens, batches in made:
         found.append((update, tokens, rows_of(batches)))
@@ -67,7 +67,7 @@ def trained(updates: Updates, step: int = 0, last: int = 10**9) -> list[tuple[Up
 
 
 def row_counts(prepared: Prepared) -> list[int]:
-    """The packed rows of each shard."""
+    """Returns the number of packed rows of each shard."""
     shards_of = feeder.shards_from(prepared.stream, Place(), 0, 1)
     return [len(next(shards_of)[1].order) for _ in range(prepared.stream.count)]
 
@@ -96,7 +96,7 @@ def test_stopped_at_random_moments_it_trains_the_same_rows(tmp_path: Path, monke
     config, prepared = made()
     write, kept = TextStream.write, tmp_path / "kept"
 
-    def copied(self: TextStream, number: int, target: Path) -> None:  # each is tokenised once
+    def copied(self: TextStream, number: int, target: Path) -> None:  # tokenises every shard only once
         if not (found := kept / str(number % self.count)).exists():
             write(self, number, found)
         shutil.copytree(found, target)
@@ -119,7 +119,7 @@ def test_stopped_at_random_moments_it_trains_the_same_rows(tmp_path: Path, monke
                 update, tokens, rows = expected
                 assert {other[1] for other in others} == {tokens} and others[0][0].step == update.step
                 passes = ROWS // 2 // replicas
-                # Pass by pass, the rows of the replicas follow one another.
+                # In each pass, the rows of the replicas follow one another.
                 joined = [row for i in range(passes) for _, _, mine in others for row in mine[2 * i : 2 * i + 2]]
                 assert joined == rows, (step, number, replicas)
             step, document = last, json.dumps(updates.document(last))
@@ -177,7 +177,7 @@ def test_one_shard_is_the_first_epoch_of_the_rows_in_memory(shuffle: bool) -> No
 
 
 def fed(prepared: Prepared, folder: Path, place: Place) -> tuple[Prepared, threading.Thread]:
-    """As `feeder.feeding` does it, by a thread."""
+    """Feeds the stream like `feeder.feeding`, but from a thread."""
     folder.mkdir()
     thread = threading.Thread(target=feeder.feed, args=(prepared.stream, place, folder), daemon=True)
     thread.start()

@@ -1,4 +1,4 @@
-"""Trained rows of embeddings, whole embeddings and LoRA on them: as plain PEFT computes and saves them."""
+"""Trained embedding rows, whole embeddings and LoRA on embeddings match plain PEFT in computation and files."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from tpu_kit.training.step import prepare_model, train_step
 TOKENS = ("<tray>", "<box>", "<pen>")
 LAYERS = ["q_proj", "down_proj"]
 CPU = torch.device("cpu")
-EPS = 1e-4  # of AdamW: with 1e-8 it divides gradients that are rounding errors by themselves
+EPS = 1e-4  # AdamW's; with 1e-8 it would divide gradients that are rounding errors by themselves
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with tokens that were added to its tokenizer."""
+    """A model whose tokenizer has added tokens."""
     path = tmp_path_factory.mktemp("base")
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens(list(TOKENS))
@@ -87,7 +87,7 @@ def configure(folder: Path, **changes: Any) -> TrainConfig:
 
 
 def peft_of(config: TrainConfig, tied: bool, numbers: list[int]) -> PeftLoraConfig:
-    """The settings that a user of PEFT would write."""
+    """Returns the settings that a user of PEFT would write."""
     lora, settings = config.lora, dict[str, Any]()
     if lora.tokens:
         settings["trainable_token_indices"] = numbers if tied else {"embed_tokens": numbers, "lm_head": numbers}
@@ -100,7 +100,7 @@ def peft_of(config: TrainConfig, tied: bool, numbers: list[int]) -> PeftLoraConf
 
 def rows(vocabulary: int, numbers: list[int]) -> torch.Tensor:
     ids = torch.randint(3, vocabulary, (3, 20), generator=torch.Generator().manual_seed(1))
-    ids[0, 4], ids[1, 9], ids[2, 2] = numbers[0], numbers[1], numbers[0]  # one token does not occur
+    ids[0, 4], ids[1, 9], ids[2, 2] = numbers[0], numbers[1], numbers[0]  # one added token does not occur
     return ids
 
 
@@ -234,7 +234,7 @@ def test_a_rate_for_embeddings_without_any_is_refused() -> None:
 
 
 def _full(name: str) -> str:
-    """The name of a tensor of a file in a `PeftModel`."""
+    """Returns the name in a `PeftModel` of a tensor in a file."""
     if name.endswith((".lora_A.weight", ".lora_B.weight")):
         return name.replace(".weight", ".default.weight")
     if name.endswith(".weight"):

@@ -1,4 +1,4 @@
-"""Two jobs of one run in one bucket, as on two machines: at each request a seed decides which of them goes on."""
+"""Two jobs of one run write to one bucket, as on two machines; at each request a seed decides which job continues."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ LAST = 12
 
 
 class Turns:
-    """Runs functions in threads of which one goes on at a time."""
+    """Runs functions in threads, only one thread at a time."""
 
     def __init__(self, seed: int) -> None:
         self._random, self._changed = random.Random(seed), threading.Condition()
-        self._stay = self._random.choice((0, 0.8, 0.95, 0.99))  # chance to go on, so that the others stop for long
+        self._stay = self._random.choice((0, 0.8, 0.95, 0.99))  # chance to continue, so that others pause for long
         self._waiting, self._turn, self._last = set[str](), "", ""
         self._running = 0
 
     def run(self, **works: Callable[[], None]) -> dict[str, Exception]:
-        """Runs works by name until all have ended; returns their errors by name."""
+        """Runs functions by name until all have ended; returns their errors by name."""
         errors = {}
 
         def do(name: str, work: Callable[[], None]) -> None:
@@ -76,7 +76,7 @@ def tensors(step: int) -> dict[str, torch.Tensor]:
 
 
 def campaign(seed: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> int:
-    """Two jobs save to one place, in other steps, and a third reads; returns how many jobs were ended."""
+    """Two jobs save different steps to one place, and a third reads; returns how many jobs were ended."""
     place, turns, reached = f"memory://run-{seed}/checkpoints", Turns(seed), 0
     monkeypatch.setattr(BackgroundWriter, "_start", lambda self, write: write())
     monkeypatch.setattr(gcs_store, "_lock_file", lambda _: tmp_path / f"{threading.current_thread().name}.lock")
@@ -114,7 +114,7 @@ def campaign(seed: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> int:
 
             patched.setattr(MemoryFileSystem, name, gated)
         errors = turns.run(first=lambda: train(2), second=lambda: train(3), reader=read)
-    assert errors.keys() <= owners and len(errors) <= 1, errors  # nobody ends that has not had its turn
+    assert errors.keys() <= owners and len(errors) <= 1, errors  # only a job that owned the place may fail
     for error in errors.values():
         assert isinstance(error, ValueError) and "is being written to by process" in str(error), errors
     with CheckpointManager(place, keep=1) as store:  # removes what the one that was ended has left
@@ -134,4 +134,4 @@ def test_two_jobs_harm_no_checkpoint_and_the_later_one_goes_on(
     seeds: range, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     ended = sum(campaign(seed, monkeypatch, tmp_path) for seed in seeds)
-    assert ended > len(seeds) // 2, "in most of the orders one takes over from the other"
+    assert ended > len(seeds) // 2, "in most orders a job must take over from the other"

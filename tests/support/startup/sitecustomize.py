@@ -1,12 +1,12 @@
-"""Python runs this at the start of each process of the tests, which have this folder on their path.
+"""Speeds up the start of the tests' processes; Python runs it because this folder is on their path.
 
-Importing torch, torch_xla and transformers makes millions of objects and almost no garbage. To look for garbage after
-each 700 objects takes a quarter of that time, in each of hundreds of processes.
+Importing torch, torch_xla and transformers makes millions of objects and almost no garbage. Garbage collection after
+every 700 objects would take a quarter of that time, in hundreds of processes.
 
-torch_xla imports its bridge to torch.compile and with it the compiler that torch has for GPUs, which takes more than a
-second. Here the bridge is executed when a name of it is first asked for.
+torch_xla imports its bridge to torch.compile, and with it torch's compiler for GPUs, which takes more than a second.
+Here the bridge is executed at the first use of its names.
 
-TESTS_HIDE names modules that cannot be found in a process and its children, as if their files were not there.
+TESTS_HIDE names modules that a process and its children cannot find, as if their files were missing.
 """
 
 import atexit
@@ -18,11 +18,11 @@ from types import ModuleType
 from typing import Any
 
 gc.set_threshold(50_000)
-atexit.register(gc.freeze)  # and at the end a second, to look through them once more
+atexit.register(gc.freeze)  # a final collection at exit would take another second
 
 
 class _AtFirstUse:
-    """A loader that leaves a module empty until then."""
+    """A loader that executes a module when a name of it is first used."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
@@ -32,7 +32,7 @@ class _AtFirstUse:
 
     def exec_module(self, module: ModuleType) -> None:
         def load(name: str) -> Any:
-            if name.startswith("__"):  # of one who looks through all modules, for a file or a name
+            if name.startswith("__"):  # a search of all modules for a file or name
                 raise AttributeError(name)
             del module.__dict__["__getattr__"]
             self.loader.exec_module(module)
@@ -51,7 +51,7 @@ class _Finder:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         spec = PathFinder.find_spec(name, path) if name == "torch_xla._dynamo.dynamo_bridge" else None
         if spec is not None:
-            spec.loader = _AtFirstUse(spec.loader)  # type: ignore[assignment]  # Python asks for no more than this
+            spec.loader = _AtFirstUse(spec.loader)  # type: ignore[assignment]  # Python needs only these two methods
         return spec
 
 
