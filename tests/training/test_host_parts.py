@@ -138,7 +138,7 @@ def test_a_lost_host_leaves_the_previous_checkpoint(place: Path | str, monkeypat
             with pytest.raises(OSError, match=r"training-1.json did not appear within 0.5 s.* step 3 stays good"):
                 save(place, 2, 6, 1, state, specs, absent=1)
             assert [one.step for one in list_checkpoints(place, verify=True)[0]] == [3]
-            with pytest.raises(OSError, match=r"training-1.json did not appear"):  # the other launch's are no use
+            with pytest.raises(OSError, match=r"training-1.json did not appear"):  # the other launch's do not count
                 save(place, 2, 3, 2, state, specs, absent=1)
         assert [one.step for one in list_checkpoints(place, verify=True)[0]] == [3]
         save(place, 4, 6, 3, state, specs)

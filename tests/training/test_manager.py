@@ -461,7 +461,7 @@ def test_folder_without_locks_is_told(
         save(store, 1)
         assert_is_step(store.newest(), 1)
     assert "has no file locks: make sure that only one run writes there" in capsys.readouterr().err
-    assert part.exists()  # nobody knows whose
+    assert part.exists()  # its owner is unknown
 
 
 def test_old_one_comes_back_when_killed_between_two_renames(folder: Path) -> None:

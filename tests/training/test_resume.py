@@ -281,7 +281,7 @@ def test_a_refused_run_leaves_the_folder_as_it_is(tmp_path: Path) -> None:
         sft.train(run_config(folder, **common, global_batch_size=5))
     assert everything(folder) == before
     rows.write_text("\n".join(lines))
-    with pytest.raises(ValueError, match="the data: other rows, tokens or packing than there"):  # by what the rows are
+    with pytest.raises(ValueError, match="the data: other rows, tokens or packing than there"):  # by the rows' contents
         sft.train(run_config(folder, **{**common, "max_steps": 3}))
     assert everything(folder) == before
     rows.write_text("{")

@@ -117,7 +117,7 @@ def campaign(seed: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> int:
     assert errors.keys() <= owners and len(errors) <= 1, errors  # only a job that owned the place may fail
     for error in errors.values():
         assert isinstance(error, ValueError) and "is being written to by process" in str(error), errors
-    with CheckpointManager(place, keep=1) as store:  # removes what the one that was ended has left
+    with CheckpointManager(place, keep=1) as store:  # removes the files of the ended job
         newest = store.newest()
         assert newest is not None and newest.step == LAST and not store.rejected
         complete = store.complete()
