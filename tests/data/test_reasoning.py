@@ -298,7 +298,7 @@ def test_the_report_counts_replies_with_reasoning(tmp_path: Path, monkeypatch: p
     ) == (6, 11)
     text = str(report)
     assert "\nwith reasoning   10 of 11 replies; 1 of the others with an empty reasoning block\n" in text
-    assert "6 read, 6 used as 11 documents: the chat template renders earlier turns differently, so each reply" in text
+    assert "6 read, 6 used as 11 documents: the chat template renders earlier turns differently, so every reply" in text
     cut = ready(tmp_path, monkeypatch, rows, max_length=40, packing=False).report
     assert cut.truncated and cut.reasoning.trained < cut.reasoning.held
     lost = cut.reasoning.held - cut.reasoning.trained

@@ -266,7 +266,7 @@ def test_a_chip_that_another_process_holds_is_refused(tmp_path: Path) -> None:
         (["distill.teacher=embedded"], "the command: distill is not supervised fine-tuning"),
         (["distill.teacher=embedded", "distill.on_policy=true"], "the command: distill is not supervised"),
         (["objective=my_losses:mine"], "optim.objective: my_losses:mine is not the supervised loss"),
-        (["model.images=true"], "model.images: the model sees pictures"),
+        (["model.images=true"], "model.images: the model reads pictures"),
         (["remat=none", "lora.dropout=0.1"], "optim.remat lora.dropout: lora.dropout=0.1 outside of a loop"),
     ],
 )
@@ -281,7 +281,7 @@ def test_what_torch_tpu_does_not_do_is_refused_by_name(tmp_path: Path, changes: 
 def test_other_families_are_refused_by_name_on_torch_tpu_alone() -> None:
     for family in ("qwen3_moe", "gpt_oss", "qwen3_5_text", "gemma4"):
         check_family(family, "tpu")
-        with pytest.raises(ValueError, match="torch-tpu trains llama, qwen2, qwen3, gemma3_text, phi3 alone: use"):
+        with pytest.raises(ValueError, match="torch-tpu trains only llama, qwen2, qwen3, gemma3_text, phi3: use"):
             check_family(family, "torch-tpu")
     check_family("qwen2", "torch-tpu")
 

@@ -346,14 +346,13 @@ def test_what_cannot_be_generated() -> None:
         mine.generate([[5], []])
     with pytest.raises(ValueError, match=r"n=0: must be 1 or more samples"):
         mine.generate(MIXED, GREEDY, n=0)
-    with pytest.raises(ValueError, match="max_new_tokens=33 is more than the 32 that this Generator was made for"):
+    with pytest.raises(ValueError, match="max_new_tokens=33 exceeds the 32 that this Generator was made for"):
         mine.generate(MIXED, Sampling(33))
     with pytest.raises(ValueError) as error:
         mine.generate([[4], *prompts_of(71)], GREEDY)
     assert str(error.value) == (
-        "prompt 1: its 71 tokens are more than the 70 for which this Generator was made (max_prompt) and which the "
-        "model's 256 positions leave beside a reply of up to 24; shorten it, or leave out its beginning with "
-        "truncate=true"
+        "prompt 1: its 71 tokens exceed the limit of 70: this Generator's max_prompt, or the model's 256 positions "
+        "minus 24 for the reply; shorten it, or cut off its beginning with truncate=true"
     )
     long = prompts_of(240)
     assert tokens(mine.generate(long, GREEDY, truncate=True)) == stock(model, [long[0][-70:]])
@@ -368,7 +367,7 @@ def test_a_chat_of_several_turns_needs_a_template() -> None:
     tokenizer.chat_template = None
     mine = Generator(make("llama"), tokenizer, CPU, data=DataConfig())
     assert mine.codec.encode(QUESTION) == mine.codec.encode(QUESTION[0]["content"])
-    with pytest.raises(ValueError, match="prompt 0: it is a chat of more than one user turn, or with tools, and no"):
+    with pytest.raises(ValueError, match="prompt 0: a chat with more than one user turn, or with tools, needs a chat"):
         mine.generate([[{"role": "system", "content": "Be brief."}, *QUESTION]])
     tokenizer.chat_template = "{{ raise_exception('only one system message') }}"
     with pytest.raises(ValueError, match=r"the chat template refuses the conversation: .*only one system message"):
@@ -655,7 +654,7 @@ def test_errors_reach_the_caller(tmp_path: Path) -> None:
         generate(configured(), [])
     with pytest.raises(ValueError, match="there is no adapter folder"):
         generate(configured(), ["a"], adapter_dir=tmp_path / "gone")
-    with pytest.raises(ValueError, match=r"prompt 0: its \d+ tokens are more than the 768 for which"):
+    with pytest.raises(ValueError, match=r"prompt 0: its \d+ tokens exceed the limit of 768"):
         generate(configured(), ["apples " * 2000])
     with pytest.raises(
         ValueError, match=r"max_new_tokens=5000 leaves no room for a prompt in the model's 1024 positio"
@@ -701,9 +700,9 @@ def test_all_that_is_wrong_with_a_command_at_once(tmp_path: Path, capsys: pytest
         (["n=two", "chat=maybe", "top_p=2", f"prompts={tmp_path}/none.txt"],
          ["n: 'two' is not a whole number", "chat: 'maybe' is not true or false",
           "top_p: 2 is out of range; give a number above 0", "none.txt cannot be read ("]),
-        (["prompts=" + str(lines)], ["line 3: '{\"prompt\": 3}' is no prompt; write {\"prompt\": \"...\"} or"]),
-        ([f"prompts={reply}"], ["line 1: the chat ends in a reply, so it asks nothing; remove its last message"]),
-        ([f"prompts={tools}"], ["line 1: a system prompt, or tools beside a text, are not read; write"]),
+        (["prompts=" + str(lines)], ["line 3: '{\"prompt\": 3}' is not a prompt; write {\"prompt\": \"...\"} or"]),
+        ([f"prompts={reply}"], ["line 1: the chat ends with a reply, so there is no question; remove its last"]),
+        ([f"prompts={tools}"], ["line 1: \"system\", or \"tools\" without messages, is not read; write"]),
         (["prompt=a", "n=0", "rows=-1"],
          ["n: 0 is out of range; give a number at least 1", "rows: -1 is out of range"]),
         ([], ['prompt: there is none; give prompt="..." or prompts=FILE']),

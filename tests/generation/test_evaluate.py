@@ -125,7 +125,7 @@ def test_compare_without_answers_to_judge() -> None:
 def test_compare_wants_the_same_rows_and_bounds() -> None:
     with pytest.raises(ValueError, match="have different rows; evaluate both on the same rows"):
         compare(evaluation(True, True), evaluation(True))
-    with pytest.raises(ValueError, match="answers of 64 tokens and the other of 32; evaluate both with one"):
+    with pytest.raises(ValueError, match="answers of 64 tokens, the other 32; evaluate both with the same"):
         compare(evaluation(True), evaluation(True, limit=32))
 
 
@@ -396,7 +396,7 @@ def test_a_verifier_that_raises_costs_its_row_alone(
     assert plain["samples"][4]["tuned"]["error"] == "KeyError: 'target'" and "error" not in plain["samples"][0]["tuned"]
     capsys.readouterr()
     assert count_correct(model, asked, prepared, CpuRuntime(0, 1, torch.device("cpu"))) == (1, 4), "during training"
-    told = "warning: 1 of 5 answers of replica 0 were not judged, the verifier raised KeyError: 'target'\n"
+    told = "warning: 1 of 5 answers of replica 0 were not judged: the verifier raised KeyError: 'target'\n"
     assert capsys.readouterr().err == told
 
 

@@ -75,7 +75,7 @@ def test_greedy_tokens_are_those_of_transformers(
     assert told.count("decoding         the model's generation_config applies ") == 1
     assert all(name in told for name in settings)
     assert tokens(mine.generate(prompts, Sampling(NEW, model_defaults=False))) == plain
-    assert "is not applied: samples are of the model's own distribution" in capsys.readouterr().err
+    assert "is not applied: samples are from the model's own distribution" in capsys.readouterr().err
     if "repetition_penalty" in settings and len(settings) == 1:
         assert tokens(mine.generate(prompts, Sampling(NEW, repetition_penalty=1))) == plain
 
@@ -102,13 +102,13 @@ def test_samples_take_the_model_s_options_unless_they_are_given() -> None:
     assert found.kind == "filtered" and found.penalises
     assert defaults.describe(Sampling(8, temperature=0.5, top_p=1.0)) == (
         "decoding         the model's generation_config applies repetition_penalty=1.05, top_k=20; has typical_p=0.9, "
-        "which the kit does not apply, and transformers does"
+        "which transformers applies and the kit does not"
     )
     assert defaults.describe(Sampling(8)).endswith("applies repetition_penalty=1.05")
     config.update(num_beams=4, stop_strings=["END"], top_k=None)
     said = ModelDefaults.of(config).describe(Sampling(8, repetition_penalty=1.0))
     assert said.endswith(
-        "applies stop_strings=['END']; has num_beams=4, which the kit does not apply, and transformers does"
+        "applies stop_strings=['END']; has num_beams=4, which transformers applies and the kit does not"
     )
     assert ModelDefaults.of(config).fill(Sampling(stop=("a",))).stop == ("a", "END")
     assert ModelDefaults.of(make("llama").generation_config).describe(Sampling(8)) == ""

@@ -171,7 +171,7 @@ def test_commands_and_files_ask_about_pictures(
         (["image=missing.png", "prompt=a"], ": no such file"),
         (["image=https://a.b/c.png", "prompt=a"], "images are not fetched from the web"),
         (["image=pictures/asked.jsonl", "prompt=a"], "no picture of the kinds"),
-        ([*asked, "chat=false"], "chat=false, and a chat template says where its pictures are"),
+        ([*asked, "chat=false"], "chat=false, but pictures need a chat template"),
         ([*asked, "model.name=embedded"], "embedded has no part for images: name a model that sees, such as google/"),
         (
             ["image=pictures/photo.png", "prompt=<image> <image> a"],
@@ -181,7 +181,7 @@ def test_commands_and_files_ask_about_pictures(
             ["prompt=<image> a", "model.images=true"],
             "(<image>) 1 times, and 0 pictures: give image=FILE for each place",
         ),
-        ([*asked, f"model.name={bare}"], "has no chat template, which says where it is"),
+        ([*asked, f"model.name={bare}"], "has no chat template to place it in the text"),
     ):
         assert main(["generate", *here, *arguments]) in (1, 2), arguments
         assert problem in capsys.readouterr().err, arguments
@@ -190,7 +190,7 @@ def test_commands_and_files_ask_about_pictures(
         read_prompts(str(file))
     part = {"type": "image", "image": "photo.png"}
     file.write_text(json.dumps({"messages": [{"role": "user", "content": [part]}], "image": "photo.png"}))
-    with pytest.raises(ValueError, match=r"asked\.jsonl: line 1: image: a prompt has pictures of its own"):
+    with pytest.raises(ValueError, match=r"asked\.jsonl: line 1: image: a prompt already has its own pictures"):
         read_prompts(str(file))
 
 
@@ -289,7 +289,7 @@ def test_a_launch_compares_images_with_transformers(
     taken = vision._taken
     monkeypatch.setattr(vision, "_taken", shifted)
     reference_check._problem.cache_clear()
-    with pytest.raises(ValueError, match=r"cannot be trained this way: with images, logits differ by"):
+    with pytest.raises(ValueError, match=r"cannot be trained with these settings: with images, logits differ by"):
         check_training(config, "tpu", settings)
     with pytest.raises(ValueError, match=r"the kit cannot generate with .*: log-probabilities of its replies differ"):
         check_generation(settings, images=True)

@@ -80,7 +80,7 @@ def test_an_adapter_of_plain_rows_is_asked_without_a_template(
     config = run_config(find_run(run))
     (reply,) = generate(config, [CHAT], Sampling(6), adapter_dir=run)  # as notebook 5 asks
     assert list(reply.tokens) == wanted
-    with pytest.raises(ValueError, match=r"prompt 0: it is a chat of more than one user turn.* or set chat=true"):
+    with pytest.raises(ValueError, match=r"prompt 0: a chat with more than one user turn.* or set chat=true"):
         generate(config, [[*CHAT, {"role": "assistant", "content": "7"}, *CHAT]], adapter_dir=run, chat=False)
 
 
@@ -97,14 +97,14 @@ def test_held_out_questions_are_asked_as_the_adapter_was_trained(
         printed = capsys.readouterr()
         found = json.loads(printed.out)
         answers[chat] = [sample["tuned"]["answer"] for sample in found["samples"]]
-        assert ("asked            as plain text, without a chat template" in printed.err) == (chat == "null")
+        assert ("asked            as plain text, because the adapter was trained" in printed.err) == (chat == "null")
     assert answers["null"] == answers["false"] != answers["true"]
     chats = [{"messages": [*CHAT, {"role": "assistant", "content": "7"}] * 2} for _ in range(2)]
     refused = [*asked[:2], f"source={write(tmp_path / 'chats.jsonl', chats)}", "eval_rows=1"]
     assert main(refused) == 1
     assert "the model was trained on plain text, so the prompt must be one user turn" in capsys.readouterr().err
     assert main([*asked[:2], "chat=true"]) == 1
-    assert "chat=true: the rows are plain text, which no chat template renders" in capsys.readouterr().err
+    assert "chat=true: the rows are plain text, which a chat template cannot render" in capsys.readouterr().err
 
 
 def test_text_in_the_turns_of_the_template_is_asked_by_the_template(

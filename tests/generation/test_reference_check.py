@@ -78,10 +78,10 @@ ACCEPTED = {
 WRONG_ALONE = {
     "recurrent_gemma": (RecurrentGemmaConfig(**DEPTH), "logits differ by"),
     "falcon": (FalconConfig(**DEPTH), "FalconForCausalLM has its own attention code"),
-    "bloom": (BloomConfig(n_layer=2), "this way: BloomForCausalLM has its own attention code and ignores"),
-    "llama4_text": (Llama4TextConfig(**DEPTH), "whose eager attention fails: AttributeError: 'tuple' object has no"),
+    "bloom": (BloomConfig(n_layer=2), "these settings: BloomForCausalLM has its own attention code and ignores"),
+    "llama4_text": (Llama4TextConfig(**DEPTH), "because its eager attention fails: AttributeError: 'tuple' object"),
     "gpt2": (GPT2Config(), "the model's config asks for attn_pdrop=0.1: set it to 0 in its config.json"),
-    "opt": (OPTConfig(attention_dropout=0.0), "its code draws random numbers in training, and a layer that is"),
+    "opt": (OPTConfig(attention_dropout=0.0), "its code draws random numbers in training, and a recomputed layer"),
     "llama": (LlamaConfig(attention_dropout=0.2, **DEPTH), "the model's config asks for attention_dropout=0.2"),
 }
 
@@ -155,14 +155,15 @@ def test_a_family_that_the_kit_computes_wrongly_is_refused_by_name(tmp_path, fam
     with pytest.raises(ValueError) as refusal:
         check_training(run(tmp_path, config, "packing=false"), "cpu")
     text = str(refusal.value)
-    assert text.startswith(f"{family} (model.name={tmp_path}) cannot be trained this way: ") and reason in text
+    assert text.startswith(f"{family} (model.name={tmp_path}) cannot be trained with these settings: ")
+    assert reason in text
     assert "Or use a model of another family, such as llama, mistral, " in text and "\n" not in text
 
 
 def test_a_run_is_refused_before_its_launch_and_without_weights(tmp_path):
     config = run(tmp_path / "model", LlamaConfig(attention_dropout=0.2, **DEPTH), "data.source=synthetic",
                  f"output_dir={tmp_path / 'run'}", "max_length=64", "device_type=cpu", "num_replicas=2")  # fmt: skip
-    with pytest.raises(ValueError, match="this way: the model's config asks for attention_dropout=0"):
+    with pytest.raises(ValueError, match="these settings: the model's config asks for attention_dropout=0"):
         sft.train(config)
 
 
@@ -176,7 +177,7 @@ def test_a_family_that_carries_a_state_along_the_row_is_refused_only_for_packed_
     with pytest.raises(ValueError) as refusal:
         check_training(run(tmp_path, CARRIES_STATE[family]), "cpu")
     text = str(refusal.value).removesuffix(other_transformers())
-    assert text.startswith(f"{family} (model.name={tmp_path}) cannot be trained this way: logits differ by ")
+    assert text.startswith(f"{family} (model.name={tmp_path}) cannot be trained with these settings: logits differ by ")
     assert text.endswith("Set data.packing=false, which puts one document in each row")
     check_training(run(tmp_path, CARRIES_STATE[family], "packing=false"), "cpu")
     refused = f"the kit cannot generate with {family}: its layers do not work with the kit"
@@ -198,7 +199,7 @@ def test_a_family_that_the_kit_cannot_generate_with_is_refused_by_name(monkeypat
     monkeypatch.setattr(reference_check, "_on_xla", lambda *given: "")
     with pytest.raises(ValueError, match=r"Set model\.attention=sdpa\. Install a newer one$"):
         check_training(run(tmp_path, config), "tpu")
-    reason = "the model makes an attention mask of its own, and the key/value cache does not apply it"
+    reason = "the model makes its own attention mask, which the key/value cache does not apply"
     assert text.startswith(f"the kit cannot generate with {config.model_type}: ") and reason in text
     assert text.endswith("to train it set tracking.generate_rows=0 and tracking.eval_generate_rows=0")
 
@@ -289,7 +290,7 @@ def test_the_comparison_finds_a_fault_of_the_cache(monkeypatch):
     right = kv_cache.Cache.mask
     monkeypatch.setattr(kv_cache.Cache, "mask", lambda self, window: torch.ones_like(right(self, window)))
     reference_check._problem.cache_clear()
-    with pytest.raises(ValueError, match="its replies differ by"):
+    with pytest.raises(ValueError, match="its replies differ from transformers by"):
         check_generation(ACCEPTED["mistral"])
 
 
@@ -310,7 +311,7 @@ def test_a_narrow_copy_has_every_layer_and_leaves_the_random_state(family):
 
 def test_a_model_that_cannot_be_compared_is_refused(tmp_path):
     config = LlamaConfig(hidden_act="nothing", **DEPTH)
-    with pytest.raises(ValueError, match=r"cannot be compared with transformers, as no narrow copy .*KeyError: "):
+    with pytest.raises(ValueError, match=r"cannot be compared with transformers, because no narrow copy .*KeyError: "):
         check_training(run(tmp_path, config), "cpu")
 
 
@@ -370,7 +371,7 @@ def test_a_reply_does_not_depend_on_rows_that_the_model_saw_before_and_ends_with
     assert generator.rate([[*prompt, 20, 21]]) == expected
     with torch.no_grad():
         assert torch.equal(stock(input_ids=torch.arange(3, 53)[None], use_cache=False).logits, before)
-    with pytest.raises(ValueError, match=r"more than the 32 .* which the model's 40 positions leave"):
+    with pytest.raises(ValueError, match=r"exceed the limit of 32: .* the model's 40 positions minus"):
         generator.generate([list(range(10, 44))])
 
 

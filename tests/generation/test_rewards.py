@@ -114,7 +114,7 @@ def test_an_error_names_the_function_and_the_row(function, text):
 def test_arguments_that_no_row_has_are_refused_before_the_run(function):
     rewards = Rewards(load_config(None, {}), [function, "think_format", lambda level, other=1, **rest: []])
     told = (
-        r"<lambda> needs absent, which it does not get by name; it gets level, prompts, completion_ids, compl.*: rename"
+        r"<lambda> needs absent, which is not passed by name; it gets level, prompts, completion_ids, compl.*: rename"
     )
     with pytest.raises(ValueError, match=told):
         rewards.check([{"prompt": "2 + 2?", "level": 1}])
@@ -128,5 +128,5 @@ def test_names_that_are_no_reward_are_refused():
         judged("no_module:f")
     with pytest.raises(ValueError, match=r"rl.reward_weights: all are 0, so nothing would be learned"):
         judged("auto", reward_weights=[0])
-    with pytest.raises(ValueError, match="2 weights for 1 rewards; give one for each"):
+    with pytest.raises(ValueError, match="2 weights for 1 rewards; give a weight for every entry"):
         judged("auto", reward_funcs=["auto", "length"], reward_weights=[1, 2])

@@ -117,10 +117,8 @@ def test_a_source_that_changed_since_the_run(
     assert asked(found) == (today - set(QUESTIONS)) | (held - {gone}) and found.seen_in_training > 0
     assert found.seen_in_training == len(today & set(QUESTIONS) - held)
     count = len(asked(found) - held)
-    text = (
-        f"the run of the adapter did not know {count} of these {count + 3} questions, and 1 of the 4 that it held out"
-    )
-    assert f"{text} are not among them: data.eval_rows or the source is another" in capsys.readouterr().err
+    text = f"{count} of these {count + 3} questions are new to the adapter's run, and 1 of the 4 that it held out"
+    assert f"{text} are missing: data.eval_rows or the source differs" in capsys.readouterr().err
 
 
 def test_rows_of_another_source_and_their_adapter_in_a_bucket(

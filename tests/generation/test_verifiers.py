@@ -111,9 +111,9 @@ def test_rules_by_name(rule: str, expected: Any, text: str, correct: bool | None
 
 def test_what_a_verifier_raises_is_told() -> None:
     assert judge({"answer": "many"}, "18", OTHER, "numeric") == Verdict(
-        None, "ValueError: the row's answer 'many' is no number"
+        None, "ValueError: the row's answer 'many' is not a number"
     )
-    assert "'many' is no letter of a choice" in judge({"answer": "many"}, "B", OTHER, "choice").error
+    assert "'many' is not a letter of a choice" in judge({"answer": "many"}, "B", OTHER, "choice").error
 
     def broken(row: Mapping[str, Any], answer: str) -> bool:
         return bool(row["target"] in answer)
@@ -376,7 +376,7 @@ def test_a_list_of_answers_with_each_rule() -> None:
     assert judge({"answer": ["a", "b"]}, "b", OTHER, "exact") == Verdict(True)
     assert judge({"answer": ["7", "9"]}, "2 + 7 = 9", OTHER, "regex:= (.*)") == Verdict(True)
     assert judge({"answer": ["many", "5"]}, "5", OTHER, "numeric") == Verdict(True)
-    assert "'many' is no number" in judge({"answer": ["many", "5"]}, "6", OTHER, "numeric").error
+    assert "'many' is not a number" in judge({"answer": ["many", "5"]}, "6", OTHER, "numeric").error
     assert "the row's answer is an object; name its field" in judge({"answer": {"value": 18}}, "18", OTHER).error
 
 

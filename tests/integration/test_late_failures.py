@@ -88,11 +88,11 @@ def test_a_row_keeps_an_answer_of_its_own(tmp_path: Path) -> None:
     ("changes", "text"),
     [
         ({"verifier": "numeric"}, r"tracking.verifier=numeric can judge none of the 4 held-out rows that tracking."
-         r"generate_rows=4 asks for \(ValueError: the row's answer .* is no number\); use another verifier, or set "
+         r"generate_rows=4 asks for \(ValueError: the row's answer .* is not a number\); use another verifier, or set "
          r"tracking.generate_rows=0"),
         ({"verifier": "math:sqrt"}, r"can judge none of the 4 .*TypeError"),
-        ({"generate_tokens": 4000}, r"tracking.generate_tokens=4000 and the \d+ tokens of held-out row \d are more "
-         r"than the \d+ positions of the model; use at most \d+, or set tracking.generate_rows=0"),
+        ({"generate_tokens": 4000}, r"tracking.generate_tokens=4000 plus the \d+ tokens of held-out row \d exceed "
+         r"the model's \d+ positions; use at most \d+, or set tracking.generate_rows=0"),
     ],
 )  # fmt: skip
 def test_answers_that_cannot_be_given_or_judged(tmp_path: Path, changes: dict[str, Any], text: str) -> None:
@@ -111,7 +111,7 @@ def test_fewer_rows_than_are_to_be_answered(tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     check_answers(config, prepare(config.data, load_tokenizer(config.model)))
     assert capsys.readouterr().out == (
-        "plan             tracking.generate_rows=50: there are 5 held-out rows, and all are answered\n"
+        "plan             tracking.generate_rows=50: there are only 5 held-out rows, and all are answered\n"
     )
 
 

@@ -172,7 +172,7 @@ def test_answers_before_and_after(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert lines[5].startswith("question 0")
     assert len(lines) == 6
     (tmp_path / "eval.json").write_text('{"base":')
-    with pytest.raises(ValueError, match=r"eval.json is damaged \(.*delete it, or write it anew by evaluate adapter="):
+    with pytest.raises(ValueError, match=r"eval.json is damaged \(.*delete it, or write it again with evaluate"):
         cells_module.show_answers(tmp_path)
 
 

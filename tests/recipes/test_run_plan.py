@@ -69,7 +69,7 @@ OLMO = TINY | {"model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"]}
     [
         (PHI3, [], ""),
         (PHI3, ["remat=none"], r"resid_attn_dropout is dropout outside of a loop over layers: set optim.remat=full"),
-        (OLMO, [], "launch.device_type=torch-tpu trains llama, qwen2, qwen3, gemma3_text, phi3 alone: use launch.dev"),
+        (OLMO, [], "launch.device_type=torch-tpu trains only llama, qwen2, qwen3, gemma3_text, phi3: use launch.dev"),
         (TINY, ["shared"], "cannot run its layers as a loop, which XLA needs: its layers share weights; train it with"),
     ],
 )

@@ -120,7 +120,7 @@ def test_plain_text_is_continued(server: Recorded, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        (["server=localhost:8000"], "server=localhost:8000: give its address, such as http://localhost:8000"),
+        (["server=localhost:8000"], "server=localhost:8000: give a URL, such as http://localhost:8000"),
         (["served_model=x"], "served_model=x: it has no effect without server=http://..."),
     ],
 )

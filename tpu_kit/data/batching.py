@@ -106,8 +106,8 @@ class Documents:
 def best_fill(lengths: np.ndarray, row_length: int) -> tuple[np.ndarray, np.ndarray]:
     """Assigns documents to rows so that few token slots stay empty.
 
-    A row starts with the longest document left and adds the documents that fill the row best: a subset sum over the
-    histogram of lengths, as in the minimum bin slack heuristic of Gupta and Ho (1999).
+    A row starts with the longest remaining document and adds the documents that fill it best. They solve a subset-sum
+    problem over the histogram of lengths, as in the minimum bin slack heuristic of Gupta and Ho (1999).
 
     Args:
         lengths: (documents,), tokens per document, 1 to `row_length`.
@@ -400,7 +400,7 @@ def updates(dataset_rows: float, plan: BatchPlan, optim: OptimConfig) -> Iterato
         if first_row + rows > dataset_rows:
             epoch, first_row = epoch + 1, 0
         if optim.max_steps is None:
-            assert optim.epochs is not None, "the configuration has one of the two"
+            assert optim.epochs is not None, "the configuration has max_steps or epochs"
             # The tolerance of half an update makes epochs=1 a whole epoch for any number of rows.
             if epoch + (first_row + rows / 2) / dataset_rows > optim.epochs and step > 1:
                 return

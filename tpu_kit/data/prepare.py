@@ -187,7 +187,7 @@ class Prepared:
 
 
 def units_of(config: TrainConfig) -> dict[str, Any]:
-    """Returns the options of `prepare` that say what the run trains on: rows, prompts to sample from, or pairs."""
+    """Returns the options of `prepare` that select the run's training units: rows, prompts to sample from, or pairs."""
     most = config.rl.longest_prompt(config.data.max_length) if config.on_policy else None
     return {"max_prompt": most, "pairs": PairLayout.of(config)}
 
@@ -259,7 +259,7 @@ def prepare(
         wanted |= held.one_of_each(run.held_out)
     chosen = wanted & ~np.isin(held.questions, run.trained if run else trained)
     if not chosen.any():
-        others = ", or in those of lora.adapter (data.eval_rows=0 holds none out)" if len(learned) else ""
+        others = ", or in the rows of lora.adapter (data.eval_rows=0 holds none out)" if len(learned) else ""
         text = f"every question of the evaluation rows ({held.source}) is in the training rows too{others}"
         raise ValueError(f"{text}; name other rows in data.eval_source")
     counts = {"seen_in_training": held.count(wanted & ~chosen)}

@@ -127,7 +127,7 @@ class DataReport:
         if self.all_tokens == self.whole_tokens:
             return f" as {self.documents:,} documents of data.max_length tokens at most"
         times = self.all_tokens / self.whole_tokens
-        text = f" as {self.documents:,} documents: the chat template renders earlier turns differently, so each "
+        text = f" as {self.documents:,} documents: the chat template renders earlier turns differently, so every "
         text += f"reply is trained after its own prompt, with {self.all_tokens:,} tokens, {times:.1f} times the "
         text += f"{self.whole_tokens:,} of one document a chat"
         if times > MOST_TIMES:

@@ -1,5 +1,5 @@
-"""Answers of a model, and how they are judged: decoder, key/value cache, sampling; `evaluation`.
+"""Generates answers with a model: decoder, key/value cache, sampling. `evaluation` judges the answers.
 
-Offers `answers.generate` and `generator.Generator`; `reference_check` compares with transformers.
+Offers `answers.generate` and `generator.Generator`; `reference_check` compares both with transformers.
 Must not know training.
 """

@@ -1,9 +1,9 @@
-"""Loads a base or tuned model in every replica, completes prompts and rates texts.
+"""Loads a base or tuned model in every replica, completes prompts and computes the likelihood of token ids.
 
     from tpu_kit.generation.answers import Sampling, generate
     replies = generate(config, [[{"role": "user", "content": "What is 2 + 3?"}]], Sampling(max_new_tokens=64))
 
-The replicas share the prompts; the result does not depend on their number. Use `Generator` for a loaded model.
+The prompts are divided among the replicas, whose number does not change the result. `Generator` takes a loaded model.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ __all__ = ["Completion", "Generator", "Prompt", "Sampling", "chat", "generate", 
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """Prompts and the options of their completion.
+    """Prompts and the options for completing them.
 
     Attributes:
         prompts: texts, chats (lists of messages) or lists of token ids.
         sampling: how tokens are chosen.
-        n: samples of each prompt.
-        truncate: remove the beginning of a prompt that is too long.
+        n: samples per prompt.
+        truncate: whether to cut off the beginning of a prompt that is too long.
     """
 
     prompts: Sequence[Prompt]
@@ -60,8 +60,8 @@ class Answers(NamedTuple):
     """The result of `answer`.
 
     Attributes:
-        completions: for each `GenerationRequest` n completions of each prompt, those of a prompt one after the other.
-        ratings: one for each row.
+        completions: a list for each `GenerationRequest`, with n consecutive completions per prompt.
+        ratings: a rating for each row.
     """
 
     completions: list[list[Completion]]
@@ -79,25 +79,24 @@ def generate(
     truncate: bool = False,
     chat: bool | None = None,
 ) -> list[Completion]:
-    """Loads the model in every replica of `config.launch`, or once on its mesh, and completes the prompts.
+    """Loads the model in every replica of `config.launch`, or once if it has a mesh, and completes the prompts.
 
     Args:
-        config: the model, the tags of the reasoning, the system prompt and the launch.
-        prompts: see `GenerationRequest`, as for `n` and `truncate`.
+        config: the model, the reasoning tags, the system prompt and the launch.
+        prompts: texts, chats (lists of messages) or lists of token ids.
         sampling: greedy by default.
-        n: samples of each prompt.
+        n: samples per prompt.
         adapter_dir: a run or its adapter, a folder or gs://bucket/run; None for the base model.
-        batch_size: the most rows of a batch in each replica.
-        truncate: whether to shorten prompts.
-        chat: whether the chat template renders prompts: True also texts, False no chats. None renders chats, unless
-            the adapter was trained on plain text: then a chat of one user turn is asked as its text.
+        batch_size: the maximum number of rows in a batch of one replica.
+        truncate: whether to cut off the beginning of a prompt that is too long.
+        chat: whether to use the chat template. True: also for texts. False: never. None: for chats only; if the
+            adapter was trained on plain text, a chat of one user turn becomes its text.
 
     Returns:
-        n completions for each prompt, those of a prompt one after the other.
+        n consecutive completions per prompt.
 
     Raises:
-        ValueError: see `Generator`; or the model cannot be read, or the adapter is missing, incomplete or of another
-            model.
+        ValueError: see `Generator.generate`; or the model or the adapter cannot be read, or they do not match.
         LaunchError: a replica failed.
     """
     ask = GenerationRequest(list(prompts), sampling or Sampling(), n, truncate)
@@ -131,15 +130,16 @@ def _stream_here(
     _print_reply(generator, prompt, sampling, truncate)
 
 
-_CHAT_TOKENS = 4096  # of a conversation and the next reply, if the model has as many positions
-_CHAT_BLOCK = 4  # tokens of a printed piece
+_CHAT_TOKENS = 4096  # limit of a conversation with its next reply, or the model's positions if they are fewer
+_CHAT_BLOCK = 4  # tokens printed at a time
 
 
 def as_asked(prompts: Sequence[Prompt], chat: bool | None) -> list[Prompt]:
-    """Returns prompts in the form that `chat` asks for, with the bytes of their pictures; see `generate`.
+    """Converts prompts to chats or texts, by `chat` of `generate`, and loads the bytes of their pictures.
 
     Raises:
-        ValueError: chat=False, and a chat has more than one user turn, or pictures; or a picture cannot be read.
+        ValueError: a prompt has no messages, chat=False but a chat has pictures or more than one user turn, or a
+            picture cannot be read.
     """
     made: list[Prompt] = []
     for number, prompt in enumerate(prompts):
@@ -164,7 +164,7 @@ def _with_bytes(prompt: Prompt, number: int, chat: bool | None) -> Any:
     from tpu_kit.data.images.chats import carried
 
     if chat is False:
-        raise ValueError(f"prompt {number}: chat=false, and a chat template says where its pictures are; leave it out")
+        raise ValueError(f"prompt {number}: chat=false, but pictures need a chat template; leave chat=false out")
     try:
         return carried(prompt)
     except ValueError as error:
@@ -172,7 +172,7 @@ def _with_bytes(prompt: Prompt, number: int, chat: bool | None) -> Any:
 
 
 def _seeing(config: TrainConfig, prompts: Sequence[Prompt]) -> TrainConfig:
-    """Returns the run with the model's part for images if a prompt has pictures."""
+    """Enables the model's image encoder in the configuration if a prompt has pictures."""
     if config.model.images or not any(map(has_pictures, prompts)):
         return config
     from tpu_kit.data.images.chats import seeing
@@ -181,18 +181,18 @@ def _seeing(config: TrainConfig, prompts: Sequence[Prompt]) -> TrainConfig:
 
 
 def _encoded(config: TrainConfig, tokenizer: Any, prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Returns prompts whose chats are token ids that carry pictures, if the model has its part for images.
+    """If the model has an image encoder, replaces chats by token ids that carry their pictures.
 
     Raises:
-        ValueError: a prompt has pictures, and there is no chat template; or as `data.images.chats.encode`.
+        ValueError: a prompt has pictures but there is no chat template; or see `data.images.chats.encode`.
     """
     if not config.model.images:
         return list(prompts)
     if not tokenizer.chat_template:
         if any(map(has_pictures, prompts)):
             raise ValueError(
-                f"a prompt has a picture, and the tokenizer of {config.model.name} has no chat template, which says "
-                "where it is; name a model that follows instructions, such as google/gemma-4-E2B-it"
+                f"a prompt has a picture, but the tokenizer of {config.model.name} has no chat template to place it in "
+                "the text; use an instruction-tuned model, such as google/gemma-4-E2B-it"
             )
         return list(prompts)
     from tpu_kit.data.images.chats import encode
@@ -205,8 +205,8 @@ def chat(
 ) -> None:
     """Runs a chat in the terminal, on one replica, until /exit or the end of the input.
 
-    The arguments are those of `generate`; `template` is its `chat`. Without a chat template each line is continued as
-    it is, without the lines before it.
+    The arguments are as in `generate`; `template` is its `chat`. Without a chat template, the model continues each line
+    as text and does not see the earlier lines.
     """
     # The replica makes no progress while the user types.
     single = on_one_replica(replace(config, launch=replace(config.launch, hang_timeout=1e9)))
@@ -227,7 +227,7 @@ def _chat_here(
     )  # fmt: skip
     conversation: list[dict[str, str]] = []
     print("/exit or Ctrl-D ends.", flush=True)
-    # With O_NOCTTY the terminal stays the command's, so that Ctrl-C ends the command.
+    # With O_NOCTTY the terminal still belongs to the command, so that Ctrl-C ends the command.
     with open(terminal, opener=lambda path, flags: os.open(path, flags | os.O_NOCTTY)) as typed:
         while True:
             print("\n> ", end="", flush=True)
@@ -241,7 +241,7 @@ def _chat_here(
                 said = {"role": "user", "content": line.strip()}
                 try:
                     (asked,) = _encoded(config, tokenizer, [[*conversation, said]])
-                except ValueError as error:  # such as of <image> in the line: a chat has no pictures
+                except ValueError as error:  # for example, <image> in the line: the terminal sends no pictures
                     print(error, flush=True)
                     continue
                 conversation.append(said)
@@ -269,14 +269,14 @@ def answer(
 ) -> Answers:
     """Loads the model in every replica of `config.launch`, completes prompts and rates `rows` of token ids.
 
-    The other arguments and the errors are those of `generate`.
+    Other arguments and errors are as in `generate`.
     """
     for ask in asks:
         if not ask.prompts:
             raise ValueError("there are no prompts; give one or more")
     asks = [replace(ask, prompts=as_asked(ask.prompts, chat)) for ask in asks]
     config = _seeing(config, [prompt for ask in asks for prompt in ask.prompts])
-    if max([len(rows), *(len(ask.prompts) for ask in asks)]) == 1:  # a prompt's samples come from one prefill
+    if max([len(rows), *(len(ask.prompts) for ask in asks)]) == 1:  # samples of a prompt share one prefill
         config = on_one_replica(config)
     count = sum(len(ask.prompts) * ask.n for ask in asks)
     with contextlib.ExitStack() as stack:
@@ -308,7 +308,7 @@ def _answer_share(
     folder: Path,
     chat: bool | None,
 ) -> None:
-    """Computes this replica's share, and writes it into the folder."""
+    """Computes this replica's share of the answers and writes it to the folder as JSON."""
     rt = runtime.current()
     model, tokenizer = load_here(config, adapter, rt, chat, [prompt for ask in asks for prompt in ask.prompts])
     asks = [replace(ask, prompts=_encoded(config, tokenizer, ask.prompts)) for ask in asks]
@@ -333,7 +333,7 @@ def _answer_share(
 
 
 def on_one_replica(config: TrainConfig) -> TrainConfig:
-    """The run with a single replica; a mesh stays as it is, because one device may not hold the model."""
+    """Sets the number of replicas to 1; a mesh is kept, because the model may not fit on one device."""
     return config if config.launch.mesh else replace(config, launch=replace(config.launch, num_replicas=1))
 
 
@@ -346,10 +346,10 @@ def launch_with_adapter(
 ) -> Any:
     """Launches `fn(config, adapter=..., **arguments)`, after copying an adapter from an object store.
 
-    `fn` runs once where `launch.mesh` is set; `launch` shows the name of `public`.
+    `fn` runs once if `launch.mesh` is set, otherwise in every replica. `launch` shows the name of `public`.
 
     Raises:
-        ConfigError: the model axis of the mesh does not divide the model's heads.
+        ConfigError: the model's heads are not divisible by the mesh's model axis.
         ValueError: the adapter was trained on other base weights.
     """
     if (mesh := detection.detect(config.launch).mesh) is not None:
@@ -373,7 +373,7 @@ def generator_for(
     batch_size: int,
     room: int = 0,
 ) -> Generator:
-    """Makes a generator with room for the longest of the prompts and `room` more tokens."""
+    """Makes a generator for prompts as long as the longest prompt plus `room` tokens."""
     codec = PromptCodec(tokenizer, base_model(model), config.data)
     longest = max((len(codec.encode(prompt)) for prompt in prompts), default=1) + room
     positions = max_positions(text_config(model)) or longest

@@ -1,7 +1,7 @@
-"""How activations and the key/value cache are sharded while a model on a mesh generates.
+"""Shards activations and the key/value cache while a model on a mesh generates.
 
-A decode step has a few tokens, so its activations are much smaller than the weights: each device multiplies with its
-shard of a weight, and the activations are gathered. Training gathers the weights: see `partition`.
+A decode step has few tokens, so its activations are much smaller than the weights. Each device multiplies with its
+shard of a weight, and the activations are gathered. Training gathers the weights instead: see `partition`.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from tpu_kit.xla.sharding import constrain, in_place
 
 @contextlib.contextmanager
 def weights_in_place(model: torch.nn.Module, stacks: Iterable[str]) -> Iterator[None]:
-    """Makes a model on a mesh multiply without gathering its weights, while it is open.
+    """Context manager in which a model on a mesh multiplies without gathering its weights.
 
-    The input of a linear layer is sharded as the columns of its weight, and the output as the rows. Then outputs are
-    gathered, except where each device goes on with its own heads or its own columns of the MLP. For one device nothing
-    changes.
+    The input of a linear layer is sharded like the columns of its weight, and the output like the rows. Outputs are
+    then gathered, unless each device continues with its own heads or its own columns of the MLP. A mesh of one device
+    changes nothing.
 
     Args:
         model: on the mesh.
-        stacks: how the names of stacked tensors begin.
+        stacks: prefixes of the names of stacked tensors.
     """
     if active_mesh().size == 1:
         yield
@@ -61,5 +61,5 @@ def weights_in_place(model: torch.nn.Module, stacks: Iterable[str]) -> Iterator[
 
 
 def _ending(tensor: torch.Tensor, last: str | tuple[str, ...] | None) -> torch.Tensor:
-    """Shards activations (B, ..., features) over the axes `last` in their last dimension; rows over "data"."""
+    """Shards activations (B, ..., features): rows over the axis "data", features over the axes `last`."""
     return constrain(tensor, ("data", *[None] * (tensor.ndim - 2), last))

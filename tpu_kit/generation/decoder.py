@@ -1,13 +1,13 @@
 """Prefill, decode steps and scores of a batch of token ids on one device.
 
-On XLA each is a program of fixed shape: a prefill and a score for each width to which batches are padded, and one
-program for `block` decode steps, which changes the cache in place. Elsewhere the same functions run eagerly, with a
-cache as long as the batch needs.
+On XLA these are programs of fixed shape. Batches are padded to a few widths; each width has a prefill and a score
+program. One program runs `block` decode steps and changes the cache in place. On other devices the same functions run
+eagerly, with a cache as long as the batch needs.
 
-Layers that run as loops over stacked weights (`model.loop.layer_scan`) do so here, too: the loop carries the cache.
+If the layers run as a loop over stacked weights (`model.loop.layer_scan`), the loop carries the cache.
 
-The prefill processes a prompt without its last token, which the first decode step processes, so that only the decode
-program has an output head and sampling.
+The prefill leaves out the last token of a prompt, which the first decode step processes. So only the decode program
+has an output head and sampling.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from tpu_kit.xla.scan import Tensors, Traced, replace_contents, scan
 from tpu_kit.xla.sharding import constrain
 
 BLOCK = 16
-"""Steps of a decode program, unless a `Generator` is given another number."""
-_NARROWEST = 64  # width; the others are twice the one before
-_SCORE_CHUNK = 64  # positions of a row whose logits exist at a time
+"""Default number of steps in a decode program; see `Generator`."""
+_NARROWEST = 64  # the smallest width; each next width is twice as large
+_SCORE_CHUNK = 64  # positions of a row whose logits are computed at a time
 _COMPUTE = "_tpu_kit_compute_dtype"
 
 
@@ -57,7 +57,7 @@ class Batch:
         ids: (B, P) int64, the prompts without their last token, padded at the end.
         lengths: (B,) int64, lengths without the last token.
         last: (B,) int64, the last tokens.
-        images: of the prompts, further columns of `families.INPUTS`, (B, ...) each; empty for text.
+        images: image inputs of the prompts by their names in `families.INPUTS`, tensors (B, ...); empty for text.
     """
 
     ids: torch.Tensor
@@ -67,7 +67,7 @@ class Batch:
 
     @property
     def ends(self) -> torch.Tensor:
-        """(B,) int64, the positions of the last tokens; in axes an image takes fewer positions than it has tokens."""
+        """(B,) int64, positions of the last tokens; with positions in axes, an image has fewer of them than tokens."""
         if (axes := self.images.get("axis_positions")) is None:
             return self.lengths
         present = torch.arange(axes.shape[2]) < self.lengths[:, None]
@@ -75,7 +75,7 @@ class Batch:
 
 
 def widths_to(most: int) -> list[int]:
-    """Returns 64, 128 and so on, up to `most` rounded up to a multiple of 64."""
+    """Returns the widths 64, 128, 256, ...; the last width is `most` rounded up to a multiple of 64."""
     widths = [_NARROWEST]
     while widths[-1] < most:
         widths.append(min(2 * widths[-1], -(-most // _NARROWEST) * _NARROWEST))
@@ -83,7 +83,7 @@ def widths_to(most: int) -> list[int]:
 
 
 def fitting(length: int, widths: Sequence[int]) -> int:
-    """Returns the first width of at least `length`; if there is none, the last one doubled as often as needed."""
+    """Returns the first width of at least `length`; if there is none, doubles the last width until it fits."""
     width = next((width for width in widths if width >= length), widths[-1])
     while width < length:
         width *= 2
@@ -91,12 +91,12 @@ def fitting(length: int, widths: Sequence[int]) -> int:
 
 
 def cache_slots(longest_prompt: int, max_new_tokens: int, block: int = BLOCK) -> int:
-    """Returns the length of the cache on XLA: the widest prompts, and replies in whole blocks."""
+    """Returns the number of cache slots on XLA: the largest width plus replies rounded up to whole blocks."""
     return widths_to(longest_prompt)[-1] + -(-max_new_tokens // block) * block
 
 
 def filled(rows: Sequence[Sequence[int]], width: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pads rows with zeros; returns token ids (count, width) int64 and the lengths of the rows (count,) int64."""
+    """Pads rows with zeros; returns token ids (count, width) int64 and row lengths (count,) int64."""
     ids, lengths = torch.zeros(count, width, dtype=torch.int64), torch.zeros(count, dtype=torch.int64)
     for place, row in enumerate(rows):
         ids[place, : len(row)] = torch.tensor(row, dtype=torch.int64)
@@ -105,7 +105,7 @@ def filled(rows: Sequence[Sequence[int]], width: int, count: int) -> tuple[torch
 
 
 class Choice(NamedTuple):
-    """Token ids (B,) int64, and their log-probabilities (B,) fp32 by the model's own logits, or tempered ones."""
+    """Token ids (B,) int64 and their log-probabilities (B,) fp32; see `Sampling.tempered_logprobs`."""
 
     token: torch.Tensor
     logprob: torch.Tensor
@@ -121,15 +121,15 @@ def choose(
 ) -> Choice:
     """Chooses a token for each row, on the device.
 
-    The options are inputs of the program, not constants in it, so that another temperature compiles nothing.
+    The options are inputs of the program, not constants, so a new temperature does not recompile it.
 
     Args:
         logits: (B, V) fp32.
         uniform: (B,) fp32 random numbers in [0, 1).
-        knobs: (6,) as `Sampling.knobs` returns them.
-        kind: `Sampling.kind`; each has its own program.
-        occurred: (B, V) fp32, 1 where a token occurred already; None without a repetition penalty.
-        scores: (B, V) fp32, the logits as rules have changed them; None without rules.
+        knobs: (6,) fp32 from `Sampling.knobs`.
+        kind: `Sampling.kind`; every kind compiles its own program.
+        occurred: (B, V) fp32, 1 for tokens that have already occurred; None without a repetition penalty.
+        scores: (B, V) fp32, the logits after `GenerationRules.apply`; None without rules.
     """
     temperature, top_k, top_p, min_p, penalty, own = knobs.unbind()
     scores = logits if scores is None else scores
@@ -153,21 +153,21 @@ def choose(
 
 
 def _draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Returns the index at which the cumulative sum of `weights` (B, V) passes the share `uniform` of the whole."""
+    """Draws an index (B,) with probabilities proportional to `weights` (B, V), by inverting their cumulative sum."""
     sums = weights.cumsum(-1)
     index = (sums <= uniform.unsqueeze(-1) * sums[:, -1:]).sum(-1)
-    # Rounding may give an index past the last positive weight.
+    # Rounding may give an index after the last positive weight.
     last = torch.where(weights > 0, torch.arange(weights.shape[-1], device=weights.device), 0).amax(-1)
     return torch.minimum(index, last)
 
 
 class Plan(NamedTuple):
-    """What the decode program of a batch depends on besides the shapes of its inputs.
+    """Options that select the decode program of a batch, besides the shapes of its inputs.
 
     Attributes:
-        kind: of the sampling.
-        penalises: whether tokens that occurred have another logit.
-        rules: of the model's generation config.
+        kind: see `Sampling.kind`.
+        penalises: whether there is a repetition penalty.
+        rules: from the model's generation config.
     """
 
     kind: Kind
@@ -177,12 +177,12 @@ class Plan(NamedTuple):
 
 @dataclass
 class State:
-    """The tensors that one block of decode steps passes to the next, on the device; see `Decoder._step`."""
+    """The tensors on the device that are passed between blocks of decode steps; see `Decoder._step`."""
 
     carried: list[torch.Tensor]
     constant: list[torch.Tensor]
     plan: Plan
-    done: int = 0  # steps
+    done: int = 0  # number of steps
 
 
 class Decoder:
@@ -190,10 +190,10 @@ class Decoder:
 
     Args:
         model: a causal language model of transformers or PEFT, on the runtime's device.
-        rt: the replica.
+        rt: the runtime of this replica.
         block: decode steps between two reads of the device.
-        slots: the length of the cache on XLA.
-        stops: ids of the tokens that end a row.
+        slots: the length of the cache on XLA, in tokens.
+        stops: ids of tokens that end a row.
     """
 
     def __init__(self, model: torch.nn.Module, rt: Runtime, block: int, slots: int, stops: Iterable[int] = ()) -> None:
@@ -204,21 +204,21 @@ class Decoder:
         self._causal = base_model(model)
         limits = (getattr(part, "time_step_limit", None) for part in self._causal.modules())
         self._time_limits = next((one for one in limits if one is not None), None)
-        # The matrix products of a trained model may have another dtype than its weights; see causal_lm.py.
+        # A trained model may compute matrix products in another dtype than its weights; see causal_lm.py.
         self._dtype: torch.dtype = getattr(model, _COMPUTE, None) or self._causal.dtype
         self._programs: dict[Any, Traced | ModelProgram] = {}
-        self._prompt_cache: Cache | None = None  # of the last shape
+        self._prompt_cache: Cache | None = None  # from the last call of `prompt_cache`
         self._buffers: dict[tuple[int, str], Buffer] = {}  # see `Cache.buffers`
         self.vocabulary = int(matrix_of(self._causal.get_output_embeddings()).weight.shape[0])
         ends = torch.zeros(self.vocabulary, dtype=torch.int64)
         ends[[token for token in stops if token < self.vocabulary]] = 1
         self._end_flags = ends
         (self._ends,) = self._rt.put([ends])
-        AttentionInterface.register(kv_cache.CACHED, kv_cache.cached_attention)  # without a mask of transformers
+        AttentionInterface.register(kv_cache.CACHED, kv_cache.cached_attention)  # so transformers makes no mask
 
     @contextlib.contextmanager
     def ready(self) -> Iterator[None]:
-        """Makes the model use the cache, in evaluation mode and without gradients, while it is open."""
+        """Context manager in which the model uses the cache, in evaluation mode and without gradients."""
         implementation, training = self._causal.config._attn_implementation, self._model.training
         families.set_attention(self._causal, kv_cache.CACHED)
         self._model.eval()
@@ -236,13 +236,13 @@ class Decoder:
     # ------------------------------------------------------------------------------------------------------- prefill
 
     def prefill(self, batch: Batch, samples: int, steps: int, rows: int | None = None) -> Cache:
-        """Fills a cache with the prompts, one row for each sample, with room for `steps` more tokens.
+        """Fills a cache with the prompts, one row per sample, with room for `steps` more tokens.
 
         Args:
             batch: the prompts.
-            samples: of each prompt.
+            samples: samples per prompt.
             steps: tokens that follow.
-            rows: prompts of one prefill, of which B is a multiple; None takes all.
+            rows: prompts in one prefill, a divisor of B; None means all.
         """
         count, width = batch.ids.shape
         rows = rows or count
@@ -268,7 +268,7 @@ class Decoder:
             self._replace(cache, self._program(key, fill, inputs)(*inputs))
             if rows == len(prompts):
                 return cache
-            index = (prompts - start).clamp(0, rows - 1)  # the rows of other parts get anything
+            index = (prompts - start).clamp(0, rows - 1)  # the rows of other parts are arbitrary
             if copies is None:
                 copies = self.copy_prompts(cache, index)
             else:
@@ -277,14 +277,14 @@ class Decoder:
         return copies
 
     def copy_prompts(self, cache: Cache, index: torch.Tensor) -> Cache:
-        """Returns a new cache of rows of another one, by their numbers (B,); it lives as long as the batch."""
+        """Returns a new cache with the rows `index` (B,) of `cache`; it lives as long as the batch."""
         (index,) = self._rt.put([index])
         copies = cache.of([_sharded(tensor.index_select(1, index)) for tensor in cache.tensors])
         self._rt.sync()
         return copies
 
     def _add_prompts(self, copies: Cache, cache: Cache, index: torch.Tensor, chosen: torch.Tensor) -> None:
-        """Copies rows of a cache as `copy_prompts`, in place and where `chosen` (B,) is true."""
+        """Copies the rows `index` (B,) of `cache` into `copies`, in place, for rows whose `chosen` (B,) is true."""
         index, flags = self._rt.put([index, chosen.to(self._dtype).view(1, -1, 1, 1, 1)])
         pairs = zip(cache.tensors, copies.tensors, strict=True)
         found = [torch.where(flags > 0, tensor.index_select(1, index), old) for tensor, old in pairs]
@@ -292,7 +292,7 @@ class Decoder:
         self._replace(copies, found)
 
     def _replace(self, cache: Cache, contents: list[torch.Tensor]) -> None:
-        """Gives a cache new contents, sharded as its stacks, and clears the list `contents`."""
+        """Replaces the contents of a cache, sharded like its stacks, and clears the list `contents`."""
         contents[:] = map(_sharded, contents)
         replace_contents(cache.tensors, contents)
         self._rt.sync()
@@ -308,15 +308,15 @@ class Decoder:
         sampling: Sampling,
         rules: GenerationRules = NO_RULES,
     ) -> State:
-        """Sends the inputs of the decode steps.
+        """Sends the inputs of the decode steps to the device.
 
         Args:
             batch: the prompts.
-            samples: of each prompt.
-            ended: whether each row is padding.
-            uniforms: (steps, rows), from `Sampling.uniforms`.
-            sampling: without open options.
-            rules: of the model's generation config.
+            samples: samples per prompt.
+            ended: for each row, whether it is padding.
+            uniforms: (steps, rows) fp32, from `Sampling.uniforms`.
+            sampling: the options; None in an option has no effect.
+            rules: from the model's generation config.
         """
         width = batch.ids.shape[1]
         every = batch.lengths, batch.ends, batch.last
@@ -335,18 +335,18 @@ class Decoder:
         return State(sent[: len(carried)], [self._ends, *sent[len(carried) :]], plan)
 
     def _occurred(self, batch: Batch, samples: int) -> torch.Tensor:
-        """Returns (rows, V) fp32, 1 for each token of a prompt without its last one, which the first step adds."""
+        """Returns (rows, V) fp32: 1 for tokens of the prompt, except its last token, which the first step adds."""
         present = torch.arange(batch.ids.shape[1]) < batch.lengths[:, None]
         occurred = torch.zeros(len(batch.ids), self.vocabulary + 1)
         occurred.scatter_(1, torch.where(present, batch.ids, self.vocabulary), 1.0)
         return occurred[:, :-1].repeat_interleave(samples, 0)
 
     def decode(self, state: State, cache: Cache, steps: int) -> torch.Tensor:
-        """Runs a block of steps.
+        """Runs a block of decode steps.
 
         Returns:
-            (2, steps, B) fp32 on the host: token ids, -1 after the end of a row, and their log-probabilities. On XLA
-            there are always `block` steps. On the CPU there are fewer once all rows have ended.
+            (2, steps, B) fp32 on the host: token ids, -1 after the end of a row, and their log-probabilities in nats.
+            On XLA there are always `block` steps. On the CPU there are fewer if all rows end.
         """
         if self._rt.has_programs:
             return self._decode_program(state, cache)
@@ -361,9 +361,9 @@ class Decoder:
 
     def _decode_program(self, state: State, cache: Cache) -> torch.Tensor:
         plan, count = state.plan, len(state.carried)
-        # From the last stack to the first: torch_xla numbers the inputs of a program from a call's last one on, but its
-        # results by the age of their tensors, and XLA writes a result over the first input of its size that is left.
-        # So each stack is written over itself, where two that change places would be copied.
+        # The stacks are passed in reverse, so that XLA writes each stack over itself. torch_xla numbers a program's
+        # inputs from the last argument and its results by the age of their tensors. XLA writes a result over the first
+        # unused input of the same size. In the other order, stacks would change places and be copied.
         inputs = [*state.carried, *reversed(cache.tensors), *state.constant]
         carried = count + len(cache.tensors)
 
@@ -380,7 +380,7 @@ class Decoder:
         results.reverse()
         state.done += self.block
         self._replace(cache, results)
-        # (block, 2, B), the only read of the device in the block.
+        # (block, 2, B): the only read of the device in a block.
         return self._rt.to_host([report])[0].transpose(0, 1)
 
     def _step(
@@ -390,9 +390,9 @@ class Decoder:
 
         Args:
             plan: of the batch.
-            carried: the last tokens (B,) int64, whether rows have ended (B,) int64, the number of this step (1,) int64,
-                with a repetition penalty the tokens that occurred (B, V) fp32, and with rules that read them the tokens
-                up to the last (B, T) int64.
+            carried: the last tokens (B,) int64, whether rows have ended (B,) int64 and the number of this step (1,)
+                int64. With a repetition penalty, also the tokens that occurred (B, V) fp32. With rules that read
+                tokens, also the tokens so far (B, T) int64.
             constant: whether each token ends a row (V,) int64, lengths (B,), positions of the last tokens (B,),
                 width (1,), uniforms (T, B), knobs (6,), and `GenerationRules.tensors`.
             cache: gets the new keys and values.
@@ -418,15 +418,15 @@ class Decoder:
     # --------------------------------------------------------------------------------------------------------- score
 
     def score(self, ids: torch.Tensor, images: Mapping[str, torch.Tensor] = MappingProxyType({})) -> torch.Tensor:
-        """Computes the log-probabilities of the tokens of rows, with the logits of a chunk of positions at a time.
+        """Computes log-probabilities of given tokens; only the logits of one chunk of positions exist at a time.
 
         Args:
             ids: (B, W) int64, padded at the end.
-            images: of the rows, as in `Batch`.
+            images: image inputs of the rows, as in `Batch`.
 
         Returns:
-            (2, B, W - 1) fp32 on the host: the log-probabilities of tokens 1 to W - 1, in nats, and 1 for a token that
-            is the likeliest.
+            (2, B, W - 1) fp32 on the host: the log-probabilities of tokens 1 to W - 1, in nats, and 1 if the token has
+            the largest logit, else 0.
 
         Raises:
             ValueError: the output head is not a plain linear layer.
@@ -441,13 +441,13 @@ class Decoder:
         return self._rt.to_host([found])[0][:, :, :-1]
 
     def _scores(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Returns the result of `score` on the device, (2, B, W); the last position has no meaning."""
+        """Returns the result of `score` on the device, (2, B, W); the last position is meaningless."""
         head, ids = output_embedding(self._model), batch["input_ids"]
         positions = torch.arange(ids.shape[1], device=ids.device)[None].expand_as(ids)
         given, seen, additions = families.decoder_inputs(self._causal, batch)
         with layer_inputs.bound(LayerInputs(Visibility(**seen), None, self._rt.device_type, additions)):
             output = self._causal.get_decoder()(**{"position_ids": positions, **given}, use_cache=False)
-        kept_states(self._causal.get_decoder())  # of a trace, which no program computes
+        kept_states(self._causal.get_decoder())  # takes states of a trace, which no program computes
         wanted = torch.cat([ids[:, 1:], ids[:, :1]], 1)
         count = -(-ids.shape[1] // _SCORE_CHUNK)
         padding = count * _SCORE_CHUNK - ids.shape[1]
@@ -475,7 +475,7 @@ class Decoder:
         device_type: str | None = None,
         images: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> Any:
-        """Runs the model or its decoder; its layers and the kit's functions use the cache."""
+        """Runs the model or its decoder with the cache."""
         named = {_cache_name(module.__class__): cache}
         given, seen, additions = families.decoder_inputs(self._causal, {"input_ids": ids, **images})
         inputs = LayerInputs(Visibility(**seen), cache, device_type or self._rt.device_type, additions)
@@ -483,11 +483,11 @@ class Decoder:
             return module(**{"position_ids": positions, **given}, use_cache=True, **named)
 
     def prompt_cache(self, rows: int, slots: int = 0) -> Cache:
-        """Returns the cache of the prompts, of `slots` except on XLA; that of the last call if it fits."""
+        """Returns a cache for prompts, of the fixed length on XLA and of `slots` elsewhere; reused if it fits."""
         slots = self._slots if self._rt.has_programs else slots
         if self._prompt_cache is not None and self._prompt_cache.rows_and_slots == (rows, slots):
             return self._prompt_cache
-        if not self._buffers:  # one token through the layers; on XLA it is traced and never computed
+        if not self._buffers:  # runs one token through the layers; on XLA it is only traced
             one = torch.zeros(1, 1, dtype=torch.int64, device=self._rt.local_device)
             empty = Cache({})
 
@@ -504,7 +504,7 @@ class Decoder:
         mesh, size, stacks = active_mesh(), 0, {}
         for name, need in self._buffers.items():
             shape = need.turns, rows, need.heads, slots if need.slots is None else need.slots, need.width
-            # Each stack is a tensor of its own: sent several times, one tensor would be one buffer for all layers.
+            # Every stack needs its own tensor: a tensor that is sent several times would be one shared buffer.
             (stacks[name],) = self._rt.put([torch.zeros(shape, dtype=need.dtype or self._dtype)], stack_spec(shape))
             size += math.prod(mesh.shard_shape(stack_spec(shape), shape)) * stacks[name].dtype.itemsize
         if mesh.size > 1:
@@ -516,7 +516,7 @@ class Decoder:
     def _program(
         self, key: Any, fn: Any, example: Sequence[torch.Tensor], steps: int | None = None, carried: int = 0
     ) -> Any:
-        """Returns a function as a program, which is made once for each key; off XLA the function itself."""
+        """Returns `fn` as a program that is built once per key; without XLA, returns `fn` itself."""
         if not self._rt.has_programs:
             return fn
         name = str(key[0])
@@ -530,7 +530,7 @@ class Decoder:
 
 @functools.cache
 def _cache_name(kind: Any) -> str:
-    """The name of a model's argument for its cache, which is `cache` in transformers 5.24 and later."""
+    """Returns the name of a model's cache argument: `cache` in transformers 5.24 and later."""
     return "cache" if "cache" in inspect.signature(kind.forward).parameters else "past_key_values"
 
 

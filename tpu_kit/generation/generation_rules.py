@@ -1,7 +1,7 @@
-"""What a model's generation config changes in decoding, as transformers' logits processors do, in fixed shapes.
+"""Applies a model's generation config in decoding, as transformers' logits processors do, with fixed shapes.
 
-The rules read the tokens so far from a tensor of fixed length, so the decode program has them as inputs and constants:
-no token is read by the host, and no length compiles another program.
+The rules read the tokens so far from a tensor of fixed length on the device. The host reads no tokens, and a new length
+compiles no new program.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from tpu_kit.generation.sampling import Sampling
 
 _OPTIONS = {"repetition_penalty": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-"""Options that `Sampling` may leave to the model, each with the value that changes nothing."""
-_SAMPLED = ("top_k", "top_p", "min_p")  # without an effect at temperature 0
+"""Options that `Sampling` may leave to the model -> their neutral values."""
+_SAMPLED = ("top_k", "top_p", "min_p")  # no effect at temperature 0
 
 _NOT_APPLIED = {
     "guidance_scale": 1, "encoder_repetition_penalty": 1, "encoder_no_repeat_ngram_size": 0, "num_beams": 1,
@@ -24,9 +24,9 @@ _NOT_APPLIED = {
     "exponential_decay_length_penalty": None, "watermarking_config": None, "constraints": None, "force_words_ids": None,
     "penalty_alpha": None, "dola_layers": None, "max_time": None,
 }  # fmt: skip
-"""Settings that change greedy decoding and that the kit has not, each with the value that changes nothing."""
+"""Settings that change greedy decoding and that the kit does not support -> their neutral values."""
 _NOT_SAMPLED = {"typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0, "top_h": None}
-"""The same for sampling."""
+"""Unsupported settings that change only sampling -> their neutral values."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class GenerationRules:
     """Rules for the next token, from a generation config.
 
     Attributes:
-        biases: token ids, and what is added to the logit of the last one where the others have just been said.
-        first: token ids that do not begin a reply.
-        ngram: tokens of a sequence that may occur once only, in prompt and reply; 0 = no such rule.
-        min_length: tokens of prompt and reply before which no reply ends.
-        min_new_tokens: tokens of a reply before which it does not end.
+        biases: sequences of token ids with a bias. If a row ends in all ids but the last, the last id's logit gets it.
+        first: token ids that cannot begin a reply.
+        ngram: length of token sequences that may occur only once in prompt and reply; 0 = no such rule.
+        min_length: minimum number of tokens of prompt and reply together.
+        min_new_tokens: minimum number of tokens of a reply.
     """
 
     biases: tuple[tuple[tuple[int, ...], float], ...] = ()
@@ -52,7 +52,7 @@ class GenerationRules:
         """Reads transformers' `GenerationConfig`.
 
         Raises:
-            ValueError: a setting is not what transformers takes.
+            ValueError: transformers does not accept a setting.
         """
         from transformers import NoBadWordsLogitsProcessor, SequenceBiasLogitsProcessor
 
@@ -74,15 +74,15 @@ class GenerationRules:
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether a rule depends on more than the number of tokens."""
+        """Whether a rule depends on the tokens so far, not only on their number."""
         return self.ngram > 0 or any(len(ids) > 1 for ids, _ in self.biases)
 
     def tensors(self, vocabulary: int, ends: torch.Tensor) -> list[torch.Tensor]:
         """Returns the inputs of `apply` on the host.
 
         Args:
-            vocabulary: of the model.
-            ends: (V,) int64, 1 for each token that ends a reply.
+            vocabulary: the model's vocabulary size V.
+            ends: (V,) int64, 1 for tokens that end a reply.
 
         Raises:
             ValueError: a token is not in the vocabulary.
@@ -102,7 +102,7 @@ class GenerationRules:
 
     @property
     def _groups(self) -> dict[int, list[tuple[tuple[int, ...], float]]]:
-        """The biases of several tokens, by their number."""
+        """The biases of sequences of two or more tokens, by their length."""
         groups: dict[int, list[tuple[tuple[int, ...], float]]] = {}
         for ids, bias in self.biases:
             if len(ids) > 1:
@@ -113,14 +113,14 @@ class GenerationRules:
         self, logits: torch.Tensor, step: torch.Tensor, position: torch.Tensor, said: torch.Tensor | None,
         tensors: list[torch.Tensor],
     ) -> torch.Tensor:  # fmt: skip
-        """Returns changed logits, on the device.
+        """Returns the logits with the rules applied, on the device.
 
         Args:
             logits: (B, V) fp32.
-            step: (1,) int64, tokens of each reply so far.
-            position: (B,) int64, of the last token in its row.
+            step: (1,) int64, the number of reply tokens so far.
+            position: (B,) int64, index of the last token in its row.
             said: (B, T) int64, the tokens of prompt and reply up to `position`; None unless `reads_tokens`.
-            tensors: of `tensors`, on the device.
+            tensors: the result of `tensors`, on the device.
         """
         (always, first, early), limits, *groups = tensors
         logits = logits + always + torch.where(step == 0, first, 0.0)
@@ -141,7 +141,7 @@ def _ids(value: Any) -> list[int]:
 
 
 def _last(said: torch.Tensor, position: torch.Tensor, count: int) -> torch.Tensor:
-    """Returns the last tokens of each row, (B, count); where a row has fewer, the first of them are any."""
+    """Returns the last tokens of each row, (B, count); in a shorter row, the first entries are arbitrary."""
     places = position[:, None] + torch.arange(1 - count, 1, device=said.device)
     return said.gather(1, places.clamp(min=0))
 
@@ -149,7 +149,7 @@ def _last(said: torch.Tensor, position: torch.Tensor, count: int) -> torch.Tenso
 def _completed(
     said: torch.Tensor, position: torch.Tensor, ids: torch.Tensor, bias: torch.Tensor, logits: torch.Tensor
 ) -> torch.Tensor:
-    """Returns the biases of the tokens that complete one of the sequences ids (S, L), (B, V)."""
+    """Returns (B, V), the biases of tokens that would complete a sequence of `ids` (S, L)."""
     begun = ids.shape[1] - 1
     matches = (_last(said, position, begun)[:, None] == ids[:, :-1]).all(-1) & (position[:, None] + 1 >= begun)
     added = torch.where(matches, bias, 0.0)
@@ -157,7 +157,7 @@ def _completed(
 
 
 def _without_repeats(logits: torch.Tensor, position: torch.Tensor, said: torch.Tensor, size: int) -> torch.Tensor:
-    """Rules out tokens that would complete a sequence of `size` tokens that occurred."""
+    """Sets to -inf the logits of tokens that would repeat a sequence of `size` tokens."""
     windows = said.shape[1] - size + 1
     ends = torch.arange(size - 1, said.shape[1], device=said.device)
     matches = (ends <= position[:, None]) & (position[:, None] + 1 >= size)
@@ -165,7 +165,7 @@ def _without_repeats(logits: torch.Tensor, position: torch.Tensor, said: torch.T
         begun = _last(said, position, size - 1)
         for place in range(size - 1):
             matches = matches & (said[:, place : place + windows] == begun[:, place : place + 1])
-    # What does not match goes to a column past the vocabulary.
+    # Positions without a match are scattered to an extra column after the vocabulary.
     column = torch.where(matches, said[:, size - 1 :], logits.shape[1])
     found = torch.zeros(len(said), logits.shape[1] + 1, device=said.device).scatter(1, column, 1.0)
     return torch.where(found[:, :-1] > 0, float("-inf"), logits)
@@ -176,15 +176,15 @@ def _without_repeats(logits: torch.Tensor, position: torch.Tensor, said: torch.T
 
 @dataclass(frozen=True)
 class ModelDefaults:
-    """What a model's generation config says about decoding.
+    """The decoding settings of a model's generation config.
 
     Attributes:
-        options: of `Sampling`, by name.
+        options: options of `Sampling`, by name.
         stop: texts that end a reply.
-        rules: the rest that is applied.
-        applied: the settings that are, by name.
-        not_applied: those that are not, and change what transformers generates.
-        not_sampled: those that are not, and change what it samples.
+        rules: other settings that the kit applies.
+        applied: all settings that the kit applies, by name.
+        not_applied: unsupported settings that change greedy decoding in transformers.
+        not_sampled: unsupported settings that change only sampling in transformers.
     """
 
     options: Mapping[str, Any]
@@ -196,7 +196,7 @@ class ModelDefaults:
 
     @classmethod
     def of(cls, config: Any) -> ModelDefaults:
-        """Reads transformers' `GenerationConfig`; None is a model without one. Raises as `GenerationRules.of`."""
+        """Reads transformers' `GenerationConfig`, None if the model has none; raises as `GenerationRules.of`."""
         if config is None:
             return cls({}, (), NO_RULES, {}, {}, {})
         given = {name: value for name, value in config.to_dict().items() if value is not None}
@@ -212,7 +212,7 @@ class ModelDefaults:
                    *different)  # fmt: skip
 
     def fill(self, sampling: Sampling) -> Sampling:
-        """Returns options without open ones: those of the model, or else those that change nothing."""
+        """Fills options that are None with the model's values, or with neutral values if the model sets none."""
         options = self.options if sampling.model_defaults else {}
         found: dict[str, Any] = {
             name: options.get(name, value) for name, value in _OPTIONS.items() if getattr(sampling, name) is None
@@ -221,10 +221,10 @@ class ModelDefaults:
         return replace(sampling, **found, stop=(*sampling.stop, *stop))
 
     def describe(self, sampling: Sampling) -> str:
-        """Returns a line about what is applied to a sampling, and what is not; empty if the model has nothing."""
+        """Returns a line that names the settings applied and not applied to `sampling`; empty if there are none."""
         config = "decoding         the model's generation_config"
         if not sampling.model_defaults:
-            text = f"{config} ({_shown(self.applied)}) is not applied: samples are of the model's own distribution"
+            text = f"{config} ({_shown(self.applied)}) is not applied: samples are from the model's own distribution"
             return text if self.applied else ""
         drawn = sampling.temperature > 0
         used = {name: value for name, value in self.applied.items() if drawn or name not in _SAMPLED}
@@ -232,7 +232,7 @@ class ModelDefaults:
         used |= {"stop_strings": list(self.stop)} if self.stop else {}
         lost = {**self.not_applied, **(self.not_sampled if drawn else {})}
         parts = ["applies " + _shown(used)] if used else []
-        parts += [f"has {_shown(lost)}, which the kit does not apply, and transformers does"] if lost else []
+        parts += [f"has {_shown(lost)}, which transformers applies and the kit does not"] if lost else []
         return f"{config} {'; '.join(parts)}" if parts else ""
 
 

@@ -1,10 +1,10 @@
-"""Generation with one model on one device, in programs of a few fixed shapes.
+"""Generates text with one model on one device, with programs of a few fixed shapes.
 
     generator = Generator(model, tokenizer, runtime, data=config.data, max_prompt=512, max_new_tokens=256)
     replies = generator.generate(["2 + 3 = "], Sampling(temperature=0.7, top_p=0.9), n=4)
 
-The prompts are sorted by length and divided into batches of one size, padded on XLA to one of a few widths. The host
-reads the device once for `block` tokens of the whole batch.
+Prompts are sorted by length and divided into batches of equal size; on XLA, batches are padded to a few widths. The
+host reads the device once per block of `block` tokens.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from tpu_kit.model.rotary import max_positions
 if TYPE_CHECKING:
     from tpu_kit.data.images.prompts import PromptImages
 
-_RATED_TOKENS = 4096  # at most in a batch of `Generator.rate`
+_RATED_TOKENS = 4096  # limit of the tokens in a batch of `Generator.rate`
 
 
 class Rating(NamedTuple):
-    """The likelihood of the tokens of a row, from the second on.
+    """The likelihood of the tokens of a row, from the second token on.
 
     Attributes:
         logprobs: log-probabilities given the earlier tokens, in nats.
-        likeliest: whether each token is the likeliest.
+        likeliest: for each token, whether it has the largest logit.
     """
 
     logprobs: list[float]
@@ -45,25 +45,25 @@ class Rating(NamedTuple):
 
 
 class Generator:
-    """Generates with one model on one device.
+    """Generates text with one model on one device.
 
-    It does not compare the model with transformers: `reference_check.check_generation` does, before a run or `answers`
-    makes a Generator.
+    It does not check the model against transformers; `reference_check.check_generation` does, and a run and `answers`
+    call it first.
 
     Args:
         model: a causal language model of transformers or PEFT, on the runtime's device.
-        tokenizer: of the model.
-        rt: the replica, `distributed.replica.runtime.current()` in a launched function.
-        data: the tags of the reasoning, the system prompt, and the date in a chat template.
-        max_prompt: limit of the tokens of a prompt.
-        max_new_tokens: limit of `Sampling.max_new_tokens`; with max_prompt it gives the length of the cache on XLA.
-        batch_size: rows of a batch; a single prompt has a batch of its own size.
+        tokenizer: the model's tokenizer.
+        rt: the replica's runtime; in a launched function, `distributed.replica.runtime.current()`.
+        data: the reasoning tags, the system prompt, and the date for the chat template.
+        max_prompt: limit of a prompt, in tokens.
+        max_new_tokens: limit of `Sampling.max_new_tokens`; with max_prompt it sets the length of the cache on XLA.
+        batch_size: rows in a batch, samples included; a single prompt is a batch of its own.
         block: tokens of a row between two reads of the device.
-        prefill_rows: prompts of one prefill on XLA; None takes those of a batch. See `Decoder.prefill`.
+        prefill_rows: prompts in one prefill on XLA; None means the whole batch. See `Decoder.prefill`.
 
     Attributes:
         codec: encodes prompts and decodes replies.
-        defaults: what the model's generation config says, which `Sampling.model_defaults` applies.
+        defaults: settings of the model's generation config, applied if `Sampling.model_defaults` is true.
 
     Raises:
         ValueError: a size is below 1, or the tokenizer has more ids than the model has embeddings.
@@ -110,14 +110,14 @@ class Generator:
         Args:
             prompts: texts, chats (lists of messages) or lists of token ids, which may carry pictures.
             sampling: greedy by default, with the Generator's max_new_tokens.
-            n: samples of each prompt, from one prefill.
-            truncate: remove the beginning of a prompt that is too long.
+            n: samples per prompt; they share one prefill.
+            truncate: whether to cut off the beginning of a prompt that is too long.
 
         Returns:
-            n completions for each prompt, those of a prompt one after the other.
+            n consecutive completions per prompt.
 
         Raises:
-            ValueError: there are no prompts, one is empty or too long, or it is a chat and there is no template.
+            ValueError: there are no prompts, a prompt is empty or too long, or a chat needs a missing template.
         """
         completions = self.share(prompts, sampling or Sampling(self._limits[1]), n, truncate, replica=(0, 1))
         return [completions[row, sample] for row in range(len(prompts)) for sample in range(n)]
@@ -140,11 +140,11 @@ class Generator:
             n: as in `generate`.
             truncate: as in `generate`.
             progress: called after each block with the number of completions that this replica has finished.
-            replica: its rank and the number of replicas; the runtime's by default.
-            stop: asked before each batch and after each block whether to abandon the rest.
+            replica: (rank, number of replicas); the runtime's by default.
+            stop: called before each batch and after each block; if it returns True, the rest is abandoned.
 
         Returns:
-            Completions by (number of the prompt, number of the sample); without those that were abandoned.
+            Completions by (number of the prompt, number of the sample); abandoned completions are missing.
         """
         if n < 1:
             raise ValueError(f"n={n}: must be 1 or more samples")
@@ -153,7 +153,7 @@ class Generator:
         images = _images_of(encoded)
         rank, world = replica or (self._rt.rank, self._rt.world_size)
         size = 1 if len(encoded) == 1 else max(1, self._batch_size // n)
-        # The longest first, so that memory runs out at the start. The replicas' batches of a round are alike.
+        # Longest first, so that a shortage of memory shows at once, and the replicas' batches of a round are alike.
         order = sorted(range(len(encoded)), key=lambda row: len(encoded[row]), reverse=True)
         completions: dict[tuple[int, int], Completion] = {}
         for start in range(0, len(order), size * world):
@@ -175,7 +175,7 @@ class Generator:
         return completions
 
     def stream(self, prompt: Prompt, sampling: Sampling | None = None, truncate: bool = False) -> Iterator[str]:
-        """Completes one prompt, and yields its text in pieces, one for each block.
+        """Completes one prompt and yields its text in pieces, at most one per block.
 
         To print them: `for piece in generator.stream(...): print(piece, end="", flush=True)`.
         """
@@ -192,11 +192,11 @@ class Generator:
                 sent = text
 
     def rate(self, rows: Sequence[Sequence[int]], share: bool = False) -> dict[int, Rating]:
-        """Computes the likelihood of the tokens of each row, by number of the row.
+        """Computes the likelihood of the tokens of each row; returns ratings by row number.
 
         Args:
             rows: token ids, which may carry pictures.
-            share: rate only this replica's share; all replicas must call it with the same rows.
+            share: whether to rate only this replica's share; then all replicas must call it with the same rows.
 
         Raises:
             ValueError: a row has fewer than two tokens, or more than the model has positions.
@@ -212,7 +212,7 @@ class Generator:
             while start < len(order):
                 width = self._width(len(rows[order[start]]))
                 size = 1 if len(rows) == 1 else max(1, min(self._batch_size, _RATED_TOKENS // width))
-                # On XLA every replica takes part in every round, also with an empty batch: see cpu_simulation.py.
+                # On XLA every replica takes part in every round, even with an empty batch: see cpu_simulation.py.
                 mine = order[start : start + size * world][rank::world]
                 start += size * world
                 if not mine and not self._rt.has_programs:
@@ -228,7 +228,7 @@ class Generator:
     # -------------------------------------------------------------------------------------------------------- batches
 
     def _filled(self, sampling: Sampling) -> Sampling:
-        """Fills in what the model's generation config says, and tells it once."""
+        """Fills in options from the model's generation config and prints a line about it once."""
         line = self.defaults.describe(sampling)
         if line and self._rt.rank == 0 and line not in self._told:
             self._told.add(line)
@@ -241,7 +241,7 @@ class Generator:
         most, room = self._limits
         if sampling.max_new_tokens > room:
             raise ValueError(
-                f"max_new_tokens={sampling.max_new_tokens} is more than the {room} that this Generator was made for; "
+                f"max_new_tokens={sampling.max_new_tokens} exceeds the {room} that this Generator was made for; "
                 "make it with a larger max_new_tokens"
             )
         encoded = []
@@ -258,17 +258,17 @@ class Generator:
                 )
             pictured = hasattr(ids, "pictures")
             if len(ids) > limit and (pictured or not truncate):
-                advice = "shorten it, or leave out its beginning with truncate=true"
+                advice = "shorten it, or cut off its beginning with truncate=true"
                 raise ValueError(
-                    f"prompt {number}: its {len(ids)} tokens are more than the {limit:g} for which this Generator was "
-                    f"made (max_prompt) and which the model's {self._positions:g} positions leave beside a reply of up "
-                    f"to {sampling.max_new_tokens}; {'use fewer or smaller pictures' if pictured else advice}"
+                    f"prompt {number}: its {len(ids)} tokens exceed the limit of {limit:g}: this Generator's "
+                    f"max_prompt, or the model's {self._positions:g} positions minus {sampling.max_new_tokens} for the "
+                    f"reply; {'use fewer or smaller pictures' if pictured else advice}"
                 )
             encoded.append(ids[-int(limit) :] if len(ids) > limit else ids)
         return encoded
 
     def _in_step(self, world: int) -> bool:
-        """Whether the replicas must make the same number of steps: see cpu_simulation.py."""
+        """Whether all replicas must run the same number of steps: see cpu_simulation.py."""
         return world > 1 and self._rt.device_type == "xla-cpu"
 
     def _width(self, longest: int) -> int:
@@ -285,7 +285,7 @@ class Generator:
         world: int = 1,
         images: PromptImages | None = None,
     ) -> Iterator[list[Row]]:
-        """Generates one batch, and yields its rows, prompts x samples, after each block."""
+        """Generates one batch; yields its rows (prompts x samples) after each block."""
         size = size if self._rt.has_programs else len(prompts)
         ids, lengths = filled([prompt[:-1] for prompt in prompts], width, size)
         last = torch.tensor([prompt[-1] for prompt in prompts] + [0] * (size - len(prompts)))
@@ -311,11 +311,11 @@ class Generator:
                 yield rows
 
     def _any(self, mine: bool, world: int) -> bool:
-        """Whether `mine` is true; on XLA:CPU, whose replicas take all steps together, in any replica."""
+        """Returns `mine`; if the replicas run in step (XLA:CPU), whether it is true in any replica."""
         return cpu_simulation.any_replica(self._rt.rank, mine) if self._in_step(world) else mine
 
 
 def _images_of(prompts: Sequence[Sequence[int]]) -> PromptImages | None:
-    """Returns what makes the tensors of the pictures that token ids carry; None for text."""
+    """Returns the images that token ids carry, from which batches take their tensors; None for text."""
     pictured: Any = next((ids for ids in prompts if hasattr(ids, "pictures")), None)
     return pictured and pictured.images_among(prompts)

@@ -1,11 +1,10 @@
-"""The cache of generation, and attention over it, for any model of transformers.
+"""The key/value cache of generation, and attention over it, for any model of transformers.
 
-A layer has two buffers, keys and values, (B, key-value heads, slots, size); see `Cache` for layers that run as a loop,
-and for layers with a state. On XLA, narrow heads of a loop lie side by side (`heads_beside`).
-A slot holds one token. Row i has a prompt of n_i tokens, padded on the right to the width P of the batch: key j < n_i
-is in slot j, and the mask hides the other slots up to P. Step t writes the keys of all rows into slot P + t, at
-position n_i + t. So all rows write to the same slot, and the mask is a function of n, P and t, which are inputs of the
-program: one decode program serves all lengths.
+A layer has two buffers, keys and values, (B, key-value heads, slots, size). See `Cache` for layers that run as a loop
+and for layers with a recurrent state. On XLA, narrow heads of a loop lie side by side (`heads_beside`).
+A slot holds one token. The prompt of row i has n_i tokens and is padded on the right to the batch's width P. Key
+j < n_i is in slot j; the mask hides slots n_i to P - 1. Step t writes the keys of all rows to slot P + t, which has
+position n_i + t. The mask depends only on the inputs n, P and t, so one decode program serves all lengths.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ CACHED = "tpu_kit_cached"
 
 
 class Step(NamedTuple):
-    """Where a decode step writes, and what it sees.
+    """The inputs of a decode step that determine its slot and its mask; see the module's docstring.
 
     Attributes:
         lengths: (B,) int64, n: the number of keys of each prompt.
-        width: (1,) int64, P.
-        step: (1,) int64, t.
+        width: (1,) int64, P: the width of the prompts.
+        step: (1,) int64, t: the number of the step.
     """
 
     lengths: torch.Tensor
@@ -46,50 +45,50 @@ class Step(NamedTuple):
 
     @property
     def slot(self) -> torch.Tensor:
-        """The slot, (1,), of the new token."""
+        """The slot (1,) of the new token."""
         return self.width + self.step
 
 
 class Prompts(NamedTuple):
-    """What a prefill has: lengths (B,) int64, the number of tokens of each prompt, which is padded at the end."""
+    """The inputs of a prefill: lengths (B,) int64, the number of tokens of each prompt before its padding."""
 
     lengths: torch.Tensor
 
 
 class Buffer(NamedTuple):
-    """One of `Cache.stacks`, (G, B, heads, slots, width); slots are None where each token has one."""
+    """The shape (turns, B, heads, slots, width) of a stack in `Cache.stacks`; slots None: a slot for each token."""
 
     turns: int
     heads: int
     slots: int | None
     width: int
-    dtype: torch.dtype | None = None  # None for that of the model
+    dtype: torch.dtype | None = None  # None: the model's
 
 
 class Cache(LayerCache):
     """Replaces transformers' cache in a prefill or a decode step, and makes the mask over its slots.
 
-    Layers with a state (`model.families.linear_attention`) have two more buffers: the "state", (B, heads, K, V) fp32,
-    and the "tail", (B, 1, taps - 1, D), which has the last inputs of the convolution.
+    Layers with a recurrent state (`model.families.linear_attention`) have two other buffers: "state", (B, heads, K, V)
+    fp32, and "tail", (B, 1, taps - 1, D), the last inputs of the convolution.
 
     Attributes:
-        stacks: the buffers, (G, B, heads, slots, size) each, by number of the layer and name: "keys", "values",
-            "state", "tail". G layers that are the turns of a loop have the number of the first; for others G is 1.
-        step: of a decode step; None for a prefill, which writes from slot 0 on.
-        lengths: (B,) of the prompts of a prefill; None for a decode step.
-        buffers: what the layers that ran without stacks need.
+        stacks: buffers (G, B, heads, slots, size) by (layer number, name); names are "keys", "values", "state" and
+            "tail". The G layers of a loop share one buffer under the first layer's number; other layers have G = 1.
+        step: the inputs of a decode step; None for a prefill, which writes from slot 0 on.
+        lengths: (B,) lengths of the prompts of a prefill; None for a decode step.
+        buffers: shapes that layers need, recorded while they run without stacks.
     """
 
     def __init__(self, stacks: dict[tuple[int, str], torch.Tensor], where: Step | Prompts | None = None) -> None:
-        """Takes the stacks, which are replaced in the dictionary, or none to record what is needed."""
+        """Makes a cache over `stacks`, which it replaces in the dictionary; if empty, it records the needed shapes."""
         self.stacks, self._where = stacks, where
         self.step = where if isinstance(where, Step) else None
         self.lengths = where.lengths if isinstance(where, Prompts) else None
         self.buffers: dict[tuple[int, str], Buffer] = {}
-        self._place: torch.Tensor | None = None  # of the present layer in its stack, () int64
-        self._count = 1  # of the layers in its stack
+        self._place: torch.Tensor | None = None  # index of the current layer in its stack, () int64
+        self._count = 1  # number of layers in its stack
         self._masks: dict[int | None, torch.Tensor] = {}
-        self._states: dict[int, torch.Tensor] = {}  # that layers got, and may have changed in place
+        self._states: dict[int, torch.Tensor] = {}  # states given to layers, which may change them in place
 
     @property
     def tensors(self) -> Tensors:
@@ -98,12 +97,12 @@ class Cache(LayerCache):
 
     @property
     def rows_and_slots(self) -> tuple[int, int]:
-        """Rows of the batch, and length of the cache, 0 without keys."""
+        """Rows of the batch, and slots of the cache, 0 without keys."""
         keys = next((stack for (_, name), stack in self.stacks.items() if name == "keys"), None)
         return self.tensors[0].shape[1], 0 if keys is None else keys.shape[3]
 
     def _write(self, layer: int, name: str, new: torch.Tensor, slot: torch.Tensor | None = None) -> torch.Tensor:
-        """Writes (B, heads, n, size) into a buffer, from a slot on; returns the buffer, (B, heads, slots, size)."""
+        """Writes (B, heads, n, size) to a buffer from `slot` on; returns the buffer, (B, heads, slots, size)."""
         stack, zero = self.stacks[layer, name], torch.zeros(1, dtype=torch.int64, device=new.device)
         place = zero[0] if self._place is None else self._place
         stack = write_slot(stack, new.to(stack.dtype), place, zero if slot is None else slot)
@@ -116,7 +115,7 @@ class Cache(LayerCache):
                         else self._place)  # fmt: skip
 
     def update(self, key: torch.Tensor, value: torch.Tensor, layer: int, *_: Any, **__: Any) -> Any:
-        """Stores keys and values and returns those to attend to; called by the layers of transformers."""
+        """Stores keys and values; returns the keys and values to attend to. Called by the layers of transformers."""
         count = heads_beside(key, value) if self._count > 1 else 1
         new = {"keys": side_by_side(key, count), "values": side_by_side(value, count)}
         if not self.stacks:
@@ -128,10 +127,10 @@ class Cache(LayerCache):
         return pair if self.step else (key, value)
 
     def get_conv_state(self, layer: int, state_idx: int = 0) -> None:
-        """Returns None: layers always convolve what `update_conv_state` returns."""
+        """Returns None, so that layers always convolve the inputs that `update_conv_state` returns."""
 
     def update_conv_state(self, new: torch.Tensor, layer: int, conv_kernel_size: int) -> torch.Tensor:
-        """Stores the last inputs of a convolution, and returns (B, D, n) inputs, the new ones (B, D, S) last."""
+        """Stores the last inputs of a convolution; returns its inputs (B, D, n), which end in `new` (B, D, S)."""
         past, rows = conv_kernel_size - 1, new.transpose(1, 2)[:, None]
         if not self.stacks:
             self.buffers[layer, "tail"] = Buffer(self._count, 1, past, new.shape[1])
@@ -147,20 +146,20 @@ class Cache(LayerCache):
         return new
 
     def get_recurrent_state(self, layer: int, state_idx: int = 0) -> torch.Tensor | None:
-        """Returns the state of a layer, (B, heads, K, V) fp32, in a decode step, and None in a prefill."""
+        """Returns the state of a layer, (B, heads, K, V) fp32; None in a prefill."""
         if self.step is None:
             return None
         self._states[layer] = self._read(layer, "state").clone()
         return self._states[layer]
 
     def update_recurrent_state(self, state: torch.Tensor, layer_idx: int) -> None:
-        """Takes the new state of a layer; Mamba 2 changes the old one in place instead."""
+        """Takes a layer's new state; raises ValueError if it is not 4-D. Mamba 2 changes the old state in place."""
         if state.ndim != 4:
-            raise ValueError(f"its state has {state.ndim} dimensions, and the kit keeps (rows, heads, K, V)")
+            raise ValueError(f"its state has {state.ndim} dimensions, not the 4 of (rows, heads, K, V)")
         self._states[layer_idx] = state
 
     def store_states(self) -> None:
-        """Writes the states of the layers into the stacks, after the layers have run."""
+        """Writes the states of the layers to the stacks, after the layers have run."""
         for layer, state in self._states.items():
             if self.stacks:
                 self._write(layer, "state", state)
@@ -170,7 +169,7 @@ class Cache(LayerCache):
         self._states.clear()
 
     def mask(self, window: int | None) -> torch.Tensor:
-        """Returns the mask (B, 1, 1, slots) of the new token of a decode step, boolean. Cached by window."""
+        """Returns the boolean mask (B, 1, 1, slots) of a decode step's new token, cached by window."""
         if window not in self._masks:
             assert self.step is not None, "a prefill is causal"
             lengths, width, step = self.step.lengths[:, None], self.step.width, self.step.step
@@ -183,16 +182,16 @@ class Cache(LayerCache):
         return self._masks[window]
 
     def begin(self) -> Tensors:
-        """Returns what a loop over layers carries, at its first turn: the step or the lengths, and all stacks."""
+        """Returns the initial carry of a loop over layers: the step or the lengths, and all stacks."""
         return [*(self._where or ()), *self.tensors] if self.stacks else []
 
     def of_layer(self, carried: Tensors, place: torch.Tensor | None, count: int) -> Cache:
-        """Returns the cache that a layer gets, of what the loop carries.
+        """Returns the cache of one layer within a loop.
 
         Args:
-            carried: these tensors.
-            place: of the layer in a stack of equal ones, () int64; None if nothing is carried.
-            count: of these layers.
+            carried: the loop's carry.
+            place: the layer's index in its stack, () int64.
+            count: the number of layers in the stack.
         """
         where = self._where
         mine = self.of(carried, type(where)(*carried[: len(where)]) if where else None)
@@ -200,30 +199,30 @@ class Cache(LayerCache):
         return mine
 
     def end(self) -> Tensors:
-        """Returns what a loop carries after the layer of this cache."""
+        """Returns the loop's carry after the layer of this cache."""
         self.store_states()
         return self.begin()
 
     def update_all(self, carried: Sequence[torch.Tensor]) -> None:
-        """Takes over what a loop carried to its end; the stacks are the last of the tensors, or all of them."""
+        """Takes over the stacks from the final carry of a loop, whose last tensors they are."""
         self.stacks.update(zip(self.stacks, carried[len(carried) - len(self.stacks) :], strict=True))
 
     def of(self, tensors: Sequence[torch.Tensor], where: Step | Prompts | None = None) -> Cache:
-        """Returns a cache with other stacks, as for `update_all`."""
+        """Returns a cache with other stacks; `tensors` as for `update_all`."""
         other = Cache(dict(self.stacks), where)
         other.time_limits = self.time_limits
         other.update_all(tensors)
         return other
 
 
-_LANES = 128  # of a TPU, which pads the minor dimension of an array to a multiple of them
+_LANES = 128  # a TPU pads the minor dimension of an array to a multiple of this
 
 
 def heads_beside(key: torch.Tensor, value: torch.Tensor) -> int:
-    """Returns how many heads of layers in a loop lie side by side in the cache, so that they fill the lanes of a TPU.
+    """Returns how many heads the cache of a loop stores side by side, so that they fill the lanes of a TPU.
 
-    The compiler would make slots or rows the minor dimension of narrower stacks, and each layer would copy its part.
-    Of layers one by one it copies no cache. On a mesh, heads stay apart, as it shards them.
+    For narrower stacks the compiler would make slots or rows the minor dimension, and each layer would copy its part.
+    Unrolled layers need no such copy. On a mesh the result is 1, because the mesh shards the heads.
     """
     if key.device.type not in ("xla", "tpu") or active_mesh().size > 1 or key.shape[3] != value.shape[3]:
         return 1
@@ -232,7 +231,7 @@ def heads_beside(key: torch.Tensor, value: torch.Tensor) -> int:
 
 
 def side_by_side(tensor: torch.Tensor, count: int) -> torch.Tensor:
-    """Puts each `count` heads beside each other: (B, heads, n, D) to (B, heads / count, n, count * D)."""
+    """Puts groups of `count` heads side by side: (B, heads, n, D) -> (B, heads / count, n, count * D)."""
     return torch.cat([tensor[:, first::count] for first in range(count)], -1) if count > 1 else tensor
 
 
@@ -255,42 +254,42 @@ def cached_attention(
 ) -> tuple[torch.Tensor, None]:
     """Computes attention of a prefill or of one decode step (Q = 1); called by transformers.
 
-    The cache is that of `layer_inputs`, None for plain causal attention. On a TPU the prefill uses the splash kernel.
+    The cache comes from `layer_inputs`; without one, attention is causal. On a TPU a prefill uses the splash kernel.
 
     Args:
         module: the attention layer.
         query: (B, heads, Q, D).
         key: (B, key-value heads, K, D).
         value: (B, key-value heads, K, D).
-        attention_mask: None; transformers makes none for this function.
+        attention_mask: must be None; transformers makes no mask for this function.
         scaling: factor on the scores, default 1 / sqrt(D).
-        sliding_window: number of keys a query sees, itself included.
+        sliding_window: number of keys that a query sees, its own included.
         softcap: c in c * tanh(scores / c).
-        s_aux: (heads,) sinks.
-        **kwargs: other arguments of the model; dropout is ignored in evaluation mode.
+        s_aux: (heads,) attention sinks.
+        **kwargs: other arguments of the model; dropout is ignored, as the model is in evaluation mode.
 
     Returns:
-        (B, Q, heads, D) and None in place of the attention weights.
+        (B, Q, heads, D), and None in place of the attention weights.
 
     Raises:
-        ValueError: the model passes an unknown argument, or a mask of its own.
+        ValueError: the model passes an unknown argument or its own mask.
     """
     attention.refuse_unknown({name: value for name, value in kwargs.items() if name != "dropout"})
     if attention_mask is not None:
-        raise ValueError("the model makes an attention mask of its own, and the key/value cache does not apply it")
+        raise ValueError("the model makes its own attention mask, which the key/value cache does not apply")
     inputs = layer_inputs.current()
     cache, device_type = cast(Cache | None, inputs.cache), inputs.device_type
     batch, heads = query.shape[:2]
     spec = cache_spec(active_mesh(), key.shape)
     query, key, value = (constrain(each, spec) for each in (query, key, value))
     if cache is None or cache.step is None:
-        # Padding follows the prompt, so a causal mask hides it.
+        # Padding follows the prompt, so the causal mask hides it.
         ones = torch.ones(batch, query.shape[2], dtype=torch.int32, device=query.device)
         attend: Any = attention.sdpa_attention
         if kernels_on(device_type):
             attend = functools.partial(splash_attention.splash_attention, spec=spec, trains=False)
         options = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
-        visibility = inputs.visibility._replace(segment_ids=ones)  # images in the prompts look ahead
+        visibility = inputs.visibility._replace(segment_ids=ones)  # image tokens may attend to later tokens
         return attend(module, query, key, value, None, visibility=visibility, **options)
     mask = cache.mask(sliding_window)
     output = _attend_one(query, key, value, mask, scaling, softcap, s_aux, plain=device_type in ("cpu", "cuda"))
@@ -301,22 +300,22 @@ def _attend_one(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scaling: float | None,
     softcap: float | None, s_aux: torch.Tensor | None, plain: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """Attention of a decode step over the cache; plain = not on XLA.
+    """Computes attention of a decode step over the cache; `plain`: not on XLA.
 
     Returns:
-        (B, m, query heads of each m, D) for the m heads of the cache, one or more side by side.
+        (B, m, query heads per cache head, D) for the m heads of the cache, which may be groups of heads side by side.
     """
     batch, heads, _, size = query.shape
-    # The query heads of a key head become query positions, which avoids repeating the cache for each query head.
+    # The query heads of a key head become query positions, so that the cache is not repeated for every query head.
     beside = key.shape[3] // size
     grouped = query.to(value.dtype).reshape(batch, key.shape[1], heads // key.shape[1], size)
-    if beside > 1:  # zeros meet the keys of the other heads
+    if beside > 1:  # queries have zeros at the keys of the other heads
         parts = enumerate(grouped.chunk(beside, 2))
         grouped = torch.cat([F.pad(part, (at * size, (beside - 1 - at) * size)) for at, part in parts], 2)
     if softcap is None and s_aux is None and plain:
         return F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
-    # On XLA the function above scales the whole cache instead of the query, and `matmul` joins rows and heads to one
-    # dimension, for which a mesh would gather a cache sharded by heads.
+    # On XLA the function above scales the whole cache instead of the query. `matmul` flattens rows and heads into one
+    # dimension, for which a mesh would gather a cache that is sharded by heads.
     scores = torch.einsum("bhgd,bhsd->bhgs", grouped * (size**-0.5 if scaling is None else scaling), key)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap

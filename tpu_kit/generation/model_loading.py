@@ -1,4 +1,4 @@
-"""Loads a base or tuned model, and its tokenizer, to generate with."""
+"""Loads a base or tuned model and its tokenizer for generation."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from tpu_kit.model.weights.loading import load_base, load_frozen, read_config
 from tpu_kit.model.weights.saved_adapter import attach_adapter, is_whole, read_adapter
 from tpu_kit.model.weights.source import load_tokenizer
 
-_FP32_UP_TO = 1_000_000_000  # parameters: 4 GB in fp32, which CPUs compute faster than bf16
+_FP32_UP_TO = 1_000_000_000  # parameters (4 GB in fp32); CPUs compute fp32 faster than bf16
 
 
 def load_here(
     config: TrainConfig, adapter: Path | None, rt: Runtime, chat: bool | None = None, prompts: Sequence[Prompt] = ()
 ) -> tuple[torch.nn.Module, Any]:
-    """Loads the model on the replica's device, and its tokenizer, whose chat template renders prompts.
+    """Loads the model on the replica's device, and its tokenizer.
 
-    Training on plain text leaves no template in the adapter's folder. If `chat` is true, the base's takes its place;
-    None says so once, if there is a chat among the prompts.
+    An adapter that was trained on plain text has no chat template. If `chat` is true, the base model's template is used
+    instead. If `chat` is None and a prompt is a chat, rank 0 prints that prompts are asked as plain text.
     """
     model, tokenizer = runtime.load_once(rt, lambda: _read(config, adapter, rt))
     if chat and not tokenizer.chat_template:
@@ -41,8 +41,8 @@ def load_here(
         ensure_chat_template(base)
         tokenizer.chat_template = base.chat_template
     elif not tokenizer.chat_template and rt.rank == 0 and any(map(is_chat, prompts)):
-        text = "as plain text: the tokenizer of the adapter, or of the base model, has no chat template, as after"
-        print(f"asked            {text} training on plain text (chat=true: by the base's)", file=sys.stderr, flush=True)
+        text = "as plain text: the tokenizer of the adapter or base model has no chat template, as after training on"
+        print(f"asked            {text} plain text (chat=true uses the base model's)", file=sys.stderr, flush=True)
     return models.to_device(model, rt.local_device), tokenizer
 
 
@@ -51,10 +51,10 @@ def _read(config: TrainConfig, adapter: Path | None, rt: Runtime) -> tuple[torch
         check_generation(settings, config.model.trust_remote_code, config.model.images)
     device = "cuda" if rt.device_type == "cuda" else "cpu"
     model = load_for_generation(config.model, adapter, device, config.optim.objective)
-    whole = models.base_model(model).config  # a whole model has its own
+    whole = models.base_model(model).config  # a whole model has its own configuration
     check_generation(whole, config.model.trust_remote_code, config.model.images)
     if rt.device_type == "tpu" and config.model.base_dtype != "fp32":
-        models.cast(model, torch.bfloat16)  # small models are loaded in fp32, for CPUs
+        models.cast(model, torch.bfloat16)  # small models were loaded in fp32 for CPUs
     if rt.device_type in ("tpu", "xla-cpu"):
         families.connect(models.base_model(model), frozen=True)
     if rt.device_type == "cpu":
@@ -72,18 +72,18 @@ def load_for_generation(
 
     Args:
         config: the base model. Its weights are rounded to `base_dtype`, int8 and int4 included, as in training. On the
-            CPU models of up to 1e9 parameters then compute in fp32, which is faster there.
+            CPU, models of up to 1e9 parameters then compute in fp32, which is faster there.
         adapter_dir: the result of a run: a PEFT adapter, or a whole model (lora.r = 0), which replaces the base. None
-            for the base model. A head of the run's objective in it corrects the model's hidden states.
+            for the base model. If it contains a head of the run's objective, the head corrects the hidden states.
         device: the CPU or a CUDA device.
-        objective: `optim.objective` of the run, if it is the user's own; else the folder says it.
+        objective: the run's `optim.objective` if it is user-defined; for other objectives the folder names it.
 
     Raises:
         ValueError: the model cannot be read, or the adapter is missing, incomplete or of another model.
     """
     folder, on_cpu = None if adapter_dir is None else Path(adapter_dir), torch.device(device).type == "cpu"
     whole = folder is not None and is_whole(folder)
-    saved = None if folder is None or whole else read_adapter(folder)  # before the base, which may take minutes
+    saved = None if folder is None or whole else read_adapter(folder)  # first, as loading the base may take minutes
     if whole:
         config = replace(config, name=str(folder), revision=None, gguf_file=None)
     full = config.base_dtype == "fp32" or (whole and on_cpu)
@@ -91,7 +91,7 @@ def load_for_generation(
     families.connect(model, frozen=False)
     if folder is not None and saved is not None:
         model = attach_adapter(model, folder, *saved, config.name)
-    saved_in = folder or Path(config.name)  # a whole model may have a head, too
+    saved_in = folder or Path(config.name)  # a whole model may also have a head
     decoder, size = models.base_model(model).get_decoder(), models.text_config(model).hidden_size
     states_head.attach(decoder, saved_in, size, objective)
     if on_cpu and sum(p.numel() for p in model.parameters()) <= _FP32_UP_TO:
@@ -102,9 +102,9 @@ def load_for_generation(
 def arrange_for_few_rows(model: torch.nn.Module) -> torch.nn.Module:
     """Transposes weights in the CPU's memory for faster decode steps; their values do not change.
 
-    In a layer with more outputs than inputs, a product with one or two rows takes two thirds of the time if the weights
-    of an input are adjacent, and with more rows the same time as before (MKL, fp32, AMD EPYC). The head would take 1.2
-    times as long with 4 rows or more. Do not save the model afterwards.
+    If the weights of an input are adjacent, a layer with more outputs than inputs takes two thirds of the time for one
+    or two rows. For more rows the time does not change (MKL, fp32, AMD EPYC). The output head is left as it is, because
+    it would take 1.2 times as long for 4 rows or more. Do not save the model afterwards.
     """
     head = matrix_of(models.base_model(model).get_output_embeddings())
     for part in model.modules():

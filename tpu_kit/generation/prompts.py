@@ -1,4 +1,4 @@
-"""Encodes prompts as token ids, finds the end of a reply, and decodes replies into text, reasoning and answer."""
+"""Encodes prompts as token ids, finds the end of replies, and decodes replies to text, reasoning and answer."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from tpu_kit.data.chat.chat_template import PromptEncoder, default_stop, plain_p
 from tpu_kit.generation.sampling import Sampling
 
 Prompt = str | Sequence[Mapping[str, Any]] | Mapping[str, Any] | Sequence[int]
-"""A plain text, the messages of a chat, {"messages": ..., "tools": ..., "images": ...}, or token ids."""
+"""A text, the messages of a chat, {"messages": ..., "tools": ..., "images": ...}, or token ids."""
 
 
 def is_chat(prompt: Prompt) -> bool:
-    """Whether a prompt is a chat, and no text or token ids."""
+    """Whether a prompt is a chat, not a text or token ids."""
     return isinstance(prompt, Mapping) or (not isinstance(prompt, str) and isinstance(next(iter(prompt), 0), Mapping))
 
 
 def has_pictures(prompt: Prompt) -> bool:
-    """Whether a prompt is a chat about pictures."""
+    """Whether a prompt is a chat with pictures."""
     if not is_chat(prompt):
         return False
     whole: Any = prompt if isinstance(prompt, Mapping) else {"messages": prompt}
@@ -29,7 +29,7 @@ def has_pictures(prompt: Prompt) -> bool:
 
 
 def image_parts(messages: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Returns the parts of messages in which pictures are, or which say where they are."""
+    """Returns the content parts of messages that contain pictures or mark their places."""
     contents = [message.get("content") for message in messages]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     return [part for part in parts if isinstance(part, Mapping) and "image" in str(part.get("type"))]
@@ -37,16 +37,16 @@ def image_parts(messages: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Completion:
-    """One reply.
+    """A finished reply.
 
     Attributes:
         text: the reply without special tokens and without the stop string.
-        reasoning: the text between the tags; None if there is none.
+        reasoning: the text between the reasoning tags; None if there is none.
         answer: the text after the reasoning; empty if the reply ended within the reasoning.
-        tokens: the ids, including those that ended the reply.
-        finish_reason: "stop" (an end-of-turn token, a stop string) or "length".
-        logprob: sum of the tokens' log-probabilities, in nats, by the model's own distribution.
-        logprobs: of each token.
+        tokens: token ids, including the tokens that ended the reply.
+        finish_reason: "stop" (an end-of-turn token or a stop string) or "length".
+        logprob: sum of `logprobs`.
+        logprobs: log-probability of each token, in nats; see `Sampling.tempered_logprobs`.
     """
 
     text: str
@@ -63,9 +63,9 @@ class Row:
     """An unfinished reply.
 
     Attributes:
-        opened: whether the prompt ended with the opening tag of the reasoning.
-        tokens: generated so far.
-        logprobs: of the tokens.
+        opened: whether the prompt ended with the opening reasoning tag.
+        tokens: token ids generated so far.
+        logprobs: their log-probabilities, in nats.
         ended: whether the last token ended the reply.
     """
 
@@ -79,9 +79,9 @@ class PromptCodec:
     """Encodes prompts and decodes replies.
 
     Attributes:
-        tokenizer: of the model.
-        data: the tags of the reasoning, the system prompt, and the date in a chat template.
-        stops: `stop_ids`.
+        tokenizer: the model's tokenizer.
+        data: the reasoning tags, the system prompt, and the date for the chat template.
+        stops: ids that end a reply, see `stop_ids`.
     """
 
     def __init__(self, tokenizer: Any, causal: Any, data: DataConfig) -> None:
@@ -89,13 +89,13 @@ class PromptCodec:
         self._tags = (data.think_open, data.think_close)
         self.stops = stop_ids(causal, tokenizer, data)
         added = tokenizer.added_tokens_decoder
-        # A tag may be a special token, or have one in it, as `<|channel>thought` of Gemma 4.
+        # A tag may be or contain a special token, for example `<|channel>thought` of Gemma 4.
         tags = " ".join(self._tags)
         special = {id_ for id_, token in added.items() if token.special and token.content not in tags}
         self._dropped = special | self.stops
 
     def extend(self, row: Row, tokens: Iterable[int], logprobs: Iterable[float], sampling: Sampling) -> None:
-        """Adds the tokens of a block to a reply, up to the one that ends it or completes a stop string."""
+        """Adds the tokens of a block to a reply, up to the token that ends it or completes a stop string."""
         if row.ended:
             return
         before = len(row.tokens)
@@ -115,21 +115,21 @@ class PromptCodec:
     def encode(self, prompt: Prompt) -> list[int]:
         """Returns the token ids of a prompt.
 
-        The tokenizer's template renders a chat, whose last message is continued if it is the assistant's; without a
-        template a chat of one user turn is its text.
+        The tokenizer's chat template renders chats. If the last message is the assistant's, the model continues it.
+        Without a template, a chat of one user turn becomes its text.
 
         Raises:
-            ValueError: the prompt is empty, or the template refuses the chat, or there is none for several turns.
+            ValueError: the prompt is empty, the template refuses the chat, or a longer chat has no template.
         """
         if isinstance(prompt, str):
             special = self._encoder.special if self.data.special_text == "split" else None
-            ids = plain_prompt(self.tokenizer, prompt, special)  # the Generator checks lengths
+            ids = plain_prompt(self.tokenizer, prompt, special)  # the Generator checks the length
         elif isinstance(prompt, Mapping):
             ids = self._chat(prompt["messages"], prompt.get("tools"))
         elif prompt and isinstance(prompt[0], Mapping):
             ids = self._chat([message for message in prompt if isinstance(message, Mapping)])
         else:
-            ids = cast("list[int]", prompt)  # which may carry pictures
+            ids = cast("list[int]", prompt)  # may carry pictures
         if not ids:
             raise ValueError("the prompt is empty, so there is nothing to answer")
         return ids
@@ -140,13 +140,13 @@ class PromptCodec:
 
     def _chat(self, chat: Sequence[Mapping[str, Any]], tools: list[Any] | None = None) -> list[int]:
         if has_pictures(chat):
-            raise ValueError("it has pictures, which `generate` takes: a Generator takes token ids that carry them")
+            raise ValueError("it has pictures: call `generate`, or give the Generator token ids that carry them")
         messages = [dict(message) for message in chat]
-        if not self.tokenizer.chat_template:  # as after training on plain text
+        if not self.tokenizer.chat_template:  # for example, after training on plain text
             return plain_prompt(self.tokenizer, text_of(messages, tools))
         if self.data.system_prompt and messages[0].get("role") != "system":
             messages = [{"role": "system", "content": self.data.system_prompt}, *messages]
-        begun = messages[-1].get("role") == "assistant"  # its words are continued, as TRL does
+        begun = messages[-1].get("role") == "assistant"  # the model continues it, as in TRL
         return self._encoder.chat_ids(messages, tools, prompt=True, begun=begun)
 
     @cached_property
@@ -154,7 +154,7 @@ class PromptCodec:
         return PromptEncoder(self.tokenizer, self.data)
 
     def opens_reasoning(self, ids: Sequence[int]) -> bool:
-        """Whether a prompt ends with the opening tag of the reasoning."""
+        """Whether a prompt ends with the opening reasoning tag."""
         tail = self.tokenizer.decode(list(ids[-16:]), clean_up_tokenization_spaces=False)
         return bool(tail.rstrip().endswith(self.data.think_open))
 
@@ -168,7 +168,7 @@ class PromptCodec:
         return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
     def _stop_in(self, text: str, sampling: Sampling, opened: bool) -> int | None:
-        """Returns where the first stop string begins; white space around the reasoning belongs to it."""
+        """Returns the index of the first stop string, None without one; see `Sampling.stop_in_reasoning`."""
         begin = 0
         if not sampling.stop_in_reasoning:
             reasoning, closed, answer = text.partition(self.data.think_close)
@@ -179,7 +179,7 @@ class PromptCodec:
         return min((start for stop in sampling.stop if (start := text.find(stop, begin)) >= 0), default=None)
 
     def settled(self, text: str, sampling: Sampling) -> str:
-        """Returns the beginning of an unfinished text that later tokens cannot change."""
+        """Returns the beginning of an unfinished reply that later tokens cannot change."""
         text = text.rstrip("\ufffd")  # an incomplete character
         pending = max(
             (n for stop in sampling.stop for n in range(1, min(len(stop), len(text) + 1)) if text.endswith(stop[:n])),
@@ -198,20 +198,20 @@ class PromptCodec:
 
 
 def text_of(messages: Sequence[Mapping[str, Any]], tools: Any = None) -> str:
-    """Returns the text of a chat of one user turn; raises ValueError for another chat, which needs a template."""
+    """Returns the text of a chat of one user turn; raises ValueError for other chats, which need a template."""
     content = messages[0].get("content") if len(messages) == 1 else None
     if tools or not isinstance(content, str) or messages[0].get("role") != "user":
         raise ValueError(
-            "it is a chat of more than one user turn, or with tools, and no chat template is used, as the model was "
-            "trained on plain text or chat=false asks for it: give one text, or set chat=true"
+            "a chat with more than one user turn, or with tools, needs a chat template, but none is used. The model "
+            "was trained on plain text, or chat=false is set: give one text, or set chat=true"
         )
     return content
 
 
 def plain_template(tokenizer: Any) -> str:
-    """Returns a chat template that renders a question and its reply as plain text, as `PromptCodec` asks without one.
+    """Returns a chat template that renders a question and its reply as `PromptCodec` does without a template.
 
-    It refuses prompts that `text_of` refuses.
+    It refuses the prompts that `text_of` refuses.
     """
     begin = tokenizer.bos_token if tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id] else ""
     refused = "the model was trained on plain text, so the prompt must be one user turn; or set chat=true"
@@ -224,11 +224,11 @@ def plain_template(tokenizer: Any) -> str:
 
 
 def split_reasoning(text: str, data: DataConfig, opened: bool = False) -> tuple[str | None, str]:
-    """Splits a reply into its reasoning, None if it has none, and its answer.
+    """Splits a reply into (reasoning, answer); the reasoning is None if the reply has none.
 
     Args:
         text: the reply.
-        data: the tags.
+        data: the reasoning tags.
         opened: whether the prompt ended with the opening tag.
     """
     head, close, answer = text.rpartition(data.think_close)
@@ -241,13 +241,14 @@ def split_reasoning(text: str, data: DataConfig, opened: bool = False) -> tuple[
 
 
 def opened(prompt: str, data: DataConfig, asked: Any = None) -> str:
-    """Returns the first part of the answer that the prompt has.
+    """Returns the beginning of the answer that the prompt already contains, or "".
+
+    It is the assistant's last message if the prompt ends with one, else the opening reasoning tag if it ends with that.
 
     Args:
-        prompt: its text.
-        data: the tags.
-        asked: the prompt as messages, or text. Where it ends in the assistant's own words, these are continued; else
-            the prompt may end with the opening tag of the reasoning.
+        prompt: the rendered prompt.
+        data: the reasoning tags.
+        asked: the prompt as messages or text.
     """
     words = str(asked[-1].get("content") or "") if isinstance(asked, list) and asked[-1]["role"] == "assistant" else ""
     if words and prompt.endswith(words.rstrip()):
@@ -256,11 +257,11 @@ def opened(prompt: str, data: DataConfig, asked: Any = None) -> str:
 
 
 def stop_ids(causal: Any, tokenizer: Any, data: DataConfig) -> set[int]:
-    """Returns the ids that end an answer.
+    """Returns the ids of tokens that end a reply.
 
-    They include the end-of-turn token of the chat template: many base models come with an instruct model's template,
-    whose token neither the generation config nor the tokenizer has as the end. A tokenizer without a template gets the
-    template of training, also for the base model.
+    They include the end-of-turn token of the chat template. Many base models come with an instruct model's template
+    whose end-of-turn token is neither in the generation config nor the tokenizer's eos_token. A tokenizer without a
+    template gets the end-of-turn token of the training template.
     """
     named = causal.generation_config.eos_token_id
     ids = {*named} if isinstance(named, list) else {named}
@@ -275,9 +276,9 @@ def stop_ids(causal: Any, tokenizer: Any, data: DataConfig) -> set[int]:
 
 
 def texts_of(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
-    """Returns what each token adds to the text of the four before it: a tokenizer may strip the space of a first one.
+    """Returns the text of each token, decoded after the four before it, as a tokenizer may strip a leading space.
 
-    A character of several tokens belongs to its last one.
+    A character of several tokens belongs to its last token.
     """
     texts = []
     for end in range(1, len(tokens) + 1):

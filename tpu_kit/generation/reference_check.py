@@ -1,7 +1,7 @@
-"""Checks, before a model is downloaded, that the kit trains it and generates with it as transformers does.
+"""Checks, before a model is downloaded, that training and generation with the kit match transformers.
 
-A narrow copy of the model has all its layers, few heads and random weights. It is prepared as the run prepares the
-model. Its logits and gradients must be those of transformers' eager attention on each document alone.
+A narrow copy of the model has all its layers, few heads and random weights, and is prepared as in the run. Its logits
+and gradients must match transformers' eager attention, which processes each document alone.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from tpu_kit.xla import traced_program
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-_TOLERANCE = 1e-3  # of the largest logit; in fp32 another order of summation changes 1e-7 to 1e-5 of it
-_GRADIENT_TOLERANCE = 2e-2  # of the norm of a tensor's gradient; XLA:CPU changes up to 1.5e-3 of it
-_ROUNDING, _MOST = 2.0, 0.2  # times transformers' own difference, and the largest bound of logits by that
-_SMALL = 1e-3  # of the largest gradient's norm; a key's bias has no gradient but rounding
-_MOST_PARAMETERS = 100_000_000  # of a narrow copy
+_TOLERANCE = 1e-3  # share of the largest logit; another order of summation in fp32 changes 1e-7 to 1e-5
+_GRADIENT_TOLERANCE = 2e-2  # share of the norm of a tensor's gradient; XLA:CPU changes up to 1.5e-3
+_ROUNDING, _MOST = 2.0, 0.2  # the bound is this multiple of transformers' own difference, at most this for logits
+_SMALL = 1e-3  # share of the largest gradient's norm; the gradient of a key's bias is only rounding
+_MOST_PARAMETERS = 100_000_000  # in a narrow copy
 _VOCABULARY, _WINDOW = 128, 8
-_DOCUMENTS, _ROW = (21, 16, 13), 37  # tokens; all documents are longer than a window
+_DOCUMENTS, _ROW = (21, 16, 13), 37  # lengths in tokens; all documents are longer than a window
 _NOT_COMPARED = "it cannot be compared with transformers"
 _QUICK_COMPILES = {"XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"}
 _NO_SIZES = ("quantization_config", "dtype", "torch_dtype", "architectures", "_name_or_path", "transformers_version")
@@ -56,7 +56,7 @@ _CAPS = {
     r"(num|n|moe_num)_((local|routed|moe|zero)_)?experts(_num)?|zero_expert_num": 16,
     r"(moe|expert|shared).*intermediate_size|.*expert.*(size|dim)": 32,
 }
-# Sizes in proportion to the hidden size or to the number of heads; those of a head, a state or a low rank stay.
+# Sizes proportional to the hidden size or the number of heads. Sizes of a head, a state or a low rank are not divided.
 _DIVIDED = (
     r"(hidden_size|hidden_dim|d_model|n_embd|n_embed|dim_model|embedding_size|lru_width|conv_dim|residual_dim"
     r"|.*intermediate_size|.*ffn.*(dim|size)|.*mlp_(dim|size)|n_inner|inner_dim|d_ff|dim_ff|block_(ff_)?dim|mamba_d_ssm"
@@ -67,16 +67,16 @@ _DIVIDED = (
 def check_training(config: TrainConfig, device_type: str, model: PreTrainedConfig | None = None) -> None:
     """Checks that a run trains its model as transformers defines it; reads no weights.
 
-    It takes a few seconds. An unknown family on XLA is also compared on XLA:CPU, in a child process, in about a minute.
+    It takes a few seconds; for an unknown family on XLA, about a minute, as a child process also compares on XLA:CPU.
 
     Args:
-        config: the run. A model without a readable configuration passes: loading it explains why.
-        device_type: of the run; the kernels of a TPU get segment ids instead of a mask.
-        model: its configuration, if it was read before.
+        config: the run. A model without a readable configuration passes, because loading it explains the error.
+        device_type: the run's device type; TPU kernels get segment ids instead of a mask.
+        model: the model's configuration if already read.
 
     Raises:
-        ValueError: the model cannot be trained this way; the text names the settings with which it can be, if there
-            are any. Or the run generates, and the model cannot.
+        ValueError: the model cannot be trained with these settings; the text names a setting that works, if there is
+            one. Or the run generates and the model does not generate correctly.
     """
     model = model or read_config(config.model)
     if model is None:
@@ -86,27 +86,27 @@ def check_training(config: TrainConfig, device_type: str, model: PreTrainedConfi
         changes = ("model.attention=sdpa", "optim.scan_layers=off", "data.packing=false")
         advice = f"Or use a model of another family, such as {', '.join(trainable.COMPARED)}"
         for change in changes:
-            with contextlib.suppress(ValueError):  # the run's other settings, such as a mesh, may exclude this one
+            with contextlib.suppress(ValueError):  # the run's other settings, such as a mesh, may forbid the change
                 if not _training_problem(load_config(config.to_dict(), [change]), model, device_type):
                     why = ", which puts one document in each row" if change == changes[-1] else ""
                     advice = f"Set {change}{why}"
                     break
         family = f"{model.model_type} (model.name={config.model.name})"
-        raise ValueError(f"{family} cannot be trained this way: {problem}. {advice}{other_transformers()}")
+        raise ValueError(f"{family} cannot be trained with these settings: {problem}. {advice}{other_transformers()}")
     if config.generates:
         check_generation(model, config.model.trust_remote_code, config.model.images)
 
 
 def check_generation(model: PreTrainedConfig, trust_remote_code: bool = False, images: bool = False) -> None:
-    """Checks that a model generates the same with the kit's key/value cache as transformers without a cache.
+    """Checks that a model generates the same tokens with the kit's key/value cache as transformers without a cache.
 
     Args:
-        model: its configuration.
-        trust_remote_code: whether the model may run Python code of its own.
-        images: whether its prompts may have images.
+        model: the model's configuration.
+        trust_remote_code: whether Python code from the model's repository may run.
+        images: whether prompts may have images.
 
     Raises:
-        ValueError: it does not.
+        ValueError: the replies differ or cannot be compared.
     """
     compare = _Comparison(str(_sizes(model)), lambda: _compare_replies(narrow_model(model, trust_remote_code)))
     pictured = _Comparison(
@@ -136,7 +136,7 @@ def _training_problem(config: TrainConfig, model: PreTrainedConfig, device_type:
             pictured = _pictured(model, config.model.trust_remote_code)
             problem = _compare_training(config, model, device_type, torch.device("cpu"), pictured)
             problem = problem and f"with images, {problem}"
-            on_xla = False  # families of images are known
+            on_xla = False  # all families with images are known
         return _on_xla(config, device_type) if on_xla and not problem else problem
 
     return _problem(_Comparison(f"{device_type} {way} {_sizes(model)}", compute))
@@ -144,7 +144,7 @@ def _training_problem(config: TrainConfig, model: PreTrainedConfig, device_type:
 
 @dataclass(frozen=True)
 class _Comparison:
-    """A comparison with transformers; one of an equal key has an equal result."""
+    """A comparison with transformers; comparisons with equal keys have equal results."""
 
     key: str
     compute: Callable[[], str] = field(compare=False)
@@ -152,10 +152,10 @@ class _Comparison:
 
 @functools.cache  # it takes up to a minute
 def _problem(comparison: _Comparison) -> str:
-    """Returns what a comparison finds, "" if nothing; an error in it is a problem."""
+    """Returns the problem that a comparison finds, or ""; an exception is a problem, too."""
     try:
         return comparison.compute()
-    except Exception as error:  # the code of a model may raise anything
+    except Exception as error:  # a model's code may raise anything
         return _text(error)
 
 
@@ -169,7 +169,7 @@ def _text(error: Exception) -> str:
 
 
 def _has_head(config: PreTrainedConfig) -> bool:
-    """Whether transformers has a class for the text model alone, as it has not for Qwen2.5-VL."""
+    """Whether transformers has a class for the text model alone; it has none for Qwen2.5-VL."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING as CLASSES
 
     text = config.get_text_config()
@@ -177,14 +177,14 @@ def _has_head(config: PreTrainedConfig) -> bool:
 
 
 def narrow_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
-    """Builds the narrow copy of a language model, in fp32 on the CPU; the global random state does not change.
+    """Builds the narrow copy of a language model, in fp32 on the CPU, without changing the global random state.
 
     It has no output head if transformers has no class for the text model alone.
 
     Raises:
         ValueError: no copy of the model can be built.
     """
-    import torch._dynamo  # transformers' models import it, and torch 2.8 cannot do that under `torch.device`
+    import torch._dynamo  # transformers' models import it, which fails in torch 2.8 under `torch.device`
     from transformers import AutoModel, AutoModelForCausalLM
 
     kind = AutoModelForCausalLM if trust_remote_code or _has_head(config) else AutoModel
@@ -193,7 +193,7 @@ def narrow_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> P
     for divisor in _divisors(full):
         try:
             narrow = type(full)(**_narrowed(full, divisor))
-            narrow._name_or_path = full._name_or_path  # where a model's own code is
+            narrow._name_or_path = full._name_or_path  # the place of the model's own code
             for device in ("meta", "cpu"):
                 with torch.random.fork_rng(devices=[]), torch.device(device), warnings.catch_warnings(action="ignore"):
                     torch.manual_seed(0)
@@ -204,9 +204,9 @@ def narrow_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> P
                 if model.num_parameters() > _MOST_PARAMETERS:
                     raise ValueError(f"the narrowest copy has {model.num_parameters():,} parameters")
             return _randomize(model.eval())
-        except Exception as error:  # for sizes that do not fit together a model's code may raise anything
+        except Exception as error:  # for incompatible sizes, a model's code may raise anything
             failures[f"{type(error).__name__}: {brief(error)}"] = error
-    raise ValueError(f"{_NOT_COMPARED}, as no narrow copy of it can be built ({'; '.join(failures)})")
+    raise ValueError(f"{_NOT_COMPARED}, because no narrow copy of it can be built ({'; '.join(failures)})")
 
 
 def _sizes(config: PreTrainedConfig) -> dict[str, Any]:
@@ -214,20 +214,20 @@ def _sizes(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _size(config: PreTrainedConfig, name: str) -> Any:
-    """Returns a size of a configuration; of layers with different ones, as Gemma 4 12B's, that of most."""
+    """Returns a size from a configuration; if it differs by layer, as in Gemma 4 12B, the size of most layers."""
     try:
         return getattr(config, name, None)
-    except RuntimeError:  # of transformers, which then wants to know the layer
+    except RuntimeError:  # transformers needs a layer if the size differs by layer
         return config.to_dict().get(name)
 
 
 def _divisors(config: PreTrainedConfig) -> list[int]:
-    """Returns divisors of the sizes, the best first: two heads remain, or four in two groups."""
+    """Returns divisors for the sizes, best first: the largest that leaves two heads, or four in two groups."""
     names = ("hidden_size", "num_attention_heads", "num_key_value_heads")
     hidden, heads, pairs = (n if isinstance(n := _size(config, name), int) else 0 for name in names)
     common, least = math.gcd(hidden, heads), min(heads, 4 if 1 < pairs < heads else 2)
     divisors = [n for n in range(1, common + 1) if common % n == 0 and hidden // n >= 64] or [1]
-    # Grouped products of experts need a hidden size that is a multiple of 16.
+    # Grouped matrix products of experts need a hidden size that is a multiple of 16.
     return sorted(divisors, key=lambda n: (heads // n >= least, hidden // n % 16 == 0, n), reverse=True)
 
 
@@ -241,7 +241,7 @@ def _narrowed(config: PreTrainedConfig, divisor: int) -> dict[str, Any]:
         return min([value, *caps]) if caps or not re.fullmatch(_DIVIDED, name) else max(1, value // divisor)
 
     sizes = {name: narrow(name, value) for name, value in copy.deepcopy(_sizes(config)).items()}
-    sizes["vocab_size"] = _VOCABULARY  # also of a model with fewer: the ids that are compared are below it
+    sizes["vocab_size"] = _VOCABULARY  # even if the model has fewer: all compared ids are below it
     heads, pairs = sizes.get("num_attention_heads"), _size(config, "num_key_value_heads")
     if isinstance(heads, int) and isinstance(pairs, int) and pairs > 1:
         most = max(2, pairs // divisor)
@@ -250,13 +250,13 @@ def _narrowed(config: PreTrainedConfig, divisor: int) -> dict[str, Any]:
 
 
 def _randomize(model: Any) -> Any:
-    """Sets random parameters, large enough for sharp attention; neutral values could hide a difference."""
+    """Sets random parameters, large enough for sharp attention, because neutral values could hide a difference."""
     generator, embedding = torch.Generator().manual_seed(1), model.get_input_embeddings().weight
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter is embedding or "lora_B" in name:
-                parameter.copy_(0.1 * noise)  # with large ones, rounding of tanh on XLA changes the gradient of GELU
+                parameter.copy_(0.1 * noise)  # for large values, XLA's rounding of tanh changes the gradient of GELU
             elif parameter.dim() > 1:
                 parameter.copy_(noise * 1.5 / math.sqrt(parameter[0].numel() / max(1, parameter.dim() - 2) or 1))
             else:
@@ -270,11 +270,11 @@ def _random_ids(*lengths: int) -> list[torch.Tensor]:
 
 
 def _eager(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Returns the logits (S, V) of a model of transformers for one row of token ids (S,)."""
+    """Returns the logits (S, V) of transformers' model for one row of token ids (S,)."""
     try:
         logits: torch.Tensor = model(input_ids=ids[None], use_cache=False).logits[0]
     except Exception as error:
-        raise ValueError(f"{_NOT_COMPARED}, whose eager attention fails: {_text(error)}") from error
+        raise ValueError(f"{_NOT_COMPARED}, because its eager attention fails: {_text(error)}") from error
     return logits
 
 
@@ -283,7 +283,7 @@ def _eager(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Texts:
-    """The documents of a comparison: random tokens.
+    """The documents of a comparison, made of random tokens.
 
     Attributes:
         model: builds the narrow copy.
@@ -292,16 +292,16 @@ class _Texts:
     model: Callable[[], Any]
 
     def reference(self, stock: Any) -> torch.Tensor:
-        """Returns the logits of transformers for each document alone, one after the other."""
+        """Returns transformers' logits (tokens, V) for each document alone, concatenated."""
         return torch.cat([_eager(stock, ids) for ids in self.documents])
 
     @property
     def documents(self) -> list[torch.Tensor]:
-        """The token ids of each document."""
+        """The token ids of the documents."""
         return _random_ids(*_DOCUMENTS)
 
     def rows(self, packing: bool) -> dict[str, torch.Tensor]:
-        """Returns a batch of the documents, in their order."""
+        """Returns a batch that has the documents in order."""
         return _packed(self.documents, _ROW, packing)
 
 
@@ -311,7 +311,7 @@ def _texts(config: TrainConfig, model: PreTrainedConfig) -> _Texts:
 
 @dataclass(frozen=True)
 class _Pictured(_Texts):
-    """The documents of a comparison with images, in one row; `reference_of` is `model.families.vision_reference`."""
+    """The documents of a comparison with images, in one row; `reference_of`: `model.families.vision_reference`."""
 
     config: Any
     reference_of: Any
@@ -338,7 +338,7 @@ def _packed(documents: list[torch.Tensor], length: int, packing: bool, order: An
 
 
 def _pictured(model: PreTrainedConfig, trust_remote_code: bool) -> _Pictured:
-    """Returns the comparison with images of a narrow copy of a whole model."""
+    """Returns documents with images, and a builder of the narrow copy of the whole model."""
     from transformers import AutoModelForImageTextToText
 
     from tpu_kit.model.families import vision_reference
@@ -359,33 +359,33 @@ def _pictured(model: PreTrainedConfig, trust_remote_code: bool) -> _Pictured:
 def _compare_training(
     config: TrainConfig, model: PreTrainedConfig, device_type: str, device: torch.device, held: _Texts | None = None
 ) -> str:
-    """Describes how logits or gradients of a copy on `device` differ from those of transformers; "" if they do not."""
+    """Describes how the copy's logits or gradients on `device` differ from transformers'; "" if they match."""
     shares = differences(config, model, device_type, device, held)
     most, gradient = _TOLERANCE, _GRADIENT_TOLERANCE
     if not (shares["logits"] <= most and max(shares.values()) <= gradient):
         most, gradient = _with_rounding(config, model, held)
     if not (share := shares.pop("logits")) <= most:
         whose = "transformers' eager attention on each document alone"
-        return f"logits differ by {share:.1%} of the largest one from those of {whose}"
+        return f"logits differ by {share:.1%} of the largest logit from {whose}"
     wrong = {name: share for name, share in shares.items() if not share <= gradient}
     if not wrong:
         return ""
     worst = max(wrong, key=wrong.__getitem__)
-    whose = f"those of transformers, most that of {worst}, by {wrong[worst]:.0%} of its norm"
+    whose = f"transformers, the most {worst}, by {wrong[worst]:.0%} of its norm"
     return f"{len(wrong)} of {len(shares)} gradients differ from {whose}"
 
 
 def _with_rounding(config: TrainConfig, model: PreTrainedConfig, held: _Texts | None) -> tuple[float, float]:
-    """Returns bounds for logits and gradients of a copy that amplifies rounding, as one of many layers does.
+    """Returns bounds for logits and gradients of a copy that amplifies rounding, such as a copy with many layers.
 
-    They follow from the difference of transformers' own two attentions. Of 48 layers of Gemma 4 12B that is 1 % of the
-    logits and as much as the gradients, which say nothing then; of its first 12 it is 0.003 %.
+    They follow from the difference between transformers' eager and SDPA attention. For all 48 layers of Gemma 4 12B,
+    logits differ by 1 % and gradients by 100 %, which makes them meaningless; for its first 12 layers, by 0.003 %.
     """
     held = held or _texts(config, model)
     adapted = _adapted_copy(config, held)
     try:
         shares = _shares(_of_transformers(adapted, held, "sdpa"), _of_transformers(adapted, held))
-    except ValueError:  # transformers has one attention for the family
+    except ValueError:  # transformers has only one attention for the family
         return _TOLERANCE, _GRADIENT_TOLERANCE
     logits = _ROUNDING * shares.pop("logits")
     gradients = _ROUNDING * max(shares.values())
@@ -395,22 +395,22 @@ def _with_rounding(config: TrainConfig, model: PreTrainedConfig, held: _Texts | 
 def differences(
     config: TrainConfig, model: PreTrainedConfig, device_type: str, device: torch.device, held: _Texts | None = None
 ) -> dict[str, float]:
-    """Compares a narrow copy of a model, prepared as a run prepares it, with transformers on each document alone.
+    """Compares a narrow copy of a model, prepared as in the run, with transformers on each document alone.
 
     Args:
         config: the run.
-        model: the configuration of the model.
-        device_type: of the run.
-        device: where the copy runs; on a mesh any of its devices.
+        model: the model's configuration.
+        device_type: the run's device type.
+        device: the device of the copy; on a mesh, any of its devices.
         held: the documents; None for random tokens.
 
     Returns:
-        For each trained tensor, whose gradients are compared, ||difference|| / ||reference||. Very small gradients
-        count as a thousandth of the largest. For "logits" that, or if it is larger, as for a fault at few tokens, the
-        largest difference as a share of the largest logit.
+        For the gradient of each trained tensor, by its name, ||difference|| / ||reference||. A very small ||reference||
+        counts as a thousandth of the largest. For "logits", the larger of this ratio and the largest difference as a
+        share of the largest logit, which finds errors at few tokens.
 
     Raises:
-        ValueError: no copy can be built or trained this way.
+        ValueError: the copy cannot be built or cannot be trained with these settings.
     """
     held = held or _texts(config, model)
     adapted = _adapted_copy(config, held)
@@ -422,7 +422,7 @@ def differences(
     result = _backward(adapted, logits.flatten(0, 1)[used])
     if not torch.equal(state, torch.get_rng_state()):
         raise ValueError(
-            "its code draws random numbers in training, and a layer that is recomputed would draw others; set the "
+            "its code draws random numbers in training, and a recomputed layer would draw different numbers; set the "
             "dropout in its config.json to 0"
         )
     return _shares(result, expected)
@@ -437,7 +437,7 @@ def _shares(result: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) 
 
 
 def _adapted_copy(config: TrainConfig, held: _Texts) -> torch.nn.Module:
-    # Large adapters, as of rank 2 with alpha=32, make attention so sharp that rounding alone changes logits by 0.1 %.
+    # Large adapters, such as rank 2 with alpha=32, sharpen attention so much that rounding changes logits by 0.1 %.
     lora = replace(config.lora, init="default", dropout=0.0, alpha=max(1, math.isqrt(config.lora.r)))
     lora = replace(lora, vision=lora.vision and isinstance(held, _Pictured))
     with warnings.catch_warnings(action="ignore"):
@@ -448,7 +448,7 @@ def _adapted_copy(config: TrainConfig, held: _Texts) -> torch.nn.Module:
 
 
 def _of_transformers(adapted: torch.nn.Module, held: _Texts, attends: str = "eager") -> dict[str, torch.Tensor]:
-    """Returns the result of `_backward` of the same weights with transformers' own attention, each document alone."""
+    """Returns `_backward` for the same weights with transformers' attention `attends`, each document alone."""
     reference = copy.deepcopy(adapted).eval()
     stock = models.base_model(reference)
     stock.set_attn_implementation(attends)
@@ -456,10 +456,10 @@ def _of_transformers(adapted: torch.nn.Module, held: _Texts, attends: str = "eag
 
 
 def _prepare(model: torch.nn.Module, config: TrainConfig, device_type: str, held: _Texts) -> dict[str, torch.Tensor]:
-    """Prepares a copy as the run prepares the model, and returns rows of the documents in their order."""
+    """Prepares a copy as in the run; returns a batch that has the documents in order."""
     batch = held.rows(config.data.packing)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        models.hidden_states(model, batch)  # refuses dropout of attention
+        models.hidden_states(model, batch)  # raises for attention dropout
     for part in model.modules():
         if isinstance(part, torch.nn.Dropout):
             part.p = 0.0
@@ -468,13 +468,13 @@ def _prepare(model: torch.nn.Module, config: TrainConfig, device_type: str, held
 
 
 def _backward(model: torch.nn.Module, logits: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Returns logits and the gradients of their randomly weighted sum by name, on the CPU."""
+    """Returns, on the CPU, the logits and the gradients of their randomly weighted sum, by parameter name."""
     generator = torch.Generator().manual_seed(4)
     (logits * torch.randn(logits.shape, generator=generator).to(logits.device)).sum().backward()
     trained = models.trainable_parameters(model)
     tensors = [logits.detach()]
     tensors += [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in trained.values()]
-    # XLA compiles a program for each tensor that is read.
+    # XLA compiles a program for each read tensor, so all are read as one.
     flat = torch.cat([tensor.flatten() for tensor in tensors]).cpu().split([tensor.numel() for tensor in tensors])
     first, *rest = (part.view(tensor.shape) for part, tensor in zip(flat, tensors, strict=True))
     gradients = dict(zip(trained, rest, strict=True))
@@ -482,7 +482,7 @@ def _backward(model: torch.nn.Module, logits: torch.Tensor) -> dict[str, torch.T
 
 
 def _on_xla(config: TrainConfig, device_type: str) -> str:
-    """Runs `_compare_training` on XLA:CPU, in a process that a crash of the compiler may end."""
+    """Runs `_compare_training` on XLA:CPU in a child process, because the compiler may crash."""
     request = json.dumps({"config": config.to_dict(), "device_type": device_type})
     environment = xla_cpu_environment() | _QUICK_COMPILES
     done = run_child(["-m", "tpu_kit.generation.reference_check"], environment, given=request)
@@ -494,10 +494,10 @@ def _on_xla(config: TrainConfig, device_type: str) -> str:
 
 
 def main() -> None:
-    """Compares on XLA:CPU, in the child; the last line on stdout is the answer."""
+    """Compares on XLA:CPU, in the child process; the last line on stdout is the problem as JSON."""
     request = json.loads(sys.stdin.read())
     config, device = load_config(request["config"]), traced_program.device()
-    (torch.ones(2, device=device, requires_grad=True) * 2).sum().backward()  # before the CPU's engine starts
+    (torch.ones(2, device=device, requires_grad=True) * 2).sum().backward()  # before autograd's CPU engine starts
     model = read_config(config.model)
     assert model is not None, "the caller has read it"
     with traced_program.refusing():
@@ -517,9 +517,9 @@ def _narrow_with_pictures(model: PreTrainedConfig, trust_remote_code: bool) -> t
 
 
 def _compare_replies(model: PreTrainedModel, held: _Pictured | None = None) -> str:
-    """Describes how greedy replies to prompts differ from those of transformers; "" if they do not.
+    """Describes how greedy replies differ from transformers'; "" if they match.
 
-    The prompts are two of random tokens, or the documents of `held`.
+    The prompts are two rows of random tokens, or the documents of `held`.
     """
     asked = held.reference_of.documents(held.config) if held else []
     prompts = [one.ids for one in asked] or _random_ids(11, 4)
@@ -531,7 +531,7 @@ def _compare_replies(model: PreTrainedModel, held: _Pictured | None = None) -> s
     pairs = list(zip(prompts, tokens.long().T, strict=True))
 
     def of_transformers(attends: str) -> list[torch.Tensor]:
-        """Returns the logits of each reply."""
+        """Returns transformers' logits at the tokens of each reply."""
         model.set_attn_implementation(attends)
         found = []
         with torch.no_grad():
@@ -548,18 +548,18 @@ def _compare_replies(model: PreTrainedModel, held: _Pictured | None = None) -> s
         wrong += [expected.gather(-1, reply[:, None])[:, 0] - chosen, expected.amax(-1) - chosen]
     share, most = float(torch.cat(wrong).abs().max()) / largest, _TOLERANCE
     if not share <= most:
-        with contextlib.suppress(ValueError):  # transformers has one attention for the family
+        with contextlib.suppress(ValueError):  # transformers has only one attention for the family
             apart = [one - other for one, other in zip(of_transformers("sdpa"), known, strict=True)]
             most = max(most, min(_MOST, _ROUNDING * float(torch.cat(apart).abs().max()) / largest))
     if share <= most:
         return ""
-    return f"log-probabilities of its replies differ by {share:.1%} of the largest logit from those of transformers"
+    return f"log-probabilities of its replies differ from transformers by {share:.1%} of the largest logit"
 
 
 def replies(
     model: PreTrainedModel, prompts: list[list[int]], steps: int = 12, images: Mapping[str, torch.Tensor] | None = None
 ) -> torch.Tensor:
-    """Generates greedily with the kit's cache; returns (2, steps, prompts): tokens and their log-probabilities."""
+    """Generates greedily with the kit's cache; returns token ids and log-probabilities, (2, steps, prompts) fp32."""
     width, sampling = max(map(len, prompts)) - 1, Sampling(steps)
     decoder = Decoder(model, CpuRuntime(0, 1, torch.device("cpu")), steps, width + steps)
     ids, lengths = filled([prompt[:-1] for prompt in prompts], width, len(prompts))

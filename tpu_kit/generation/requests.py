@@ -1,4 +1,4 @@
-"""Options of the commands that answer prompts; importing them loads no torch."""
+"""Options of the commands that answer prompts; the import loads no torch."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ if TYPE_CHECKING:
 
 @dataclass
 class AnsweringModel:
-    """Which model answers, and how it is asked."""
+    """Options that select the model and how it is asked."""
 
     adapter: str | None = knob(
         AUTO,
-        "A run, its config.yaml, its adapter or a checkpoint, also in gs://; auto = that of the run that is given as "
-        "the configuration, null = the base model.",
+        "A run, its config.yaml, its adapter or a checkpoint, also in gs://; auto = the adapter of the run given as "
+        "configuration, null = the base model.",
     )
     chat: bool | None = knob(
         None,
-        "Put prompts through the chat template; false = use them as they are; null = as the model was trained: an "
-        "adapter of plain text has no chat template.",
+        "Render prompts with the chat template; false = use them as plain text; null = as the model was trained (an "
+        "adapter trained on plain text has no chat template).",
     )
 
 
 @dataclass
 class JudgedModel(AnsweringModel):
-    """What `evaluate` asks."""
+    """Options of `evaluate`: the model or the server whose answers are judged."""
 
     server: str | None = knob(
-        None, "A server with OpenAI's interface, such as http://localhost:8000 of vLLM, whose answers are judged in "
-        "place of a model's; OPENAI_API_KEY of the environment is its key.",
+        None, "URL of a server with OpenAI's API, such as http://localhost:8000 of vLLM; its answers are judged "
+        "instead of a local model's. The environment variable OPENAI_API_KEY is its key.",
     )  # fmt: skip
     served_model: str | None = knob(None, "The model's name there; null = the name with which `export` serves the run.")
 
@@ -46,20 +46,20 @@ class JudgedModel(AnsweringModel):
         if self.server is None and self.served_model:
             raise ValueError(f"served_model={self.served_model}: it has no effect without server=http://...")
         if self.server is not None and not self.server.startswith(("http://", "https://")):
-            raise ValueError(f"server={self.server}: give its address, such as http://localhost:8000")
+            raise ValueError(f"server={self.server}: give a URL, such as http://localhost:8000")
 
 
 @dataclass
 class Prompts(AnsweringModel):
-    """What `generate` answers, and how often."""
+    """Options of `generate`: the prompts, their pictures and the number of samples."""
 
     prompt: tuple[str, ...] = knob((), "The question; may be given several times.")
-    image: tuple[str, ...] = knob((), "A picture that each prompt is about, a file or gs://; several times for more.")
+    image: tuple[str, ...] = knob((), "A picture for every prompt, a file or gs://; may be given several times.")
     prompts: str | None = knob(
-        None, "A file of texts, one a line, or .jsonl with a prompt, or messages and tools, and images."
+        None, "A file with a prompt per line; in .jsonl, a line has a prompt, or messages and tools, and images."
     )
-    n: int = knob(1, "Samples of each prompt.", at_least=1)
-    rows: int = knob(8, "The most rows of a batch in each replica.", at_least=1)
+    n: int = knob(1, "Samples per prompt.", at_least=1)
+    rows: int = knob(8, "Maximum number of rows in a batch of one replica.", at_least=1)
     truncate: bool = knob(False, "Cut off the beginning of a prompt that is too long.")
 
     def __post_init__(self) -> None:
@@ -75,15 +75,15 @@ class Prompts(AnsweringModel):
 
 
 def read_prompts(file: str) -> list[Prompt]:
-    """Reads a file of questions: a text in each line, or JSON lines with a prompt, or with messages and tools.
+    """Reads a file of prompts: a text per line, or JSON lines with a "prompt", or with "messages" and "tools".
 
-    Each may have `images`, or an `image`: paths below the folder of the file, data URLs, or addresses of a bucket.
+    A JSON line may have "images" or an "image": paths below the file's folder, data URLs, or bucket addresses.
 
     Raises:
-        ValueError: it cannot be read, or a line asks nothing.
+        ValueError: the file cannot be read, or a line has no prompt.
     """
     try:
-        lines = Path(file).read_text("utf-8-sig").split("\n")  # str.splitlines also splits within a text, as at U+2028
+        lines = Path(file).read_text("utf-8-sig").split("\n")  # str.splitlines would split at U+2028 within a text
     except (OSError, ValueError) as error:
         raise ValueError(f"prompts={file} cannot be read ({error}); give a text file, or JSON lines") from error
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
@@ -100,14 +100,14 @@ def _prompt(place: str, line: str, file: str) -> Prompt:
     prompt, tools = row.get("messages") or row.get("prompt"), row.get("tools")
     chat = isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt)
     if not prompt or not (chat or isinstance(prompt, str)):
-        raise ValueError(f'{place}: {show(line)} is no prompt; write {{"prompt": "..."}} or {{"messages": [...]}}')
+        raise ValueError(f'{place}: {show(line)} is not a prompt; write {{"prompt": "..."}} or {{"messages": [...]}}')
     if row.get("system") or (tools and not chat):
         raise ValueError(
-            f'{place}: a system prompt, or tools beside a text, are not read; write {{"messages": [{{"role": "system", '
+            f'{place}: "system", or "tools" without messages, is not read; write {{"messages": [{{"role": "system", '
             '"content": "..."}, ...], "tools": [...]}'
         )
     if chat and prompt[-1].get("role") == "assistant" and (len(prompt) == 1 or not prompt[-1].get("content")):
-        raise ValueError(f"{place}: the chat ends in a reply, so it asks nothing; remove its last message")
+        raise ValueError(f"{place}: the chat ends with a reply, so there is no question; remove its last message")
     made = {"messages": prompt, "tools": tools} if tools else prompt
     from tpu_kit.generation.prompts import has_pictures
 
@@ -126,11 +126,11 @@ def _prompt(place: str, line: str, file: str) -> Prompt:
 
 
 def about(prompt: Prompt, images: Sequence[Any]) -> Prompt:
-    """Returns a chat about pictures, whose parts may say where they are; raises ValueError if it has some."""
+    """Adds `images` to a prompt, whose parts may mark their places; raises ValueError if it already has pictures."""
     from tpu_kit.generation.prompts import image_parts
 
     whole: Any = prompt if isinstance(prompt, Mapping) else {"messages": prompt}
     named = [part for part in image_parts(whole["messages"]) if any(part[key] for key in part if key != "type")]
     if whole.get("images") or named:
-        raise ValueError("image: a prompt has pictures of its own; leave the others out")
+        raise ValueError("image: a prompt already has its own pictures; leave image out")
     return {**whole, "images": images}

@@ -1,6 +1,6 @@
 """Versions of torch_tpu (TorchTPU) and of the packages beside it, and which backend for TPUs an environment has.
 
-TorchTPU succeeds torch_xla, and its packages exclude those of torch_xla. Needs nothing but Python.
+TorchTPU succeeds torch_xla; both cannot be installed together. This module needs nothing but Python.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ TESTED: dict[str, str] = {
 }  # fmt: skip
 """Package -> its version, all pinned in requirements-torch-tpu.txt."""
 
-# Of the last release of torch_xla, and of the tested one of torch_tpu. Colab's TPU image of 2026-08-19 has torch_xla
-# 2.9.0, Kaggle's of 2026-03 has 2.8.0 (tests/images).
+# Dates of torch_xla's last release and of the tested torch_tpu. Colab's TPU image of 2026-08-19 has torch_xla 2.9.0,
+# Kaggle's image of 2026-03 has 2.8.0 (tests/images).
 _RELEASED = {"torch_xla": "2025-11", "torch_tpu": "2026-10-19"}
 
 

@@ -175,9 +175,9 @@ def decide(
 
     Args:
         site: the machine and its packages.
-        hardware: "tpu", "torch-tpu", "gpu" or "auto". auto means tpu if the system has wheels of torch_xla, because a
-            CPU rehearses with it; gpu on a machine with a GPU, or with torch but neither torch_xla nor TPU; torch-tpu
-            if the tested torch_tpu is installed.
+        hardware: "tpu", "torch-tpu", "gpu" or "auto". auto means torch-tpu if the tested torch_tpu is installed. It
+            means gpu on a machine with a GPU, on a system without wheels of torch_xla, or with torch but neither
+            torch_xla nor a TPU. Otherwise it means tpu, because a CPU rehearses with it.
         torch_index: URL of an index with other wheels of torch.
         source: where the kit came from; a folder of wheels replaces the package index.
         extras: extras of the kit to install too, such as "trackers".

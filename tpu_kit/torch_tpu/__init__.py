@@ -1,5 +1,5 @@
-"""Calls of torch_tpu (TorchTPU), many of them private, behind a few functions; experimental.
+"""Wraps calls of torch_tpu (TorchTPU), many of them private; experimental.
 
-Offers the device, programs of traced functions, loops and JAX kernels in them. Must not know what they compute.
-Without torch_tpu every module can be imported.
+Offers the device, programs of traced functions, loops and JAX kernels. Must not know models, data or training.
+Every module can be imported without torch_tpu.
 """

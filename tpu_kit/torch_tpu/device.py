@@ -1,4 +1,4 @@
-"""Opens TorchTPU's device "tpu", of which each process has one chip, and reads its counters."""
+"""Opens TorchTPU's device "tpu", one chip per process, and reads its counters."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from tpu_kit.torch_tpu.environment import other_plugin
 
 
 def open_device() -> torch.device:
-    """Registers the device in this process, and returns it.
+    """Registers the device in this process and returns it.
 
-    A first tensor on a machine without a chip would abort the process: `detection.detect` looks for one before.
+    Without a chip, the first tensor would abort the process; `detection.detect` therefore looks for a chip first.
     """
     plugin = other_plugin()
     import torch_tpu._loader as loader
 
     if plugin:  # `load` does nothing without a chip
-        os.environ["TPU_LIBRARY_PATH"] = plugin  # the import has set libtpu's
+        os.environ["TPU_LIBRARY_PATH"] = plugin  # the import has set it to libtpu
         loader._init_device("tpu")
     else:
         loader.load()
@@ -27,20 +27,20 @@ def open_device() -> torch.device:
 
 
 def has_kernels(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is on TorchTPU's device, and its programs may hold kernels for a TPU."""
+    """Whether a tensor is on TorchTPU's device and its programs can contain TPU kernels."""
     return tensor.device.type == "tpu" and not other_plugin()
 
 
 def compile_count() -> int:
-    """Number of programs that this process has compiled, of single operations too."""
+    """Returns the number of programs that this process has compiled, including programs of single operations."""
     return int(_tpu()._get_cache_stats().num_compilations)
 
 
 def memory(device: torch.device) -> tuple[int | None, int | None]:
-    """Peak of the memory in use and its size, bytes; None where the plugin does not tell."""
-    if other_plugin():  # that for the CPU tells nothing, in four lines on stderr each time
+    """Returns (peak memory in use, memory size) in bytes; None if the plugin does not report them."""
+    if other_plugin():  # the plugin for the CPU reports nothing and prints four lines on stderr per call
         return None, None
-    accelerator: Any = torch.accelerator  # of torch 2.13
+    accelerator: Any = torch.accelerator  # torch 2.13
     _, total = accelerator.get_memory_info(device)
     return (accelerator.max_memory_allocated(device), total) if total else (None, None)
 

@@ -14,7 +14,7 @@ def call(function: functools.partial[Any], tensors: Sequence[torch.Tensor], outp
     """Runs a JAX function on tensors of TorchTPU's device.
 
     Args:
-        function: of a module, with its static settings as only argument. It takes arrays and returns a tuple.
+        function: a module's function, with its static settings as the only bound argument; returns a tuple of arrays.
         tensors: its arguments.
         outputs: number of its results.
     """
@@ -24,7 +24,7 @@ def call(function: functools.partial[Any], tensors: Sequence[torch.Tensor], outp
 
 @functools.cache
 def _operation(function: Callable[..., Any], settings: tuple[Any, ...], inputs: int, outputs: int) -> Any:
-    """Registers the operation; TorchTPU reads how many arrays it takes and returns from its signature."""
+    """Registers the operation; TorchTPU reads the numbers of arguments and results from its signature."""
     import jax
 
     def run(*arrays: Any) -> Any:
@@ -32,7 +32,7 @@ def _operation(function: Callable[..., Any], settings: tuple[Any, ...], inputs: 
         return found[0] if outputs == 1 else tuple(found)
 
     kind, array = inspect.Parameter.POSITIONAL_OR_KEYWORD, jax.Array
-    run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # which inspect reads of a function
+    run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # which inspect reads
         [inspect.Parameter(f"input{number}", kind, annotation=array) for number in range(inputs)],
         return_annotation=array if outputs == 1 else tuple[(array,) * outputs],  # type: ignore[misc]  # made here
     )

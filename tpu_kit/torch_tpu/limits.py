@@ -1,4 +1,4 @@
-"""What `launch.device_type=torch-tpu` needs, and does not do yet: refused by name before anything starts."""
+"""Requirements and unsupported features of `launch.device_type=torch-tpu`, checked before anything starts."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tpu_kit.torch_tpu.environment import ELSEWHERE, NAME, other_plugin
 
 
 def check_machine(at: Machine, replicas: int = 1) -> None:
-    """Checks without opening the device that this machine and its packages can run torch_tpu.
+    """Checks that this machine and its packages can run torch_tpu, without opening the device.
 
     Raises:
-        ValueError: torch_tpu is absent, of a version that was not tested or beside torch_xla; or there is no chip, or
-            another process holds it; or there are replicas for some of the chips.
+        ValueError: torch_tpu is missing, has an untested version or is installed beside torch_xla; there is no chip, or
+            another process holds it; or `replicas` is neither 1 nor the number of chips.
     """
     if wrong := torch_tpu.mismatches(at.version):
         text = ", ".join(
@@ -24,7 +24,7 @@ def check_machine(at: Machine, replicas: int = 1) -> None:
             for name, tested in wrong.items()
         )
         raise ValueError(
-            f"launch.device_type={NAME}: {text}, with which it was tested. Here is "
+            f"launch.device_type={NAME}: {text}, with which it was tested. This environment has "
             f"{torch_tpu.describe_backends(at.version)}. Make one with torch_tpu:\n  {environment_line(NAME)}"
         )
     if at.version("torch_xla"):
@@ -41,20 +41,20 @@ def check_machine(at: Machine, replicas: int = 1) -> None:
         )
     if (chips := len(at.tpus()) or len(at.nodes())) and replicas not in (1, chips):
         raise ValueError(
-            f"launch.device_type={NAME}: launch.num_replicas={replicas} with {chips} chip(s): replicas have one chip "
-            f"each, and take all or one; set launch.num_replicas={chips}, or 1"
+            f"launch.device_type={NAME}: launch.num_replicas={replicas} with {chips} chip(s): a replica has one chip, "
+            f"and a run uses all chips or one; set launch.num_replicas={chips}, or 1"
         )
     if (held := check_holder(at)).status == "failure":
         raise ValueError(f"launch.device_type={NAME}: the chip is {held.found}. {held.fix}")
 
 
 def tracer(device_type: str) -> str:
-    """Returns the package that traces a TPU's programs for `launch.device_type`."""
+    """Returns the name of the package that traces TPU programs for `launch.device_type`."""
     return "torch_tpu" if device_type == NAME else "torch_xla"
 
 
 def compiler_problem(version: Version = installed_version) -> str:
-    """Says what the compiler of this backend's programs lacks here, with the fix; empty where it can be used."""
+    """Returns the reason why this backend's compiler cannot be used here, with the fix; empty if it can."""
     wrong = torch_tpu.mismatches(version)
     needed = ", ".join(f"{name} {tested}" for name, tested in wrong.items())
     text = f"the compiler of launch.device_type={NAME} needs {needed}; make an environment: {environment_line(NAME)}"
@@ -62,19 +62,19 @@ def compiler_problem(version: Version = installed_version) -> str:
 
 
 def run_limits(config: TrainConfig) -> list[str]:
-    """What a run for any backend asks for that this one, if it is meant, does not do, with the fix."""
+    """Returns `problems` for a run on one host, or none if the run is for another backend."""
     return problems(config, 1) if config.launch.device_type == NAME else []
 
 
 def problems(config: TrainConfig, hosts: int) -> list[str]:
-    """What a run asks for that the backend does not do, with the fix."""
+    """Returns the features of a run that the backend does not support, with fixes."""
     return [f"{names}: {text}, which launch.device_type={NAME} does not do yet; {fix}"
             for names, text, fix in _asked(config, hosts)]  # fmt: skip
 
 
 def _asked(config: TrainConfig, hosts: int) -> Iterator[tuple[str, str, str]]:
     if hosts > 1:
-        yield "launch.hosts", f"{hosts} hosts train together", f"start it on one of them, or {ELSEWHERE}"
+        yield "launch.hosts", f"{hosts} hosts train together", f"start it on one host, or {ELSEWHERE}"
     if config.launch.mesh not in (None, "auto"):
         yield "launch.mesh", f"{config.launch.mesh} shards the model", f"remove it, or {ELSEWHERE}"
     if config.recipe != "train":
@@ -83,6 +83,6 @@ def _asked(config: TrainConfig, hosts: int) -> Iterator[tuple[str, str, str]]:
         yield "optim.objective", f"{config.optim.objective} is not the supervised loss", ELSEWHERE
     if config.lora.dropout and config.optim.remat == "none":
         text = f"lora.dropout={config.lora.dropout:g} outside of a loop"
-        yield "optim.remat lora.dropout", text, "set optim.remat=full, with which layers are a loop"
+        yield "optim.remat lora.dropout", text, "set optim.remat=full, which runs the layers as a loop"
     if config.model.images:
-        yield "model.images", "the model sees pictures", ELSEWHERE
+        yield "model.images", "the model reads pictures", ELSEWHERE

@@ -1,4 +1,4 @@
-"""Loops and orders of execution in a function that `program` traces."""
+"""Loops and ordering constraints in functions that `program` traces."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ def scan(
     reverse: bool = False,
     constants: Tensors | None = None,
 ) -> tuple[Tensors, Tensors]:
-    """Adds PyTorch's scan to the traced function, which TorchTPU lowers to a while loop.
+    """Adds PyTorch's scan to the traced function; TorchTPU lowers it to a while loop.
 
-    The operation runs below autograd, so the body, which may use autograd, is traced before. TorchTPU loops backward if
-    the nodes of the body are annotated so.
+    The operation runs below autograd, so the body, which may use autograd, is traced first. An annotation of the body's
+    nodes makes TorchTPU loop backward.
 
     Args:
-        body: takes the carry and the slices of one turn, and `constants` if there are any; returns the next carry and
-            the outputs of the turn. It may read no other tensors.
-        carry: at the start.
-        inputs: (N, ...) each.
-        reverse: from the last slice to the first; outputs are in the order of the inputs.
-        constants: tensors that all turns read.
+        body: takes the carry and the slices of an iteration, and `constants` if there are any; returns the next carry
+            and the outputs of the iteration. It must not read other tensors.
+        carry: the initial carry.
+        inputs: tensors (N, ...).
+        reverse: whether to go from the last slice to the first; outputs keep the order of the inputs.
+        constants: tensors that all iterations read.
 
     Returns:
-        The last carry, and the outputs stacked, (N, ...) each.
+        The final carry, and the outputs stacked to (N, ...).
     """
     from torch.fx import traceback
     from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
@@ -43,7 +43,7 @@ def scan(
     def turn(*flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
         more = [list(flat[last:])] if constants else []
         state, outputs = body(list(flat[:end]), list(flat[end:last]), *more)
-        return tuple(tensor.clone() for tensor in (*state, *outputs))  # none may be an input
+        return tuple(tensor.clone() for tensor in (*state, *outputs))  # results must not be inputs
 
     with disable_proxy_modes_tracing():
         like = [*carry, *(tensor[0] for tensor in inputs), *held]
@@ -51,12 +51,12 @@ def scan(
         graph = make_fx(turn)(*given)
 
     def annotated(*flat: torch.Tensor) -> Any:
-        annotate: Any = traceback.annotate  # type: ignore[attr-defined]  # of torch 2.13
+        annotate: Any = traceback.annotate  # type: ignore[attr-defined]  # torch 2.13
         note = annotate({"torch_tpu_scan_reverse": True}) if reverse else contextlib.nullcontext()
         with note:
             return tuple(graph(*flat))
 
-    # The trace has the casts of autocast, for which the operation has no kernel.
+    # The operation has no kernel for autocast; the trace already contains autocast's casts.
     uncast = torch.autocast("tpu", enabled=False)
     with uncast, torch._C._AutoDispatchBelowAutograd(), traceback.preserve_node_meta():
         found = torch.ops.higher_order.scan(annotated, carry, inputs, tuple(held))
@@ -64,6 +64,6 @@ def scan(
 
 
 def after(done: Tensors, tensors: Tensors) -> Tensors:
-    """Returns the tensors, which the traced function then computes with after all of `done`."""
+    """Returns `tensors`, made dependent on all of `done` in the traced function."""
     barrier = torch.tpu.ops.optimization_barrier  # type: ignore[attr-defined]  # torch_tpu adds it
     return list(barrier([*done, *tensors]))[len(done) :]

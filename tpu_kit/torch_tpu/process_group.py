@@ -1,4 +1,4 @@
-"""The process group "tpu_dist" of a run on several chips, of which each process has one."""
+"""The process group "tpu_dist" of a run on several chips, with one chip per process."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 GROUP = "cpu:gloo,tpu:tpu_dist"
-"""For `init_process_group`: tensors of the CPU go through gloo. With a group of another kind, such as "fake", the
-collectives of a traced function are no part of its program, and nothing says so."""
+"""Backends for `init_process_group`; CPU tensors use gloo. With another backend, such as "fake", the collectives of a
+traced function are silently left out of its program."""
 
 _SUM = re.compile(r'stablehlo\.all_reduce"?\(.*?replica_groups = dense<([^>]*)>', re.DOTALL)
 
 
 def prepare_launch(replicas: int) -> None:
-    """Sets in the launcher the variables on which all processes of this host must agree, before they start."""
+    """Sets the environment variables that all processes of this host share; the launcher calls it before they start."""
     from torch_tpu._internal.distributed.distributed import set_tpu_launch_env
 
     set_tpu_launch_env(nproc_per_node=replicas)
 
 
 def take_chip(rank: int, replicas: int) -> None:
-    """Sets the variables by which torch_tpu gives this process a chip, before its import.
+    """Sets the environment variables from which torch_tpu assigns this process a chip; called before its import.
 
-    It looks for an address, too, at which nothing listens: the replicas meet at a store of the kit's.
+    torch_tpu also requires a master address, at which nothing listens: the replicas meet at the kit's own store.
     """
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": replicas, "MASTER_PORT": 1}
     os.environ.update({name: str(number) for name, number in numbers.items()}, MASTER_ADDR="localhost")
 
 
 def join_alone(replicas: int) -> None:
-    """Joins, as the first, a group whose other replicas do not exist, for programs that are compiled alone."""
+    """Joins, as rank 0, a group whose other replicas do not exist, for programs that are only compiled."""
     import torch.distributed as dist
 
     take_chip(0, replicas)
@@ -45,10 +45,10 @@ def join_alone(replicas: int) -> None:
 
 
 def _answering_store(replicas: int) -> dist.Store:
-    """Returns a store that answers for the other replicas, with the device that the first one tells, and its number.
+    """Returns a store that answers for the other replicas with the device of rank 0.
 
-    torch_tpu gathers them by entries "LENGTH:LENGTH:world_topo:RANKDEVICE,X,Y,...": the lengths are of what follows,
-    and of the name, which the device follows at once.
+    torch_tpu gathers entries "LENGTH:LENGTH:world_topo:RANKDEVICE,X,Y,...". The first length is of everything after it,
+    the second of "world_topo:RANK"; the device follows without a separator.
     """
     import torch.distributed as dist
 
@@ -62,7 +62,7 @@ def _answering_store(replicas: int) -> dist.Store:
                 self._device = bytes(value).decode().partition("world_topo:0")[2].partition(",")[2]
 
         def add(self, key: str, value: int) -> int:
-            return replicas  # that have told theirs
+            return replicas  # the number of replicas that have added an entry
 
         def wait(self, keys: list[str], *_: object) -> None:
             """Returns at once."""
@@ -79,20 +79,20 @@ def _answering_store(replicas: int) -> dist.Store:
 
 
 def check_all_reduces(text: str, replicas: int) -> None:
-    """Checks that the program of a step sums over all replicas, once.
+    """Checks that the program of a step sums exactly once over all replicas.
 
     Args:
-        text: of its StableHLO module.
-        replicas: number of all.
+        text: the text of the program's StableHLO module.
+        replicas: number of replicas; 1 must not sum.
 
     Raises:
-        ValueError: it does not, so the replicas would drift apart.
+        ValueError: the program does not, so the replicas would drift apart.
     """
     groups = [[group.count(",") + 1 for group in re.findall(r"\[([^\[\]]*)\]", found)] for found in _SUM.findall(text)]
     if groups != ([[replicas]] if replicas > 1 else []):
         raise ValueError(
             f"launch.num_replicas={replicas}: the compiled step has {len(groups)} all-reduces, over groups of {groups} "
-            f"replicas, and must have one over {replicas}: without it the replicas would drift apart. torch_tpu leaves "
-            "out those of a process group that is not its own. Set launch.num_replicas=1, with which "
+            f"replicas, but needs one over {replicas}; otherwise the replicas would drift apart. torch_tpu leaves out "
+            "all-reduces of other process groups than its own. Set launch.num_replicas=1, with which "
             f"launch.device_type={NAME} needs none, or {ELSEWHERE}"
         )

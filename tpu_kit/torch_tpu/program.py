@@ -1,7 +1,7 @@
-"""Functions as programs: traced by `make_fx`, with their backward passes, and compiled by TorchTPU.
+"""Makes functions programs: traces them with `make_fx`, backward pass included, and compiles them with TorchTPU.
 
-TorchTPU runs each operation as a program of its own unless a graph is compiled. Its compiler for graphs is private, and
-alone takes the numbers of donated inputs; `torch.compile` takes the same graph without them.
+Without a compiled graph, TorchTPU runs every operation as a program. Its graph compiler is private; only that compiler
+supports donated inputs. `torch.compile` compiles the same graph without donation.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ Tensors = list[torch.Tensor]
 
 
 def is_traced(tensor: torch.Tensor) -> bool:
-    """Whether a tensor of TorchTPU's device belongs to a function that is being traced."""
+    """Whether a tensor is on TorchTPU's device in a function that is being traced."""
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
     return tensor.device.type == "tpu" and get_proxy_mode() is not None
 
 
 def trace(fn: Callable[..., Sequence[torch.Tensor]], example: Sequence[torch.Tensor]) -> torch.fx.GraphModule:
-    """Traces a function of tensors, which may use autograd, with tensors without values.
+    """Traces a function of tensors, which may use autograd, with fake tensors.
 
     Args:
-        fn: takes tensors and returns new ones; it may not change its arguments.
-        example: tensors of the shapes, dtypes and devices of the calls.
+        fn: takes tensors and returns new tensors; it must not change its arguments.
+        example: tensors with the shapes, dtypes and devices of the calls.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch_tpu._internal.compile import _backend
@@ -42,17 +42,17 @@ def trace(fn: Callable[..., Sequence[torch.Tensor]], example: Sequence[torch.Ten
 
 
 class Program:
-    """A function of tensors, traced and compiled when it is made, for tensors of the shapes of an example.
+    """A function of tensors that is traced and compiled, on construction, for the shapes of an example.
 
     Args:
-        name: shown in profiles.
+        name: name of the program in profiles.
         fn: see `trace`.
         example: see `trace`.
-        donated: how many of the arguments, the first, may be overwritten by results; they have no values after a call.
-        replicas: that run the program together, which sums over them once if there are several.
+        donated: number of the first arguments that results may overwrite; they have no values after a call.
+        replicas: number of replicas that run the program together; with several, it must sum over them once.
 
     Raises:
-        ValueError: it does not; see `process_group.check_all_reduces`.
+        ValueError: see `process_group.check_all_reduces`.
     """
 
     def __init__(
@@ -67,18 +67,18 @@ class Program:
 
 
 class Programs:
-    """Functions of trees of tensors, each a program for each structure and shapes of its arguments.
+    """Runs functions of trees of tensors as programs, compiled once per name, structure and shapes of the arguments.
 
-    Several `replicas` run each of them together; see `Program`.
+    For `replicas` see `Program`.
     """
 
     def __init__(self, replicas: int = 1) -> None:
         self._replicas = replicas
         self._programs: dict[Any, Program] = {}
-        self._results: dict[Any, Any] = {}  # structures of what the functions return
+        self._results: dict[Any, Any] = {}  # structures of the functions' results
 
     def run(self, name: str, fn: Callable[..., Any], donated: int, *trees: Any) -> Any:
-        """Runs a function; a later one of the same name must compute the same. For `donated` see `Program`."""
+        """Runs a function; functions with the same name must compute the same. For `donated` see `Program`."""
         leaves, given = tree_flatten(trees)
         key = name, given, tuple((tensor.shape, tensor.dtype) for tensor in leaves)
         if key not in self._programs:
@@ -92,16 +92,16 @@ class Programs:
 
 
 class ModelProgram:
-    """A function that computes with a model, as a program whose inputs are also the present tensors of the model.
+    """A function that computes with a model, as a program with the model's current tensors as additional inputs.
 
     Args:
-        name: shown in profiles.
-        fn: takes tensors and returns others. With `steps` it takes the carried tensors first, and returns their new
-            values and then the tensors to stack.
-        example: tensors of the shapes and dtypes of the calls.
-        model: its parameters and buffers may change between calls, its shapes not.
-        steps: number of turns of a loop over `fn`; None runs it once.
-        carried: number of tensors that each step passes to the next, and a call overwrites; the others are constant.
+        name: name of the program in profiles.
+        fn: takes tensors and returns tensors. With `steps`, it takes the carried tensors first, and returns their new
+            values followed by the tensors to stack.
+        example: tensors with the shapes and dtypes of the calls.
+        model: the model; its parameters and buffers may change between calls, but not their shapes.
+        steps: number of iterations of a loop over `fn`; None runs it once.
+        carried: number of tensors that a step passes to the next step and a call overwrites; others are constant.
     """
 
     def __init__(
@@ -129,14 +129,14 @@ class ModelProgram:
         self._program = Program(name, flat, [*example, *tensors.values()], carried)
 
     def __call__(self, *tensors: torch.Tensor) -> Tensors:
-        """Runs the program; with `steps` returns the carried tensors, then the stacked ones."""
+        """Runs the program; with `steps`, returns the carried tensors, then the stacked tensors."""
         return self._program(*tensors, *tensors_of(self._model).values())
 
 
 def trace_with(
     model: torch.nn.Module, fn: Callable[..., Sequence[torch.Tensor]], example: Sequence[torch.Tensor]
 ) -> torch.fx.GraphModule:
-    """Traces a function that computes with a model, as `trace`; its further arguments are `tensors_of` the model."""
+    """Traces a function that computes with a model; the graph's additional arguments are `tensors_of(model)`."""
     tensors, count = tensors_of(model), len(example)
 
     def run(*inputs: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -147,13 +147,13 @@ def trace_with(
 
 
 def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters and buffers of a model by name, a tied one once."""
+    """Returns the parameters and buffers of a model by name; tied tensors occur once."""
     return {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
 
 
 @contextmanager
 def computing_with(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Lets a model compute with other tensors than its own, by name."""
+    """Context manager in which a model computes with the given tensors, by name, instead of its own."""
     from torch.nn.utils.stateless import _reparametrize_module
 
     with _reparametrize_module(model, dict(tensors), tie_weights=True):
@@ -163,16 +163,16 @@ def computing_with(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) 
 def _compiled(
     graph: torch.fx.GraphModule, example: Sequence[torch.Tensor], donated: int, name: str, replicas: int
 ) -> Any:
-    """Compiles a graph; without donation where the private compiler does not take it: the old values stay beside."""
+    """Compiles a graph with the private compiler, or if that fails, with `torch.compile` and without donation."""
     try:
         from torch_tpu._internal.compile.compiler import StaticCompiler
 
-        done = StaticCompiler(debug=True if replicas > 1 else None)(  # with its text
+        done = StaticCompiler(debug=True if replicas > 1 else None)(  # keeps the text
             graph, list(example), True, donated_inputs=list(range(donated)), module_name=name
         )
     except (ImportError, TypeError) as error:
         if replicas > 1:
-            unread = f"the program of this torch_tpu cannot be read ({error}), so its all-reduce is not checked"
+            unread = f"the program of this torch_tpu cannot be read ({error}), so its all-reduce cannot be checked"
             raise ValueError(f"launch.num_replicas={replicas}: {unread}; set it to 1, or {ELSEWHERE}") from error
         return torch.compile(graph, backend="tpu", fullgraph=True)
     if replicas > 1:

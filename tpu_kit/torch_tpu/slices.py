@@ -1,4 +1,4 @@
-"""Reads and writes of a slice whose place the device knows, which TorchTPU's own indexing asks the host for."""
+"""Reads and writes slices at an index on the device; TorchTPU's own indexing would read the index on the host."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tpu_kit.torch_tpu import kernels
 
 
 def take(stack: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-    """Returns a slice of a stack, (G, ...), at `place`, () integer."""
+    """Returns the slice of a stack (G, ...) at `place`, () integer."""
     return kernels.call(functools.partial(_taken), [stack, place.int()], 1)[0]
 
 
 def write(stack: torch.Tensor, new: torch.Tensor, place: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
-    """Returns (G, B, heads, S, D) with (B, heads, n, D) at `place`, () integer, from `slot`, (1,) integer, on."""
+    """Returns (G, B, heads, S, D) with `new` (B, heads, n, D) at `place`, () integer, from `slot`, (1,) integer, on."""
     return kernels.call(functools.partial(_written), [stack, new, place.int(), slot.int()], 1)[0]
 
 

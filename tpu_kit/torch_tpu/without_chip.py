@@ -1,7 +1,7 @@
-"""Lowers traced functions to StableHLO without a TPU: TorchTPU's kernels and collectives ask for a device.
+"""Lowers traced functions to StableHLO without a TPU, although TorchTPU's kernels and collectives need a device.
 
-For a while, libtpu makes a PJRT client of a topology in place of one of chips. It names its devices, as TorchTPU asks,
-and runs nothing. Any number of replicas on such devices have a process group "tpu_dist" in this process alone.
+libtpu temporarily makes a PJRT client for a topology instead of chips. The client describes its devices and runs
+nothing. For several replicas on such devices, this process alone forms a process group "tpu_dist".
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 PJRT_MINOR = 90
-"""The version of PJRT's C API that the client speaks; functions that came later are hidden."""
+"""The minor version of PJRT's C API that the client reports; later functions are hidden."""
 
 FUNCTIONS = {
     "Plugin_Initialize": 3, "Client_Create": 10, "Client_PlatformName": 12, "Client_PlatformVersion": 14,
@@ -25,25 +25,23 @@ FUNCTIONS = {
     "TopologyDescription_Create": 82, "TopologyDescription_GetDeviceDescriptions": 86,
     "Client_TopologyDescription": 95,
 }  # fmt: skip
-"""Places in the table `PJRT_Api`, which has `COUNT` of them in that version."""
+"""Indices of functions in the table `PJRT_Api`, which has `COUNT` functions in that version."""
 COUNT = 128
 
-_HEAD = (
-    40  # bytes before the functions: the size of the table, extensions, and size, extensions and numbers of a version
-)
+_HEAD = 40  # bytes before the functions: size and extensions of the table; size, extensions and numbers of the version
 _WORD, _STRING, _LONGS = 8, 0, 2  # bytes of a field; types of options
-_Fields = ctypes.POINTER(ctypes.c_uint64)  # of a call's structure: its size, extensions, the object, then results
+_Fields = ctypes.POINTER(ctypes.c_uint64)  # a call's structure: its size, extensions, the object, then results
 _Function = ctypes.CFUNCTYPE(ctypes.c_void_p, _Fields)
 
 
 @contextlib.contextmanager
 def topology_as_device(name: str, bounds: Sequence[int], chip_config: str | None = None) -> Iterator[torch.device]:
-    """Makes TorchTPU's device one of a topology, in a process that has not opened a device.
+    """Context manager that yields a device of a topology as TorchTPU's device; the process must not have opened one.
 
     Args:
-        name: of the topology, such as "v5e:2x2".
+        name: name of the topology, such as "v5e:2x2".
         bounds: chips of a host along each axis.
-        chip_config: of `machine.chips.Topology.chip_config_name`.
+        chip_config: `machine.chips.Topology.chip_config_name`.
     """
     import libtpu
 
@@ -97,14 +95,14 @@ def topology_as_device(name: str, bounds: Sequence[int], chip_config: str | None
     answer("Client_TopologyDescription", topology)
     answer("Client_Devices", listed, count)
     for owner in ("Client_AddressableDevices", "Memory_AddressableByDevices"):
-        answer(owner, listed, 1)  # the first is that of this process
+        answer(owner, listed, 1)  # the first device belongs to this process
     for owner in ("Client_AddressableMemories", "Device_AddressableMemories"):
         answer(owner, memories, 1)
     respond("Device_GetDescription", lambda device: [devices[device]])
     try:
         import torch_tpu._loader as loader
 
-        loader._init_device("tpu")  # which makes the client later, for the first tensor
+        loader._init_device("tpu")  # the first tensor makes the client
         yield torch.device("tpu", 0)
     finally:
         ctypes.memmove(table, before, size)
@@ -119,13 +117,13 @@ def _make_writable(start: int, size: int) -> None:
 
 
 def lower(graph: torch.fx.GraphModule, example: Sequence[torch.Tensor]) -> str:
-    """Lowers a traced function, for `topology_as_device`; returns the text of the StableHLO module.
+    """Lowers a traced function within `topology_as_device`; returns the text of the StableHLO module.
 
-    It is what TorchTPU's compiler makes of the graph, with 1 in place of each random integer, whose state is on a chip.
+    The module is the same as in TorchTPU's compiler, except that random integers, whose state is on a chip, become 1.
 
     Args:
-        graph: of `program.trace`.
-        example: see `program.trace`; the arguments of the module, in their order.
+        graph: from `program.trace`.
+        example: see `program.trace`; the arguments of the module, in order.
     """
     from torch._subclasses.fake_tensor import unset_fake_temporarily
     from torch_tpu._internal.compile import scan, tpu_torch_compile
@@ -145,7 +143,7 @@ def lower(graph: torch.fx.GraphModule, example: Sequence[torch.Tensor]) -> str:
     drawn = torch.ops.aten.randint
     for node in [node for node in graph.graph.nodes if node.target in (drawn.default, drawn.low)]:
         node.args, node.target = (node.args[-1], 1), torch.ops.aten.full.default
-    kept, export.fx_to_mlir = export.fx_to_mlir, module_of  # of bodies of loops, which it would compile, too
+    kept, export.fx_to_mlir = export.fx_to_mlir, module_of  # the original would also compile the bodies of loops
     try:
         return str(Lowering()(graph, example, True))
     finally:

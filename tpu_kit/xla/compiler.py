@@ -1,4 +1,4 @@
-"""Compiles traced programs for a TPU that the machine need not have: the compile-only client of libtpu, by jaxlib."""
+"""Compiles traced programs for a TPU, which the machine need not have, with libtpu's compile-only client."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from tpu_kit.distributed.replica.mesh import active_mesh
 from tpu_kit.xla import hlo
 from tpu_kit.xla.traced_program import Program
 
-# Products of sharded weights as gathers and one product: as loops over the shards a step compiles for minutes.
+# Multiplies gathered weights instead of looping over their shards: with the loops, a step compiles for minutes.
 _SPMD_OPTIONS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
 _RESULT_LAYOUTS = "mhlo.xla_entry_computation_result_layout"
-LOW_EFFORT = -1.0  # of XLA's exec_time_optimization_effort, whose default is 0
+LOW_EFFORT = -1.0  # value of XLA's exec_time_optimization_effort, whose default is 0
 
 
 def _hlo() -> Any:
-    """Returns the module of jaxlib that has the classes of HLO; one of their own from 0.10 on."""
+    """Returns jaxlib's module with the HLO classes, which is a separate module from 0.10 on."""
     from jaxlib import xla_client
 
     return getattr(xla_client, "hlo", xla_client._xla)
 
 
 def _given(stablehlo: bytes) -> Any:
-    """Returns what the client compiles: the bytes of a module, or from jaxlib 0.10 on the module."""
+    """Returns the client's input: the bytes of a module, or the parsed module from jaxlib 0.10 on."""
     from jax._src.interpreters import mlir
     from jax._src.lib.mlir import ir
     from jaxlib import xla_client
@@ -34,7 +34,7 @@ def _given(stablehlo: bytes) -> Any:
 
 
 def program_of(stablehlo: str, donated: tuple[int, ...], arguments: tuple[str, ...], argument_bytes: int) -> Program:
-    """Makes a program for one device of the text of a StableHLO module; see `Program`."""
+    """Makes a program for one device from the text of a StableHLO module; see `Program`."""
     from jax._src.interpreters import mlir
     from jax._src.lib.mlir import ir
     from jaxlib import xla_client
@@ -61,16 +61,16 @@ def compile_program(
     also: Callable[..., dict[str, Any]] = lambda module, instructions: {},
     seconds: Callable[[hlo.Cost], float] = lambda one: 0.0,
 ) -> dict[str, Any]:
-    """Compiles for the topology of `request` and returns the fields of `compile_check.Compiled`.
+    """Compiles a program for the topology in `request`; returns the fields of `compile_check.Compiled`.
 
     Args:
-        program: what to compile.
-        request: num_replicas, topology and effort, as `compile_check.compile_step` takes them.
-        also: makes further fields of the compiled module and of what its instructions cost.
-        seconds: of one run of an instruction.
+        program: the program to compile.
+        request: num_replicas, topology and effort, as for `compile_check.compile_step`.
+        also: makes additional fields from the compiled module and the costs of its instructions.
+        seconds: returns the time of one execution of an instruction.
 
     Raises:
-        ValueError: the compiler refuses the program for another reason than memory, or does not know the topology.
+        ValueError: the compiler refuses the program for a reason other than memory, or does not know the topology.
     """
     import numpy as np
     from jax._src import compiler
@@ -118,14 +118,14 @@ def compiled_figures(
     also: Callable[..., dict[str, Any]],
     seconds: Callable[[hlo.Cost], float] = lambda one: 0.0,
 ) -> dict[str, Any]:
-    """Reads a compiled program, ours or another trainer's; returns what `compile_program` does, without seconds.
+    """Reads a compiled program, ours or another trainer's; returns as `compile_program`, without compile_seconds.
 
     Args:
-        text: of the program.
-        stats: XLA's figures of its memory.
+        text: the text of the program.
+        stats: XLA's memory statistics of the program.
         accessed_once: see `hlo.costs`.
         also: see `compile_program`.
-        seconds: of one run of an instruction.
+        seconds: returns the time of one execution of an instruction.
     """
     from jaxlib import xla_client
 
@@ -160,7 +160,7 @@ def _devices(topology: dict[str, Any]) -> Any:
 
 
 def _stablehlo(program: Program) -> bytes:
-    """Converts the program for the client, and marks its donated parameters."""
+    """Converts the program to StableHLO for the client, and marks its donated parameters."""
     from jax._src.interpreters import mlir
     from jax._src.lib.mlir import ir
     from jaxlib import xla_client
@@ -176,8 +176,8 @@ def _stablehlo(program: Program) -> bytes:
         for number in program.donated:
             attributes[number]["jax.buffer_donor"] = ir.BoolAttr.get(True)
         main.arg_attrs = ir.ArrayAttr.get([ir.DictAttr.get(named) for named in attributes])
-        # The conversion names the layouts of all results where one is transposed, and libtpu 0.0.17 then says
-        # "Malformed shape proto: element_type TUPLE should not have a layout". Without them, the default is used.
+        # If a result is transposed, the conversion sets the layouts of all results, which libtpu 0.0.17 refuses:
+        # "Malformed shape proto: element_type TUPLE should not have a layout". Without them, it uses the default.
         if _RESULT_LAYOUTS in module.operation.attributes:
             del module.operation.attributes[_RESULT_LAYOUTS]
         return mlir.module_to_bytecode(module)

@@ -1,13 +1,13 @@
-"""Products of a mixture of experts: of rows that are sorted by expert, with a static number of rows for any routing.
+"""Grouped matrix products for a mixture of experts, with a static number of rows for any routing.
 
-Each pair of a token and one of its experts is a row. Rows are sorted by expert, and the rows of each expert are padded
-to whole tiles. So a tile has one expert, and the number of tiles depends on no routing: no pair is dropped. `layout`
-finds the rows. `rows_of` and `sums_of` move tokens to rows and back; each is the gradient of the other, and both only
-gather, because TPUs scatter slowly. `product` is a Pallas kernel that multiplies each tile with the weights of its
-expert. It makes floats of integers in vector memory, once for all tiles of an expert.
+Every pair of a token and its selected expert is a row. Rows are sorted by expert, and the rows of an expert are padded
+to whole tiles. A tile therefore has one expert, the number of tiles does not depend on the routing, and no pair is
+dropped. `layout` computes the rows. `rows_of` and `sums_of` copy tokens to rows and back. They are each other's
+gradient, and both only gather, because TPUs scatter slowly. `product` is a Pallas kernel that multiplies tiles with the
+weights of their experts. It dequantizes integer weights in vector memory, once for all tiles of an expert.
 
-On a mesh each device does this with its own tokens and all experts; in generation with all tokens and its own experts
-(`Tiles.in_place`): then no weight moves, and `sums_of` adds over the devices.
+On a mesh, a device processes its own tokens with all experts. In generation it processes all tokens with its own
+experts (`Tiles.in_place`): no weight moves, and `sums_of` adds over the devices.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ import torch
 from tpu_kit.config.mesh import BATCH
 from tpu_kit.xla.pallas import call
 
-_VECTOR_MEMORY = 64 * 2**20  # bytes that the kernel may use
-_BLOCK_BYTES = 4 * 2**20  # of a block of weights in bf16: the compile time of a kernel grows with it
-_ROWS_AT_ONCE = 256  # of int8 weights that become floats
+_VECTOR_MEMORY = 64 * 2**20  # limit of the kernel in bytes
+_BLOCK_BYTES = 4 * 2**20  # limit of a block of weights in bf16: larger blocks compile longer
+_ROWS_AT_ONCE = 256  # rows of int8 weights that are converted at a time
 
 
 class Tiles(NamedTuple):
-    """Static settings.
+    """Static settings of the grouped products.
 
     Attributes:
-        experts: their number.
-        rows: of a tile.
-        bits: of a weight: 16 stands for floats of any size, 8 and 4 for integers as `quantization` stores them.
-        group: inputs that share a scale, of 4 bits.
-        back: whether the product is with the transposed weights.
-        in_place: on a mesh, the number of shards of the experts, each of which stays on its device; 0 if all devices
-            have all experts, and each its own tokens.
-        kernel: whether a program for a TPU is made, with the kernel.
-        interpret: run the kernel in Pallas' interpreter on a CPU, for tests.
+        experts: number of experts.
+        rows: rows in a tile.
+        bits: bits of a weight: 16 for floats of any size, 8 and 4 for integers as stored by `quantization`.
+        group: inputs that share a scale, with 4 bits.
+        back: whether to multiply with the transposed weights, for the gradient.
+        in_place: on a mesh, the number of shards of the experts, which stay on their devices. 0: every device has all
+            experts and its own tokens.
+        kernel: whether the program is for a TPU and uses the kernel.
+        interpret: whether Pallas' interpreter runs the kernel on a CPU, for tests.
     """
 
     experts: int
@@ -52,15 +52,15 @@ class Tiles(NamedTuple):
 
 
 class TileLayout(NamedTuple):
-    """Where the pairs of T tokens with K experts each lie in R rows.
+    """Maps the pairs of T tokens with K experts per token to R rows.
 
     Attributes:
-        token: (R,) int32, the token of each row; -1 where it is padding.
-        pair: (R,) int32, the place of its pair in (T, K); -1 where it is padding.
-        row: (T, K) int32, the row of each pair; with experts in place one such table for each shard of them, in which
-            -1 stands for other devices' pairs.
+        token: (R,) int32, the token of each row; -1 for padding.
+        pair: (R,) int32, the flat index in (T, K) of each row's pair; -1 for padding.
+        row: (T, K) int32, the row of each pair. With experts in place there is a table for each shard of the experts,
+            with -1 for pairs of other devices.
         expert: (R / rows of a tile,) int32, the expert of each tile.
-        used: (1,) int32, the number of tiles with pairs; they are the first.
+        used: (1,) int32, the number of tiles with pairs, which come first.
     """
 
     token: torch.Tensor
@@ -71,7 +71,7 @@ class TileLayout(NamedTuple):
 
 
 def layout(tiles: Tiles, index: torch.Tensor) -> TileLayout:
-    """Sorts pairs by expert: index (T, K) integers, the experts of each token."""
+    """Sorts pairs by expert; `index` (T, K), integers, has the experts of each token."""
     return TileLayout(*_call(_layout, tiles, ["token"], ["row"] * 5, index.to(torch.int32)))
 
 
@@ -81,21 +81,21 @@ def rows_of(tiles: Tiles, tensor: torch.Tensor, index: torch.Tensor) -> torch.Te
 
 
 def sums_of(tiles: Tiles, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Adds rows (R, ...) to (N, ...): those that index (N, K) names, in fp32."""
+    """Sums, in fp32, the K rows of (R, ...) that `index` (N, K) lists per output; returns (N, ...)."""
     return _call(_sums_of, tiles, ["row", "row"], ["token"], rows, index)[0]
 
 
 def product(
     tiles: Tiles, rows: torch.Tensor, at: TileLayout, weight: torch.Tensor, *scale: torch.Tensor
 ) -> torch.Tensor:
-    """Multiplies rows (R, I) with the weights (O, I) of their experts, to (R, O); with `back` (R, O) to (R, I).
+    """Multiplies rows (R, I) with the weights (O, I) of their experts to (R, O); with `back`, (R, O) to (R, I).
 
     Args:
         tiles: the settings.
-        rows: floats.
-        at: the rows.
-        weight: (E, ...) each expert's, as `model.weights.quantization` stores it.
-        *scale: (E, ...) likewise; none with floats.
+        rows: the rows, floats.
+        at: the layout of the rows.
+        weight: (E, ...) weights of the experts, as stored by `model.weights.quantization`.
+        *scale: (E, ...) their scales; none for float weights.
     """
     by = ["row", "row", "row", "expert", *["expert"] * len(scale)]
     return _call(_product, tiles, by, ["row"], rows, at.expert, at.used, weight, *scale)[0]
@@ -104,7 +104,7 @@ def product(
 def _call(
     function: Any, tiles: Tiles, by: Sequence[str], made: Sequence[str], *tensors: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Adds a JAX function to the program; `by` and `made` say what the tensors' and results' first dimension counts."""
+    """Adds a JAX function to the program; `by` and `made` name the first dimension of the tensors and the results."""
     expert = "fsdp" if tiles.in_place > 1 else None
     rows, tokens = (expert, None) if tiles.in_place else (BATCH, BATCH)
     axes = {"expert": expert, "row": rows, "token": tokens}
@@ -117,7 +117,7 @@ def _call(
 
 
 def _own(tiles: Tiles) -> tuple[int, Any]:
-    """Returns the number of experts of this device, and the first."""
+    """Returns the number of this device's experts, and its first expert."""
     import jax
 
     if tiles.in_place < 2:
@@ -144,7 +144,7 @@ def _layout(tiles: Tiles, index: Any) -> tuple[Any, ...]:
     expert = jnp.minimum(expert, experts - 1)
     of_row = jnp.repeat(expert, size)
     within = jnp.arange(count * size, dtype=jnp.int32) - first_row[of_row]
-    there = within < sizes[of_row]  # unused tiles are the last expert's, beyond its rows
+    there = within < sizes[of_row]  # unused tiles belong to the last expert, after its rows
     pair = jnp.where(there, order[jnp.clip(first_place[of_row] + within, 0, pairs - 1)], -1)
     row = jnp.where(flat < experts, (first_row - first_place)[jnp.minimum(flat, experts - 1)] + place, -1)
     row = row.astype(jnp.int32).reshape(index.shape)
@@ -170,7 +170,7 @@ def _sums_of(tiles: Tiles, rows: Any, index: Any) -> tuple[Any]:
 
 
 def _columns(outer: int, inner: int, step: int) -> int:
-    """Returns the columns of a block of the result: all, or a multiple of `step` whose weights take 4 MiB at most."""
+    """Returns the columns in a block of the result: all, or a multiple of `step` with at most 4 MiB of weights."""
     most = max(step, _BLOCK_BYTES // (2 * inner) // step * step)
     if outer <= most:
         return outer
@@ -181,8 +181,8 @@ def _columns(outer: int, inner: int, step: int) -> int:
 class _Blocks:
     """The blocks of a kernel's grid: (halves of int4 weights, blocks of columns of the result, tiles).
 
-    Tiles are the innermost, so that a block of weights stays for all tiles of its expert. The halves of int4 going back
-    are two results, because a half need not be a multiple of 128.
+    Tiles are innermost, so that a block of weights is loaded once for all tiles of its expert. With `back`, the halves
+    of int4 weights give two results, because a half may not be a multiple of 128.
     """
 
     def __init__(self, tiles: Tiles, rows: Any, expert: Any, weight: Any, scale: Any) -> None:
@@ -204,11 +204,11 @@ class _Blocks:
         return scale.reshape(scale.shape[0], 2, 2, -1, scale.shape[-1]) if self.halves == 2 else scale
 
     def specs(self) -> list[Any]:
-        """Returns the block of each input, by the place in the grid and the prefetched experts and number of tiles."""
+        """Returns the block of each input, by place in the grid, prefetched experts and number of used tiles."""
         import jax.numpy as jnp
         from jax.experimental import pallas as pl
 
-        def used_tile(m: Any, used: Any) -> Any:  # an unused tile reads nothing new
+        def used_tile(m: Any, used: Any) -> Any:  # an unused tile loads no new block
             return jnp.minimum(m, jnp.maximum(used[0], 1) - 1)
 
         def spec(shape: Any, place: Any) -> Any:
@@ -230,11 +230,11 @@ class _Blocks:
         return found
 
     def decode(self, half: Any, weight: Any, scale: Any, floats: Any) -> None:
-        """Makes floats of a block of integers; int8 without its scales."""
+        """Converts a block of integers to floats; int8 without its scales."""
         import jax.numpy as jnp
 
         def group(shift: Any, start: int, to: int, line: int) -> None:
-            """int4: the inputs from `start` on that share a scale, of the half that `shift` selects."""
+            """Converts int4 inputs that share a scale, from `start` on, in the half that `shift` selects."""
             codes = weight[start : start + self.tiles.group, :].astype(jnp.int32)
             values = ((codes >> shift) & 15).astype(jnp.float32)
             step, offset = (scale[kind, line : line + 1, :].astype(jnp.float32) for kind in (0, 1))
@@ -254,7 +254,7 @@ class _Blocks:
                 group(4, start, lines + start, scale.shape[1] // 2 + number)
 
     def kernel(self, expert: Any, used: Any, rows: Any, weight: Any, *refs: Any) -> None:
-        """Computes a block of the result for a tile; the tiles after the used ones are zero."""
+        """Computes a block of the result for a tile; unused tiles become zero."""
         import jax
         import jax.numpy as jnp
         from jax.experimental import pallas as pl

@@ -1,4 +1,4 @@
-"""Reads what the TPU compiler says of a program: trips of loops, collectives, costs, out-of-memory errors.
+"""Reads a program compiled for TPU: trip counts of loops, collectives, costs; and out-of-memory errors.
 
 The text of a compiled program is XLA's `HloModule.to_string()`: computations of instructions,
 `%name = shape opcode(operands), ...`, in execution order.
@@ -16,7 +16,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 MOST_TRIPS = 2**16
-"""Limit for counting the trips of a loop, far above those of a training step."""
+"""Limit for counting the trips of a loop; loops of a training step have far fewer."""
 
 _COMPUTATION = re.compile(r"^(ENTRY )?(%?([\w.\-]+) .*\{\n((?: .*\n)*)\})", re.MULTILINE)
 _INSTRUCTION = re.compile(r"^ +(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\(([^)]*)\)(.*)$", re.MULTILINE)
@@ -24,13 +24,13 @@ _ARRAY = re.compile(r"(\w+)\[([\d,]*)\](?:\{([\d,]*)(?::([^{}]*))?\})?")
 _COLLECTIVES = {"all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"}
 _PRODUCTS = {"dot", "convolution"}
 _CYCLES = re.compile(r'"estimated_cycles":"?(\d+)')
-# What a device sends to its host for a collective between slices, whose target is such as "{1,2}x{0:7}".
+# Attributes of a send from a device to its host for a collective between slices; a target is, e.g., "{1,2}x{0:7}".
 _BETWEEN_SLICES = re.compile(r"_xla_megascale_target=\"\{([\d,:]+)\}.*_xla_megascale_transfer_type=\"(\w+)\"")
-# Instructions that move no bytes, or whose bytes count elsewhere: at the start of a copy, in the body of a loop.
+# Instructions that move no bytes, or whose bytes are counted elsewhere: at the start of a copy, in the body of a loop.
 _MOVES_NOTHING = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call", "conditional",
                   "opt-barrier", "after-all", "partition-id", "replica-id", "add-dependency"}  # fmt: skip
 _ALLOCATES = 'custom_call_target="AllocateBuffer"'
-# Operations on integers, by opcode or direction of a comparison.
+# Operations on integers, by opcode or by direction of a comparison.
 _INTEGERS: dict[str, Callable[..., Any]] = {
     "add": operator.add, "subtract": operator.sub, "multiply": operator.mul, "and": operator.and_, "or": operator.or_,
     "LT": operator.lt, "LE": operator.le, "GT": operator.gt, "GE": operator.ge, "EQ": operator.eq, "NE": operator.ne,
@@ -41,14 +41,14 @@ _INTEGERS: dict[str, Callable[..., Any]] = {
 
 @dataclass(frozen=True)
 class Instruction:
-    """A line of a computation.
+    """An instruction, which is a line of a computation's text.
 
     Attributes:
         root: whether it is the computation's result.
-        name: without the percent sign.
+        name: the name without the percent sign.
         shape: text of the result's shape, layout included.
         opcode: for example "fusion".
-        inside: text in the parentheses: for "parameter" its number, for "constant" the value.
+        inside: text in the parentheses; the number of a "parameter", the value of a "constant", otherwise operands.
         rest: text after the parentheses: attributes and metadata.
     """
 
@@ -72,13 +72,13 @@ class Instruction:
         return names + (re.findall(r"%?([\w.\-]+)", branches[1]) if branches else [])
 
     def attribute(self, name: str) -> str:
-        """Returns the computation or number of an attribute such as "body" or "index"; "" without it."""
+        """Returns the value of an attribute such as "body" or "index"; "" without it."""
         value = re.search(rf"(?:^|[ ,{{]){name}=%?([\w.\-]+)", self.rest)
         return value[1] if value else ""
 
 
-# From jaxlib 0.10 on, the settings of a kernel are on a line of their own. torch_tpu leaves out the name of a kernel of
-# splash attention; the first of its settings tells it.
+# From jaxlib 0.10 on, the settings of a kernel are on a separate line. torch_tpu omits the names of splash attention
+# kernels; the first setting identifies them.
 _KERNEL_SETTINGS = re.compile(r"\{\n(\"[^\n]*)\n\}")
 _UNNAMED = re.compile(
     r'^ +%(custom-call[\w.]*) = .*"tpu_custom_call".*\{"xprof_metadata":"\{\\"(block_q\w*)', re.MULTILINE
@@ -87,21 +87,21 @@ _SPLASH = {"block_q": "splash_mha_fwd", "block_q_dkv": "splash_mha_dkv", "block_
 
 
 def _named(text: str) -> str:
-    """Returns the text of a program as that of torch_xla's programs is."""
+    """Rewrites the text of a program to the form of torch_xla's programs."""
     text = _KERNEL_SETTINGS.sub(r"{\1}", text)
     names = {name: f"{_SPLASH[first]}.{name}" for name, first in _UNNAMED.findall(text)}
     return re.sub(r"%(custom-call[\w.]*)", lambda found: f"%{names.get(found[1], found[1])}", text)
 
 
 class Module:
-    """A compiled program.
+    """A compiled program, parsed from its text.
 
     Attributes:
-        text: of the program.
+        text: the text of the program.
         computations: the instructions of each computation by name, in execution order.
-        entry: name of the computation that is the program.
-        runs: how often each computation outside of fusions runs in a step; a loop of unknown trips counts as one trip.
-        trips: of each while loop, by the name of its instruction; None where the text does not determine them.
+        entry: name of the program's main computation.
+        runs: number of executions per step of each computation outside fusions; loops of unknown length count once.
+        trips: number of trips of each while loop, by the name of its instruction; None if the text does not tell.
     """
 
     def __init__(self, text: str) -> None:
@@ -129,7 +129,7 @@ class Module:
                 queue += called
 
     def _count_trips(self, loop: Instruction, caller: str) -> int | None:
-        """Runs the loop's counters: no pattern shows them, as the compiler splits a 64-bit counter in two."""
+        """Counts trips by executing the loop's counters, because the compiler may split a 64-bit counter in two."""
         state = self._evaluate(caller, loop.operands[0], None)
         for trips in range(MOST_TRIPS):
             more = self._evaluate(loop.attribute("condition"), None, [state])
@@ -139,9 +139,9 @@ class Module:
         return None
 
     def _evaluate(self, computation: str, name: str | None, arguments: list[Any] | None) -> Any:
-        """Computes an integer or a tuple, by default the result, from the arguments; None if it depends on others.
+        """Evaluates an integer or a tuple, by default the computation's result; None if it depends on other values.
 
-        Integers have no width here: counters of so few trips do not overflow.
+        Integers have unlimited width here: counters of so few trips do not overflow.
         """
         names = self.computations[computation]
 
@@ -167,14 +167,14 @@ class Module:
         return value(name or next(op.name for op in names.values() if op.root))
 
     def collectives(self) -> list[dict[str, Any]]:
-        """Returns, for each kind of collective, what runs in a step; the keys are those of `compile_check.Collective`.
+        """Returns a row per kind of collective with its totals in a step; keys as in `compile_check.Collective`.
 
-        Between slices, the compiler leaves a collective to the hosts: a device sends its operand to its host, and
-        receives the result. These are rows of their own.
+        Hosts run a collective between slices: a device sends its operand to its host and receives the result. These
+        collectives have separate rows.
         """
         rows: dict[str, dict[str, Any]] = {}
         chains = set[str]()
-        for name, times in self.runs.items():  # a caller before its loops, through which its chains may go
+        for name, times in self.runs.items():  # callers come before their loops, into which their chains may extend
             for kind, size, moved, waited in self._transfers(name, chains):
                 row = rows.setdefault(kind, {"kind": kind, "count": 0, "bytes": 0, "moved": 0.0, "synchronous": 0.0,
                                              "over_dcn": kind.endswith("between slices")})  # fmt: skip
@@ -183,12 +183,12 @@ class Module:
         return list(rows.values())
 
     def _transfers(self, computation: str, chains: set[str], fused: bool = False) -> Iterator[tuple[Any, ...]]:
-        """Yields (kind, bytes of the result, bytes that a device sends one way in a ring, synchronous part of them).
+        """Yields (kind, bytes of the result, bytes that a device sends one way in a ring, synchronous bytes of these).
 
-        The compiler writes an asynchronous collective as a chain of fusions that compute beside it. Each of them
-        contains the collective, also in a loop that runs between its start and its end, so a chain counts once, by its
-        channel, where it starts. A reduce-scatter is a fusion of an all-reduce and a slice, named all-reduce-scatter;
-        it is synchronous.
+        The compiler writes an asynchronous collective as a chain of fusions that compute at the same time. Every fusion
+        of the chain contains the collective, even in a loop between its start and its end. So a chain, identified by
+        its channel, counts once, at its start. A reduce-scatter is a synchronous fusion of an all-reduce and a slice,
+        named all-reduce-scatter.
         """
         scatters = computation.startswith("all-reduce-scatter")
         for op in self.computations[computation].values():
@@ -214,7 +214,7 @@ class Module:
                     yield from self._transfers(name, chains, fused=True)
 
     def alone(self, computation: str, op: Instruction) -> str:
-        """Returns the text of a module whose program is one instruction of a computation."""
+        """Returns the text of a module whose program is a single instruction of a computation."""
         queue, needed, names = op.called, set[str](), self.computations[computation]
         while queue:
             if (name := queue.pop()) not in needed:
@@ -235,9 +235,9 @@ def _sent(kind: str, size: int, group: int) -> float:
 
 
 def _bytes(array: re.Match[str], padded: bool = False) -> int:
-    """Returns the bytes of an array; if `padded`, in HBM with its tiles filled, so 0 for other memories.
+    """Returns the bytes of an array; if `padded`, its bytes in HBM with padded tiles, 0 if it is in another memory.
 
-    A layout `{1,0:T(8,128)(2,1)S(1)}` has the axes, the minor-most first, the tiles, and the memory unless it is HBM.
+    A layout `{1,0:T(8,128)(2,1)S(1)}` has the axes, minor-most first, the tiles, and the memory space unless it is HBM.
     """
     dtype, dimensions, order, layout = array.groups(default="")
     sizes = [int(size) for size in dimensions.split(",") if size]
@@ -253,18 +253,18 @@ def _bytes(array: re.Match[str], padded: bool = False) -> int:
 
 
 class Cost(NamedTuple):
-    """What an instruction costs in each of its runs.
+    """The cost of one execution of an instruction.
 
     Attributes:
-        computation: that it is in.
+        computation: name of its computation.
         op: the instruction.
         operands: the shapes of its operands.
-        opcodes: of it, and of what is fused in it.
-        products: of each matrix product in it, the shapes of the result and of the operands.
+        opcodes: its opcode, and the opcodes of instructions fused into it.
+        products: for every matrix product in it, the shapes of the result and of the operands.
         kind: see `compile_check.Operation`.
-        runs: how often it runs in a step.
-        flops: floating point operations, of splash attention by formula.
-        bytes: read from and written to HBM.
+        runs: number of executions in a step.
+        flops: floating point operations; for splash attention by formula.
+        bytes: bytes read from and written to HBM.
     """
 
     computation: str
@@ -279,18 +279,18 @@ class Cost(NamedTuple):
 
     @property
     def cycles(self) -> int | None:
-        """The compiler's estimate of its time; None where it makes none."""
+        """The compiler's estimate of the time in cycles; None if there is none."""
         found = _CYCLES.search(self.op.rest)
         return int(found[1]) if found else None
 
 
 def instruction_costs(module: Module, analyse: Callable[[str], dict[str, float]]) -> list[Cost]:
-    """Computes what the instructions of a program cost, loops and ends of asynchronous ones aside.
+    """Computes the costs of a program's instructions, except loops and the ends of asynchronous operations.
 
     Args:
         module: the program.
-        analyse: XLA's cost analysis of a module's text. It counts of an operand that is sliced the part, and of a
-            buffer updated in place the update. It knows neither memories nor tiles, and no kernel.
+        analyse: XLA's cost analysis of a module's text. It counts only the slice of a sliced operand, and only the
+            update of a buffer updated in place. It ignores memory spaces, tiles and kernels.
     """
     found = []
     for name, runs in module.runs.items():
@@ -324,14 +324,14 @@ def costs(
     accessed_once: float,
     seconds: Callable[[Cost], float] = lambda one: 0.0,
 ) -> dict[str, Any]:
-    """Computes what a step costs with all trips of its loops.
+    """Computes the costs of a step with all trips of its loops.
 
     Args:
         module: the program.
-        instructions: of `instruction_costs`.
-        analyse: likewise; it counts a loop as one trip.
-        accessed_once: bytes accessed by the TPU compiler's own analysis, which counts a loop as one trip.
-        seconds: of one run of an instruction.
+        instructions: from `instruction_costs`.
+        analyse: as in `instruction_costs`; it counts a loop as one trip.
+        accessed_once: bytes accessed according to the TPU compiler's analysis, which counts a loop as one trip.
+        seconds: returns the time of one execution of an instruction.
 
     Returns:
         flops, bytes_accessed and hbm_bytes of `compile_check.Compiled`, and operations with the fields of
@@ -344,7 +344,7 @@ def costs(
         row["flops"] += one.runs * one.flops
         row["bytes"] += one.runs * one.bytes
         row["seconds"] += one.runs * seconds(one)
-    later = 0.0  # bytes of all trips of loops but the first
+    later = 0.0  # bytes of all trips of loops except the first
     for name, runs in module.runs.items():
         for op in module.computations[name].values():
             if op.opcode == "while":
@@ -359,7 +359,7 @@ def costs(
 
 
 def _hbm_bytes(op: Instruction, operands: list[str], cost: dict[str, float]) -> float:
-    """Returns the bytes that an instruction reads from HBM and writes to it, padded to tiles."""
+    """Returns the bytes that an instruction reads from and writes to HBM, padded to tiles."""
     results = [array[0] for array in _ARRAY.finditer(op.shape)]
     if op.opcode == "copy-start":  # (to, from, context)
         results, operands = results[:2], []
@@ -374,12 +374,12 @@ def _hbm_bytes(op: Instruction, operands: list[str], cost: dict[str, float]) -> 
 
 
 def _kernel_flops(kernel: Instruction, operands: list[str]) -> float:
-    """Returns a kernel's own estimate of its FLOPs; of a splash kernel, which has none, the FLOPs by formula.
+    """Returns a kernel's own estimate of its FLOPs, or for a splash kernel, which has none, the FLOPs by formula.
 
-    A block of Bq queries and Bk keys takes 2 Bq Bk D FLOPs for each matrix product: two forward (scores, output), five
-    backward (scores again, and the gradients of weights, query, key and value). The unfused pass has a kernel for the
-    gradient of the query and one for the others; both compute scores and the gradient of weights. The first operand is
-    the mask in blocks: a causal mask leaves i + 1 blocks in row i, a window at most the width of the grid.
+    A matrix product of Bq queries and Bk keys takes 2 Bq Bk D FLOPs. There are two products forward (scores, output)
+    and five backward (scores again; gradients of weights, query, key and value). The unfused backward pass has a kernel
+    for the query's gradient and another kernel for the rest; both compute scores and the gradient of weights. The first
+    operand is the mask in blocks: a causal mask leaves i + 1 blocks in row i, a window at most the width of the grid.
     """
     if "splash_mha" not in kernel.name:
         estimate = re.search(r'"cost_estimate":(\{[^}]*\})', kernel.rest)
@@ -388,7 +388,7 @@ def _kernel_flops(kernel: Instruction, operands: list[str]) -> float:
     shapes = [(array[1], [int(size) for size in array[2].split(",")]) for array in arrays if array and array[2]]
     grid, queries = shapes[0][1][1:], next(sizes for dtype, sizes in shapes if dtype in ("bf16", "f32"))
     visited = sum(min(row + 1, *grid) for row in range(max(grid)))
-    # The results are sums of both gradients in fp32 and the gradients; of the fused kernel also that of the query.
+    # Results: both gradients as sums in fp32, both gradients, and for the fused kernel also the query's gradient.
     apart = len(_ARRAY.findall(kernel.shape)) == 4
     products = 2 if "splash_mha_fwd" in kernel.name else 3 if "splash_mha_dq" in kernel.name else 5 - apart
     block = queries[-2] // max(grid)
@@ -396,26 +396,26 @@ def _kernel_flops(kernel: Instruction, operands: list[str]) -> float:
 
 
 def origin(metadata: str) -> dict[str, str]:
-    """Returns operation and source line from XLA's metadata, without the folders of the machine; "" if unknown."""
+    """Returns operation and source line from XLA's metadata, without the machine's folders; "" if unknown."""
     named = dict(re.findall(r'(op_name|source_file|source_line)="?([^" }]*)', metadata))
     file = re.sub(r"^.*/site-packages/|^.*/(?=tpu_kit/)", "", named.get("source_file", ""))
-    # Numbers distinguish scopes of one name; "/jit(" begins the inside of a kernel.
+    # Numbers distinguish scopes with equal names; "/jit(" begins the inside of a kernel.
     operation = re.sub(r"\.\d+(?=/|$)", "", named.get("op_name", "")).partition("/jit(")[0]
     file = "" if "xla__scan" in operation else file  # torch_xla reports wrong lines for the body of a loop
-    operation = operation.removeprefix("create_scan_op/custom_kernel")  # all that torch_tpu tells of one
-    file = "" if file.startswith(("torch_tpu/", "-")) else file  # what lowers an operation, or a line of the program
+    operation = operation.removeprefix("create_scan_op/custom_kernel")  # torch_tpu gives kernels no other name
+    file = "" if file.startswith(("torch_tpu/", "-")) else file  # the code that lowers, or a line of the program
     return {"operation": operation, "source": f"{file}:{named.get('source_line', '')}" if file else ""}
 
 
 def parse_out_of_memory(text: str) -> dict[str, int | None] | None:
-    """Reads an out-of-memory error of the TPU compiler; returns None for another error.
+    """Parses an out-of-memory error of the TPU compiler; returns None for other errors.
 
     Returns:
-        used_bytes, and argument_bytes (None where the text has none). The text rounds sizes to 1 % or better.
+        used_bytes, and argument_bytes (None if the text does not have it). The text rounds sizes to 1 % or better.
     """
     if single := re.search(r"Allocation \(size=(\d+)\) would exceed memory \(size=\d+\)", text):
         return {"used_bytes": int(single[1]), "argument_bytes": None}
-    # Before the first size, libtpu 0.0.21 writes the first text, and 0.0.52 the second.
+    # Before the first size, libtpu 0.0.21 writes the first text, libtpu 0.0.52 the second.
     used_by = r"(?:memory space hbm. Used|total memory required for HLO temporaries \()"
     sizes = [re.search(rf"{before} ?([\d.]+)([BKMGT])", text) for before in (used_by, r"\n +arguments +")]
     used, argument = (round(float(size[1]) * 1024 ** "BKMGT".index(size[2])) if size else None for size in sizes)

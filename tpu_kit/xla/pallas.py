@@ -1,7 +1,7 @@
-"""Pallas kernels of JAX in a program that torch_xla or TorchTPU traces, lowered for TPU in any process.
+"""Adds JAX's Pallas kernels to programs traced by torch_xla or TorchTPU; any process can lower them for TPU.
 
-It uses private interfaces of both: the backward pass of JAX's splash kernel, the format of kernels, and torch_xla's
-conversion of a JAX computation.
+It uses private interfaces: the backward pass of JAX's splash kernel, the format of kernels, and torch_xla's conversion
+of a JAX computation.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from tpu_kit.torch_tpu import kernels
 from tpu_kit.xla.sharding import PER_HEAD, query_shards, sharded_kernel, spec_of_keys
 from tpu_kit.xla.splash_blocks import block_tokens, is_fused
 
-# Static arguments of the kernel's backward pass, in its order.
+# Static arguments of the kernel's backward pass, in order.
 _STATIC = (
     "save_residuals", "mask_value", "is_mqa", "block_sizes", "residual_checkpoint_name", "mask_function",
     "attn_logits_soft_cap", "interpret",
 )  # fmt: skip
-# Replicas on XLA:CPU are threads. Two lowerings of one function differ in ids, so that the replicas' programs would
-# differ and their collectives wait for each other for ever.
+# Replicas on XLA:CPU are threads. Two lowerings of a function have different ids. The replicas' programs would then
+# differ, and their collectives would deadlock.
 _LOWERING = threading.Lock()
 
 
@@ -36,13 +36,13 @@ class SplashSettings(NamedTuple):
     """Static settings of the splash kernel.
 
     Attributes:
-        window: number of keys a query sees, itself included; None for all before it.
+        window: number of keys that a query sees, its own included; None for all earlier keys.
         softcap: c in c * tanh(scores / c), or None.
-        interpret: run in Pallas' interpreter on a CPU, for tests.
-        spec: on a mesh, how queries (B, heads, S, D) are sharded; keys and values too, but for `PER_TOKEN`.
-        trains: whether the kernel also writes the logs of sums for a backward pass.
-        ahead: the most tokens after it that a query sees; each query's own number comes with the tensors.
-        causal: False lets all keys of a segment be seen.
+        interpret: whether Pallas' interpreter runs the kernel on a CPU, for tests.
+        spec: on a mesh, the sharding of queries (B, heads, S, D); also of keys and values, except for `PER_TOKEN`.
+        trains: whether the kernel also writes log-sum-exps for a backward pass.
+        ahead: maximum number of later tokens that a query sees; the numbers of the queries are among the tensors.
+        causal: if False, queries see all keys of their segment.
     """
 
     window: int | None = None
@@ -60,13 +60,13 @@ def splash_forward(settings: SplashSettings, *tensors: torch.Tensor) -> list[tor
     For shapes see `splash_attention.splash_kernel`.
 
     Returns:
-        The output, and if it trains (B, heads, S) fp32 logs of the sums of exponentials for the backward pass.
+        The output and, if `settings.trains`, log-sum-exps (B, heads, S) fp32 for the backward pass.
     """
     return _call(_forward, settings, *tensors)
 
 
 def splash_backward(settings: SplashSettings, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Runs the backward pass on results of the forward pass, the gradient of the output, and the forward's inputs.
+    """Runs the backward pass on the results of `splash_forward`, the gradient of the output, and the forward inputs.
 
     Returns:
         The gradients of query, key and value.
@@ -75,7 +75,7 @@ def splash_backward(settings: SplashSettings, *tensors: torch.Tensor) -> list[to
 
 
 def _kernel(heads: int, length: int, head_dim: int, settings: SplashSettings, fused: bool = True) -> Any:
-    """Makes JAX's kernel object for a shape, with its mask in blocks; its backward pass is `fused` or not."""
+    """Makes JAX's kernel object for a shape, with its mask in blocks and a fused or unfused backward pass."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
@@ -105,7 +105,7 @@ def _kernel(heads: int, length: int, head_dim: int, settings: SplashSettings, fu
 def _balanced_order(length: int, shards: int) -> Any:
     """Returns the tokens of a row by shard, (S,) int32: shard i of n has blocks i and 2 n - 1 - i of 2 n blocks.
 
-    With a causal mask all shards then see the same number of keys: the order of Llama 3's context parallelism
+    With a causal mask, all shards then see the same number of keys. This is the order of Llama 3's context parallelism
     (arXiv:2407.21783, section 3.3.2).
     """
     import numpy as np
@@ -115,9 +115,9 @@ def _balanced_order(length: int, shards: int) -> Any:
 
 
 def _balanced(array: Any, axis: int, shards: int, *, back: bool = False) -> Any:
-    """Exchanges halves of this device's tokens for those of `_balanced_order`, or `back`; for one shard the array.
+    """Exchanges this device's tokens for its tokens in `_balanced_order`, or `back`; does nothing for one shard.
 
-    One of the two blocks of a device has an even number and the other one an odd number, before and after.
+    A device has two blocks, with an even and an odd number, before and after the exchange.
     """
     import jax
     import jax.numpy as jnp
@@ -128,7 +128,7 @@ def _balanced(array: Any, axis: int, shards: int, *, back: bool = False) -> Any:
     targets = [number if number < shards else 2 * shards - 1 - number for number in range(2 * shards)]
     moves = [[(start, target) for start, target in enumerate(targets[odd::2])] for odd in (0, 1)]
 
-    def swapped(one: Any, other: Any) -> tuple[Any, Any]:  # unless the device's first balanced block is an even one
+    def swapped(one: Any, other: Any) -> tuple[Any, Any]:  # unless the number of the first balanced block is even
         return jnp.where(device % 2 == 0, one, other), jnp.where(device % 2 == 0, other, one)
 
     if back:
@@ -146,7 +146,7 @@ def _own_part(array: Any, axis: int, shards: int) -> Any:
 
 
 def _own_kernel(kernel: Any, shards: int) -> Any:
-    """Returns a kernel with the blocks of the mask that this device's queries see."""
+    """Returns a kernel with the mask blocks of this device's queries."""
     if shards == 1:
         return kernel
 
@@ -161,10 +161,10 @@ def _own_kernel(kernel: Any, shards: int) -> Any:
 
 @functools.cache
 def causal_masks() -> tuple[Any, Any]:
-    """The classes of JAX's causal masks, without a window and with one, whose blocks take little time.
+    """Returns subclasses of JAX's causal masks, without and with a window, that are faster to process.
 
-    For each pair of blocks, JAX asks some times whether any or all of its booleans are true: at 131,072 tokens of 1e11
-    booleans. Here a block that is visible as a whole, or hidden, is a single one.
+    For each pair of blocks, JAX checks repeatedly whether any or all of its booleans are true; 131,072 tokens have more
+    than 1e10 booleans. Here a block that is entirely visible or hidden is a single boolean.
     """
     import numpy as np
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
@@ -174,7 +174,7 @@ def causal_masks() -> tuple[Any, Any]:
 
         def __getitem__(self, where: tuple[slice, slice]) -> Any:
             queries, keys = where
-            first, last = self.q_sequence[queries.start], self.q_sequence[queries.stop - 1]  # of tokens that follow
+            first, last = self.q_sequence[queries.start], self.q_sequence[queries.stop - 1]  # consecutive tokens
             least, most = first - keys.stop + 1, last - keys.start  # query - key
             if most < 0 or (self.window is not None and least >= self.window):
                 return np.zeros((1, 1), dtype=bool)
@@ -196,10 +196,10 @@ def causal_masks() -> tuple[Any, Any]:
 
 @functools.cache
 def _looking_ahead() -> Any:
-    """The class of masks in which each query sees the keys of a window before it, and some after it.
+    """Returns a class of masks in which a query sees the keys of a window before it and some keys after it.
 
-    How many is data: the kernel hands its `q_sequence` to the mask function, in place of each query's position, so it
-    may hold both, position * 2**bits + tokens ahead (`_places`). Blocks that no query can see are skipped as ever.
+    The number of later keys is data. The kernel passes `q_sequence` to the mask function instead of the queries'
+    positions, so it can contain both: position * 2**bits + tokens ahead (`_with_places`). Hidden blocks are skipped.
     """
     import numpy as np
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
@@ -217,12 +217,12 @@ def _looking_ahead() -> Any:
             self.q_sequence = np.arange(shape[0], dtype=np.int32) << bits
 
         def __getitem__(self, where: Any) -> Any:
-            """Whether a pair may be seen: any pair of a block that is not computed is not; none is taken for whole."""
+            """Returns which keys a query may see; a block that looks ahead is never all True."""
             (queries, keys), (_, window, most) = where, self.key
             query, key = np.arange(queries.start, queries.stop)[:, None], np.arange(keys.start, keys.stop)[None]
             seen = (key <= query + most) & (key > query - window)
             if seen.all() and not (key <= query).all():
-                seen[0, -1] = False  # or the kernel would not ask the mask function
+                seen[0, -1] = False  # otherwise the kernel would not call the mask function
             return seen
 
         def __eq__(self, other: object) -> bool:
@@ -235,7 +235,7 @@ def _looking_ahead() -> Any:
 
 
 def _with_places(kernel: Any, ahead: Any, most: int) -> Any:
-    """Returns a kernel whose mask reads how many tokens after it each query sees, (S,)."""
+    """Returns a kernel whose mask reads `ahead` (S,), the number of later tokens that each query sees."""
     import jax.numpy as jnp
 
     places = (jnp.arange(ahead.shape[0], dtype=jnp.int32) << most.bit_length()) + ahead
@@ -244,9 +244,9 @@ def _with_places(kernel: Any, ahead: Any, most: int) -> Any:
 
 
 def _seen(shards: int, segment_ids: Any, *prefix_ids: Any) -> list[Any]:
-    """Returns the segment ids of each run of the kernel: documents see themselves, and then their prefixes.
+    """Returns the segment ids of each run of the kernel: documents see themselves, and in a second run their prefixes.
 
-    Keys have the ids of a whole row, and queries those of this device's tokens, of which there are `shards` parts.
+    Keys have the ids of the whole row, queries the ids of this device's share of the tokens, 1 / `shards`.
     """
     import jax.numpy as jnp
     from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import SegmentIds
@@ -260,7 +260,7 @@ def _seen(shards: int, segment_ids: Any, *prefix_ids: Any) -> list[Any]:
 
 
 def _forward(settings: SplashSettings, query: Any, key: Any, value: Any, *others: Any) -> tuple[Any, ...]:
-    """Computes in JAX what `splash_forward` returns."""
+    """Computes the result of `splash_forward` in JAX."""
     import jax
     import jax.numpy as jnp
 
@@ -294,9 +294,9 @@ def _forward(settings: SplashSettings, query: Any, key: Any, value: Any, *others
 
 
 def _backward(settings: SplashSettings, output: Any, log_sums: Any, upstream: Any, *inputs: Any) -> Any:
-    """Computes in JAX the gradients of query, key and value; `jax.vjp` would run the forward kernel again.
+    """Computes the gradients of query, key and value in JAX; `jax.vjp` would run the forward kernel again.
 
-    A run needs its own scores and the sums over all runs, and the gradients of the runs add up.
+    A run of the kernel needs its own scores and the log-sum-exps over all runs; the gradients of the runs are summed.
     """
     import jax
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
@@ -329,7 +329,7 @@ def _call(function: Any, settings: SplashSettings, *tensors: torch.Tensor) -> li
         count = 3 if function is _backward else 1 + settings.trains
         return kernels.call(functools.partial(function, settings), tensors, count)
     spec, of_keys = settings.spec, spec_of_keys(settings.spec)
-    known: dict[int, Spec] = {1: (spec[1],), 2: (spec[0], None), 3: spec[:3]}  # sinks; ids; logs of sums
+    known: dict[int, Spec] = {1: (spec[1],), 2: (spec[0], None), 3: spec[:3]}  # sinks; ids; log-sum-exps
     if function is _forward:
         outputs: tuple[Spec, ...] = (spec, spec[:3]) if settings.trains else (spec,)
         inputs = (spec, of_keys, of_keys, *(known[tensor.ndim] for tensor in tensors[3:]))
@@ -350,11 +350,11 @@ def call(
     """Adds a JAX function to the program of its tensors; torch_xla's own function needs a mesh.
 
     Args:
-        function: of a module, with its static settings as only argument. It takes arrays and returns a tuple.
-        tensors: on XLA.
-        inputs: on a mesh the sharding of each tensor: each device runs the function on its shards.
-        outputs: that of each result.
-        platform: which its operations are lowered for: "tpu" or "cpu".
+        function: a module's function, with its static settings as the only bound argument; returns a tuple of arrays.
+        tensors: the arguments, on XLA.
+        inputs: on a mesh, the spec of each tensor; every device runs the function on its shards.
+        outputs: the spec of each result.
+        platform: the platform for which the function is lowered: "tpu" or "cpu".
     """  # fmt: skip
     import torch_xla
     from torch_xla._internal.jax_workarounds import requires_jax
@@ -380,7 +380,7 @@ def _lowered(
     structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
     run = sharded_kernel(functools.partial(function, *settings), inputs, outputs)
     traced = jax.jit(run, keep_unused=True).trace(*structs)
-    # The compiler refuses kernels that are not serialised for export: "Unsupported version: expected <= 7 but got 8".
+    # Without for_export, the compiler refuses the kernels: "Unsupported version: expected <= 7 but got 8".
     parameters = LoweringParameters(for_export=True)
     with _kernel_format():
         lowered = traced.lower(lowering_platforms=(platform,), _private_parameters=parameters)
@@ -390,7 +390,7 @@ def _lowered(
 
 @contextlib.contextmanager
 def _kernel_format() -> Iterator[None]:
-    """Makes JAX write kernels in a format for the installed libtpu, if that is older than JAX expects."""
+    """Makes JAX write kernels in the format of the installed libtpu, if libtpu is older than JAX expects."""
     from jax._src import tpu_custom_call
 
     pairing, chosen = find_pairing(installed_version), tpu_custom_call.get_ir_version

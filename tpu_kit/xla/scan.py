@@ -1,8 +1,8 @@
-"""Loops in a program of XLA, and functions that are traced once and then called as one operation.
+"""Loops in XLA programs, and functions that are traced once and then called as a single operation.
 
-On XLA, `scan` is a while loop of the program, of torch_xla or of TorchTPU; elsewhere it is a Python loop. `Traced`
-keeps the trace of a function: torch_xla traces a function anew in each call, which for 16 decode steps of a 30-layer
-model takes longer than the steps.
+On XLA (torch_xla or TorchTPU), `scan` is a while loop of the program; elsewhere it is a Python loop. `Traced` keeps the
+trace of a function, because torch_xla traces a function again in every call. For 16 decode steps of a 30-layer model,
+tracing takes longer than the steps.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from tpu_kit.xla.traced_program import has_kernels, placeholder, refusing
 
 Tensors = list[torch.Tensor]
 Tree = Any
-"""Tensors in lists, tuples and dictionaries within each other."""
+"""Tensors in nested lists, tuples and dictionaries."""
 Body = Callable[[Tree, Tree], tuple[Tree, Tree]]
 _FlatBody = Callable[[Tensors, Tensors], tuple[Tensors, Tensors]]
 PROGRAM_DEVICES = ("tpu", "torch-tpu", "xla-cpu")
-"""Values of `launch.device_type` with which a step is a program of XLA, whose layers are loops."""
+"""Values of `launch.device_type` for which a step is an XLA program with its layers as loops."""
 
-_tracing = threading.Lock()  # replicas of XLA:CPU are threads
+_tracing = threading.Lock()  # XLA:CPU replicas are threads
 
 
 def scan(body: Body, carry: Tree, inputs: Tree, *, reverse: bool = False, unrolled: bool = False) -> tuple[Tree, Tree]:
     """Runs `body` for each slice of `inputs`, without autograd.
 
-    On XLA a call traces the body once, with tensors without values. The carry must contain all tensors that it needs:
-    the loop would repeat the computation of other tensors in every turn.
+    On XLA the body is traced once, with tensors that have no values. The carry must contain all tensors that the body
+    needs, because the loop would recompute other tensors in every iteration.
 
     Args:
-        body: takes the carry and the slices of one turn, as trees of the same structure, and returns the next carry, of
-            equal structure, shapes and dtypes, and the outputs of the turn.
-        carry: at the start; no booleans, which the loop does not support.
-        inputs: (N, ...) each, one or more.
-        reverse: from the last slice to the first; outputs are in the order of the inputs.
-        unrolled: on XLA, too, for a few turns, each of which begins after the one before has ended. The compiler copies
-            the carry of a loop, such as the three matrices of an MLP; unrolled it copies nothing.
+        body: takes the carry and the slices of an iteration; returns the next carry, with equal structure, shapes and
+            dtypes, and the outputs of the iteration.
+        carry: the initial carry; booleans are not supported.
+        inputs: a tree of one or more tensors (N, ...).
+        reverse: whether to go from the last slice to the first; outputs keep the order of the inputs.
+        unrolled: whether to unroll the loop on XLA, too, for few iterations, which run one after another. The compiler
+            copies the carry of a loop, such as the three matrices of an MLP; an unrolled loop copies nothing.
 
     Returns:
-        The last carry, and the outputs stacked, (N, ...) each.
+        The final carry, and the outputs stacked to (N, ...).
     """
     (start, carried), (stacks, given) = tree_flatten(carry), tree_flatten(inputs)
     made: Any = None
@@ -79,14 +79,14 @@ def _scan_unrolled(body: _FlatBody, carry: Tensors, inputs: Tensors, reverse: bo
     return carry, [torch.stack(column) for column in zip(*outputs, strict=True)]
 
 
-_loops: dict[Any, tuple[Any, list[int]]] = {}  # by the trace of the body
+_loops: dict[Any, tuple[Any, list[int]]] = {}  # compiled loops by the trace of their body
 
 
 def _scan_on_xla(body: _FlatBody, carry: Tensors, inputs: Tensors, reverse: bool) -> tuple[Tensors, Tensors]:
-    """Traces the body, and lowers it unless a loop of an equal trace is there.
+    """Traces the body, and lowers it unless there is a loop with an equal trace.
 
-    torch_xla's own scan lowers the body in every step, and its public function traces it through AOTAutograd besides.
-    Traces are compared by the hash by which torch_xla finds the compiled program of a graph.
+    torch_xla's own scan lowers the body in every step, and its public function also traces it with AOTAutograd. Traces
+    are compared by the hash that torch_xla uses to find the compiled program of a graph.
     """
     import torch_xla
     from torch_xla.experimental.scan import _scan_impl_flat
@@ -99,10 +99,10 @@ def _scan_on_xla(body: _FlatBody, carry: Tensors, inputs: Tensors, reverse: bool
     state, outputs = body(given[:end], given[end:])
     traced = [*state, *outputs]
     numbers, read = xla._get_tensors_xla_device_data_node(traced)
-    if xla._get_seed_info_id() in numbers:  # the body draws random numbers: torch_xla's scan has a seed for each turn
+    if xla._get_seed_info_id() in numbers:  # for random numbers, torch_xla's scan has a seed for every iteration
         return _scan_impl_flat(body, carry, inputs, reverse=reverse)
     unfilled = [_unfilled((turns, *output.shape), output.dtype, [*carry, *inputs][0]) for output in outputs]
-    # The hash tells neither which of the body's tensors a parameter is, nor which outputs are the same tensor.
+    # The hash does not contain which of the body's tensors a parameter is, nor which outputs are the same tensor.
     first: dict[int, int] = {}
     names = [*map(xla._xla_get_tensor_id, fakes), *numbers, *map(xla._xla_get_tensor_id, traced)]
     alike = tuple(first.setdefault(name, place) for place, name in enumerate(names))
@@ -119,29 +119,29 @@ def _scan_on_xla(body: _FlatBody, carry: Tensors, inputs: Tensors, reverse: bool
 
 
 def _unfilled(shape: tuple[int, ...], dtype: torch.dtype, given: torch.Tensor) -> torch.Tensor:
-    """Returns a stack for a loop to write: zeros; on a TPU any contents, in memory taken when `given` is there."""
+    """Returns a stack for a loop's outputs: zeros, or on a TPU uninitialised memory, allocated once `given` exists."""
     if not has_kernels() or active_mesh().size > 1:  # XLA:CPU lacks the call, and a mesh would not shard its result
         return torch.zeros(shape, device=given.device, dtype=dtype)
     import torch_xla
 
-    # With a side effect, as the compiler makes one call of equal ones without, and copies its result.
+    # Marked as having a side effect: otherwise the compiler merges equal calls and copies the result.
     return torch_xla._XLAC._xla_custom_call([given], "AllocateBuffer", [shape], [dtype], True, "", 1, {})[0]
 
 
 def _lowered(
     name: str, fakes: Tensors, traced: Tensors, read: Iterable[torch.Tensor]
 ) -> tuple[Any, list[int], Tensors]:
-    """Lowers a trace.
+    """Lowers a trace to a computation.
 
     Args:
-        name: of the computation.
-        fakes: the tensors without values that the traced function took.
-        traced: what it returned, none of the former.
-        read: tensors that it may have read besides.
+        name: name of the computation.
+        fakes: the arguments of the traced function, tensors without values.
+        traced: its results, none of which is an argument.
+        read: other tensors that it may have read.
 
     Returns:
-        The computation; for each of its parameters the place of the tensor, among `fakes` and then those that it read
-        besides; and the latter.
+        The computation; for every parameter, the index of its tensor in the list of `fakes` followed by the other
+        tensors read; and these other tensors.
     """
     import torch_xla
     import torch_xla.core.xla_builder as xb
@@ -150,7 +150,7 @@ def _lowered(
     context.set_name_string(name)
     context.build(traced)
     places = {context.tensor_parameter_id(fake): place for place, fake in enumerate(fakes)}
-    places.pop(-1, None)  # of unused tensors
+    places.pop(-1, None)  # the number of unused tensors
     mapping = context.device_parameter_id_tensor_mapping()
     held = {number: tensor for number, tensor in mapping.items() if number not in places}
     for tensor in read:  # the tensor itself, not its value at the trace
@@ -167,14 +167,14 @@ def _loop(
     """Builds a while loop over calls of `body`; its parameters are a counter and the tensors of the groups.
 
     Args:
-        name: of the computation.
-        body: takes the tensors of a turn, in this `order`: the state, the slices of the inputs, and the held tensors.
-            It returns the first `carried` tensors of the state and the outputs.
-        order: see above.
-        groups: the state, the inputs, (turns, ...), the stacks of the outputs, likewise, and the held tensors.
-        turns: how many.
-        carried: see above.
-        reverse: from the last slice to the first.
+        name: name of the computation.
+        body: a computation that takes the state, the slices of the inputs and the held tensors, permuted by `order`,
+            and returns the new values of the first `carried` tensors of the state, and the outputs.
+        order: for each parameter of `body`, the index of its tensor.
+        groups: the state, the inputs (turns, ...), the stacks of the outputs (turns, ...), and the held tensors.
+        turns: number of iterations.
+        carried: number of tensors of the state that `body` returns.
+        reverse: whether to go from the last slice to the first.
     """
     import torch_xla.core.xla_builder as xb
     from torch_xla.experimental.scan import dynamic_slice, dynamic_update_slice
@@ -202,7 +202,7 @@ def _loop(
 
 
 def after(done: Tensors, tensors: Tensors) -> Tensors:
-    """Returns the tensors, which in a program then depend on all of `done`; other devices compute in order anyway."""
+    """Returns `tensors`, made dependent on all of `done` in a program; other devices compute in order anyway."""
     if done and program.is_traced(tensors[0]):
         return loop.after(done, tensors)
     if not done or tensors[0].device.type != "xla":
@@ -216,7 +216,7 @@ def after(done: Tensors, tensors: Tensors) -> Tensors:
 
 @cache
 def _taken() -> Any:
-    """Returns an operation that reads a slice of a tensor, which torch_xla's indexing cannot do."""
+    """Returns an operation that reads a slice at an index on the device, which torch_xla's indexing cannot do."""
     import torch_xla.core.xla_builder as xb
     import torch_xla.core.xla_op_registry as registry
 
@@ -228,7 +228,7 @@ def _taken() -> Any:
 
 
 def slice_at(stack: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-    """Returns a slice of a stack, (G, ...), at `place`, an integer on the device."""
+    """Returns the slice of a stack (G, ...) at `place`, an integer tensor () on the device."""
     if program.is_traced(stack):
         return slices.take(stack, place)
     if stack.device.type != "xla":
@@ -237,18 +237,18 @@ def slice_at(stack: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
 
 
 class Traced:
-    """A function on an XLA device, traced once as a computation.
+    """A function on an XLA device that is traced once as a computation.
 
-    Weights are inputs of the computation by reference, so a call uses their present values.
+    Weights are inputs of the computation by reference, so a call uses their current values.
 
     Args:
-        name: of the computation.
-        fn: takes tensors and returns new ones; it must not change them in place. With `steps` it takes the carried
-            tensors first, and returns their new values and then the tensors to stack.
-        example: tensors of the shapes and dtypes of the calls.
+        name: name of the computation.
+        fn: takes tensors and returns new tensors; it must not change them in place. With `steps`, it takes the carried
+            tensors first, and returns their new values followed by the tensors to stack.
+        example: tensors with the shapes and dtypes of the calls.
         weights: other tensors that `fn` uses, such as a model's parameters and buffers.
-        steps: number of turns of a loop over `fn` on the device; None runs it once.
-        carried: number of tensors that each step passes to the next; the others are constant.
+        steps: number of iterations of a loop over `fn` on the device; None runs it once.
+        carried: number of tensors that a step passes to the next step; the other tensors are constant.
     """
 
     def __init__(
@@ -263,7 +263,7 @@ class Traced:
         self._name = f"tpu_kit::{name}"
         with torch.no_grad(), _tracing, refusing():
             fakes = [placeholder(tensor.shape, tensor.dtype) for tensor in example]
-            # XLA removes the product. An output must not be an input itself.
+            # An output must not itself be an input; XLA removes the product.
             outputs = list(fn(*(fake * 1 for fake in fakes)))
             self._computation, self._order, self._held = _lowered(name, fakes, outputs, weights)
             self._carried, self._stacks = carried, list[tuple[torch.Size, torch.dtype]]()
@@ -274,7 +274,7 @@ class Traced:
                 self._stacks = [(stack.shape, stack.dtype) for stack in stacks]
 
     def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """Adds the computation to the graph; with `steps` returns the carried tensors, then the stacked ones."""
+        """Adds the computation to the graph; with `steps`, returns the carried tensors, then the stacked tensors."""
         import torch_xla
 
         call: Any = torch_xla._XLAC._xla_user_computation
@@ -289,12 +289,12 @@ class Traced:
 
 
 def replace_contents(buffers: Sequence[torch.Tensor], found: list[torch.Tensor]) -> None:
-    """Copies new contents into buffers, in place on XLA, and clears the list `found`.
+    """Copies new contents to buffers, in place on XLA, and clears the list `found`.
 
-    Tensors that are alive when the graph is cut are outputs with memory of their own.
+    Tensors that are alive when the graph is cut would be outputs with their own memory.
     """
     for buffer, new in zip(buffers, found, strict=True):
-        if buffer.device.type == "tpu":  # tensors are not lazy, and a copy would be a program of its own
+        if buffer.device.type == "tpu":  # tensors are not lazy, and a copy would be a separate program
             buffer.data = new
         else:
             buffer.copy_(new)

@@ -1,6 +1,6 @@
-"""Shards the tensors of a program over a device mesh (SPMD), by private interfaces of torch_xla and JAX.
+"""Shards the tensors of a program over a device mesh (SPMD), with private interfaces of torch_xla and JAX.
 
-A program is written for whole tensors. `constrain` says in it how a tensor is to be sharded, and the compiler adds the
+A program is written for whole tensors. `constrain` sets the sharding of a tensor in it, and the compiler adds the
 collectives.
 """
 
@@ -19,39 +19,39 @@ from tpu_kit.distributed.replica.mesh import active_mesh
 PER_HEAD: Spec = (BATCH, ("model", "context"), None, None)
 """The spec of queries, keys and values, (B, heads, S, D), in training."""
 PER_TOKEN: Spec = (BATCH, "model", "context", None)
-"""Likewise if the mesh does not divide the key-value heads: a device has queries of its tokens, and all keys."""
+"""The same if the mesh does not divide the key-value heads: a device has queries of its own tokens, and all keys."""
 in_place: ContextVar[bool] = ContextVar("in_place", default=False)
-"""Whether products take a layer's weights and activations as they are, as `decode_sharding` shards them."""
+"""Whether matrix products use weights and activations as sharded by `decode_sharding`, without gathering weights."""
 
 
 def token_shards() -> int:
-    """Returns the number of shards of a row's tokens; `in_place`, which torch.compile cannot read, is read last."""
+    """Returns the number of shards of a row's tokens; reads `in_place` last, as torch.compile cannot read it."""
     return active_mesh().context if active_mesh().context > 1 and not in_place.get() else 1
 
 
 def training_spec(kv_heads: int) -> Spec:
-    """Returns the spec of queries in training: `PER_HEAD` if the mesh's axes divide the key-value heads."""
+    """Returns the spec of queries in training: `PER_HEAD` if the mesh divides the key-value heads, else `PER_TOKEN`."""
     return PER_HEAD if active_mesh().exchanges(kv_heads) else PER_TOKEN
 
 
 def spec_of_keys(spec: Spec) -> Spec:
-    """Returns the spec of keys and values for that of queries."""
+    """Returns the spec of keys and values that belongs to the spec of queries."""
     return (*spec[:2], None, None) if spec == PER_TOKEN else spec
 
 
 def query_shards(spec: Spec) -> int:
-    """Returns the number of devices that share the queries of a row."""
+    """Returns the number of devices over which the queries of a row are divided."""
     return active_mesh().context if spec == PER_TOKEN else 1
 
 
 def constrain(tensor: torch.Tensor, spec: Spec, gradient: Spec | None = None, *, uneven: bool = False) -> torch.Tensor:
-    """Tells the compiler how a tensor is sharded; for one device it returns the tensor.
+    """Tells the compiler how a tensor is sharded; returns the tensor unchanged on a single device.
 
-    Axes that do not divide their dimension are left out; if `uneven`, they stay, and the compiler pads the last shards.
-    Its gradient is sharded by `gradient`, by default by `spec`.
+    Axes that do not divide their dimension are removed, unless `uneven`: then the compiler pads the last shards. The
+    tensor's gradient is sharded by `gradient`, by default by `spec`.
     """
     mesh = active_mesh()
-    if mesh.size == 1 or tensor.device.type != "xla" or tensor.dtype == torch.int64:  # which jax would make int32
+    if mesh.size == 1 or tensor.device.type != "xla" or tensor.dtype == torch.int64:  # jax would make int64 int32
         return tensor
     spec = spec if uneven else mesh.fitted(spec, tensor.shape)
     if not tensor.requires_grad or not torch.is_grad_enabled():
@@ -97,14 +97,14 @@ def _sharding(mesh: Mesh, spec: Spec) -> Any:
     import jax
     from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-    # libtpu and torch_xla read the older form of shardings, which jax writes without Shardy.
+    # libtpu and torch_xla read the older sharding format, which jax writes without Shardy.
     jax.config.update("jax_use_shardy_partitioner", False)
     abstract = AbstractMesh(tuple(mesh.sizes.values()), tuple(mesh.sizes))
     return NamedSharding(abstract, PartitionSpec(*spec))
 
 
 def sharded_kernel(function: Callable[..., Any], inputs: Sequence[Spec], outputs: Sequence[Spec]) -> Callable[..., Any]:
-    """Returns a function of JAX arrays that each device runs on its shards; for one device, the function itself."""
+    """Returns a JAX function that every device runs on its shards; on a single device, the function itself."""
     mesh = active_mesh()
     if mesh.size == 1:
         return function
@@ -118,5 +118,5 @@ def sharded_kernel(function: Callable[..., Any], inputs: Sequence[Spec], outputs
 
 
 def hlo_sharding(mesh: Mesh, spec: Spec) -> str:
-    """Returns a sharding as an attribute of a program's parameter."""
+    """Returns a sharding as the text of a program parameter's attribute."""
     return str(_sharding(mesh, spec)._to_xla_hlo_sharding(len(spec)))

@@ -10,21 +10,21 @@ import torch
 from tpu_kit.torch_tpu import slices
 from tpu_kit.torch_tpu.program import is_traced
 
-_SLOTS = 16  # rows of a tile of bf16, which a TPU writes whole
+_SLOTS = 16  # rows in a tile of bf16; a TPU writes whole tiles
 
 
 def write_slot(stack: torch.Tensor, new: torch.Tensor, place: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
-    """Returns a stack of buffers with `new` written into one of them, from a slot on, in place.
+    """Writes `new` to a buffer of a stack, from a slot on, in place; returns the stack.
 
-    torch_xla lowers `index_copy` to a scatter, which a TPU cannot do in place. Into a stack of several buffers a single
-    slot is written with its neighbours, which are read before: the compiler gives a stack the layout of what is written
-    into it, and that of a single slot is one which attention reads by copies of whole buffers.
+    torch_xla lowers `index_copy` to a scatter, which a TPU cannot run in place. The compiler gives the stack the layout
+    of the written values; with the layout of a single slot, attention would copy whole buffers. In a stack of several
+    buffers, a single slot is read and written together with its neighbours.
 
     Args:
         stack: (G, B, heads, S, D).
         new: (B, heads, n, D), of the same dtype.
-        place: of the buffer, () int64.
-        slot: (1,) int64.
+        place: index of the buffer, () int64.
+        slot: the first slot, (1,) int64.
     """
     if is_traced(stack):
         return slices.write(stack, new, place, slot)

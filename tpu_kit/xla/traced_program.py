@@ -1,4 +1,4 @@
-"""Programs that torch_xla traces: placeholders, what a graph reads and replaces, and whether it is for a TPU."""
+"""Programs traced by torch_xla: placeholders, inputs and replaced buffers of a graph, and whether it is for a TPU."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Program:
 
     Attributes:
         hlo: the serialised HLO module.
-        mesh: the devices that run it together; of size 1 for one device, or replicas of it.
-        shardings: of each parameter, in HLO's form; empty for one device.
+        mesh: the devices that run it together; size 1 for a single device or independent replicas.
+        shardings: the sharding of each parameter, in HLO's format; empty for a single device.
         donated: numbers of the parameters whose buffers the step replaces. torch_xla passes them to the compiler as
-            "buffer donors", so that new values overwrite old ones.
-        arguments: for each parameter of the program the name of its tensor; "" for constants of the step.
-        argument_bytes: sum of their sizes, without the padding of the TPU's tiles.
+            "buffer donors", so that new values overwrite old values.
+        arguments: the name of each parameter's tensor; "" for constants of the step.
+        argument_bytes: total size of the arguments, without padding to the TPU's tiles.
     """
 
     hlo: bytes
@@ -52,21 +52,21 @@ def device() -> torch.device:
 
 
 def placeholder(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Makes a tensor on the XLA device that has a shape but no memory."""
+    """Makes a tensor on the XLA device with a shape but without memory."""
     from torch_xla.core.xla_builder import create_placeholder_tensor
 
     return create_placeholder_tensor(shape, dtype)
 
 
 def tensor_number(tensor: torch.Tensor) -> int:
-    """Returns the number by which torch_xla finds the buffers that a step replaces."""
+    """Returns the id with which torch_xla identifies the buffers that a step replaces."""
     import torch_xla
 
     return torch_xla._XLAC._xla_get_tensor_id(tensor)
 
 
 def is_input(tensor: torch.Tensor, number: int) -> bool:
-    """Whether a tensor has not been changed in place since it had this number."""
+    """Whether a tensor still has the id `number`, so that it has not been changed in place, and is an input."""
     import torch_xla
 
     if tensor_number(tensor) != number:
@@ -85,14 +85,14 @@ def lower(
 
     Args:
         outputs: all tensors that the step computes and that are alive after it.
-        replaced: numbers of the tensors whose buffers get new values.
-        names: of the inputs, by number.
-        specs: by name of the input, on a mesh; those that are left out are whole on each device.
+        replaced: ids (`tensor_number`) of the tensors whose buffers get new values.
+        names: names of the inputs, by id.
+        specs: on a mesh, the specs of sharded inputs by name; other inputs are replicated on all devices.
     """
     import torch_xla
 
     xla = torch_xla._XLAC
-    outputs.sort(key=tensor_number)  # as torch_xla orders them at a cut
+    outputs.sort(key=tensor_number)  # the order of torch_xla when it cuts the graph
     numbers, tensors = xla._get_tensors_xla_device_data_node(outputs)
     lowered = xla._get_xla_tensors_hlo_proto(outputs)
     arguments = tuple(names.get(number, "") for number in numbers)
@@ -107,9 +107,9 @@ def lower(
 
 
 def name_operations(model: torch.nn.Module) -> None:
-    """Adds the path of their module to the metadata of forward operations; the program stays the same.
+    """Adds module paths to the metadata of forward operations; the program itself does not change.
 
-    Operations of the backward pass get it only where a layer is recomputed.
+    Operations of the backward pass get a path only if their layer is recomputed.
     """
     import torch_xla
 
@@ -132,16 +132,16 @@ def name_operations(model: torch.nn.Module) -> None:
 
 
 class refusing(TorchDispatchMode):
-    """Refuses the operations for which torch_xla has no kernel, before they run.
+    """Dispatch mode that refuses operations without a kernel in torch_xla, before they run.
 
-    It would copy their inputs to the host and compute there. Within a trace tensors have no values, and torch_xla ends
-    the process. Traced with this mode, a program has other source lines, and is compiled again without it.
+    torch_xla would copy their inputs to the host and compute there. Within a trace, tensors have no values, and
+    torch_xla aborts the process. This mode changes a program's source lines, so without it, it is compiled again.
 
-    Below a mode, torch leaves out functionalization, which torch_xla gives to each new tensor: without it, a write into
-    a view of one is lost. So it is switched on again where no input has it.
+    Under a mode, torch skips functionalization, which torch_xla needs for new tensors: without it, a write to a view of
+    a new tensor is lost. The mode therefore enables it for operations without an XLA input.
 
     Raises:
-        ValueError: there is such an operation; the text names it and the line of Python that calls it.
+        ValueError: an operation has no kernel; the text names it and the Python line that calls it.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -171,7 +171,7 @@ def _functionalized() -> Iterator[None]:
 
 @functools.cache
 def _has_kernel(name: str) -> bool:
-    """Whether an operation, such as "aten::mm", runs on XLA: by a kernel of its own, or as a composition of others."""
+    """Whether an operation, such as "aten::mm", runs on XLA: it has a kernel, or is composed of operations that do."""
     compositions = ("ExplicitAutograd", "ExplicitAutogradNonFunctional", "ImplicitAutograd")
     keys = ("XLA", "BackendSelect", *(f"Composite{kind}" for kind in compositions))
     return any(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in keys)
@@ -188,7 +188,7 @@ _lowering_for_tpu = False
 
 @contextlib.contextmanager
 def lowering_for_tpu() -> Iterator[None]:
-    """Lets a process on XLA:CPU trace kernels into a program for the TPU compiler, which cannot run on the CPU."""
+    """Context manager in which a process on XLA:CPU traces TPU kernels; only the TPU compiler can use the program."""
     global _lowering_for_tpu
     _lowering_for_tpu = True
     try:
@@ -198,29 +198,29 @@ def lowering_for_tpu() -> Iterator[None]:
 
 
 def is_lowering_for_tpu() -> bool:
-    """Returns whether `lowering_for_tpu` is open."""
+    """Returns whether `lowering_for_tpu` is active."""
     return _lowering_for_tpu
 
 
 def has_kernels() -> bool:
-    """Returns whether a program on XLA can have the kernels of a TPU: on a TPU, or in `lowering_for_tpu`."""
+    """Returns whether torch_xla programs can contain TPU kernels: on a TPU, or in `lowering_for_tpu`."""
     return _lowering_for_tpu or on_tpu()
 
 
 def kernels_on(device_type: str) -> bool:
-    """Returns whether programs of a run with this `launch.device_type` can have the kernels of a TPU."""
+    """Returns whether programs of a run with this `launch.device_type` can contain TPU kernels."""
     return device_type == "tpu" or (device_type == "torch-tpu" and not other_plugin())
 
 
 def runs_kernels(tensor: torch.Tensor) -> bool:
-    """Returns whether the program of a tensor can have the kernels of a TPU."""
+    """Returns whether the program of a tensor can contain TPU kernels."""
     if tensor.device.type == "xla":
         return has_kernels()
     return torch_tpu.has_kernels(tensor) or (_lowering_for_tpu and tensor.device.type == "tpu")
 
 
 def on_tpu() -> bool:
-    """Returns whether the device of torch_xla is a TPU."""
+    """Returns whether torch_xla's device is a TPU."""
     import torch_xla.runtime as xr
 
     return bool(xr.device_type() == "TPU")

@@ -174,7 +174,7 @@ def options_of(value: Any, column: str) -> dict[str, str]:
     """Reads the options of a question; returns the texts by label.
 
     Accepts a list of texts, also with letters ("A) yes"), {"label": [...], "text": [...]}, an object from label to
-    text, a list of objects with a label and a text, or the JSON text of any of these.
+    text, or a list of objects with a label and a text. The JSON text of these is also accepted.
 
     Raises:
         RowError: the value has another form.

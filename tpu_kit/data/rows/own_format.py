@@ -114,7 +114,7 @@ def _made(cells: Mapping[str, list[Any]], name: str, function: Callable[..., Any
 
 
 def _results(rows: list[dict[str, Any]], name: str, function: Callable[..., Any]) -> list[tuple[str, str]]:
-    """Returns the JSON and the problem of every row; one of the two is empty."""
+    """Returns (JSON, problem) of every row; either is empty."""
     if "rows" not in inspect.signature(function).parameters:
         return [_result(row, name, function) for row in rows]
     try:

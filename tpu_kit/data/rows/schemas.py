@@ -53,7 +53,7 @@ class Conversation(NamedTuple):
         tools: JSON schemas for the chat template.
         added: number of messages at the start that the row lacks: 1 with the turn of `data.system_prompt`, else 0.
         begun: start of the last reply that is part of the prompt; the model continues it.
-        images: images in the order of `messages.IMAGE` in the texts; later each is a `data.images.files.Picture`.
+        images: images in the order of `messages.IMAGE` in the texts; later replaced by `data.images.files.Picture`.
         rejected: for a pair, the same prompt with the rejected reply.
         label: whether the reply is good, for labelled rows; else None.
     """

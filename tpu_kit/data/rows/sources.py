@@ -63,8 +63,8 @@ def load_rows(source: str, split: str = "train", seed: int = 0, *, skip: bool = 
 
     Args:
         source: "embedded", a path, glob or URL (`gs://...`) of files, a folder of `save_to_disk`, a folder laid out
-            like a data set of the hub, or a data set of the hub; the last two with a configuration after a colon if
-            they have several (`openai/gsm8k:main`).
+            like a data set of the hub, or a data set of the hub. If the last two have several configurations, name
+            one after a colon (`openai/gsm8k:main`).
         split: name of a split, optionally with a slice, as in `train[:1000]`. Files have the single split `train`.
         seed: seed of generated rows.
         skip: as in `check_rows`; the cells of an unreadable row are None.

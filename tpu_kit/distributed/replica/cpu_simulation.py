@@ -9,10 +9,10 @@ replicas have traced, rank 0 compiles and starts, then the others find the progr
 
 **No buffer is donated** (`environment` turns torch_xla's parameter aliasing off). A thread that frees a donated buffer
 blocks until the execution that took the buffer has ended. Threads free such buffers early, and block while they hold a
-resource that the last replica needs to start: a worker of torch_xla's pool that destroys its previous task
-(`XLAGraphExecutor::Async`, which owns the inputs), or Python with the GIL, dropping the token of the last all-reduce.
-Then the collective never completes and XLA ends the process ("Expected 4 threads to join the rendezvous, but only 3 of
-them arrived"). On two busy cores, 8 of 9 launches of 50 steps aborted with donation and none without it.
+resource that the last replica needs to start. An example is a worker of torch_xla's pool that destroys its previous
+task (`XLAGraphExecutor::Async`, which owns the inputs). Another is Python with the GIL, which drops the token of the
+last all-reduce. The collective then never completes, and XLA ends the process ("Expected 4 threads to join the
+rendezvous, but only 3 of them arrived"). On busy cores, 8 of 9 launches aborted with donation, none without.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The interval of a share of correct answers, and the test of two models on the same rows."""
+"""Confidence interval of an accuracy, and a significance test of two models on the same rows."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ _Z = 1.959963984540054  # the 97.5 % quantile of the normal distribution, for 95
 
 @dataclass(frozen=True)
 class Accuracy:
-    """The number of correct answers, with the 95 % interval of Wilson's score.
+    """The number of correct answers, with Wilson's 95 % score interval.
 
     With p = correct / total, n = total and z = 1.96 the interval is
 
         (p + z^2 / 2n -+ z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)
 
-    (E. B. Wilson, JASA 22, 1927). It holds for few rows, unlike p +- z sqrt(p (1 - p) / n).
+    (E. B. Wilson, JASA 22, 1927). Unlike p +- z sqrt(p (1 - p) / n), it is also valid for few rows.
 
     Attributes:
-        correct: correctly answered rows.
-        total: rows with an answer to compare with.
-        low: lower end of the interval, a share; 0 without rows.
-        high: upper end; 1 without rows.
+        correct: number of correctly answered rows.
+        total: number of judged rows.
+        low: lower end of the interval, 0 to 1; 0 without rows.
+        high: upper end of the interval, 0 to 1; 1 without rows.
     """
 
     correct: int
@@ -39,14 +39,14 @@ class Accuracy:
         share, z2 = correct / total, _Z * _Z / total
         middle = share + z2 / 2
         half = _Z * math.sqrt(share * (1 - share) / total + z2 / (4 * total))
-        # The ends are exactly 0 and 1 where no or every answer is correct; rounding would miss them by 1e-17.
+        # If no answer or every answer is correct, an end is exactly 0 or 1; rounding would miss it by 1e-17.
         low = 0.0 if correct == 0 else (middle - half) / (1 + z2)
         high = 1.0 if correct == total else (middle + half) / (1 + z2)
         return cls(correct, total, low, high)
 
     @property
     def share(self) -> float:
-        """The share of correct answers; not a number without rows."""
+        """The share of correct answers; NaN without rows."""
         return self.correct / self.total if self.total else math.nan
 
     def __str__(self) -> str:
@@ -56,10 +56,10 @@ class Accuracy:
 
 
 def mcnemar(only_first: int, only_second: int) -> float:
-    """Returns the two-sided p-value of McNemar's exact test.
+    """Returns the two-sided p-value of McNemar's exact test of two models on the same rows.
 
-    Rows that both models answer correctly, or both wrongly, do not tell which model is better. If the models are equal,
-    each other row falls to either with probability 1/2: p = min(1, 2 P(X <= min(a, b))) with X ~ Binomial(a + b, 1/2)
+    Only rows that exactly one model answers correctly count. If the models are equally good, either model is correct on
+    such a row with probability 1/2: p = min(1, 2 P(X <= min(a, b))) with X ~ Binomial(a + b, 1/2)
     (Q. McNemar, Psychometrika 12, 1947; the exact form as in Fagerland et al., BMC Med. Res. Methodol. 13, 2013).
 
     Args:

@@ -1,4 +1,4 @@
-"""The answers of a model to held-out rows and their measures, and the comparison of two models on the same rows."""
+"""Answers of a model to held-out rows with their metrics, and the comparison of two models on the same rows."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from tpu_kit.config import text_tables
 from tpu_kit.data.held_out import UNKNOWN
 from tpu_kit.generation.evaluation.accuracy import Accuracy, mcnemar
 
-_SHOWN = 3  # samples in the table
+_SHOWN = 3  # samples printed with the table
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One answer.
+    """A model's answer to a row.
 
     Attributes:
-        question: what the row asks, as text.
-        expected: the row's answer; None without one.
-        answer: the reply of the model, with the opening tag of its reasoning if the prompt ends in the tag.
-        correct: the verdict of the verifier; None if it did not judge the row.
-        error: the error of the verifier; empty without one.
-        source: the name of the row's source in a mix; empty without a mix.
+        question: the row's question as text.
+        expected: the row's answer; None if it has none.
+        answer: the model's reply, with a beginning that is part of the prompt, such as the opening reasoning tag.
+        correct: the verifier's verdict; None if it did not judge the row.
+        error: the verifier's error, or "".
+        source: the name of the row's source in a mix, or "".
     """
 
     question: str
@@ -37,7 +37,7 @@ class Sample:
 
     @property
     def verdict(self) -> str:
-        """The verdict for a table; empty without one."""
+        """The verdict as text; empty without a verdict."""
         if self.error:
             return f"not judged, the verifier raised {self.error}"
         return {True: "correct", False: "wrong", None: ""}[self.correct]
@@ -49,18 +49,18 @@ class Sample:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The answers of one model and their measures.
+    """The answers of one model and their metrics.
 
     Attributes:
-        accuracy: of the judged rows.
+        accuracy: accuracy on the judged rows.
         format_adherence: share of answers with one well-formed reasoning block and an answer after it.
-        mean_tokens: mean length of an answer in tokens, with its last token.
+        mean_tokens: mean length of an answer in tokens, its last token included.
         unfinished: share of answers that were cut off at `max_new_tokens`.
-        max_new_tokens: the most tokens of an answer.
-        samples: every row.
-        perplexity: e to the mean loss, in nats, of the rows' own tokens that carry loss in training.
+        max_new_tokens: token limit of an answer.
+        samples: the answers to all rows.
+        perplexity: exp of the mean loss in nats, over the rows' own tokens that have loss in training.
         perplexity_tokens: the number of these tokens.
-        rows_reason: whether the rows have reasoning.
+        rows_reason: whether the rows contain reasoning.
     """
 
     accuracy: Accuracy
@@ -75,12 +75,12 @@ class Evaluation:
 
     @property
     def failed(self) -> int:
-        """The number of answers on which the verifier failed; the accuracy leaves them out."""
+        """The number of answers on which the verifier raised an error; the accuracy does not count them."""
         return sum(bool(sample.error) for sample in self.samples)
 
     @property
     def by_source(self) -> dict[str, Accuracy]:
-        """The accuracy of the rows of each source of a mix; empty without a mix."""
+        """The accuracy by source of a mix; empty without a mix."""
         found: dict[str, list[bool]] = {sample.source: [] for sample in self.samples if sample.source}
         for sample in self.samples:
             if sample.source and sample.correct is not None:
@@ -89,14 +89,14 @@ class Evaluation:
 
     @property
     def reasons(self) -> bool:
-        """Whether the form of reasoning says something: rows or answers have some."""
+        """Whether `format_adherence` is meaningful: rows or answers contain reasoning."""
         return self.rows_reason or self.format_adherence > 0
 
     def __str__(self) -> str:
         return "\n".join(f"{name:<25}{value}" for name, value in self.figures().items())
 
     def figures(self) -> dict[str, str]:
-        """Returns name and value of each measure, for a table."""
+        """Returns the metrics by name, formatted for a table."""
         return {
             "correct (95 % interval)": str(self.accuracy),
             **{f"correct, {name}": str(accuracy) for name, accuracy in self.by_source.items()},
@@ -124,13 +124,13 @@ class Comparison:
     Attributes:
         base: the base model's answers.
         tuned: the tuned model's answers.
-        gained: rows that only the tuned model answers correctly.
-        lost: rows that only the base model answers correctly.
-        p_value: of `mcnemar`: the probability of such a difference if tuning changed nothing.
-        seen_in_training: held-out rows left out because the training data have their questions.
-        training_data_known: whether the questions of the adapter's run are known. If not, `seen_in_training` is of the
-            training data of the configuration.
-        head: the tuned model without the head of its objective, as base, and with it; None if it has none.
+        gained: number of rows that only the tuned model answers correctly.
+        lost: number of rows that only the base model answers correctly.
+        p_value: `mcnemar`: the probability of a difference at least as large if tuning changed nothing.
+        seen_in_training: number of held-out rows left out because the training data contain their questions.
+        training_data_known: whether the training questions of the adapter's run are known. If not, `seen_in_training`
+            counts questions in the training data of the configuration.
+        head: if the objective has a head, the tuned model without it (as base) compared with it; else None.
     """
 
     base: Evaluation
@@ -185,17 +185,17 @@ class Comparison:
 def compare(
     base: Evaluation, tuned: Evaluation, seen_in_training: int = 0, training_data_known: bool = True
 ) -> Comparison:
-    """Compares two evaluations row by row; a row that one of them did not judge counts for neither.
+    """Compares two evaluations row by row; a row that is not judged in both counts for neither.
 
     Raises:
-        ValueError: their rows, or the order of the rows, differ, or one allowed longer answers.
+        ValueError: the rows, their order or the token limits of answers differ.
     """
     if [(s.question, s.expected) for s in base.samples] != [(s.question, s.expected) for s in tuned.samples]:
         raise ValueError("the two evaluations have different rows; evaluate both on the same rows and prompts")
     if base.max_new_tokens != tuned.max_new_tokens:
         raise ValueError(
-            f"one evaluation allowed answers of {base.max_new_tokens} tokens and the other of {tuned.max_new_tokens}; "
-            "evaluate both with one tracking.generate_tokens"
+            f"one evaluation allowed answers of {base.max_new_tokens} tokens, the other {tuned.max_new_tokens}; "
+            "evaluate both with the same tracking.generate_tokens"
         )
     pairs = [(b.correct, t.correct) for b, t in zip(base.samples, tuned.samples, strict=True)]
     gained, lost = pairs.count((False, True)), pairs.count((True, False))
@@ -208,6 +208,6 @@ def read_comparison(run: Path) -> dict[str, Any] | None:
     try:
         found: dict[str, Any] | None = json.loads(path.read_text()) if path.is_file() else None
     except ValueError as error:
-        advice = f"delete it, or write it anew by evaluate adapter={run / 'adapter'}"
+        advice = f"delete it, or write it again with evaluate adapter={run / 'adapter'}"
         raise ValueError(f"{path} is damaged ({error}): {advice}") from error
     return found

@@ -1,7 +1,7 @@
-r"""Compares what a reply states with the expected answer: numbers, letters of a choice, formulas, times, dates, texts.
+r"""Compares a reply's answer with the expected answer: numbers, letters of a choice, formulas, times, dates, texts.
 
-The whole of a marked statement (`statements.Statement`) must be the expected number with its unit; in a text without a
-mark its last number counts. No value is taken out of several: "5 or 6" is not 6.
+A marked statement (`statements.Statement`) must be the expected number with its unit. In an unmarked text, the last
+number counts. A statement of several values matches none of them: "5 or 6" is not 6.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tpu_kit.generation.evaluation.quantities import (
 from tpu_kit.generation.evaluation.statements import Statement
 
 _SEARCHED = 4000
-"""Characters at the end of a statement in which its answer is searched."""
+"""Number of characters at the end of a statement in which the answer is searched."""
 _CLOSING = " \t\n.,;:!?`\"'*_"
 _NEGATED = re.compile(
     r",?\s?(?:\b(?:rather than|instead of|(?:and |but )?(?:not|cannot)|(?:any(?:thing|one)?|every(?:thing|one)|all) but"
@@ -41,7 +41,7 @@ _DENIED = re.compile(
     r"(?:right|correct|true|possible|valid|(?:the|an?|my|our)\s(?:\w{1,20}\s)?(?:answer|option|choice|solution|result)\b))",
     re.IGNORECASE,
 )
-"""A value of which a sentence, or the next one, says that it is wrong."""
+"""A value that its sentence, or the next sentence, calls wrong."""
 _CLAUSE = re.compile(
     r",?\s(?:because|since|as|which|so|giving|hence|thus|therefore|for|on|in (?=\d|\$\d))\b|\s\((?=[A-Za-z]{3})(?!mod)"
     r"|:\s(?=[A-Za-z]{3})|\s-\s(?=[A-Za-z]{3})|,\s(?:and|but)\s(?:it|this|that|the|he|she|we|they|there)\b",
@@ -82,7 +82,7 @@ _NAME_BEFORE = re.compile(
     r"|This|That|I|We|You|My|Your|Our|Guess|Mark|Circle|Choose|Chose|Pick|Select|Say|Try|Use|Take|Like|Unlike|Except|Even|Still|Again|Indeed|[A-Z][a-z]+ly)\s)"
     r"[A-Z][a-z]+\s$"
 )
-"""A word that makes a name with the letter behind it, as in "Plan B"."""
+"""A word that forms a name with the letter after it, as in "Plan B"."""
 _MARK = re.compile(r"[(\[{]|[)\]}]|;|,(?!\d{3}(?!\d))|,(?=\s)|\s(?:and|or)(?=\s)|\\cup(?![A-Za-z])")
 _LONGEST_LIST = 500
 _PLUS_MINUS = re.compile(r"\\pm(?![A-Za-z])|±")
@@ -90,10 +90,10 @@ _ASSIGNED = re.compile(r"\s*[A-Za-z](?:_\{?\w{1,9}\}?)?\s*(?:=|\\in(?![A-Za-z])|
 
 
 def same(expected: str, statement: Statement) -> bool:
-    """Compares by the kind of the expected text.
+    """Compares a statement with the expected text, by the kind of the expected text (number, letter, ...).
 
     Raises:
-        ValueError: the expected formula cannot be read.
+        ValueError: the expected formula cannot be parsed.
     """
     if _bare(expected) == _bare(statement.text):
         return True
@@ -107,9 +107,9 @@ def same(expected: str, statement: Statement) -> bool:
 
 
 def same_number(expected: str, statement: Statement) -> bool | None:
-    """Compares numbers and, where both have one, their units; None if the expected text is no number.
+    """Compares numbers, and units if both have a unit; None if the expected text is not a number.
 
-    A percentage is equal to its share only in a marked statement.
+    A percentage equals its fraction (50% and 0.5) only in a marked statement.
     """
     wanted = quantity(clean(expected))
     if wanted is None:
@@ -129,9 +129,9 @@ def same_number(expected: str, statement: Statement) -> bool | None:
 
 
 def same_letter(expected: str, statement: Statement) -> bool | None:
-    """Compares letters of a choice; None if the expected text is none. A sentence that names two letters is wrong.
+    """Compares letters of a choice; None if the expected text is not a letter. A sentence with two letters is wrong.
 
-    The expected text may have the choice's text behind its letter; that text is then right too.
+    If the expected text has the choice's text after its letter, that text is also correct.
     """
     cleaned = clean(expected)
     wanted = _LETTER.fullmatch(cleaned)
@@ -154,7 +154,7 @@ def same_letter(expected: str, statement: Statement) -> bool | None:
 
 
 def same_moment(expected: str, statement: Statement) -> bool | None:
-    """Compares times of day or dates; None if the expected text is neither. Only equal ones may be beside it."""
+    """Compares times of day or dates; None if the expected text is neither. All moments in the clause must be equal."""
     wanted = moment(clean(expected))
     if wanted is None:
         return None
@@ -163,7 +163,7 @@ def same_moment(expected: str, statement: Statement) -> bool | None:
 
 
 def same_text(expected: str, statement: Statement) -> bool:
-    """Compares a text with the statement, its first words, or what follows its last "is", without case and emphasis."""
+    """Compares a text with the statement, its first words, or its end after "is"; ignores case and emphasis."""
     negated = _NEGATED.search(expected) or _DENIED.search(expected)
     whole = _words(clean(statement.text)[-_SEARCHED:] if negated else _searched(statement))
     whole = _OPENING.sub("", whole)
@@ -178,13 +178,13 @@ def same_text(expected: str, statement: Statement) -> bool:
 
 
 def same_list(expected: str, statement: Statement) -> bool | None:
-    r"""Compares lists of as many values, at least two, in any order; None for others, and for tuples and intervals.
+    r"""Compares lists of two or more values in any order; None if the lengths differ, and for tuples and intervals.
 
-    1 \pm 2 is a list of two.
+    1 \pm 2 is a list of two values.
     """
     texts = [without_dollars(clean(text)).strip(" .") for text in (expected, statement.text)]
     kinds = [_bracket(text) for text in texts]
-    ordered = sorted(kinds) == ["", "["]  # as a program writes a list
+    ordered = sorted(kinds) == ["", "["]  # a list as a program prints it
     wanted, found = (_items(text[1:-1] if ordered and kind else text) for text, kind in zip(texts, kinds, strict=True))
     if len(wanted) < 2 or len(wanted) != len(found):
         return None
@@ -199,10 +199,10 @@ def same_list(expected: str, statement: Statement) -> bool | None:
 
 
 def same_formula(expected: str, statement: Statement, *, required: bool = False) -> bool | None:
-    """Compares formulas with math-verify; None if the expected text is no formula and none is `required`.
+    """Compares formulas with math-verify; None if the expected text is not a formula, unless `required`.
 
     Raises:
-        ValueError: the expected formula cannot be read.
+        ValueError: the expected formula cannot be parsed.
     """
     wanted, unit = _without_unit(without_dollars(clean(expected)).rstrip("."))
     if not required and "\\" not in wanted and not is_expression(wanted):
@@ -221,7 +221,7 @@ def same_formula(expected: str, statement: Statement, *, required: bool = False)
 
 
 def _read_in_parts(text: str) -> list[Quantity | None]:
-    """Returns what the parts of a marked statement, which is not one number, say of its number."""
+    """Returns candidate numbers from the parts of a marked statement that is more than a number."""
     beginning = quantity(_CLAUSE.split(text, maxsplit=1)[0])
     if beginning or _RELATION.search(text) or sum(any(map(str.isdigit, item)) for item in _items(text)) > 1:
         return [beginning]
@@ -229,7 +229,7 @@ def _read_in_parts(text: str) -> list[Quantity | None]:
 
 
 def _formula(text: str, *, marked: bool) -> str | None:
-    """Returns the formula that a text is, begins with if it is marked, or ends with between dollar signs; else None."""
+    """Returns the text if it is a formula, its formula at the beginning (if marked) or at the end ($...$), or None."""
     for part in (text, _CLAUSE.split(text, maxsplit=1)[0]) if marked else (text,):
         bare = without_dollars(part).strip(" \n.,;:\"'")
         if is_expression(_without_unit(bare)[0]) or quantity(bare):
@@ -248,7 +248,7 @@ def _formula(text: str, *, marked: bool) -> str | None:
 
 
 def _without_unit(formula: str) -> tuple[str, str]:
-    """Splits a formula from the unit behind it, which is empty if there is none."""
+    """Splits a formula into (formula, unit); the unit is empty if there is none."""
     unit = _LAST_UNIT.search(formula)
     reading = quantity(f"1 {unit[1]}") if unit else None
     if unit is None or reading is None or not (reading.unit or len(unit[1]) > 3):
@@ -257,13 +257,13 @@ def _without_unit(formula: str) -> tuple[str, str]:
 
 
 def _bracket(text: str) -> str:
-    """Returns the kind of bracket around a set, a tuple or an interval; empty without one."""
+    """Returns the opening bracket around a set, a tuple or an interval; empty without brackets."""
     match = re.match(r"\s*\\?([{(\[])", text) if text.rstrip().endswith((")", "]", "}")) else None
     return match[1] if match else ""
 
 
 def _items(text: str) -> list[str]:
-    r"""Splits a list at its commas, "and", "or", \cup and sign of plus and minus; a text of one value is one item."""
+    r"""Splits a list at commas, "and", "or", \cup and plus-minus signs; a text of one value gives one item."""
     text = text.strip(" .$")
     if len(text) > _LONGEST_LIST:
         return [text]

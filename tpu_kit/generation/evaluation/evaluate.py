@@ -34,17 +34,17 @@ _ABOUT = (
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
-)  # of an adapter, without its weights
+)  # files of an adapter except its weights
 
 
 class AdapterRows(NamedTuple):
     """The rows on which an adapter is evaluated.
 
     Attributes:
-        config: the run, with the base and the date of the adapter's.
+        config: the run, with the base model and the date of the adapter's run.
         prepared: the rows.
-        questions: of the adapter's run; None if they are not known.
-        plain: whether they are asked without a chat template.
+        questions: the questions of the adapter's run; None if unknown.
+        plain: whether the rows are asked without a chat template.
     """
 
     config: TrainConfig
@@ -58,11 +58,11 @@ def rows_of_adapter(
 ) -> AdapterRows:
     """Prepares the held-out rows of an adapter's run; arguments and errors as in `evaluate_adapter`."""
     run, adapter_dir = find_run(adapter_dir).folder, adapter_of(adapter_dir)
-    with at_hand(adapter_dir, *_ABOUT) as folder:  # both models have one base
+    with at_hand(adapter_dir, *_ABOUT) as folder:  # both models have the same base
         config = dataclasses.replace(config, model=base_of_adapter(config.model, folder))
         plain = chat is False or (chat is None and not load_tokenizer(config.model, folder).chat_template)
     questions = prepared.questions if prepared else Questions.read(run)
-    if questions and not config.data.date:  # so the folder is that of a run
+    if questions and not config.data.date:  # so the folder belongs to a run
         with at_hand(run, "config.yaml") as folder:
             trained = flatten(read_yaml(folder / "config.yaml")) if (folder / "config.yaml").is_file() else {}
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, date=trained.get("data.date")))
@@ -75,18 +75,18 @@ def rows_of_adapter(
 def evaluate_adapter(
     config: TrainConfig, adapter_dir: str | Path, prepared: Prepared | None = None, *, chat: bool | None = None
 ) -> Comparison:
-    """Compares the base and the tuned model on the held-out rows, and writes eval.json into the adapter's run.
+    """Compares the base and the tuned model on the held-out rows, and writes eval.json to the adapter's run.
 
-    The rows are those that the adapter's run held out and those that `config` holds out, without questions that the run
-    was trained on; texts are compared without case, white space and closing punctuation. Where the adapter lies without
-    the questions of its run, `config` alone splits the rows. Where `data.date` is null, it is that of the run.
+    The rows are the rows held out by the adapter's run or by `config`, except questions that the run was trained on.
+    Questions are compared without case, white space and closing punctuation. If the run's questions are not beside the
+    adapter, `config` alone splits the rows. If `data.date` is null, the date of the run is used.
 
     Args:
         config: the run; `tracking.generate_rows` limits the rows (0 = all held-out rows).
         adapter_dir: a run or its adapter, a folder or gs://bucket/run.
         prepared: the data of the adapter's run; None prepares the rows of `config`.
-        chat: whether the chat template renders the questions of rows that are no plain text; None does so unless the
-            adapter was trained on plain text.
+        chat: whether the chat template renders questions, except in rows of plain text; None: unless the adapter was
+            trained on plain text.
 
     Raises:
         ValueError: the adapter was trained on other base weights; or as in `evaluate` and `prepare`.
@@ -107,42 +107,42 @@ def evaluate_adapter(
             ObjectFolder(run).write("eval.json", written.encode())
         elif (run / "config.yaml").is_file():
             atomic.write_text(run / "eval.json", written)
-    except OSError as error:  # such as of a folder that can only be read: the result is printed all the same
+    except OSError as error:  # for example, a read-only folder; the result is printed nevertheless
         print(f"warning: {run}/eval.json could not be written ({error.strerror or error})", file=sys.stderr)
     return comparison
 
 
 def _tell_form(prepared: Prepared, plain: bool, chat: bool | None) -> None:
-    """Says on stderr where rows and model have not the same form; raises ValueError for chat=True of plain text."""
+    """Tells on stderr if rows and adapter differ in form; raises ValueError for chat=True and plain text."""
     if prepared.encoder is None or prepared.encoder.layout.turns_by == "template":
         if plain and chat is None:
-            text = "as plain text, without a chat template, as the adapter was trained (chat=true: with it)"
+            text = "as plain text, because the adapter was trained without a chat template (chat=true uses one)"
             print(f"asked            {text}", file=sys.stderr, flush=True)
     elif chat:
         raise ValueError(
-            "chat=true: the rows are plain text, which no chat template renders; give questions or messages"
+            "chat=true: the rows are plain text, which a chat template cannot render; give questions or messages"
         )
     elif not plain:
-        print("note: the rows are plain text and are asked as they are, and the adapter was trained through the chat "
-              "template", file=sys.stderr, flush=True)  # fmt: skip
+        print("note: the rows are plain text and are asked without a chat template, but the adapter was trained with "
+              "one", file=sys.stderr, flush=True)  # fmt: skip
 
 
 def held_out(config: TrainConfig, run: Questions | None = None, plain: bool = False) -> Prepared:
-    """Prepares the data of a configuration to evaluate a model on its held-out rows; `run` as in `prepare`.
+    """Prepares the data of a configuration to evaluate a model on its held-out rows.
 
-    A note on stderr tells whether the run held other questions out.
+    Prints a note on stderr if `run` held out other questions.
 
     Args:
         config: the run.
-        run: as in `prepare`.
-        plain: ask the questions as plain text, without a chat template and a system prompt.
+        run: the questions of the adapter's run, as in `prepare`.
+        plain: whether to ask questions as plain text, without a chat template and a system prompt.
 
     Raises:
-        ValueError: as in `prepare`; or `plain` and a question is a chat of several turns.
+        ValueError: as in `prepare`; or `plain` is true and a question is a chat of several turns.
     """
     if config.data.streaming:
         raise ValueError(
-            "data.streaming=true: a stream has no questions; set it to false, and data.source to rows with some"
+            "data.streaming=true: a stream has no questions; set it to false, and data.source to rows with questions"
         )
     tokenizer, data = load_tokenizer(config.model), config.data
     if plain:
@@ -152,8 +152,8 @@ def held_out(config: TrainConfig, run: Questions | None = None, plain: bool = Fa
         now, before = prepared.questions.held_out, run.held_out
         new, gone = len(np.setdiff1d(now, before)), len(np.setdiff1d(before, now))
         if new or gone:
-            text = f"the run of the adapter did not know {new} of these {len(now)} questions, and {gone} of the "
-            text += f"{len(before)} that it held out are not among them: data.eval_rows or the source is another"
+            text = f"{new} of these {len(now)} questions are new to the adapter's run, and {gone} of the {len(before)} "
+            text += "that it held out are missing: data.eval_rows or the source differs"
             print(f"note: {text}", file=sys.stderr, flush=True)
     return prepared
 
@@ -162,14 +162,14 @@ def evaluate(config: TrainConfig, prepared: Prepared, adapter_dir: str | Path | 
     """Lets the model answer held-out rows, judges the answers, and measures the perplexity of the rows themselves.
 
     Args:
-        config: the run; `tracking.generate_rows` limits the rows (0 = all), `tracking.generate_tokens` an answer, and
-            `tracking.verifier` judges it. The accuracy leaves out rows on which a verifier fails. The replicas of
-            `config.launch` share the rows.
-        prepared: the data, of `data.prepare.prepare`.
+        config: the run; `tracking.generate_rows` limits the rows (0 = all), `tracking.generate_tokens` limits an
+            answer, and `tracking.verifier` judges it. Rows on which the verifier raises an error do not count. The rows
+            are divided among the replicas of `config.launch`.
+        prepared: the data, from `data.prepare.prepare`.
         adapter_dir: folder of the trained adapter; None evaluates the base model.
 
     Raises:
-        ValueError: there are no held-out rows, there is no such verifier, or as in `answer`.
+        ValueError: there are no held-out rows, the verifier does not exist, or as in `answer`.
         LaunchError: a replica failed.
     """
     if prepared.eval is None:

@@ -1,7 +1,7 @@
-r"""Compares mathematical expressions with math-verify, which reads them with SymPy.
+r"""Compares mathematical expressions with math-verify, which parses them with SymPy.
 
-Powers that would fill the memory are refused before they are read, and a time limit holds in a main thread, where
-signals can be set. Both are no guarantee: judge texts of strangers in a process that can be ended.
+Powers that would fill the memory are refused before parsing. In the main thread, where signals can be set, there is
+also a time limit. Neither is a guarantee, so judge untrusted texts in a process that can be killed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 _SECONDS = 5
 _LONGEST = 1000  # characters of an expression
-_LARGEST = 10**5  # the largest exponent, and the largest argument of a factorial is a hundredth of it
+_LARGEST = 10**5  # the largest exponent
 _SIGNS = {
     "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "\u00d7": r"\times ", "·": r"\cdot ",
     "∙": r"\cdot ", "÷": "/", "±": r"\pm ", "∓": r"\mp ", "\u222a": r"\cup ", "∩": r"\cap ", "∈": r"\in ",
@@ -24,7 +24,7 @@ _SIGNS = {
     "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "**": "^", "*": r"\cdot ", "<=": r"\le ", ">=": r"\ge ", "!=": r"\ne ",
     r"\varnothing": r"\emptyset ",
 }  # fmt: skip
-"""Signs of Unicode and of programs -> LaTeX."""
+"""Symbols of Unicode and of programming languages -> LaTeX."""
 SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 _SIGN = re.compile("|".join(re.escape(text) for text in sorted(_SIGNS, key=len, reverse=True)))
 _RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+")
@@ -47,7 +47,7 @@ _STRUCTURE = re.compile(
     r"[+*/^=<>√!²³]|\\[A-Za-z]|\d\s?[A-Za-z(]|[A-Za-z\d)}]\s?-\s?[A-Za-z\d(\\]|[(\[{|].*[)\]}|]|\d\s?[,;]\s?-?\d"
     rf"|\d(?: and | or )-?\d|\b(?:{'|'.join(_FUNCTIONS[3:])})\s?[\d(]|{_SIGN.pattern}"
 )
-_NOT_ONE = re.compile(r"\d\s+\d|^\d+(?:-\d+)+$")  # numbers without an operator, ranges, dates
+_NOT_ONE = re.compile(r"\d\s+\d|^\d+(?:-\d+)+$")  # numbers without an operator between them, ranges, dates
 _POWER = re.compile(r"(\d+(?:\.\d+)?|[)}])\s*\^\s*(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}|\([^()]*\)|-?\d+)")
 _TOWER = re.compile(r"\^\s*-?\d+\s*\^")
 _FACTORIAL = re.compile(r"(\d+|[)}])\s*!")
@@ -56,7 +56,7 @@ _DECIMAL = re.compile(r"(?<![\d.])0?\.(0+)[1-9]|(?:10\s*\^\s*\{?\s*|\de)-(\d+)")
 
 
 def is_expression(text: str) -> bool:
-    """Whether a text is a formula: numbers, up to three letters side by side, operators, LaTeX, and no other words."""
+    """Whether a text is a formula: numbers, operators, LaTeX, known functions and words of at most three letters."""
     if len(text) > _LONGEST or not _STRUCTURE.search(text) or _NOT_ONE.search(text):
         return False
     position = 0
@@ -72,13 +72,13 @@ def is_expression(text: str) -> bool:
 
 
 def same_expression(expected: str, statement: str) -> bool:
-    """Compares two formulas: as numbers, symbolically, as sets, intervals, relations or matrices.
+    """Compares two formulas: numerically, symbolically, or as sets, intervals, relations or matrices.
 
     Raises:
-        ValueError: the expected text cannot be read.
+        ValueError: the expected text cannot be parsed.
     """
     expected, statement = _latex(expected), _latex(statement)
-    if bool(_REMAINDER.search(expected)) != bool(_REMAINDER.search(statement)):  # math-verify leaves it out
+    if bool(_REMAINDER.search(expected)) != bool(_REMAINDER.search(statement)):  # math-verify ignores "mod"
         return False
     if expected.replace(" ", "") == statement.replace(" ", ""):
         return True
@@ -89,7 +89,7 @@ def same_expression(expected: str, statement: str) -> bool:
     wanted = _parsed(expected)
     if not wanted:
         raise ValueError(f"the row's answer {expected[:60]!r} cannot be read by math-verify")
-    # Both of its bounds on differences are absolute: by its defaults all tiny numbers would be equal.
+    # Its two tolerances are absolute: with their defaults, all tiny numbers would be equal.
     tiny = _DECIMAL.finditer(f"{expected} {statement}")
     zeros = min(400, max((len(number[1] or "") or int(number[2]) for number in tiny), default=0))
     return bool(
@@ -100,11 +100,11 @@ def same_expression(expected: str, statement: str) -> bool:
     )  # fmt: skip
 
 
-@lru_cache(maxsize=1024)  # the completions of a group have one expected answer
+@lru_cache(maxsize=1024)  # the completions of a group share an expected answer
 def _parsed(text: str) -> tuple[Any, ...]:
     from math_verify import LatexExtractionConfig, parse
 
-    # Its units are any letters, such as "ab"; and a text is not searched for its last number.
+    # math-verify would remove letters such as "ab" as units. No fallback searches the text for its last number.
     boxes = LatexExtractionConfig(boxed_match_priority=0)
     boxes = replace(boxes, normalization_config=replace(boxes.normalization_config, units=False))
     found = parse(
@@ -118,7 +118,7 @@ def _limit() -> int | None:
 
 
 def _latex(text: str) -> str:
-    r"""Writes signs of Unicode, powers and roots as LaTeX, and \{x \mid x > 2\} as x > 2."""
+    r"""Rewrites Unicode symbols, powers and roots as LaTeX, and \{x \mid x > 2\} as x > 2."""
     text = _SET_BUILDER.sub(r"\1", text)
     text = _RAISED.sub(lambda power: f"^{{{power[0].translate(SUPERSCRIPTS)}}}", text)
     text = _ROOT.sub(lambda root: rf"\sqrt{{{next(filter(None, root.groups()), '')}}}", text)
@@ -127,7 +127,7 @@ def _latex(text: str) -> str:
 
 
 def _is_huge(text: str) -> bool:
-    """Whether numbers of a formula have more digits than can be worked with: 9^{9^9}, 10^{1000000}, (10^9)!."""
+    """Whether numbers in a formula have too many digits to compute, such as 9^{9^9}, 10^{1000000} or (10^9)!."""
     if _TOWER.search(text):
         return True
     for power in _POWER.finditer(text):
@@ -141,7 +141,7 @@ def _is_huge(text: str) -> bool:
 
 
 def _size(text: str) -> float:
-    """Returns an upper bound of a formula without letters."""
+    """Returns an upper bound of the value of a formula without letters."""
     numbers = re.findall(r"\d+(?:\.\d+)?", text)
     if "!" in text or text.count("^") > 1 or any(len(number) > 9 for number in numbers):
         return math.inf

@@ -1,4 +1,4 @@
-"""Asks for answers to held-out rows and judges them, also of a model in training."""
+"""Generates and judges answers to held-out rows, also during training."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 ANSWERED_AT_ONCE = 32
-"""Rows that a replica answers at a time."""
+"""Number of rows that a replica answers at a time."""
 
 
 class Reply(NamedTuple):
-    """An answer that is judged.
+    """An answer to judge.
 
     Attributes:
-        text: without special tokens, and without the part that the prompt has.
-        tokens: their number, with the last one.
-        cut_off: whether it is as long as an answer may be, and has not ended.
+        text: the text without special tokens, and without a beginning that is part of the prompt.
+        tokens: number of tokens, the last token included.
+        cut_off: whether it reached the token limit without ending.
     """
 
     text: str
@@ -43,18 +43,18 @@ class Reply(NamedTuple):
 
     @classmethod
     def of(cls, completion: Completion) -> Reply:
-        """Returns the answer of a generator."""
+        """Converts a generator's completion."""
         return cls(completion.text, len(completion.tokens), completion.finish_reason == "length")
 
 
 def check_answers(config: TrainConfig, prepared: Prepared, model: PreTrainedConfig | None = None) -> None:
     """Checks before training that the model can answer the held-out rows and the verifier can judge the answers.
 
-    `model` is its configuration, if it was read before.
+    `model` is the model's configuration if already read.
 
     Raises:
-        ConfigError: the rows have no prompts, prompts and answers are longer than the model's positions, or the
-            verifier can judge none of the rows.
+        ConfigError: there are no held-out rows, a prompt is empty, prompt and answer exceed the model's positions, or
+            the verifier can judge none of the rows.
     """
     tracking = config.tracking
     name = "generate_rows" if tracking.generate_rows >= tracking.eval_generate_rows else "eval_generate_rows"
@@ -64,21 +64,21 @@ def check_answers(config: TrainConfig, prepared: Prepared, model: PreTrainedConf
     asked, off = f"tracking.{name}={wanted}", f"tracking.{name}=0"
     rows = prepared.eval_rows[:wanted]
     if not rows:
-        raise ConfigError([f"{asked} needs held-out rows, and there are none; remove data.eval_rows"])
+        raise ConfigError([f"{asked} needs held-out rows, but there are none; remove data.eval_rows"])
     try:
         lengths = [len(ids) for ids in prompt_ids(prepared, wanted)]
     except ValueError as error:
         raise ConfigError([f"{asked}: {error}"]) from error
     if len(rows) < wanted:
-        print(f"plan             {asked}: there are {len(rows)} held-out rows, and all are answered", flush=True)
-    model = model or read_config(config.model)  # loading a model explains why its configuration cannot be read
+        print(f"plan             {asked}: there are only {len(rows)} held-out rows, and all are answered", flush=True)
+    model = model or read_config(config.model)  # None if unreadable; loading the model explains the error
     longest, positions = max(lengths), (model and max_positions(model.get_text_config())) or math.inf
     if longest + tracking.generate_tokens > positions:
         advice = f"use at most {positions - longest:g}" if positions > longest else "remove longer rows"
         raise ConfigError(
             [
-                f"tracking.generate_tokens={tracking.generate_tokens} and the {longest} tokens of held-out row "
-                f"{lengths.index(longest)} are more than the {positions:g} positions of the model; {advice}, or set "
+                f"tracking.generate_tokens={tracking.generate_tokens} plus the {longest} tokens of held-out row "
+                f"{lengths.index(longest)} exceed the model's {positions:g} positions; {advice}, or set "
                 f"{off}"
             ]
         )
@@ -97,20 +97,19 @@ def check_answers(config: TrainConfig, prepared: Prepared, model: PreTrainedConf
 def count_correct(
     model: Any, config: TrainConfig, prepared: Prepared, rt: Runtime, generator: Generator | None = None
 ) -> tuple[int, ...]:
-    """Lets a model in training answer `tracking.eval_generate_rows` rows; every replica takes a part of them.
+    """Lets a model in training answer `tracking.eval_generate_rows` rows, divided among the replicas.
 
-    It warns of answers whose verifier failed, which count as not judged.
+    Prints a warning for answers on which the verifier raised an error; these count as not judged.
 
     If `generator` is given, it answers with its compiled programs and its own token limit.
 
     Returns:
-        The correct answers in this replica's part, and the rows with an answer to compare with; then the same of each
-        source of a mix.
+        Counts of this replica's share: (correct answers, judged answers), then the same pair for each source of a mix.
     """
     assert prepared.encoder is not None, "there are held-out rows"
     ids = prompt_ids(prepared, config.tracking.eval_generate_rows)
     data, limit, rule = config.data, config.tracking.generate_tokens, verifier_named(config.tracking.verifier)
-    # The program of samples takes the likeliest token, too, at a temperature at which no other one is drawn.
+    # At a temperature this low, the compiled sampling program draws the likeliest token.
     nearly = Sampling(config.rl.max_completion_length, temperature=1e-8, top_k=0, top_p=1.0, min_p=0.0)
     sampling = nearly if generator else Sampling(limit)
     generator = generator or Generator(
@@ -126,7 +125,7 @@ def count_correct(
     verdicts = judge_all(answers, data, rule)
     if errors := [verdict.error for verdict in verdicts if verdict.error]:
         text = f"{len(errors)} of {len(verdicts)} answers of replica {rt.rank} were not judged"
-        print(f"warning: {text}, the verifier raised {errors[0]}", file=sys.stderr, flush=True)
+        print(f"warning: {text}: the verifier raised {errors[0]}", file=sys.stderr, flush=True)
     judged = [
         (verdict.correct, source)
         for verdict, source in zip(verdicts, sources, strict=True)
@@ -139,7 +138,7 @@ def count_correct(
 
 
 def prompt_ids(prepared: Prepared, count: int | None) -> list[list[int]]:
-    """Returns the token ids of the first prompts; raises ValueError for an empty prompt."""
+    """Returns the token ids of the first `count` prompts; raises ValueError for an empty prompt."""
     ids = prepared.eval_prompt_ids[:count]
     if [] in ids:
         raise ValueError(
@@ -157,8 +156,8 @@ def judged_answers(
     Args:
         config: the run.
         prepared: the data.
-        replies: one for each of the first rows.
-        rule: of `verifier_named`.
+        replies: replies to the first rows, in order.
+        rule: from `verifier_named`.
     """
     count, samples = len(replies), []
     rows, prompts = prepared.eval_rows[:count], prepared.eval_prompts[:count]

@@ -1,12 +1,12 @@
-"""Judges replies by the rules of `verifiers` in processes that can be ended.
+"""Judges replies by the rules of `verifiers` in child processes with limits on time and memory.
 
     Judges (any process)                            python -m tpu_kit.generation.evaluation.judging
-    a line of JSON: some replies, rows and rules -> judges them, each within 5 s of processor time and 1 GiB
+    a line of JSON: some replies, rows and rules -> judges them, with 5 s of processor time per reply and 1 GiB
                                                  <- a line of JSON for each verdict
 
-An expression such as 9^9^9^9 is text of a model, and computing with it may take for ever, or all memory, in code that
-no exception ends. The kernel ends the process instead: its reply is not judged, another process judges the next ones.
-The processes import neither torch nor torch_xla, start in 0.1 s with the first reply, and end with their parent.
+A model may write an expression such as 9^9^9^9, and code that computes it may run forever or use all memory without
+reaching a Python exception. The kernel then kills the process, the reply is not judged, and another process continues
+with the next replies. The processes import neither torch nor torch_xla, start in 0.1 s, and end with their parent.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from tpu_kit.generation.evaluation.verifiers import Verdict, Verifier, judge
 Reply = tuple[Mapping[str, Any], str, str]
 """A row, the text of a reply with its reasoning, and the rule that judges it."""
 
-SECONDS = 5  # of processor time in which a reply is judged
-_WAITING = 60.0  # seconds in which it is judged, whatever takes the time
-_MEMORY = 2**30  # bytes of address space; importing math-verify takes 60 MiB, reasoning-gym 300
-_PROCESSES = 4  # at most
-_TOGETHER = 16  # replies of a line at most
-_PATIENCE = 0.5  # seconds of judging after which there is another process
-_LOOK = 0.2  # seconds between two looks at the clock
+SECONDS = 5  # limit of processor time for a reply
+_WAITING = 60.0  # limit of wall-clock time for a reply, in seconds
+_MEMORY = 2**30  # limit of address space in bytes; importing math-verify takes 60 MiB, reasoning-gym 300
+_PROCESSES = 4  # limit of processes
+_TOGETHER = 16  # limit of replies in a line
+_PATIENCE = 0.5  # seconds per busy process after which another process is started
+_LOOK = 0.2  # seconds between two checks of the time limits
 
 
 def judge_all(
@@ -52,12 +52,12 @@ def judge_all(
     verifier: str | Verifier,
     stop: Callable[[], bool] = lambda: False,
 ) -> list[Verdict]:
-    """Judges replies: by a rule in other processes, by a user's function in the main thread, without a limit.
+    """Judges replies: a rule runs in child processes, a user's function in the main thread without a time limit.
 
     Args:
-        replies: row and text of each, as `judge` takes them.
+        replies: pairs of a row and a reply's text, as for `judge`.
         config: the data section.
-        verifier: of `verifier_named`.
+        verifier: from `verifier_named`.
         stop: as in `Judges.judge`.
     """
     if callable(verifier):
@@ -68,7 +68,7 @@ def judge_all(
 
 
 class Judges:
-    """Processes that judge replies, started when there is work and kept until `close`; of one thread.
+    """Child processes that judge replies, started on demand and kept until `close`; use it from one thread only.
 
     Args:
         config: the data section.
@@ -86,24 +86,24 @@ class Judges:
         self.close()
 
     def close(self) -> None:
-        """Ends the processes."""
+        """Kills the processes."""
         for child in self._children:
             child.end()
         self._children = []
 
     def judge(self, replies: Sequence[Reply], stop: Callable[[], bool] = lambda: False) -> list[Verdict]:
-        """Judges replies; a verdict says why one was not judged.
+        """Judges replies; if a reply cannot be judged, its verdict has the reason.
 
         Args:
-            replies: what to judge.
-            stop: asked 5 times a second; once it returns True, the rest is not judged.
+            replies: the replies to judge.
+            stop: called 5 times a second; if it returns True, judging ends.
 
         Raises:
-            CallEnded: by `stop`.
+            CallEnded: `stop` returned True.
         """
         try:
             verdicts = dict(self._judged(replies, stop))
-        except BaseException:  # what the processes still say belongs to these replies
+        except BaseException:  # later output of the processes would belong to these replies
             self.close()
             raise
         return [verdicts[number] for number in range(len(replies))]
@@ -136,7 +136,7 @@ class Judges:
                     raise CallEnded("stop")
 
     def _free(self, anew: bool) -> _Child | None:
-        """Returns a process that has nothing to do, perhaps a new one; None if all are at work."""
+        """Returns an idle process, possibly a new process; None if all are busy."""
         self._children = [child for child in self._children if child.asked or child.is_alive()]
         free = [child for child in self._children if not child.asked]
         if not free and (anew or not self._children) and len(self._children) < self._most:
@@ -146,13 +146,13 @@ class Judges:
 
 
 class _Child:
-    """A process that judges."""
+    """A child process that judges replies."""
 
     def __init__(self) -> None:
         path = [str(Path(__file__).parents[3]), *filter(None, sys.path)]
-        alone = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # each thread of theirs takes address space
+        alone = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # their threads use address space
         self._errors = TemporaryFile()  # noqa: SIM115 - `end` closes it
-        # A session of its own: Ctrl-C in a terminal is the parent's business.
+        # In its own session, so that Ctrl-C in a terminal reaches only the parent.
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "tpu_kit.generation.evaluation.judging"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, start_new_session=True,
@@ -160,27 +160,27 @@ class _Child:
         )  # fmt: skip
         assert self._process.stdout is not None
         self.answers: IO[bytes] = self._process.stdout
-        self.asked: deque[int] = deque()  # the numbers of the replies that it judges
+        self.asked: deque[int] = deque()  # numbers of the replies sent to it and not yet judged
         self.ended = self._late = False
         self._since, self._rest = 0.0, b""
 
     def is_alive(self) -> bool:
-        """Whether it can be asked; its starting thread may have ended, and it with that."""
+        """Whether it still runs; it ends with the thread that started it."""
         return self._process.poll() is None
 
     def ask(self, settings: Mapping[str, Any], numbers: Sequence[int], replies: Sequence[Reply]) -> None:
-        """Sends it some replies."""
+        """Sends the replies `numbers` to the process."""
         self.asked.extend(numbers)
         self._since = time.monotonic()
         asked = {**settings, "replies": [replies[number] for number in numbers]}
         line = json.dumps(asked, default=_plain, skipkeys=True)
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended; `read` finds that
+        with contextlib.suppress(BrokenPipeError):  # the process has ended, which `read` detects
             self._process.stdin.write(line.encode() + b"\n")
             self._process.stdin.flush()
 
     def read(self) -> Iterator[tuple[int, Verdict]]:
-        """Yields the verdicts that have come."""
+        """Yields the received verdicts by reply number."""
         text = os.read(self.answers.fileno(), 65536)
         self.ended = not text
         *lines, self._rest = (self._rest + text).split(b"\n")
@@ -189,13 +189,13 @@ class _Child:
             yield self.asked.popleft(), Verdict(**json.loads(line))
 
     def end_if_late(self) -> None:
-        """Ends it if it has said nothing for too long."""
+        """Kills the process if it has sent nothing for `_WAITING` seconds."""
         if not self._late and time.monotonic() - self._since > _WAITING:
             self._late = True
             self._process.kill()
 
     def end(self) -> None:
-        """Ends it."""
+        """Kills the process and closes its pipes."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self.answers, self._errors):
@@ -204,39 +204,39 @@ class _Child:
                 pipe.close()
 
     def buried(self) -> tuple[list[tuple[int, Verdict]], list[int]]:
-        """Returns the verdict of the reply for which it has ended, and the numbers of those that are left."""
+        """Returns the verdict on the reply that ended the process, and the numbers of the remaining replies."""
         status = self._process.wait()
         self._errors.seek(0)
         said = self._errors.read()[-4096:].decode(errors="replace").strip().rpartition("\n")[2]
         self.end()
-        if status == 0:  # of its own accord, between two replies
+        if status == 0:  # it exited by itself, between two replies
             return [], [*self.asked]
         why = f"ended its process by {end_name(status)}{said and f' ({said})'}"
         if self._late:
-            why = f"was not done after {_WAITING:g} s"
+            why = f"was not finished after {_WAITING:g} s"
         elif status == -signal.SIGPROF:
             why = f"takes more than {SECONDS:g} s of processor time"
         return [(self.asked.popleft(), Verdict(None, f"the judgement {why}"))], [*self.asked]
 
 
 def _plain(value: Any) -> str | None:
-    """The JSON of what has none: rules read texts, so images and the like are left out."""
+    """Converts a value that JSON does not support: bytes, such as images, to None, others to text."""
     return None if isinstance(value, bytes | bytearray | memoryview) else str(value)
 
 
 def main() -> None:
-    """Judges what stdin asks for, until it ends."""
+    """Judges the replies from stdin until it is closed."""
     import resource  # not on Windows
 
     end_with_parent()
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(OSError):  # not Linux: if memory becomes short all the same, this process goes first
+    with contextlib.suppress(OSError):  # not on Linux; the kernel then kills this process first if memory is short
         Path("/proc/self/oom_score_adj").write_text("1000")
-    logging.disable()  # math-verify warns of each expression
+    logging.disable()  # math-verify warns about every expression
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # antlr prints to stdout
-    # In the main thread math-verify would take a limit of its own, in seconds of a clock, for an answer.
+    # Not in the main thread, where math-verify would set its own limit of wall-clock time.
     thread = threading.Thread(target=_serve, args=(answers,))
     thread.start()
     thread.join()
@@ -247,14 +247,14 @@ def _serve(answers: IO[str]) -> None:
         ask = json.loads(line)
         data = DataConfig(**ask["data"])
         for row, text, rule in ask["replies"]:
-            signal.setitimer(signal.ITIMER_PROF, ask["seconds"])  # whose signal ends the process
+            signal.setitimer(signal.ITIMER_PROF, ask["seconds"])  # its signal kills the process
             verdict = judge(row, text, data, rule)
             signal.setitimer(signal.ITIMER_PROF, 0)
             if verdict.error.startswith("MemoryError"):
                 verdict = Verdict(None, f"the judgement takes more than {_MEMORY >> 20} MiB")
             print(json.dumps(asdict(verdict)), file=answers, flush=True)
             if verdict.error.startswith("the judgement"):
-                return  # caches may hold what there is
+                return  # caches may hold the memory
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-r"""Reads numbers with their units, times of day and dates out of what a reply states."""
+r"""Parses numbers with their units, times of day and dates in the text of an answer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FRACTION_SIGN = re.compile(r"\\[dtc]frac(?![A-Za-z])")
 _FORMULA = re.compile(r"\$([^$]*)\$")
 _ITALIC = re.compile(r"(?<![\w*])\*([^*\s]+)\*(?![\w*])")
 
-# A decimal, 1,234.5, 1.5e3, 1/2 or 1 1/2; not the parts of 12:30, 2x, 2^10, 10_2 or 1.2.3.
+# A decimal number, 1,234.5, 1.5e3, 1/2 or 1 1/2, but not a part of 12:30, 2x, 2^10, 10_2 or 1.2.3.
 _NUMBER = re.compile(
     r"(?<![\w.,^:/])(?P<sign>(?:(?<![\d)] )[-+])?)(?P<currency>[$€£¥]?) ?(?P<minus>-?)(?:(?P<whole>\d+) (?=\d+/))?"
     r"(?P<above>(?=\.?\d)(?:\d{1,3}(?:,\d{3})+(?!\d)|\d*)(?:\.\d*)?(?:e[-+]?\d{1,3})?)(?:/(?P<under>\d+))?"
@@ -52,7 +52,7 @@ _LEADING = re.compile(
 _NEGATIVE = re.compile(r"(?:negative|minus)\s(?=\d)", re.IGNORECASE)
 _SCALE = re.compile(r"\s(dozen|hundred|thousand|million|billion|trillion)\b", re.IGNORECASE)
 _SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-# Words beside which a number is not the value of a statement.
+# Words that make a number beside them something else than the value of a statement.
 _OPERATOR = re.compile(
     r"(?:or|and|not|between|than|minus|plus|times|over|squared|cubed|root|factorial|either|neither|nor|half|except|to"
     r"|through|double|triple|divided|multiplied|mod|modulo|log|sin|cos|tan|sqrt|no|remainder)",
@@ -118,9 +118,9 @@ class Quantity(NamedTuple):
     """A number with its unit.
 
     Attributes:
-        value: the number as it is written, so 50 for 50%.
-        unit: the canonical name; empty if there is none or it is unknown ("apples").
-        variable: to which it is assigned ("x = 5"); else empty.
+        value: the number as written, so 50 for 50%.
+        unit: the unit's canonical name; empty if there is none or it is unknown ("apples").
+        variable: the variable to which the number is assigned ("x = 5"), or "".
     """
 
     value: Fraction
@@ -128,7 +128,7 @@ class Quantity(NamedTuple):
     variable: str = ""
 
     def equals(self, other: Quantity, *, shares: bool) -> bool:
-        """Compares values, and the units and variables that both have; if `shares`, 50% is equal to 0.5 too."""
+        """Compares values, and units and variables if both have them; if `shares`, 50% also equals 0.5."""
         if self.variable and other.variable and self.variable != other.variable:
             return False
         if self.unit and other.unit and not _same_unit(self.unit, other.unit):
@@ -142,8 +142,8 @@ class Quantity(NamedTuple):
 
 
 def clean(text: str) -> str:
-    """Removes fonts, emphasis and spacing, and writes signs of units as single characters."""
-    for _ in range(3):  # one within the other
+    """Removes LaTeX fonts, emphasis and spacing, and writes unit symbols as single characters."""
+    for _ in range(3):  # nested fonts
         text, count = _FONT.subn(r" \1", text)
         if not count:
             break
@@ -153,12 +153,12 @@ def clean(text: str) -> str:
 
 
 def without_dollars(text: str) -> str:
-    """Removes the signs around formulas; an odd sign is one of money."""
+    """Removes the pairs of dollar signs around formulas; a single dollar sign means money and stays."""
     return _FORMULA.sub(r"\1", text)
 
 
 def arithmetic(text: str) -> str:
-    """Writes fractions and powers of ten of LaTeX as 1/2 and e3."""
+    """Rewrites LaTeX fractions as 1/2 and powers of ten as e3."""
 
     def fraction(match: re.Match[str]) -> str:
         whole, above, under = match[1], match[2] or match[3], match[4] or match[5]
@@ -170,7 +170,7 @@ def arithmetic(text: str) -> str:
 
 
 def quantity(text: str) -> Quantity | None:
-    """Reads a cleaned text that is a number, with a unit or words that name what is counted; None for another text."""
+    """Parses a cleaned text that is a number, with a unit or the counted things ("5 apples"); None for other texts."""
     text = arithmetic(without_dollars(text)).strip(" \n\t,;:\"'")
     text = text if text.endswith("..") else text.removesuffix(".")
     while leading := _LEADING.match(text):
@@ -191,7 +191,7 @@ def quantity(text: str) -> Quantity | None:
 
 
 def only_quantity(text: str) -> Quantity | None:
-    """Returns the one number of a cleaned text of words; None if a word or a sign makes something else of it."""
+    """Returns the only number in a cleaned text of words; None if a word or a symbol changes its value."""
     text = arithmetic(without_dollars(text))
     numbers = list(_NUMBER.finditer(text))
     if len(numbers) != 1 or len(text) > 1000:
@@ -208,7 +208,7 @@ def only_quantity(text: str) -> Quantity | None:
 
 
 def last_quantity(text: str) -> Quantity | None:
-    """Returns the last number of a cleaned text, after its last "=" if it has one; None if it is one end of a range."""
+    """Returns the last number of a cleaned text, after the last "=" if there is one; None if it ends a range."""
     text = arithmetic(without_dollars(text)).rpartition("=")[2]
     if (remark := _REMARK.search(text)) and _NUMBER.search(text[: remark.start()].rpartition("\n")[2]):
         text = text[: remark.start()] if len(_NUMBER.findall(remark[0])) > 1 else text
@@ -229,12 +229,12 @@ def last_quantity(text: str) -> Quantity | None:
 
 
 def is_bounded_or_changed(before: str) -> bool:
-    """Whether the words before a number or a formula make it a bound or another number: "at least 7", "twice 7"."""
+    """Whether the words before a number or a formula make it a bound or change its value: "at least 7", "twice 7"."""
     return bool(_BOUND_BEFORE.search(before[-40:]) or _CHANGED_BEFORE.search(before[-40:]))
 
 
 def _scaled(value: Fraction, after: str) -> tuple[Fraction, str]:
-    """Multiplies a number by the word behind it, such as "thousand"; returns it and the text behind that word."""
+    """Multiplies a number by the word after it, such as "thousand"; returns it and the text after the word."""
     scale = _SCALE.match(after)
     return (value * _SCALES[scale[1].lower()], after[scale.end() :]) if scale else (value, after)
 
@@ -243,7 +243,7 @@ def _value(number: re.Match[str]) -> Fraction | None:
     try:
         above = Fraction(number["above"].replace(",", ""))
         value = Fraction(number["whole"] or 0) + above / Fraction(number["under"] or 1)
-    except (ValueError, ZeroDivisionError):  # thousands of digits, x/0
+    except (ValueError, ZeroDivisionError):  # thousands of digits, or x/0
         return None
     return -value if "-" in (number["sign"], number["minus"]) else value
 
@@ -257,7 +257,7 @@ def _repeating(match: re.Match[str]) -> Fraction:
 
 
 def _unit(text: str) -> str | None:
-    """Returns the unit in the words behind a number, empty if it is unknown; None if they are more than a unit."""
+    """Returns the unit in the words after a number, empty if unknown; None if the words are more than a unit."""
     stripped = text.strip(" .,;:")
     if len(stripped) > _LONGEST_UNIT:
         return None
@@ -277,7 +277,7 @@ def _unit(text: str) -> str | None:
 
 
 def _begins_unit(word: str, *, attached: bool) -> bool:
-    """Whether a word behind a number, or `attached` to it, is no variable: "5 m", "5cm", "5th", not "5k" or "5xy"."""
+    """Whether a word after a number, or `attached` to it, is not a variable: "5 m", "5cm", "5th", not "5k" or "5xy"."""
     if word.lower() in ("squared", "cubed"):
         return False
     if word.lower() in _UNITS or word in ("st", "nd", "rd", "th"):
@@ -286,7 +286,7 @@ def _begins_unit(word: str, *, attached: bool) -> bool:
 
 
 def _canonical(text: str) -> str:
-    """Returns the canonical name of the unit that begins a text, such as "cm^2" or "km/h"; empty if it is unknown."""
+    """Returns the canonical name of the unit at the beginning of a text, such as "cm^2" or "km/h"; empty if unknown."""
     tokens = _UNIT_WORD.finditer(text.replace("/", " per "))
     words = [(token["word"].lower(), token["power"] or "") for token in tokens if token["word"]]
     power = ""
@@ -304,15 +304,15 @@ def _canonical(text: str) -> str:
 
 
 def _same_unit(one: str, other: str) -> bool:
-    """Whether two units are equal, or but for what one of them leaves out behind its stroke."""
+    """Whether two units are equal, apart from a part after "/" that only one unit has."""
     return one == other or (("/" in one) != ("/" in other) and one.partition("/")[0] == other.partition("/")[0])
 
 
 def moments(text: str) -> list[frozenset[int]]:
-    """Returns the times of day and the dates of a text.
+    """Returns the times of day and the dates in a text, as sets of numbers.
 
-    A time is the minutes of the day that it may mean (2:30 is 14:30 too), a date the number of its day; two moments may
-    be the same if they share a number.
+    A time has the minutes of the day that it may mean (2:30 also means 14:30), a date the number of its day. Moments
+    that share a number may be equal.
     """
     found = [(match.start(), _minutes(match)) for match in _TIME.finditer(text)]
     for match in _DATE.finditer(text):
@@ -327,7 +327,7 @@ def moments(text: str) -> list[frozenset[int]]:
 
 
 def moment(text: str) -> frozenset[int] | None:
-    """Reads a cleaned text that is a time of day or a date; None for another text."""
+    """Parses a cleaned text that is a time of day or a date, as `moments`; None for other texts."""
     text = without_dollars(text).strip(" \n\t.,;:\"'")
     match = _TIME.fullmatch(text) or _DATE.fullmatch(text)
     found = moments(text) if match else []

@@ -1,12 +1,13 @@
-"""Rewards of sampled completions: functions with the signature of TRL's, and verifiers by name.
+"""Computes rewards of sampled completions with functions, called as in TRL, and with verifiers, given by name.
 
     def shorter(completions, target, **kwargs):      # in my_rewards.py; `target` is a column of the data
         return [1.0 - len(text) / 1000 for text in completions]
 
-A function gets `prompts`, `completions`, `completion_ids`, each column of the rows, `trainer_state` (global_step,
-max_steps) and `log_metric(name, value)`, those of them that it names, or all if it has `**kwargs`. Completions are
-lists of messages where the prompts are, else texts. It returns a number, or None for no judgement, for each. Functions
-are called in the main thread, one after the other, then the async ones together; rules judge in other processes.
+The keyword arguments are `prompts`, `completions`, `completion_ids`, the columns of the rows, `trainer_state`
+(global_step, max_steps) and `log_metric(name, value)`. A function gets the arguments that it names, or all if it has
+`**kwargs`. Completions are lists of messages if the prompts are, else texts. For every completion, the function returns
+a number, or None for no judgement. Functions run in the main thread, one after another, and async functions run
+concurrently after them; rules run in child processes.
 """
 
 from __future__ import annotations
@@ -35,21 +36,21 @@ from tpu_kit.generation.evaluation.verifiers import verifier_named, well_formed
 
 RewardFunction = Callable[..., Any]
 Stop = Callable[[], bool]
-_SHARED = ("trainer_state", "log_metric")  # the arguments that are not lists of one for each completion
-# Of launch.hang_timeout: a function is ended before the launch is, so that the run saves its updates.
+_SHARED = ("trainer_state", "log_metric")  # the arguments that are not lists with an entry per completion
+# Share of launch.hang_timeout: a function is ended before the launch, so that the run saves its updates.
 _PATIENCE = 0.8
-_SHOWN = 60  # characters of a completion that was not judged
-_LONG = 0.2  # share of max_completion_length at its end in which `length` falls to -1 (DAPO, arXiv:2503.14476)
+_SHOWN = 60  # printed characters of a completion that was not judged
+_LONG = 0.2  # last share of max_completion_length, in which `length` falls to -1 (DAPO, arXiv:2503.14476)
 
 
 class Attempt(NamedTuple):
     """A completion to judge.
 
     Attributes:
-        row: of the data, with the columns that functions get.
+        row: the data row, with the columns that functions get.
         prompt: text, or a list of messages.
-        text: of the completion, with the tag that the prompt opens.
-        tokens: ids of the completion.
+        text: the completion's text, with the opening reasoning tag if the prompt ends with that.
+        tokens: token ids of the completion.
     """
 
     row: Mapping[str, Any]
@@ -59,12 +60,12 @@ class Attempt(NamedTuple):
 
 
 def think_format(attempts: Sequence[Attempt], config: TrainConfig) -> list[float]:
-    """1 for a reply that is one block of reasoning in its tags and then an answer, else 0."""
+    """Returns 1 for a reply that is one block of reasoning in its tags followed by an answer, else 0."""
     return [float(well_formed(each.text, config.data)) for each in attempts]
 
 
 def length(attempts: Sequence[Attempt], config: TrainConfig) -> list[float]:
-    """DAPO's penalty: 0, falling to -1 in the last part of max_completion_length."""
+    """Returns DAPO's length penalty: 0, falling to -1 in the last 20 % of max_completion_length."""
     most = config.rl.max_completion_length
     allowed = most - round(_LONG * most)
     return [min(0.0, (allowed - len(each.tokens)) / max(1, most - allowed)) for each in attempts]
@@ -72,13 +73,13 @@ def length(attempts: Sequence[Attempt], config: TrainConfig) -> list[float]:
 
 @dataclass
 class Judgement:
-    """Rewards of completions; NaN where there is none.
+    """Rewards of completions; NaN for completions that were not judged.
 
     Attributes:
-        total: the weighted sums.
-        parts: the rewards of each function, without weight.
+        total: weighted sums of the rewards.
+        parts: rewards by function, without weights.
         logged: the numbers that functions logged, by name.
-        errors: rules and errors, and the ends of the completions that were not judged for it.
+        errors: by rule and error, the ends of the completions that were therefore not judged.
     """
 
     total: list[float]
@@ -88,14 +89,14 @@ class Judgement:
 
 
 class Rewards:
-    """The rewards of a run; a context manager, which ends the processes of its rules.
+    """Computes the rewards of a run; as a context manager, it ends the child processes of its rules.
 
     Args:
-        config: `rl.reward_funcs` and `rl.reward_weights`.
-        functions: in place of `rl.reward_funcs`: names and functions.
+        config: the run, with `rl.reward_funcs` and `rl.reward_weights`.
+        functions: names and functions that replace `rl.reward_funcs`.
 
     Raises:
-        ValueError: a name is none, or there is not a weight for each.
+        ValueError: a name is unknown, or the number of weights differs from the number of rewards.
     """
 
     def __init__(self, config: TrainConfig, functions: Sequence[str | RewardFunction] | None = None) -> None:
@@ -104,11 +105,11 @@ class Rewards:
         self._weights = list(config.rl.reward_weights or [1.0] * len(rewards))
         if len(self._weights) != len(rewards):
             counts = f"rl.reward_weights has {len(self._weights)} weights for {len(rewards)} rewards"
-            raise ValueError(f"{counts}; give one for each of rl.reward_funcs, or remove it")
+            raise ValueError(f"{counts}; give a weight for every entry of rl.reward_funcs, or remove it")
         if not any(self._weights):
-            raise ValueError("rl.reward_weights: all are 0, so nothing would be learned; give one another weight")
+            raise ValueError("rl.reward_weights: all are 0, so nothing would be learned; change a weight")
         self._judges = Judges(config.data)
-        # By the name of the reward: rules, the kit's own functions, and functions of users.
+        # By name of the reward: rules, the kit's own functions, and users' functions.
         self._rules: dict[str, str] = {}
         self._own: dict[str, Callable[[Sequence[Attempt]], list[float]]] = {}
         self._functions: dict[str, RewardFunction] = {}
@@ -134,18 +135,18 @@ class Rewards:
 
     @property
     def functions(self) -> list[str]:
-        """The names of the functions of users."""
+        """The names of users' functions."""
         return list(self._functions)
 
     def check(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Raises ValueError if a function needs an argument that it does not get, or each an answer that no row has."""
+        """Raises ValueError if a function needs an unknown argument, or all rewards need answers and no row has any."""
         given = [*self._arguments([Attempt(rows[0], "", "", [])]), *_SHARED]
         for name, function in self._functions.items():
             for each in inspect.signature(function).parameters.values():
                 needed = each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
                 if each.kind is each.POSITIONAL_ONLY or (needed and each.name not in given):
                     raise ValueError(
-                        f"the reward {name} needs {each.name}, which it does not get by name; it gets "
+                        f"the reward {name} needs {each.name}, which is not passed by name; it gets "
                         f"{', '.join(given)}: rename the argument, or give it a default"
                     )
         if self.names == [*self._rules] and not any(row.get("answer") for row in rows):
@@ -158,18 +159,18 @@ class Rewards:
         self, attempts: Sequence[Attempt], step: int = 0, total_steps: int | None = None,
         stop: Stop = lambda: False,
     ) -> Judgement:  # fmt: skip
-        """Judges completions.
+        """Computes the rewards of completions.
 
         Args:
-            attempts: of this replica.
-            step: of the update.
-            total_steps: of the run.
-            stop: asked 5 times a second; once it returns True, the judgement is ended.
+            attempts: the completions of this replica.
+            step: number of the update.
+            total_steps: number of updates of the run.
+            stop: called 5 times a second; if it returns True, judging ends.
 
         Raises:
-            CallEnded: by `stop`.
-            ValueError: a function fails, uses no processor time for 0.8 x launch.hang_timeout, or returns something
-                else than a number or None for each completion.
+            CallEnded: `stop` returned True.
+            ValueError: a function raises an exception, uses no processor time for 0.8 x launch.hang_timeout, or does
+                not return a number or None for every completion.
         """
         logged: dict[str, list[float]] = defaultdict(list)
         given = self._arguments(attempts) | {
@@ -187,7 +188,7 @@ class Rewards:
         return Judgement(total, parts, dict(logged), errors)
 
     def _by_rules(self, attempts: Sequence[Attempt], stop: Stop) -> tuple[dict[str, list[float]], dict[str, list[str]]]:
-        """Returns 1 for a right answer, 0 for a wrong one, NaN where there is no verdict; and `Judgement.errors`."""
+        """Returns rewards by rule (1 correct, 0 wrong, NaN without a verdict), and `Judgement.errors`."""
         replies = [(each.row, each.text, rule) for rule in self._rules.values() for each in attempts]
         verdicts = self._judges.judge(replies, stop)
         parts, errors = dict[str, list[float]](), defaultdict[str, list[str]](list)
@@ -214,14 +215,14 @@ class Rewards:
         return parts
 
     def _call(self, name: str, given: Mapping[str, Any], stop: Stop) -> Any:
-        """Calls a function with the arguments that it takes; an async one has only begun then."""
+        """Calls a function with the arguments that it accepts; an async function returns an awaitable."""
         wanted = inspect.signature(function := self._functions[name]).parameters
         every = any(each.kind is each.VAR_KEYWORD for each in wanted.values())
         chosen = {key: value for key, value in given.items() if every or key in wanted}
         return main_thread.call(partial(function, **chosen), stop, self._patience)
 
     def _await(self, values: Sequence[Any], stop: Stop) -> list[Any]:
-        """Returns the results of async functions, errors among them; a notebook's main thread has a loop of its own."""
+        """Returns results or exceptions of async functions; runs aside, as a notebook's thread has an event loop."""
 
         async def together() -> list[Any]:
             return await asyncio.gather(*values, return_exceptions=True)
@@ -234,7 +235,7 @@ class Rewards:
 
     @contextlib.contextmanager
     def _named(self, name: str, given: Mapping[str, Any], count: int, stop: Stop) -> Iterator[None]:
-        """Names the function whose error it catches, and the completion for which it fails."""
+        """Context manager that adds the function's name and the failing completion to an error."""
         try:
             yield
         except Terminated:
@@ -243,13 +244,13 @@ class Rewards:
             if ended.why == "stop":
                 raise
             limit = f"{_PATIENCE:.0%} of launch.hang_timeout={self._config.launch.hang_timeout:g}"
-            text = f"a call may wait for {limit}: raise that if something slow is asked"
+            text = f"a call may wait for {limit}: increase it if the function waits for something slow"
             raise ValueError(f"the reward {name} {ended.why}{_place(ended)}; {text}") from ended
         except (Exception, SystemExit) as error:  # a user's function may raise anything
             raise ValueError(f"the reward {name} {self._blame(name, given, count, stop, error)}") from error
 
     def _blame(self, name: str, given: Mapping[str, Any], count: int, stop: Stop, error: BaseException) -> str:
-        """Finds the completion that a function fails for, by calling it for each alone."""
+        """Finds the completion for which a function fails, by calling it for single completions."""
         for number in range(count):
             alone = {key: value if key in _SHARED else value[number : number + 1] for key, value in given.items()}
             try:
@@ -259,7 +260,7 @@ class Rewards:
                 shown = {key: value[0] for key, value in alone.items() if key not in {*_SHARED, "completion_ids"}}
                 row = shorten(str(shown), 300, placeholder=" ...")
                 return f"failed{_place(again)} for {row}: {type(again).__name__}: {again}"
-        return f"failed for {count} completions together, and for none alone: {type(error).__name__}: {error}"
+        return f"failed for {count} completions together, but for none alone: {type(error).__name__}: {error}"
 
     @staticmethod
     def _arguments(attempts: Sequence[Attempt]) -> dict[str, Any]:
@@ -273,9 +274,9 @@ class Rewards:
 
 
 def _place(error: BaseException) -> str:
-    """Returns the line of a user's function where it has failed or was ended; empty if it was not called."""
+    """Returns the line at which a user's function failed or was ended; empty if it was not called."""
     frames, ours = extract_tb(error.__traceback__), (__file__, main_thread.__file__)
-    while frames and frames[-1].filename in ours:  # what has ended the call
+    while frames and frames[-1].filename in ours:  # frames of the code that ended the call
         frames.pop()
     own = max((index for index, frame in enumerate(frames) if frame.filename in ours), default=0)
     return "".join(f" ({Path(at.filename).name}, line {at.lineno})" for at in frames[own + 1 : own + 2])
@@ -286,7 +287,7 @@ def _numbers(values: Any, count: int) -> list[float]:
         raise values
     values = [math.nan if value is None else float(value) for value in values]
     if len(values) != count:
-        raise ValueError(f"it returned {len(values)} rewards for {count} completions; return one, or None, for each")
+        raise ValueError(f"it returned {len(values)} rewards for {count} completions; return as many numbers or None")
     if any(map(math.isinf, values)):
         raise ValueError("it returned an infinite reward; return finite numbers, or None")
     return values

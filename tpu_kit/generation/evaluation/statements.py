@@ -1,6 +1,6 @@
-r"""Finds where a reply states its answer: a block of tags, \boxed{}, "####", "answer is"; else the text is searched.
+r"""Finds the answer that a reply states: in <answer> tags, in \boxed{}, after "####" or after "answer is".
 
-A reply is data of unknown length and content: each pattern takes time linear in it.
+Replies are untrusted and may be long, so every pattern runs in time linear in their length.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ class Statement(NamedTuple):
     """The part of a reply that states its answer.
 
     Attributes:
-        text: with ASCII digits, minus signs and spaces, and with formulas between single dollar signs.
-        marked: whether the reply says that this is the answer; otherwise it is the whole text.
+        text: the part, with ASCII digits, minus signs and spaces, and with formulas between single dollar signs.
+        marked: whether the reply marks the text as its answer; otherwise the text is the whole reply.
     """
 
     text: str
@@ -81,23 +81,23 @@ _DENIAL = re.compile(
     r"(?=\s*(?:[.,;:!?\n]|$|because\b|since\b|as\b))",
     re.IGNORECASE,
 )
-"""Words behind a statement that take it back."""
+"""Words after a statement that retract it."""
 _FIRST_WORDS = re.compile(r"(?:(?:so|therefore|thus|hence|and|then|that)\s)+", re.IGNORECASE)
 _ABOUT = re.compile(
     r"(?:not )?(?:correct|right|wrong|incorrect|reasonable|plausible|valid|consistent|verified|confirmed|found)\b",
     re.IGNORECASE,
 )
-_LONGEST = 2000  # characters of the sentence that states an answer
-_SHORT = 8  # words of an answer behind "Answer:"
-_MOST = 16  # statements at the end of a text among which one is chosen, and boxes that make one list
+_LONGEST = 2000  # limit of the sentence that states an answer, in characters
+_SHORT = 8  # limit of an answer after "Answer:", in words
+_MOST = 16  # limit of considered statements, from the end of the text, and of boxes that form a list
 
 
 def statement_of(text: str) -> Statement | None:
-    r"""Returns what a reply states as its answer; None if the statement has no end.
+    r"""Returns the answer that a reply states; None if the reply was cut off within it.
 
-    A block of reasoning is not searched. The last block of `<answer>`, `<solution>` or the like counts, else the last
-    box or the last line that "####" begins, else what follows the last "answer is" in its sentence. Later words that
-    correct them count instead ("Wait, it should be 6."). A block or a box that is opened and not closed was cut off.
+    Blocks of reasoning are not searched. The answer is in the last block of `<answer>`, `<solution>` or a similar tag,
+    else in the last box or line that begins with "####", else in the sentence after the last "answer is". A later
+    correction replaces it ("Wait, it should be 6."). A block or box that is opened but not closed was cut off.
     """
     outside = _without_reasoning(_formulas(_EMPHASIS.sub("", text.translate(_ASCII))))
     if outside is None:
@@ -111,13 +111,13 @@ def statement_of(text: str) -> Statement | None:
 
 
 def _formulas(text: str) -> str:
-    r"""Writes $$...$$, \[...\] and \(...\) as $...$ on one line."""
+    r"""Rewrites $$...$$, \[...\] and \(...\) as $...$ on one line."""
     text = _DISPLAYED.sub(lambda formula: f"${' '.join((formula[1] or formula[2] or '').split())}$", text)
     return _DELIMITER.sub("$", text)
 
 
 def _without_reasoning(text: str) -> str | None:
-    """Removes blocks of reasoning; None if the last one is not closed."""
+    """Removes blocks of reasoning; returns None if the last block is not closed."""
     kept: list[str] = []
     position, inside = 0, False
     for tag in _REASONING.finditer(text):
@@ -133,7 +133,7 @@ def _without_reasoning(text: str) -> str | None:
 
 
 def _last_block(text: str, tags: list[re.Match[str]]) -> str | None:
-    """Returns the text between the last opening tag and its end; None if the tag has none."""
+    """Returns the text between the last opening tag and its closing tag; None if it is not closed."""
     opened = [index for index, tag in enumerate(tags) if not (tag["close"] or (tag["side"] or "").lower() == "end")]
     if not opened:  # the prompt opened it
         return text[: tags[-1].start()]
@@ -151,9 +151,9 @@ def _stated(text: str) -> Statement | None:
         rest = text[match.end() : match.end() + _LONGEST].strip()
         sentence = _sentence(rest)
         heads = match[0].rstrip(" \t")[-1:] in {*":=\n"} and len(sentence.split()) > _SHORT
-        if not (heads and len(rest) > len(sentence) + _SHORT):  # else an explanation under the heading "Answer"
+        if not (heads and len(rest) > len(sentence) + _SHORT):  # else it is an explanation under a heading "Answer"
             said.append((sentence, match.end()))
-    if end:  # a box is corrected by a value, and not by "The answer is plausible"
+    if end:  # a value corrects a box; "The answer is plausible" does not
         said = [each for each in said if _VALUE.fullmatch(each[0])]
     if said:
         statement, end = next((each for each in reversed(said) if not _ABOUT.match(each[0])), said[-1])
@@ -169,7 +169,7 @@ def _stated(text: str) -> Statement | None:
 
 
 def _boxed_or_marked(text: str) -> tuple[str, int] | None:
-    """Returns the last box or marked line and where it ends, ("", 0) without one; None if the box is not closed."""
+    """Returns the last box or "####" line and its end, ("", 0) without either; None if the box is not closed."""
     lines = list(_MARKED_LINE.finditer(text))
     last_line = text.rfind("\n") + 1
     if "####" in text[last_line:]:
@@ -199,7 +199,7 @@ def _boxed_or_marked(text: str) -> tuple[str, int] | None:
 
 
 def _closed_box(text: str, start: int) -> tuple[str, int] | None:
-    r"""Returns the content of a box whose command ends at `start`, and where it ends; None if it is not closed."""
+    r"""Returns the content of a box whose command ends at `start`, and its end; None if it is not closed."""
     if text[start : start + 1] != "{":  # \boxed 12
         word = re.compile(r"[^\s$}]*").match(text, start)
         assert word is not None
@@ -213,7 +213,7 @@ def _closed_box(text: str, start: int) -> tuple[str, int] | None:
 
 
 def _sentence(text: str) -> str:
-    """Returns the first sentence of what follows "answer is", without fillers and the mark of a list."""
+    """Returns the first sentence of the text after "answer is", without filler words and list bullets."""
     filler = _FILLERS.match(text)
     text = text[filler.end() if filler else 0 :].split("\n", 1)[0].strip()
     if (bullet := _BULLET.match(text)) and not text[bullet.end() :][:1].isdigit():

@@ -1,9 +1,9 @@
 """Verifies whether an answer is correct, and whether its reasoning is well-formed.
 
-`tracking.verifier` names the rule, or a function: `verifier="my_rules:is_right"`, with
+`tracking.verifier` names a rule, or a user's function, as in `verifier="my_rules:is_right"`:
 
     def is_right(row, answer):          # in my_rules.py
-        return row["target"] in answer  # or a number, where only 1 is correct; None skips the row
+        return row["target"] in answer  # or a number, of which only 1 is correct; None skips the row
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from tpu_kit.generation.evaluation.equality import same, same_formula, same_lett
 from tpu_kit.generation.evaluation.statements import Statement, statement_of
 
 Verifier = Callable[[Mapping[str, Any], str], Any]
-"""Takes a row and the text of a reply after its reasoning; returns whether it is right, a score, or None to skip."""
+"""Takes a row and a reply's text after its reasoning; returns whether it is correct, a score, or None to skip."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The judgement of one reply.
+    """The judgement of a reply.
 
     Attributes:
-        correct: whether it is right; None if it was not judged.
-        error: the error of the verifier; empty without one.
+        correct: whether the reply is correct; None if it was not judged.
+        error: the verifier's error, or "".
     """
 
     correct: bool | None
@@ -40,15 +40,15 @@ class Verdict:
 
 
 def verifier_named(name: str, parameter: str = "tracking.verifier") -> str | Verifier:
-    """Resolves a verifier for `judge`: a rule keeps its name, and "module:function" is imported.
+    """Resolves a verifier for `judge`: returns the name of a rule, or imports "module:function".
 
-    "auto" compares what row and reply state (`statement_of`) by the kind of the row's answer, see `equality`;
-    "numeric", "choice" and "math" are its comparisons of numbers, letters and formulas; "exact" compares the text
-    without surrounding white space; "regex:PATTERN" the first group of the last match, or the whole match, as auto;
-    "reasoning_gym" calls that package's `score_answer` for the row's data set.
+    "auto" compares the answers that row and reply state (`statement_of`), by the kind of the row's answer (`equality`).
+    "numeric", "choice" and "math" compare only numbers, letters or formulas. "exact" compares texts without surrounding
+    white space. "regex:PATTERN" compares the first group of the last match, or the whole match, like "auto".
+    "reasoning_gym" calls the package's `score_answer` for the row's data set.
 
     Raises:
-        ValueError: there is no such rule, module or function, or the pattern is invalid.
+        ValueError: the rule, module or function does not exist, a package is missing, or the pattern is invalid.
     """
     try:
         check_verifier(name)
@@ -65,14 +65,14 @@ def verifier_named(name: str, parameter: str = "tracking.verifier") -> str | Ver
 
 
 def judge(row: Mapping[str, Any], text: str, config: DataConfig, verifier: str | Verifier = "auto") -> Verdict:
-    """Judges whether a reply is right; an error of the verifier becomes part of the verdict.
+    """Judges whether a reply is correct; the verdict has the verifier's error, if it raises an exception.
 
     Args:
-        row: with the expected "answer", or a list of answers that are right, or with the columns that the user's
-            function reads.
+        row: a row whose "answer" is the expected answer or a list of accepted answers, or which has the columns that
+            the user's function reads.
         text: the reply, with its reasoning. A reply that ends within its reasoning is wrong.
         config: the data section.
-        verifier: of `verifier_named`.
+        verifier: from `verifier_named`.
     """
     answer = text.rpartition(config.think_close)[2]
     try:
@@ -86,12 +86,12 @@ def judge(row: Mapping[str, Any], text: str, config: DataConfig, verifier: str |
         if isinstance(score, str) or not float(score) <= 1:  # also not a number
             raise TypeError(f"it returned {score!r}; return True, False, a number up to 1, or None")
         return Verdict(float(score) == 1.0)
-    except (Exception, SystemExit) as error:  # a user's function may raise anything; the other rows are still judged
+    except (Exception, SystemExit) as error:  # a user's function may raise anything; other rows are still judged
         return Verdict(None, f"{type(error).__name__}: {error}".strip())
 
 
 def _expected(row: Mapping[str, Any]) -> list[str]:
-    """Returns the answers of a row, of which each is right; without empty ones."""
+    """Returns the non-empty accepted answers of a row."""
     answer = row.get("answer")
     if isinstance(answer, Mapping):
         raise TypeError("the row's answer is an object; name its field, as in columns={answer: COLUMN.FIELD}")
@@ -100,7 +100,7 @@ def _expected(row: Mapping[str, Any]) -> list[str]:
 
 
 def _rule(name: str) -> Verifier:
-    """Returns the function of a rule by its name, or regex:PATTERN."""
+    """Returns the function of a rule, given by its name or as regex:PATTERN."""
     if name.startswith("regex:"):
         return partial(_stated, same, "text", read=partial(_match, name.removeprefix("regex:")))
     return imported(VERIFIERS[name])
@@ -113,7 +113,7 @@ def _stated(
     answer: str,
     read: Callable[[str], Statement | None] = statement_of,
 ) -> bool:
-    """Compares what a reply states with each of the expected answers, which must be of a `kind`."""
+    """Returns whether the reply's stated answer equals an accepted answer; raises ValueError for other kinds."""
     statement = read(answer)
     if statement is None or not statement.text.strip():
         return False
@@ -123,7 +123,7 @@ def _stated(
         wanted = text if stated is None else stated.text
         try:
             if (result := comparison(wanted, statement)) is None:
-                raise ValueError(f"the row's answer {wanted[:60]!r} is no {kind}")
+                raise ValueError(f"the row's answer {wanted[:60]!r} is not a {kind}")
             if result:
                 return True
         except ValueError as error:
@@ -133,7 +133,7 @@ def _stated(
     return False
 
 
-# The rules of `named_values.VERIFIERS`; a new one is a line there and such a function here, or in a module of its own.
+# The rules of `named_values.VERIFIERS`. To add a rule, add a line there and a function here or in another module.
 auto = partial(_stated, same, "text")
 numeric = partial(_stated, same_number, "number")
 choice = partial(_stated, same_letter, "letter of a choice")
@@ -141,7 +141,7 @@ math = partial(_stated, partial(same_formula, required=True), "formula")
 
 
 def exact(row: Mapping[str, Any], answer: str) -> bool:
-    """Compares a reply with each of the expected answers as text."""
+    """Returns whether a reply, without surrounding white space, equals an accepted answer."""
     return answer.strip() in _expected(row)
 
 
@@ -154,20 +154,20 @@ def _match(pattern: str, answer: str) -> Statement | None:
 
 
 def reasoning_gym(row: Mapping[str, Any], answer: str) -> float:
-    """Scores the final part alone: the package gives partial credit for an answer within other words."""
+    """Scores only the stated answer, because the package gives partial credit to an answer within other words."""
     import reasoning_gym as package
 
     metadata = row.get("metadata") or {}
     metadata = json.loads(metadata) if isinstance(metadata, str) else metadata
     if "source_dataset" not in metadata:
-        raise ValueError("the row has no metadata.source_dataset, which names its data set in reasoning-gym")
+        raise ValueError("the row has no metadata.source_dataset to name its data set in reasoning-gym")
     score = package.get_score_answer_fn(metadata["source_dataset"])
     statement = statement_of(answer)
     return float(score(answer=statement.text if statement else None, entry={**row, "metadata": metadata}))
 
 
 def well_formed(text: str, config: DataConfig) -> bool:
-    """Returns whether a reply is one block of reasoning in its tags, not empty, and then an answer."""
+    """Returns whether a reply is one non-empty block of reasoning in its tags, followed by an answer."""
     before, opened, rest = text.strip().partition(config.think_open)
     reasoning, closed, answer = rest.partition(config.think_close)
     once = config.think_open not in rest and config.think_close not in answer
