@@ -17,33 +17,33 @@ NAME = "ann/tuned"
 @pytest.mark.parametrize(
     ("values", "problem"),
     [
-        ({"model_id": "tuned"}, "hub.model_id: 'tuned' has no owner; give it too, as in your-name/tuned"),
-        *(({"model_id": name}, " is no name of a repository: owner/name, of letters, digits, and single - . _ between")
+        ({"model_id": "tuned"}, "hub.model_id: 'tuned' has no owner; write owner/name, as in your-name/tuned"),
+        *(({"model_id": name}, " is no repository name; write owner/name, each of letters, digits and single - . _")
           for name in ("ann/a b", "ann/-a", "ann/a..b", "ann/a--b", "ann/a.git", "a/b/c", "ann/" + 97 * "a", "/a")),
         ({"hub.revision": "a..b"}, "hub.revision: 'a..b' is no branch; name one, such as main"),
         ({"hub.revision": "a" * 40}, "is no branch; name one, such as main"),
-        ({"hub.format": "words"}, f"'words' has 'words', and there are {', '.join(EXPORT_FORMATS)}"),
-        ({"hub.format": ["merged", "merged"]}, "names a format twice; remove one of them"),
-        ({"checkpoint.source": "ann/tuned"}, "is no address of the hub; write hf://owner/name or hf://owner/name@com"),
-        ({"checkpoint.source": "hf://tuned"}, "has no owner; give it too, as in your-name/tuned"),
+        ({"hub.format": "words"}, f"'words' has 'words'; the formats are {', '.join(EXPORT_FORMATS)}"),
+        ({"hub.format": ["merged", "merged"]}, "names a format twice; remove one"),
+        ({"checkpoint.source": "ann/tuned"}, "is no address on the hub; write hf://owner/name or hf://owner/name@com"),
+        ({"checkpoint.source": "hf://tuned"}, "has no owner; write owner/name, as in your-name/tuned"),
         ({"output_dir": "hf://ann/tuned"},
-         "output_dir: 'hf://ann/tuned' is on the hub, which has no commit that only one of two writers can make; set a "
+         "output_dir: 'hf://ann/tuned' is on the hub, whose file system cannot exclude a second writer; set a "
          "folder or gs://, and hub.model_id=owner/name with hub.strategy=checkpoint to push checkpoints"),
         ({"output_dir": "hf://ann/tuned", "model_id": NAME, "strategy": "checkpoint", "checkpoint.source": "hf://a/b"},
          "output_dir: 'hf://ann/tuned' is on the hub"),
         ({"private": False}, "has no effect without a repository; remove it or set hub.model_id=owner/name"),
         ({"model_id": NAME, "strategy": "checkpoint", "output_dir": "gs://bucket/run"},
-         "is for checkpoints on a disk, and those in output_dir outlive the machine; set hub.strategy=end"),
-        ({"checkpoint.source": "hf://a/b", "output_dir": "gs://bucket/run"}, "is fetched to a folder; set output_dir"),
-        ({"checkpoint.source": "hf://a/b", "resume": "never"}, "is where a run continues from, and checkpoint.resume="),
+         "is for checkpoints on a local disk, but output_dir outlives the machine; set hub.strategy=end"),
+        ({"checkpoint.source": "hf://a/b", "output_dir": "gs://bucket/run"}, "is fetched to a local folder; set out"),
+        ({"checkpoint.source": "hf://a/b", "resume": "never"}, "continues an earlier run, but checkpoint.resume="),
         ({"model_id": NAME, "lora.r": 0, "hub.format": ["adapter"]},
-         "has adapter, and lora.r=0 trains a whole model; set hub.format=[merged]"),
+         "has adapter, but lora.r=0 trains the whole model; set hub.format=[merged]"),
         ({"model_id": NAME, "objective": "error-correction", "hub.format": "merged"},
-         "has no place for the error-correction head; set hub.format=[adapter]"),
-        ({"model_id": NAME, "objective": "error-correction-alone"}, "no format has a place for the head that this obj"),
+         "cannot hold the error-correction head; set hub.format=[adapter]"),
+        ({"model_id": NAME, "objective": "error-correction-alone"}, "no format holds the head that this obj"),
         (
             {"model_id": NAME, "model.images": True, "lora.vision": True, "hub.format": "gguf-lora"},
-            "has gguf-lora, which holds no weights of the part for images; set hub.format=[adapter] or [gguf-f16]",
+            "has gguf-lora, which holds no weights of the vision part; set hub.format=[adapter] or [gguf-f16]",
         ),
     ],
 )  # fmt: skip

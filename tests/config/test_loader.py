@@ -104,12 +104,12 @@ def test_losses_in_another_unit_than_nats_have_no_limit_unless_it_is_given() -> 
 
 def test_a_leaf_name_of_two_sections_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tpu_kit.config.loader._SHARED", set())
-    assert problems(overrides=["seed=5"]) == ["seed: '5' could be for data.seed or optim.seed; write one of these"]
+    assert problems(overrides=["seed=5"]) == ["seed: '5' could be for data.seed or optim.seed; write the full name"]
 
 
 def test_given_twice(write: Any) -> None:
     assert problems(write("batch_size: 2\noptim:\n  batch_size: 4\n")) == [
-        "optim.batch_size: given twice, as 2 and as 4; remove one of them"
+        "optim.batch_size: given twice, as 2 and as 4; remove either"
     ]
     assert load_config(overrides=["batch_size=2", "optim.batch_size=3"]).optim.batch_size == 3  # as in any shell
 
@@ -184,7 +184,7 @@ def test_columns_are_merged(write: Any) -> None:
         ("lora_r=1", "lora_r: no such parameter (given '1'); did you mean lora.r?"),
         ("sed=1", "sed: no such parameter (given '1'); did you mean data.seed or optim.seed?"),
         ("zzz=1", "zzz: no such parameter (given '1'); `python -m tpu_kit train --help` lists them all"),
-        ("model=gpt2", "model: 'gpt2' is given for a whole section; set one of its parameters, such as model.name"),
+        ("model=gpt2", "model: 'gpt2' is given for a whole section; set its parameters, such as model.name"),
         ("targets=[a",
          "lora.targets: '[a', line 1: not valid YAML: expected ',' or ']', but got '<stream end>'; correct it there"),
         ("batch_size=", "optim.batch_size: null is not a whole number or \"auto\"; the default is 4"),
@@ -405,7 +405,7 @@ def test_explain_has_every_parameter_and_section() -> None:
     for name, parameter in parameters().items():
         assert f"  {name}=" in text
         assert parameter.help in text
-    assert "  optim.ema_decay=0.0  (a number, at least 0 and below 1)\n      Keep an average" in text
+    assert "  optim.ema_decay=0.0  (a number, at least 0 and below 1)\n      Decay of an exponential" in text
 
 
 # --- the batch
@@ -442,8 +442,8 @@ def test_batch_line() -> None:
          "optim.global_batch_size: 16 is no multiple of optim.batch_size=4 x 8 replicas = 32; use 32, or "
          "optim.batch_size=2"),
         (["global_batch_size=64", "gradient_accumulation=4"], 8,
-         "optim.gradient_accumulation: 4 contradicts optim.global_batch_size=64, which takes 2 with "
-         "optim.batch_size=4 x 8 replicas; remove one of the two"),
+         "optim.gradient_accumulation: 4 contradicts optim.global_batch_size=64, which needs 2 with "
+         "optim.batch_size=4 x 8 replicas; remove either"),
         (["batch_size=auto"], 8,
          'optim.batch_size: "auto" is chosen by the planner; give a number here, optim.batch_size=4'),
     ],

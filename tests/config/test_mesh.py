@@ -42,16 +42,16 @@ def test_a_mesh_of_another_number_of_devices(text: str, problem: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"mesh": "tensor=8"}, "has 'tensor=8', and is made of data=N, fsdp=N, context=N, model=N"),
-        ({"mesh": "fsdp"}, "has 'fsdp', and is made of"),
+        ({"mesh": "tensor=8"}, "has 'tensor=8'; write data=N, fsdp=N, context=N, model=N"),
+        ({"mesh": "fsdp"}, "has 'fsdp'; write data=N"),
         ({"mesh": "fsdp=2,fsdp=4"}, "names fsdp twice"),
         ({"mesh": "fsdp=0"}, "gives fsdp the size '0'; use 1 or more, or -1"),
         ({"mesh": "fsdp=-1,data=-1"}, "has -1 twice"),
-        ({"mesh": "fsdp=8", "num_replicas": 8}, "has its own number of devices; remove launch.num_replicas"),
+        ({"mesh": "fsdp=8", "num_replicas": 8}, "sets the number of devices itself; remove launch.num_replicas"),
         ({"mesh": "fsdp=8", "device_type": "cuda"}, "needs XLA, and launch.device_type=cuda"),
-        ({"mesh": "fsdp=4,model=2", "base_dtype": "int4"}, "splits columns that int4 keeps two in a byte"),
+        ({"mesh": "fsdp=4,model=2", "base_dtype": "int4"}, "splits columns, but int4 packs two columns in a byte"),
         ({"mesh": "fsdp=8", "scan_layers": "off"}, "needs layers that run as a loop"),
-        ({"mesh": "fsdp=8", "remat": "none"}, "needs layers that run as a loop, which recomputes; set optim.remat="),
+        ({"mesh": "fsdp=8", "remat": "none"}, "needs layers that run as a loop, and loops recompute; set optim.remat="),
     ],
 )
 def test_what_a_mesh_cannot_be_with(changes: dict[str, Any], problem: str) -> None:

@@ -274,7 +274,7 @@ def test_adamw_of_small_moments_is_adamw_for_adapters_alone(write: Any, name: st
         ("adapter: dora", "adapter: 'dora' has no counterpart here; it may be lora or qlora; set lora.r"),
         ("test_datasets: [{path: a}, {path: b}]", "for evaluation there is one source, data.eval_source"),
         ("datasets: [{path: a}, {path: b, type: alpaca}]", "datasets[2]: datasets.type: 'alpaca' has no counterpart"),
-        ("datasets: [{path: a, fraction: 0.5}, {path: b}]", "has no share above 0 for each of 2 data sets"),
+        ("datasets: [{path: a, fraction: 0.5}, {path: b}]", "lacks a share above 0 for some of the 2 data sets"),
         ("datasets: [{path: a, type: alpaca}]", "datasets.type: 'alpaca' has no counterpart here; it writes prompts"),
         ("datasets: [{path: a, shards: 4}]", "datasets.shards: 4 has no counterpart here; the rows are read by"),
         ("special_tokens: {eos_token: x}", "special_tokens.eos_token: 'x' has no counterpart here; model.name's"),
@@ -297,14 +297,14 @@ def test_adamw_of_small_moments_is_adamw_for_adapters_alone(write: Any, name: st
         ("epohcs:", "epohcs: no such parameter (given null); did you mean optim.epochs?"),
         ("per_device_train_batch_sise: 1", "per_device_train_batch_sise: no such parameter"),
         ("base_model: a/b\nrl: kto\ndatasets: [{path: c/d, type: chat_template}]", "write (chatml or llama3).argilla,"),
-        ("base_model: a/b\nrl: dpo\nkto_desirable_weight: 0.5", "preference.desirable_weight: 0.5 is of kto; remove "),
-        ("model_name_or_path: a/b\nstage: kto\npref_ftx: 0.5", "pref_ftx: 0.5 has no counterpart beside kto; set it"),
+        ("base_model: a/b\nrl: dpo\nkto_desirable_weight: 0.5", "preference.desirable_weight: 0.5 is for kto; remove "),
+        ("model_name_or_path: a/b\nstage: kto\npref_ftx: 0.5", "pref_ftx: 0.5 has no counterpart with kto; set it"),
         ("model_name_or_path: a/b\nloss_type: apo_zero_unpaired", "'apo_zero_unpaired' is not here; use kto, which r"),
         ("model_name_or_path: a/b\nloss_type: aot", "preference.losses: ['aot'] 'aot' sorts the pairs of a batch"),
         ("model_name_or_path: a/b\nbeta: 0.1\nloss_type: sigmod", "'sigmod' is no loss; use sigmoid, hinge"),
         ("model_name_or_path: a/b\ncpo_alpha: 0.5\nloss_type: hinge",
-         "loss_type: 'hinge' of CPOTrainer compares with no reference, and here it does; set loss_type=simpo, or loss"),
-        ("model_name_or_path: a/b\ncpo_alpha: 0.5", "loss_type: 'sigmoid' of CPOTrainer compares with no reference"),
+         "loss_type: 'hinge' of CPOTrainer has no reference, but here it has; set loss_type=simpo, or loss"),
+        ("model_name_or_path: a/b\ncpo_alpha: 0.5", "loss_type: 'sigmoid' of CPOTrainer has no reference"),
         ("model_name_or_path: a/b\nloss_type: simpo\ncpo_alpha: much", "cpo_alpha: 'much' is not a number"),
         ("model_name_or_path: a/b\nloss_type: simpo\nalpha: 0.3", "alpha: 0.3 has no counterpart here; rewards are lo"),
         ("model_name_or_path: a/b\nbeta: 0.1\nsync_ref_model: true", "sync_ref_model: true has no counterpart here; t"),
@@ -312,8 +312,8 @@ def test_adamw_of_small_moments_is_adamw_for_adapters_alone(write: Any, name: st
         ("model_name_or_path: a/b\nbeta: 0.1\ntruncation_mode: keep_end", "truncation_mode: 'keep_end' has no counter"),
         ("model_name_or_path: a/b\nbeta: 0.1\nref_model: c/d", "the reference is the model as it starts, with lora.ad"),
         ("model_name_or_path: a/b\nbeta: 0.1\ngenerate_during_eval: true", "set tracking.eval_generate_rows"),
-        ("model_name_or_path: a/b\nbeta: 0.1\nlabel_smoothing: 0.1", "preference.pref_smoothing: 0.1 is of robust, ex"),
-        ("model_name_or_path: a/b\nbeta: 0.1\nloss_type: [sigmoid, sft]\nloss_weights: [1]", "gives 1 weights for the"),
+        ("model_name_or_path: a/b\nbeta: 0.1\nlabel_smoothing: 0.1", "preference.pref_smoothing: 0.1 is for robust, e"),
+        ("model_name_or_path: a/b\nbeta: 0.1\nloss_type: [sigmoid, sft]\nloss_weights: [1]", "gives 1 weights for 2"),
         ("base_model: a/b\nrl: dpo\ndatasets: [{path: c/d, type: chatml}]", "write chatml.prompt_pairs, chatml.icr, c"),
         ("base_model: a/b\nrl: dpo\ndatasets: [{path: c/d, type: zephyr.nectar}]", "write chat_template.default, or r"),
         ("base_model: a/b\nrl: dpo\ndatasets: [{path: c/d, type: {prompt_format: '[INST] {prompt} [/INST]'}}]",
@@ -396,7 +396,7 @@ def test_texts_for_continued_pre_training_are_a_stream(read: Any, entry: str) ->
     assert (data.source, data.columns, data.format, data.too_long) == ("c/d", {"text": "text"}, "text", "split")
     assert data.streaming and config.optim.max_steps == 9
     assert "pretraining_dataset=... -> data.source='c/d', data.streaming=true" in notes
-    with pytest.raises(ConfigError, match=r"optim.max_steps: null and a stream has no end of its own"):
+    with pytest.raises(ConfigError, match=r"optim.max_steps: null but a stream has no end"):
         read(f"base_model: a/b\npretraining_dataset: {entry}")
 
 
@@ -407,7 +407,7 @@ def test_lists_of_data_sets_are_mixes(read: Any, text: str, sources: list[Any], 
     assert {name: getattr(config.data, name) for name in others} == others
     assert "data.source=[" in notes and "absent: set data.source" not in notes
     if "fraction" in text:
-        assert "it is the share of the rows there, and of the tokens here; an epoch ends with the first source" in notes
+        assert "it is the share of the rows there, and of the tokens here; an epoch ends when the first source" in notes
 
 
 LISTED = {
@@ -710,7 +710,7 @@ PAIR_FILES = [
      {"preference.losses": ("ipo",), "preference.pref_beta": 0.1}, "rl='ipo' -> preference.losses=['ipo']"),
     ("base_model: a/b\nrl: simpo\nrl_beta: 2.0\nsimpo_gamma: 1.0\nmax_prompt_len: 512",
      {"preference.losses": ("simpo", "sft"), "preference.loss_weights": (1.0, 1.0), "preference.pref_beta": 2.0},
-     "cpo_alpha is absent, and 1 there: sft keeps the chosen replies likely"),
+     "cpo_alpha is absent, and its default is 1: sft keeps the chosen replies likely"),
     ("base_model: a/b\nrl: orpo\norpo_alpha: 0.3\ndatasets: [{path: c/d, type: chat_template.argilla}]",
      {"preference.losses": ("orpo",), "preference.pref_beta": 0.3, "data.columns": None}, "orpo_alpha=0.3 -> preferen"),
     ("base_model: a/b\nrl: dpo\ndatasets: [{path: c/d, type: chatml.icr}]",
@@ -799,9 +799,9 @@ def test_a_file_of_llama_factorys_dpo_is_a_run_on_pairs(
          "columns": {"question": "ask", "context": "more", "chosen": "good", "rejected": "bad"}},
         {"source": "a/b", "name": "talks", "columns": {"messages": "talk", "chosen": "good", "rejected": "bad"}},
     ]  # fmt: skip
-    assert "sft is a mean over all tokens of the chosen replies here, over replies of their means there" in notes
+    assert "sft averages over all tokens of the chosen replies here, but first within every reply there" in notes
     config, notes = read(FACTORY_DPO.replace("pref_loss: sigmoid\npref_ftx: 0.5", "pref_loss: orpo"))
-    assert config.preference.losses == ("orpo",) and "its likelihood is that of the prompt, too, as in TRL" in notes
+    assert config.preference.losses == ("orpo",) and "its likelihood includes the prompt, as in TRL" in notes
     config, notes = read(FACTORY_DPO.replace("pref_loss: sigmoid\npref_ftx: 0.5", "pref_loss: simpo\nsimpo_gamma: 2"))
     assert (config.preference.losses, config.preference.simpo_gamma) == (("simpo",), 2.0)
     config, notes = read(FACTORY_DPO.replace("pref_loss: sigmoid\npref_ftx: 0.5\n", ""))

@@ -149,8 +149,8 @@ def test_what_cannot_be_pushed_is_told_before_the_export(
 ) -> None:
     check_repository(NAME)
     for name, text in {
-        "tuned": "push=tuned has no owner; give it too, as in your-name/tuned",
-        "ann/a b": "push=ann/a b is no name of a repository",
+        "tuned": "push=tuned has no owner; write owner/name, as in your-name/tuned",
+        "ann/a b": "push=ann/a b is no repository name",
         "bob/tuned": "push=bob/tuned: the token belongs to ann, not to bob",
     }.items():
         with pytest.raises(ValueError, match=text):

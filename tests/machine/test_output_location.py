@@ -149,7 +149,7 @@ def test_settle_says_where_and_why(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_places_that_are_neither() -> None:
     for bad in ("s3://bucket/run", "gs://", "gs:///run"):
-        with pytest.raises(ValueError, match=r"output_dir: .* is neither a folder nor a gs:// address; use one of "):
+        with pytest.raises(ValueError, match=r"output_dir: .* is neither a folder nor a gs:// address; use either, "):
             run(bad)
     remote = run("gs://bucket/run/")
     assert remote.remote == "gs://bucket/run" and remote.checkpoints_place == "gs://bucket/run/checkpoints"

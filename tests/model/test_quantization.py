@@ -422,7 +422,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(saved: Path, tmp_path: Path) -> 
     [
         ({"lora.r": 0}, r"model.base_dtype: 'int8' holds weights that cannot be trained, and lora.r=0 trains all"),
         ({"lora.dora": True}, r"lora.dora: true reads base weights that model.base_dtype=int8 has rounded"),
-        ({"quant_group": 64}, r"model.quant_group: 64 is of model.base_dtype=int4; remove it or set that"),
+        ({"quant_group": 64}, r"model.quant_group: 64 needs model.base_dtype=int4; remove it or set that"),
     ],
 )
 def test_settings_that_contradict_each_other(settings: dict[str, Any], text: str) -> None:

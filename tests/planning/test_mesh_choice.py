@@ -144,7 +144,7 @@ def test_auto_means_replicas_off_tpu(tmp_path: Path, eight: Any) -> None:
     found = check_before_launch(run(small, "device_type=cpu", "mesh=auto"), at=eight)
     assert found.config.launch.mesh is None
     assert detection.detect(run(small, "device_type=cpu", "mesh=auto").launch, eight).mesh is None
-    with pytest.raises(ConfigError, match=r"launch\.mesh: 'auto' has its own number of devices"):
+    with pytest.raises(ConfigError, match=r"launch\.mesh: 'auto' sets the number of devices itself"):
         run(small, "mesh=auto", "num_replicas=4")
 
 

@@ -593,21 +593,21 @@ def test_prompts_are_those_that_a_model_is_asked_with() -> None:
     [
         (
             {"importance_sampling_level": "sequence"},
-            "rl.epsilon_high: 0.28 clips ratios of tokens; with rl.importance_sampling_level=sequence a ratio is",
+            "rl.epsilon_high: 0.28 suits ratios of tokens; with rl.importance_sampling_level=sequence a ratio is",
         ),
-        ({"loss_type": "cispo"}, "rl.epsilon_high: 0.28 is the limit of the ratio itself with rl.loss_type=cispo"),
+        ({"loss_type": "cispo"}, "rl.epsilon_high: 0.28 limits the ratio itself with rl.loss_type=cispo"),
         ({"importance_sampling_level": None}, "rl.importance_sampling_level"),
         ({"epsilon_high": 0.1}, "rl.epsilon_high: 0.1 is below rl.epsilon=0.2; raise it"),
-        ({"beta": 0.1, "drop_zero_advantage": True}, "rl.drop_zero_advantage: true leaves out rows that rl.beta=0.1"),
-        ({"beta": 0.1, "lora.adapter": "a"}, "lora.adapter: 'a' is where training starts, and rl.beta compares with"),
+        ({"beta": 0.1, "drop_zero_advantage": True}, "rl.drop_zero_advantage: true leaves out groups that rl.beta=0.1"),
+        ({"beta": 0.1, "lora.adapter": "a"}, "lora.adapter: 'a' is the start of training, but rl.beta compares with"),
         ({"beta": 0.1, "r": 0}, "rl.beta: 0.1 compares with the model without its adapter, and lora.r=0"),
         (
             {"max_completion_length": 128},
             "rl.max_completion_length: 128 and a prompt must fit a row of data.max_length",
         ),
         ({"gradient_accumulation": 2}, "optim.gradient_accumulation: 2 is not for grpo"),
-        ({"eval_steps": 2, "eval_rows": 4}, "optim.eval_steps: 2 evaluates answers alone in grpo"),
-        ({"source": "synthetic"}, "data.source: 'synthetic' has random tokens and no prompts"),
+        ({"eval_steps": 2, "eval_rows": 4}, "optim.eval_steps: 2 evaluates only answers in grpo"),
+        ({"source": "synthetic"}, "data.source: 'synthetic' has random tokens but no prompts"),
         (
             {"prompts_per_update": 41},
             "rl.prompts_per_update=41 x rl.steps_per_generation=1 is more than the 40 ",

@@ -176,13 +176,13 @@ def test_replicas_and_a_mesh_train_the_same(images: Path, tmp_path: Path) -> Non
     [
         (
             {"optim.objective": "policy"},
-            r"optim\.objective: .* is for text alone, and model\.images",
+            r"optim\.objective: .* is for text alone, but model\.images",
         ),
         ({"distill.teacher": "a/b"}, r"distill\.teacher: .* is for text alone"),
-        ({"lora.r": 0}, r"lora\.r: 0 trains all weights, and the part for images stays as it is; set lora\.r=16"),
-        ({"data.source": "synthetic"}, r"has random tokens and no images"),
+        ({"lora.r": 0}, r"lora\.r: 0 trains all weights, but the vision part stays frozen; set lora\.r=16"),
+        ({"data.source": "synthetic"}, r"has random tokens but no images"),
         ({"model.images": False, "data.image_tokens": 70}, r"data\.image_tokens: 70 has no effect without images"),
-        ({"data.too_long": "split"}, r"data\.too_long: .*split.* cuts documents, which images are in"),
+        ({"data.too_long": "split"}, r"data\.too_long: .*split.* cuts documents, which may hold images"),
     ],
 )
 def test_what_is_not_trained_with_images(settings: dict[str, Any], problem: str) -> None:

@@ -1,11 +1,11 @@
-"""The form of a command of `python -m tpu_kit`, and the arguments that several commands share.
+"""Declares commands of `python -m tpu_kit`, and the arguments that several commands share.
 
     @command("Exit codes: 0 the run can start, 1 it cannot, 2 bad configuration.", CONFIG | JSON)
     def doctor(args: argparse.Namespace) -> int:
         '''Check this machine for a run, each finding with its fix.'''
 
-`config.registry.COMMANDS` has the place of each. Its module loads no torch, so that help and errors of usage come at
-once: the function imports what it needs when it runs.
+`config.registry.COMMANDS` lists the commands. Their modules import no torch, so that help and usage errors are fast;
+a command's function has the other imports.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Command:
     """A command.
 
     Attributes:
-        run: takes what `cli.parse` returns, and returns the exit code.
-        details: what --help adds to the summary, such as exit codes.
-        arguments: files and flags, as `add_argument` takes them.
-        own: the dataclasses of its own `key=value`.
-        others: whether it takes other `key=value`: parameters of a run or of a notebook.
+        run: takes the result of `cli.parse`, and returns the exit code.
+        details: text that --help shows after the summary, such as exit codes.
+        arguments: files and flags: the keyword arguments of `add_argument` by name.
+        own: dataclasses whose fields the command takes as `key=value`.
+        others: whether it also takes the parameters of a run or of a notebook as `key=value`.
     """
 
     run: Run
@@ -41,19 +41,19 @@ class Command:
 
     @property
     def summary(self) -> str:
-        """The docstring of its function."""
+        """The docstring of `run`."""
         return self.run.__doc__ or ""
 
 
 def command(
     details: str, arguments: Mapping[str, Mapping[str, Any]], own: Sequence[type] = (), others: bool = True
 ) -> Callable[[Run], Command]:
-    """Makes a function, whose docstring is the summary, a `Command`; the arguments are its attributes."""
+    """Returns a decorator that makes a function a `Command` with these attributes and the docstring as summary."""
     return lambda run: Command(run, details, arguments, own, others)
 
 
 def switch(text: str) -> Mapping[str, Any]:
-    """Returns a flag without a value, with its help."""
+    """Returns the `add_argument` arguments of a flag with the help `text`."""
     return {"action": "store_true", "help": text}
 
 

@@ -1,4 +1,4 @@
-"""The rules across the parameters of a run: which values contradict each other, and what to change."""
+"""The rules across the parameters of a run: values that contradict each other, and the change that helps."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _NAMES = (
 
 _ARRANGED = ("sequence", "round_robin", True)  # of data.order and data.pack_apart
 _SMOOTHED = ("robust", "exo_pair", "simpo")  # losses with label smoothing
-_SEQUENCE_EPSILON = 0.1  # far above what clips a ratio of whole completions (GSPO, arXiv:2507.18071: 3e-4 and 4e-4)
+_SEQUENCE_EPSILON = 0.1  # far above useful clipping of ratios per completion (GSPO, arXiv:2507.18071: 3e-4 and 4e-4)
 
 
 def conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
-    """Yields the contradictions between parameters: the names involved, and the problem with the first of them."""
+    """Yields (names, problem) for every contradiction: space-separated parameters, and the problem of the first."""
     model, lora, data = config.model, config.lora, config.data
 
     if config.run_name in (".", "..") or set(config.run_name) & set('/\\:*?"<>|') or not _is_name(config.run_name):
@@ -38,9 +38,9 @@ def conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
     named += [(f"data.{name}", getattr(one, name)) for one in data.by_source for name in ("source", "split")]
     for name, value in named:
         if value is not None and not all(_is_name(part) for part in value.split("/") if part):
-            yield name, "is no name that a file or a folder could have; write one without line breaks or blank ends"
+            yield name, "cannot name a file or a folder; write a name without line breaks or spaces at its ends"
     if config.remote and not re.fullmatch(r"gs://[^/]+(/.*)?|hf://.*", config.remote):
-        yield "output_dir", "is neither a folder nor a gs:// address; use one of them, such as gs://bucket/run"
+        yield "output_dir", "is neither a folder nor a gs:// address; use either, such as gs://bucket/run"
     if model.base_dtype in ("int8", "int4"):
         if lora.r == 0:
             text = "holds weights that cannot be trained, and lora.r=0 trains all; set lora.r=16, or "
@@ -50,7 +50,7 @@ def conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
             yield "lora.dora model.base_dtype", text
     if lora.experts and (lora.dropout or lora.dora):
         name = "dora" if lora.dora else "dropout"
-        yield f"lora.{name} lora.experts", "is not for adapters of experts; remove it, or set lora.experts=0"
+        yield f"lora.{name} lora.experts", "is not supported for adapters of experts; remove it, or set lora.experts=0"
     yield from _embedding_conflicts(config)
     for one, name in zip(data.by_source, data.source_names or ("",), strict=True):
         try:
@@ -61,7 +61,7 @@ def conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
             else:
                 yield "data.source data.format", f"has {name}, whose columns={one.columns} {error}"
     if data.date is not None and not _is_date(data.date):
-        yield "data.date", "is no day of the form 2025-12-31; write one, or null for the day on which the run starts"
+        yield "data.date", "is no date such as 2025-12-31; write a date, or null for the day on which the run starts"
     if data.think_open == data.think_close:
         yield "data.think_close data.think_open", "is data.think_open too; the two must differ"
     if config.launch.mesh is not None:
@@ -84,33 +84,36 @@ def _embedding_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
     """Yields the contradictions between the parameters of trained embeddings."""
     lora, rate = config.lora, config.optim.embedding_learning_rate
     if lora.tokens and lora.full:
-        yield "lora.tokens lora.full", "trains rows of embeddings that lora.full trains whole; remove one of them"
+        yield "lora.tokens lora.full", "trains vectors of embeddings that lora.full trains in full; remove either"
     for name in ("tokens", "full"):
         if config.model.images and config[f"lora.{name}"]:
-            yield f"lora.{name} model.images", "is not for models that read images; remove it, or set that to false"
+            yield (
+                f"lora.{name} model.images",
+                "is not for model.images=true; remove it, or set that to false",
+            )
     if config.model.images and lora.adapts_embeddings:
-        text = "names an embedding, which is not for models that read images; name linear layers, or set that to false"
+        text = "names an embedding, but model.images=true trains none; name linear layers, or set model.images=false"
         yield "lora.targets model.images", text
     if rate is not None and lora.r and lora.targets == "all-linear" and not (lora.tokens or lora.full):
-        text = "has no effect, as no embedding is trained; set lora.tokens or lora.full, or name them in lora.targets"
+        text = "has no effect: no embedding is trained; set lora.tokens or lora.full, or name one in lora.targets"
         yield "optim.embedding_learning_rate lora.targets", text
 
 
 def _remat_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
     looped = {"optim.scan_layers=on": config.optim.scan_layers == "on", "distill.layers": bool(config.distill.layers)}
     for setting in (setting for setting, given in looped.items() if given and config.optim.remat == "none"):
-        text = f"is for layers that do not run as a loop, and with {setting} they do; set optim.remat=outputs"
+        text = f"needs layers that do not run as a loop, but {setting} makes loops; set optim.remat=outputs"
         yield f"optim.remat {setting.partition('=')[0]}", text
     if (config.optim.remat, config.optim.scan_layers) == ("blocks", "off"):
-        text = "keeps the inputs of blocks of a loop, and optim.scan_layers=off makes no loops; remove that"
+        text = "needs blocks of equal layers, and optim.scan_layers=off has none; remove optim.scan_layers=off"
         yield "optim.remat optim.scan_layers", text
     if config.optim.remat == "blocks" and config.distill.layers:
-        text = "keeps no single layers, which distill.layers compares; set optim.remat=full"
+        text = "stores no outputs of single layers, which distill.layers compares; set optim.remat=full"
         yield "optim.remat distill.layers", text
 
 
 def _without_effect(config: TrainConfig) -> Iterator[tuple[str, str]]:
-    """Yields the parameters that are not the default, though the value of another one makes them unused."""
+    """Yields the non-default parameters that have no effect because of another parameter."""
     model, distill, optim, rl = config.model, config.distill, config.optim, config.rl
     sampler = "distill.on_policy" if distill.on_policy else "grpo"
     of_distill = " ".join(leaf.name for leaf in fields(distill))
@@ -119,38 +122,38 @@ def _without_effect(config: TrainConfig) -> Iterator[tuple[str, str]]:
         (model.name == "embedded", "model", "revision gguf_file", "model.name",
          "has no effect on the embedded model; remove it or set model.name"),
         ("int4" not in (model.base_dtype, distill.teacher_dtype), "model", "quant_group", "model.base_dtype",
-         "is of model.base_dtype=int4; remove it or set that"),
+         "needs model.base_dtype=int4; remove it or set that"),
         (not model.images, "lora", "vision", "model.images", "trains the projector of images; set model.images=true"),
         (not model.images, "data", "images_per_row image_tokens", "model.images",
          "has no effect without images; remove it or set model.images=true"),
         (config.lora.r == 0, "lora", "experts dropout targets tokens full plus rslora dora init adapter", "lora.r",
          "needs adapters, and lora.r=0 has none; remove it or set lora.r=16"),
         (optim.optimizer == "adafactor", "optim", "beta1 beta2 eps", "optim.optimizer",
-         "is AdamW's, and optim.optimizer=adafactor has none; remove it"),
+         "has no effect with optim.optimizer=adafactor, only with adamw; remove it"),
         (distill.teacher is None, "distill", of_distill, "distill.teacher",
          "has no effect without a teacher; remove it or set distill.teacher"),
         (distill.teacher is not None and distill.files is None, "distill", "top_k", "distill.files",
-         "is for distill.files; remove it or set that"),
+         "needs distill.files; remove it or set distill.files"),
         (optim.objective.startswith("error-"), "tracking", "eval_generate_rows", "optim.objective",
-         "would answer without the head; set it to 0"),
+         "generates without the error-correction head; set it to 0"),
         (optim.schedule == "constant", "optim", "min_learning_rate_ratio", "optim.schedule",
          "is the end of a decay, but optim.schedule=constant has none; set it to 0 or optim.schedule=cosine"),
         (optim.eval_steps is None, "optim", "early_stop_patience", "optim.eval_steps",
          "counts evaluations during training, but optim.eval_steps is null; set optim.eval_steps"),
         (rl.loss_type == "cispo", "rl", "delta", "rl.loss_type",
-         "limits no ratio with rl.loss_type=cispo; remove it"),
+         "has no effect with rl.loss_type=cispo; remove it"),
         (config.hub.model_id is None, "hub", "private strategy revision format", "hub.model_id",
          "has no effect without a repository; remove it or set hub.model_id=owner/name"),
         (config.tracking.wandb == "off", "tracking", "wandb_adapter", "tracking.wandb",
-         "adds to a run on W&B, and tracking.wandb=off; set wandb=online"),
+         "uploads to a W&B run, but tracking.wandb=off; set wandb=online"),
         (config.on_policy, "optim",
          "gradient_accumulation global_batch_size batch_growth_factor label_smoothing early_stop_patience",
          "distill.on_policy" if distill.on_policy else "optim.objective",
          f"is not for {sampler}: an update has as many passes as its completions need; remove it"),
         (config.on_pairs, "optim", "label_smoothing", "optim.objective",
-         "smooths the likelihood of tokens; in dpo set preference.pref_smoothing"),
+         "is for the loss of tokens; in dpo set preference.pref_smoothing"),
         (config.on_pairs, "rl", " ".join(leaf.name for leaf in fields(rl)), "optim.objective",
-         "is of grpo; in dpo set the section preference (pref_beta, losses), or remove it"),
+         "is for grpo; in dpo set the section preference (pref_beta, losses), or remove it"),
         (optim.batch_growth_factor == 1, "optim", "batch_growth_steps batch_growth_max batch_growth_lr",
          "optim.batch_growth_factor", no_growth),
     )  # fmt: skip
@@ -168,7 +171,7 @@ def _mesh_conflicts(config: TrainConfig, mesh: str) -> Iterator[tuple[str, str]]
         yield "launch.mesh", str(error)
         return
     if config.launch.num_replicas is not None:
-        yield "launch.mesh launch.num_replicas", "has its own number of devices; remove launch.num_replicas"
+        yield "launch.mesh launch.num_replicas", "sets the number of devices itself; remove launch.num_replicas"
     if mesh == "auto":  # then replicas remain
         return
     if config.launch.device_type in ("torch-tpu", "cuda", "cpu"):
@@ -176,28 +179,28 @@ def _mesh_conflicts(config: TrainConfig, mesh: str) -> Iterator[tuple[str, str]]
         yield "launch.mesh launch.device_type", text
     for name in ("model.base_dtype", "distill.teacher_dtype"):
         if config[name] == "int4" and sizes.get("model", 1) != 1:
-            text = f"splits columns that int4 keeps two in a byte; use fsdp in place of model, or {name}=int8"
+            text = f"splits columns, but int4 packs two columns in a byte; use fsdp instead of model, or {name}=int8"
             yield f"launch.mesh {name}", text
     if config.optim.scan_layers == "off":
         yield "launch.mesh optim.scan_layers", "needs layers that run as a loop; remove optim.scan_layers=off"
     if config.optim.remat == "none":
-        yield "launch.mesh optim.remat", "needs layers that run as a loop, which recomputes; set optim.remat=outputs"
+        yield "launch.mesh optim.remat", "needs layers that run as a loop, and loops recompute; set optim.remat=outputs"
 
 
 def _objective_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
     optim, distill = config.optim, config.distill
     own = optim.objective != "supervised"
     if optim.objective == "error-correction-alone" and not config.lora.r:
-        yield "optim.objective lora.r", "keeps the weights, and lora.r=0 saves all of them anew; set lora.r=1"
+        yield "optim.objective lora.r", "does not train the model's weights, and lora.r=0 saves them all; set lora.r=1"
     if distill.teacher is None:
         return
     if own:
-        yield "optim.objective distill.teacher", "is another loss than that of distill.teacher; remove one of the two"
+        yield "optim.objective distill.teacher", "excludes the loss of distill.teacher; remove either"
     weights = [f"distill.{leaf.name}" for leaf in fields(distill) if leaf.name.endswith("_weight")]
     if not any(config[name] for name in weights):
         yield " ".join(weights), "and all other weights of distill are 0 too, so nothing is learned; set one above 0"
     if distill.on_policy and distill.labels_weight:
-        text = "is the likelihood of labels, which are the model's own samples here; set it to 0"
+        text = "weights the likelihood of labels, but the model samples the labels here; set it to 0"
         yield "distill.labels_weight distill.on_policy", text
     pairs = distill.pairs
     if bool(pairs) != bool(distill.hidden_weight):
@@ -206,12 +209,12 @@ def _objective_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
     if distill.files is None:
         return
     if distill.on_policy:
-        text = "holds logits of the rows, and the completions of distill.on_policy are new; remove one of the two"
+        text = "holds logits of the rows, but distill.on_policy samples new completions; remove either"
         yield "distill.files distill.on_policy", text
     if not distill.logits_weight:
-        yield "distill.files distill.logits_weight", "holds logits, and distill.logits_weight=0; remove one of the two"
+        yield "distill.files distill.logits_weight", "holds logits, but distill.logits_weight=0; remove either"
     elif distill.hidden_weight or distill.embeddings_weight:
-        text = "holds logits alone; set distill.hidden_weight=0 and distill.embeddings_weight=0, or remove it"
+        text = "holds only logits; set distill.hidden_weight=0 and distill.embeddings_weight=0, or remove it"
         yield "distill.files distill.hidden_weight distill.embeddings_weight", text
 
 
@@ -219,15 +222,15 @@ def _policy_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
     """Yields the contradictions between the parameters of runs that sample."""
     rl, data, sampler = config.rl, config.data, "distill.on_policy" if config.distill.on_policy else "grpo"
     if rl.loss_type == "cispo" and rl.epsilon_high < 1:
-        text = "is the limit of the ratio itself with rl.loss_type=cispo, which is about 1; set rl.epsilon_high=5"
+        text = "limits the ratio itself with rl.loss_type=cispo, and ratios are about 1; set rl.epsilon_high=5"
         yield "rl.epsilon_high rl.loss_type", text
     elif rl.loss_type != "cispo" and rl.epsilon_high < rl.epsilon:
         text = f"is below rl.epsilon={rl.epsilon:g}; raise it, or lower rl.epsilon"
         yield "rl.epsilon_high rl.epsilon", text
     elif rl.loss_type != "cispo" and rl.importance_sampling_level == "sequence" and rl.epsilon_high > _SEQUENCE_EPSILON:
         text = (
-            "clips ratios of tokens; with rl.importance_sampling_level=sequence a ratio is the mean of a completion's "
-            "tokens, which is hardly ever 0.1 away from 1; set rl.epsilon=3e-4 and rl.epsilon_high=4e-4"
+            "suits ratios of tokens; with rl.importance_sampling_level=sequence a ratio is the mean over a completion, "
+            "which is rarely 0.1 away from 1; set rl.epsilon=3e-4 and rl.epsilon_high=4e-4"
         )
         yield "rl.epsilon_high rl.epsilon rl.importance_sampling_level", text
     if rl.beta and not config.lora.r:
@@ -235,13 +238,13 @@ def _policy_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
         yield "rl.beta lora.r", text
     if rl.beta and config.lora.adapter:
         text = (
-            "is where training starts, and rl.beta compares with the model without any adapter; export it merged and "
+            "is the start of training, but rl.beta compares with the model without any adapter; export it merged and "
             "set model.name to that folder, or set rl.beta=0"
         )
         yield "lora.adapter rl.beta", text
     for name in ("beta", "entropy_coef"):
         if getattr(rl, name) and rl.drop_zero_advantage:
-            text = f"leaves out rows that rl.{name}={getattr(rl, name):g} learns from; remove it, or set rl.{name}=0"
+            text = f"leaves out groups that rl.{name}={getattr(rl, name):g} needs; remove it, or set rl.{name}=0"
             yield f"rl.drop_zero_advantage rl.{name}", text
     if not config.on_policy:
         return
@@ -250,9 +253,9 @@ def _policy_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
         yield "rl.max_completion_length rl.max_prompt_length data.max_length", text
     if data.source == "synthetic":
         because = "distill.on_policy" if config.distill.on_policy else "optim.objective"
-        yield f"data.source {because}", f"has random tokens and no prompts, so {sampler} cannot ask; name a source"
+        yield f"data.source {because}", f"has random tokens but no prompts, which {sampler} needs; name a source"
     if config.optim.eval_steps is not None and not config.tracking.eval_generate_rows:
-        text = f"evaluates answers alone in {sampler}; set tracking.eval_generate_rows to 200 or more, or this to null"
+        text = f"evaluates only answers in {sampler}; set tracking.eval_generate_rows to 200 or more, or this to null"
         yield "optim.eval_steps tracking.eval_generate_rows", text
 
 
@@ -262,41 +265,41 @@ def _preference_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
     losses = {*preference.losses}
     if preference.loss_weights is not None and len(preference.loss_weights) != len(preference.losses):
         text = (
-            f"gives {len(preference.loss_weights)} weights for the {len(preference.losses)} losses; give one for each"
+            f"gives {len(preference.loss_weights)} weights for {len(preference.losses)} losses; give a weight per loss"
         )
         yield "preference.loss_weights preference.losses", text
     if preference.pref_smoothing and losses.isdisjoint(_SMOOTHED):
-        yield "preference.pref_smoothing preference.losses", f"is of {', '.join(_SMOOTHED)}; remove it, or use one"
+        yield "preference.pref_smoothing preference.losses", f"is for {', '.join(_SMOOTHED)}; remove it, or use one"
     for name in ("desirable_weight", "undesirable_weight"):
         if getattr(preference, name) != 1.0 and not preference.labelled:
-            yield f"preference.{name} preference.losses", "is of kto; remove it, or set losses=[kto]"
+            yield f"preference.{name} preference.losses", "is for kto; remove it, or set losses=[kto]"
     if preference.labelled and preference.reference == "step":
-        yield "preference.reference preference.losses", "is not for kto, whose reference is the start; remove it"
+        yield "preference.reference preference.losses", "is not for kto, whose reference is always start; remove it"
     if "exo_pair" in losses and not preference.pref_smoothing:
-        yield "preference.pref_smoothing preference.losses", "must be above 0 with exo_pair, as 1e-3"
+        yield "preference.pref_smoothing preference.losses", "must be above 0 with exo_pair, such as 1e-3"
     if preference.reference == "step" and preference.compares:
         if lora.adapter:
-            text = "is where training starts, and preference.reference=step compares with the model without any adapter"
+            text = "is the start of training, but preference.reference=step compares with the model without any adapter"
             yield "lora.adapter preference.reference", text + "; set preference.reference=start"
         if not lora.r:
-            yield "preference.reference lora.r", "needs an adapter to leave out, and lora.r=0 has none; set it to start"
+            yield "preference.reference lora.r", "needs an adapter to turn off, but lora.r=0 has none; set it to start"
     if not config.on_pairs:
         return
     if config.distill.teacher is not None:
-        yield "distill.teacher optim.objective", "is for train and distill, and dpo has losses of its own; remove it"
+        yield "distill.teacher optim.objective", "is for train and distill; dpo has its own losses; remove it"
     for name in ("data.eval_source", "data.source"):
         if config[name] == "synthetic":
-            yield name, "has random tokens and no pairs of replies; name rows with a chosen and a rejected reply"
+            yield name, "has random tokens but no pairs of replies; name rows with a chosen and a rejected reply"
     for number, one in enumerate(config.data.by_source):
         where = f"data.source[{number}].format" if config.data.mix else "data.format"
         wanted = "unpaired" if preference.labelled else "preference"
         if one.format not in ("auto", wanted) and ":" not in one.format:
-            text = f"({where}={one.format}) is of other rows than losses={','.join(preference.losses)} needs ({wanted})"
+            text = f"({where}={one.format}) does not suit losses={','.join(preference.losses)}, which need {wanted}"
             yield "data.format", text + "; remove it"
         if one.loss_on == "all":
-            yield "data.loss_on", "trains prompts, too, and dpo compares replies; remove it"
+            yield "data.loss_on", "trains prompts too, but dpo compares replies; remove it"
     if config.data.too_long == "split":
-        yield "data.too_long", "cuts plain text, and a pair stays whole; set truncate, drop or error"
+        yield "data.too_long", "cuts plain text, but a pair is never cut; set truncate, drop or error"
     if config.model.images:
         yield "model.images", "is not for pairs of replies; set it to false"
 
@@ -308,7 +311,7 @@ def _is_date(text: str) -> bool:
 
 
 def _is_name(text: str) -> bool:
-    """Returns whether a file or a folder can have this name, and a reader can type it."""
+    """Returns whether a text can name a file or folder, and be typed."""
     return text == text.strip() and text.isprintable() and 0 < len(text.encode()) <= 200
 
 
@@ -325,71 +328,71 @@ def _evaluation_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
     if data.eval_source is None and data.eval_split is None and data.eval_rows == 0:
         for name in ("optim.eval_steps", "optim.early_stop_patience", *answers):
             if config[name]:
-                advice = "remove that, or set data.eval_source or data.eval_split"
+                advice = "remove data.eval_rows=0, or set data.eval_source or data.eval_split"
                 yield f"{name} {rows}", f"needs rows to evaluate on, but data.eval_rows=0; {advice}"
 
 
 def _mix_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
-    """Yields what several sources, and rows in an order, do not have."""
+    """Yields the contradictions with several sources, and with a fixed order of rows."""
     data, arranged = config.data, [name for name in ("order", "pack_apart") if config[f"data.{name}"] in _ARRANGED]
     for name in arranged if not data.mix else ():
         yield f"data.{name} data.source", "is for several sources; remove it, or give data.source a list"
     if data.curriculum is not None:
         arranged.append("curriculum")
         if data.order != "mix":
-            yield "data.curriculum data.order", f"and data.order={data.order} are two orders; remove one of them"
+            yield "data.curriculum data.order", f"and data.order={data.order} are two orders; remove either"
     if not config.on_policy:
         return
     because = "distill.on_policy" if config.distill.on_policy else "optim.objective"
     for name in arranged:
-        yield f"data.{name} {because}", "is for rows that are packed before the run, not for samples; remove it"
+        yield f"data.{name} {because}", "orders rows that are packed before the run, but this run samples; remove it"
     if any(one.tokens is not None for one in data.mix):
-        yield f"data.source {because}", "has shares of tokens, which are sampled here; give weight in their place"
+        yield f"data.source {because}", "has shares of tokens, but this run samples its tokens; give weight instead"
 
 
 def _stream_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
-    """Yields what text without end does not have."""
+    """Yields the contradictions with streamed text."""
     data, tracking, distill = config.data, config.tracking, config.distill
     if not data.streaming:
         return
     if config.optim.max_steps is None:
-        yield "optim.max_steps data.streaming", "and a stream has no end of its own; set the number of updates"
+        yield "optim.max_steps data.streaming", "but a stream has no end; set the number of updates"
     if data.mix:
-        yield "data.source data.streaming", "is a mix, and a stream is one source; name its files by a glob or a folder"
+        yield "data.source data.streaming", "is a mix, but a stream is one source; name its files by a glob or a folder"
     elif data.source in (*GENERATED, "synthetic"):
-        yield "data.source data.streaming", "is no file of text; name files, a folder or a data set of the hub"
+        yield "data.source data.streaming", "is no text file; name files, a folder or a data set of the hub"
     own_first = "is not for a stream, which holds out its first data.eval_rows rows; remove it"
-    prompts = "needs prompts, and a stream is plain text; "
+    prompts = "needs prompts, but a stream is plain text; "
     rules = (
-        ("data.format", data.format not in ("auto", "text"), "is not plain text, which a stream is; set it to text"),
+        ("data.format", data.format not in ("auto", "text"), "is not plain text, but a stream is; set it to text"),
         (
             "data.too_long",
             data.too_long != "split",
-            "loses a part of long texts, which a stream splits; set it to split",
+            "loses parts of long texts, but a stream must split them; set it to split",
         ),
-        ("data.packing", not data.packing, "leaves rows unfilled, and a stream fills them; remove it"),
-        ("data.curriculum", data.curriculum is not None, "is an order of all rows, and a stream has some; remove it"),
-        ("data.split", "[" in data.split, "is a part of rows that a stream does not count; name the whole split"),
+        ("data.packing", not data.packing, "leaves rows unfilled, but a stream fills them; remove it"),
+        ("data.curriculum", data.curriculum is not None, "sorts all rows, but a stream reads them in parts; remove it"),
+        ("data.split", "[" in data.split, "is a part, but a stream does not count its rows; name the whole split"),
         ("data.eval_source", data.eval_source is not None, own_first),
         ("data.eval_split", data.eval_split is not None, own_first),
         (
             "data.eval_rows",
             0 < (data.eval_rows or 0) < 1,
-            "is a share of rows that a stream does not count; set a number",
+            "is a share, but a stream does not count its rows; set a number",
         ),
         (
             "model.images",
             config.model.images,
-            "is for chats with pictures, and a stream is plain text; set it to false",
+            "is for chats with images, but a stream is plain text; set it to false",
         ),
-        ("optim.objective", config.on_policy and not distill.on_policy, prompts + "use train in place of grpo"),
+        ("optim.objective", config.on_policy and not distill.on_policy, prompts + "use train instead of grpo"),
         (
             "optim.objective",
             config.on_pairs,
-            "needs pairs of replies, and a stream is plain text; use train",
+            "needs pairs of replies, but a stream is plain text; use train",
         ),
         ("distill.on_policy", distill.on_policy, prompts + "set it to false"),
-        ("distill.files", distill.files is not None, "holds logits of rows that are known before; set it to null"),
+        ("distill.files", distill.files is not None, "holds logits of rows known before training; set it to null"),
         ("tracking.generate_rows", tracking.generate_rows > 0, prompts + "set it to 0"),
         ("tracking.eval_generate_rows", tracking.eval_generate_rows > 0, prompts + "set it to 0"),
     )
@@ -397,28 +400,28 @@ def _stream_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
 
 
 def _image_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
-    """Yields what is not trained with images."""
+    """Yields the contradictions with images."""
     if not config.model.images:
         return
-    of_text = "is for text alone, and model.images=true trains on rows with images; "
+    of_text = "is for text alone, but model.images=true trains on rows with images; "
     if config.on_policy:
         yield "optim.objective model.images", of_text + "use train, or set model.images=false"
     if config.distill.teacher is not None:
         yield "distill.teacher model.images", of_text + "remove it, or set model.images=false"
     if config.lora.r == 0:
-        yield "lora.r model.images", "trains all weights, and the part for images stays as it is; set lora.r=16"
+        yield "lora.r model.images", "trains all weights, but the vision part stays frozen; set lora.r=16"
     if config.data.source == "synthetic":
-        yield "data.source model.images", "has random tokens and no images; name a source, or set model.images=false"
+        yield "data.source model.images", "has random tokens but no images; name a source, or set model.images=false"
     if config.data.too_long == "split":
-        yield "data.too_long model.images", "cuts documents, which images are in; set it to drop or error"
+        yield "data.too_long model.images", "cuts documents, which may hold images; set it to drop or error"
 
 
 def _schedule_conflicts(optim: OptimConfig) -> Iterator[tuple[str, str]]:
     if optim.max_steps is None and optim.epochs is None:
-        text = "and optim.epochs is null too, so that training would never end; set one of them"
+        text = "and optim.epochs is null too, so training would never end; set either"
         yield "optim.max_steps optim.epochs", text
     if optim.warmup_steps and optim.warmup_ratio:
-        text = f"and optim.warmup_ratio={optim.warmup_ratio:g} both set the warm-up; set one of them to 0"
+        text = f"and optim.warmup_ratio={optim.warmup_ratio:g} both set the warm-up; set either to 0"
         yield "optim.warmup_steps optim.warmup_ratio", text
     if optim.max_steps is not None and optim.warmup_steps > optim.max_steps:
         text = f"is more than optim.max_steps={optim.max_steps}; lower it or raise optim.max_steps"

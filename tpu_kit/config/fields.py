@@ -1,4 +1,4 @@
-"""Declares documented, bounded dataclass fields, and converts plain values from YAML, a shell or a notebook to them.
+"""Declares dataclass fields with help and bounds, and converts values from YAML, a shell or a notebook to their types.
 
 This module knows nothing about training; schema.py declares the parameters.
 """
@@ -21,7 +21,7 @@ from tpu_kit.config.named_values import FUNCTION
 
 T = TypeVar("T")
 
-_SHOWN = 50  # problems in the text of an error
+_SHOWN = 50  # maximum problems in the text of an error
 _BOUNDS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
 
 _SECRET_NAME = re.compile(r"(token|secret|passw(or)?d|credentials?|(api|access|private)[_-]?keys?)$", re.IGNORECASE)
@@ -70,9 +70,9 @@ def knob(
     Args:
         default: its default.
         help: its meaning; --help prints it.
-        check: raises ValueError with what is wrong with a value other than None, and what to do.
-        convert: returns a plain value as the declared type has it, of a type that is not plain; raises as `check`.
-        bounds: the numbers that it takes: at_least, above, at_most, below. Texts and None have no bounds.
+        check: raises ValueError for a bad value, with the problem and the fix; not called for None.
+        convert: converts a plain value to the declared type if that is not a plain type; raises as `check`.
+        bounds: limits of numbers: at_least, above, at_most, below. They do not apply to texts and None.
     """
     assert bounds.keys() <= _BOUNDS.keys(), bounds
     return field(default=default, metadata={"help": help, "bounds": bounds, "check": check, "convert": convert})
@@ -96,9 +96,9 @@ class ConfigField:
         return self.name.rpartition(".")[2]
 
     def is_text(self, text: str) -> bool:
-        """Whether the shell's text is the value and not YAML: it takes only text and null, or converts what is a list.
+        """Returns whether a value from the shell is text to take as it is, not YAML to parse.
 
-        A name may begin with a bracket, as the glob [ab].jsonl.
+        With `convert`, only a text in brackets is YAML: the glob [ab].jsonl is a name.
         """
         if self.convert is not None:
             return not (text.startswith("[") and text.endswith("]"))
@@ -131,7 +131,7 @@ class ConfigField:
             wrong = "empty" if empty else f"not {wanted(self.hint)}"
             raise ValueError(f"{self.name}: {show(value)} is {wrong}{self._fix(value)}")
         if re.search("[\0\ud800-\udfff]", "".join(_texts(result))):
-            text = "holds a character that no file can (NUL, or one of half a pair)"
+            text = "holds a character that no file can hold (NUL, or half a surrogate pair)"
             raise ValueError(f"{self.name}: {show(value)} {text}; remove it")
         if isinstance(result, int | float) and not isinstance(result, bool):
             limits = ""
@@ -169,7 +169,7 @@ class ConfigField:
 
 
 def check_knobs(values: Any) -> list[str]:
-    """Gives the parameters of a dataclass instance that are not their defaults the declared types.
+    """Converts the non-default parameters of a dataclass instance to their declared types, in place.
 
     Returns:
         A problem for each value that `ConfigField.read` refuses.
@@ -199,7 +199,7 @@ def knobs_of(cls: type, prefix: str = "") -> dict[str, ConfigField]:
 
 
 def show(value: object) -> str:
-    """Returns a value as the user would write it, shortened, and never a secret."""
+    """Returns a value as the user would write it, in at most 80 characters; secrets are hidden."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     text = repr(list(value) if isinstance(value, tuple) else value)
@@ -209,7 +209,7 @@ def show(value: object) -> str:
 
 
 def wanted(hint: Any) -> str:
-    """Returns the words for a type annotation."""
+    """Returns a type annotation in words, such as "a whole number or null"."""
     words = {
         int: "a whole number",
         float: "a number",
@@ -230,7 +230,7 @@ def wanted(hint: Any) -> str:
 
 
 def closest(word: str, known: Iterable[str], similarity: float = 0.6) -> list[str]:
-    """Returns the known name nearest to a misspelled one in a list; an empty list if none is near."""
+    """Returns a list with the known name most similar to `word`; an empty list if none is similar enough."""
     return difflib.get_close_matches(word.lower(), list(known), n=1, cutoff=similarity)
 
 
@@ -245,16 +245,16 @@ def is_secret_value(value: object) -> bool:
 
 
 def hide_secrets(text: str) -> str:
-    """Returns a text without tokens, keys and passwords, and without the values of secret environment variables.
+    """Replaces tokens, keys, passwords and the values of secret environment variables in a text by ***.
 
-    Texts of other libraries go through here before they are printed, written or cut: half of a secret is not found.
+    Apply it to texts of other libraries before they are printed, written or shortened: a cut secret is not recognised.
     """
     return _secrets(tuple(os.environ.items())).sub("***", text)
 
 
 @functools.lru_cache(maxsize=4)
 def _secrets(environ: tuple[tuple[str, str], ...]) -> re.Pattern[str]:
-    """The secrets of an environment, as a text may show them: as they are, quoted, and in the parts of an address."""
+    """Returns a pattern of an environment's secrets: plain, percent-encoded, escaped, and as passwords in URLs."""
     found = set()
     for name, value in environ:
         if _SECRET_VARIABLE.search(name) and not os.path.exists(value):  # a path tells where a key is, not the key
@@ -262,7 +262,7 @@ def _secrets(environ: tuple[tuple[str, str], ...]) -> re.Pattern[str]:
         for password in re.findall(r"://[^/\s:@]*:([^/\s@]+)@", value):  # such as a proxy's
             found |= {password, unquote(password)}
     forms = {form for one in found if len(one) > 5 for form in (one, quote(one, safe=""))}
-    # repr, JSON and a repr of either write quotes, backslashes and line breaks with more and more backslashes.
+    # repr and JSON escape quotes, backslashes and line breaks; nested, they add more and more backslashes.
     escaped = (
         r"[\\\"'nr\s]+".join(map(re.escape, re.split(r"[\\\"'\r\n]+", one)))
         for one in sorted(forms, key=len, reverse=True)
@@ -290,7 +290,7 @@ def _members(hint: Any) -> tuple[Any, ...]:
 
 
 def _as(value: Any, kind: Any) -> Any:
-    """Returns `value` as one plain type; raises TypeError, ValueError or OverflowError if it has another type."""
+    """Converts `value` to a single plain type; raises TypeError, ValueError or OverflowError if it has another type."""
     origin = get_origin(kind)
     if is_dataclass(kind) and type(value) is kind:
         return value
@@ -324,7 +324,7 @@ def _texts(value: Any) -> list[str]:
 
 
 def _number(value: Any) -> int | float:
-    """Returns a number, also from numpy or from text, as the fields of a notebook's form give it."""
+    """Returns a number, also from numpy or from text, which the form fields of a notebook give."""
     if isinstance(value, bool):
         raise TypeError
     if isinstance(value, numbers.Integral):

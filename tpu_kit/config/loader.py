@@ -3,7 +3,7 @@
     config = load_config("embedded-cot", ["batch_size=2", "optim.max_steps=20"])
     print(describe(config))
 
-A parameter has its section in its name (`optim.batch_size`); a leaf name that is unique may stand alone (`batch_size`).
+A parameter's name includes its section (`optim.batch_size`); a unique leaf name may stand alone (`batch_size`).
 Later sources win: default, environment, file, notebook parameter, command line. schema.py declares the parameters,
 fields.py converts their values.
 """
@@ -42,15 +42,15 @@ from tpu_kit.config.schema import parameters as all_parameters
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 
-# Leaf names of several sections with one meaning, so that `seed=1` sets them all: the parameters of a notebook cannot
-# be dotted. Any other such name is an error.
+# Leaf names that several sections share: `seed=1` sets them all, because notebook parameters cannot be dotted. Any
+# other leaf name of several sections is an error.
 _SHARED = {"seed"}
-# Their leaf names alone are those of an older parameter: data.source, model.revision, data.format.
+# Parameters whose leaf name alone means an older parameter: data.source, model.revision, data.format.
 _WITH_SECTION = {"checkpoint.source", "hub.revision", "hub.format"}
 
 
 def read_value(name: str, text: str) -> Any:
-    """Returns the value of `name=text` on the command line: YAML, or Python's None; raises ConfigError for others."""
+    """Returns the value of `name=text` on the command line, as YAML or Python's None; raises ConfigError if invalid."""
     from tpu_kit.config.files import strict_yaml  # not needed for --help
 
     if text == "None":  # copied from the parameters of a notebook; as a text it would name a folder
@@ -65,19 +65,17 @@ def load_config(
     *,
     command: str = "",
 ) -> TrainConfig:
-    """Reads a configuration, with the source of each value in `config.sources`.
+    """Reads a configuration; `config.sources` has the source of every value.
 
     Args:
         path: a YAML file, the name of a shipped one (`embedded-cot`), the values of a file (see `read_yaml`), or None
             for the defaults.
-        overrides: one or several `key=value` texts of the command line (the value in YAML; the last of a key wins), or
-            a mapping.
+        overrides: `key=value` texts of the command line (values in YAML; the last value of a key wins), or a mapping.
         parameters: a notebook's parameters by leaf name, such as `{"batch_size": 2}`.
-        command: the command that reads a file, such as dpo: files of other trainers for it may look like those for
-            another one.
+        command: the command that reads the file, such as dpo; it decides between other trainers with equal keys.
 
     Raises:
-        ConfigError: with all problems of these.
+        ConfigError: with all problems.
     """
     reader = _Reader()
     try:
@@ -103,7 +101,7 @@ def load_config(
 
 
 class _Reader:
-    """Collects values by dotted name, and problems, from several sources."""
+    """Collects values by dotted name from several sources, and their problems."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
@@ -120,7 +118,7 @@ class _Reader:
             raise ConfigError(self.problems)
         squared = config.distill.hidden_weight or config.distill.embeddings_weight
         if (squared or ":" in config.optim.objective) and "optim.max_loss_rise" not in self.sources:
-            # Its default is in nats, and these losses are in another unit.
+            # The default is in nats per token; these losses have another unit.
             config = replace(config, optim=replace(config.optim, max_loss_rise=None))
         return config
 
@@ -130,7 +128,7 @@ class _Reader:
             for name in self._names(key, value):
                 if name in seen and seen[name] != value:
                     self.problems.append(
-                        f"{name}: given twice, as {show(seen[name])} and as {show(value)}; remove one of them"
+                        f"{name}: given twice, as {show(seen[name])} and as {show(value)}; remove either"
                     )
                 seen[name] = value
                 known = parameters().get(name)
@@ -141,7 +139,7 @@ class _Reader:
                         self.problems += error.problems
                 self._set(name, value, source)
         if "data.columns" in seen and (roles := [name for name in seen if name.startswith("data.columns.")]):
-            self.problems.append(f"data.columns: given twice, as a whole and as {roles[0]}; remove one of them")
+            self.problems.append(f"data.columns: given twice, as a whole and as {roles[0]}; remove either")
 
     def assignments(self, texts: Iterable[str]) -> None:
         for text in texts:
@@ -159,13 +157,13 @@ class _Reader:
                     self.problems += error.problems
                     continue
                 if read is None and parameters()[name].default is None and value not in ("null", "~", "None"):
-                    self.problems.append(f"{name}: {show(value)} reads as null; write {name}=null for none")
+                    self.problems.append(f"{name}: {show(value)} reads as null; write {name}=null if that is meant")
                 else:
                     self._set(name, read, "command line")
 
     def _set(self, name: str, value: Any, source: str) -> None:
         parameter, _, role = name.partition("columns.")
-        if role:  # one entry of the mapping data.columns
+        if role:  # an entry of the mapping data.columns
             name = f"{parameter}columns"
             before = self.values.get(name) or {}
             if not isinstance(before, Mapping):
@@ -178,7 +176,7 @@ class _Reader:
         self.sources[name] = source
 
     def _names(self, key: str, value: object) -> list[str]:
-        """Returns the dotted names of a key; none, and a problem, if it is unknown or ambiguous."""
+        """Returns the dotted names of a key; records a problem and returns none if it is unknown or ambiguous."""
         known = parameters()
         if key in known:
             return [key]
@@ -200,10 +198,10 @@ def _unknown(key: str, value: object, same: Sequence[str]) -> str:
     if advice := other_trainers.advice(leaf, value):
         return f"{key}: no such parameter (given {show(value)}); {advice}"
     if same:
-        return f"{key}: {show(value)} could be for {' or '.join(same)}; write one of these"
+        return f"{key}: {show(value)} could be for {' or '.join(same)}; write the full name"
     if key in SECTIONS:
         first = next(name for name in known if name.startswith(f"{key}."))
-        return f"{key}: {show(value)} is given for a whole section; set one of its parameters, such as {first}"
+        return f"{key}: {show(value)} is given for a whole section; set its parameters, such as {first}"
     guesses = (
         [name for name, parameter in known.items() if parameter.leaf == leaf]
         or [name for name in (other_trainers.NAMES.get(leaf.lower()),) if name in known]
@@ -252,7 +250,7 @@ def _shortened(text: str | Path) -> str:
 
 
 def describe(config: TrainConfig) -> str:
-    """Returns a table of the parameters that are given: name, value and the source of the value."""
+    """Returns a table of the given parameters: name, value and source of the value."""
     given = [name for name in parameters() if name in config.sources]
     rows = [{"parameter": name, "value": show(config[name]), "source": config.sources[name]} for name in given]
     others = f"{len(parameters()) - len(given)} parameters have their defaults; config.yaml of the run has all"
@@ -272,7 +270,7 @@ def explain() -> str:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The rows of one update, as `OptimConfig` names them, and its tokens over all replicas, padding included."""
+    """The rows of an update, with the names of `OptimConfig`, and its tokens over all replicas, including padding."""
 
     batch_size: int
     gradient_accumulation: int
@@ -289,7 +287,7 @@ class BatchPlan:
 
 
 def batch_arithmetic(config: TrainConfig, num_replicas: int) -> BatchPlan:
-    """Solves rows per update = rows per replica x replicas x accumulation for the values that are not given.
+    """Fills in the missing values of: rows per update = rows per replica x replicas x accumulation.
 
     Raises:
         ConfigError: `optim.global_batch_size` is not divisible, or contradicts `optim.gradient_accumulation`, or
@@ -308,16 +306,16 @@ def batch_arithmetic(config: TrainConfig, num_replicas: int) -> BatchPlan:
         advice = near_multiples(whole, at_once) + (f", or optim.batch_size={smaller[0]}" if smaller else "")
         raise ConfigError([f"optim.global_batch_size: {whole} is no multiple of {factors} = {at_once}; use {advice}"])
     elif passes not in (1, whole // at_once):
-        conflict = f"optim.global_batch_size={whole}, which takes {whole // at_once} with {factors}"
-        raise ConfigError([f"optim.gradient_accumulation: {passes} contradicts {conflict}; remove one of the two"])
+        conflict = f"optim.global_batch_size={whole}, which needs {whole // at_once} with {factors}"
+        raise ConfigError([f"optim.gradient_accumulation: {passes} contradicts {conflict}; remove either"])
     else:
         passes = whole // at_once
     return BatchPlan(rows, passes, num_replicas, whole, whole * config.data.max_length)
 
 
 def of_rewards(config: TrainConfig) -> TrainConfig:
-    """Sets what `grpo` needs besides the section `rl`."""
-    # The loss is about 0 whatever the model does, so a rise of it says nothing.
+    """Returns the configuration with the settings of `grpo` outside the section `rl`."""
+    # The loss stays about 0, so its rise means nothing.
     optim = replace(config.optim, objective="policy", max_loss_rise=None)
     if config.sources.get("optim.learning_rate") == USUAL and optim.learning_rate == config.usual_rate:
         optim = replace(optim, learning_rate=None)
@@ -325,8 +323,8 @@ def of_rewards(config: TrainConfig) -> TrainConfig:
 
 
 def of_preferences(config: TrainConfig) -> TrainConfig:
-    """Sets what `dpo` needs besides the section `preference`."""
-    # The unit of the loss is not nats per token, so the limit of its rise has no meaning.
+    """Returns the configuration with the settings of `dpo` outside the section `preference`."""
+    # The loss is not in nats per token, the unit of its limit.
     optim = replace(config.optim, objective="preference", max_loss_rise=None)
     form: Any = "unpaired" if config.preference.labelled else "preference"
     data = config.data if config.data.format != "auto" else replace(config.data, format=form)
@@ -336,10 +334,10 @@ def of_preferences(config: TrainConfig) -> TrainConfig:
 
 
 def as_trained(config: TrainConfig) -> TrainConfig:
-    """Returns the run as its command trains it: `grpo` where `rl` has a parameter, `dpo` where `preference` has one.
+    """Returns the run as its command trains it: `grpo` if `rl` has a given parameter, `dpo` if `preference` has.
 
-    The stored configuration of a run has every parameter, with the objective that it was trained by. The section `rl`
-    of a run with `distill.on_policy` is that of `distill`.
+    The stored configuration of a run gives every parameter, also the objective, and is returned unchanged. With
+    `distill.on_policy`, `rl` belongs to `distill`.
     """
     sections = {name.partition(".")[0] for name in config.sources}
     if "optim.objective" in config.sources:

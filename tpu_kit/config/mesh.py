@@ -20,12 +20,12 @@ Spec = tuple[str | tuple[str, ...] | None, ...]
 
 @dataclass(frozen=True)
 class Mesh:
-    """Sizes of the axes; devices are numbered with the last axis fastest.
+    """The axis sizes of a device mesh; device numbers increase along the last axis first.
 
     Attributes:
         data: groups of devices that each hold all weights.
         fsdp: devices over which weights, optimizer state and rows are sharded; weights are gathered for each layer.
-        model: devices that split each product (heads, MLP columns, vocabulary) and see the same rows.
+        model: devices that split matrix products (heads, MLP columns, vocabulary) and have the same rows.
         context: devices that share the tokens of each row. Weights and optimizer state are sharded over them, too.
         rules: the user's sharding rules, as `parse_rules` returns them; they come before the built-in ones.
     """
@@ -62,12 +62,12 @@ class Mesh:
         return self.shards(BATCH)
 
     def shards(self, axes: str | Sequence[str] | None) -> int:
-        """The number of shards of a dimension with these axes."""
+        """The number of shards of a dimension that is sharded over `axes`."""
         names = (axes,) if isinstance(axes, str) else axes or ()
         return math.prod(self.sizes[name] for name in names)
 
     def fitted(self, spec: Spec, shape: Sequence[int]) -> Spec:
-        """`spec` without the axes that do not divide their dimension of `shape`."""
+        """Returns `spec` with None for the dimensions of `shape` that their axes do not divide."""
         return tuple(axes if size % self.shards(axes) == 0 else None for axes, size in zip(spec, shape, strict=True))
 
     def shard_shape(self, spec: Spec, shape: Sequence[int]) -> tuple[int, ...]:
@@ -75,14 +75,14 @@ class Mesh:
         return tuple(size // self.shards(axes) for axes, size in zip(spec, shape, strict=True))
 
     def coordinates(self, device: int) -> dict[str, int]:
-        """The place of a device on each axis."""
+        """Returns the index of a device on every axis."""
         places = {}
         for name, size in reversed(self.sizes.items()):
             device, places[name] = divmod(device, size)
         return places
 
     def layout(self) -> str:
-        """Returns the numbers of the devices by axis, such as "[[0, 1], [2, 3]] by data, fsdp"."""
+        """Returns the device numbers by axis as text, such as "[[0, 1], [2, 3]] by data, fsdp"."""
         import numpy as np  # a laptop that only reads a configuration may not have it
 
         used = [name for name in AXES if self.sizes[name] > 1] or ["fsdp"]
@@ -90,13 +90,13 @@ class Mesh:
         return f"{numbers.tolist()} by {', '.join(used)}"
 
     def problems(self, heads: int, kv_heads: int) -> list[str]:
-        """Returns a text for each number of attention heads that the model axis does not divide."""
+        """Returns a problem for each head count that the model axis does not divide."""
         fix = f"do not divide by model={self.model}; use a smaller model axis, and fsdp for the rest"
         counts = {"attention heads": heads, "key-value heads": kv_heads}
         return [f"launch.mesh: {self}: {n} {name} {fix}" for name, n in counts.items() if n % self.model]
 
     def exchanges(self, kv_heads: int) -> bool:
-        """Returns True if devices that share rows exchange heads for tokens; if not, all have all keys and values."""
+        """Returns whether devices that share rows exchange heads for tokens; otherwise all hold all keys and values."""
         return kv_heads % (self.model * self.context) == 0
 
     def over_weights(self, spec: Spec) -> Spec:
@@ -114,36 +114,36 @@ class Mesh:
 
 
 def mesh_text(value: Mapping[str, object]) -> str:
-    """The form that the configuration keeps of a mesh that YAML gives as a mapping, such as {fsdp: 8}."""
+    """Returns a mesh from YAML's mapping, such as {fsdp: 8}, as the text that the configuration stores."""
     return ",".join(f"{name}={size}" for name, size in value.items())
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """Reads "data=2,fsdp=4"; one size may be -1, for the rest of the devices.
+    """Returns the size by axis of a text such as "data=2,fsdp=4"; one size may be -1, for the remaining devices.
 
     Raises:
-        ValueError: it is no mesh; the text says what is wrong, for the parameter's name and value before it.
+        ValueError: the text is no mesh. The message continues a sentence that begins with the parameter and its value.
     """
     sizes: dict[str, int] = {}
     for part in text.split(","):
         name, equals, size = (piece.strip() for piece in part.partition("="))
         if name not in AXES or not equals:
-            raise ValueError(f"has {part.strip()[:40]!r}, and is made of {', '.join(f'{axis}=N' for axis in AXES)}")
+            raise ValueError(f"has {part.strip()[:40]!r}; write {', '.join(f'{axis}=N' for axis in AXES)}")
         if name in sizes:
             raise ValueError(f"names {name} twice; remove one")
         if not size.lstrip("-").isdigit() or (int(size) < 1 and int(size) != -1):
             raise ValueError(f"gives {name} the size {size!r}; use 1 or more, or -1 for the rest of the devices")
         sizes[name] = int(size)
     if list(sizes.values()).count(-1) > 1:
-        raise ValueError("has -1 twice, and only one axis can take the rest; give the other its size")
+        raise ValueError("has -1 twice, but only one axis can take the remaining devices; give the other axis a size")
     return sizes
 
 
 def parse_rules(rules: Mapping[str, str] | None) -> tuple[tuple[str, Spec], ...]:
-    """Reads sharding rules: the glob of a name, and an entry for each dimension, such as "model+fsdp,None".
+    """Reads sharding rules: glob of tensor names -> an entry for each dimension, such as "model+fsdp,None".
 
     Raises:
-        ValueError: an entry is no axis, or a rule names an axis twice.
+        ValueError: an entry is neither fsdp, model nor None, or a rule names an axis twice.
     """
     specs = []
     for glob, text in (rules or {}).items():
@@ -158,16 +158,16 @@ def parse_rules(rules: Mapping[str, str] | None) -> tuple[tuple[str, Spec], ...]
 
 
 def mesh_size(text: str) -> int | None:
-    """The number of devices of a mesh; None where an axis takes the rest."""
+    """Returns the number of devices of a mesh; None if an axis is -1."""
     sizes = parse_mesh(text).values()
     return None if -1 in sizes else math.prod(sizes)
 
 
 def resolve_mesh(text: str, devices: int, rules: Mapping[str, str] | None = None) -> Mesh:
-    """The mesh that a text means on so many devices, with the user's sharding rules.
+    """Returns the mesh that `text` means on `devices` devices, with the user's sharding rules.
 
     Raises:
-        ValueError: its size is not the number of devices; or as `parse_rules`.
+        ValueError: the mesh has another number of devices; or as `parse_mesh` and `parse_rules`.
     """
     sizes = parse_mesh(text)
     fixed = math.prod(size for size in sizes.values() if size > 0)
@@ -183,10 +183,10 @@ def resolve_mesh(text: str, devices: int, rules: Mapping[str, str] | None = None
 
 
 def environment_mesh(environ: Mapping[str, str]) -> str | None:
-    """The mesh of TPU_MESH_CONFIG="4,4,2" with TPU_AXIS_NAMES="data,model,fsdp", as text; None where neither is set.
+    """Returns the mesh of TPU_MESH_CONFIG="4,4,2" and TPU_AXIS_NAMES="data,model,fsdp" as text; None if both are unset.
 
     Raises:
-        ValueError: one of the two is missing, they differ in length, or they make no mesh.
+        ValueError: only one variable is set, their lengths differ, or they are no mesh.
     """
     sizes, names = environ.get("TPU_MESH_CONFIG"), environ.get("TPU_AXIS_NAMES")
     if not sizes and not names:

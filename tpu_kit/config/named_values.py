@@ -1,6 +1,6 @@
-"""The texts that a parameter may hold where a type cannot say it: rules, objectives, pairs of layers, roles of columns.
+"""Allowed values that a type cannot express: verifiers, rewards, objectives, pairs of layers, roles of columns.
 
-schema.py gives the `check_` functions to the parameters, so that a value is refused when it is read.
+schema.py gives the `check_` functions to the parameters, so that a wrong value is refused when it is read.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ class RowFormat(NamedTuple):
     """A format of rows.
 
     Attributes:
-        read: "module:function", which makes a `Conversation` of a row, its layout and the data section.
-        needed: the roles of the columns without which there is no row.
-        roles: those of all its columns, which `data.columns` may name.
+        read: "module:function", which makes a `Conversation` from a row, its layout and the data section.
+        needed: roles of the columns that a row must have.
+        roles: roles of all columns, which `data.columns` may name.
     """
 
     read: str
@@ -52,9 +52,9 @@ FORMATS = {
         ("system", "history", "messages", "prompt", "question", "context", "tools", "completion", "label"),
     ),
 }  # fmt: skip
-"""The formats of rows by name; chats have reasoning and answer if their last turn is in columns of its own."""
+"""The row formats by name; messages have reasoning and answer if separate columns hold the last turn."""
 
-_OF_DPO = ("preference", "unpaired")  # no names of columns alone make rows of these formats
+_OF_DPO = ("preference", "unpaired")  # auto never picks these formats by column names alone
 
 ROLES = {name: each.roles for name, each in FORMATS.items()}
 
@@ -66,13 +66,13 @@ VERIFIERS = {
     "math": "tpu_kit.generation.evaluation.verifiers:math",
     "reasoning_gym": "tpu_kit.generation.evaluation.verifiers:reasoning_gym",
 }
-"""The rules of `verifier`, each a `Verifier`; it also takes regex:PATTERN and module:function."""
+"""The `Verifier` of every name; verifiers may also be regex:PATTERN or module:function."""
 
 REWARDS = {
     "think_format": "tpu_kit.generation.evaluation.rewards:think_format",
     "length": "tpu_kit.generation.evaluation.rewards:length",
 }
-"""The names of `generation.evaluation.rewards` that are no verifiers, each a function of all attempts and the run."""
+"""Rewards that are no verifiers: functions of all attempts and the run."""
 
 EXPORT_FORMATS = {
     "adapter": "tpu_kit.exporting.formats:ADAPTER",
@@ -83,7 +83,7 @@ EXPORT_FORMATS = {
     "gguf-q8_0": "tpu_kit.exporting.gguf:Q8_0",
     "gguf-lora": "tpu_kit.exporting.gguf:LORA",
 }
-"""The formats of an export, each a `tuned_model.Format`; a new one is a line here and an object there."""
+"""The `tuned_model.Format` of every export format; a new format needs that object and a line here."""
 
 _CODE = "the kit runs no code of a model; write module:function, which sends it to a sandbox"
 _TRL = "write module:function, such as a function of trl.rewards"
@@ -94,13 +94,13 @@ _OPEN_R1_REWARDS = {
     "tag_count": "use think_format, or write module:function", "reasoning_steps": "write module:function",
     "code": _CODE, "binary_code": _CODE, "ioi_code": _CODE, "cf_code": _CODE, "code_format": "use regex:PATTERN",
 }  # fmt: skip
-"""Names of open-r1's rewards -> what to do instead; its `length` is another than the kit's, which has the name here."""
+"""open-r1's rewards -> the alternative. open-r1's `length` differs from the kit's reward of this name."""
 
 FUNCTION = re.compile(r"[\w.]+:\w+")
 
 
 def imported(name: str) -> Callable[..., Any]:
-    """Returns the function that "module:function" names.
+    """Imports the function that "module:function" names.
 
     Raises:
         ValueError: it cannot be imported, or is not a function.
@@ -117,7 +117,7 @@ def imported(name: str) -> Callable[..., Any]:
 
 
 def check_verifier(name: str) -> None:
-    """Raises ValueError if a text is no verifier. It does not import the module of module:function."""
+    """Raises ValueError if `name` is no verifier; does not import module:function."""
     if name.startswith("regex:"):
         try:
             re.compile(name.removeprefix("regex:"))
@@ -130,7 +130,7 @@ def check_verifier(name: str) -> None:
 
 
 def check_rewards(names: tuple[str, ...]) -> None:
-    """Raises ValueError if a text is neither a verifier nor one of `REWARDS`."""
+    """Raises ValueError if a name is neither a verifier nor in `REWARDS`."""
     problems, offered = [], ", ".join([*REWARDS, "auto"])
     for name in names:
         try:
@@ -143,7 +143,7 @@ def check_rewards(names: tuple[str, ...]) -> None:
 
 
 def check_objective(name: str) -> None:
-    """Raises ValueError if a text is no objective. It does not import the module of module:function."""
+    """Raises ValueError if `name` is no objective; does not import module:function."""
     if absent := absence(OBJECTIVES.get(name, "")):
         raise ValueError(f"is {absent}")
     if name not in OBJECTIVES and not FUNCTION.fullmatch(name):
@@ -151,15 +151,15 @@ def check_objective(name: str) -> None:
 
 
 def check_format(name: str) -> None:
-    """Raises ValueError if a text is no format of rows. It does not import the module of module:function."""
+    """Raises ValueError if `name` is no row format; does not import module:function."""
     if name != "auto" and name not in FORMATS and not FUNCTION.fullmatch(name):
         raise ValueError(f"must be auto, {', '.join(FORMATS)} or module:function")
 
 
 def check_source_name(name: str) -> None:
-    """Raises ValueError if a text cannot name a source, as in the metric eval_loss/NAME."""
+    """Raises ValueError if `name` cannot name a source in metrics, such as eval_loss/NAME."""
     if name != name.strip() or not name.isprintable() or "/" in name:
-        raise ValueError("is no name for metrics; use letters, digits, dots and dashes")
+        raise ValueError("cannot name a metric; use letters, digits, dots and dashes")
 
 
 def check_rows_held_out(count: float) -> None:
@@ -175,10 +175,10 @@ def check_updates_between(count: float) -> None:
 
 
 def check_roles(columns: Mapping[str, str], fmt: str) -> None:
-    """Raises ValueError if no row of `data.format` has columns of all these roles.
+    """Raises ValueError if the row format `fmt` lacks a role of `columns`.
 
-    With "auto", and with a function of the user's, which makes rows of any format, no row of any format.
-    A name with an empty value may be a role, or a column that is left out.
+    For "auto" and module:function, a single format must have all the roles. Names with an empty value are not checked:
+    each may be a role or a column to leave out.
     """
     known = sorted({role for roles in ROLES.values() for role in roles})
     named = {role for role, column in columns.items() if column}
@@ -195,8 +195,8 @@ def check_roles(columns: Mapping[str, str], fmt: str) -> None:
 
 
 def layer_pairs(text: str | None) -> tuple[tuple[int, int], ...]:
-    """Reads `distill.layers` as numbers: (the model's layer, the teacher's); raises ValueError at another form."""
+    """Reads `distill.layers` as pairs (model layer, teacher layer); raises ValueError if `text` has another form."""
     pairs = [re.fullmatch(r"\s*([1-9]\d*):([1-9]\d*)\s*", part) for part in (text or "").split(",")]
     if text is not None and not all(pairs):
-        raise ValueError("does not name pairs of layers from 1 on; write the model's : the teacher's, as in 12:14")
+        raise ValueError("names no pairs of layers counted from 1; write model:teacher, as in 12:14")
     return tuple((int(pair[1]), int(pair[2])) for pair in pairs if pair)

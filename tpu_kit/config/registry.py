@@ -1,8 +1,8 @@
-"""The commands, objectives and public names of the kit, each with its place as "module:name".
+"""Maps the commands, objectives and public names of the kit to their code, as "module:name".
 
-To add one, write its code and a line here. A place is imported when its name is asked for. The rest of the kit knows
-the folders of `tpu_kit.extras` by these lines alone, so a folder may be left out of an installation: its names are then
-neither listed nor accepted.
+A new entry needs its code and a line here. Entries are imported on first use. The rest of the kit knows the folders of
+`tpu_kit.extras` only by these lines, so an installation may leave out a folder: its names are then neither listed nor
+accepted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ COMMANDS = {
     "train": "tpu_kit.recipes.commands:train",
     "verify": "tpu_kit.notebook.commands:verify",
 }
-"""The `config.commands.Command` of `python -m tpu_kit NAME`."""
+"""The `config.commands.Command` of `python -m tpu_kit NAME`, by NAME."""
 
 OBJECTIVES = {
     "supervised": "tpu_kit.training.objectives:SupervisedObjective",
@@ -38,7 +38,7 @@ OBJECTIVES = {
     "policy": "tpu_kit.training.losses.policy_gradient:PolicyObjective",
     "preference": "tpu_kit.training.losses.preference:PreferenceObjective",
 }
-"""The classes of `optim.objective`, which also takes module:function and module:class."""
+"""The objective class by the value of `optim.objective`, which also takes module:function and module:class."""
 
 NAMES = {
     "ConfigError": "tpu_kit.config.loader:ConfigError",
@@ -64,7 +64,7 @@ NAMES = {
 
 
 def absence(place: str) -> str:
-    """Says that an entry belongs to an extra that is not in this installation; empty for all others."""
+    """Returns a text if an entry belongs to an extra that this installation lacks; empty for other entries."""
     module, _, _ = place.partition(":")
     folder, _, _ = module.rpartition(".")
     if not folder.startswith("tpu_kit.extras."):
@@ -78,11 +78,11 @@ def absence(place: str) -> str:
 
 
 def installed(places: Mapping[str, str]) -> dict[str, str]:
-    """Returns the entries without those of extras that are not in this installation."""
+    """Returns the entries whose code is in this installation."""
     return {name: place for name, place in places.items() if not absence(place)}
 
 
 def load(place: str) -> Any:
-    """Imports what an entry names."""
+    """Imports and returns the object of an entry, "module:name"."""
     module, _, name = place.partition(":")
     return getattr(importlib.import_module(module), name)

@@ -1,12 +1,12 @@
-"""The parameters that may change when a run resumes; a change of another one makes it another run."""
+"""The parameters that may change when a run resumes; a change of any other parameter makes it a different run."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-# The length of the run, its evaluations, its machine and its order of computation.
-# The split of rows over replicas and passes is compared by the global batch, and the data by its hash.
+# Parameters of the run's length, evaluations, machine and order of computation. The resume check compares the global
+# batch instead of its split over replicas and passes, and the hash of the data.
 FREE = {
     "optim.max_steps", "optim.epochs", "optim.eval_steps", "optim.early_stop_patience", "optim.batch_size",
     "optim.gradient_accumulation", "optim.global_batch_size", "optim.on_nan", "optim.loss_chunk", "optim.remat",
@@ -22,9 +22,9 @@ ANEW = (
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Returns the parameters that differ: those that may, and those that make it another run.
+    """Returns two lists of parameters that differ: (may change, make it a different run).
 
-    Both take plain values by dotted name; a parameter that `before` lacks is not compared.
+    `before` and `now` are plain values by dotted name; a parameter that `before` lacks is not compared.
     """
     differ = [name for name in now if name in before and before[name] != now[name]]
     free = [name for name in differ if name in FREE or name.partition(".")[0] in FREE_SECTIONS]

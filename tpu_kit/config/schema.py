@@ -37,23 +37,23 @@ class ModelConfig:
 
     name: str = knob("embedded", 'Hub id, a folder, or "embedded": the small model that comes with the kit.')
     revision: str | None = knob(None, "Branch, tag or commit on the hub.")
-    gguf_file: str | None = knob(None, "The GGUF file in that folder or repository to read the weights from.")
+    gguf_file: str | None = knob(None, "GGUF file in that folder or repository to read the weights from.")
     base_dtype: Literal["bf16", "fp32", "int8", "int4"] = knob(
-        "bf16", "Type of frozen base weights, and of matrix products; with int8 and int4 these are in bf16."
+        "bf16", "Type of the frozen base weights and of matrix products; with int8 and int4, products are in bf16."
     )
-    quant_group: int = knob(128, "Columns of a weight that share a scale, of base_dtype=int4.", at_least=16)
+    quant_group: int = knob(128, "With base_dtype=int4, columns of a weight that share a scale.", at_least=16)
     quant_cache: str | None = knob(
-        "~/.cache/tpu_kit/quantized", "Folder that keeps int8 and int4 weights for the next run; null = none."
+        "~/.cache/tpu_kit/quantized", "Folder that caches int8 and int4 weights for later runs; null = no cache."
     )
-    attention: Literal["auto", "splash", "sdpa"] = knob("auto", "auto is the splash kernel on TPU and sdpa elsewhere.")
-    images: bool = knob(False, "Load the model's part for images too, and train on rows with pictures.")
+    attention: Literal["auto", "splash", "sdpa"] = knob("auto", "auto: the splash kernel on TPU, sdpa elsewhere.")
+    images: bool = knob(False, "Load the model's vision part too, and train on rows with images.")
     trust_remote_code: bool = knob(False, "Run code from the model's repository.")
 
 
 EMBEDDINGS = ("embed_tokens", "lm_head", "wte", "embed_in", "embed_out", "word_embeddings", "embedding")
 """Names that models give their input and output embeddings."""
 ADDED = "added"
-"""The value of `lora.tokens` for the new tokens of the rows, which a plan replaces by their names."""
+"""The value of `lora.tokens` that means the new tokens of the rows; the plan replaces it by their names."""
 
 
 @dataclass(frozen=True)
@@ -66,49 +66,49 @@ class LoraConfig:
     alpha: float = knob(32.0, "The adapters are scaled by alpha / r (rslora: alpha / sqrt(r)).", above=0)
     dropout: float = knob(0.0, "Dropout on the adapters' input.", at_least=0, below=1)
     experts: int = knob(
-        0, "Rank of each expert's own adapters, scaled as the others; 0 for none.", at_least=0, at_most=1024
+        0, "Rank of separate adapters for every expert, scaled like the others; 0 = none.", at_least=0, at_most=1024
     )
     targets: str | tuple[str, ...] = knob(
-        "all-linear", "all-linear, or the name endings of the layers to adapt, embed_tokens and lm_head among them."
+        "all-linear", "all-linear, or the name endings of the layers to adapt, also embed_tokens and lm_head."
     )
     tokens: str | tuple[str, ...] | None = knob(
         None,
-        "Tokens whose rows of the embeddings are trained, by their text or as id:NUMBER; added = the new tokens of "
-        "the rows; null = none.",
+        "Tokens whose embedding vectors are trained, as text or as id:NUMBER; added = all new tokens in the rows; "
+        "null = none.",
     )
     full: tuple[str, ...] | None = knob(
-        None, "Embeddings that are trained whole beside the adapters: embed_tokens, lm_head; null = none."
+        None, "Embeddings that are trained in full beside the adapters: embed_tokens, lm_head; null = none."
     )
-    rslora: bool = knob(False, "Scale by alpha / sqrt(r).")
-    dora: bool = knob(False, "Train a magnitude beside the direction (DoRA).")
-    vision: bool = knob(False, "Adapters for the projector too, which brings images into the text model.")
-    init: Literal["default", "gaussian"] = knob("default", "PEFT's initialisation.")
-    plus: float = knob(1.0, "Learning rate of the adapters' B, as a multiple of A's (LoRA+).", above=0)
-    adapter: str | None = knob(None, "The adapter folder of a run, also in gs://, whose weights training starts from.")
+    rslora: bool = knob(False, "Scale the adapters by alpha / sqrt(r) (rsLoRA).")
+    dora: bool = knob(False, "Train magnitude and direction of the weights separately (DoRA).")
+    vision: bool = knob(False, "Also adapt the projector, which maps image features into the text model.")
+    init: Literal["default", "gaussian"] = knob("default", "PEFT's initialisation of the adapters.")
+    plus: float = knob(1.0, "Learning rate of the B matrices, as a multiple of the A matrices' rate (LoRA+).", above=0)
+    adapter: str | None = knob(None, "Adapter folder of a run, local or in gs://, to start training from.")
 
     @property
     def finds_tokens(self) -> bool:
-        """Whether `tokens` are the new ones of the rows, whose names a plan puts in their place."""
+        """Whether `tokens` means the new tokens of the rows, which the plan has not named yet."""
         return self.tokens == ADDED
 
     @property
     def adapts_embeddings(self) -> bool:
-        """Whether `targets` names an embedding by a name that models give it."""
+        """Whether `targets` names an embedding."""
         targets = (self.targets,) if isinstance(self.targets, str) else self.targets
         return any(target.rpartition(".")[2] in EMBEDDINGS for target in targets)
 
     @property
     def token_names(self) -> tuple[str, ...]:
-        """The tokens of `tokens`; none where they are not known yet."""
+        """The tokens of `tokens`; empty if they are not known yet."""
         if self.tokens is None or self.finds_tokens:
             return ()
         return (self.tokens,) if isinstance(self.tokens, str) else tuple(dict.fromkeys(self.tokens))
 
 
 USUAL = "usual for this model"
-"""The source of a learning rate that nobody has given."""
-# The rates of `grpo` and `dpo`, and of all else, by whether the model is the embedded one, whose million weights take
-# larger steps, and whether adapters are trained.
+"""The source shown for a learning rate that is not given."""
+# (model is embedded, adapters are trained) -> (rate of `grpo` and `dpo`, rate of all other runs). The embedded model
+# has a million weights and takes larger steps.
 _USUAL_RATES = {
     (True, True): (6e-4, 5e-3), (True, False): (2e-4, 2e-3), (False, True): (2e-5, 2e-4), (False, False): (2e-6, 2e-5),
 }  # fmt: skip
@@ -124,7 +124,7 @@ class OptimConfig:
 
     batch_size: int | Literal["auto"] = knob(
         4,
-        "Rows per replica in one forward and backward pass; auto takes the fastest that fits.",
+        "Rows per replica in one forward and backward pass; auto = the fastest number that fits.",
         at_least=1,
         at_most=MOST_ROWS,
     )
@@ -132,174 +132,174 @@ class OptimConfig:
         None, "Rows per update over all replicas; gradient_accumulation follows from it.", at_least=1, at_most=10**8
     )
     gradient_accumulation: int = knob(
-        1, "Passes per update; leave it at 1 when global_batch_size is given.", at_least=1, at_most=10**6
+        1, "Passes per update; leave it at 1 if global_batch_size is given.", at_least=1, at_most=10**6
     )
     objective: str = knob(
         "supervised", f"{', '.join(installed(OBJECTIVES))}, or module:function.", check=check_objective
     )
-    optimizer: Literal["adamw", "adafactor"] = knob("adamw", "adafactor keeps hardly any moments. Both run on XLA.")
+    optimizer: Literal["adamw", "adafactor"] = knob("adamw", "adafactor stores almost no moments. Both run on XLA.")
     learning_rate: float | None = knob(
-        None, "The peak, after warm-up; null = 2e-4, a tenth of that with lora.r=0 and a tenth in grpo and dpo, more "
-        "for the embedded model.", above=0,
+        None, "Peak learning rate, after warm-up; null = 2e-4, divided by 10 with lora.r=0 and again by 10 in grpo and "
+        "dpo; the embedded model has higher rates.", above=0,
     )  # fmt: skip
     embedding_learning_rate: float | None = knob(
-        None, "The peak for all that is trained of the input and output embeddings; null = learning_rate.", above=0
+        None, "Peak learning rate of trained input and output embeddings; null = learning_rate.", above=0
     )
-    min_learning_rate_ratio: float = knob(
-        0.0, "Where the schedule ends, as a share of the peak.", at_least=0, at_most=1
-    )
-    schedule: Literal["cosine", "linear", "constant"] = knob("cosine", "The shape of the decay.")
+    min_learning_rate_ratio: float = knob(0.0, "Final learning rate, as a share of the peak.", at_least=0, at_most=1)
+    schedule: Literal["cosine", "linear", "constant"] = knob("cosine", "Shape of the decay.")
     warmup_steps: int = knob(0, "Updates of linear warm-up.", at_least=0)
     warmup_ratio: float = knob(0.0, "Warm-up as a share of all updates, instead of warmup_steps.", at_least=0, below=1)
-    max_steps: int | None = knob(None, "Updates to make; wins over epochs.", at_least=1, at_most=10**7)
+    max_steps: int | None = knob(None, "Number of updates; overrides epochs.", at_least=1, at_most=10**7)
     epochs: float | None = knob(1.0, "Passes over the data, if max_steps is null.", above=0, at_most=1e5)
     weight_decay: float = knob(0.0, "Decoupled weight decay.", at_least=0)
-    beta1: float = knob(0.9, "Decay of AdamW's mean of gradients.", at_least=0, below=1)
-    beta2: float = knob(0.999, "Decay of the mean of squared gradients.", at_least=0, below=1)
+    beta1: float = knob(0.9, "Decay rate of AdamW's mean of gradients.", at_least=0, below=1)
+    beta2: float = knob(0.999, "Decay rate of AdamW's mean of squared gradients.", at_least=0, below=1)
     eps: float = knob(1e-8, "Added to the denominator of the update.", above=0)
-    max_grad_norm: float = knob(1.0, "Clip the gradients' norm over all parameters; 0 = never.", at_least=0)
+    max_grad_norm: float = knob(1.0, "Clip the global norm of the gradients to this; 0 = never.", at_least=0)
     ema_decay: float = knob(
-        0.0, "Keep an average of the trained weights with this decay; 0 = off.", at_least=0, below=1
+        0.0, "Decay of an exponential moving average of the trained weights; 0 = off.", at_least=0, below=1
     )
     remat: Literal["auto", "none", "outputs", "full", "blocks"] = knob(
         "auto",
-        "full computes each layer again in the backward pass to save memory; outputs all but products and attention; "
-        "none nothing: then layers run one by one, and on XLA compile for minutes; blocks keeps the input of each "
-        "block of layers, not of each layer, and computes most layers twice again. auto takes on a TPU what is "
-        "predicted to end the run first, and full elsewhere.",
+        "Recomputation in the backward pass, which saves memory. full: whole layers; outputs: all but matrix products "
+        "and attention; none: nothing, so layers run one by one, and on XLA compile for minutes; blocks: most layers "
+        "twice, with only the input of every block of layers in memory. auto: on a TPU the choice with the shortest "
+        "predicted run, elsewhere full.",
     )
     scan_layers: Literal["auto", "on", "off"] = knob(
         "auto",
-        "Run equal layers as a loop over stacked weights; auto does so on XLA unless remat=none, on everywhere; off: "
-        "none are equal.",
+        "Run equal layers as a loop over stacked weights. auto: on XLA unless remat=none; on: everywhere; off: treat "
+        "no layers as equal.",
     )
     mlp_tile: int | None = knob(
         2048,
-        "Tokens that go through an MLP at a time where layers are scanned with remat=full or blocks; null = all.",
+        "Tokens that an MLP processes at a time if layers run as a loop with remat=full or blocks; null = all.",
         at_least=1,
     )
-    loss_chunk: int = knob(512, "Tokens per chunk of the loss: the logits of one chunk exist at a time.", at_least=1)
-    label_smoothing: float = knob(0.0, "Share of the target spread over all tokens.", at_least=0, below=1)
+    loss_chunk: int = knob(512, "Tokens per chunk of the loss; memory holds the logits of one chunk.", at_least=1)
+    label_smoothing: float = knob(0.0, "Share of the target probability spread over all tokens.", at_least=0, below=1)
     on_nan: Literal["skip", "stop"] = knob(
-        "skip", "What to do with an update whose loss or gradients are not finite, or whose loss explodes."
+        "skip", "Skip an update, or stop, if its loss or gradients are not finite or its loss explodes."
     )
     max_loss_rise: float | None = knob(
-        5.0, "A loss explodes if it exceeds the recent losses by this, in nats per token; null = never, as by default "
-        "where the loss has another unit (module:function, distill.hidden_weight, distill.embeddings_weight).",
+        5.0, "A loss explodes if it exceeds recent losses by this, in nats per token; null = never, the default for "
+        "losses in other units (grpo, dpo, module:function, distill.hidden_weight, distill.embeddings_weight).",
         above=0,
     )  # fmt: skip
     eval_steps: int | float | None = knob(
-        None, "Updates between evaluations, or below 1 their share of all updates; null = at the end only.", above=0,
+        None, "Updates between evaluations; below 1, a share of all updates; null = only at the end.", above=0,
         check=check_updates_between,
     )  # fmt: skip
     early_stop_patience: int | None = knob(
         None, "Stop after this many evaluations without a better loss; null = never.", at_least=1
     )
-    batch_growth_factor: float = knob(1.0, "Multiply gradient_accumulation by this as training goes on.", at_least=1)
-    batch_growth_steps: int | None = knob(None, "Updates between two such growths.", at_least=1)
-    batch_growth_max: int | None = knob(None, "Rows per update that growth stops at.", at_least=1)
+    batch_growth_factor: float = knob(1.0, "Factor of gradient_accumulation at every growth of the batch.", at_least=1)
+    batch_growth_steps: int | None = knob(None, "Updates between growths of the batch.", at_least=1)
+    batch_growth_max: int | None = knob(None, "Rows per update at which growth stops.", at_least=1)
     batch_growth_lr: Literal["none", "sqrt", "linear"] = knob("none", "How the learning rate grows with the batch.")
     seed: int = knob(
-        0, "Seed of the initialisation and of dropout; seed= without a section sets data.seed too.",
+        0, "Seed of the initialisation and of dropout; seed without its section sets data.seed too.",
         at_least=0, at_most=2**32 - 1,
     )  # fmt: skip
 
     @property
     def recomputes(self) -> bool:
-        """Whether the backward pass computes whole layers again: remat=full, blocks, and auto before it is chosen."""
+        """Whether the backward pass recomputes whole layers: remat=full, blocks, or auto that is not resolved yet."""
         return self.remat in ("auto", "full", "blocks")
 
 
 @dataclass(frozen=True)
 class DistillConfig:
-    """The teacher of `distill`, and what the model learns from it."""
+    """The teacher of `distill`, and the losses between it and the model."""
 
-    teacher: str | None = knob(None, "Hub id or folder of the teacher, which has the model's tokenizer; null = none.")
+    teacher: str | None = knob(None, "Hub id or folder of a teacher with the model's tokenizer; null = none.")
     teacher_dtype: Literal["bf16", "fp32", "int8", "int4"] = knob("bf16", "Type of the teacher's frozen weights.")
     teacher_trust_remote_code: bool = knob(False, "Run code from the teacher's repository.")
     divergence: Literal["forward", "reverse", "js"] = knob(
-        "forward", "KL(teacher, model), KL(model, teacher), or Jensen-Shannon, which is between them."
+        "forward", "forward: KL(teacher || model); reverse: KL(model || teacher); js: Jensen-Shannon."
     )
-    temperature: float = knob(1.0, "Divides the logits of both before the divergence.", above=0)
+    temperature: float = knob(1.0, "Divides the logits of teacher and model before the divergence.", above=0)
     logits_weight: float = knob(1.0, "Weight of the divergence.", at_least=0)
     labels_weight: float = knob(0.0, "Weight of the labels' negative log-likelihood.", at_least=0)
-    hidden_weight: float = knob(0.0, "Weight of the squared difference between states, of layers.", at_least=0)
-    embeddings_weight: float = knob(0.0, "Weight of the squared difference between embeddings.", at_least=0)
+    hidden_weight: float = knob(0.0, "Weight of the squared difference between hidden states (layers).", at_least=0)
+    embeddings_weight: float = knob(0.0, "Weight of the squared difference between input embeddings.", at_least=0)
     layers: str | None = knob(
-        None, "Layers whose output states are compared, the model's : the teacher's, from 1 on, such as 12:14,24:28.",
+        None, "Layers whose hidden states are compared, as model:teacher, counted from 1, such as 12:14,24:28.",
         check=layer_pairs,
     )  # fmt: skip
     files: str | None = knob(
-        None, "Folder with the teacher's top logits of all rows, computed first where they are missing; null = the "
-        "teacher is in memory.",
+        None, "Folder with the teacher's top logits for all rows, computed first if they are missing; null = keep the "
+        "teacher in memory.",
     )  # fmt: skip
-    top_k: int = knob(64, "Logits of each token in files; the others are one more outcome.", at_least=1)
+    top_k: int = knob(64, "Logits per token in files; all other logits together count as one outcome.", at_least=1)
     on_policy: bool = knob(
-        False, "Train on completions that the model samples (the section rl says how), not on those of the rows."
+        False, "Train on completions that the model samples (settings: section rl), not on completions in the rows."
     )
 
     @property
     def pairs(self) -> tuple[tuple[int, int], ...]:
-        """`layers` as numbers: (the model's layer, the teacher's), each from 1 on."""
+        """`layers` as pairs (model layer, teacher layer), counted from 1."""
         return layer_pairs(self.layers)
 
 
 @dataclass(frozen=True)
 class RlConfig:
-    """How `grpo` and `distill.on_policy` sample, and what `grpo` learns from rewards; the names are TRL's."""
+    """Sampling in `grpo` and `distill.on_policy`, and the rewards and loss of `grpo`; the names are TRL's."""
 
     reward_funcs: tuple[str, ...] = knob(
         ("auto",),
-        f"What judges a completion: {', '.join(VERIFIERS)} (1 if the answer is correct), {', '.join(REWARDS)}, "
+        f"Rewards of a completion: {', '.join(VERIFIERS)} (1 if the answer is correct), {', '.join(REWARDS)}, "
         "regex:PATTERN or module:function.",
         check=check_rewards,
     )
     reward_weights: tuple[float, ...] | None = knob(None, "A weight for each reward; null = 1.")
-    num_generations: int = knob(8, "Completions of a prompt: a group, of grpo.", at_least=2, at_most=1024)
-    prompts_per_update: int = knob(16, "Prompts of an update.", at_least=1, at_most=10**5)
-    steps_per_generation: int = knob(1, "Updates whose prompts one rollout samples together.", at_least=1, at_most=100)
+    num_generations: int = knob(8, "Completions per prompt in grpo: the size of a group.", at_least=2, at_most=1024)
+    prompts_per_update: int = knob(16, "Prompts per update.", at_least=1, at_most=10**5)
+    steps_per_generation: int = knob(1, "Updates whose prompts are sampled in one rollout.", at_least=1, at_most=100)
     max_prompt_length: int | None = knob(
-        None, "Longer prompts are left out and counted; null = what a row leaves beside a completion.", at_least=1
+        None, "Longer prompts are dropped and counted; null = data.max_length - max_completion_length.", at_least=1
     )
-    max_completion_length: int = knob(512, "The most tokens of a completion.", at_least=1)
+    max_completion_length: int = knob(512, "Maximum tokens of a completion.", at_least=1)
     sampling_temperature: float = knob(
-        1.0, "Divides the logits when completions are drawn, and in the loss of grpo.", above=0
+        1.0, "Divides the logits when completions are sampled, and in the loss of grpo.", above=0
     )
     loss_type: Literal["dapo", "grpo", "dr_grpo", "bnpo", "cispo"] = knob(
         "dapo",
-        "dapo and bnpo average over tokens, grpo over completions, dr_grpo over completions of max_completion_length; "
-        "cispo clips the weight of the gradient.",
+        "dapo and bnpo average over tokens, grpo over completions; dr_grpo divides by max_completion_length for every "
+        "completion; cispo clips the weight of the gradient.",
     )
     importance_sampling_level: Literal["token", "sequence"] = knob(
-        "token", "Ratios of tokens, or of whole completions (GSPO)."
+        "token", "Likelihood ratios per token, or per completion (GSPO)."
     )
-    epsilon: float = knob(0.2, "Ratios are clipped below 1 - epsilon.", at_least=0, at_most=1)
-    epsilon_high: float = knob(0.28, "And above 1 + epsilon_high; with cispo above epsilon_high itself.", at_least=0)
-    delta: float | None = knob(None, "Ratios are also limited to this where the advantage is negative.", above=1)
-    beta: float = knob(0.0, "Weight of the divergence from the model without its adapter.", at_least=0)
-    use_bias_correction_kl: bool = knob(True, "Weight that divergence by the ratio.")
-    entropy_coef: float = knob(0.0, "Weight of the mean entropy of a token, which the loss rewards.", at_least=0)
+    epsilon: float = knob(0.2, "Ratios are clipped to at least 1 - epsilon.", at_least=0, at_most=1)
+    epsilon_high: float = knob(
+        0.28, "Ratios are clipped to at most 1 + epsilon_high; with cispo to epsilon_high itself.", at_least=0
+    )
+    delta: float | None = knob(None, "Also clip ratios to at most this if the advantage is negative.", above=1)
+    beta: float = knob(0.0, "Weight of the KL divergence from the model without its adapter.", at_least=0)
+    use_bias_correction_kl: bool = knob(True, "Multiply that divergence by the likelihood ratio.")
+    entropy_coef: float = knob(0.0, "Weight of the entropy bonus, the mean entropy per token.", at_least=0)
     scale_rewards: Literal["group", "batch", "none"] = knob(
-        "group", "Divide advantages by the rewards' standard deviation in the group or the rollout."
+        "group", "Divide advantages by the standard deviation of the rewards in the group, or in the rollout (batch)."
     )
-    num_iterations: int = knob(1, "How often the updates of a rollout are made.", at_least=1, at_most=100)
-    mask_truncated_completions: bool = knob(False, "Give no loss to completions that reach max_completion_length.")
+    num_iterations: int = knob(1, "How often the updates of a rollout are repeated.", at_least=1, at_most=100)
+    mask_truncated_completions: bool = knob(False, "Exclude completions of max_completion_length from the loss.")
     drop_zero_advantage: bool | None = knob(
         None,
-        "Leave groups of equal rewards out of the passes, not out of the average; "
-        "null = where beta and entropy_coef are 0.",
+        "Leave groups with equal rewards out of the passes, but count them in the average; null = true if beta and "
+        "entropy_coef are 0.",
     )
     importance_sampling_correction: Literal[
         "auto", "off", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
     ] = knob(
         "auto",
-        "Weight the loss by the trainer's likelihood / the sampler's, at most importance_sampling_cap or 0 above it; "
-        "auto is off with base_dtype=fp32, else sequence_mask.",
+        "Weight the loss by the trainer's likelihood / the sampler's likelihood. Above importance_sampling_cap, the "
+        "weight is the cap (truncate) or 0 (mask). auto: off with base_dtype=fp32, else sequence_mask.",
     )
-    importance_sampling_cap: float = knob(3.0, "The limit of these weights.", above=0)
+    importance_sampling_cap: float = knob(3.0, "Limit of these weights.", above=0)
 
     def longest_prompt(self, max_length: int) -> int:
-        """The most tokens of a prompt in rows of `data.max_length`."""
+        """The maximum tokens of a prompt in rows of `data.max_length` tokens."""
         room = max_length - self.max_completion_length
         return min(room, self.max_prompt_length or room)
 
@@ -326,79 +326,79 @@ class CheckpointConfig:
     """When to save, and whether to resume."""
 
     save_steps: int = knob(100, "Updates between checkpoints.", at_least=1)
-    save_minutes: float | None = knob(None, "Minutes between checkpoints at most; null = no limit.", above=0)
-    keep: int = knob(2, "Complete checkpoints to keep: the newest, and the best besides.", at_least=1)
+    save_minutes: float | None = knob(None, "Maximum minutes between checkpoints; null = no limit.", above=0)
+    keep: int = knob(2, "Newest complete checkpoints to keep; the best is kept too.", at_least=1)
     keep_every: int | None = knob(None, "Keep checkpoints whose step is a multiple of this; null = none.", at_least=1)
     budget_minutes: float | None = knob(
-        None, "Minutes from the start of a launch after which it saves and ends, to be resumed; null = no limit.",
+        None, "Minutes after its start at which a launch saves and ends, to be resumed later; null = no limit.",
         above=0,
     )  # fmt: skip
     resume: Literal["auto", "never", "must"] = knob(
         "auto",
-        "auto resumes from the newest complete checkpoint if there is one; must fails if there is none; never "
-        "starts anew at each start, and keeps the checkpoints of one earlier run.",
+        "auto: resume from the newest complete checkpoint, or start without a checkpoint; must: fail without a "
+        "checkpoint; never: start anew every time, and keep the checkpoints of only one earlier run.",
     )
     source: str | None = knob(
         None,
-        "hf://owner/name or hf://owner/name@commit: the checkpoint there, of hub.strategy=checkpoint, is fetched "
-        "before the run if it is newer than those in output_dir. Write the section: source alone is data.source.",
+        "hf://owner/name or hf://owner/name@commit, with a checkpoint of hub.strategy=checkpoint. It is fetched before "
+        "the run if it is newer than all checkpoints in output_dir. Write the section: source alone is data.source.",
         check=read_hub_address,
     )
 
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """Where it runs."""
+    """Devices, replicas, the mesh and timeouts."""
 
     device_type: Literal["auto", "tpu", "torch-tpu", "cuda", "cpu", "xla-cpu"] = knob(
         "auto",
-        "auto takes the TPU if there is one; xla-cpu rehearses the TPU's path on the CPU; torch-tpu is a TPU through "
+        "auto: the TPU if there is one; xla-cpu: rehearse the TPU's code path on the CPU; torch-tpu: the TPU through "
         "torch_tpu, experimental.",
     )
     num_replicas: int | None = knob(None, "Replicas of the model; null = all devices.", at_least=1, at_most=1024)
     mesh: str | None = knob(
         None,
-        "Axes over which one model is sharded, such as fsdp=8 or fsdp=2,context=4 (data, fsdp, model, and context for "
-        "the tokens of a row; -1 = the rest); auto and null = one replica per device if the model fits on one; "
-        "otherwise fsdp over the fewest TPU devices that hold it, and context if a row does not fit.",
+        "Axes that shard the model, such as fsdp=8 or fsdp=2,context=4 (data, fsdp, model, and context for the tokens "
+        "of a row; -1 = all remaining devices). auto, null: one replica per device if the model fits on one; otherwise "
+        "fsdp over the fewest TPU devices that hold it, and context if a row does not fit.",
     )
     mesh_rules: dict[str, str] | None = knob(  # noqa: RUF009 - a dataclasses.field, not a shared dictionary
         None,
-        "Sharding rules before the built-in ones: the glob of a tensor's name, and the axes of each dimension, such as "
+        "Sharding rules that precede the built-in rules: glob of tensor names -> axes of the dimensions, such as "
         '{"*.router.weight": "fsdp,None"}.',
         check=parse_rules,
     )
     torch_compile: bool = knob(True, "Compile the model's layers with torch.compile, on CUDA.")
     hang_timeout: float = knob(
-        600.0, "Seconds without any sign of life, or three times as long in one collective, before a launch is ended.",
+        600.0, "Seconds without a sign of life after which a launch is ended; three times as long in a collective.",
         above=0, at_most=1e9,
     )  # fmt: skip
-    meeting_timeout: float = knob(300.0, "Seconds in which all hosts of a run must come.", above=0, at_most=1e9)
+    meeting_timeout: float = knob(300.0, "Seconds in which all hosts of a run must connect.", above=0, at_most=1e9)
 
 
 @dataclass(frozen=True)
 class TrackingConfig:
-    """What is logged, and where."""
+    """Metrics, where they are logged, and answers to held-out rows."""
 
-    logging_steps: int = knob(10, "Updates between two readings of the metrics from the device.", at_least=1)
+    logging_steps: int = knob(10, "Updates between readings of the metrics from the device.", at_least=1)
     wandb: Literal["off", "online", "offline"] = knob("off", "Log to Weights & Biases.")
-    wandb_project: str = knob("tpu_kit", "The project there.")
+    wandb_project: str = knob("tpu_kit", "Weights & Biases project.")
     wandb_adapter: bool = knob(False, "Upload the trained adapter to the W&B run as an artefact.")
     tensorboard: bool = knob(False, "Write TensorBoard events.")
     generate_rows: int = knob(
-        0, "Held-out rows answered by generation before and after training; 0 = none.", at_least=0
+        0, "Held-out rows to answer by generation before and after training; 0 = none.", at_least=0
     )
     eval_generate_rows: int = knob(
-        0, "Held-out rows answered at each evaluation, for its accuracy; 0 = none.", at_least=0
+        0, "Held-out rows to answer at each evaluation, which then reports accuracy; 0 = none.", at_least=0
     )
     generate_tokens: int = knob(
         256,
-        "The most tokens of an answer; where a run samples, rl.max_completion_length holds for evaluations during it.",
+        "Maximum tokens of an answer; evaluations during a run that samples use rl.max_completion_length.",
         at_least=1,
     )
     verifier: str = knob(
         "auto",
-        f"What judges the answers: {', '.join(VERIFIERS)}, regex:PATTERN or module:function.",
+        f"Verifier of the answers: {', '.join(VERIFIERS)}, regex:PATTERN or module:function.",
         check=check_verifier,
     )
 
@@ -423,10 +423,10 @@ class TrainConfig:
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     hub: HubConfig = field(default_factory=HubConfig)
     output_dir: str | None = knob(
-        None, "Folder, or gs:// address, for all that the run writes; null = Drive on Colab, or runs/<run_name>."
+        None, "Folder or gs:// address for all output of the run; null = Drive on Colab, elsewhere runs/<run_name>."
     )
     run_name: str = knob("default", "The run's name.")
-    # Dotted name -> source of its value, unless it is a default. Neither compared nor written.
+    # Dotted name -> source of the value, without defaults. Neither compared nor written.
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -470,7 +470,7 @@ class TrainConfig:
 
     @property
     def usual_rate(self) -> float:
-        """The learning rate where none is given."""
+        """The learning rate of this run if none is given."""
         rewarded, tuned = _USUAL_RATES[self.model.name == "embedded", bool(self.lora.r)]
         return rewarded if self.optim.objective in ("policy", "preference") else tuned
 
@@ -490,12 +490,12 @@ class TrainConfig:
 
     @property
     def free_passes(self) -> bool:
-        """Whether an update has any number of passes, since its rows are what the model samples, not those of data."""
+        """Whether an update may have any number of passes, because the model samples its rows."""
         return self.on_policy
 
     @property
     def plain_loss(self) -> bool:
-        """Whether the objective is the supervised loss of one source, which adds nothing to a step."""
+        """Whether the objective is the supervised loss, without a teacher and without a mix of sources."""
         return self.optim.objective == "supervised" and not (self.distill.teacher or self.data.source_names)
 
     @property
@@ -515,12 +515,12 @@ class TrainConfig:
 
     @property
     def num_generations(self) -> int:
-        """The completions of each prompt that it samples; a teacher needs no group to compare them with."""
+        """Sampled completions per prompt: 1 with a teacher, which needs no group to compare."""
         return 1 if self.distill.on_policy else self.rl.num_generations
 
     @property
     def hub_formats(self) -> tuple[str, ...]:
-        """The formats in which the result is pushed, the one at the repository's root first."""
+        """The export formats to push; the first goes to the repository's root."""
         given = self.hub.format or ("adapter" if self.lora.r else "merged")
         return (given,) if isinstance(given, str) else given
 
@@ -533,7 +533,7 @@ class TrainConfig:
 
     @property
     def served_name(self) -> str:
-        """The run's name as a file name, by which exports are served."""
+        """The run's name as a file name; exports are served under it."""
         return re.sub(r"[^\w.-]+", "-", self.run_name).strip("-.") or "model"
 
     @property
@@ -543,12 +543,12 @@ class TrainConfig:
 
     @property
     def again(self) -> str:
-        """What continues this run once it has ended early."""
+        """The advice, in messages, for continuing this run after an early end."""
         return f"run this again{' with checkpoint.resume=auto' if self.checkpoint.resume == 'never' else ''}"
 
     @property
     def checkpoints_place(self) -> Path | str:
-        """The folder or address of its checkpoints."""
+        """The folder or address of the run's checkpoints."""
         return f"{self.remote}/checkpoints" if self.remote else self.output_path / "checkpoints"
 
     def flat_values(self) -> dict[str, Any]:
@@ -578,7 +578,7 @@ def parameters() -> dict[str, ConfigField]:
 
 
 def flat_items(nested: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields name and value of each parameter of a file, whose sections may be mappings or dotted names."""
+    """Yields dotted name and value of each parameter in a file, whose sections may be mappings or dotted names."""
     for key, value in nested.items():
         if key in SECTIONS and isinstance(value, Mapping):
             yield from ((f"{key}.{leaf}", item) for leaf, item in value.items())

@@ -1,4 +1,4 @@
-"""Formats rows as a table: as plain text, and as HTML that stays readable if a frontend removes styles and scripts."""
+"""Formats rows as a table in plain text, or in HTML that stays readable if a frontend removes styles and scripts."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import html
 from collections.abc import Mapping, Sequence
 
 Rows = Sequence[Mapping[str, object]]
-"""The cells by column; the columns are those of the first row."""
+"""Rows as cells by column name; the first row sets the columns."""
 
 CELL = "text-align:left;vertical-align:top;white-space:pre-wrap"
-"""The style of a cell of HTML."""
+"""The CSS of an HTML cell."""
 
 
 class Html(str):
-    """A cell's text that is HTML already."""
+    """The text of a cell that is already HTML."""
 
 
 def to_text(rows: Rows, align: str = "<") -> str:
-    """The table as lines, aligned to the left or, by ">", to the right; a line break in a cell is a slash."""
+    """Returns the table as lines, aligned left ("<") or right (">"); a line break in a cell becomes a slash."""
     cells = [[text.strip().replace("\n", " / ") for text in row] for row in _cells(rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(f"{cell:{align}{width}}" for cell, width in zip(row, widths, strict=True)) for row in cells]
@@ -25,7 +25,7 @@ def to_text(rows: Rows, align: str = "<") -> str:
 
 
 def to_html(rows: Rows) -> str:
-    """The table as an HTML element; cells are escaped, except those that are `Html`."""
+    """Returns the table as an HTML element; cells are escaped unless they are `Html`."""
     columns, *body = _cells(rows)
     head = "".join(f"<th style='text-align:left'>{html.escape(column)}</th>" for column in columns)
     lines = "".join("<tr>" + "".join(map(_html_cell, row)) + "</tr>\n" for row in body)
@@ -47,6 +47,6 @@ def _html_cell(text: str) -> str:
     if isinstance(text, Html):
         return f"<td style='{CELL}'>{text}</td>"
     longest = max(map(len, text.splitlines()), default=0)
-    # Or the lines of a cell of several would break where the words beside it are many.
+    # Without a minimum width, the lines of this cell break if the cell beside it has many words.
     wide = f";min-width:{min(18, longest * 0.6):.0f}em" if "\n" in text else ""
     return f"<td style='{CELL}{wide}'>{html.escape(text)}</td>"

@@ -1,6 +1,6 @@
 """Translates lists of data sets of axolotl, TRL and LLaMA-Factory to `data.source` as a list.
 
-An entry of the list has the keys that other_trainers.toml has for `datasets`; `mixed` makes one source of each.
+The entries have the keys of `datasets` in other_trainers.toml; `mixed` makes every entry a source.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from tpu_kit.config.files.other_trainers import Translation
 
 LISTS = ("datasets", "pretraining_dataset")
-"""The keys of lists of data sets."""
+"""The keys whose values are lists of data sets."""
 _SHARED_ROWS = "it is the share of the rows there, and of the tokens here"
-_UNTIL = "an epoch ends with the first source whose rows are all taken, as there"
+_UNTIL = "an epoch ends when the first source is used up, as there"
 _ROLES = {
     "prompt": "question",
     "query": "context",
@@ -31,7 +31,7 @@ _TAGS = {"role": ("role", "from"), "content": ("content", "value"), "user": ("us
 
 
 def is_mix(key: str, value: Any) -> bool:
-    """Returns whether the value of one of `LISTS` needs a list of sources: several, or a part of one."""
+    """Returns whether `value`, of a key in `LISTS`, needs a list of sources: several sources, or a part of a source."""
     if key == "pretraining_dataset":
         return bool(value)
     entries = value if isinstance(value, list) else [value]
@@ -43,10 +43,10 @@ def mixed(key: str, value: Any, result: Translation, translated: Callable[[Mappi
     """Adds a list of data sets to a translation.
 
     Args:
-        key: one of `LISTS`.
-        value: its value.
-        result: gets `data.source`, and the notes and problems of all entries.
-        translated: translates the keys of one entry.
+        key: a key in `LISTS`.
+        value: the value of the key.
+        result: receives `data.source`, and the notes and problems of all entries.
+        translated: translates the keys of an entry.
     """
     entries = value if isinstance(value, list) else [value]
     sources, fractions = list[dict[str, Any]](), list[Any]()
@@ -61,7 +61,7 @@ def mixed(key: str, value: Any, result: Translation, translated: Callable[[Mappi
         sources.append(_source(of_entry.values))
     if key == "pretraining_dataset":
         result.values |= {"data.format": "text", "data.too_long": "split"}
-        result.notes.append(f"{key} -> data.format='text', data.too_long='split': all of a text is trained")
+        result.notes.append(f"{key} -> data.format='text', data.too_long='split': whole texts are trained")
         if len(sources) == 1 and not result.problems:
             name = sources[0].pop("source")
             result.values |= {f"data.{leaf}": item for leaf, item in sources[0].items()}
@@ -76,7 +76,7 @@ def mixed(key: str, value: Any, result: Translation, translated: Callable[[Mappi
 
 
 def _source(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns translated values of one entry, such as data.columns.text, as a source."""
+    """Returns the translated values of an entry, such as data.columns.text, as a source."""
     source: dict[str, Any] = {}
     for name, value in values.items():
         leaf = name.removeprefix("data.")
@@ -88,10 +88,10 @@ def _source(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _share(sources: Sequence[dict[str, Any]], shares: Sequence[Any], name: str, result: Translation) -> None:
-    """Gives sources shares, which need not add up to 1."""
+    """Sets the token shares of the sources from `shares`, which need not add up to 1."""
     numbers = [share for share in shares if isinstance(share, int | float) and share > 0]
     if len(numbers) < len(sources) or len(shares) != len(sources):
-        few = f"has no share above 0 for each of {len(sources)} data sets; give each one, or none"
+        few = f"lacks a share above 0 for some of the {len(sources)} data sets; give a share to all, or to none"
         result.problems.append(f"{name}: {show(list(shares))} {few}")
         return
     for source, share in zip(sources, numbers, strict=True):
@@ -100,7 +100,7 @@ def _share(sources: Sequence[dict[str, Any]], shares: Sequence[Any], name: str, 
 
 
 def _add(said: str, sources: list[dict[str, Any]], result: Translation) -> None:
-    if not all(sources):  # a problem was told
+    if not all(sources):  # a problem was recorded
         return
     if len(sources) == 1 and sources[0].keys() == {"source"}:
         result.values["data.source"] = sources[0]["source"]
@@ -113,7 +113,7 @@ def _add(said: str, sources: list[dict[str, Any]], result: Translation) -> None:
 
 
 def factory_mix(values: dict[str, Any], result: Translation) -> None:
-    """Takes the data sets of LLaMA-Factory out of `values`, if the list that describes them is on this machine."""
+    """Moves the data sets of LLaMA-Factory from `values` to `result`, if their dataset_info.json is on this machine."""
     folder = Path(str(values.get("dataset_dir") or "data"))
     named, listed = values.get("dataset"), _described(folder)
     names = [one.strip() for one in named.split(",")] if isinstance(named, str) else named
@@ -147,7 +147,7 @@ def _described(folder: Path) -> dict[str, Any] | None:
 
 
 def _of_entry(folder: Path, name: str, entry: Mapping[str, Any], stage: str) -> tuple[dict[str, Any], str]:
-    """Returns an entry of dataset_info.json as a source, and why it is none; empty if it is one."""
+    """Returns an entry of dataset_info.json as (source, problem); the problem is empty for a valid entry."""
     place = entry.get("hf_hub_url") or (entry.get("file_name") and str(folder / entry["file_name"]))
     if not place:
         return {}, "it is neither a file nor a data set of the hub; download it, and give its file_name"
@@ -170,7 +170,7 @@ def _of_entry(folder: Path, name: str, entry: Mapping[str, Any], stage: str) -> 
         if column
     }
     if stage == "kto" and not {"completion", "messages"} & {*columns}:
-        columns["completion"] = "output"  # the default of their response
+        columns["completion"] = "output"  # LLaMA-Factory's default column for response
     if columns:
         source["columns"] = columns
     for tag, said in entry.get("tags", {}).items():

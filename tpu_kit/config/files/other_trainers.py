@@ -1,7 +1,7 @@
 """Translates files of TRL's scripts, axolotl, LLaMA-Factory and TrainingArguments to the kit's parameters.
 
-other_trainers.toml has their names. Each key of theirs becomes a parameter of the kit, a note why it needs none, or a
-problem with what to do instead; keys that are ours or unknown are left to the loader.
+other_trainers.toml has the other trainers' names ("theirs"). A key becomes a parameter of the kit ("ours"), a note that
+it needs none, or a problem with the alternative; keys that are ours or unknown are left to the loader.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from tpu_kit.config.files.pair_losses import METHODS, is_pair_loss, name_losses
 _TABLES = tomllib.loads(Path(__file__).with_name("other_trainers.toml").read_text(encoding="utf-8"))
 NAMES: dict[str, str] = _TABLES["names"]
 """Their name -> ours, of the parameters whose values are the same."""
-_OFF = ("false", "", "[]", "{}")  # of a parameter without a counterpart: the trainer's default
-_ROW_FILES = ("json", "csv", "parquet", "text")  # the name of a data set whose files `data_files` names
+_OFF = ("false", "", "[]", "{}")  # default values of parameters without a counterpart
+_ROW_FILES = ("json", "csv", "parquet", "text")  # with these data set names, `data_files` has the files
 
 Rule = Mapping[str, Any]
-"""An entry of `rules` in other_trainers.toml, which explains it; empty for a key of `NAMES`."""
+"""An entry of `rules` in other_trainers.toml, which explains the form; empty for a key of `NAMES`."""
 
 
 @dataclass
 class Translation:
-    """A file in the kit's names.
+    """A file of another trainer, translated to the kit's names.
 
     Attributes:
-        trainer: its name in other_trainers.toml; "" for a file that does not name its model as one of them does.
+        trainer: the trainer's name in other_trainers.toml; "" if no trainer's keys are in the file.
         values: by our names. Keys that are ours or unknown stay as they are.
-        defaults: by our names, for absent keys for which the trainer's default is not the kit's.
-        notes: a text for each value that was translated or ignored, and for each of `defaults`.
-        problems: a text for each value without a counterpart.
+        defaults: by our names: the trainer's defaults for absent keys, if the kit's defaults differ.
+        notes: a text per value that was translated or ignored, and per entry of `defaults`.
+        problems: a text per value without a counterpart.
     """
 
     trainer: str
@@ -49,14 +49,14 @@ class Translation:
     problems: list[str] = field(default_factory=list)
 
     def value(self, name: str) -> Any:
-        """The value of one of our parameters, however the file spells it; the trainer's default without one."""
+        """Returns the value of our parameter `name`, however the file spells it, or the trainer's default."""
         section, _, leaf = name.rpartition(".")
         nested = self.values.get(section)
         values = {**self.defaults, **(nested if isinstance(nested, Mapping) else {}), **self.values}
         return values.get(name, values.get(leaf))
 
     def add(self, key: str, value: Any, rule: Rule) -> None:
-        """Adds a value of the file by the rule for it."""
+        """Adds a value of the file by its rule."""
         hidden = is_secret_name(key) and not re.search("(bos|eos|pad|unk)_token$", key)
         assignment = f"{key}={'(hidden)' if hidden else show(value)}"
         if not rule and key not in NAMES:
@@ -73,7 +73,7 @@ class Translation:
         for name, item in _made(key, value, rule).items():
             if name in self.values and self.values[name] != item:
                 before = show(self.values[name])
-                self.problems.append(f"{name}: given twice, as {before} and as {assignment}; remove one of them")
+                self.problems.append(f"{name}: given twice, as {before} and as {assignment}; remove either")
             self.values[name] = item
             why = f": {rule['because']}" if "because" in rule else ""
             self.notes.append(f"{assignment} -> {name}={show(item)}{why}")
@@ -83,9 +83,9 @@ def translate(values: Mapping[str, Any], ours: Collection[str], command: str = "
     """Translates the values of a file.
 
     Args:
-        values: of the file.
+        values: the file's values.
         ours: the kit's names, with and without their sections.
-        command: that reads the file; it decides between trainers whose files have the same keys.
+        command: the command that reads the file; it decides between trainers whose files have the same keys.
     """
     registry = _TABLES["registry"]
     if values and all(isinstance(item, Mapping) and item.keys() & {*registry["keys"]} for item in values.values()):
@@ -134,14 +134,14 @@ def translate(values: Mapping[str, Any], ours: Collection[str], command: str = "
                 result.defaults[name] = default
     result.notes += [f"{name}={show(value)} is the default of {trainer}" for name, value in result.defaults.items()]
     for names, difference in usual["differs"].items():
-        unused = _rule(names.split()[0], "", case).get("case")  # such as the layers of adapters, where there are none
+        unused = _rule(names.split()[0], "", case).get("case")  # such as the targets of adapters if there are none
         if not unused and present.keys().isdisjoint(names.split()):
             result.notes.append(f"{names.split()[0]} is absent: {difference}")
     return result
 
 
 def _of_entry(entry: Mapping[str, Any], case: Collection[str]) -> Translation:
-    """Translates the keys of one data set of a list."""
+    """Translates the keys of a data set in a list."""
     result, flat = Translation(""), dict(_flat(entry))
     _name_sources(flat)
     for key, value in flat.items():
@@ -151,13 +151,13 @@ def _of_entry(entry: Mapping[str, Any], case: Collection[str]) -> Translation:
 
 
 def advice(name: str, value: object) -> str:
-    """What to do in place of a setting of other trainers; empty for other settings."""
+    """Returns the alternative to another trainer's setting; empty if `name` is no such setting."""
     rules = _rules(name.rpartition(".")[2].lower(), value, ("",))
     return next((str(why) for rule in rules if (why := rule.get("refused") or rule.get("ignored"))), "")
 
 
 def _case(values: Mapping[str, Any], trainer: str) -> frozenset[str]:
-    """The words of a trainer's name, and the cases of other_trainers.toml that its values make."""
+    """Returns the words of a trainer's name, and the cases of other_trainers.toml that hold for `values`."""
     section = values.get("lora")
     ranks = [values.get("lora.r"), values.get("r"), section.get("r") if isinstance(section, Mapping) else None]
     rules = [_rule(key, value, frozenset([trainer])) for key, value in values.items()]
@@ -193,7 +193,7 @@ def _case(values: Mapping[str, Any], trainer: str) -> frozenset[str]:
 
 
 def _name_sources(theirs: dict[str, Any]) -> None:
-    """Adds the configuration of a data set to its name, and puts the file of a data set in its place."""
+    """Appends a data set's configuration to its name, and replaces a name such as "json" by the data file."""
     for key in ("datasets", "test_datasets", "pretraining_dataset"):
         if theirs.get(f"{key}.path") in _ROW_FILES and isinstance(theirs.get(f"{key}.data_files"), str):
             theirs[f"{key}.path"] = theirs.pop(f"{key}.data_files")
@@ -207,7 +207,7 @@ def _is_number(value: Any) -> TypeGuard[float]:
 
 
 def _share_evaluations(theirs: dict[str, Any], result: Translation) -> None:
-    """Turns a number of evaluations in each epoch into a share of all updates, unless there is a number of these."""
+    """Converts evaluations per epoch to a share of all updates, unless max_steps or eval_steps is given."""
     count, key = theirs.get("evals_per_epoch"), "optim.eval_steps"
     epochs = theirs.get("num_epochs", theirs.get("num_train_epochs")) or 1
     if not (_is_number(count) and _is_number(epochs)) or count <= 0 or {"max_steps", "eval_steps"} & {*theirs}:
@@ -219,7 +219,7 @@ def _share_evaluations(theirs: dict[str, Any], result: Translation) -> None:
 
 
 def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields values; those of a mapping of theirs, or of a list of one mapping, by their dotted names."""
+    """Yields (name, value); a mapping of theirs, or a list with a single mapping, is flattened to dotted names."""
     for key, value in values.items():
         inner = value[0] if isinstance(value, list) and len(value) == 1 else value
         if isinstance(inner, Mapping) and inner and any(fnmatchcase(str(key), pattern) for pattern in _sections()):
@@ -230,20 +230,20 @@ def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 @cache
 def _sections() -> frozenset[str]:
-    """Patterns of the keys whose entries have rules of their own."""
+    """Returns patterns of the keys whose mappings are flattened."""
     keys = chain(NAMES, *(rule["keys"].split() for rule in _TABLES["rules"]))
     return frozenset(key.rpartition(".")[0] for key in keys if "." in key)
 
 
 def _is_known(key: str, ours: Collection[str], case: Collection[str], value: Any) -> bool:
-    """Returns whether a key without a rule for its value is theirs; null is no value to them."""
+    """Returns whether a key without a rule for its value is theirs; to other trainers, null is no value."""
     if key in ours:
         return value is None and "" not in case
     return key in NAMES or bool(_rules_of(key))
 
 
 def _made(key: str, value: Any, rule: Rule) -> dict[str, Any]:
-    """The values by our names that a rule makes of a value."""
+    """Returns the values by our names that a rule makes from a value."""
     if "choices" in rule:
         return {rule["to"]: rule["choices"][_text(value)]}
     if "each" in rule:
@@ -268,7 +268,7 @@ def _rules(key: str, value: Any, case: Collection[str]) -> Iterator[Rule]:
 
 @cache
 def _rules_of(key: str) -> tuple[Rule, ...]:
-    """The rules of a key, in their order. A pattern is not for the keys of `NAMES`."""
+    """Returns the rules of a key, in order. Patterns do not apply to the keys of `NAMES`."""
 
     def fits(pattern: str) -> bool:
         return pattern == key or ("*" in pattern and key not in NAMES and fnmatchcase(key, pattern))

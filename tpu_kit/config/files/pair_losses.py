@@ -1,4 +1,4 @@
-"""Translates what other trainers call the losses of pairs of replies to `preference.losses` and their weights."""
+"""Translates other trainers' names of preference losses to `preference.losses` and `preference.loss_weights`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from tpu_kit.config.files.other_trainers import Translation
 
 METHODS = ("dpo", "ipo", "simpo", "orpo", "kto")
-"""The values of axolotl's `rl` that train on pairs, and kto on replies with a label."""
+"""The values of axolotl's `rl` for preference losses; kto trains on replies with a label, the others on pairs."""
 
 
 def is_pair_loss(value: Any) -> bool:
@@ -21,12 +21,12 @@ def is_pair_loss(value: Any) -> bool:
 
 
 def name_losses(values: dict[str, Any], case: Collection[str], result: Translation) -> None:
-    """Takes the keys that name losses, and the weight of the likelihood beside them, out of the values of a file.
+    """Removes the keys of preference losses, and of the likelihood's weight beside them, from the values of a file.
 
     Args:
-        values: of the file, without sections.
-        case: the cases of other_trainers.toml.
-        result: gets `preference.losses` and `preference.loss_weights`.
+        values: the file's values, without sections.
+        case: the cases of other_trainers.toml that hold.
+        result: receives `preference.losses` and `preference.loss_weights`.
     """
     said = dict[str, Any]()
 
@@ -47,14 +47,14 @@ def name_losses(values: dict[str, Any], case: Collection[str], result: Translati
     elif "LLaMA-Factory" in case:
         names, likelihood = ["kto"] if "labels" in case else [take("pref_loss", "sigmoid")], "pref_ftx"
         if names == ["orpo"]:
-            why = "its likelihood is that of the prompt, too, as in TRL"
+            why = "its likelihood includes the prompt, as in TRL"
     elif "CPO" in case:
         names, likelihood, usual = [take("loss_type", "sigmoid")], "cpo_alpha", 1.0
-        if names == ["alphapo"]:  # which turns that weight off
+        if names == ["alphapo"]:  # alphapo turns that weight off
             names, usual = ["simpo"], 0.0
             values.pop("cpo_alpha", None)
         if names != ["simpo"]:
-            text = "of CPOTrainer compares with no reference, and here it does; set loss_type=simpo, or losses=[orpo]"
+            text = "of CPOTrainer has no reference, but here it has; set loss_type=simpo, or losses=[orpo]"
             result.problems.append(f"loss_type: {show(names[0])} {text}")
             values.pop("cpo_alpha", None)
             return
@@ -63,17 +63,17 @@ def name_losses(values: dict[str, Any], case: Collection[str], result: Translati
         if not names and "rpo_alpha" in values:
             names = ["sigmoid"]
     if usual and values.get(likelihood) is None:
-        why = f"{likelihood} is absent, and {usual:g} there: sft keeps the chosen replies likely"
+        why = f"{likelihood} is absent, and its default is {usual:g}: sft keeps the chosen replies likely"
     weight = take(likelihood, usual)
     if isinstance(weight, bool) or not isinstance(weight, int | float):
         result.problems.append(f"{likelihood}: {show(weight)} is not a number")
     elif weight and names == ["kto"]:
-        result.problems.append(f"{likelihood}: {show(weight)} has no counterpart beside kto; set it to 0")
+        result.problems.append(f"{likelihood}: {show(weight)} has no counterpart with kto; set it to 0")
     elif weight:
         weights = [*(weights if isinstance(weights, list) else [1.0] * len(names)), weight]
         names = [*names, "sft"]
         if likelihood == "pref_ftx":
-            why = "sft is a mean over all tokens of the chosen replies here, over replies of their means there"
+            why = "sft averages over all tokens of the chosen replies here, but first within every reply there"
     made = {"preference.losses": names or None, "preference.loss_weights": weights}
     made = {name: value for name, value in made.items() if value is not None}
     result.values |= made

