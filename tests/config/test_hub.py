@@ -18,7 +18,7 @@ NAME = "ann/tuned"
     ("values", "problem"),
     [
         ({"model_id": "tuned"}, "hub.model_id: 'tuned' has no owner; write owner/name, as in your-name/tuned"),
-        *(({"model_id": name}, " is no repository name; write owner/name, each of letters, digits and single - . _")
+        *(({"model_id": name}, " is no repository name; write owner/name, both of letters, digits and single - . _")
           for name in ("ann/a b", "ann/-a", "ann/a..b", "ann/a--b", "ann/a.git", "a/b/c", "ann/" + 97 * "a", "/a")),
         ({"hub.revision": "a..b"}, "hub.revision: 'a..b' is no branch; name one, such as main"),
         ({"hub.revision": "a" * 40}, "is no branch; name one, such as main"),

@@ -165,7 +165,7 @@ def test_a_run_that_another_one_has_replaced_pushes_no_more(
     said = capsys.readouterr()
     assert there(hub) == newest(two) and first.count == 1
     assert "hub.model_id=ann/tuned: its checkpoint is replaced; it stays in the commit" in said.out
-    assert "another run has pushed a checkpoint there, so this one pushes no more" in said.err
+    assert "another run has pushed a checkpoint there, so this run pushes no more" in said.err
 
 
 def test_a_commit_by_hand_and_a_lost_answer_do_not_end_the_uploads(hub: Hub, tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_a_failure_is_one_warning_with_the_command(
         wait_for(lambda: sum(path.endswith("/preupload/main") for path in hub.paths) > 3)
     (warning,) = capsys.readouterr().err.splitlines()
     assert warning.startswith(f"warning: hub.model_id={NAME}: the quota of the account is used up: make room")
-    assert warning.endswith(f"once it has ended: python -m tpu_kit export {run.output_path} format=adapter push={NAME}")
+    assert warning.endswith(f"after the run: python -m tpu_kit export {run.output_path} format=adapter push={NAME}")
 
 
 def test_checkpoints_of_an_earlier_run_are_not_pushed(hub: Hub, tmp_path: Path) -> None:

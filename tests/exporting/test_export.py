@@ -241,7 +241,7 @@ def test_a_run_in_an_object_store(run: Path, bucket: str, tmp_path: Path, monkey
 
 def test_an_adapter_that_does_nothing(tmp_path: Path) -> None:
     make_run(tmp_path, moved=0.0)
-    with pytest.raises(ValueError, match="changes nothing: with it the model says what the base model says"):
+    with pytest.raises(ValueError, match="changes nothing: the model's logits are the base model's"):
         export(tmp_path)
     assert not (tmp_path / "export").exists()
 
@@ -292,7 +292,7 @@ def test_the_code_of_a_model_is_not_run(run: Path, tmp_path: Path) -> None:
     (run / "config.yaml").write_text(config.to_yaml())
     export(run, "adapter")  # transformers has code for such a model
     (folder / "config.json").write_text(json.dumps(settings | {"auto_map": own, "model_type": "own"}))
-    with pytest.raises(ValueError, match=r"comes with Python code of its own, and an export runs no such code"):
+    with pytest.raises(ValueError, match=r"comes with its own Python code, which an export never runs"):
         export(run, "adapter")
     assert not canary.exists()
 
@@ -416,7 +416,7 @@ def test_a_modelfile_has_the_system_prompt_or_says_why_not(prompt: str) -> None:
     if system_in_ollama(text) != prompt:
         assert system_in_ollama(text) is None, "a part of it"
         assert text == (
-            'FROM ./m.gguf\n# No SYSTEM: Ollama would end the system prompt at its """. Send it in each request\n'
+            'FROM ./m.gguf\n# No SYSTEM: Ollama would end the system prompt at its """. Send it with every request\n'
         )
 
 

@@ -113,7 +113,7 @@ def test_an_adapter_loads_on_the_whole_model_and_merges_into_it(run: Path, tmp_p
 def test_an_adapter_of_another_class_than_the_base_names(run: Path, tmp_path: Path) -> None:
     done = export(run, "adapter", tmp_path / "adapter")
     assert (
-        "PEFT loads it on Qwen3_5ForCausalLM, as AutoPeftModelForCausalLM does, and not on "
+        "PEFT loads it on Qwen3_5ForCausalLM, as AutoPeftModelForCausalLM does, but not on "
         "Qwen3_5ForConditionalGeneration, which the base's config.json names"
     ) in str(done)
 

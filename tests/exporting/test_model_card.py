@@ -31,7 +31,7 @@ def test_a_card_has_the_figures_of_its_run(configure: Configure) -> None:
     found = json.loads((config.output_path / "eval.json").read_text())
     for line in (
         "- updates: 6",
-        "- learning rate at its peak: 0.3",
+        "- peak learning rate: 0.3",
         f"- tokens trained on: {last['tokens']:,}",
         f"- passes over the data: {last['epoch']:.3g}",
         f"- training loss: {last['loss']:.5g}",
@@ -69,7 +69,7 @@ def test_what_the_hub_reads_of_a_card(hub: Hub, tmp_path: Path) -> None:
     assert (result.metric_type, result.metric_value) == ("accuracy", 0.8889)
     name = "accuracy (Wilson's 95 % interval 0.565 to 0.980, 9 rows; against the base p = 0.03, McNemar's exact test)"
     assert result.metric_name == name and "- trained for 1.5 hours on 8 x v5e" in card.text
-    assert "The licence is the base model's; that of the data applies too." in card.text
+    assert "The licence is the base model's; the data's licence applies too." in card.text
 
     local = replace(config, data=replace(config.data, source=str(tmp_path / "rows.jsonl"), eval_split=None))
     values = ModelCard(model_card(local, tmp_path, "an adapter", None, "-", [], relation="adapter")).data.to_dict()

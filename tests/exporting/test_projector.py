@@ -114,12 +114,12 @@ def test_the_part_for_images_is_written_beside_the_language_model(
 @pytest.mark.usefixtures("asked")
 def test_what_gguf_cannot_hold_of_a_run_on_pictures_is_refused_by_name(tmp_path: Path) -> None:
     run = run_on_pictures(tmp_path, "gemma4_unified", **{"lora.vision": True})
-    with pytest.raises(ValueError, match=r"Gemma 4 unified with that for sound alone, and base has none: use format=m"):
+    with pytest.raises(ValueError, match=r"Gemma 4 unified only together with an audio part, and base has none: use"):
         export(run, "gguf-f16")
     seeing = run_on_pictures(tmp_path / "tower", "gemma4")
     with pytest.raises(ValueError, match=r"otherwise than models of Gemma 4, .* pip install xllamacpp.* format=merged"):
         export(seeing, "gguf-f16")
-    with pytest.raises(ValueError, match=r"hold no weights of the part for images, .*lora\.vision=true .*gguf-f16"):
+    with pytest.raises(ValueError, match=r"hold no weights of the vision part, .*lora\.vision=true .*gguf-f16"):
         export(run, "gguf-lora")
 
 
@@ -165,5 +165,5 @@ def test_gemma_4_is_converted_with_the_weights_of_its_part_for_images(
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_5", "lfm2_vl"])
 def test_families_that_llama_cpp_was_not_compared_with_are_refused_by_name(family: str) -> None:
     tuned: Any = SimpleNamespace(model=SimpleNamespace(config=CONFIGS[family]()))
-    with pytest.raises(ValueError, match=f"not compared with models of {family} that see: use format=merged .* gemma4"):
+    with pytest.raises(ValueError, match=f"not compared with vision models of {family}: use format=merged .* gemma4"):
         projector.refuse(tuned, compares=True)

@@ -135,7 +135,7 @@ def test_a_push_that_fails_leaves_the_run_finished(
     before = len(hub.paths)
     assert publish.push_result(config, folder) is None
     said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith(f"warning: {folder / 'adapter'} changes nothing: with it the model says what the base model")
+    assert said.startswith(f"warning: {folder / 'adapter'} changes nothing: the model's logits are the base model")
     assert "nothing was pushed; the result is complete" in said
 
     def stopped(*_: Any) -> None:
@@ -224,7 +224,7 @@ def test_the_cell_of_a_notebook_reads_the_token_and_checks_the_repository(
 def test_tokens_of_one_repository(hub: Hub) -> None:
     hub.roles[TOKEN] = {"ann/other": ["repo.write"], "ann": ["repo.content.read"]}
     (problem,) = hub_problems(load_config(None, {"model_id": NAME}))
-    assert problem.endswith("the token may write to ann/other alone: give it the permission repo.write for ann")
+    assert problem.endswith("the token may write only to ann/other: give it the permission repo.write for ann")
     hub.roles[TOKEN] = {NAME: ["repo.write"]}
     assert hub_problems(load_config(None, {"model_id": NAME})) == []
 

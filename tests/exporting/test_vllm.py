@@ -254,7 +254,7 @@ def without_end(folder: Path) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("damage", "told"),
-    [(scaled, "the export is not the tuned model .vLLM"), (asked_otherwise, "vLLM's prompt is 'Dear model,"),
+    [(scaled, "the export is not the tuned model .vLLM"), (asked_otherwise, "vLLM's is 'Dear model,"),
      (without_end, "the export ends its answers elsewhere in vLLM")],
 )  # fmt: skip
 def test_what_is_broken_is_caught(
@@ -296,7 +296,7 @@ def test_the_recorded_answers_of_vllm_are_those_of_the_run(tmp_path: Path, monke
 
     reply = RECORDED["replies"][0]
     for changed, told in (
-        ({"prompt": [5, *reply["prompt"]]}, "the export is not asked as the tuned model was trained: vLLM's prompt is"),
+        ({"prompt": [5, *reply["prompt"]]}, "the export's prompts differ from the prompts of training: vLLM's is"),
         ({"tokens": reply["tokens"][:1], "tops": reply["tops"][:1]}, "the export ends its answers elsewhere in vLLM"),
         ({"tops": [{token: 0.9 * value for token, value in top.items()} for top in reply["tops"]]}, "is not the tuned"),
     ):  # fmt: skip
@@ -326,7 +326,7 @@ def test_an_interpreter_without_vllm_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "told"),
     [({"lora.dora": True}, "vLLM takes no adapters with DoRA: export format=vllm"),
-     ({"lora.r": 520}, "vLLM takes no adapters of a rank above 512 (this one has 520): export format=vllm"),
+     ({"lora.r": 520}, "vLLM takes no adapters of a rank above 512 (this adapter has 520): export format=vllm"),
      ({}, "vLLM itself was not run; to compare with it, export with vllm=PYTHON, the interpreter of an environment")],
 )  # fmt: skip
 def test_what_vllm_does_not_serve_or_did_not_run(settings: dict[str, Any], told: str, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def check_repository_name(name: str) -> None:
         raise ValueError(f"has no owner; write owner/name, as in your-name/{name[:40]}")
     if not all(map(_REPOSITORY_PART.fullmatch, (owner, rest))) or ".." in name or "--" in name or rest.endswith(".git"):
         raise ValueError(
-            "is no repository name; write owner/name, each of letters, digits and single - . _ between them, at most "
+            "is no repository name; write owner/name, both of letters, digits and single - . _ between them, at most "
             "96 characters"
         )
 

@@ -1,4 +1,4 @@
-"""Exports of a tuned model in the formats of other programs, compared with the tuned model.
+"""Exports a tuned model in other programs' formats, and compares every export with the tuned model.
 
 Offers `export.export`; `hub` pushes exports and checkpoints.
 Must not know training.

@@ -1,6 +1,6 @@
-"""Writes the card of an exported model, README.md with the front matter that the hub reads, from what the run recorded.
+"""Writes the card of an exported model: README.md with the front matter that the hub reads, from the run's records.
 
-Nothing is guessed: what a run does not know, such as the language of its rows, is left out.
+Facts that a run does not record, such as the language of its rows, are left out, not guessed.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def hub_id(name: str) -> str | None:
 
 
 def hub_data(source: str | None) -> str | None:
-    """Returns the data set of the hub that a source names, without its configuration; None for other rows."""
+    """Returns the name of the hub data set in `source`, without its configuration; None for other sources."""
     if not source or is_path("data.source", source) or re.search(r"[*?\[]", source):
         return None
     return hub_id(source.partition(":")[0])
 
 
 def base_licence(base: str, revision: str | None) -> dict[str, str]:
-    """Returns the licence fields of the base model's card; empty where it has none, or the hub does not answer."""
+    """Returns the licence fields of the base model's card; empty if it has none or the hub does not answer."""
     from huggingface_hub import HfApi
 
     try:
@@ -57,17 +57,17 @@ def model_card(
     relation: str | None = None,
     licence: Mapping[str, str] = {},
 ) -> str:
-    """Returns the text of README.md by model_card.jinja.
+    """Returns the text of README.md, rendered from model_card.jinja.
 
     Args:
         config: the run.
-        run_dir: its folder, with eval.json and metrics.jsonl if it wrote them.
+        run_dir: the run's folder; eval.json and metrics.jsonl in it are used if they exist.
         kind: the kind of export, such as "merged weights in bf16".
-        base: the base model's name on the hub, if it has one.
-        use: how to load it, in Markdown.
-        checks: a line for each.
-        relation: to the base: "adapter", "finetune" or "quantized".
-        licence: of the base, as `base_licence` returns it.
+        base: the base model's name on the hub, or None.
+        use: how to load the export, in Markdown.
+        checks: comparisons and notes, as lines.
+        relation: to the base model: "adapter", "finetune" or "quantized".
+        licence: of the base model, as `base_licence` returns it.
     """
     from huggingface_hub import ModelCard, ModelCardData
 
@@ -98,14 +98,14 @@ def model_card(
         ),
         answers=answers, sides=sides, unknown=UNKNOWN, shares=shares, versions=versions,
         last=next((record for record in reversed(records) if record["kind"] == "train"), None),
-        # As `trainer.Trainer.weights`.
+        # The evaluation of the exported weights, as `trainer.Trainer.weights` chooses them.
         best=best_evaluation(records if config.optim.eval_steps is not None else newest),
     )  # fmt: skip
     return str(card)
 
 
 def _results(config: TrainConfig, data: str, share: Accuracy, answers: Mapping[str, Any]) -> list[Any]:
-    """The evaluation of the tuned model in the form that the hub reads."""
+    """Returns the accuracy of the tuned model in the form that the hub reads."""
     from huggingface_hub import EvalResult
 
     source = config.data.eval_source or str(config.data.source)

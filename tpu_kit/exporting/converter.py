@@ -1,7 +1,7 @@
-"""The converter of llama.cpp, which writes GGUF files.
+"""Runs llama.cpp's converter, which writes GGUF files.
 
-llama.cpp publishes no package of it; the source archive of llama_cpp_python holds it, with the gguf library of the same
-commit. pip fetches the pinned archive once into the user's cache. Its SHA-256 is checked before every use.
+llama.cpp publishes no package of the converter. The source archive of llama_cpp_python holds it, with the gguf library
+of the same commit. pip fetches the pinned archive once into the user's cache; its SHA-256 is checked before every use.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _UNKNOWN_TOKENIZER = "BPE pre-tokenizer was not recognized"
 
 
 def archive_at_hand() -> Path:
-    """Returns the archive of the converters, which is fetched if it is not in the cache.
+    """Returns the path of the converters' archive in the cache, after fetching it if it is missing.
 
     Raises:
         ValueError: it cannot be fetched, or its checksum is wrong.
@@ -43,7 +43,7 @@ def archive_at_hand() -> Path:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != ARCHIVE_SHA256:
         raise ValueError(
-            f"{archive} has the SHA-256 {digest} and should have {ARCHIVE_SHA256}: it is damaged or another version. "
+            f"{archive} has the SHA-256 {digest} instead of {ARCHIVE_SHA256}: it is damaged or another version. "
             "Delete it and run this again"
         )
     return archive
@@ -83,14 +83,14 @@ def _fetch(archive: Path) -> None:
 
 
 def convert_model(folder: Path, target: Path, outtype: str, tools: Path, *, projector: bool = False) -> None:
-    """Writes a model that transformers saved, with its tokenizer, as GGUF in f16, bf16 or q8_0.
+    """Converts a folder of transformers, with model and tokenizer, to a GGUF file.
 
     Args:
         folder: of the model.
         target: the file to write.
         outtype: f16, bf16 or q8_0.
         tools: the folder of `converter`.
-        projector: write its part for images (mmproj) instead of the language model.
+        projector: write the vision part (mmproj) instead of the language model.
 
     Raises:
         ValueError: llama.cpp's converter refuses the model or its tokenizer.
@@ -99,7 +99,7 @@ def convert_model(folder: Path, target: Path, outtype: str, tools: Path, *, proj
     if projector:
         _run([*command, "--mmproj"], target)
         return
-    try:  # transformers leaves out the layers that predict further tokens, and the converter would expect them
+    try:  # transformers does not save the layers that predict further tokens, but the converter expects them
         _run([*command, "--no-mtp"], target)
     except ValueError as error:
         if "--no-nextn are not supported for" not in str(error):
@@ -108,10 +108,10 @@ def convert_model(folder: Path, target: Path, outtype: str, tools: Path, *, proj
 
 
 def convert_adapter(adapter: Path, base: Path, target: Path, tools: Path) -> None:
-    """Writes a LoRA adapter that PEFT saved as GGUF in f16; `base` has the base model's config and tokenizer.
+    """Converts a LoRA adapter of PEFT to a GGUF file in f16; `base` has the base model's config and tokenizer.
 
     Raises:
-        ValueError: GGUF cannot hold such an adapter, or the converter refuses it.
+        ValueError: GGUF cannot hold this adapter, or the converter refuses it.
     """
     settings = json.loads((adapter / "adapter_config.json").read_text())
     if settings.get("use_dora"):
@@ -135,7 +135,7 @@ def _run(arguments: list[str], target: Path) -> None:
     done = run_child(arguments, environment)
     if _UNKNOWN_TOKENIZER in done.errors:
         raise ValueError(
-            "llama.cpp does not know how this tokenizer splits a text into words, so a GGUF file would give other "
+            "llama.cpp does not know how this tokenizer splits a text into words, so a GGUF file would produce other "
             "tokens than in training. Use format=merged (transformers) or format=vllm"
         )
     if done.status or not target.is_file():

@@ -1,7 +1,7 @@
-"""Compares the logits of an export with those of the tuned model on the same prompts.
+"""Compares the logits of an export with the tuned model's logits on the same prompts.
 
-A new process reads the export with transformers and PEFT or with llama.cpp, so that nothing in this process can replace
-a missing file: `python -m tpu_kit.exporting.equivalence JOB.json RESULT` is that process.
+A new process, `python -m tpu_kit.exporting.equivalence JOB.json RESULT`, reads the export with transformers and PEFT or
+with llama.cpp, so that objects in this process cannot replace a missing file.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from tpu_kit.distributed.child_process import run_child
 from tpu_kit.exporting.streaming import stream
 from tpu_kit.model.weights.source import model_class
 
-POSITIONS = 32  # last positions of a prompt, whose logits are compared
-NEW, LIKELIEST = 16, 10  # tokens that llama.cpp adds to a prompt, and the likeliest tokens that it reports for each
+POSITIONS = 32  # last positions of a prompt whose logits are compared
+NEW, LIKELIEST = 16, 10  # new tokens per prompt in llama.cpp, and likeliest tokens that it reports per new token
 GREEDY = {"n_predict": NEW, "temperature": 0, "n_probs": LIKELIEST, "cache_prompt": False}
 SECONDS = 3600
 
 LIMITS = {"fp32": (0.01, 0.99), "f16": (0.05, 0.95), "bf16": (0.3, 0.9), "q8_0": (0.3, 0.9)}
-"""By the type of the weights: the largest difference of a logit, in standard deviations of the tuned model's logits
-over the vocabulary, and the least share of positions with the same likeliest token.
+"""Limits by weight type: the largest difference of a logit, in standard deviations of the tuned model's logits over the
+vocabulary, and the smallest share of positions with the same likeliest token.
 
-Measured for SmolLM2-135M with LoRA: see tests/exporting/test_export.py. Deeper models stay within the bounds; an
+Measured for SmolLM2-135M with LoRA: see tests/exporting/test_export.py. Deeper models stay within the limits; an
 adapter that is missing, wrongly scaled or on another layer does not."""
 
 LOST = 0.5  # largest mean difference, as a share of the mean effect of tuning
@@ -44,15 +44,15 @@ class LogitComparison:
 
     Attributes:
         by: the program that read the export.
-        unit: "logits", or "log-probabilities" where the program reports no logits.
-        positions: tokens compared.
+        unit: "logits", or "log-probabilities" if the program reports no logits.
+        positions: number of compared tokens.
         largest: largest difference from the tuned model.
-        limit: bound of `largest`.
+        limit: upper limit of `largest`.
         agreement: share of positions with the same likeliest token.
-        least: bound of `agreement`.
+        least: lower limit of `agreement`.
         mean: mean difference from the tuned model.
         effect: mean difference between the tuned model and the base.
-        share: of the positions, those that differ least, of which `largest` is the largest difference.
+        share: share of positions, those with the smallest differences, that `largest` covers.
     """
 
     by: str
@@ -72,7 +72,7 @@ class LogitComparison:
         texts = {
             f"the largest difference of its {self.unit}{self._where} is {self.largest:.4g}, more than {self.limit:.4g}":
                 self.largest <= self.limit,
-            f"its likeliest token is the tuned model's at {self.agreement:.1%} of the positions only":
+            f"its likeliest token is the tuned model's at only {self.agreement:.1%} of the positions":
                 self.agreement >= self.least,
             f"it differs from the tuned model by {self.mean:.3g} on average, and tuning changed the base model by "
             f"{self.effect:.3g}: rounding or a missing adapter hides the tuning; use a finer format (fp32, f16), or "
@@ -98,13 +98,13 @@ def logits(
     positions: int = POSITIONS,
     pictures: Sequence[Mapping[str, torch.Tensor]] = (),
 ) -> list[torch.Tensor]:
-    """Returns the logits of the last positions of each prompt, (up to `positions`, V) fp32, of a model on the CPU.
+    """Computes, on the CPU, a model's logits at the last positions of every prompt: (up to `positions`, V), fp32.
 
     Args:
         model: of transformers or PEFT.
-        prompts: token ids; those that carry pictures are given with them.
-        positions: at most.
-        pictures: what the model takes for the pictures of each prompt, if the ids carry none.
+        prompts: token ids, which may carry pictures.
+        positions: maximum number of positions per prompt.
+        pictures: the model's keyword arguments for the pictures of every prompt, if the ids carry none.
     """
     given = pictures or pictures_of(prompts) or [{}] * len(prompts)
     with torch.no_grad():
@@ -115,7 +115,7 @@ def logits(
 
 
 def pictures_of(prompts: Sequence[Any]) -> list[dict[str, torch.Tensor]]:
-    """Returns what a model of transformers takes for the pictures of each prompt; empty for text."""
+    """Returns a transformers model's keyword arguments for the pictures of every prompt; empty for text."""
     pictured = any(hasattr(ids, "pictures") for ids in prompts)
     return [ids.for_transformers() if hasattr(ids, "pictures") else {} for ids in prompts] if pictured else []
 
@@ -124,18 +124,18 @@ def compare(
     tuned: Sequence[torch.Tensor], exported: Sequence[torch.Tensor], effect: float, stored: str, by: str,
     mixture: bool = False,
 ) -> LogitComparison:  # fmt: skip
-    """Compares logits of an export with those of the tuned model.
+    """Compares an export's logits with the tuned model's logits.
 
-    Where rounding sends a token to other experts, the logits of that position change by several times the limit. Of
-    random mixtures in bf16 that were at most 8 % of the positions; of a model without its adapter it is all of them.
+    If rounding routes a token to other experts, the logits of its position change by several times the limit. In random
+    mixtures in bf16, this affected at most 8 % of the positions; a missing adapter affects all positions.
 
     Args:
-        tuned: of each prompt, (positions, V).
-        exported: logits of the export, of the same shapes.
-        effect: `mean_difference` between tuned and base.
+        tuned: the tuned model's logits per prompt, (positions, V).
+        exported: the export's logits, of the same shapes.
+        effect: `mean_difference` between tuned model and base.
         stored: the type of the export's weights, a key of `LIMITS`.
         by: the program that read the export.
-        mixture: of experts: the largest difference may be exceeded where the likeliest token may differ.
+        mixture: whether the model has experts; then the positions that may disagree may also exceed the limit.
     """
     here, there = torch.cat(list(tuned)), torch.cat(list(exported))
     same = here.argmax(1) == there.argmax(1)
@@ -152,7 +152,7 @@ def mean_difference(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor
 
 
 def reload(folder: Path, prompts: Sequence[Sequence[int]], base: dict[str, Any] | None = None) -> list[torch.Tensor]:
-    """Returns the logits of an exported folder, which transformers reads in a new process.
+    """Returns an exported folder's logits as `logits`, computed by transformers in a new process.
 
     Args:
         folder: a whole model, or an adapter.
@@ -160,7 +160,7 @@ def reload(folder: Path, prompts: Sequence[Sequence[int]], base: dict[str, Any] 
         base: for an adapter, the arguments of transformers' `from_pretrained` for its base model.
 
     Raises:
-        ValueError: it cannot be read; the text ends with the error of transformers.
+        ValueError: the folder cannot be read; the text ends with the error of transformers.
     """
     job: dict[str, Any] = {"folder": str(folder.absolute()), "base": base, "prompts": [*prompts]}
     if not (pictures := pictures_of(prompts)):
@@ -171,7 +171,7 @@ def reload(folder: Path, prompts: Sequence[Sequence[int]], base: dict[str, Any] 
 
 
 Answer = list[tuple[int, dict[int, float]]]
-"""The tokens of greedy decoding, each with the log-probabilities of the likeliest tokens."""
+"""The tokens of greedy decoding, with the log-probabilities of the likeliest tokens at every token."""
 
 
 def run_llama_cpp(
@@ -186,7 +186,7 @@ def run_llama_cpp(
         adapter: the file of a LoRA adapter, if `model` is its base model.
 
     Returns:
-        The answer to each prompt, and the number of tokens of each text.
+        The answers to the prompts, and the numbers of tokens of the texts.
 
     Raises:
         ValueError: llama.cpp refuses the file; the text ends with its error.
@@ -201,11 +201,11 @@ def compare_answers(
     model: torch.nn.Module, prompts: Sequence[Any], answers: Sequence[Answer], effect: float, stored: str,
     by: str = "llama.cpp",
 ) -> LogitComparison:  # fmt: skip
-    """Compares the log-probabilities of another program with those of the tuned model for the same tokens."""
+    """Compares another program's log-probabilities with the tuned model's for the same tokens; see `compare`."""
     differences, same, spreads = [], [], []
     for ids, answer in zip(prompts, answers, strict=True):
         tokens = [token for token, _ in answer]
-        (rows,) = logits(model, [ids + tokens], len(tokens) + 1)  # which keeps the pictures of ids
+        (rows,) = logits(model, [ids + tokens], len(tokens) + 1)  # the sum keeps the pictures of ids
         for row, (_, top) in zip(rows[:-1], answer, strict=True):
             likeliest, logprobs = list(top), torch.log_softmax(row, 0)
             differences.append((logprobs[likeliest] - torch.tensor(list(top.values()))).abs())
@@ -228,9 +228,9 @@ def _check(
 def in_child(
     job: dict[str, Any], module: str = "tpu_kit.exporting.equivalence", variables: Mapping[str, str] = {}
 ) -> Any:
-    """Runs a module with a job in a new process, which touches no accelerator, and returns its result.
+    """Runs `module` with a job in a new process without accelerators, and returns its result.
 
-    `variables` are added to its environment.
+    `variables` are added to the environment. Raises ValueError if the process fails.
     """
     environment = os.environ | {"PJRT_DEVICE": "CPU", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
     environment |= variables
@@ -278,14 +278,14 @@ def _stock(job: dict[str, Any]) -> torch.nn.Module:
 def llama_cpp(job: dict[str, Any], context: int) -> Any:
     """Starts llama.cpp's server on the file "gguf" of a job, with "lora" or "projector", for `context` tokens.
 
-    "image_tokens" are those of a picture at most, where its size decides on them.
+    "image_tokens" limits the tokens of a picture, for models whose pictures have a variable number.
     """
     xllamacpp = importlib.import_module("xllamacpp")  # it has no types
 
     params = xllamacpp.CommonParams()
     params.model.path, params.n_ctx = job["gguf"], context
     params.n_parallel, params.n_gpu_layers, params.warmup, params.fit_params = 1, 0, False, False
-    # Waiting threads spin: where other programs use the cores too, fewer threads are faster.
+    # Waiting threads spin, so fewer threads are faster if other programs use the cores too.
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = max(1, (os.cpu_count() or 2) // 2)
     if job.get("lora"):
         params.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(job["lora"], 1.0)]
@@ -297,7 +297,7 @@ def llama_cpp(job: dict[str, Any], context: int) -> Any:
 
 
 def answer_of(places: Sequence[Mapping[str, Any]]) -> Answer:
-    """Returns an answer of llama.cpp's server from the places of its tokens."""
+    """Converts the token entries of llama.cpp's server to an answer."""
     return [(place["id"], {top["id"]: top["logprob"] for top in place["top_logprobs"]}) for place in places]
 
 

@@ -1,11 +1,11 @@
-"""Exports a tuned model as a folder or a file that other programs read: export(run_dir, format).
+"""Exports a tuned model for other programs, as a folder or a file.
 
     from tpu_kit.exporting.export import export
     print(export("runs/my-run", "merged"))
 
-Every export is written to a temporary place, read again in a new process, compared with the tuned model on real
+Every export is written to a temporary folder, read again in a new process, compared with the tuned model on real
 prompts, and moved to its folder only if it is the same model. Weights are merged in fp32 and rounded last: merging in
-bf16 loses differences that are small compared with the weights, such as those of LoRA.
+bf16 would lose small differences, such as LoRA's.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PLAIN = (
     "it was trained on plain text, so these files have no chat template: ask for completions, not for chats (vLLM: "
     "/v1/completions, llama.cpp: /completion)"
 )
-_BASES = "; that of the base model does not fit"
+_BASES = "; the base model's template does not fit"
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ class Exported:
     """A finished export.
 
     Attributes:
-        format: a name of `EXPORT_FORMATS`.
-        folder: its folder.
-        files: names of its files.
-        checks: the comparisons, each within its limits.
+        format: a name in `EXPORT_FORMATS`.
+        folder: the folder of the export.
+        files: names of the files in it.
+        checks: the comparisons, all within their limits.
         notes: missing checks, and how to use the export.
-        pushed: the commit on the hub; None if it was not pushed. Of several formats the last one has it.
+        pushed: the commit on the hub, or None. If several formats are pushed, only the last export has it.
     """
 
     format: str
@@ -85,7 +85,7 @@ def export(
             config.yaml or adapter.
         format: "adapter" for PEFT; "merged" for transformers; "vllm"; "gguf-f16", "gguf-bf16", "gguf-q8_0" for
             llama.cpp and Ollama, with a second file for images; "gguf-lora" for an adapter in llama.cpp.
-        out: as in `ExportOptions`; for gs://bucket/run `runs/<run_name>/export/<format>` by default.
+        out: as in `ExportOptions`; the default for gs://bucket/run is `runs/<run_name>/export/<format>`.
         dtype: as in `ExportOptions`.
         base: as in `ExportOptions`.
         vllm: as in `ExportOptions`.
@@ -94,8 +94,8 @@ def export(
         revision: as in `ExportOptions`.
 
     Raises:
-        ValueError: the hub refuses the repository or the upload, the run is incomplete, the adapter is missing, damaged
-            or of another model, the disk is full, a tool is missing, the object store cannot be read, or the export
+        ValueError: the run is incomplete. The adapter is missing, damaged or of another model. The disk is full, a tool
+            is missing, or the object store cannot be read. The hub refuses the repository or the upload. Or the export
             differs from the tuned model.
     """
     place = None if out is None else str(out)
@@ -110,17 +110,17 @@ def export_all(run_dir: str | Path, options: ExportOptions, option: str = "push"
 
     Args:
         run_dir: as in `export`.
-        options: its formats; of several, the first is at the root of the repository, each other in a folder.
-        option: what names the repository, for errors.
+        options: how to export; of several formats, the first goes to the repository's root, the others to folders.
+        option: the option that names the repository, for errors.
     """
     repository = None
     if options.push:
         repository = HubRepository(options.push, options.private, options.revision, option)
         repository.check()
         print(f"to be pushed to {repository.url}", flush=True)  # before minutes of work
-    with contextlib.suppress(ValueError):  # what is missing is told below
+    with contextlib.suppress(ValueError):  # missing files are reported below
         folder, adapter = find_run(run_dir)
-        run_dir = folder if adapter in (None, join(folder, ADAPTER)) else run_dir  # not of a copied adapter
+        run_dir = folder if adapter in (None, join(folder, ADAPTER)) else run_dir  # not if the adapter was copied
     if not is_url(run_dir):
         done = [_export(Path(run_dir), False, options, format) for format in options.format]
     else:
@@ -147,7 +147,7 @@ def _export(folder: Path, copied: bool, options: ExportOptions, format: str) -> 
     if head and not (kind.keeps_head and objective_of(config).trains_model):
         raise ValueError(
             f"format={format}: {folder / 'adapter'} has an {title(head)}, a function of hidden states that is not "
-            f"linear, for which this format has no place. `generate adapter={folder / 'adapter'}` answers with it; to "
+            f"linear, which this format cannot hold. `generate adapter={folder / 'adapter'}` answers with it; to "
             f"export the rest, delete {' and '.join(file_names(head))} there"
         )
     kind.prepare()
@@ -180,7 +180,7 @@ def _export(folder: Path, copied: bool, options: ExportOptions, format: str) -> 
 
 
 def _name_base_alone(settings: Path) -> None:
-    """Leaves the folder's name of a base that is on this machine, whose path says nothing elsewhere."""
+    """Removes the path of a local base model from adapter_config.json, and keeps only the folder's name."""
     if settings.is_file():
         named = json.loads(settings.read_text())
         named["base_model_name_or_path"] = Path(named["base_model_name_or_path"]).name
@@ -188,9 +188,9 @@ def _name_base_alone(settings: Path) -> None:
 
 
 def _placed(text: str, options: ExportOptions, format: str, base: str) -> str:
-    """Names the repository in a text about how to load an export, if it is pushed.
+    """Replaces `HERE` by the repository in a text about loading an export, if the export is pushed.
 
-    A base that is a folder of this machine is named without its path there.
+    A base in a local folder is named without its path.
     """
     if not options.push or HERE not in text:
         return text

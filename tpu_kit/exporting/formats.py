@@ -1,4 +1,4 @@
-"""The formats that transformers, PEFT and vLLM read: a folder, read again and compared with the tuned model."""
+"""The formats of transformers, PEFT and vLLM: a folder, which is read again and compared with the tuned model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PROCESSOR_FILES = ("PROCESSOR_NAME", "IMAGE_PROCESSOR_NAME", "VIDEO_PROCESSOR_N
 
 
 def adapter(tuned: TunedModel) -> Written:
-    """Writes the adapter for PEFT, with the public name of its base model."""
+    """Writes the adapter for PEFT, with the hub name of its base model."""
     source = adapter_of(tuned, "merged")
     shutil.copytree(source, tuned.part, dirs_exist_ok=True)
     model = tuned.config.model
@@ -38,7 +38,7 @@ def adapter(tuned: TunedModel) -> Written:
     path = tuned.part / ADAPTER_FILES[0]
     settings = json.loads(path.read_text()) | {"base_model_name_or_path": named, "revision": model.revision}
     path.write_text(json.dumps(settings, indent=2, sort_keys=True))
-    rules = copy.deepcopy(base_model(tuned.model).generation_config)  # servers take the ends of answers from it
+    rules = copy.deepcopy(base_model(tuned.model).generation_config)  # servers read the end tokens from it
     rules.eos_token_id = tuned.stops or None
     rules.save_pretrained(tuned.part)
     unfetched = copy_processor(model, tuned.part)
@@ -70,23 +70,23 @@ def adapter(tuned: TunedModel) -> Written:
 
 
 def _other_class(tuned: TunedModel) -> str | None:
-    """Says for which class an adapter is, where config.json of the base names another one."""
+    """Returns a note on the adapter's model class if config.json of the base names a different class."""
     loaded = type(base_model(tuned.model)).__name__
     named = next(iter(_settings(tuned.config.model).get("architectures") or ()), loaded)
     if named == loaded:
         return None
     return (
-        f"PEFT loads it on {loaded}, as AutoPeftModelForCausalLM does, and not on {named}, which the base's "
-        "config.json names: its layers have other names, and PEFT would leave the adapter out with a warning"
+        f"PEFT loads it on {loaded}, as AutoPeftModelForCausalLM does, but not on {named}, which the base's "
+        "config.json names: that class names its layers otherwise, and PEFT would warn and ignore the adapter"
     )
 
 
 def _in_vllm(tuned: TunedModel, settings: Mapping[str, Any], base: str) -> tuple[list[LogitComparison], list[str]]:
-    """Says how vLLM serves an adapter, and compares it there; see `check_in_vllm`.
+    """Compares an adapter in vLLM, and notes the command that serves it; see `check_in_vllm`.
 
     Args:
         tuned: the run.
-        settings: of adapter_config.json.
+        settings: the content of adapter_config.json.
         base: the base model's name on the hub, or its folder.
     """
     rank = max([settings["r"], *(settings.get("rank_pattern") or {}).values()])
@@ -95,7 +95,7 @@ def _in_vllm(tuned: TunedModel, settings: Mapping[str, Any], base: str) -> tuple
         "adapters with DoRA": settings.get("use_dora"),
         f"adapters with {' and '.join(described(settings))}": described(settings),
         "adapters on a base in a GGUF file": tuned.config.model.gguf_file,
-        f"adapters of a rank above {RANKS[-1]} (this one has {rank})": rank > RANKS[-1],
+        f"adapters of a rank above {RANKS[-1]} (this adapter has {rank})": rank > RANKS[-1],
         "adapters of experts without gates in PEFT's layout": tuned.config.lora.experts and gateless,
     }  # fmt: skip
     if refused := [reason for reason, holds in reasons.items() if holds]:
@@ -105,9 +105,9 @@ def _in_vllm(tuned: TunedModel, settings: Mapping[str, Any], base: str) -> tuple
     engine |= {"tokenizer": HERE, "generation_config": HERE, "dtype": DTYPES[tuned.dtype], "enable_lora": True}
     engine |= {"max_lora_rank": next(size for size in RANKS if size >= rank)}
     request: dict[str, Any] = {}
-    if tuned.config.lora.experts:  # of which PEFT's layout has gates and ups in one tensor
+    if tuned.config.lora.experts:  # PEFT's layout has their gates and ups in one tensor
         engine, request = engine | {"enable_mixed_moe_lora_format": True}, {"is_3d_lora_weight": True}
-    embedded = model.name.startswith("embedded")  # whose folder depends on where the kit is installed
+    embedded = model.name.startswith("embedded")  # the folder depends on where the kit is installed
     folder = "$(python -c 'from tpu_kit.assets.embedded import model_dir; print(model_dir())')"
     served = Served(folder if embedded else base, tuned.config.served_name, engine, request)
     checks, notes = check_in_vllm(tuned, served, locate(model) if embedded else model.name)
@@ -115,7 +115,7 @@ def _in_vllm(tuned: TunedModel, settings: Mapping[str, Any], base: str) -> tuple
 
 
 def merge(tuned: TunedModel) -> LogitComparison:
-    """Merges the adapter into the weights in fp32, in memory or as they are read, and compares the logits."""
+    """Merges the adapter into the weights in fp32, in memory or while they are streamed, and compares the logits."""
     if tuned.streamed:
         tuned.streamed.merging = True
     elif hasattr(tuned.model, "merge_and_unload"):
@@ -126,7 +126,7 @@ def merge(tuned: TunedModel) -> LogitComparison:
 
 
 def save_merged(tuned: TunedModel, folder: Path, dtype: torch.dtype) -> None:
-    """Writes the merged model with its tokenizer; the cast copies the weights one by one."""
+    """Writes the merged model with its tokenizer; weights are cast one at a time."""
     from transformers import AutoTokenizer
 
     base_model(tuned.model).generation_config.eos_token_id = tuned.stops or None
@@ -134,7 +134,7 @@ def save_merged(tuned: TunedModel, folder: Path, dtype: torch.dtype) -> None:
     saved, texts = AutoTokenizer.from_pretrained(folder), tuned.texts
     same = saved(texts)["input_ids"] == tuned.tokenizer(texts)["input_ids"]
     if not same or saved.chat_template != tuned.tokenizer.chat_template:
-        raise ValueError("the tokenizer has other tokens or another template after it was saved and read again")
+        raise ValueError("the saved tokenizer differs when it is read again: other tokens, or another chat template")
 
 
 def merged(tuned: TunedModel) -> Written:
@@ -152,7 +152,7 @@ def merged(tuned: TunedModel) -> Written:
 
 
 def for_vllm(tuned: TunedModel) -> Written:
-    """Writes a folder for vLLM, and says with which command it serves it."""
+    """Writes a folder for vLLM, and notes the command that serves it."""
     checks, notes = _write_merged(tuned)
     served = Served(HERE, tuned.config.served_name, {"dtype": DTYPES[tuned.dtype]})
     compared, told = check_in_vllm(tuned, served)
@@ -162,7 +162,7 @@ def for_vllm(tuned: TunedModel) -> Written:
 
 
 def _write_merged(tuned: TunedModel) -> tuple[list[LogitComparison], list[str]]:
-    """Writes the merged model into its folder; returns the checks, and a note if the hub was not reached."""
+    """Writes the merged model to its folder; returns the comparisons, and a note if the hub was not reached."""
     checks = [merge(tuned)]
     save_merged(tuned, tuned.part, getattr(torch, DTYPES[tuned.dtype]))
     whole = reads_more_than_text(base_model(tuned.model))
@@ -182,13 +182,13 @@ VLLM = Format(for_vllm)
 
 
 def reads_more_than_text(model: Any) -> bool:
-    """Whether a model has parts for images or sound."""
+    """Returns whether a model has parts for images or sound."""
     decoder = {*model.get_decoder().modules(), model.get_output_embeddings()}
     return any(isinstance(part, torch.nn.Linear) and part not in decoder for part in model.modules())
 
 
 def _settings(model: ModelConfig) -> dict[str, Any]:
-    """Returns the config.json of a base model as it is written; empty if it cannot be read. It runs no code."""
+    """Returns a base model's config.json unchanged, without running its code; empty if it cannot be read."""
     from transformers import PretrainedConfig
 
     with contextlib.suppress(OSError, ValueError):
@@ -197,7 +197,7 @@ def _settings(model: ModelConfig) -> dict[str, Any]:
 
 
 def copy_processor(model: ModelConfig, folder: Path) -> list[str]:
-    """Copies the files with which transformers prepares images and sound for a model, those that the base has.
+    """Copies the base model's processor files, with which transformers prepares images and sound.
 
     Returns:
         A note if the hub was not reached.
@@ -217,7 +217,7 @@ def copy_processor(model: ModelConfig, folder: Path) -> list[str]:
             if source.is_file():
                 shutil.copyfile(source, folder / file)
         except EntryNotFoundError as error:
-            if isinstance(error, FileNotFoundError):  # it is not in the cache, and the hub cannot be asked
+            if isinstance(error, FileNotFoundError):  # not in the cache, and the hub is not reachable
                 return [
                     f"the files of the base's processor, such as {file}, are not in the hub's cache: copy them here"
                 ]
@@ -227,10 +227,10 @@ def copy_processor(model: ModelConfig, folder: Path) -> list[str]:
 
 
 def save_model(model: Any, tokenizer: Any, folder: Path, dtype: torch.dtype) -> None:
-    """Writes model, generation config, tokenizer and chat template so that transformers 4 reads them too.
+    """Writes model, generation config, tokenizer and chat template, also for transformers 4.
 
-    A model in memory is cast in place. transformers 5 renamed a few settings, and transformers 4 ignores the new names:
-    the positions of Qwen2.5 would rotate 100 times too fast there.
+    A model in memory is cast in place. transformers 5 renamed some settings, and transformers 4 ignores the new names:
+    the rotary base (rope_theta) of Qwen2.5 would be 100 times too small there.
     """
     if isinstance(model, StreamedModel):
         model.save(folder, dtype)
@@ -239,7 +239,7 @@ def save_model(model: Any, tokenizer: Any, folder: Path, dtype: torch.dtype) -> 
         model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     for path in folder.glob("*.safetensors"):
-        path.chmod(0o644)  # safetensors makes them readable for the owner alone
+        path.chmod(0o644)  # safetensors makes them readable only for the owner
     config = json.loads((folder / "config.json").read_text())
     for part in (config, config.get("text_config", {})):
         if "dtype" in part:
@@ -255,6 +255,6 @@ def save_model(model: Any, tokenizer: Any, folder: Path, dtype: torch.dtype) -> 
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     if isinstance(settings.get("extra_special_tokens"), list):
         settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
-    for name in ("is_local", "local_files_only"):  # of the place where it was read
+    for name in ("is_local", "local_files_only"):  # they describe how it was read
         settings.pop(name, None)
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2, ensure_ascii=False))

@@ -1,6 +1,6 @@
-"""The formats of llama.cpp and Ollama: a GGUF file and a Modelfile, tried in llama.cpp if it is installed.
+"""The formats of llama.cpp and Ollama: a GGUF file and a Modelfile, compared in llama.cpp if it is installed.
 
-A model that was trained with images gets a second file, its part for images; see `projector`.
+A model that was trained with images gets a second file for its vision part; see `projector`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _refuse_experts(tuned: TunedModel) -> None:
 
 
 def write_model(tuned: TunedModel, outtype: str) -> Written:
-    """Writes one GGUF file and a Modelfile; each weight is rounded once, from fp32."""
+    """Writes the merged model as GGUF, and a Modelfile; weights are rounded once, from fp32."""
     _refuse_experts(tuned)
     sees = tuned.config.model.images
     if sees:
@@ -65,13 +65,13 @@ def write_model(tuned: TunedModel, outtype: str) -> Written:
 
 
 def write_adapter(tuned: TunedModel) -> Written:
-    """Writes the adapter as GGUF and a Modelfile, and tries it on the base model in f16."""
+    """Writes the adapter as GGUF, and a Modelfile; compares it on the base model in f16."""
     source, sees = adapter_of(tuned, "gguf-f16"), tuned.config.model.images
     _refuse_experts(tuned)
     if sees and tuned.config.lora.vision:
         raise ValueError(
-            "GGUF adapters hold no weights of the part for images, and lora.vision=true trained some: export the "
-            "merged model (gguf-f16), or format=adapter for PEFT"
+            "GGUF adapters hold no weights of the vision part, but lora.vision=true trained some: export the merged "
+            "model (gguf-f16), or format=adapter for PEFT"
         )
     scratch = tuned.part / "base"
     settings = replace(tuned.config.model, trust_remote_code=False)
@@ -90,7 +90,7 @@ def write_adapter(tuned: TunedModel) -> Written:
     _write_modelfile(tuned, "base.gguf", target.name)
     notes.append("the Modelfile expects the base model's own GGUF file beside it, as base.gguf")
     if sees:
-        notes.append("for pictures add the base model's own mmproj file; the adapter was tried on text alone")
+        notes.append("for pictures add the base model's own mmproj file; the adapter was compared on text alone")
     options = projector.server_options(tuned, "mmproj-base.gguf") if sees else ""
     use = f"```sh\nllama-server -m base.gguf{options} --lora {HERE}/{target.name} --jinja\n```"
     return Written("a LoRA adapter as GGUF", more, notes, use)
@@ -105,20 +105,20 @@ def _write_modelfile(tuned: TunedModel, source: str, adapter: str = "", projecto
 def modelfile(
     source: str, stops: Sequence[str], system_prompt: str | None, adapter: str = "", projector: str = ""
 ) -> str:
-    """Returns the text of an Ollama Modelfile; Ollama chooses the chat template by the one in the GGUF file.
+    """Returns the text of an Ollama Modelfile. Ollama picks its template nearest to the GGUF file's chat template.
 
     Args:
-        source: the GGUF file beside it.
+        source: the GGUF file in the same folder.
         stops: tokens that end an answer.
         system_prompt: the system prompt of training.
         adapter: the GGUF file of a LoRA adapter, if `source` is its base model.
-        projector: the GGUF file of the part for images, which Ollama takes as a second source.
+        projector: the GGUF file of the vision part, which Ollama takes as a second source.
     """
     lines = [f"FROM ./{source}", *([f"FROM ./{projector}"] if projector else [])]
     lines += [f"ADAPTER ./{adapter}"] if adapter else []
     lines += [f'PARAMETER stop "{stop}"' for stop in stops]
     if system_prompt and '"""' in system_prompt:
-        lines.append('# No SYSTEM: Ollama would end the system prompt at its """. Send it in each request')
+        lines.append('# No SYSTEM: Ollama would end the system prompt at its """. Send it with every request')
     elif system_prompt:
         lines.append(f'SYSTEM """{system_prompt}"""')
     return "\n".join(lines) + "\n"
@@ -131,7 +131,7 @@ def _has_llama_cpp() -> bool:
 def _in_llama_cpp(
     tuned: TunedModel, model: Path, stored: str, adapter: Path | None = None
 ) -> tuple[list[LogitComparison], list[str]]:
-    """Loads the file in llama.cpp, if it is installed, and compares its answers."""
+    """Compares the file's answers in llama.cpp, if it is installed; returns comparisons and notes."""
     if not _has_llama_cpp():
         return [], ["not checked in llama.cpp, which is not installed: pip install xllamacpp, and export again"]
     prompts = projector.without_pictures(tuned) if tuned.config.model.images else tuned.prompts
@@ -140,16 +140,16 @@ def _in_llama_cpp(
     counts = [len(tuned.tokenizer(text)["input_ids"]) for text in tuned.texts]
     if counts != lengths:
         raise ValueError(
-            f"llama.cpp makes {lengths} tokens of texts where the tokenizer makes {counts}: the model was trained "
+            f"llama.cpp makes {lengths} tokens of texts of which the tokenizer makes {counts}: the model was trained "
             "with other tokens. The export was removed; use format=merged"
         )
-    return [check], [f"the tokenizers of llama.cpp and transformers make as many tokens of {len(counts)} texts"]
+    return [check], [f"the tokenizers of llama.cpp and transformers make equally many tokens of {len(counts)} texts"]
 
 
-_FP32 = 4  # bytes of a weight in the folder that the converter reads
+_FP32 = 4  # bytes per weight in the folder that the converter reads
 
 F16 = Format(partial(write_model, outtype="f16"), _FP32 + 2, prepare=archive_at_hand)
 BF16 = Format(partial(write_model, outtype="bf16"), _FP32 + 2, prepare=archive_at_hand)
 Q8_0 = Format(partial(write_model, outtype="q8_0"), _FP32 + 34 / 32, relation="quantized", prepare=archive_at_hand)
-# The base is tried in f16.
+# The base is compared in f16.
 LORA = Format(write_adapter, _FP32 + 2, on_base=True, relation="adapter", prepare=archive_at_hand)

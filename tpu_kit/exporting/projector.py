@@ -1,7 +1,7 @@
-"""The part for images of a GGUF export, llama.cpp's second file (mmproj), and what of it is compared.
+"""Writes the vision part of a GGUF export, llama.cpp's second file (mmproj), and compares it with the model.
 
-A new process reads the file with llama.cpp's library, or asks llama.cpp about a picture:
-`python -m tpu_kit.exporting.projector JOB.json RESULT` is that process.
+A new process, `python -m tpu_kit.exporting.projector JOB.json RESULT`, reads the file with llama.cpp's gguf library, or
+asks llama.cpp about pictures.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ from tpu_kit.exporting.formats import copy_processor
 from tpu_kit.exporting.tuned_model import TunedModel, accept
 from tpu_kit.model.base_model import base_model
 
-_OF_IMAGES = re.compile(r"vision|connector")  # in the names of the weights of a part for images
-_OF_SOUND = re.compile(r"(mm\.)?a\.")  # how names of the part for sound begin in the file
+_OF_IMAGES = re.compile(r"vision|connector")  # in the names of weights of the vision part
+_OF_SOUND = re.compile(r"(mm\.)?a\.")  # prefix of the audio part's names in the file
 ROUNDED = {"F32": 1e-7, "F16": 2.0**-11, "BF16": 2.0**-8}
-"""The largest error of a weight by the type that it is stored in, as a share of it."""
-_SMALLEST = 2.0**-25  # error of a number that f16 holds with fewer bits
+"""The largest relative rounding error of a weight, by the type in the file."""
+_SMALLEST = 2.0**-25  # absolute error of f16's subnormal numbers
 _QUESTION = "What is it?"
 PICTURES = "bf16"
-"""The limits of a comparison with pictures, a key of `equivalence.LIMITS`: a tower amplifies rounding.
+"""The key in `equivalence.LIMITS` for comparisons with pictures: a vision tower amplifies rounding.
 
-Of a tiny Gemma 4 with a tower, in f16, the largest difference was 0.13 standard deviations, of a tiny SmolVLM 0.02."""
+In f16, the largest difference was 0.13 standard deviations for a tiny Gemma 4 with a tower, and 0.02 for a SmolVLM."""
 WRITTEN = ("gemma4", "gemma4_unified", "idefics3", "smolvlm")
-"""The families whose part for images is exported."""
-_SIDE = 512  # of a picture in pixels, where a processor names none
-_PLACE = "<__media__>"  # where a picture is in a prompt of llama.cpp
+"""The families whose vision part is exported."""
+_SIDE = 512  # pixels of a picture's side, if the processor has no size
+_PLACE = "<__media__>"  # marks a picture in a prompt of llama.cpp
 
 
 class Projector(NamedTuple):
-    """The part for images that was written.
+    """A written vision part.
 
     Attributes:
-        file: in GGUF.
-        note: what was compared.
+        file: the GGUF file.
+        note: the result of the comparison.
     """
 
     file: Path
@@ -65,36 +65,35 @@ class Projector(NamedTuple):
 
 
 def refuse(tuned: TunedModel, compares: bool) -> None:
-    """Raises ValueError for a model whose part for images the converter cannot write, or that must be compared.
+    """Raises ValueError if the converter cannot write the vision part, or if a required comparison is not possible.
 
-    Of small random models of Gemma 4, llama.cpp gave other log-probabilities even for text.
+    For small random models of Gemma 4, llama.cpp computed other log-probabilities, even for text.
     """
     settings = base_model(tuned.model).config
     if settings.model_type not in WRITTEN:
         raise ValueError(
-            f"llama.cpp was not compared with models of {settings.model_type} that see: use format=merged "
-            f"(transformers) or format=vllm; the part for images of these families is written: {', '.join(WRITTEN)}"
+            f"llama.cpp was not compared with vision models of {settings.model_type}: use format=merged "
+            f"(transformers) or format=vllm; the vision part is exported for {', '.join(WRITTEN)}"
         )
     if settings.model_type == "gemma4_unified" and settings.audio_config is None:
         raise ValueError(
-            f"llama.cpp's converter writes the part for images of Gemma 4 unified with that for sound alone, and "
+            f"llama.cpp's converter writes the vision part of Gemma 4 unified only together with an audio part, and "
             f"{Path(tuned.config.model.name).name} has none: use format=merged (transformers) or format=vllm"
         )
     if settings.model_type.startswith("gemma4") and not compares:
         raise ValueError(
-            "llama.cpp was seen to answer otherwise than models of Gemma 4, so that such an export is written only "
-            "where it is compared: pip install xllamacpp, and export again; or use format=merged (transformers) or "
-            "format=vllm"
+            "llama.cpp has answered otherwise than models of Gemma 4, so such an export is written only if it can be "
+            "compared: pip install xllamacpp, and export again; or use format=merged (transformers) or format=vllm"
         )
 
 
 def complete_settings(folder: Path) -> None:
-    """Adds to config.json what the converter looks for in the files of the hub, and transformers may leave out."""
+    """Adds settings to config.json that the converter expects and transformers may not save."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
     settings = json.loads((folder / "config.json").read_text())
     text = settings["text_config"]
-    if settings["model_type"] in ("smolvlm", "idefics3"):  # it converts the language model by its own class
+    if settings["model_type"] in ("smolvlm", "idefics3"):  # the converter needs the language model's class
         text.setdefault("architectures", [CLASSES[text["model_type"]]])
     elif settings["model_type"] == "gemma4_unified":
         text.setdefault("moe_intermediate_size", None)
@@ -102,16 +101,16 @@ def complete_settings(folder: Path) -> None:
 
 
 def write(tuned: TunedModel, folder: Path, outtype: str, tools: Path) -> Projector:
-    """Writes the part for images as GGUF and compares its weights with the model's.
+    """Writes the vision part as GGUF, and compares its weights with the model's.
 
     Args:
         tuned: the model.
-        folder: of the merged model in fp32; gets the files of its processor.
-        outtype: of the language model; the part for images is in 16 bits beside q8_0.
+        folder: the merged model in fp32; receives the files of the processor.
+        outtype: type of the language model; beside q8_0, the vision part is in f16.
         tools: the folder of `converter`.
 
     Raises:
-        ValueError: the converter refuses the model, or the file does not have its weights.
+        ValueError: the converter refuses the model, or the file does not have the model's weights.
     """
     if unfetched := copy_processor(tuned.config.model, folder):
         raise ValueError(f"{unfetched[0].partition(':')[0]}: the export needs them; run this with a network")
@@ -125,18 +124,18 @@ def write(tuned: TunedModel, folder: Path, outtype: str, tools: Path) -> Project
     if found["odd"] or found["missing"]:
         odd = ", ".join([*found["odd"], *found["missing"]][:5])
         raise ValueError(
-            f"{target.name} does not have the weights of the model's part for images ({odd}): the export was removed; "
+            f"{target.name} does not have the weights of the model's vision part ({odd}): the export was removed; "
             "use format=merged" + (", or gguf-bf16 if a weight is too large for f16" if kind == "f16" else "")
         )
     return Projector(
         target,
-        f"the {found['weights']} tensors of {target.name} have the values of the model's part for images, but for "
-        f"{found['largest']:.1e} of the largest of a tensor at most",
+        f"the {found['weights']} tensors of {target.name} have the values of the model's vision part, up to "
+        f"{found['largest']:.1e} of a tensor's largest value",
     )
 
 
 def _keep_tiles(tuned: TunedModel, folder: Path) -> None:
-    """Writes into the processor's files how large a picture becomes before it is cut into tiles, as in training."""
+    """Sets the size to which pictures are scaled before tiling, as in training, in the processor's files."""
     if _most_tokens(tuned) or not (size := _processor(tuned).settings.get("size")):
         return
     for path in (folder / "preprocessor_config.json", folder / "processor_config.json"):
@@ -147,7 +146,7 @@ def _keep_tiles(tuned: TunedModel, folder: Path) -> None:
 
 
 def without_pictures(tuned: TunedModel) -> list[Any]:
-    """Returns the questions of a run as prompts of text alone."""
+    """Returns the token ids of the run's questions as chats without pictures."""
     from tpu_kit.data.images.chats import encode
 
     chats = [[{"role": "user", "content": text}] for text in tuned.texts]
@@ -155,13 +154,13 @@ def without_pictures(tuned: TunedModel) -> list[Any]:
 
 
 def server_options(tuned: TunedModel, file: str) -> str:
-    """Returns the options with which llama-server takes pictures as in training."""
+    """Returns the options of llama-server for the file of the vision part and the image tokens of training."""
     tokens = _most_tokens(tuned)
     return f" --mmproj {file}" + (f" --image-min-tokens {tokens} --image-max-tokens {tokens}" if tokens else "")
 
 
 def _most_tokens(tuned: TunedModel) -> int | None:
-    """Returns the tokens of a picture at most, where its size decides on them; None for tiles."""
+    """Returns the maximum tokens of a picture if they depend on its size; None for models with tiles."""
     from tpu_kit.data.images.processors import Gemma4
 
     processor = _processor(tuned)
@@ -175,18 +174,18 @@ def _processor(tuned: TunedModel) -> Any:
 
 
 def compare_pictures(tuned: TunedModel, model: Path, projector: Path) -> tuple[list[LogitComparison], list[str]]:
-    """Compares llama.cpp's answers about pictures with those of the tuned model.
+    """Compares llama.cpp's answers about pictures with the tuned model's.
 
     Args:
         tuned: the merged model.
         model: the language model's file.
-        projector: that of the part for images.
+        projector: the vision part's file.
 
     Returns:
-        The comparison; or what was not compared, if llama.cpp makes other tokens.
+        The comparison; or, if llama.cpp makes other tokens, a note that nothing was compared.
 
     Raises:
-        ValueError: they differ.
+        ValueError: the answers differ by more than the limits.
     """
     from tpu_kit.data.images.chats import carried, encode
     from tpu_kit.data.images.prompts import png
@@ -197,11 +196,11 @@ def compare_pictures(tuned: TunedModel, model: Path, projector: Path) -> tuple[l
     said = _text(tuned, list(prompts[0]), pictures[0].size)
     job = {
         "gguf": str(model.absolute()), "projector": str(projector.absolute()), "image_tokens": _most_tokens(tuned),
-        "texts": [said, said.removeprefix(tuned.tokenizer.bos_token or "")],  # which llama.cpp adds for some families
+        "texts": [said, said.removeprefix(tuned.tokenizer.bos_token or "")],  # llama.cpp adds bos for some families
         "pictures": [base64.b64encode(png(picture)).decode() for picture in pictures],
         "context": 2 * max(map(len, prompts)) + 2 * NEW,
     }  # fmt: skip
-    variables = {"LLAMA_MEDIA_MARKER": _PLACE}  # in place of a random text
+    variables = {"LLAMA_MEDIA_MARKER": _PLACE}  # random by default
     answers, counts = list[Answer](), set[int]()
     for ids, tried in zip(prompts, in_child(job, __name__, variables), strict=True):
         counts |= {count for _, count in tried}
@@ -209,14 +208,14 @@ def compare_pictures(tuned: TunedModel, model: Path, projector: Path) -> tuple[l
     if len(answers) < len(prompts):
         made = " or ".join(map(str, sorted(counts)))
         return [], [
-            f"not compared with pictures in llama.cpp, which makes {made} tokens of a prompt of {len(prompts[0])}"
+            f"not compared with pictures: llama.cpp makes {made} tokens of a prompt with {len(prompts[0])} tokens"
         ]
     by = "llama.cpp, with pictures"
     return [accept(compare_answers(tuned.model, prompts, answers, tuned.effect, PICTURES, by))], []
 
 
 def _text(tuned: TunedModel, ids: list[int], size: tuple[int, int]) -> str:
-    """Returns the text of token ids with `_PLACE` for the picture in it, whose tokens llama.cpp makes itself."""
+    """Returns the text of token ids with `_PLACE` instead of the picture's tokens, which llama.cpp makes itself."""
     width, height = size
     tokens, _ = _processor(tuned).tokens(height, width)
     start = next(at for at in range(len(ids)) if ids[at : at + len(tokens)] == tokens)
@@ -225,7 +224,7 @@ def _text(tuned: TunedModel, ids: list[int], size: tuple[int, int]) -> str:
 
 
 def _pictures(tuned: TunedModel) -> list[Any]:
-    """Draws smooth pictures of a size that neither program scales much, as the two scale by other filters."""
+    """Draws smooth pictures in a size that needs little scaling: the two programs scale with different filters."""
     from PIL import Image
 
     processor, tokens = _processor(tuned), _most_tokens(tuned)
@@ -245,9 +244,9 @@ def _pictures(tuned: TunedModel) -> list[Any]:
 
 
 def _compared(job: dict[str, Any]) -> dict[str, Any]:
-    """Pairs the tensors of the file with those of the model that hold the same values, in whatever order.
+    """Matches the tensors of the file with the model's weights by their sorted values.
 
-    The converter renames them, and turns some. Rounding keeps the order of sorted values.
+    Names do not match, because the converter renames tensors and transposes some. Rounding keeps the sorted order.
     """
     from safetensors import safe_open
 
@@ -275,12 +274,12 @@ def _compared(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _asked(job: dict[str, Any]) -> list[list[tuple[Answer, int]]]:
-    """Returns for each picture llama.cpp's greedy answer to each text about it, and the prompt's tokens.
+    """Returns, by picture and text, llama.cpp's greedy answer and the number of prompt tokens.
 
-    Only its own HTTP interface takes pictures beside the text of a prompt.
+    Only llama.cpp's own HTTP interface takes pictures beside the text of a prompt.
     """
     server = llama_cpp(job, job["context"])
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # of this computer
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy: the server is on this computer
 
     def answer(text: str, picture: str) -> tuple[Answer, int]:
         order = json.dumps({"prompt": {"prompt_string": text, "multimodal_data": [picture]}, **GREEDY}).encode()

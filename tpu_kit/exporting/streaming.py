@@ -1,7 +1,7 @@
-"""Runs and merges a model whose weights stay in their safetensors files, so that the host need not hold them.
+"""Runs and merges a model whose weights stay in their safetensors files, to save host memory.
 
-The model is built without weights. While a module runs, its own weights are read in fp32, and dropped after it.
-Adapters are small, and are loaded. PEFT itself merges each weight.
+The model is built on the meta device. Before a module runs, its own weights are read in fp32; after it they are
+dropped. Adapters are small and stay loaded. PEFT merges the weights.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 class _Source(NamedTuple):
-    """What the files have for a weight of the model.
+    """The tensors in the files that make a weight of the model.
 
     Attributes:
-        conversion: transformers', which makes the weight of several tensors; None if it is the only tensor.
-        names: of the tensors, each with its pattern in the conversion.
+        conversion: transformers' conversion of several tensors to the weight; None for a single tensor.
+        names: names of the tensors, with their patterns in the conversion.
     """
 
     conversion: Any
@@ -48,18 +48,18 @@ class _Slot(NamedTuple):
 
 
 class StreamedModel:
-    """A model in evaluation mode whose weights are read as it runs.
+    """A model in evaluation mode whose weights are read while it runs.
 
     Args:
-        model: of transformers or PEFT; its base weights are on the meta device.
-        plain: the same without adapters, whose weights stay on the meta device.
-        files: the file of each tensor, by name.
-        sources: what they have for the weights of `plain`, by name.
-        names: by the id of each of the base weights and buffers of `model`, its name in `plain`.
+        model: of transformers or PEFT, with base weights on the meta device.
+        plain: the model without adapters; its weights stay on the meta device.
+        files: the file of every tensor, by the tensor's name.
+        sources: the tensors of the weights of `plain`, by the weight's name.
+        names: the name in `plain` of every base weight and buffer of `model`, by its id().
 
     Attributes:
-        model: runs like any other.
-        merging: whether adapters are merged into the weights as these are read.
+        model: can be called like a loaded model.
+        merging: whether adapters are merged into weights when these are read.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class StreamedModel:
         self.model, self.merging, self._plain = model, False, plain
         self._files, self._sources = files, sources
         self._adapted: dict[tuple[int, str], Any] = {}
-        units: dict[int, torch.nn.Module] = {}  # PEFT's wrapper of a base layer, or of experts the outermost of several
+        units: dict[int, torch.nn.Module] = {}  # PEFT's wrapper of a base layer; for experts the outermost wrapper
         for part in model.modules():
             if hasattr(part, "get_delta_weight"):
                 base = id(part.get_base_layer())  # type: ignore[operator]  # of PEFT
@@ -87,7 +87,7 @@ class StreamedModel:
         whole = getattr(causal, causal.base_model_prefix, causal)
         if whole is not causal.get_decoder():  # a model for images reads a row of the embedding's weight itself
             units[id(causal.get_input_embeddings())] = whole
-            # Idefics3 takes the device of its first weight for that of its inputs.
+            # Idefics3 moves its inputs to the device of its first weight.
             first = next(part for part in whole.modules() if next(part.parameters(recurse=False), None) is not None)
             units.setdefault(id(first), whole)
         parents = {id(child): part for part in model.modules() for child in part.children()}
@@ -108,7 +108,7 @@ class StreamedModel:
                 unit.register_forward_hook(lambda _, __, ___, mine=slots: self._drop(mine))
 
     def _read(self, name: str) -> torch.Tensor:
-        """Reads a weight in fp32, by its name in the model without adapters."""
+        """Reads a weight in fp32 by its name in `plain`."""
         from safetensors import safe_open
 
         conversion, names = copy.deepcopy(self._sources[name])
@@ -118,7 +118,7 @@ class StreamedModel:
             return tensors[0].float()
         for (source, pattern), tensor in zip(names, tensors, strict=True):
             conversion.add_tensor(name, source, pattern, tensor)
-        del tensors  # the conversion frees each as soon as it can
+        del tensors  # so that the conversion can free them early
         (made,) = conversion.convert(name, model=self._plain, config=self._plain.config).values()
         return (made[0] if isinstance(made, list) else made).float()
 
@@ -126,7 +126,7 @@ class StreamedModel:
         for module, leaf, name in slots:
             module._parameters[leaf] = _parameter(self._read(name))
             if self.merging and (adapted := self._adapted.get((id(module), leaf))):
-                adapted.merge()  # which does not copy the weight
+                adapted.merge()  # in place, without a copy
 
     def _drop(self, slots: list[_Slot]) -> None:
         for module, leaf, _ in slots:
@@ -135,9 +135,9 @@ class StreamedModel:
                 adapted.merged_adapters.clear()
 
     def save(self, folder: Path, dtype: torch.dtype) -> None:
-        """Writes the settings, and one after the other the weights, merged if `merging`, to files of the same names.
+        """Writes the settings, and the weights one at a time (merged if `merging`) to files of the original names.
 
-        A weight has the names and shapes with which transformers saves it, as experts one by one.
+        Names and shapes are transformers' saved ones, such as a tensor per expert.
         """
         causal: Any = models.base_model(self.model)
         causal.config.architectures = [type(causal).__name__]
@@ -178,7 +178,7 @@ class StreamedModel:
                     self._drop([self._slots[name]])
                 for tensor in revert_weight_conversion(self._plain, {name: weight}).values():
                     file.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
-                del weight, tensor  # before the next one is read
+                del weight, tensor  # before the next weight is read
         return header
 
     def _now(self, name: str) -> torch.Tensor:
@@ -190,10 +190,10 @@ def _parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
 
 
 def stream(config: ModelConfig, adapter: Path | None = None) -> StreamedModel | None:
-    """Opens a base model in fp32, with the adapter that training wrote, or the whole model that it wrote in its place.
+    """Opens a base model in fp32 with a trained adapter, or a trained whole model.
 
-    None if the weights are not those of safetensors files with the model's own names, or the adapter trains embeddings;
-    then it must be loaded.
+    Returns None if the model must be loaded: its weights are not in safetensors files, or do not match the model's
+    names, or the adapter trains embeddings.
 
     Raises:
         ValueError: the adapter is missing, damaged or of another model.
@@ -214,7 +214,7 @@ def stream(config: ModelConfig, adapter: Path | None = None) -> StreamedModel | 
         with init_empty_weights():
             model: Any = model_class(config).from_config(settings, dtype=torch.float32)
         model.tie_weights()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # loading says what is wrong
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # loading reports the problem
         return None
     if (sources := _sources(model, files, quantizer)) is None:
         return None
@@ -232,7 +232,7 @@ def stream(config: ModelConfig, adapter: Path | None = None) -> StreamedModel | 
 
 
 def _quantizer(settings: Any) -> Any:
-    """Returns what undoes the files' quantisation, of which the settings then say nothing; None for plain weights."""
+    """Returns transformers' dequantizer of the files, and removes it from the settings; None for plain weights."""
     from transformers.quantizers import AutoHfQuantizer
 
     if (given := getattr(settings, "quantization_config", None)) is None:
@@ -247,7 +247,7 @@ def _folder(config: ModelConfig) -> Path | None:
     if config.gguf_file or config.trust_remote_code or quantized_by(config) not in (None, *UNDONE_IN_LOADING):
         return None
     name, wanted = locate(config), ["*.json", "*.safetensors"]
-    with contextlib.suppress(OSError, ValueError):  # loading says what is wrong
+    with contextlib.suppress(OSError, ValueError):  # loading reports the problem
         if not Path(name).is_dir():
             name = snapshot_download(name, revision=config.revision, allow_patterns=wanted)
         return Path(name)
@@ -265,7 +265,7 @@ def _weights(folder: Path) -> dict[str, Path]:
 
 
 def _sources(model: Any, files: Mapping[str, Path], quantizer: Any) -> dict[str, _Source] | None:
-    """By the name of each weight what the files have for it, by transformers' rules; None if the two do not fit."""
+    """Returns the tensors of every weight by transformers' conversion rules; None if files and model do not match."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
 
@@ -290,7 +290,7 @@ def _sources(model: Any, files: Mapping[str, Path], quantizer: Any) -> dict[str,
 
 
 def _fill_adapter(model: torch.nn.Module, folder: Path) -> None:
-    """Gives the model its adapter's values, which PEFT has put on the device of the base, "meta"."""
+    """Loads the adapter's values, which PEFT has put on the base's device, "meta"."""
     from safetensors.torch import load_file
 
     named = {}

@@ -1,4 +1,4 @@
-"""The tuned model that formats write, its outputs on prompts, and what a format is."""
+"""The tuned model that formats write, its outputs on prompts, and the type of a format."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tpu_kit.model.weights.loading import load_base
 from tpu_kit.model.weights.saved_adapter import ADAPTER_FILES
 from tpu_kit.model.weights.source import load_tokenizer
 
-HERE = "path/of/this/folder"  # in the texts beside the files, which may move
-_NOTHING = 1e-5  # least mean change of a logit by tuning, as a share of their spread
+HERE = "path/of/this/folder"  # stands for the export's folder in texts, because the folder may move
+_NOTHING = 1e-5  # smallest mean change of a logit by tuning, as a share of the logits' standard deviation
 _PROMPTS = 6
 _QUESTIONS = (
     "What is 17 + 25?",
@@ -38,19 +38,19 @@ class TunedModel:
 
     Attributes:
         config: the run.
-        run_dir: its folder.
-        part: the folder of the files.
-        dtype: of merged weights, a key of `DTYPES`.
-        base_id: the base model's name on the hub, if it has one.
+        run_dir: the run's folder.
+        part: the folder to write to.
+        dtype: type of merged weights, a key of `DTYPES`.
+        base_id: the base model's name on the hub, or None.
         model: the tuned model, with its adapter until it is merged.
-        streamed: what reads its weights from their files as it runs; None if it is in memory.
+        streamed: reads the model's weights from their files while it runs; None if they are in memory.
         tokenizer: of the run.
         prompts: token ids of chats up to the answer.
-        whole: the same with the tuned model's answers, where the run kept them.
+        whole: `prompts` with the tuned model's answers, if the run kept them.
         texts: the questions alone.
         stops: ids of the tokens that end an answer.
-        logits: the tuned model's, of `whole`.
-        effect: mean difference between these and the base model's logits.
+        logits: the tuned model's logits on `whole`, as `equivalence.logits` returns them.
+        effect: mean difference between `logits` and the base model's logits.
         vllm: as in `ExportOptions`.
     """
 
@@ -72,13 +72,13 @@ class TunedModel:
 
 
 class Written(NamedTuple):
-    """What a format has written.
+    """The result of a format's `write`.
 
     Attributes:
-        kind: of export, such as "merged weights in bf16".
-        checks: the comparisons, each within its limits.
+        kind: the kind of export, such as "merged weights in bf16".
+        checks: the comparisons, all within their limits.
         notes: missing checks, and how to use the export.
-        use: how to load it, in Markdown.
+        use: how to load the export, in Markdown.
     """
 
     kind: str
@@ -88,15 +88,15 @@ class Written(NamedTuple):
 
 
 class Format(NamedTuple):
-    """A format of export; `config.named_values.EXPORT_FORMATS` names each.
+    """An export format; `config.named_values.EXPORT_FORMATS` lists all formats.
 
     Attributes:
         write: writes the files, reads them again and compares them; raises ValueError if they are not the tuned model.
-        weight_bytes: of each weight on the disk while the files are written; None for those of `dtype`.
+        weight_bytes: bytes per weight on the disk while the files are written; None for the size of `dtype`.
         on_base: whether it holds an adapter, which is loaded on the base model.
-        keeps_head: whether the head of an objective may be left out beside it.
-        relation: to the base model, as the hub names it: adapter, finetune or quantized.
-        prepare: fetches what `write` needs, before minutes of loading.
+        keeps_head: whether a run with an objective's head can be exported; the head stays beside the exported files.
+        relation: to the base model, in the hub's terms: adapter, finetune or quantized.
+        prepare: fetches the tools of `write` before minutes of loading.
     """
 
     write: Callable[[TunedModel], Written]
@@ -108,14 +108,14 @@ class Format(NamedTuple):
 
 
 def accept(check: LogitComparison) -> LogitComparison:
-    """Returns a comparison; raises ValueError if it is not within its limits."""
+    """Returns the comparison; raises ValueError if it is not within its limits."""
     if check.problems:
         raise ValueError(f"the export is not the tuned model ({check.by}): {'; '.join(check.problems)}. It was removed")
     return check
 
 
 def adapter_of(tuned: TunedModel, instead: str) -> Path:
-    """Returns the folder of the run's adapter; raises ValueError if it trained a whole model, for format `instead`."""
+    """Returns the folder of the run's adapter; for whole models raises ValueError, which advises format `instead`."""
     source = tuned.run_dir / "adapter"
     if not (source / ADAPTER_FILES[0]).is_file():
         raise ValueError(f"{source} is a whole model, as lora.r=0 trains: format={instead} exports it")
@@ -125,20 +125,20 @@ def adapter_of(tuned: TunedModel, instead: str) -> Path:
 def open_tuned(
     config: TrainConfig, folder: Path, adapter: Path, part: Path, dtype: str, base_id: str | None
 ) -> TunedModel:
-    """Opens the tuned model in fp32, and compares its logits with those of the base.
+    """Opens the tuned model in fp32, and computes its logits and their difference from the base model's.
 
     Args:
         config: the run.
         folder: of the run.
-        adapter: its folder.
-        part: the folder to write files to.
-        dtype: of merged weights.
-        base_id: the base model's name on the hub, if it has one.
+        adapter: the adapter's folder.
+        part: the folder to write to.
+        dtype: type of merged weights.
+        base_id: the base model's name on the hub, or None.
 
     Raises:
-        ValueError: the model cannot be read, runs code of its own, or says what its base says.
+        ValueError: the model cannot be read, needs its own code, or has the same logits as its base.
     """
-    # The released base, not the base that training rounded (to int8, for instance).
+    # The released base, not the base as training rounded it (to int8, for instance).
     settings = replace(base_of_adapter(config.model, adapter), base_dtype="fp32", trust_remote_code=False)
     streamed = stream(settings, adapter)
     try:
@@ -148,8 +148,8 @@ def open_tuned(
         if "trust_remote_code" not in str(error):
             raise
         raise ValueError(
-            f"model.name={config.model.name} comes with Python code of its own, and an export runs no such code, even "
-            f"with model.trust_remote_code=true: if you trust it, load {adapter} with PEFT"
+            f"model.name={config.model.name} comes with its own Python code, which an export never runs, even with "
+            f"model.trust_remote_code=true: if you trust it, load {adapter} with PEFT"
         ) from error
     codec = PromptCodec(tokenizer, base_model(model), config.data)
     prompts, whole, texts = _prompts(codec, config, bool(tokenizer.chat_template), folder)
@@ -163,8 +163,8 @@ def open_tuned(
     effect = mean_difference(tuned, plain)
     if not effect > _NOTHING * torch.cat(tuned).std(dim=1).mean():
         raise ValueError(
-            f"{adapter} changes nothing: with it the model says what the base model says (mean difference of logits "
-            f"{effect:.2g}). Look at the loss in {folder / 'metrics.jsonl'}, and train again"
+            f"{adapter} changes nothing: the model's logits are the base model's (mean difference {effect:.2g}). Look "
+            f"at the loss in {folder / 'metrics.jsonl'}, and train again"
         )
     return TunedModel(
         config, folder, part, dtype, base_id, model, streamed, tokenizer, prompts, whole, texts,
@@ -175,9 +175,9 @@ def open_tuned(
 def _prompts(
     codec: PromptCodec, config: TrainConfig, chat: bool, folder: Path
 ) -> tuple[list[list[int]], list[list[int]], list[str]]:
-    """Returns chats, chats with answers, and the questions: those of eval.json, or a few general ones.
+    """Returns the token ids of chats and of chats with answers, and the questions, from eval.json or general questions.
 
-    A model that was trained with pictures is asked about some that the kit draws.
+    For a model that was trained with images, the kit draws a picture for every question.
     """
     pairs = [(question, "") for question in _QUESTIONS]
     if answers := read_comparison(folder):

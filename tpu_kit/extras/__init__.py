@@ -1,5 +1,5 @@
-"""Capabilities that training, answering and exporting do without, each whole in one folder.
+"""Optional capabilities, with one folder per capability.
 
-No room imports one: `config.registry` names their commands, objectives and public names. Without its folder these are
-gone, and nothing else. A folder imports rooms, and no other folder of this one.
+No room imports this room: `config.registry` names its commands, objectives and public names. If a folder is missing,
+only its names are gone. A folder imports other rooms, but no other folder of this room.
 """

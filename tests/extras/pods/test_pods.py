@@ -117,11 +117,11 @@ def test_the_hosts_install_this_kit_from_its_repository() -> None:
         (["--slice", "v5litpod-64"], ["--slice: unknown chip 'v5litpod': did you mean v5e"]),
         (["--slice", "v4-31"], ["the number counts TensorCores, 2 a chip. Nearest: v4-8, v4-16, v4-32"]),
         (["--slice", "v7x-8"], ["--slice: v7x-8: files are written for v4, v5e, v5p, v6e"]),
-        (["--slice", "v4-4096"], ["--slice: the topology of v4-4096 is not known; use one of v4-8, v4-16, v4-32"]),
+        (["--slice", "v4-4096"], ["--slice: the topology of v4-4096 is not known; use v4-8, v4-16, v4-32"]),
         (["--zone", "us-west-4a"], ["--zone: us-west-4a has no v5e; did you mean us-west4-a? It is offered in us-"]),
         (["--zone", "us-central2-b"], ["--zone: us-central2-b has no v5e; did you mean us-central1-a? "]),
         (["--with", "gcloud"], ["--zone: gcloud needs one; v5e is offered in us-central1-a, us-east1-b"]),
-        (["--with", "xpk", "--slice", "v4-8"], ["--with: xpk is for several hosts, and v4-8 has one; use skypilot"]),
+        (["--with", "xpk", "--slice", "v4-8"], ["--with: xpk needs several hosts, but v4-8 has one; use skypilot"]),
         (["--image", "v2-alpha-tpuv5lite"], ["--image: v2-alpha-tpuv5lite: the hosts need the software version "
                                              "v2-alpha-tpuv5-lite of TPU VMs; leave --image out"]),
         (["--with", "gcloud", "--zone", "us-west4-a", "--image", "python:3.12"], ["--image: python:3.12: the hosts"]),
@@ -130,21 +130,21 @@ def test_the_hosts_install_this_kit_from_its_repository() -> None:
         (["--with", "jobset", "--image", "us-docker.pkg.dev/p/r/kit"], ["is not the name of a container image"]),
         (["output_dir=runs/x", "run_name=My Run_3"],
          ["2 problems", "run_name: 'My Run_3': engines take at most 40 lowercase letters, digits and dashes, a letter "
-          "first; set run_name=my-run-3", "output_dir: 'runs/x': the disks of the hosts end with them, and a restarted "
-          "host could not resume; set output_dir=gs://BUCKET/my-run-3"]),
+          "first; set run_name=my-run-3", "output_dir: 'runs/x': the hosts' disks are lost with the hosts, so a "
+          "restarted host could not resume; set output_dir=gs://BUCKET/my-run-3"]),
         (["resume=never"],
          ["checkpoint.resume: 'never': a restarted host would begin at step 0, and the second restart would delete the "
           "checkpoints; set resume=auto"]),
         (["device_type=xla-cpu"], ["launch.device_type: 'xla-cpu': the hosts have TPUs; set device_type=tpu"]),
         (["source=my_rows.jsonl", "name=./model"],
-         ["data.source: 'my_rows.jsonl' is on this machine, and the hosts cannot read it; copy it (gcloud storage cp -r"
+         ["data.source: 'my_rows.jsonl' is on this machine, but the hosts cannot read it; copy it (gcloud storage cp -r"
           " ... gs://bucket/my-run/) and give its gs:// address",
-          "model.name: './model' is on this machine, and the hosts cannot read it; give its name on the Hugging Face"]),
+          "model.name: './model' is on this machine, but the hosts cannot read it; give its name on the Hugging Face"]),
         (["objective=mine:loss"], ["optim.objective: the hosts do not have the module of mine:loss; use --with job"]),
         (["generate_rows=4"], ["tracking.generate_rows: 4 on a TPU slice of several hosts: answers are generated on"]),
-        (["num_generations=4"], ["rl: the files run `train` or `dpo`, and grpo runs on one host alone; start it"]),
+        (["num_generations=4"], ["rl: the files run `train` or `dpo`, but grpo runs only on one host; start it"]),
         (["teacher=Qwen/Qwen3-8B", "on_policy=true"],
-         ["distill.on_policy: the files run `train` or `dpo`, and distill.on_policy runs on one host"]),
+         ["distill.on_policy: the files run `train` or `dpo`, but distill.on_policy runs only on one host"]),
         (["wandb=online"], ["tracking.wandb: online needs WANDB_API_KEY on the hosts; set it in this environment"]),
         (["--with", "skypilott"], ["argument --with: invalid choice: 'skypilott' (choose from"]),
     ],

@@ -166,7 +166,7 @@ def test_kernels_of_a_gpu_are_of_the_kind_that_they_are(name: str, kind: str, tm
 
 def test_a_run_that_is_over_before_the_window(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiling, "record", profile_functions.stops)
-    with pytest.raises(ValueError, match="the run was over before the window of 3 steps, which begins after 5"):
+    with pytest.raises(ValueError, match="the run ended before the 3 traced steps, which begin after step 5"):
         profile(settings(world, tmp_path), 3)
 
 
@@ -227,7 +227,7 @@ def test_a_predicted_profile_has_the_times_of_the_cost_model(tmp_path: Path, mon
     found = profile(load_config(None, [f"model.name={model}", "max_length=256", "batch_size=4"]), chip="v5e")
     assert found.split["device compute"] == pytest.approx(0.27)
     assert [one.seconds for one in found.costs] == [0.2, 0.05]
-    assert "times are those of the TPU compiler's cost model, not measured" in str(found)
+    assert "times are from the TPU compiler's cost model, not measured" in str(found)
 
 
 @needs_libtpu

@@ -117,10 +117,10 @@ def test_a_users_score_decides_and_sees_the_steps(generator: Counted) -> None:
     assert found.best.score == max(node.score for node in ended)
     assert {question for question, _ in seen} == {QUESTION}
     assert tuple(found.best.steps) in {steps for _, steps in seen}
-    with pytest.raises(ValueError, match="scoring function gave nan; it must give a finite number"):
+    with pytest.raises(ValueError, match="scoring function returned nan; it must return a finite number"):
         search(generator, QUESTION, SearchOptions(score=lambda *_: float("nan"), **SMALL))
     with pytest.raises(
-        ValueError, match=r"function, which takes the question and the steps, fails: TypeError: .*1 pos"
+        ValueError, match=r"function, called with the question and the steps, failed: TypeError: .*1 pos"
     ):
         search(generator, QUESTION, SearchOptions(score=lambda question: 0.0, **SMALL))
 

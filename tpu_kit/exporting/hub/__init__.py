@@ -1,5 +1,5 @@
-"""The Hugging Face hub: a run's result and its checkpoints, each push one commit.
+"""The Hugging Face hub: pushes a run's result and its checkpoints; every push is a single commit.
 
-Offers `publish` and `checkpoint_uploads` for runs; `repository` is one repository of the hub.
+Offers `publish` and `checkpoint_uploads` for runs; `repository` has the access to a repository.
 Must not know how a format is written: `export` does.
 """

@@ -1,8 +1,8 @@
 """Keeps the newest checkpoint of a run in its repository on the hub, and fetches it on another machine.
 
-The calling process of a run uploads, in a thread, so that the processes that train lose no time. The repository holds
-one checkpoint, in the folder last-checkpoint; each commit replaces it whole, and is refused if the branch has moved on.
-Earlier ones stay in the history, by their commits.
+The calling process of a run uploads in a thread, so that training does not wait. The repository holds a single
+checkpoint, in the folder last-checkpoint. Every commit replaces it completely, and is refused if the branch has moved
+on. Earlier checkpoints stay in the history, by their commits.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from tpu_kit.training.checkpoint.manifest import MANIFEST, Checkpoint, read_chec
 
 FOLDER = "last-checkpoint"
 """The folder of the checkpoint in the repository."""
-_LEAST = 300.0  # seconds between two uploads begin, so that the history grows slowly
-_LOOK = 5.0  # seconds between two looks for a newer checkpoint
-_SPARE = GIB  # of the disk, beside two checkpoints
-_SCRATCH = ".hub"  # in the run's folder: the checkpoint that is uploaded or fetched
+_LEAST = 300.0  # seconds between the starts of uploads, so that the history grows slowly
+_LOOK = 5.0  # seconds between checks for a newer checkpoint
+_SPARE = GIB  # free space to leave, beside two checkpoints
+_SCRATCH = ".hub"  # folder in the run's folder for the checkpoint that is uploaded or fetched
 
 
 class CheckpointUploads:
-    """A context manager that uploads the newest checkpoint of a run while its body trains, and the last one at its end.
+    """A context manager that uploads a run's newest checkpoint while its body trains, and the last one at the end.
 
-    It does nothing unless hub.strategy=checkpoint. No failure of it ends a run: it is a warning, and a newer checkpoint
-    is tried at the next turn.
+    It does nothing unless hub.strategy=checkpoint. A failure never ends the run: it is a warning, and the next upload
+    tries a newer checkpoint.
 
     Args:
         config: the run.
-        on: whether this host is the one that uploads.
-        clock: monotonic, seconds.
-        least: seconds from the start of an upload to that of the next one.
-        look: seconds between two looks for a newer checkpoint.
+        on: whether this host uploads.
+        clock: returns monotonic seconds.
+        least: minimum seconds between the starts of uploads.
+        look: seconds between checks for a newer checkpoint.
     """
 
     def __init__(
@@ -66,15 +66,15 @@ class CheckpointUploads:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="checkpoint uploads", daemon=True)
         self._begun: float | None = None  # when the last upload began
-        self._head: Head | None = None  # the commit that the next one follows
-        self._manifest, self._tried = b"", b""  # of the checkpoint there; of the one that was to replace it
+        self._head: Head | None = None  # the parent of the next commit
+        self._manifest, self._tried = b"", b""  # of the checkpoint in the repository; of the last tried upload
         self._lost, self._told = False, ""  # whether another run writes there; the last warning
         self._others = set[tuple[Path | str, float]]()  # checkpoints of an earlier run
         self.count, self.bytes = 0, 0
 
     def __enter__(self) -> Self:
         if self._on:
-            if self._config.checkpoint.resume == "never":  # those there are of an earlier run, and will be moved aside
+            if self._config.checkpoint.resume == "never":  # an earlier run's checkpoints will be moved aside
                 self._others = {(one.path, one.created) for one in list_checkpoints(self._place)[0]}
             self._thread.start()
         return self
@@ -86,7 +86,7 @@ class CheckpointUploads:
         try:
             with stops_raise():
                 self._thread.join()
-        except (KeyboardInterrupt, SystemExit):  # it ends with this process
+        except (KeyboardInterrupt, SystemExit):  # the thread ends with this process
             _warn(f"the upload of the last checkpoint was cut off; it is complete in {self._place}")
         if self.count and self._head:
             address = f"hf://{self._repository.model_id}@{self._head.sha}"
@@ -102,10 +102,10 @@ class CheckpointUploads:
                 if self._begun is None or self._clock() - self._begun >= self._least:
                     self._turn()
             if not self._turn():
-                self._turn()  # the branch may have moved on, by hand
+                self._turn()  # a commit by hand may have moved the branch
 
     def _turn(self) -> bool:
-        """Uploads the newest checkpoint, unless it is there; returns whether it need not be tried again."""
+        """Uploads the newest checkpoint unless it is already there; returns False if it should be tried again."""
         checkpoint = None
         try:
             checkpoint = next(reversed(list_checkpoints(self._place)[0]), None)
@@ -113,15 +113,15 @@ class CheckpointUploads:
                 self._upload(checkpoint)
         except Exception as error:  # whatever it is, the run goes on
             self._head = None  # read it again
-            if checkpoint and not Path(checkpoint.path).exists():  # deleted meanwhile: there is a newer one
+            if checkpoint and not Path(checkpoint.path).exists():  # deleted, because there is a newer checkpoint
                 return False
             problem = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             if problem != self._told:
                 self._told = problem
                 command = repeat_command(self._config, self._config.output_path)
                 _warn(
-                    f"{problem}. The run goes on, its checkpoints are complete in {self._place}, and the next one is "
-                    f"tried in {self._least / 60:.0f} minutes; once it has ended: {command}"
+                    f"{problem}. The run goes on, its checkpoints are complete in {self._place}; the next upload is "
+                    f"tried in {self._least / 60:.0f} minutes; after the run: {command}"
                 )
             return False
         return True
@@ -143,7 +143,7 @@ class CheckpointUploads:
         self.count, self.bytes = self.count + 1, self.bytes + made.bytes
 
     def _read_head(self) -> Head:
-        """Returns the commit that the next one follows; finds out whether another run has pushed a checkpoint."""
+        """Returns the parent of the next commit; detects whether another run has pushed a checkpoint."""
         head = self._repository.open()
         there = self._repository.read(head, f"{FOLDER}/{MANIFEST}") or b""
         name = f"hub.model_id={self._repository.model_id}"
@@ -152,8 +152,8 @@ class CheckpointUploads:
         elif self._manifest and there not in (self._manifest, self._tried):
             self._lost = True
             _warn(
-                f"{name}: another run has pushed a checkpoint there, so this one pushes no more: give each run a "
-                "hub.model_id or a hub.revision of its own"
+                f"{name}: another run has pushed a checkpoint there, so this run pushes no more: give every run its "
+                "own hub.model_id or hub.revision"
             )
         self._manifest = there
         return head
@@ -161,7 +161,7 @@ class CheckpointUploads:
 
 @contextmanager
 def _no_bars() -> Iterator[None]:
-    """Shows no bars of huggingface_hub, beside the one of the run."""
+    """Turns off huggingface_hub's progress bars, which would disturb the run's own."""
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     shown = not are_progress_bars_disabled()
@@ -175,10 +175,10 @@ def _no_bars() -> Iterator[None]:
 
 @contextmanager
 def held(checkpoint: Path, run: Path, size: int) -> Iterator[Path]:
-    """Yields a folder with the files of a checkpoint, which stay even if the run deletes the checkpoint meanwhile.
+    """Yields a folder with a checkpoint's files, which stay even if the run deletes the checkpoint meanwhile.
 
-    They are hard links, or copies where the file system has none. Where the disk has no room for them beside the next
-    checkpoint, it is the checkpoint itself.
+    The files are hard links, or copies if the file system has no hard links. If the disk has too little room, the
+    folder is the checkpoint itself.
     """
     if shutil.disk_usage(run).free < 2 * size + _SPARE:
         yield checkpoint
@@ -198,12 +198,12 @@ def held(checkpoint: Path, run: Path, size: int) -> Iterator[Path]:
 
 
 def fetch_checkpoint(config: TrainConfig) -> None:
-    """Fetches the checkpoint of `checkpoint.source` into the run's folder, if it is newer than those there.
+    """Fetches the checkpoint of `checkpoint.source` into the run's folder if it is newer than all checkpoints there.
 
-    All of its files are of one commit, and it is checked before it counts.
+    All files are from the same commit, and are verified before the checkpoint counts as complete.
 
     Raises:
-        ValueError: there is none, it is damaged, the hub cannot be reached, or the folder cannot be written to.
+        ValueError: the checkpoint is missing or damaged, the hub cannot be reached, or the folder is not writable.
     """
     if (source := config.checkpoint.source) is None:
         return
@@ -213,7 +213,7 @@ def fetch_checkpoint(config: TrainConfig) -> None:
     text = repository.read(head, f"{FOLDER}/{MANIFEST}") if head else None
     if head is None or text is None:
         what = f"has no {FOLDER}, which a run with hub.strategy=checkpoint pushes" if head else "cannot be found"
-        # Else it is the first start of the run that makes it. A commit that is not there is a mistake in any case.
+        # If the run pushes to the same place, this is its first start. A missing commit is always a mistake.
         if (model_id, revision) != (config.hub.model_id, config.hub.revision):
             raise ValueError(f"checkpoint.source={source} {what}: check its name, and that the token may read it")
         print(f"checkpoint       {source} {what}", flush=True)
@@ -226,7 +226,7 @@ def fetch_checkpoint(config: TrainConfig) -> None:
         print(f"checkpoint       {newest.path} is not older than step {step} of {address}, which is not fetched")
         return
     print(f"fetches          the checkpoint of step {step} of {address}", flush=True)
-    scratch = config.output_path / f"{_SCRATCH}-{head.sha[:12]}"  # a download that was cut off goes on
+    scratch = config.output_path / f"{_SCRATCH}-{head.sha[:12]}"  # an interrupted download continues here
     try:
         place.mkdir(parents=True, exist_ok=True)
         repository.fetch(head, FOLDER, scratch)

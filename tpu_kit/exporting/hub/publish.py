@@ -1,4 +1,4 @@
-"""Pushes the result of a run to the hub, as the section `hub` says; a recipe calls it before and after the training."""
+"""Pushes the result of a run to the hub by the section `hub`; recipes call it before and after training."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _OPTION = "hub.model_id"
 
 
 def repository_of(config: TrainConfig) -> HubRepository:
-    """Returns the repository that a run pushes to; without `hub.model_id` nobody asks it."""
+    """Returns the repository that a run pushes to; not to be used if `hub.model_id` is null."""
     hub = config.hub
     return HubRepository(hub.model_id or "", hub.private, hub.revision, _OPTION)
 
 
 def hub_problems(config: TrainConfig) -> list[str]:
-    """Returns why the result of a run could not be pushed; one process of a run asks, before the launch.
+    """Returns the problems that would prevent a push; a single process calls it before the launch.
 
     It asks the hub about the token and the repository, and changes nothing there.
     """
@@ -37,7 +37,7 @@ def hub_problems(config: TrainConfig) -> list[str]:
 
 
 def describe_push(config: TrainConfig) -> str:
-    """Says where the result will be pushed to; empty if nowhere."""
+    """Returns a line about the target of the push; empty if nothing is pushed."""
     if config.hub.model_id is None:
         return ""
     kind = "private if it is new" if config.hub.private else "public if it is new"
@@ -47,9 +47,9 @@ def describe_push(config: TrainConfig) -> str:
 
 
 def push_result(config: TrainConfig, folder: Path) -> Pushed | None:
-    """Exports the result of a run in `hub.format`, and pushes it as one commit; prints the commit.
+    """Exports the result of a run in `hub.format`, pushes it as a single commit, and prints the commit.
 
-    A failure is a warning with the command that repeats it, as the run has ended well; then it returns None.
+    A failure does not end the run: it prints a warning with the command that repeats the push, and returns None.
     """
     from tpu_kit.exporting.export import export_all  # it loads transformers, which the checks above do not need
 

@@ -1,6 +1,6 @@
-"""A repository of the Hugging Face hub: checks before the work that it can be written to, and commits files at once.
+"""A repository of the Hugging Face hub: checks early that it can be written to, and commits all files at once.
 
-The token is the one that huggingface_hub finds: HF_TOKEN, or the stored login. It is sent to the hub alone.
+huggingface_hub finds the token: HF_TOKEN, or the stored login. It is sent only to the hub.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _LOGIN = (
     "this name, which a notebook's cells.secrets reads)"
 )
 _INDEX = "export.json"  # names the files of an export
-_EXPORTED = (".json", ".jinja", ".safetensors", ".gguf")  # endings of the files of exports
-_HTTP = ("httpx", "httpx2", "requests")  # the clients of huggingface_hub's versions, whose errors are their own
-_PATIENCE, _WAITS = 300.0, 3  # the longest Retry-After that is waited for, in seconds, and how often
+_EXPORTED = (".json", ".jinja", ".safetensors", ".gguf")  # suffixes of the files of exports
+_HTTP = ("httpx", "httpx2", "requests")  # HTTP clients of huggingface_hub's versions, with their own errors
+_PATIENCE, _WAITS = 300.0, 3  # the longest Retry-After to wait for, in seconds, and the number of waits
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class Pushed:
     """A commit on the hub.
 
     Attributes:
-        url: its address.
-        sha: its hash.
-        bytes: of its files, by which the repository has grown at most.
-        removed: files of an earlier export that it removes.
+        url: address of the commit.
+        sha: hash of the commit.
+        bytes: size of its files; the repository has grown by at most this.
+        removed: files of an earlier export that the commit removes.
     """
 
     url: str
@@ -55,7 +55,7 @@ class Pushed:
 
 @dataclass(frozen=True)
 class Head:
-    """The newest commit of a branch: its hash and its files."""
+    """The newest commit of a branch: its hash and the names of its files."""
 
     sha: str
     files: frozenset[str]
@@ -63,14 +63,14 @@ class Head:
 
 @dataclass(frozen=True)
 class HubRepository:
-    """A branch of a repository of models. All methods raise ValueError, in one line that says what to do.
+    """A branch of a model repository. Methods raise ValueError with a single line that ends with the next action.
 
     Attributes:
         model_id: "owner/name".
-        private: whether it is made as a private one, if it does not exist.
-        revision: the branch, made if it does not exist; None = main.
-        option: what names it, for errors.
-        sleep: waits for so many seconds.
+        private: whether a new repository is private.
+        revision: the branch, created if it does not exist; None = main.
+        option: the option that names the repository, for errors.
+        sleep: waits for a number of seconds.
     """
 
     model_id: str
@@ -81,17 +81,17 @@ class HubRepository:
 
     @property
     def url(self) -> str:
-        """Its address."""
+        """The address of the branch."""
         from huggingface_hub import HfApi
 
         return f"{HfApi().endpoint}/{self.model_id}" + (f"/tree/{self.revision}" if self.revision else "")
 
     def check(self) -> None:
-        """Checks before any work that an export can be pushed; changes nothing.
+        """Checks, before any work, that an export can be pushed; changes nothing.
 
         Raises:
-            ValueError: the name is invalid, there is no valid token, it cannot write there, the repository belongs to
-                somebody else or holds another model, or the hub cannot be reached.
+            ValueError: the name is invalid, there is no valid token, the token cannot write there, the repository
+                belongs to somebody else or holds another model, or the hub cannot be reached.
         """
         from huggingface_hub import HfApi, get_token
         from huggingface_hub.errors import HFValidationError
@@ -113,7 +113,7 @@ class HubRepository:
         self._refuse_foreign(head, {name for name in exported if "/" not in name})
 
     def find(self) -> Head | None:
-        """Returns the newest commit; None if there is no such repository or branch, or this user cannot read it."""
+        """Returns the newest commit; None if the repository or branch does not exist or is not readable."""
         from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
         reads = self._explained("the repository cannot be read", writes=False)
@@ -122,7 +122,7 @@ class HubRepository:
         return None
 
     def open(self) -> Head:
-        """Makes the repository and the branch, unless they exist; returns the newest commit."""
+        """Creates the repository and the branch if they do not exist; returns the newest commit."""
         from huggingface_hub import HfApi
 
         with self._explained("the repository cannot be created or read"):
@@ -132,7 +132,7 @@ class HubRepository:
             return self._read()
 
     def read(self, head: Head, name: str) -> bytes | None:
-        """Returns a small file of a commit; None if it has none of this name."""
+        """Returns the content of a small file in a commit; None if the commit has no such file."""
         from huggingface_hub import HfApi
 
         if name not in head.files:
@@ -141,7 +141,7 @@ class HubRepository:
             return Path(HfApi().hf_hub_download(self.model_id, name, revision=head.sha)).read_bytes()
 
     def fetch(self, head: Head, folder: str, to: Path) -> None:
-        """Downloads a folder of a commit into a folder of this machine, and goes on with an earlier download there."""
+        """Downloads a folder of a commit to a local folder; continues an earlier download there."""
         from huggingface_hub import HfApi
 
         with self._explained("the download failed", writes=False):
@@ -150,12 +150,12 @@ class HubRepository:
             )
 
     def commit(self, head: Head, files: Mapping[str, Path], removed: set[str], message: str) -> Pushed:
-        """Uploads files, then makes one commit, unless the branch has moved on from `head`.
+        """Uploads files, then makes a single commit; fails if the branch has moved on from `head`.
 
         Args:
-            head: the commit before.
-            files: by their names there.
-            removed: names of files that it removes.
+            head: the parent commit.
+            files: local paths by their names in the repository.
+            removed: names of files to remove.
             message: of the commit.
         """
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
@@ -163,7 +163,7 @@ class HubRepository:
         api, name, branch = HfApi(), self.model_id, self.revision
         gone = tuple(sorted(removed & head.files - {*files}))
         with self._explained("the upload failed"):
-            # Hashes each file once, for all that follows.
+            # Hashes every file once, for the calls below.
             added = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=str(path)) for name, path in files.items()]
             operations: list[Any] = [*added, *(CommitOperationDelete(path_in_repo=name) for name in gone)]
             seconds = self._patiently(
@@ -179,16 +179,16 @@ class HubRepository:
         return Pushed(made.commit_url, made.oid, size, gone)
 
     def push(self, folders: Mapping[str, Path]) -> Pushed:
-        """Pushes exports as one commit, after which the repository holds exactly these exports.
+        """Pushes exports as a single commit; afterwards the repository holds exactly these exports.
 
-        Files that earlier exports of the kit left are removed in the same commit; other files of the repository stay.
+        The commit removes the files of earlier exports of the kit; other files of the repository stay.
 
         Args:
-            folders: those of `export.export`, with export.json, by their folder there; "" is the root.
+            folders: folders of `export.export`, with export.json, by their folder in the repository; "" is the root.
 
         Raises:
-            ValueError: the repository has files of the same names that are not of the kit, has moved on meanwhile, or
-                cannot be written to. The folders are complete in any case.
+            ValueError: the repository has files of the same names that the kit did not write, has moved on meanwhile,
+                or cannot be written to. The local folders stay complete.
         """
         head = self.open()
         files = {
@@ -201,7 +201,7 @@ class HubRepository:
         return self.commit(head, files, earlier, "Export by tpu_kit")
 
     def _refuse_foreign(self, head: Head, names: set[str]) -> set[str]:
-        """Raises ValueError if files of these names are there and no export of the kit; returns those that are."""
+        """Returns the files of the kit's exports; raises ValueError if other files have some of `names`."""
         earlier = set()
         for index in [name for name in head.files if name == _INDEX or name.endswith(f"/{_INDEX}")]:
             folder = index.removesuffix(_INDEX)
@@ -226,7 +226,7 @@ class HubRepository:
         return f"{self.option}={self.model_id}"
 
     def _patiently(self, ask: Callable[[], T]) -> T:
-        """Asks again where the hub says when, if that is soon."""
+        """Repeats a request after the time that the hub asks for, if it is short."""
         from huggingface_hub.errors import HfHubHTTPError
 
         for _ in range(_WAITS):
@@ -240,7 +240,7 @@ class HubRepository:
 
     @contextmanager
     def _explained(self, what: str, writes: bool = True) -> Iterator[None]:
-        """Turns errors of the hub into one line with what to do; asks first whether the hub can be reached again."""
+        """Turns errors of the hub into a line with the next action; first tests again whether the hub is reachable."""
         from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
         ask_hub_once()
@@ -263,7 +263,7 @@ class HubRepository:
             }.get(status or 0, f"{what}: {said}")
             reason = f"the hub answers {status}: try again later" if status and status >= 500 else reason
             raise ValueError(f"{self._named}: {reason}") from error
-        except Exception as error:  # a ValueError is what the hub says of a card
+        except Exception as error:  # a ValueError is the hub's answer to a wrong card
             away = type(error).__module__.split(".")[0] in _HTTP or isinstance(error, ConnectionError | TimeoutError)
             if not away and not isinstance(error, OSError | ValueError):
                 raise
@@ -272,7 +272,7 @@ class HubRepository:
 
 
 def _not_writable(user: Mapping[str, Any], model_id: str) -> str:
-    """Says why the token of a user, as `whoami` describes both, cannot write to a repository; empty if it can."""
+    """Returns why the token cannot write to a repository, by the result of `whoami`; empty if it can."""
     token, owner = user.get("auth", {}).get("accessToken", {}), model_id.partition("/")[0]
     organisations = {one["name"]: one.get("roleInOrg") for one in user.get("orgs", ())}
     if token.get("role") == "read":
@@ -285,19 +285,19 @@ def _not_writable(user: Mapping[str, Any], model_id: str) -> str:
         written = {one["entity"]["name"] for one in scopes if "repo.write" in one["permissions"]}
         if not written & {owner, model_id}:
             listed = ", ".join(sorted(written)) or "no repository"
-            return f"the token may write to {listed} alone: give it the permission repo.write for {owner}"
+            return f"the token may write only to {listed}: give it the permission repo.write for {owner}"
     return ""
 
 
 def _seconds_of(function: Callable[..., object], *given: Any, **named: Any) -> float:
-    """Calls a function, and returns how long it took."""
+    """Calls a function, and returns its duration in seconds."""
     begun = time.monotonic()
     function(*given, **named)
     return time.monotonic() - begun
 
 
 def _retry_after(error: Any) -> float | None:
-    """Returns for how many seconds the hub asks to wait; None if it does not."""
+    """Returns the seconds that the hub asks to wait; None if it does not ask."""
     from huggingface_hub.utils import parse_ratelimit_headers
 
     headers = getattr(getattr(error, "response", None), "headers", None) or {}

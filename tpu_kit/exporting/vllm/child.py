@@ -1,6 +1,6 @@
 """Answers the prompts of a job with vLLM's engine: `python child.py JOB.json RESULT.json`.
 
-The interpreter may be of another environment, so nothing of tpu_kit is imported.
+The interpreter may belong to another environment, so this module imports nothing of tpu_kit.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 
 
 def answers(job: dict[str, Any]) -> dict[str, Any]:
-    """Returns vLLM's version and, for each prompt, its token ids, the reply's, and their likeliest tokens.
+    """Returns vLLM's version and, per prompt, the token ids of prompt and reply, and the likeliest tokens.
 
-    Or, as "unable", why this vLLM cannot answer.
+    If this vLLM cannot answer, the only entry is "unable", the reason.
     """
     import vllm
     from vllm.lora.request import LoRARequest
@@ -25,7 +25,7 @@ def answers(job: dict[str, Any]) -> dict[str, Any]:
     if current_platform.is_cpu() and job["adapter"] and job["experts"]:  # their kernels need Triton
         return {"unable": "on a CPU it computes no adapters on a base with experts"}
     engine = vllm.LLM(**job["engine"], enforce_eager=True, disable_log_stats=True)
-    sampling = engine.get_default_sampling_params()  # of the generation config, as the server's
+    sampling = engine.get_default_sampling_params()  # from the generation config, like the server's
     sampling.temperature, sampling.max_tokens, sampling.logprobs = 0.0, job["tokens"], job["likeliest"]
     adapter = LoRARequest("tuned", 1, **job["adapter"]) if job["adapter"] else None
     ask = engine.chat if job["chats"] else engine.generate
@@ -38,5 +38,5 @@ def answers(job: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    del sys.path[0]  # this folder, whose modules would hide others
+    del sys.path[0]  # this folder: its modules would hide others
     Path(sys.argv[2]).write_text(json.dumps(answers(json.loads(Path(sys.argv[1]).read_text()))))

@@ -4,15 +4,15 @@ For a last hidden state h with root mean square s, the head computes
 
     f = silu(A h / s + a),   p(r | h) = sum_k w_k(f) N(r; m_k(f), diag(d_k(f))^2),   h' = h + tanh(g) s U [f, E[r | h]]
 
-p is a mixture-density network (Bishop, 1994, Neural Computing Research Group report NCRG/94/004) of the residual
-r = -dL/dh, for the negative log-likelihood L of the label: for a plain output layer with rows e_v it is
-e_label - sum_v p_v e_v. It is the target of the next learner in gradient boosting (Friedman, 2001, The Annals of
-Statistics 29(5)), which the head is. Its density is estimated in a fixed random projection, scaled by the root mean
-square of the embeddings; a trained projection would shrink r to raise its density. The gate g starts at 0 (as in
-Flamingo, Alayrac et al., arXiv:2204.14198), so that an untrained head changes nothing.
+p is a mixture-density network (Bishop, 1994, Neural Computing Research Group report NCRG/94/004). It models the
+residual r = -dL/dh, where L is the label's negative log-likelihood: for a plain output layer with rows e_v,
+r = e_label - sum_v p_v e_v. In gradient boosting (Friedman, 2001, The Annals of Statistics 29(5)), r is the target of
+the next learner, here the head. Its density is estimated in a fixed random projection, scaled by the root mean square
+of the embeddings; a trained projection would shrink r to raise its density. The gate g starts at 0 (as in Flamingo,
+Alayrac et al., arXiv:2204.14198), so an untrained head changes nothing.
 
-The head reads h without a gradient to the model, so the adapters learn as without a head (only the clipping of
-gradients is common), and an evaluation without the head measures what the head is worth.
+The head passes no gradient to h, so the adapters learn as without a head, except that gradients are clipped together.
+An evaluation without the head therefore shows the head's gain.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from tpu_kit.model.states_head import StatesHead
 from tpu_kit.training.losses.loss import IGNORE, shift_labels
 from tpu_kit.training.objectives import Cost, Objective, Sums, SupervisedObjective
 
-_LEAST = 1e-2  # standard deviation: the density of a residual that is nearly always 0 stays finite
+_LEAST = 1e-2  # smallest standard deviation: keeps the density finite for residuals near 0
 
 
 class Mixture(NamedTuple):
-    """A mixture of K Gaussians with diagonal covariances in D dimensions, for each token.
+    """Mixtures of K Gaussians with diagonal covariances in D dimensions, one mixture per token.
 
     Attributes:
-        log_weights: (..., K) logarithms of the weights, whose sum is 1.
+        log_weights: (..., K) logarithms of the mixture weights.
         means: (..., K, D).
         deviations: (..., K, D) standard deviations.
     """
@@ -58,13 +58,13 @@ class Mixture(NamedTuple):
 
 
 class ErrorCorrection(StatesHead):
-    """The head; its parameters are fp32, and it computes in fp32.
+    """The head; parameters and computation are in fp32.
 
     Args:
-        hidden_size: H of the model.
-        width: of f.
-        components: K Gaussians.
-        size: D dimensions of the projected residual.
+        hidden_size: the model's hidden size H.
+        width: size of f.
+        components: number K of Gaussians.
+        size: number D of dimensions of the projected residual.
     """
 
     name = "error_correction"
@@ -78,7 +78,7 @@ class ErrorCorrection(StatesHead):
         self.gate = torch.nn.Parameter(torch.zeros(1, dtype=torch.float32))
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, Mixture]:
-        """Returns the corrected states, (..., H) in the dtype of `hidden`, and the estimate of their residuals."""
+        """Returns the corrected states, (..., H) in the dtype of `hidden`, and the mixture of their residuals."""
         states = hidden.float()
         scale = (states.square().mean(-1, keepdim=True) + 1e-6).sqrt()
         features = F.silu(_linear(self.trunk, states / scale))
@@ -99,9 +99,9 @@ def _linear(layer: torch.nn.Linear, states: torch.Tensor) -> torch.Tensor:
 
 
 class ErrorCorrectionObjective(Objective):
-    """The negative log-likelihoods of the labels without and with the head, and that of the residual per dimension.
+    """The sum of three negative log-likelihoods: labels without head, labels with head, residual per dimension.
 
-    In evaluation it is the likelihood with the head. With error-correction-alone the adapters stay as they are.
+    In evaluation, only the labels' with the head. With error-correction-alone, the adapters are not trained.
     """
 
     extra = ("nll", "nll_corrected", "nll_residual")
@@ -111,7 +111,7 @@ class ErrorCorrectionObjective(Objective):
         self._supervised = SupervisedObjective(config.optim)
 
     def attach(self, model: torch.nn.Module, load: Callable[[ModelConfig], Any]) -> None:
-        """Adds the head, whose output layer is closed, and the projection of residuals, which is not saved."""
+        """Adds the head, with a closed gate, and the random projection of residuals, which is not saved."""
         weight = models.output_embedding(model).weight.detach()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self._seed)
@@ -122,7 +122,7 @@ class ErrorCorrectionObjective(Objective):
         model.objective = head
 
     def cost(self, tokens: int, hidden_size: int) -> Cost:
-        """See `Objective.cost`; the products are the logits of h' and the gradient of L with respect to h."""
+        """See `Objective.cost`; the extra products are the logits of h' and the gradient of L with respect to h."""
         with torch.device("meta"):
             head = ErrorCorrection(hidden_size)
         gaussians = (tokens, head.settings["components"], head.settings["size"])

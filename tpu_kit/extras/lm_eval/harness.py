@@ -1,10 +1,10 @@
-"""Provides a model for lm-evaluation-harness that runs its tasks on the kit's generator, on any backend.
+"""Runs the tasks of lm-evaluation-harness on the kit's generator, on any backend.
 
     import lm_eval                                    # pip install lm-eval
     from tpu_kit.extras.lm_eval.harness import harness_model
     lm_eval.simple_evaluate(harness_model(config, "runs/my-run/adapter"), tasks=["gsm8k"])
 
-Each kind of request is one launch, whose replicas share the work; the calling process touches no device.
+Every kind of request is a launch whose replicas share the work; the calling process uses no device.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tpu_kit.machine.storage.run_folder import adapter_at_hand
 from tpu_kit.model import rotary
 from tpu_kit.model.weights.source import load_tokenizer, read_config
 
-_LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first one given wins
+_LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first given name wins
 _PASSED_ON = ("top_k", "top_p", "min_p", "repetition_penalty", "seed")
 
 
@@ -32,13 +32,13 @@ def harness_model(
     batch_size: int = 32,
     truncate: bool = False,
 ) -> Any:
-    """Makes an `lm_eval.api.model.LM`.
+    """Returns an `lm_eval.api.model.LM` that answers with the kit's generator.
 
     Args:
-        config: the model and where it runs.
+        config: the model, and where it runs.
         adapter_dir: a run or its adapter; None for the base model.
-        batch_size: the most rows of a batch in each replica.
-        truncate: cut off the beginning of contexts that are too long; otherwise they are errors.
+        batch_size: maximum rows of a batch per replica.
+        truncate: cut the beginning of contexts that are too long; otherwise they are errors.
 
     Raises:
         ValueError: lm-eval is not installed.
@@ -52,9 +52,9 @@ def harness_model(
 
 
 class Requests:
-    """Answers the three kinds of requests; `harness_model` combines it with lm-eval's own class.
+    """Answers lm-eval's three kinds of requests; `harness_model` combines this class with lm-eval's `LM`.
 
-    A request has `args`: (context, options), (context, continuation) or (text,).
+    The `args` of a request are (context, options), (context, continuation) or (text,).
     """
 
     def __init__(self, config: TrainConfig, adapter_dir: str | Path | None, batch_size: int, truncate: bool) -> None:
@@ -67,7 +67,7 @@ class Requests:
         self._positions = positions or config.data.max_length
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
-        """Returns the answers to the contexts, each up to the first of its stop strings.
+        """Returns the answers to the contexts, up to their first stop string.
 
         Reasoning between the tags of `config.data` is left out, and stop strings do not end it, as with
         `think_end_token` of lm-eval's own models. A reply that ends within its reasoning has an empty answer.
@@ -90,10 +90,10 @@ class Requests:
         return texts
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-        """Returns the log-likelihood of each continuation in nats, and whether greedy decoding gives it.
+        """Returns (log-likelihood in nats, whether greedy decoding produces it) for every continuation.
 
         Raises:
-            ValueError: a continuation is empty, or both together are too long.
+            ValueError: a continuation is empty, or context and continuation are too long.
         """
         rows, lengths = [], []
         for number, request in enumerate(requests):
@@ -109,7 +109,7 @@ class Requests:
         ]
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
-        """Returns the log-likelihood of whole texts in nats; long texts in windows as wide as the model's context."""
+        """Returns the log-likelihoods of whole texts in nats; long texts are cut into windows of the context length."""
         rows, owners, lengths = [], [], []
         for number, request in enumerate(requests):
             for row, new in windows([self._first, *self._encode(request.args[0], special=False)], self._positions):
@@ -122,7 +122,7 @@ class Requests:
         return totals
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Renders a chat as text."""
+        """Returns a chat as text, rendered with the chat template."""
         return self._tokenizer.apply_chat_template(
             chat_history, tokenize=False, add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
@@ -147,7 +147,7 @@ class Requests:
 
     @property
     def _first(self) -> int:
-        """The first token of a text without a context."""
+        """The token before a text without a context: BOS, or EOS if there is none."""
         begin = self._tokenizer.bos_token_id
         return int(self._tokenizer.eos_token_id if begin is None else begin)
 
@@ -165,7 +165,7 @@ class Requests:
         return ids, [end for _, end in encoded["offset_mapping"]][: len(ids)]
 
     def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Returns the tokens of the context and of the continuation, which includes the last spaces of the context."""
+        """Returns the tokens of context and continuation; trailing spaces of the context go to the continuation."""
         bare = context.rstrip()
         if not bare:
             return [self._first], self._encode(context + continuation, special=False)
@@ -183,9 +183,9 @@ class Requests:
 
 
 def windows(row: list[int], width: int) -> Iterable[tuple[list[int], int]]:
-    """Yields windows of at most `width` tokens that cover a long row, each with the number of new tokens at its end.
+    """Yields (window, number of new tokens at its end) for windows of at most `width` tokens that cover a row.
 
-    The first token is only context. Each later window has one token of context, and the last as many as fit.
+    The row's first token is only context. Later windows have one token of context; the last has as many as fit.
     """
     done = 1
     while done < len(row):

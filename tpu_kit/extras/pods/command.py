@@ -15,10 +15,10 @@ from tpu_kit.extras.pods.engines import ENGINES
     {
         **CONFIG,
         "--slice": {"required": True, "metavar": "NAME", "help": "the slice, such as v5litepod-64 or v4-32"},
-        "--with": {"required": True, "dest": "engine", "choices": list(ENGINES), "help": "what launches the job"},
+        "--with": {"required": True, "dest": "engine", "choices": list(ENGINES), "help": "the engine of the job"},
         "--spot": switch("ask for Spot capacity, which is cheaper and may be taken away"),
-        "--zone": {"metavar": "ZONE", "help": "where; xpk and gcloud need it"},
-        "--image": {"metavar": "NAME", "help": "for jobset and xpk another container image"},
+        "--zone": {"metavar": "ZONE", "help": "the zone; xpk and gcloud need it"},
+        "--image": {"metavar": "NAME", "help": "another container image, for jobset and xpk"},
         "--out": {"metavar": "FOLDER", "help": "the folder for the files; pods/RUN_NAME/ENGINE by default"},
     },
 )

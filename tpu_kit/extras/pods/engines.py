@@ -1,7 +1,7 @@
-"""Fills the templates of four engines, and writes their commands to launch, watch, log and end a job.
+"""Fills the templates of four engines, and makes their commands to launch, watch, log and end a job.
 
-All engines run the same start-up script on each host. Its exit codes 0, 1 (an error) and 2 (a bad configuration) end
-the job; every other one, such as 75 (preempted), runs the script again, which resumes the run.
+All engines run the same start-up script on every host. Its exit codes 0, 1 (an error) and 2 (a bad configuration) end
+the job. After any other code, such as 75 (preempted), the script runs again and resumes the run.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from tpu_kit.machine.compatibility import REPOSITORY
 from tpu_kit.machine.host import PROCESS_BYTES
 
 RESTARTS = 20  # at most
-_GRACE_SECONDS = 120  # until a host that is told to stop is killed, where the engine lets one choose
-_CPUS = 8  # of a host: to tokenize, compile and load; a host with one chip has 24
+_GRACE_SECONDS = 120  # between SIGTERM and SIGKILL, if the engine has a setting for it
+_CPUS = 8  # requested per host, to tokenize, compile and load; a host with one chip has 24
 _SPARE_MEMORY, _ENVIRONMENT = 8 * GIB, 20 * GIB  # for the page cache; for packages, rows, caches and logs
 _PACKAGE = Path(__file__).parents[2]
 
 Written = tuple[dict[str, str], dict[str, str]]
-"""Name to text of the files; and what a command does to the command."""
+"""The texts of files by name, and the commands by purpose."""
 
 
 class _Template(string.Template):
@@ -46,10 +46,10 @@ def _fill(name: str, job: SliceJob, **values: object) -> str:
 
 
 def start_script(job: SliceJob, report: str = "", train: str = "exec {}") -> str:
-    """Returns the script that each host runs: it installs the tested packages and the kit, and trains.
+    """Returns the script that every host runs: it installs the tested packages and the kit, and trains.
 
-    gcloud adds lines that report its exit code. `train` says what is done with the command that trains, {}: by default
-    it replaces the shell, and gets its SIGTERM.
+    `report` is for gcloud's lines that report the exit code. `train` wraps the training command {}: by default, `exec`
+    replaces the shell, so that SIGTERM reaches the run.
     """
     pins = (_PACKAGE / "requirements-tpu.txt").read_text().splitlines()
     values = {
@@ -61,7 +61,7 @@ def start_script(job: SliceJob, report: str = "", train: str = "exec {}") -> str
 
 
 def _config_text(config: TrainConfig) -> str:
-    """Returns the parameters that differ from the defaults as YAML, which reads back as an equal configuration."""
+    """Returns YAML that reads back as an equal configuration, if possible with only the non-default parameters."""
     from tpu_kit.config.files import strict_yaml  # PyYAML is not needed for --help
 
     defaults, values = TrainConfig().flat_values(), config.flat_values()
@@ -86,7 +86,7 @@ def _revision() -> str:
 
 
 def published() -> str:
-    """Says which commit of the kit the hosts install, and whether it, and all changes here, were pushed."""
+    """Returns a text on the commit of the kit that the hosts install, and on local changes that are not in it."""
     revision = _revision()
     if not (_PACKAGE.parent / ".git").exists() or revision == "main":
         return f"{revision} of {REPOSITORY}"
@@ -100,9 +100,9 @@ def published() -> str:
 
 
 def _requests(job: SliceJob) -> str:
-    """Returns what the container of a host asks for besides chips: without it, a full node evicts this pod first.
+    """Returns a container's resource requests besides chips; a full node first evicts pods without requests.
 
-    The host holds the weights while they are loaded, each process its libraries, and the disk what it downloads.
+    Memory holds the weights while they are loaded, and the libraries of every process; the disk holds the downloads.
     """
     processes = 1 if job.topology.hosts > 1 or job.config.launch.mesh else job.topology.chips_per_host
     size, saved = loading_bytes(job.config, sharded=processes == 1) or 0.0, model_bytes(job.config)[0] or 0.0
@@ -112,7 +112,7 @@ def _requests(job: SliceJob) -> str:
 
 
 def skypilot(job: SliceJob, folder: Path) -> Written:
-    """A task for `sky jobs launch`: SkyPilot replaces a Spot slice that it lost, and restarts by exit code."""
+    """Makes a task for `sky jobs launch`: SkyPilot replaces a lost Spot slice, and restarts by exit code."""
     names = ", ".join(f"{name}: null" for name in job.secrets)
     task = _fill(
         "task.yaml", job, script=indent(start_script(job), "  "), spot=str(job.spot).lower(),
@@ -129,7 +129,7 @@ def skypilot(job: SliceJob, folder: Path) -> Written:
 
 
 def jobset(job: SliceJob, folder: Path) -> Written:
-    """A JobSet for a GKE cluster whose node pool has the slice; Kueue may queue it."""
+    """Makes a JobSet for a GKE cluster with a node pool of the slice; Kueue may queue it."""
     selector = '\n              cloud.google.com/gke-spot: "true"' if job.spot else ""
     selector += f"\n              topology.kubernetes.io/zone: {job.zone}" if job.zone else ""
     toleration = "\n            - {key: cloud.google.com/gke-spot, operator: Exists, effect: NoSchedule}"
@@ -150,7 +150,7 @@ def jobset(job: SliceJob, folder: Path) -> Written:
 
 
 def xpk(job: SliceJob, folder: Path) -> Written:
-    """A start-up script, which xpk's own JobSet runs as a single line."""
+    """Makes a start-up script, which xpk's own JobSet runs as a single line."""
     of_cluster = f'--cluster "$CLUSTER" --zone {job.zone}'
     script = f"$(base64 < {_quoted(folder, 'start.sh')} | tr -d '\\n')"
     lines = [
@@ -171,7 +171,7 @@ def xpk(job: SliceJob, folder: Path) -> Written:
 
 
 def gcloud(job: SliceJob, folder: Path) -> Written:
-    """A start-up script of TPU VMs, which reports its end, and a script that asks again for a slice that was lost."""
+    """Makes a start-up script for TPU VMs, which reports its exit code, and a script that replaces a lost slice."""
     at, resource = f"{job.name} --zone={job.zone}", "gcloud compute tpus queued-resources"
     codes = f"{job.config.remote}/exit-codes"
     report = _fill("gcloud-report.sh", job, codes=shlex.quote(codes))
@@ -199,7 +199,7 @@ def gcloud(job: SliceJob, folder: Path) -> Written:
 ENGINES: Mapping[str, Callable[[SliceJob, Path], Written]] = {
     "skypilot": skypilot, "jobset": jobset, "xpk": xpk, "gcloud": gcloud,
 }  # fmt: skip
-"""The writers, by the name that `--with` takes. Each takes the job and the folder of its files."""
+"""The function of every engine, by its name in `--with`; arguments are the job and the folder of its files."""
 
 
 def _quoted(folder: Path, name: str) -> str:
@@ -211,5 +211,5 @@ def _pod_logs(job: SliceJob, label: str) -> str:
 
 
 def _secret_names(job: SliceJob) -> dict[str, str]:
-    """Returns a file of names: kubectl and xpk read the values from the environment in which they run."""
+    """Returns a file with the secrets' names: kubectl and xpk read the values from their environment."""
     return {"secrets.env": "".join(f"{name}\n" for name in job.secrets)} if job.secrets else {}

@@ -1,4 +1,4 @@
-"""Writes the files of a job, and formats its hosts, its estimated cost and the engine's commands."""
+"""Writes the files of a job, and formats its hosts, estimated cost and commands as text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tpu_kit.machine.storage.atomic import write_text
 
 
 def write(job: SliceJob, engine: str, folder: Path) -> str:
-    """Writes the files of a job of `check_job` into a folder, which is made if missing; starts nothing.
+    """Writes the files of a checked job to a folder, which is created if missing; starts nothing.
 
     Returns the text that `python -m tpu_kit pod` prints; raises ValueError if a file cannot be written.
     """
@@ -36,7 +36,7 @@ def write(job: SliceJob, engine: str, folder: Path) -> str:
 
 
 def _cost(job: SliceJob) -> list[str]:
-    """Estimates the price of an hour, and of the run where the planner knows its length."""
+    """Returns lines with the price of an hour, and of the run if the planner can estimate its duration."""
     from tpu_kit.planning.planner import plan  # loads much
 
     rate, listed = job.rate, job.chip.price

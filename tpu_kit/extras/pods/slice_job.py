@@ -1,4 +1,4 @@
-"""Checks a run for a slice of several hosts: the slice, its zone, the image of its hosts, and what the run reads."""
+"""Checks a run for a slice of several hosts: the slice, its zone, the hosts' image, and the run's inputs."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from tpu_kit.distributed.detection import slice_problems
 from tpu_kit.machine.chips import Chip, Topology, parse_accelerator_type
 from tpu_kit.machine.host import is_path
 
-CONTAINER = "python:3.12"  # the image of a host on GKE; any does that has bash and python3 with pip
-SECRETS = ("HF_TOKEN", "WANDB_API_KEY")  # variables that a run reads; files name those that are set, without the value
+CONTAINER = "python:3.12"  # the default image on GKE; an image needs bash, and python3 with pip
+SECRETS = ("HF_TOKEN", "WANDB_API_KEY")  # variables that a run reads; files have the names of set ones, not the values
 _ON_GKE = ("jobset", "xpk")
 _IN_A_ZONE = ("xpk", "gcloud")
-_NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")  # what all four accept: xpk allows 40 characters
+_NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")  # accepted by all four engines: xpk allows 40 characters
 _IMAGE = re.compile(r"([\w.-]+(:\d+)?/)?[a-z0-9]+([._/-]+[a-z0-9]+)*(:[\w.-]+|@sha256:[0-9a-f]{64})")
 
 
 class Offer(NamedTuple):
-    """What Google Cloud calls a chip's hosts, and where it has them."""
+    """Google Cloud's names for a chip's hosts, and the zones and prices of the chip."""
 
     runtime: str  # software version of a TPU VM for PyTorch (docs.cloud.google.com/tpu/docs/runtimes)
     label: str  # GKE's node label `cloud.google.com/gke-tpu-accelerator` (xpk 1.16, system_characteristics.py)
-    zones: list[str]  # those with a price in the catalogue that `chips` has the prices from
-    prices: dict[str, tuple[float, float | None]]  # by region, of a chip-hour on demand and Spot: of that catalogue
+    zones: list[str]  # zones with a price in the catalogue of `chips`
+    prices: dict[str, tuple[float, float | None]]  # dollars of a chip-hour by region: (on demand, Spot), same catalogue
 
 
 OFFERS = {
     name: Offer(**offer) for name, offer in json.loads(Path(__file__).with_name("offers.json").read_text()).items()
 }
-"""By chip, for those that have slices of several hosts today."""
+"""Offers by chip, for chips with slices of several hosts."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,14 @@ class SliceJob:
     config: TrainConfig
     chip: Chip
     topology: Topology  # the slice's shape, and the chips of a host
-    zone: str | None  # None for the engine's choice
-    image: str  # of the hosts: a TPU VM's software version, or on GKE a container image
-    spot: bool  # whether the slice may be taken away at any time
+    zone: str | None  # None: the engine chooses
+    image: str  # the hosts' image: a TPU VM's software version, or on GKE a container image
+    spot: bool  # whether the slice may be preempted at any time
     secrets: tuple[str, ...]  # the environment variables to pass on
 
     @property
     def name(self) -> str:
-        """The run's name, which the engine's job has too."""
+        """The name of the run and of the engine's job."""
         return self.config.run_name
 
     @property
@@ -68,7 +68,7 @@ class SliceJob:
 
     @property
     def rate(self) -> float | None:
-        """Dollars of a chip-hour in the region, or in us-central where no zone is given; None if it is not known."""
+        """Dollars per chip-hour in the region, or in us-central if no zone is given; None if unknown."""
         if self.region is None:
             price = self.chip.price
             return price and (price.spot if self.spot else price.on_demand)
@@ -86,7 +86,7 @@ def check_job(
     """Checks a run for a slice such as "v4-32"; an image of None is the engine's default.
 
     Raises:
-        ConfigError: with all problems, each with the value and what to do.
+        ConfigError: with all problems, their values and fixes.
     """
     config = as_trained(config)
     problems = [*_run_problems(config), *_place_problems(config, in_own_image=image is not None and engine in _ON_GKE)]
@@ -101,14 +101,14 @@ def check_job(
         raise ConfigError([*problems, f"--slice: {slice_name}: files are written for {', '.join(OFFERS)}"])
     if (topology := chip.topologies.get(chips)) is None:
         known = ", ".join(map(chip.slice_name, sorted(chip.topologies)))
-        raise ConfigError([*problems, f"--slice: the topology of {slice_name} is not known; use one of {known}"])
+        raise ConfigError([*problems, f"--slice: the topology of {slice_name} is not known; use {known}"])
     offer = OFFERS[chip.name]
     if topology.hosts > 1:
         problems += slice_problems(config)
     elif engine == "xpk":
-        problems.append(f"--with: xpk is for several hosts, and {slice_name} has one; use skypilot, jobset or gcloud")
+        problems.append(f"--with: xpk needs several hosts, but {slice_name} has one; use skypilot, jobset or gcloud")
     if zone is None and engine in _IN_A_ZONE:
-        problems.append(f"--zone: {engine} needs one; {chip.name} is offered in {', '.join(offer.zones)}")
+        problems.append(f"--zone: {engine} needs a zone; {chip.name} is offered in {', '.join(offer.zones)}")
     elif zone is not None and zone not in offer.zones:
         near = " or ".join(closest(zone, offer.zones))
         advice = f"did you mean {near}? " if near else ""
@@ -133,7 +133,7 @@ def _run_problems(config: TrainConfig) -> list[str]:
         problems.append(f"run_name: {name!r}: {rule}; set run_name={near}")
         name = near
     if not config.remote:
-        where = "the disks of the hosts end with them, and a restarted host could not resume"
+        where = "the hosts' disks are lost with the hosts, so a restarted host could not resume"
         problems.append(f"output_dir: {config.output_dir!r}: {where}; set output_dir=gs://BUCKET/{name}")
     if config.checkpoint.resume == "never":
         lost = "a restarted host would begin at step 0, and the second restart would delete the checkpoints"
@@ -142,13 +142,13 @@ def _run_problems(config: TrainConfig) -> list[str]:
         problems.append(f"launch.device_type: {config.launch.device_type!r}: the hosts have TPUs; set device_type=tpu")
     if config.on_policy:
         name, command = ("distill.on_policy",) * 2 if config.distill.on_policy else ("rl", "grpo")
-        text = f"the files run `train` or `dpo`, and {command} runs on one host alone; start it there, or remove {name}"
+        text = f"the files run `train` or `dpo`, but {command} runs only on one host; start it there, or remove {name}"
         problems.append(f"{name}: {text}")
     return problems
 
 
 def _place_problems(config: TrainConfig, in_own_image: bool) -> list[str]:
-    """The parameters that name something of this machine, which the hosts do not have."""
+    """Returns a problem for every parameter that names something on this machine, which the hosts cannot read."""
     problems = []
     copy = f"copy it (gcloud storage cp -r ... {config.remote or 'gs://BUCKET/run'}/) and give its gs:// address"
     for name, place, advice in (
@@ -160,7 +160,7 @@ def _place_problems(config: TrainConfig, in_own_image: bool) -> list[str]:
         if place is None or place in (*GENERATED, "synthetic") or "://" in place:
             continue
         if is_path(name, place) or Path(place).exists():
-            problems.append(f"{name}: {place!r} is on this machine, and the hosts cannot read it; {advice}")
+            problems.append(f"{name}: {place!r} is on this machine, but the hosts cannot read it; {advice}")
     named = [(name, config[name]) for name in ("optim.objective", "tracking.verifier")]
     for name, value in [*named, *(("data.format", one.format) for one in config.data.by_source)]:
         if re.fullmatch(r"[\w.]+:\w+", value) and not value.startswith("regex:") and not in_own_image:

@@ -12,18 +12,18 @@ from tpu_kit.config.fields import knob
 @dataclass
 class _Window:
     steps: int = knob(20, "Steps to trace.", at_least=1, at_most=200)
-    chip: str | None = knob(None, "A TPU that is not here, such as v5e: profile the compiled program instead.")
+    chip: str | None = knob(None, "An absent TPU, such as v5e: profile the compiled program instead of running it.")
 
 
 @command(
     "It runs the step without evaluations, trackers and checkpoints, and writes the trace and profile.png to\n"
-    "OUTPUT_DIR/profile. A trace of a TPU opens in XProf (pip install xprof), that of a CPU or GPU in Perfetto.\n\n"
+    "OUTPUT_DIR/profile. Open a TPU's trace in XProf (pip install xprof), a CPU's or GPU's trace in Perfetto.\n\n"
     "Exit codes: 0 the report is printed, 1 error, 2 bad arguments.",
     CONFIG,
     (_Window,),
 )
 def profile(args: argparse.Namespace) -> int:
-    """Measure or predict where the time of a step goes, and what to change."""
+    """Measure or predict where the time of a step goes, and advise changes."""
     from tpu_kit.extras.profile.profile import profile as run
 
     (options,) = args.options

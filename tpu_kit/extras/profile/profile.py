@@ -1,4 +1,4 @@
-"""Profiles a run: measured in a short run of its real step, or predicted from its compiled program."""
+"""Profiles a run: measures a short run of its real step, or predicts from the compiled program."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ MOST_STEPS = 200
 
 
 def profile(config: TrainConfig, steps: int = 20, chip: str | None = None) -> Profile:
-    """Profiles a run.
+    """Profiles a run, measured on this machine or predicted for a TPU.
 
     Args:
         config: the run.
-        steps: number of steps to trace.
-        chip: a TPU to predict for, as `slices.find_slice` takes it; None runs the step on this machine.
+        steps: number of steps to trace, 1 to 200.
+        chip: a TPU to predict for, in the form of `slices.find_slice`; None runs the step on this machine.
 
     Returns:
         The profile. If it was measured, `<output_dir>/profile` has the trace, profile.png and the recordings.
 
     Raises:
-        ConfigError: `steps` is not 1 to 200.
-        ValueError: as `train`; the run was over before the window.
-        CompilerUnavailable: with `chip`, where the TPU compiler is not installed.
+        ConfigError: `steps` is out of range.
+        ValueError: as `train`; or the run ended before the traced steps.
+        CompilerUnavailable: `chip` is given, but the TPU compiler is not installed.
     """
     if not 1 <= steps <= MOST_STEPS:
         raise ConfigError([f"steps={steps}: must be 1 to {MOST_STEPS}, so that the trace stays readable"])
@@ -62,8 +62,8 @@ def _measured(config: TrainConfig, steps: int) -> Profile:
     recordings = tuple(Recording(**json.loads(file.read_text())) for file in sorted(folder.glob("recording-*.json")))
     if not recordings or not all(one.steps for one in recordings):
         raise ValueError(
-            f"the run was over before the window of {steps} steps, which begins after {WARM_UP}: it ended early, as "
-            "told above; profile it again"
+            f"the run ended before the {steps} traced steps, which begin after step {WARM_UP}: the messages above say "
+            "why; profile it again"
         )
     trace, room = read_trace(folder, steps), plan.outlook.room if plan.outlook else None
     result = Profile(
@@ -103,7 +103,7 @@ def _predicted(config: TrainConfig, chip: str) -> Profile:
     part = "accumulate" if config.on_policy else "step"
     compiled = compile_step(config, where.topology, num_replicas=where.devices, part=part)
     if not compiled.fits:
-        raise ValueError(f"there is no step to profile: {compiled}. `plan {chip}` tells what to change")
+        raise ValueError(f"there is no step to profile: {compiled}. `plan {chip}` advises a change")
     moved = compiled.collectives if where.mesh else work(config, planned.shape, planned.update).collectives
     time = timed(sum(compiled.estimated.values()), 0.0, moved, where.chip, where.calibration.time)
     split = dict.fromkeys(BUCKETS, 0.0) | {

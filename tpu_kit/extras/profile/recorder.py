@@ -1,7 +1,7 @@
 """Records a window of steps in a replica: the host's phases, the profiler's trace, and counters.
 
-`record` runs in every replica. It trains as `replica.fine_tune` does, without checkpoints and results, and marks where
-a phase of a step begins. A mark is an annotation in the trace, so that phases and device have one clock.
+`record` runs in every replica. It trains like `replica.fine_tune`, without checkpoints and results, and marks the start
+of every phase of a step. Marks are annotations in the trace, so phases and device operations share a clock.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from tpu_kit.recipes.replica import trainer
 from tpu_kit.recipes.run_plan import RunPlan
 
 WARM_UP = 5
-"""Steps before the window: they compile, end what was queued, and the last one is timed."""
+"""Steps before the window: they compile and empty the queue; the last step is timed."""
 AFTER = 10
-"""Steps after the window, as a profiler's server starts and ends late."""
-_STARTS = 1.0  # seconds in which a profiler's server starts on a free machine; on a busy one it took more than 1.4
+"""Steps after the window, because the profiler's server starts and ends late."""
+_STARTS = 1.0  # seconds for the profiler's server to start on an idle machine; a busy machine took more than 1.4
 
 
 @dataclass
 class Recording:
-    """What one replica recorded.
+    """The recording of a replica.
 
     Attributes:
         rank: of the replica.
         device_type: as `Runtime.device_type`.
-        fill: share of the rows that holds tokens.
-        phases: seconds of each phase over the window, without the profiler.
-        steps: number of steps of the window.
-        first_seconds: time of the first step, which compiles.
-        peak_bytes: of the device; None where it is not counted.
+        fill: share of token positions in the rows that are not padding.
+        phases: seconds by phase over the window, measured on the host without the profiler.
+        steps: number of steps in the window; 0 if the run ended before.
+        first_seconds: duration of the first step, which compiles.
+        peak_bytes: peak memory of the device; None if the device does not count it.
         counts: growth of `Runtime.counters` over the window.
     """
 
@@ -60,14 +60,14 @@ class Recording:
 
 
 def window(steps: int) -> int:
-    """Number of steps of a run that traces `steps`."""
+    """Returns the number of steps of a run that traces `steps` steps."""
     return WARM_UP + steps + math.ceil(steps / 4) + AFTER
 
 
 def record(config: TrainConfig, plan: RunPlan | None = None, data: MappedData | None = None) -> None:
-    """Runs the `window` of updates with a trace; `plan` and `data` as in `replica.fine_tune`.
+    """Runs the updates of `window` with a trace; `plan` and `data` as in `replica.fine_tune`.
 
-    Each replica writes recording-RANK.json into its output folder, rank 0 the trace.
+    Every replica writes recording-RANK.json to the output folder; rank 0 also writes the trace.
     """
     assert config.optim.max_steps is not None
     steps = (config.optim.max_steps - WARM_UP - AFTER) * 4 // 5
@@ -83,7 +83,7 @@ def record(config: TrainConfig, plan: RunPlan | None = None, data: MappedData | 
 
 
 class _Recorder:
-    """Follows the marks of one replica's loop; see `record`."""
+    """Records the marks of a replica's training loop; see `record`."""
 
     def __init__(self, rt: Runtime, folder: Path, steps: int, result: Callable[[], torch.Tensor]) -> None:
         self.rt, self.folder, self.steps, self._result = rt, folder, steps, result
@@ -95,7 +95,7 @@ class _Recorder:
         self._session = (_XlaSession if rt.is_xla else _TorchSession)(rt, folder) if rt.rank == 0 else None
 
     def mark(self, phase: str, step: int) -> None:
-        """Ends the phase before, and begins this one."""
+        """Ends the current phase, and begins `phase`."""
         now, first, last = time.perf_counter(), WARM_UP + 1, WARM_UP + self.steps
         if self._annotation is not None:
             self._annotation.__exit__(None, None, None)
@@ -111,7 +111,7 @@ class _Recorder:
             self._follow_device()
 
     def _follow_device(self) -> None:
-        """Waits for the step before, so that the host is one step ahead: a queue would hide how long a step takes."""
+        """Waits for the previous step, so that the host is only a step ahead: a queue would hide a step's duration."""
         now = self._result()
         self.rt.to_host([now if self._last is None else self._last])
         self._last = now
@@ -143,7 +143,7 @@ class _Recorder:
 
 
 class _XlaSession:
-    """Traces by torch_xla's profiler: a server in this process, and a request from a thread."""
+    """Traces with torch_xla's profiler: a server in this process, and a request from a thread."""
 
     def __init__(self, rt: Runtime, folder: Path) -> None:
         import torch_xla.debug.profiler as profiler
@@ -160,21 +160,21 @@ class _XlaSession:
         return self._trace is not None and not self._trace.done()
 
     def annotate(self, name: str, step: int) -> Any:
-        """Begins an annotation, without the scope that it opens: none may be open where the graph is cut."""
+        """Begins an annotation without its scope, because no scope may be open when the graph is cut."""
         annotation = self._profiler.Trace(name, step=step)
         annotation.__enter__()
         del annotation.scope
         return annotation
 
     def begin(self, steps: int, seconds: float) -> None:
-        """Requests a trace of so many steps of the duration of the last one, and waits until it has started."""
+        """Requests a trace of `steps` steps of `seconds` seconds, and waits until it has started."""
         milliseconds = round(1000 * (3 * _STARTS + 1.25 * seconds * steps))
         trace = partial(self._profiler.trace, f"localhost:{self._port}", str(self._folder), milliseconds, 1)
         self._trace = ThreadPoolExecutor(1).submit(trace)
         time.sleep(_STARTS)
 
     def end(self) -> None:
-        """Leaves the request alone: it ends after its duration."""
+        """Does nothing: the request ends after its duration."""
 
     def close(self) -> None:
         if self._trace is not None and (error := self._trace.exception()) is not None:

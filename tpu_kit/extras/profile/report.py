@@ -1,7 +1,7 @@
-"""The profile of a step, as a text and as a picture, and what it advises to change.
+"""The profile of a step as text and as a picture, with advice.
 
-Each advice rests on a figure of the trace, the recordings or the compiled program. Its gain is a bound: what the run
-would win in tokens per second if the part that it names took no time.
+Advice follows from a figure of the trace, the recordings or the compiled program. Its gain is an upper bound: the
+growth of tokens per second if the named part of a step took no time.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ MOST_ROWS, LONGEST_NAME = 10, 60
 _PREDICTED = "predicted from the compiled program, not measured"
 
 INPUT, TRACING, HOST, EXPOSED = 0.05, 0.1, 0.05, 0.1
-"""Shares of a step above which there is an advice: waiting for the input, tracing, logging, exposed collectives."""
+"""Shares of a step above which there is advice: waiting for input, tracing, logging, exposed collectives."""
 EAGER = 0.35
-"""The same for tracing off XLA, which also holds what the profiler itself takes for each operation."""
+"""The same for tracing off XLA, which includes the profiler's own time per operation."""
 UNEVEN, FILL = 0.15, 0.85
-"""The same for the delay of the slowest replica; and the share of tokens in the rows below which there is an advice."""
+"""The same for the delay of the slowest replica; and the share of tokens in the rows below which there is advice."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """One change.
+    """An advised change.
 
     Attributes:
-        rule: the part of a step, or what is wrong.
-        figure: the figure that it rests on.
-        change: the parameter and its value, as on the command line, or what to do.
-        gain: the most by which tokens per second can grow, 0.1 for 10 %.
+        rule: the part of a step, or the problem.
+        figure: the reason, with its figure.
+        change: a parameter with its value, as on the command line, or an action.
+        gain: upper bound of the growth of tokens per second, 0.1 for 10 %.
     """
 
     rule: str
@@ -58,13 +58,13 @@ class Advice:
 
 @dataclass(frozen=True)
 class Cost:
-    """The time that an operation takes in a step.
+    """The time of an operation in a step.
 
     Attributes:
         name: of the operation.
-        source: its file and line, or its layer; empty where the trace has none.
-        kind: of the work, as `compile_check.Operation.kind`.
-        seconds: of a step on one device.
+        source: file and line, or layer; empty if the trace has none.
+        kind: kind of work, as `compile_check.Operation.kind`.
+        seconds: per step and device.
     """
 
     name: str
@@ -79,14 +79,14 @@ class Profile:
 
     Attributes:
         config: the run, with a number for every "auto".
-        device: what it ran on, or would run on.
-        replicas: shards of the batch.
+        device: the device of the run, or of the prediction.
+        replicas: number of shards of the batch.
         split: seconds of a step, by `timeline.BUCKETS`.
         costs: of the operations.
         recordings: of the replicas; empty if the profile is predicted.
         trace: of rank 0; None if predicted.
-        compiled: the program, if predicted.
-        folder: with the trace; None if predicted.
+        compiled: the program; None if measured.
+        folder: the folder with the trace; None if predicted.
     """
 
     config: TrainConfig
@@ -111,7 +111,7 @@ class Profile:
 
     @cached_property
     def advice(self) -> list[Advice]:
-        """What to change, the largest gain first."""
+        """The advice, largest gain first."""
         advice = [*_slow_parts(self), *(_of_recordings(self) if self.recordings else ())]
         return sorted(advice, key=lambda one: -one.gain)
 
@@ -120,7 +120,7 @@ class Profile:
         return self.split[bucket] / self.seconds
 
     def gain(self, seconds: float) -> float:
-        """The growth of tokens per second if a step were shorter by so many seconds."""
+        """The growth of tokens per second if a step were shorter by `seconds`."""
         return self.seconds / (self.seconds - seconds) - 1
 
     def __str__(self) -> str:
@@ -168,26 +168,26 @@ def _tables(p: Profile) -> dict[str, text_tables.Rows]:
 
 
 def _short(name: str) -> str:
-    """A name that a table has room for: those of a GPU's kernels have up to hundreds of characters."""
+    """Shortens a name for a table: names of GPU kernels have up to hundreds of characters."""
     return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 3]}..."
 
 
 def _notes(p: Profile) -> list[str]:
     if p.compiled is not None:
-        return ["times are those of the TPU compiler's cost model, not measured", f"the step {p.compiled}"]
+        return ["times are from the TPU compiler's cost model, not measured", f"the step {p.compiled}"]
     first = p.recordings[0]
     counts = ", ".join(f"{count} {name}" for name, count in first.counts.items())
     return [
         f"rows are {first.fill:.1%} full; the first step took {first.first_seconds:.1f} s",
-        *([f"in {first.steps} steps: {counts}"] if counts else []),  # on a CPU nothing is counted
+        *([f"in {first.steps} steps: {counts}"] if counts else []),  # a CPU has no counters
         f"the trace and profile.png are in {p.folder}",
     ]
 
 
 def _timeline(p: Profile) -> Figure:
-    """Draws the phases of the host and the operations of each device in the first step.
+    """Draws the host's phases and the devices' operations in the first step.
 
-    A predicted profile has one part after another instead.
+    For a predicted profile, it draws the parts of a step one after another.
     """
     from matplotlib.figure import Figure
 
@@ -215,13 +215,13 @@ def _timeline(p: Profile) -> Figure:
 
 
 def _slow_parts(p: Profile) -> Iterator[Advice]:
-    """What to change in the parts of a step in which the device does not compute."""
+    """Yields advice on the parts of a step in which the device does not compute."""
     optim, batch = p.config.optim, p.batch
     fixed = " optim.global_batch_size=null" if "optim.global_batch_size" in p.config.sources else ""
     more_rows = f"optim.batch_size={2 * batch.batch_size}{fixed} or more, if it fits"
     on_xla = not p.recordings or p.recordings[0].device_type in ("tpu", "xla-cpu")
     unrolled = on_xla and optim.scan_layers == "off"
-    cores = "give this host more free processor cores: batches are made by one thread of each replica"
+    cores = "give this host more free processor cores: a thread per replica makes the batches"
     passes = f"optim.gradient_accumulation={2 * batch.gradient_accumulation}{fixed}"
     for bucket, least, change in (
         ("input wait", INPUT, cores if p.config.distill.files is None else "distill.files=FOLDER on a local disk"),
@@ -238,7 +238,7 @@ def _slow_parts(p: Profile) -> Iterator[Advice]:
 def _of_recordings(p: Profile) -> Iterator[Advice]:
     first, data = p.recordings[0], p.config.data
     if count := first.counts.get("compiles", 0):
-        shapes = "keep the shapes of the step's inputs; pass what changes by step as a tensor"
+        shapes = "keep the shapes of the step's inputs; pass values that change by step as tensors"
         change = shapes if data.packing else "data.packing=true"
         figure = f"{count} programs were compiled in {first.steps} steps of the steady state"
         yield Advice("recompilation", figure, change, p.gain(p.split["host tracing"]))
@@ -247,7 +247,7 @@ def _of_recordings(p: Profile) -> Iterator[Advice]:
         yield Advice("host reads", figure, change, p.gain(p.split["host tracing"]))
     if (fill := min(one.fill for one in p.recordings)) < FILL:
         change = f"data.max_length={2 * data.max_length}" if data.packing else "data.packing=true"
-        figure = f"{fill:.0%} of the rows hold tokens; the rest is padding, which costs as much"
+        figure = f"only {fill:.0%} of the rows' positions hold tokens; padding costs as much"
         yield Advice("padding", figure, change, 1 / fill - 1)
     times = {one.rank: one.phases["step"] / one.steps for one in p.recordings}
     rank, least = max(times, key=lambda one: times[one]), min(times.values())
@@ -255,5 +255,5 @@ def _of_recordings(p: Profile) -> Iterator[Advice]:
         figure = (
             f"replica {rank} takes {1000 * times[rank]:.1f} ms to send and trace a step, another {1000 * least:.1f}"
         )
-        change = "python -m tpu_kit verify: it measures each core; end what else runs on this host"
+        change = "python -m tpu_kit verify, which measures each core; end other programs on this host"
         yield Advice("slow replica", figure, change, p.gain(min(later, 0.9 * p.seconds)))

@@ -1,4 +1,4 @@
-"""Reads a recorded trace, and divides the time of a step by what it was spent on.
+"""Reads a recorded trace, and splits the time of a step into parts.
 
 torch_xla's profiler writes XPlane, which jaxlib's `ProfileData` reads; torch.profiler writes Chrome's JSON.
 """
@@ -20,9 +20,9 @@ import numpy as np
 from tpu_kit.distributed.child_process import run_child
 
 PHASES = ("input", "step", "dispatch", "host")
-"""In the order of a step: waiting for the batch, sending it and tracing, starting the program, logging."""
+"""The host's phases in the order of a step: wait for the batch, send it and trace, start the program, log."""
 PREFIX = "tpu_kit/"
-"""Of the names of phases in a trace."""
+"""Prefix of the phases' names in a trace."""
 BUCKETS = ("device compute", "exposed collectives", "input wait", "host tracing", "host code", "unexplained")
 _BUCKET = {
     "input": "input wait", "step": "host tracing", "dispatch": "host tracing", "host": "host code",
@@ -40,16 +40,16 @@ Span = tuple[float, float]
 
 @dataclass(frozen=True)
 class Event:
-    """Something that ran, seconds since the start of the trace.
+    """An operation of a device, or a phase of the host.
 
     Attributes:
-        name: of the operation, or of the phase.
-        kind: "phase", or that of the work as `compile_check.Operation.kind`.
-        start: when.
-        end: until when.
+        name: of the operation or phase.
+        kind: "phase", or the kind of work as `compile_check.Operation.kind`.
+        start: seconds since the start of the trace.
+        end: seconds since the start of the trace.
         device: name of the device; empty for the host.
-        source: file and line, or the scope in the model; empty where the trace has none.
-        step: of a phase.
+        source: file and line, or the scope in the model; empty if the trace has none.
+        step: number of the step, for phases.
     """
 
     name: str
@@ -63,12 +63,12 @@ class Event:
 
 @dataclass(frozen=True)
 class Trace:
-    """The whole steps of a trace.
+    """The complete steps of a trace.
 
     Attributes:
         steps: number of steps.
-        events: of these steps, in order.
-        window: from the beginning of the first step to the end of the last.
+        events: of these steps, by start.
+        window: start of the first step and end of the last, in seconds.
     """
 
     steps: int
@@ -76,10 +76,10 @@ class Trace:
     window: Span
 
     def split(self) -> dict[str, float]:
-        """Returns the seconds of a step in each of `BUCKETS`.
+        """Returns the seconds of a step by the names of `BUCKETS`, as the mean over devices.
 
-        While a device computes, the time is device compute; while it only communicates, exposed collectives. The rest
-        is the host's, by the phase in which it was. On several devices it is the mean.
+        While a device computes, the time counts as device compute; while it only communicates, as exposed collectives.
+        The rest counts by the phase of the host.
         """
         devices = sorted({one.device for one in self.events if one.device}) or [""]
         spent = np.zeros(len(BUCKETS))
@@ -98,16 +98,16 @@ class Trace:
         return dict(zip(BUCKETS, spent.tolist(), strict=True))
 
     def first(self) -> Span:
-        """Returns the first step."""
+        """Returns start and end of the first step."""
         phases = [one for one in self.events if one.kind == "phase"]
         return phases[0].start, next(one.end for one in phases if one.name == PHASES[-1])
 
 
 def read_trace(folder: Path, steps: int) -> Trace:
-    """Reads up to `steps` whole steps of the trace in a folder of `recorder.record`.
+    """Reads up to `steps` complete steps of the trace in a folder of `recorder.record`.
 
     Raises:
-        ValueError: there is no trace, it is cut short or of another version, or no whole step is in it.
+        ValueError: the trace is missing, cut short or of another version, or has no complete step.
     """
     planes, plain = sorted(folder.rglob("*.xplane.pb")), folder / "trace.json"
     if not planes and not plain.is_file():
@@ -137,7 +137,7 @@ def read_trace(folder: Path, steps: int) -> Trace:
 
 
 def _in_child(path: Path) -> list[Event]:
-    """Reads XPlane in another process, which jaxlib aborts if the file is damaged."""
+    """Reads XPlane in another process, because jaxlib aborts the process if the file is damaged."""
     done = run_child(["-m", "tpu_kit.extras.profile.timeline", str(path)], os.environ | {"JAX_PLATFORMS": "cpu"})
     if done.status:
         raise ValueError(f"{done.how}: {done.last_lines(1)}")
@@ -165,7 +165,7 @@ def _xplane(path: Path) -> Iterator[Event]:
 
 
 def _chrome(path: Path) -> Iterator[Event]:
-    """Reads Chrome's JSON; on a CPU, the operations that the main thread runs are the device's."""
+    """Reads Chrome's JSON; on a CPU, PyTorch's outermost operations are the device's events."""
     rows = json.loads(path.read_bytes())["traceEvents"]
     on_gpu = any(row.get("cat") == "kernel" for row in rows)
     work = ("kernel", "gpu_memcpy", "gpu_memset") if on_gpu else ("cpu_op",)
@@ -188,7 +188,7 @@ def _chrome(path: Path) -> Iterator[Event]:
 def _kind(name: str) -> str:
     if _COLLECTIVE.search(name):
         return "collective"
-    if name.startswith("triton_"):  # a kernel of torch.compile, named after all that is fused in it, such as _to_copy
+    if name.startswith("triton_"):  # a kernel of torch.compile, named after its fused operations, such as _to_copy
         return "matrix product" if name.startswith("triton_tem_") else "elementwise"
     if _PRODUCT.search(name):
         return "matrix product"

@@ -1,5 +1,5 @@
 """Answers a question by a tree of thoughts.
 
 Offers `search.think`, `search.search` and `options.SearchOptions`; the command `search`.
-Must not sample by itself: the generator does.
+Must not sample tokens: the generator does.
 """

@@ -15,14 +15,14 @@ from tpu_kit.generation.requests import AnsweringModel
 
 @dataclass
 class Question(AnsweringModel):
-    """What `search` answers."""
+    """The question of `search`, and the file for its tree."""
 
     prompt: str | None = knob(None, "The question.")
     out: str | None = knob(None, "A file for the tree as HTML.")
 
     def __post_init__(self) -> None:
         if not self.prompt:
-            raise ValueError('prompt: there is none; give prompt="..."')
+            raise ValueError('prompt: missing; give prompt="..."')
         if self.out and not Path(self.out).absolute().parent.is_dir():
             raise ValueError(f"out={self.out}: there is no folder {Path(self.out).parent}; make it, or name another")
 

@@ -22,22 +22,22 @@ class SearchOptions:
     """
 
     max_thoughts: int = knob(
-        5, "The most steps of a chain; then the reasoning is closed and the answer is asked for.", at_least=1
+        5, "Maximum steps of a chain; then the reasoning is closed, and the model answers.", at_least=1
     )
-    thoughts_per_step: int = knob(3, "Proposals for each next step.", at_least=1)
-    beam: int = knob(2, "Chains that are kept at each level, or followed at a time.", at_least=1)
+    thoughts_per_step: int = knob(3, "Proposals for every next step.", at_least=1)
+    beam: int = knob(2, "Chains to keep at every level (beam), or to extend at a time (best-first).", at_least=1)
     strategy: Literal["beam", "best-first"] = knob(
-        "beam", "beam continues the best of each level, best-first the best of the whole tree."
+        "beam", "beam: extend the best chains of the last level; best-first: the best chains of the whole tree."
     )
     score: Literal["logprob", "self-evaluation"] | Scorer = knob(  # noqa: RUF009  `knob` makes a field
         "logprob",
-        "logprob (mean log-probability of the chain's tokens), self-evaluation (how likely the model finds yes when "
+        "logprob (mean log-probability of the chain's tokens), self-evaluation (the model's probability of yes when "
         "asked whether the steps are right), or a function, also as module:function.",
     )
     max_tokens: int = knob(1024, "Budget of generated tokens, answers and self-evaluation included; never exceeded.")
-    thought_tokens: int = knob(32, "The most tokens of a step.", at_least=1)
-    answer_tokens: int = knob(16, "The most tokens of an answer.", at_least=1)
-    temperature: float = knob(0.7, "Temperature of the proposals; at 0 all would be the same.", above=0, below=1e4)
+    thought_tokens: int = knob(32, "Maximum tokens of a step.", at_least=1)
+    answer_tokens: int = knob(16, "Maximum tokens of an answer.", at_least=1)
+    temperature: float = knob(0.7, "Temperature of the proposals; at 0 all would be equal.", above=0, below=1e4)
     seed: int = knob(0, "Seed of the proposals.", at_least=0)
 
     def __post_init__(self) -> None:

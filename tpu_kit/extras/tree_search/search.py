@@ -5,7 +5,7 @@
     print(result)
 
 Tree of thoughts (Yao et al., arXiv:2305.10601) proposes several next steps of the reasoning, scores them, and continues
-from the best ones. A step is a line of the reasoning. The steps of a level are generated as one batch.
+from the best steps. A step is a line of the reasoning. The steps of a level are generated as a batch.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Thought:
     """A step of the reasoning, or the root of the tree.
 
     Attributes:
-        text: of the step; the question for the root.
-        score: of the chain that ends here.
-        depth: number of steps of the chain.
+        text: of the step; for the root, the question.
+        score: of the chain that ends with this step.
+        depth: number of steps in the chain.
         done: whether the reasoning ended with this step.
-        answer: of the chain, if the model was asked for it.
+        answer: the answer of the chain, if the model has generated it.
         children: the proposals for the next step.
     """
 
@@ -58,12 +58,12 @@ class Thought:
 
     @property
     def chain(self) -> list[Thought]:
-        """The steps from the root to this one."""
+        """The thoughts from the root to this thought."""
         return [*(self.parent.chain if self.parent else []), self]
 
     @property
     def steps(self) -> list[str]:
-        """The texts of the chain without the question."""
+        """The texts of the chain, without the question."""
         return [step.text for step in self.chain[1:]]
 
 
@@ -75,9 +75,9 @@ class SearchResult:
         answer: of the best chain.
         best: the last step of the best chain.
         root: of the tree.
-        tokens: generated tokens, including answers and self-evaluation.
-        nodes: steps in the tree.
-        stopped: "done", or "tokens" where their budget is exhausted.
+        tokens: number of generated tokens, including answers and self-evaluation.
+        nodes: number of steps in the tree.
+        stopped: "done", or "tokens" if the token budget was exhausted.
     """
 
     answer: str
@@ -124,14 +124,14 @@ def search(generator: Generator, question: str, options: SearchOptions | None = 
     """Answers a question by a tree of thoughts.
 
     Args:
-        generator: with `max_prompt` for the question and the longest chain, `batch_size` best beam x thoughts_per_step,
-            and `max_new_tokens` the larger of thought_tokens and answer_tokens.
-        question: as a user asks it; the chat template renders it, if there is one.
+        generator: its `max_prompt` must hold the question and the longest chain, and its `max_new_tokens` the larger of
+            thought_tokens and answer_tokens; the best `batch_size` is beam x thoughts_per_step.
+        question: the user's text; the chat template renders it, if there is one.
         options: of the search.
 
     Raises:
-        ValueError: a chain does not fit the generator, the budgets allow no level, or the scoring function gives no
-            finite number.
+        ValueError: a chain does not fit the generator, the token budget is below one level, or the scoring function
+            fails or returns no finite number.
     """
     return _Search(generator, question, options or SearchOptions()).run()
 
@@ -148,10 +148,10 @@ def think(
 
     Args:
         config: as in `answers.generate`; one replica runs, or the mesh.
-        question: as a user asks it.
+        question: the user's text.
         options: of the search.
         adapter_dir: as in `answers.generate`.
-        chat: whether the chat template renders the question; None does so if the adapter's tokenizer has one.
+        chat: whether the chat template renders the question; None: if the adapter's tokenizer has a template.
 
     Raises:
         ValueError: as in `search` and `answers.generate`.
@@ -186,7 +186,7 @@ class _Search:
         self.tokens = self.nodes = self._level = 0
         self._ended: list[Thought] = []
         self._judging = sum(len(self._ids(word)) for word in _VERDICTS) if options.score == "self-evaluation" else 0
-        # The most tokens of continuing one step.
+        # The maximum tokens to extend a chain by a step.
         self._each = options.thoughts_per_step * (options.thought_tokens + self._judging)
         if options.max_tokens < self._each + options.answer_tokens:
             raise ValueError(
@@ -207,7 +207,7 @@ class _Search:
         frontier = [self.root]
         while frontier:
             chosen = sorted(frontier, key=lambda node: -node.score)[: self._options.beam]
-            # At the end each chain of the beam may need an answer.
+            # At the end, every chain of the beam may need an answer.
             reserved = self._options.answer_tokens * self._options.beam
             able = max(0, self._options.max_tokens - self.tokens - reserved) // self._each
             chosen = chosen[: able or self.root in chosen]  # __init__ has checked the budget for one level
@@ -226,12 +226,12 @@ class _Search:
         return self._answer(frontier, stopped)
 
     def _hopeful(self, frontier: Sequence[Thought]) -> bool:
-        """Whether an open chain is better than the worst of the best ended chains."""
+        """Returns whether an open chain scores higher than the worst of the best ended chains."""
         best = sorted((node.score for node in self._ended), reverse=True)[: self._options.beam]
         return any(node.score > best[-1] for node in frontier)
 
     def _expand(self, nodes: Sequence[Thought]) -> list[Thought]:
-        """Proposes the next steps of all nodes as one batch, and scores them."""
+        """Proposes the next steps of all nodes as a batch, and scores them."""
         sampling = Sampling(
             self._options.thought_tokens, self._options.temperature, stop=("\n",), seed=self._options.seed + self._level
         )
@@ -257,12 +257,12 @@ class _Search:
         return children
 
     def _generate(self, prompts: list[list[int]], sampling: Sampling, n: int = 1) -> list[Completion]:
-        """Duplicates a single prompt, for which the generator would otherwise compile programs of another shape."""
+        """Generates replies; duplicates a single prompt, so that the generator compiles no further batch shape."""
         alone = len(prompts) == 1 and self._options.beam > 1
         return self._generator.generate(prompts * (2 if alone else 1), sampling, n)[: len(prompts) * n]
 
     def _goes_on(self, reply: Completion) -> bool:
-        """Whether a step ended with its line or with its token limit, not with the end of the turn."""
+        """Returns whether a step ended at a line break or at its token limit, not at the end of the turn."""
         return reply.finish_reason == "length" or "\n" in self._tokenizer.decode(list(reply.tokens[-1:]))
 
     def _scores(self, children: Sequence[Thought]) -> list[float]:
@@ -283,10 +283,10 @@ class _Search:
         except Exception as error:  # a user's function may raise anything
             text = f"{type(error).__name__}: {error}"
             raise ValueError(
-                f"search: the scoring function, which takes the question and the steps, fails: {text}"
+                f"search: the scoring function, called with the question and the steps, failed: {text}"
             ) from error
         if wrong := [value for value in scores if not math.isfinite(value)]:
-            raise ValueError(f"search: the scoring function gave {wrong[0]}; it must give a finite number")
+            raise ValueError(f"search: the scoring function returned {wrong[0]}; it must return a finite number")
         return scores
 
     def _judged(self, child: Thought) -> Prompt:
@@ -302,7 +302,7 @@ class _Search:
         return self._ids("\n" * within + f"{self._data.think_close}\n")
 
     def _answer(self, frontier: Sequence[Thought], stopped: Stopped) -> SearchResult:
-        """Generates the answers of the best chains as one batch."""
+        """Generates the answers of the best chains as a batch."""
         chains = sorted(self._ended or frontier, key=lambda node: -node.score)[: self._options.beam]
         room = max(1, (self._options.max_tokens - self.tokens) // self._options.answer_tokens)
         chains = chains[:room]
