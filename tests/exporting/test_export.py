@@ -444,7 +444,7 @@ def test_the_converter_is_taken_from_the_archive_which_is_checked(archive: Path)
         assert [path.name for path in folder.iterdir()] == ["convert_hf_to_gguf.py"]
     assert not folder.exists()
     archive.write_bytes(b"other")
-    with pytest.raises(ValueError, match=r"has the SHA-256 .* and should have .* Delete it"), converter.converter():
+    with pytest.raises(ValueError, match=r"has the SHA-256 .* instead of .* Delete it"), converter.converter():
         pass
 
 

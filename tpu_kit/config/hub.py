@@ -69,12 +69,12 @@ class HubConfig:
         "minutes, so that another machine can continue the run (checkpoint.source).",
     )
     revision: str | None = knob(
-        None, "Branch; null = main. Write the section: revision alone is model.revision.", check=check_branch
+        None, "Branch; null = main. Write hub.revision: revision alone is model.revision.", check=check_branch
     )
     format: str | tuple[str, ...] | None = knob(
         None,
         f"Export format, or a list of formats: {', '.join(EXPORT_FORMATS)}. In a list, the first goes to the root, and "
-        "every other to a folder of its name. null = adapter, or merged with lora.r=0. Write the section: format alone "
+        "every other to a folder of its name. null = adapter, or merged with lora.r=0. Write hub.format: format alone "
         "is data.format.",
         check=check_formats,
     )

@@ -283,7 +283,7 @@ class RlConfig:
         "group", "Divide advantages by the standard deviation of the rewards in the group, or in the rollout (batch)."
     )
     num_iterations: int = knob(1, "How often the updates of a rollout are repeated.", at_least=1, at_most=100)
-    mask_truncated_completions: bool = knob(False, "Exclude completions of max_completion_length from the loss.")
+    mask_truncated_completions: bool = knob(False, "Completions that reach max_completion_length get no loss.")
     drop_zero_advantage: bool | None = knob(
         None,
         "Leave groups with equal rewards out of the passes, but count them in the average; null = true if beta and "
@@ -335,13 +335,13 @@ class CheckpointConfig:
     )  # fmt: skip
     resume: Literal["auto", "never", "must"] = knob(
         "auto",
-        "auto: resume from the newest complete checkpoint, or start without a checkpoint; must: fail without a "
-        "checkpoint; never: start anew every time, and keep the checkpoints of only one earlier run.",
+        "auto: resume from the newest complete checkpoint if there is one; must: fail if there is none; never: start "
+        "anew every time, and keep the checkpoints of only one earlier run.",
     )
     source: str | None = knob(
         None,
         "hf://owner/name or hf://owner/name@commit, with a checkpoint of hub.strategy=checkpoint. It is fetched before "
-        "the run if it is newer than all checkpoints in output_dir. Write the section: source alone is data.source.",
+        "the run if it is newer than all in output_dir. Write checkpoint.source: source alone is data.source.",
         check=read_hub_address,
     )
 

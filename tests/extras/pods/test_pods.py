@@ -120,7 +120,7 @@ def test_the_hosts_install_this_kit_from_its_repository() -> None:
         (["--slice", "v4-4096"], ["--slice: the topology of v4-4096 is not known; use v4-8, v4-16, v4-32"]),
         (["--zone", "us-west-4a"], ["--zone: us-west-4a has no v5e; did you mean us-west4-a? It is offered in us-"]),
         (["--zone", "us-central2-b"], ["--zone: us-central2-b has no v5e; did you mean us-central1-a? "]),
-        (["--with", "gcloud"], ["--zone: gcloud needs one; v5e is offered in us-central1-a, us-east1-b"]),
+        (["--with", "gcloud"], ["--zone: gcloud needs a zone; v5e is offered in us-central1-a, us-east1-b"]),
         (["--with", "xpk", "--slice", "v4-8"], ["--with: xpk needs several hosts, but v4-8 has one; use skypilot"]),
         (["--image", "v2-alpha-tpuv5lite"], ["--image: v2-alpha-tpuv5lite: the hosts need the software version "
                                              "v2-alpha-tpuv5-lite of TPU VMs; leave --image out"]),

@@ -190,7 +190,7 @@ class DataConfig:
         "(null: 64) are held out, and long texts are split.",
     )
     seed: int = knob(0, "Seed of the held-out split and of the order of rows.", at_least=0, at_most=2**32 - 1)
-    shuffle: bool = knob(True, "Shuffle the training rows, anew each epoch.")
+    shuffle: bool = knob(True, "Shuffle the training rows, differently in every epoch.")
     order: Literal["mix", "sequence", "round_robin"] = knob(
         "mix", "Order of the packed rows of several sources: random, one source after another, or in turns."
     )
