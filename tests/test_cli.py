@@ -196,8 +196,8 @@ def test_help_of_every_command(name: str, capsys: pytest.CaptureFixture[str]) ->
         (["checkpoints", "run", "--force"], "--force: no such option; there are -h, --help, --verify, --json"),
         (["doctor", "a.yaml", "b.yaml"], "a.yaml, b.yaml: one configuration file at most"),
         (["doctor", "num_replica=2"], "did you mean launch.num_replicas?"),
-        (["export", "run", "format=xyz"], "format=xyz: there are adapter, merged"),
-        (["export", "run", "dtype=int4"], "dtype=int4: there are bf16"),
+        (["export", "run", "format=xyz"], "format=xyz: the formats are adapter, merged"),
+        (["export", "run", "dtype=int4"], "dtype=int4: the types are bf16"),
         (["generate", "--prompt", "a b"], "--prompt: no such option"),
     ],
 )

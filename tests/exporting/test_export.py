@@ -318,7 +318,7 @@ def test_a_new_format_is_a_line_and_an_object(run: Path, monkeypatch: pytest.Mon
     assert main(["export", str(run), "format=words"]) == 0
     assert f"words in {run / 'export' / 'words'}: README.md, export.json, words.txt" in capsys.readouterr().out
     assert main(["export", str(run), "format=pictures"]) == 2
-    assert f"there are {', '.join(EXPORT_FORMATS)}" in capsys.readouterr().err
+    assert f"the formats are {', '.join(EXPORT_FORMATS)}" in capsys.readouterr().err
 
 
 def test_an_export_that_is_not_the_tuned_model_goes(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,8 +331,8 @@ def test_an_export_that_is_not_the_tuned_model_goes(run: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"format": "gptq"}, "format=gptq: there are adapter, merged"),
-        ({"dtype": "int4"}, "dtype=int4: there are bf16"),
+        ({"format": "gptq"}, "format=gptq: the formats are adapter, merged"),
+        ({"dtype": "int4"}, "dtype=int4: the types are bf16"),
         ({"out": "adapter"}, "exists and is no earlier export"),
     ],
 )

@@ -101,7 +101,7 @@ def test_the_part_for_images_is_written_beside_the_language_model(
     ]  # fmt: skip
     assert text["config"]["text_config"]["architectures"] == ["LlamaForCausalLM"]
     assert part["preprocessor_config"]["size"] == {"longest_edge": 64}
-    assert "tensors of mmproj-my-run-f16.gguf have the values of the model's part for images" in str(done)
+    assert "tensors of mmproj-my-run-f16.gguf have the values of the model's vision part" in str(done)
     assert (tmp_path / "out" / "Modelfile").read_text().startswith("".join(f"FROM ./{file}\n" for file in files))
     card = (tmp_path / "out" / "README.md").read_text()
     assert "llama-server -m path/of/this/folder/my-run-q8_0.gguf --mmproj path/of/this/folder/mmproj-my-run-f16" in card
@@ -157,7 +157,7 @@ def test_gemma_4_is_converted_with_the_weights_of_its_part_for_images(
     changes = {"lora.r": 4, "model.images": True, "data.max_length": 512, "data.image_tokens": 70}
     make_run(tmp_path / "run", str(base), **changes)
     done = export(tmp_path / "run", "gguf-f16", tmp_path / "whole")
-    assert "tensors of mmproj-my-run-f16.gguf have the values of the model's part for images" in str(done)
+    assert "tensors of mmproj-my-run-f16.gguf have the values of the model's vision part" in str(done)
     card = (tmp_path / "whole" / "README.md").read_text()
     assert "mmproj-my-run-f16.gguf --image-min-tokens 70 --image-max-tokens 70" in card
 
