@@ -157,7 +157,7 @@ class _Reader:
                     self.problems += error.problems
                     continue
                 if read is None and parameters()[name].default is None and value not in ("null", "~", "None"):
-                    self.problems.append(f"{name}: {show(value)} reads as null; write {name}=null if that is meant")
+                    self.problems.append(f"{name}: {show(value)} reads as null; write {name}=null for none")
                 else:
                     self._set(name, read, "command line")
 
