@@ -87,10 +87,7 @@ def _embedding_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
         yield "lora.tokens lora.full", "trains vectors of embeddings that lora.full trains in full; remove either"
     for name in ("tokens", "full"):
         if config.model.images and config[f"lora.{name}"]:
-            yield (
-                f"lora.{name} model.images",
-                "is not for model.images=true; remove it, or set that to false",
-            )
+            yield f"lora.{name} model.images", "is not for model.images=true; remove it, or set that to false"
     if config.model.images and lora.adapts_embeddings:
         text = "names an embedding, but model.images=true trains none; name linear layers, or set model.images=false"
         yield "lora.targets model.images", text
