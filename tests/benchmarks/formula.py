@@ -4,7 +4,8 @@ The compiler's answers are those of tests/recorded_memory.json. With --missing t
 recorded, with --compile all of them; each is written when it comes, and what the compiler has said of a program before
 is taken from its cache, so either goes on where it was interrupted. With --draw it asks for the steps that `drawn`
 named once: none was chosen by hand, and none is drawn again. The "later" steps were compiled when the formula was done:
-five of another seed, and four of kinds that had been far off. --readme puts the tables into tpu_kit/planning/README.md.
+five of another seed, and four of kinds that had been far off. --readme puts their last lines into
+tpu_kit/planning/README.md.
 """
 
 from __future__ import annotations
@@ -122,42 +123,26 @@ def write(recorded: dict[str, Any]) -> None:
 
 
 def section(printed: str, drawn: str, later: str) -> str:
-    """The section of tpu_kit/planning/README.md that shows the tables."""
+    """Returns the section of tpu_kit/planning/README.md, with the last line of each table."""
     summary, of_drawn, of_later = (text.rpartition("\n\n")[2].rstrip(".") for text in (printed, drawn, later))
     return f"""{HEADING}
-Memory of a device in GiB, as `python -m tpu_kit plan` computes it and as libtpu 0.0.21 reports it after compiling the
-same step. `python -m tests.benchmarks.formula` prints this table, and `make test-slow` compiles the steps again.
+`python -m tests.benchmarks.formula` prints the memory of a device for each recorded step: as `python -m tpu_kit plan`
+computes it, and as libtpu 0.0.21 reports it after compiling the same step. `make test-slow` compiles the steps again.
+The error is the formula's excess over the compiler:
 
-What a layer needs is traced from the model; eight constants were fitted to these tables. Fitted to a random half of the
-rows, the median error of the other half was 2.2 to 2.7 %. The largest errors are those of models of 2 to 4 layers,
-which take less than 2 GiB. With a mesh, the number of replicas is the number of devices, and the figures are of one of
-them. Of the shipped mixtures of experts the formula says 13.98 GiB (gpt-oss-120b), 5.83 (gpt-oss-20b) and 4.85
-(Qwen3-30B-A3B); the compiler says 14.50, 5.78 and 4.77.
+- chosen, {summary};
+- drawn, {of_drawn};
+- compiled later, {of_later}.
 
-<details><summary>{summary}</summary>
+`--draw` draws models, slices, lengths, rows and settings with a fixed seed. The later steps include the five smallest
+of the seed 20261129, and four of kinds that had large errors: int4, and all weights on a mesh. These showed an error of
+-9.0 % if the loss has more than two chunks, because the formula left out the gradient of the output layer's shard;
+it now counts. Steps below 1.5 GiB are overestimated by up to 18 %.
 
-{printed}
-
-</details>
-
-`python -m tests.benchmarks.formula --draw` draws {DRAWN} configurations with a fixed seed over models, slices, lengths,
-rows and settings, and compiles them.
-
-<details><summary>drawn: {of_drawn}</summary>
-
-{drawn}
-
-</details>
-
-Compiled later: the five smallest steps of the seed 20261129, and four of kinds that had been far off, int4 and all
-weights on a mesh. The error of the latter was -9.0 % where the loss has more than two chunks: the gradient of the
-output layer's shard was left out. Steps that take less than 1.5 GiB are overestimated by up to 18 %.
-
-<details><summary>later: {of_later}</summary>
-
-{later}
-
-</details>
+Each layer is traced from the model; eight constants were fitted to these tables. Fitted to a random half of the rows,
+they had a median error of 2.2 to 2.7 % on the other half. Models of 2 to 4 layers, which take less than 2 GiB, have the
+largest errors. With a mesh, the figures are for one device. For the shipped mixtures of experts the formula says
+13.98 GiB (gpt-oss-120b), 5.83 (gpt-oss-20b) and 4.85 (Qwen3-30B-A3B); the compiler says 14.50, 5.78 and 4.77.
 """
 
 
@@ -174,7 +159,7 @@ def main() -> None:
     parser.add_argument("--missing", action="store_true", help="ask the compiler for the answers that are not recorded")
     parser.add_argument("--compile", action="store_true", help="ask it for everything again; hours on two cores")
     parser.add_argument("--draw", action="store_true", help="ask it for the drawn steps that are not recorded")
-    parser.add_argument("--readme", action="store_true", help="put the tables into tpu_kit/planning/README.md")
+    parser.add_argument("--readme", action="store_true", help="put their last lines into tpu_kit/planning/README.md")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         if options.compile or options.missing:

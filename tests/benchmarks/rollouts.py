@@ -1,7 +1,7 @@
 """Prints the compiled memory of reinforcement learning's programs as a table: `python -m tests.benchmarks.rollouts`.
 
 The compiler's answers are those of tests/recorded_rollouts.json. With --compile they are asked for again, some minutes
-each; what the compiler has said of a program before is taken from its cache. --readme puts the table into
+each; answers for known programs come from the compiler's cache. --readme puts the largest program of each run into
 tpu_kit/planning/README.md.
 """
 
@@ -27,6 +27,10 @@ ANSWERS: list[dict[str, Any]] = json.loads(FILE.read_text())
 HEADER = (
     "| model | on each device of | program | compiler: its own | what lies beside | in all | formula |\n"
     f"|---|---|---|{'---:|' * 4}\n"
+)
+SUMMARY = (
+    "| model | on each device of | largest program | compiler | formula | error of the others |\n"
+    f"|---|---|---|{'---:|' * 3}\n"
 )
 FIELDS = ("total_bytes", "argument_bytes", "temporary_bytes", "output_bytes", "aliased_bytes", "code_bytes", "flops",
           "bytes_accessed", "hbm_bytes", "compile_seconds", "libtpu", "program")  # fmt: skip
@@ -55,20 +59,36 @@ def rows(answer: dict[str, Any]) -> list[dict[str, Any]]:
 def lines(answer: dict[str, Any]) -> str:
     """The lines of the table for an answer."""
     config, text = configuration(answer), ""
-    where = answer["topology"] + (f", mesh {config.launch.mesh}" if config.launch.mesh else "")
     for row in rows(answer):
         own = answer["programs"][row["program"]]["total_bytes"]
         sizes = (own, row["compiler_bytes"] - own, row["compiler_bytes"], row["formula_bytes"])
         figures = " | ".join(f"{size / GIB:.2f}" for size in sizes)
-        text += f"| {config.model.name} | {where} | {row['program']} | {figures} |\n"
+        text += f"| {config.model.name} | {place(answer)} | {row['program']} | {figures} |\n"
     return text
+
+
+def place(answer: dict[str, Any]) -> str:
+    """Returns the slice, and the mesh if the run has one."""
+    mesh = configuration(answer).launch.mesh
+    return answer["topology"] + (f", mesh {mesh}" if mesh else "")
+
+
+def summary(answer: dict[str, Any]) -> str:
+    """Returns the line of an answer in the README: its largest program, and the formula's errors for the others."""
+    found = sorted(rows(answer), key=lambda row: -row["compiler_bytes"])
+    errors = [row["formula_bytes"] / row["compiler_bytes"] - 1 for row in found[1:]]
+    sizes = " | ".join(f"{found[0][name] / GIB:.2f}" for name in ("compiler_bytes", "formula_bytes"))
+    name = configuration(answer).model.name
+    return (
+        f"| {name} | {place(answer)} | {found[0]['program']} | {sizes} | {min(errors):+.1%} to {max(errors):+.1%} |\n"
+    )
 
 
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--compile", action="store_true", help="ask the compiler again")
-    parser.add_argument("--readme", action="store_true", help="put the table into tpu_kit/planning/README.md")
+    parser.add_argument("--readme", action="store_true", help="put the largest programs into tpu_kit/planning/README.md")
     options = parser.parse_args()
     for answer in ANSWERS if options.compile else ():
         made = compile_programs(configuration(answer), answer["topology"], answer["replicas"])
@@ -77,9 +97,9 @@ def main() -> None:
     printed = HEADER + "".join(map(lines, ANSWERS))
     print(printed, end="")
     if options.readme:
-        before, header, rest = PAGE.read_text().partition(HEADER)
+        before, header, rest = PAGE.read_text().partition(SUMMARY)
         assert header, f"{PAGE} has no such table"
-        PAGE.write_text(before + printed + "\n" + rest.partition("\n\n")[2])
+        PAGE.write_text(before + header + "".join(map(summary, ANSWERS)) + "\n" + rest.partition("\n\n")[2])
 
 
 if __name__ == "__main__":
